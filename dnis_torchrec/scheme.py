@@ -53,6 +53,7 @@ class TableScheme:
             `dnis_torchrec.blocks.bit_fields.WIDTHS`, 0 where it is not retained; None: all retained ones in float32.
         scale: ``(S, D)`` float32, see `dnis_torchrec.blocks.column_codes.ColumnCodes`; None where values have no codes.
         shift: ``(S, D)`` int16, likewise.
+        feedback: ``(S, D, D)`` float32, likewise; for encoding rows alone, and in no file.
     """
 
     name: str
@@ -68,6 +69,7 @@ class TableScheme:
     bits: Tensor | None = None
     scale: Tensor | None = None
     shift: Tensor | None = None
+    feedback: Tensor | None = None
 
     def __post_init__(self) -> None:
         place = f"table {self.name!r}"
@@ -113,7 +115,7 @@ class TableScheme:
         remedy = "allocate bits first"
         if self.bits is None or self.scale is None or self.shift is None:
             raise ValueError(describe(f"table {self.name!r}", "bits, scales and shifts of its columns", "none", remedy))
-        return ColumnCodes(self.bits, self.scale, self.shift)
+        return ColumnCodes(self.bits, self.scale, self.shift, self.feedback)
 
     @property
     def dims(self) -> Tensor:

@@ -49,7 +49,9 @@ NEUMF_TOWER = ncf_tower(EMBEDDING_DIM)
 CLICKS_TOWER = (256, 128)
 PLAIN: dict[str, dict[str, Any]] = {
     "mf": {"embedding_l2": 0.03, "table_learning_rate": 3.33e-4, "dense_learning_rate": 3e-3},
+    "neumf": {"embedding_l2": 0.001, "dense_learning_rate": 3.33e-4},
     "ctr_fm": {"embedding_l2": 0.02, "table_learning_rate": 1e-3},
+    "ctr_wide_deep": {"embedding_l2": 0.0, "table_learning_rate": 9e-3, "dense_learning_rate": 3.33e-4},
     "ctr_dlrm": {"embedding_l2": 0.003, "dense_learning_rate": 3.33e-4},
 }
 """Recipe -> L2 and rates of its plain model, the same for all methods: chosen at D=64 on `selection` of seed 0 by

@@ -107,6 +107,54 @@ def rounding_error_reference(
     return energies[0] / energies[1]
 
 
+def error_feedback_reference(
+    row: Tensor, couplings: Tensor, order: Sequence[int], round_one: Callable[[int, float], float]
+) -> Tensor:
+    """A row that is rounded column by column, each where the loss e^T H e / 2 is least given all errors made so far.
+
+    `couplings` is H, ``(D, D)``, positive definite. Columns that are not rounded yet could take any value: of them and
+    the fixed errors the least is where H_RR e_R + H_RF e_F = 0.
+    """
+    rounded = row.double().clone()
+    for position, column in enumerate(order):
+        fixed, rest = list(order[:position]), list(order[position:])
+        errors = row[fixed].double() - rounded[fixed]
+        moves = torch.linalg.solve(couplings[rest][:, rest], couplings[rest][:, fixed] @ errors)
+        rounded[column] = round_one(column, float(row[column].double() + moves[0]))
+    return rounded
+
+
+def couplings_reference(
+    predictions: Tensor,
+    pooled: dict[tuple[str, str], Tensor],
+    bags: dict[tuple[str, str], Bags],
+    blocks: dict[str, Sequence[int]],
+    second: Callable[[int], Tensor],
+    *,
+    num_blocks: int,
+    is_mean: bool,
+) -> dict[str, Tensor]:
+    """Sums over samples, and over the ids that each reads, of L'' dz/dx dz/dx', by table and block of the id.
+
+    `pooled` and `bags` are by (table, feature); `predictions` ``(B, T)`` come from `pooled`. `second` gives L'' of a
+    sample, ``(T, T)``. Ids of block `num_blocks` count for nothing.
+    """
+    found = {
+        table: torch.zeros(num_blocks, values.shape[1], values.shape[1], dtype=torch.float64)
+        for (table, _), values in pooled.items()
+    }
+    for (table, feature), values in pooled.items():
+        for n, bag in enumerate(bags[table, feature]):
+            slopes = torch.stack(
+                [torch.autograd.grad(z, values, retain_graph=True)[0][n].double() for z in predictions[n]]
+            )
+            for row in bag:
+                if blocks[table][row] < num_blocks:
+                    own = slopes / len(bag) if is_mean else slopes
+                    found[table][blocks[table][row]] += own.T @ second(n).double() @ own
+    return found
+
+
 def least_loss_reference(
     options: Sequence[Sequence[tuple[int, float]]], table_of_block: Sequence[int], fixed: Sequence[int], budget: int
 ) -> float:

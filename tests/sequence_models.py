@@ -191,10 +191,11 @@ def blocks_of(model: nn.Module, batches: list[Batch], num_blocks: int = 2) -> Ro
 
 @torch.no_grad()
 def rounded(model: Interest, scheme: MixedDimensionScheme) -> Interest:
-    """The model, every row in its codes: the nearest levels of each column, value by value."""
+    """The model, every row in its codes: once it has settled, the nearest levels of each column, value by value."""
     nearest = copy.deepcopy(model)
     for shard in (shard for module in collections(nearest).values() for shard in local_shards(module)):
         table = scheme.tables[shard.table]
+        shard.weight.copy_(table.codes.settled(shard.weight, table.routing.all_blocks()))
         for row, block in enumerate(table.routing.all_blocks().tolist()):
             for column in range(table.embedding_dim):
                 width = int(table.codes.bits[block, column])

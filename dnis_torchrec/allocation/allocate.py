@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from dnis_torchrec.allocation.curvature import Curvature
+from dnis_torchrec.allocation.curvature_sums import Curvature
 from dnis_torchrec.allocation.energies import (
     BITS,
     BlockedTable,
@@ -40,6 +40,7 @@ from dnis_torchrec.allocation.table_sizes import sizes_as_html, sizes_as_text
 from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, is_coded
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.column_codes import ColumnCodes
+from dnis_torchrec.blocks.error_feedback import feedback_of
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.forms import COLUMN_SCALE_BYTES, PACKED
@@ -108,7 +109,8 @@ def allocate(
         blocks: of its tables; rows of no block are served as zeros. Tables that they leave alone are float32, and count
             in the bytes.
         counts: of all rows in the training data.
-        curvature: of the loss, for these blocks.
+        curvature: of the loss, for these blocks. Where it has couplings, rows are rounded with error feedback (see
+            `dnis_torchrec.blocks.error_feedback`), and else to their nearest codes.
         compression: bytes of the float32 tables over bytes served, to be met from below. Give exactly one of
             `compression`, `embedding_bytes` and `max_loss`.
         embedding_bytes: bytes served, at most.
@@ -149,7 +151,7 @@ def allocate(
     problem = _Problem.of(tables, blocks, losses, torch.tensor(widths))
 
     def allocation(spent: Spent) -> Allocation:
-        found = problem.allocation(spent, measured)
+        found = problem.allocation(spent, measured, curvature.couplings)
         if left_alone:
             found = _in_order(found, left_alone, every)
         return found if predict is None else replace(found, predicted_loss_increase=predict(found.scheme))
@@ -314,15 +316,12 @@ class _Problem:
             for table, of_table in zip(self.tables, self.bits[index].split(sizes), strict=True)
         }
 
-    def allocation(self, spent: Spent, energies: RoundingEnergies) -> Allocation:
+    def allocation(self, spent: Spent, energies: RoundingEnergies, couplings: Mapping[str, Tensor]) -> Allocation:
         """Returns the scheme and codes that the bytes have bought."""
-        bits = self.bits_of(spent)
-        schemes = {
-            table.config.name: _scheme_of(
-                table, self.blocks, energies.codes(table.config.name, bits[table.config.name])
-            )
-            for table in self.tables
-        }
+        codes = {name: energies.codes(name, bits) for name, bits in self.bits_of(spent).items()}
+        for name in couplings.keys() & codes.keys():
+            codes[name] = replace(codes[name], feedback=feedback_of(couplings[name], codes[name].bits))
+        schemes = {table.config.name: _scheme_of(table, self.blocks, codes[table.config.name]) for table in self.tables}
         loss = self.options.loss.gather(1, spent.row_bytes[:, None])
         return Allocation(
             scheme=MixedDimensionScheme(schemes),

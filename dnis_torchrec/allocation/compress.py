@@ -20,7 +20,8 @@ from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dnis_torchrec.allocation.allocate import Allocation, allocate
-from dnis_torchrec.allocation.curvature import ENOUGH_SAMPLES, Curvature, checked_batch, curvature, on_all
+from dnis_torchrec.allocation.curvature import ENOUGH_SAMPLES, checked_batch, curvature, on_all
+from dnis_torchrec.allocation.curvature_sums import Curvature
 from dnis_torchrec.allocation.energies import BITS, RoundingEnergies, rounding_energies
 from dnis_torchrec.allocation.loss_derivatives import Loss
 from dnis_torchrec.allocation.loss_sample import LossSample, predictions_of

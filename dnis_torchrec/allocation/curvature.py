@@ -11,6 +11,14 @@ Denker, Solla 1990). dz/dalpha_bc is, for a sample, the sum over the features th
 is what the block adds to the pooled embedding: one backward pass of the summed predictions to the pooled embeddings
 gives it for all blocks and columns (see `pooled_blocks`).
 
+Errors of the columns of a row add up before they reach the prediction. What e, the errors of one row of block b, costs
+is e^T K_b e / 2 times how often it is read, for the couplings
+
+    K_bcc' = mean over samples of  sum over the rows x of b that a sample reads  of  L''(z) dz/dx_c dz/dx_c'
+
+(Hassibi and Stork 1993). They do not choose the bits; rows are rounded by them, see `blocks.error_feedback`. Weights of
+the ids of a bag count as 1 in them.
+
 Of several outputs z_t, with J_t = dz_t/dalpha_bc: G is the mean of sum_t dL/dz_t J_t, and H that of
 sum_tt' J_t d^2 L / (dz_t dz_t') J_t'.
 
@@ -19,35 +27,19 @@ Shapes: B batch, D embedding_dim, S blocks, T outputs of the model.
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from itertools import count, pairwise
 
 import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.allocation.loss_derivatives import (
-    Loss,
-    LossDerivatives,
-    loss_derivatives,
-    name_of,
-    task_derivatives,
-)
-from dnis_torchrec.allocation.pooled_blocks import (
-    Apart,
-    Entries,
-    Lookup,
-    WatchedCollection,
-    merged,
-    sum_by_group,
-    watching,
-)
+from dnis_torchrec.allocation.curvature_sums import Curvature, CurvatureSums, LookedUp
+from dnis_torchrec.allocation.loss_derivatives import Loss, LossDerivatives, loss_derivatives, task_derivatives
+from dnis_torchrec.allocation.pooled_blocks import Lookup, WatchedCollection, watching
 from dnis_torchrec.allocation.sequence_blocks import watched_collection
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, describe
@@ -62,43 +54,10 @@ from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.soft_selection.features_by_name import read_by_name_
 from dnis_torchrec.soft_selection.table_shards import collections, ranks_of, table_configs_of
 
-logger = logging.getLogger(__name__)
-
 ENOUGH_SAMPLES = 1 << 16
 """Samples that are enough: the error of the sum of H is then about a hundredth, and a pass takes seconds."""
 BYTES_AT_A_TIME = 1 << 26
 """Bytes, roughly, that a pass holds beside the model's own activations. Larger batches are cut."""
-LARGEST_STEP = 4.0
-"""Norm of G over that of H, up to which a model may be trained: L2 alone holds one back by 1 to 2."""
-LEAST_CURVATURE = 1e-6
-"""Sum of H over the mean loss, below which dropping all tables would cost nothing that counts."""
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Curvature:
-    """Gradient and curvature of the loss in alpha, for every column of every block, see `curvature`.
-
-    Attributes:
-        gradient: table -> G, ``(S, D)`` float64, in units of the loss.
-        curvature: table -> H, ``(S, D)`` float64, in units of the loss.
-        num_samples: how many samples they are means over, of all ranks.
-        relative_error: standard error of the sum of H over all tables, divided by that sum. It is estimated from how
-            batches (or the chunks that large ones are cut into) differ, so it is infinite for a single one.
-    """
-
-    gradient: Mapping[str, Tensor]
-    curvature: Mapping[str, Tensor]
-    num_samples: int
-    relative_error: float
-
-    @property
-    def is_zero(self) -> bool:
-        """Whether no column moves a prediction: nothing is left to choose by."""
-        return not any(bool(of_table.any()) for of_table in self.curvature.values())
-
-    def __repr__(self) -> str:
-        tables = f"{len(self.curvature)} table{'s' if len(self.curvature) != 1 else ''}"
-        return f"Curvature({tables}, {self.num_samples} samples, relative error {self.relative_error:.2g})"
 
 
 def curvature(
@@ -109,6 +68,7 @@ def curvature(
     loss: Loss | Task,
     num_samples: int | None = ENOUGH_SAMPLES,
     warns: bool = True,
+    couplings: bool = True,
 ) -> Curvature:
     """Measures gradient and curvature of the loss in alpha, at alpha = 1, per table, block and column.
 
@@ -122,7 +82,7 @@ def curvature(
     Distributed: every rank measures the samples of its own batches, on its own slice of a split. There are as many
     batches on every rank, and where TorchRec's sharding asks for it as large ones. Per batch some numbers are gathered
     and a sharded collection is called once, or twice for multi-hot features; all sums are added up by one all_reduce,
-    and every rank returns the same.
+    couplings by one for each table, and every rank returns the same.
 
     Args:
         model: trained; called as ``model(dense_features=..., sparse_features=...)``, plain, prepared or sharded, or
@@ -136,6 +96,7 @@ def curvature(
         num_samples: samples that are enough, of all ranks together: no further batch is taken once there are so many;
             None takes all.
         warns: tell of a model that looks untrained; for one that is measured again and again once is enough.
+        couplings: measure K, too: 8 S D^2 bytes for each table.
 
     Returns:
         G and H of every table of the model's EmbeddingBagCollections.
@@ -176,7 +137,7 @@ def curvature(
     device, ranks = device_of(model), ranks_of(*found.values())
     tables = [table for collection in found.values() for table in table_configs_of(collection)]
     of = [watched_collection(collection, blocks, device) for collection in found.values()]
-    sums = _Sums(tables, blocks, device)
+    sums = CurvatureSums(tables, blocks, device, couplings=couplings)
     with evaluating(model), watching(of) as lookups:
         measure = _Measure(model, loss, ranks, lookups)
         for place, batch in first_batches(batches, loss, ranks, enough, _samples_at_a_time(of)):
@@ -295,20 +256,6 @@ def checked_batch(batch: Batch, loss: Loss | Task, place: str) -> Batch:
     return for_lookup(batch)
 
 
-@dataclass(frozen=True, eq=False)
-class _LookedUp:
-    """Results of a batch's forward and backward passes.
-
-    Attributes:
-        at: the loss around the predictions.
-        calls: one entry per call of a collection. It holds the lookup, the same block by block where need be, and the
-            gradient of the predictions in its output, ``(T, B, columns)``, or ``(T, I, D)`` of one that pools nothing.
-    """
-
-    at: LossDerivatives
-    calls: list[tuple[Lookup, Apart | None, Tensor]]
-
-
 class _Measure:
     """A model called on batches, while its collections are watched.
 
@@ -322,7 +269,7 @@ class _Measure:
     def __init__(self, model: nn.Module, loss: Loss | Task, ranks: Ranks, lookups: list[Lookup]) -> None:
         self._model, self._loss, self._ranks, self._lookups = model, loss, ranks, lookups
 
-    def look_up(self, batch: Batch, place: str) -> _LookedUp:
+    def look_up(self, batch: Batch, place: str) -> LookedUp:
         """All that needs the other ranks, too: the forward pass, and lookups block by block."""
         self._lookups.clear()
         with torch.enable_grad():
@@ -347,7 +294,7 @@ class _Measure:
             apart = [lookup.apart() for lookup in self._lookups]
         stacked = [torch.stack(of_leaf) for of_leaf in zip(*gradients, strict=True)]
         calls = list(zip(self._lookups, apart, stacked, strict=True))
-        return _LookedUp(at, calls)
+        return LookedUp(at, calls)
 
 
 def outputs_of(model: nn.Module, batch: Batch, loss: Loss | Task) -> Outputs:
@@ -400,87 +347,3 @@ def _of_samples(predictions: object, num_samples: int, place: str) -> Tensor:
     is_of_samples = predictions.dim() in (1, 2) and len(predictions) == num_samples
     check(is_of_samples, place, requirement, tuple(predictions.shape), remedy)
     return predictions if predictions.dim() == 2 else predictions.unsqueeze(1)
-
-
-class _Sums:
-    """Sums over samples, of this rank.
-
-    Args:
-        tables: of the model.
-        blocks: of these tables.
-        device: where batches are.
-    """
-
-    def __init__(self, tables: Iterable[EmbeddingBagConfig], blocks: RowBlocks, device: torch.device) -> None:
-        sizes = {table.name: (blocks.routings[table.name].num_blocks, table.embedding_dim) for table in tables}
-        both = {name: torch.zeros(2, *size, dtype=torch.float64, device=device) for name, size in sizes.items()}
-        self._of_tables = both
-        self._batches = torch.zeros(9, dtype=torch.float64)
-
-    @torch.no_grad()
-    def add(self, looked_up: _LookedUp) -> None:
-        """Adds a batch."""
-        at = looked_up.at
-        batch_size = len(at.first)
-        entries: dict[str, list[Entries]] = {name: [] for name in self._of_tables}
-        for lookup, apart, gradient in looked_up.calls:
-            for table, own in lookup.of.entries(lookup, apart, gradient):
-                entries[table].append(own)
-        total, noise = 0.0, 0.0
-        for table, of_table in entries.items():
-            if not of_table:
-                continue
-            both = merged(of_table, batch_size)
-            num_blocks = self._of_tables[table].shape[1]
-            slopes = torch.einsum("mt,tmd->md", at.first[both.samples], both.worth)
-            bends = torch.einsum("tmd,mtu,umd->md", both.worth, at.second[both.samples], both.worth)
-            added = torch.stack([sum_by_group(own, both.blocks, num_blocks) for own in (slopes, bends)])
-            self._of_tables[table] += added
-            total, noise = total + float(added[1].sum()), noise + float(slopes.square().sum())
-        n, loss, bent = batch_size, at.loss * batch_size, float(at.second.abs().sum())
-        self._batches += torch.tensor([1, n, n * n, total, total * total, total * n, noise, loss, bent])
-
-    def over(self, ranks: Ranks, loss: Loss | Task, *, warns: bool) -> Curvature:
-        """Means over the samples of all ranks. One all_reduce."""
-        flat = [self._batches, *(both.flatten().cpu() for both in self._of_tables.values())]
-        summed = ranks.sum_(torch.cat(flat)).split([part.numel() for part in flat])
-        batches, n, n_n, total, total_total, total_n, noise, mean_loss, bent = summed[0].tolist()
-        place, requirement = f"loss {name_of(loss)}", "one that is twice differentiable"
-        check(bent > 0, place, requirement, "second derivatives of 0", "choose one that bends, such as MSELoss")
-        means = {
-            name: (own / n).view(both.shape)
-            for (name, both), own in zip(self._of_tables.items(), summed[1:], strict=True)
-        }
-        mean = total / n
-        spread = total_total - 2 * mean * total_n + mean * mean * n_n  # of batches' sums, about the mean
-        error = math.inf
-        if batches > 1 and total:
-            error = math.sqrt(max(spread, 0.0) * batches / (batches - 1)) / abs(total)
-        found = Curvature(
-            gradient={name: both[0] for name, both in means.items()},
-            curvature={name: both[1] for name, both in means.items()},
-            num_samples=round(n),
-            relative_error=error,
-        )
-        if warns and ranks.is_first:
-            _warn_of_untrained(found, mean_loss / n, noise / (n * n))
-        return found
-
-
-def _warn_of_untrained(found: Curvature, loss: float, noise: float) -> None:
-    """Warns where the tables do next to nothing, or columns would rather change by several times their size.
-
-    Args:
-        found: the estimate.
-        loss: mean of it.
-        noise: expected square of the gradient's norm where the true gradient is 0.
-    """
-    bend = sum(float(own.sum()) for own in found.curvature.values())
-    bends = math.sqrt(sum(float(own.square().sum()) for own in found.curvature.values()))
-    slopes = math.sqrt(max(sum(float(own.square().sum()) for own in found.gradient.values()) - noise, 0.0))
-    if bend <= LEAST_CURVATURE * abs(loss) or slopes > LARGEST_STEP * bends:
-        logger.warning(
-            "the model looks untrained: the gradient of the loss in alpha has a norm of %.3g beside a curvature of "
-            "%.3g, whose sum is %.3g at a loss of %.3g; train it first, or what columns are worth says little",
-            *(slopes, bends, bend, loss),
-        )

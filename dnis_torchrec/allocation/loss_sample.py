@@ -36,7 +36,7 @@ from dnis_torchrec.allocation.curvature import (
     outputs_of,
 )
 from dnis_torchrec.allocation.loss_derivatives import Loss, LossDerivatives
-from dnis_torchrec.blocks.column_codes import ColumnCodes, decode_rows, encode_rows
+from dnis_torchrec.blocks.column_codes import decode_rows, encode_rows
 from dnis_torchrec.blocks.frequency import bags_of
 from dnis_torchrec.data.lookup_batches import features_of
 from dnis_torchrec.data.task import Task
@@ -194,7 +194,7 @@ def _rounded(shard: TableShard, scheme: MixedDimensionScheme, rows: Tensor) -> t
     table, columns = scheme.tables[shard.table], slice(shard.first_column, shard.first_column + shard.weight.shape[1])
     here = rows[(rows >= shard.first_row) & (rows < shard.first_row + len(shard.weight))]
     place, blocks = (here - shard.first_row).to(shard.weight.device), table.routing.block_of(here)
-    codes = ColumnCodes(*(part[:, columns] for part in (table.codes.bits, table.codes.scale, table.codes.shift)))
+    codes = table.codes.of_columns(columns)
     encoded = encode_rows(shard.weight[place].cpu().float(), blocks, codes, place=f"table {table.name!r}")
     return place, decode_rows(encoded, blocks, codes).to(shard.weight)
 

@@ -53,6 +53,23 @@ class Entries:
 
 
 @dataclass(frozen=True, eq=False)
+class Reads:
+    """Reads of one table's rows through one feature, those that a sample makes of one block together.
+
+    Attributes:
+        samples: ``(M,)`` int64.
+        blocks: ``(M,)`` int64.
+        times: ``(M,)`` float64, how many rows; over the square of a bag's length where it is divided by that.
+        slopes: ``(T, M, D)``, dz_t / dx of one of these rows, times that length.
+    """
+
+    samples: Tensor
+    blocks: Tensor
+    times: Tensor
+    slopes: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Apart:
     """Outputs of a collection for bags that each hold the ids of a single block.
 
@@ -110,6 +127,18 @@ class WatchedCollection:
 
         Raises:
             ValueError: for a bag of several ids of a single-id feature.
+        """
+        raise NotImplementedError
+
+    def reads(self, lookup: Lookup, gradient: Tensor) -> Iterator[tuple[str, Reads]]:
+        """Yields which rows every feature reads, and what they are worth. Local, no collective.
+
+        Args:
+            lookup: see `entries`.
+            gradient: see `entries`.
+
+        Yields:
+            ``(table, reads)``, in the order of the outputs.
         """
         raise NotImplementedError
 
@@ -198,16 +227,35 @@ class CollectionBlocks(WatchedCollection):
 
     def entries(self, lookup: Lookup, apart: Apart | None, gradient: Tensor) -> Iterator[tuple[str, Entries]]:
         """Yields the reads of every feature, block by block. Local, no collective."""
-        pooled: KeyedTensor = lookup.output
-        bags, by_key = jagged_by_key(lookup.features), pooled.to_dict()
-        ends = torch.tensor(pooled.length_per_key()).cumsum(0).tolist()
-        columns = {key: slice(end - by_key[key].shape[1], end) for key, end in zip(pooled.keys(), ends, strict=True)}
-        for output in self.outputs:
-            of_feature, slopes = bags[output.feature], gradient[:, :, columns[output.name]]
+        bags, by_key = jagged_by_key(lookup.features), lookup.output.to_dict()
+        for output, slopes in self._slopes(lookup, gradient):
+            of_feature = bags[output.feature]
             if apart is not None and output.is_multi_hot:
                 yield output.table, self._of_several_ids(output, of_feature, apart, slopes)
             else:
                 yield output.table, self._of_one_id(output, of_feature, by_key[output.name].detach(), slopes)
+
+    def reads(self, lookup: Lookup, gradient: Tensor) -> Iterator[tuple[str, Reads]]:
+        """Yields which rows every feature reads, and what they are worth. Local, no collective."""
+        bags, batch_size = jagged_by_key(lookup.features), lookup.features.stride()
+        of_samples = torch.arange(batch_size, device=gradient.device)
+        for output, slopes in self._slopes(lookup, gradient):
+            of_feature = bags[output.feature]
+            lengths, blocks = of_feature.lengths(), self._routers[output.table](of_feature.values())
+            is_in_block = blocks < output.num_blocks
+            places = blocks * batch_size + of_samples.repeat_interleave(lengths)
+            places, counts = places[is_in_block].unique(return_counts=True)
+            samples = places % batch_size
+            times = counts.double() / (lengths[samples].double().square() if output.divides else 1.0)
+            yield output.table, Reads(samples, places // batch_size, times, slopes.index_select(1, samples))
+
+    def _slopes(self, lookup: Lookup, gradient: Tensor) -> Iterator[tuple[PooledFeature, Tensor]]:
+        """Every output with the gradient in its columns, ``(T, B, D)``."""
+        pooled: KeyedTensor = lookup.output
+        widths = pooled.length_per_key()
+        columns = dict(zip(pooled.keys(), gradient.split(widths, dim=2), strict=True))
+        for output in self.outputs:
+            yield output, columns[output.name]
 
     def _of_one_id(self, output: PooledFeature, bags: JaggedTensor, pooled: Tensor, gradient: Tensor) -> Entries:
         lengths = bags.lengths()

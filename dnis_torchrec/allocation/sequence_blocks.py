@@ -19,6 +19,7 @@ from dnis_torchrec.allocation.pooled_blocks import (
     CollectionBlocks,
     Entries,
     Lookup,
+    Reads,
     WatchedCollection,
     one_of_each,
 )
@@ -72,14 +73,26 @@ class SequenceBlocks(WatchedCollection):
 
     def entries(self, lookup: Lookup, apart: Apart | None, gradient: Tensor) -> Iterator[tuple[str, Entries]]:
         """Yields the reads of every feature, block by block. Local, no collective."""
-        bags, batch_size = jagged_by_key(lookup.features), lookup.features.stride()
+        batch_size = lookup.features.stride()
+        for table, samples, blocks, values, slopes in self._ids(lookup, gradient):
+            yield table, one_of_each(blocks * batch_size + samples, (values * slopes).double(), batch_size)
+
+    def reads(self, lookup: Lookup, gradient: Tensor) -> Iterator[tuple[str, Reads]]:
+        """Yields which rows every feature reads, and what they are worth. Local, no collective."""
+        for table, samples, blocks, _, slopes in self._ids(lookup, gradient):
+            yield table, Reads(samples, blocks, torch.ones_like(blocks, dtype=torch.float64), slopes)
+
+    def _ids(self, lookup: Lookup, gradient: Tensor) -> Iterator[tuple[str, Tensor, Tensor, Tensor, Tensor]]:
+        """Of every feature: table; sample and block of each id that has one; embeddings, and the gradient in them."""
+        bags, of_samples = (
+            jagged_by_key(lookup.features),
+            torch.arange(lookup.features.stride(), device=gradient.device),
+        )
         of_features = [bags[output.feature] for output in self.outputs]
         sizes = [own.values().numel() for own in of_features]
         parts = zip(lookup.leaf.detach().split(sizes), gradient.split(sizes, dim=1), strict=True)
         for output, own, (values, slopes) in zip(self.outputs, of_features, parts, strict=True):
-            samples = torch.arange(batch_size, device=values.device).repeat_interleave(own.lengths())
-            blocks = self._routers[output.table](own.values())
-            places = blocks * batch_size + samples
+            samples, blocks = of_samples.repeat_interleave(own.lengths()), self._routers[output.table](own.values())
             is_in_block = blocks < output.num_blocks
-            worth = (values * slopes).double()[:, is_in_block]
-            yield output.table, one_of_each(places[is_in_block], worth, batch_size)
+            here = samples[is_in_block], blocks[is_in_block]
+            yield output.table, *here, values[is_in_block], slopes[:, is_in_block]

@@ -27,11 +27,14 @@ class ColumnCodes:
         bits: ``(S, D)`` uint8, among `dnis_torchrec.blocks.bit_fields.WIDTHS`.
         scale: ``(S, D)`` float32, each a bfloat16 above 0; 1 where a column has no codes.
         shift: ``(S, D)`` int16, half steps; 0 where a column has no codes.
+        feedback: ``(S, D, D)`` float32, by which later columns make good what earlier ones lose when rows are encoded,
+            see `dnis_torchrec.blocks.error_feedback`; None: every column has its nearest code. Decoding needs none.
     """
 
     bits: Tensor
     scale: Tensor
     shift: Tensor
+    feedback: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in (("bits", torch.uint8), ("scale", torch.float32), ("shift", torch.int16)):
@@ -48,10 +51,39 @@ class ColumnCodes:
             block, column = (~sound).nonzero()[0].tolist()
             received = f"{self.scale[block, column].item()} in block {block}, column {column}"
             check(False, "ColumnCodes.scale", "finite bfloat16 values above 0", received)
+        if self.feedback is not None:
+            shape = (*self.bits.shape, self.bits.shape[1])
+            check(tuple(self.feedback.shape) == shape, "ColumnCodes.feedback", f"{shape}", tuple(self.feedback.shape))
+
+    def of_columns(self, columns: slice) -> ColumnCodes:
+        """The codes of some columns. Those of a part of a row are the nearest ones: its other columns are not there.
+
+        Args:
+            columns: which.
+        """
+        bits, scale, shift = (part[:, columns] for part in (self.bits, self.scale, self.shift))
+        return ColumnCodes(bits, scale, shift, self.feedback if bits.shape == self.bits.shape else None)
+
+    def settled(self, chunk: Tensor, blocks: Tensor) -> Tensor:
+        """Moves rows to values whose nearest codes are those that `encode_rows` chooses. Local.
+
+        Args:
+            chunk: ``(n, D)`` float32, rows of a table.
+            blocks: ``(n,)`` int64, the block of each row, S for none.
+
+        Returns:
+            ``(n, D)`` float32; the rows themselves without feedback.
+        """
+        if self.feedback is None:
+            return chunk
+        from dnis_torchrec.blocks.error_feedback import fed_back  # serving decodes, and never needs it
+
+        of_codes = self.bits, self.scale, self.shift / 2, largest_codes(self.bits)
+        return fed_back(chunk, blocks, self.feedback, *of_codes)
 
 
 def encode_rows(chunk: Tensor, blocks: Tensor, codes: ColumnCodes, *, place: str = "codes") -> Tensor:
-    """Codes of some rows. Local.
+    """Codes of some rows: the nearest ones, or what error feedback makes of them. Local.
 
     Args:
         chunk: ``(n, D)`` float32, rows of a table.
@@ -73,6 +105,7 @@ def encode_rows(chunk: Tensor, blocks: Tensor, codes: ColumnCodes, *, place: str
         ([2, 0], [[0.5, 7.0], [0.0, 0.0]])
     """
     check_finite(chunk, blocks, place)
+    chunk = codes.settled(chunk, blocks)
     bits, scale, shift = _of_rows(blocks, codes)
     nearest = nearest_codes(chunk, scale, shift / 2, largest_codes(bits)).int()
     return torch.where(bits == FLOAT_BITS, chunk.contiguous().view(torch.int32), nearest)

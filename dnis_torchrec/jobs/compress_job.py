@@ -175,6 +175,7 @@ def _compress(job: CompressJob, spec: str, step: Step, device: torch.device) -> 
             writing = time.monotonic()
             described = {
                 "turned": bool(rotation_groups(model, recipe.leave_alone)),
+                "error_feedback": True,
                 "configuration": _configuration(job, name),
             }
             export(model, allocation.scheme, folder / name, forms=(_FORM,), run=head | described)

@@ -79,7 +79,9 @@ class Ramp:
             return
         with self._pipeline.detached() as model:
             sample = self._stream.sample(stage)
-            worth = curvature(model, sample, self._blocks, loss=self._loss, num_samples=SAMPLES, warns=False)
+            worth = curvature(
+                model, sample, self._blocks, loss=self._loss, num_samples=SAMPLES, warns=False, couplings=False
+            )
             tables = blocked_tables(model, self._blocks)
         if worth.is_zero:
             if rank_of() == 0 and not self._has_warned:

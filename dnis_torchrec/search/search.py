@@ -31,7 +31,8 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.allocation.allocate import Allocation, allocate
-from dnis_torchrec.allocation.curvature import Curvature, curvature
+from dnis_torchrec.allocation.curvature import curvature
+from dnis_torchrec.allocation.curvature_sums import Curvature
 from dnis_torchrec.allocation.energies import blocked_tables
 from dnis_torchrec.allocation.rotation import rotate_, rotation_groups
 from dnis_torchrec.allocation.torchrec_models import with_axes_

@@ -142,7 +142,8 @@ class RoundedTables(HeldTables):
     def change_(self, scheme: MixedDimensionScheme) -> None:
         """Goes over to other codes, such as those of a smaller allocation; latent weights stay.
 
-        What the codes before have lost is not found again: columns that they dropped, values far outside their range.
+        With error feedback (see `ColumnCodes`) they move to where the codes that it chooses are the nearest. What the
+        codes before have lost is not found again: columns that they dropped, values far outside their range.
 
         Args:
             scheme: of the same tables, with codes; the same on every rank.
@@ -152,6 +153,7 @@ class RoundedTables(HeldTables):
         """
         own, given = list(self._tables), list(scheme.tables)
         check(own == given, "scheme", f"one of the tables {own}", given)
+        self._settle_(scheme)
         # a copy, for checkpoints write to it
         self._tables = {name: table.with_codes(_copied(table.codes)) for name, table in scheme.tables.items()}
         self._round_all_()
@@ -246,7 +248,8 @@ class RoundedTables(HeldTables):
         placed = {
             f"codes/{name}/{key}": PlacedTensor.of(value)
             for name, table in self._tables.items()
-            for key, value in vars(table.codes).items()
+            for key, value in (("bits", table.bits), ("scale", table.scale), ("shift", table.shift))
+            if value is not None
         }
         for name, table in self._tables.items():
             own = [shard.residual for shard in self._shards if shard.shard.table == name]
@@ -275,6 +278,15 @@ class RoundedTables(HeldTables):
                     first = blocks.first_alpha_row(config.name)
                     alphas[config.name] = wrapper.alpha.of(config.embedding_dim)[first : first + own.num_blocks].clone()
         return alphas
+
+    @torch.no_grad()
+    def _settle_(self, scheme: MixedDimensionScheme) -> None:
+        if all(table.feedback is None for table in scheme.tables.values()):
+            return
+        self._add_residuals_()
+        with writing_to_tables(self._model):
+            for own in self._shards:
+                own.settle_(scheme.tables[own.shard.table])
 
     @torch.no_grad()
     def _add_residuals_(self) -> None:
@@ -316,6 +328,12 @@ class _RoundedShard:
         shard = self.shard
         columns = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
         self._rounding = RowRounding(table.codes, table.routing, shard.first_row, columns, shard.weight.device)
+
+    def settle_(self, table: TableScheme) -> None:
+        """Moves values to where the codes of error feedback are the nearest."""
+        for chunk, rows, columns in self.shard.chunks():
+            blocks = table.routing.block_of(torch.arange(rows.start, rows.stop))
+            chunk.copy_(table.codes.of_columns(columns).settled(chunk.cpu().float(), blocks))
 
     def round_(self, rows: Tensor | None = None) -> None:
         """Rounds some rows, counted from the shard's first, or all."""
@@ -400,7 +418,8 @@ def _check_values(shard: TableShard, routing: RowRouting) -> None:
 
 
 def _copied(codes: ColumnCodes) -> ColumnCodes:
-    return ColumnCodes(**{name: value.clone() for name, value in vars(codes).items()})
+    """Without feedback: latent weights that train on have their nearest codes."""
+    return ColumnCodes(codes.bits.clone(), codes.scale.clone(), codes.shift.clone())
 
 
 def _are_equal(first: RowRouting, second: RowRouting) -> bool:

@@ -9,7 +9,7 @@ from torch import nn
 
 from dnis_torchrec.allocation import energies as energies_module
 from dnis_torchrec.allocation.allocate import allocate
-from dnis_torchrec.allocation.curvature import Curvature
+from dnis_torchrec.allocation.curvature_sums import Curvature
 from dnis_torchrec.allocation.energies import rounding_energies
 from dnis_torchrec.allocation.row_sample import sample_rows
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards

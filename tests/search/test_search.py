@@ -203,7 +203,7 @@ def test_a_request_to_stop_is_heard_while_a_search_finishes(gloo, tmp_path: Path
 def test_a_model_that_looks_untrained_is_told_once(
     gloo, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dnis_torchrec.allocation.curvature.LEAST_CURVATURE", 1e9)
+    monkeypatch.setattr("dnis_torchrec.allocation.curvature_sums.LEAST_CURVATURE", 1e9)
     found_by(make_recipe(), tmp_path)
     assert caplog.text.count("the model looks untrained") == 1
 

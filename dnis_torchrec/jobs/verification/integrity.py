@@ -6,6 +6,7 @@ Nothing else may lie in it, listed or not: a file that no part of the manifest r
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,20 +114,23 @@ def check_against_run(artifact: Path, manifest: dict[str, Any], run_path: Path, 
     different = sorted(set(tables) ^ set(scheme.tables))
     findings = [judged("run", "tables", not different, f"in one of the two alone: {different}" if different else "")]
     in_both = sorted(set(tables) & set(scheme.tables))
-    is_turned = bool(manifest["run"].get("turned"))
-    if exact is None or is_turned:
-        why = (
-            "the artifact holds no exact sparse rows"
-            if exact is None
-            else "it was turned into other axes than the run's"
-        )
+    of_run = manifest["run"]
+    if exact is None or _moved_on_purpose(of_run):
+        why = _moved_on_purpose(of_run) or "the artifact holds no exact sparse rows"
         findings += [Finding("run", f"table {name}", SKIPPED, why) for name in in_both]
     else:
         with together(ranks.group):
             apart = [_apart(scheme.tables[name], exact[name], tables[name], ranks) for name in in_both]
         furthest = ranks.max_(torch.tensor(apart, dtype=torch.float64)).tolist()
         findings += [_judged_table(scheme.tables[n], tables[n], far) for n, far in zip(in_both, furthest, strict=True)]
-    return findings + found_by_ranks([partial(_compare_dense, artifact, run, is_turned)], ranks)
+    return findings + found_by_ranks([partial(_compare_dense, artifact, run, bool(of_run.get("turned")))], ranks)
+
+
+def _moved_on_purpose(of_run: Mapping[str, Any]) -> str:
+    """Says why the values of an artifact are not those of its run, rounded; empty if they are."""
+    if of_run.get("turned"):
+        return "it was turned into other axes than the run's"
+    return "error feedback moved its values before they were rounded" if of_run.get("error_feedback") else ""
 
 
 def _compare_dense(artifact: Path, run: RunFolder, is_turned: bool) -> list[Finding]:
