@@ -54,6 +54,7 @@ def reported(found: Curvature) -> Results:
     return {
         "gradient": dict(found.gradient),
         "curvature": dict(found.curvature),
+        "couplings": dict(found.couplings),
         "num_samples": found.num_samples,
         "relative_error": found.relative_error,
     }

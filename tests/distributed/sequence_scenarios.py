@@ -167,7 +167,12 @@ def curvature_errors(kind: str, at: Rank) -> Results:
     errors = farthest(dict(found.curvature), dict(wanted.curvature)) | {
         f"gradient {name}": error for name, error in farthest(dict(found.gradient), dict(wanted.gradient)).items()
     }
-    return {"errors": errors, "largest": max(float(own.max()) for own in wanted.curvature.values())}
+    largest, coupled = (
+        max(float(own.abs().max()) for own in of.values()) for of in (wanted.curvature, wanted.couplings)
+    )
+    apart = farthest(dict(found.couplings), dict(wanted.couplings))
+    errors |= {f"couplings {name}": error * largest / coupled for name, error in apart.items()}
+    return {"errors": errors, "largest": largest}
 
 
 def recipe_of(optimizer: str) -> Recipe:

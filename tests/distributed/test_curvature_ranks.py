@@ -39,10 +39,11 @@ def assert_as_in_one_process(ranks: list[Results], name: str, num_batches: int =
             for got, want in (
                 (own["gradient"][table], found.gradient[table]),
                 (own["curvature"][table], found.curvature[table]),
+                (own["couplings"][table], found.couplings[table]),
             ):
                 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6 * float(want.abs().max()))
-            assert torch.equal(own["curvature"][table], ranks[0]["curvature"][table])
-            assert torch.equal(own["gradient"][table], ranks[0]["gradient"][table])
+            for of_all in ("gradient", "curvature", "couplings"):
+                assert torch.equal(own[of_all][table], ranks[0][of_all][table])
         assert own["relative_error"] == ranks[0]["relative_error"]
 
 
