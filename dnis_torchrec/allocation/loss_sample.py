@@ -36,16 +36,18 @@ from dnis_torchrec.allocation.curvature import (
     outputs_of,
 )
 from dnis_torchrec.allocation.loss_derivatives import Loss, LossDerivatives
+from dnis_torchrec.allocation.row_sample import RowSample, sampled_values
+from dnis_torchrec.allocation.whole_rows import WholeRows, whole_rows
 from dnis_torchrec.blocks.column_codes import decode_rows, encode_rows
 from dnis_torchrec.blocks.frequency import bags_of
 from dnis_torchrec.data.lookup_batches import features_of
 from dnis_torchrec.data.task import Task
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
 from dnis_torchrec.soft_selection.features_by_name import read_by_name_
 from dnis_torchrec.soft_selection.managed_collisions import remapped
-from dnis_torchrec.soft_selection.table_shards import TableShard, collections, local_shards, ranks_of, table_configs_of
+from dnis_torchrec.soft_selection.table_shards import collections, local_shards, ranks_of, table_configs_of
 
 JUDGED_SAMPLES = 1 << 16
 """Samples that are enough; a pass takes a second or two."""
@@ -73,7 +75,8 @@ class _Judged:
 class LossSample:
     """The first samples of a split, ready to be predicted with tables in codes.
 
-    Distributed: one forward pass of each batch; per batch and table the ids that ranks read are gathered.
+    Distributed: that of `whole_rows`, one forward pass of each batch; per batch and table the ids that ranks read are
+    gathered.
 
     Args:
         model: trained, its tables in their axes, sharded or not; called as `curvature` calls it.
@@ -99,6 +102,9 @@ class LossSample:
         tables = [table for collection in found.values() for table in table_configs_of(collection)]
         self._model, self._loss, self._is_held_out = model, loss, is_held_out
         self._ranks, self._batches = ranks_of(*found.values()), list[_Judged]()
+        shards = [shard for collection in found.values() for shard in local_shards(collection)]
+        shapes = {table.name: (table.num_embeddings, table.embedding_dim) for table in tables}
+        self._tables = whole_rows(shards, shapes, self._ranks)
         for place, batch in first_batches(batches, loss, self._ranks, num_samples, SAMPLES_PER_PASS):
             predictions, at = predictions_of(model, batch, loss, place, self._ranks)
             with on_all(self._ranks):
@@ -111,7 +117,8 @@ class LossSample:
 
         The rows that a batch reads are rounded where they lie, and put back once it is predicted.
 
-        Distributed: one forward pass of each batch, and one all_reduce of two numbers; all ranks get the same.
+        Distributed: one forward pass of each batch, with that of `rounded_rows`, and one all_reduce of two numbers; all
+        ranks get the same.
 
         Args:
             scheme: of an `Allocation` for the model.
@@ -122,7 +129,7 @@ class LossSample:
         sums = torch.zeros(2, dtype=torch.float64)
         for index, judged in enumerate(self._batches):
             place = f"batch {index}, in codes"
-            with rounded_rows(self._model, scheme, judged.rows):
+            with rounded_rows(self._model, self._tables, scheme, judged.rows):
                 rounded, at = predictions_of(self._model, judged.batch, self._loss, place, self._ranks)
             sums += torch.tensor([self._increase(judged, rounded, at.loss), len(rounded)])
         increase, num_samples = self._ranks.sum_(sums).tolist()
@@ -164,24 +171,26 @@ def predictions_of(
 
 
 @contextmanager
-def rounded_rows(model: nn.Module, scheme: MixedDimensionScheme, rows: Mapping[str, Tensor]) -> Iterator[None]:
+def rounded_rows(
+    model: nn.Module, tables: Mapping[str, WholeRows], scheme: MixedDimensionScheme, rows: Mapping[str, Tensor]
+) -> Iterator[None]:
     """Within the block some rows hold the values that they would be served with; afterwards their own, bit for bit.
 
-    Local, no collective.
+    Distributed: one all_reduce of the rows of each table that is cut by columns; else local.
 
     Args:
         model: sharded or not.
+        tables: all of it, see `whole_rows`.
         scheme: with codes of its tables.
-        rows: table -> which rows, ``(n,)`` int64, each once.
+        rows: table -> which rows, ``(n,)`` int64, rising, each once; the same on every rank.
     """
-    shards = [shard for collection in collections(model).values() for shard in local_shards(collection)]
     own: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
         with torch.no_grad(), writing_to_tables(model):
-            for shard in shards:
-                place, rounded = _rounded(shard, scheme, rows[shard.table])
-                own.append((shard.weight, place, shard.weight[place]))
-                shard.weight[place] = rounded
+            for name, table in tables.items():
+                for weight, place, rounded in _rounded(table, scheme.tables[name], rows[name]):
+                    own.append((weight, place, weight[place]))
+                    weight[place] = rounded
         yield
     finally:
         with torch.no_grad(), writing_to_tables(model):
@@ -189,14 +198,28 @@ def rounded_rows(model: nn.Module, scheme: MixedDimensionScheme, rows: Mapping[s
                 weight[place] = values
 
 
-def _rounded(shard: TableShard, scheme: MixedDimensionScheme, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Places of some of a table's rows in a shard, and what they are in codes."""
-    table, columns = scheme.tables[shard.table], slice(shard.first_column, shard.first_column + shard.weight.shape[1])
-    here = rows[(rows >= shard.first_row) & (rows < shard.first_row + len(shard.weight))]
-    place, blocks = (here - shard.first_row).to(shard.weight.device), table.routing.block_of(here)
-    codes = table.codes.of_columns(columns)
-    encoded = encode_rows(shard.weight[place].cpu().float(), blocks, codes, place=f"table {table.name!r}")
-    return place, decode_rows(encoded, blocks, codes).to(shard.weight)
+def _rounded(whole: WholeRows, table: TableScheme, rows: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """For every shard of this rank: its weights, the places of some of the table's rows, and what they are in codes."""
+    blocks = table.routing.block_of(rows)
+
+    def in_codes(values: Tensor, of_blocks: Tensor) -> Tensor:
+        encoded = encode_rows(values, of_blocks, table.codes, place=f"table {table.name!r}")
+        return decode_rows(encoded, of_blocks, table.codes)
+
+    gathered = None
+    if whole.is_cut:
+        sample = RowSample(rows, blocks, torch.ones(len(rows), dtype=torch.float64))
+        gathered = in_codes(sampled_values(sample, whole.shards, table.embedding_dim, 1, whole.ranks), blocks)
+    found = []
+    for shard in whole.shards:
+        is_here = (rows >= shard.first_row) & (rows < shard.first_row + len(shard.weight))
+        place = (rows[is_here] - shard.first_row).to(shard.weight.device)
+        if gathered is None:
+            rounded = in_codes(shard.weight[place].cpu().float(), blocks[is_here])
+        else:
+            rounded = gathered[is_here, shard.first_column : shard.first_column + shard.weight.shape[1]]
+        found.append((shard.weight, place, rounded.to(shard.weight)))
+    return found
 
 
 def _ids_by_table(features: KeyedJaggedTensor, tables: Iterable[EmbeddingBagConfig], place: str) -> dict[str, Tensor]:

@@ -55,15 +55,6 @@ class ColumnCodes:
             shape = (*self.bits.shape, self.bits.shape[1])
             check(tuple(self.feedback.shape) == shape, "ColumnCodes.feedback", f"{shape}", tuple(self.feedback.shape))
 
-    def of_columns(self, columns: slice) -> ColumnCodes:
-        """The codes of some columns. Those of a part of a row are the nearest ones: its other columns are not there.
-
-        Args:
-            columns: which.
-        """
-        bits, scale, shift = (part[:, columns] for part in (self.bits, self.scale, self.shift))
-        return ColumnCodes(bits, scale, shift, self.feedback if bits.shape == self.bits.shape else None)
-
     def settled(self, chunk: Tensor, blocks: Tensor) -> Tensor:
         """Moves rows to values whose nearest codes are those that `encode_rows` chooses. Local.
 

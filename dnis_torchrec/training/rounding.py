@@ -34,6 +34,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from dnis_torchrec.allocation.curvature import on_all
 from dnis_torchrec.allocation.energies import RoundingEnergies, table_energies
 from dnis_torchrec.allocation.row_sample import sample_rows, sampled_values
+from dnis_torchrec.allocation.whole_rows import whole_rows
 from dnis_torchrec.blocks.bit_fields import is_coded
 from dnis_torchrec.blocks.column_codes import ColumnCodes, check_finite
 from dnis_torchrec.blocks.fitted_codes import LEAST_SCALE
@@ -144,6 +145,8 @@ class RoundedTables(HeldTables):
 
         With error feedback (see `ColumnCodes`) they move to where the codes that it chooses are the nearest. What the
         codes before have lost is not found again: columns that they dropped, values far outside their range.
+
+        Distributed: that of `whole_rows` with error feedback, and an all_reduce of each chunk of tables cut by columns.
 
         Args:
             scheme: of the same tables, with codes; the same on every rank.
@@ -281,12 +284,17 @@ class RoundedTables(HeldTables):
 
     @torch.no_grad()
     def _settle_(self, scheme: MixedDimensionScheme) -> None:
-        if all(table.feedback is None for table in scheme.tables.values()):
+        moving = {name: table for name, table in scheme.tables.items() if table.feedback is not None}
+        if not moving:
             return
         self._add_residuals_()
+        shapes = {name: (table.num_embeddings, table.embedding_dim) for name, table in moving.items()}
+        found = whole_rows([own.shard for own in self._shards], shapes, self._ranks)
         with writing_to_tables(self._model):
-            for own in self._shards:
-                own.settle_(scheme.tables[own.shard.table])
+            for name, table in moving.items():
+                for chunk in found[name].chunks():
+                    blocks = table.routing.block_of(torch.arange(chunk.rows.start, chunk.rows.stop))
+                    chunk.write_(table.codes.settled(chunk.values.float().cpu(), blocks))
 
     @torch.no_grad()
     def _add_residuals_(self) -> None:
@@ -328,12 +336,6 @@ class _RoundedShard:
         shard = self.shard
         columns = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
         self._rounding = RowRounding(table.codes, table.routing, shard.first_row, columns, shard.weight.device)
-
-    def settle_(self, table: TableScheme) -> None:
-        """Moves values to where the codes of error feedback are the nearest."""
-        for chunk, rows, columns in self.shard.chunks():
-            blocks = table.routing.block_of(torch.arange(rows.start, rows.stop))
-            chunk.copy_(table.codes.of_columns(columns).settled(chunk.cpu().float(), blocks))
 
     def round_(self, rows: Tensor | None = None) -> None:
         """Rounds some rows, counted from the shard's first, or all."""

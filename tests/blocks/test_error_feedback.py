@@ -119,16 +119,6 @@ def test_values_that_were_settled_have_the_same_codes() -> None:
     assert torch.equal(settled[blocks == 2], rows[blocks == 2])
 
 
-def test_of_a_part_of_a_row_the_codes_are_the_nearest() -> None:
-    generator = torch.Generator().manual_seed(2)
-    couplings, codes = couplings_of(1, 4, generator), codes_of(1, 4, generator)
-    of = replace(codes, feedback=feedback_of(couplings, codes.bits))
-    assert of.of_columns(slice(0, 4)).feedback is of.feedback
-    part = of.of_columns(slice(1, 3))
-    assert part.feedback is None
-    assert torch.equal(part.bits, codes.bits[:, 1:3])
-
-
 def test_feedback_of_another_shape_is_refused() -> None:
     codes = codes_of(2, 3, torch.Generator().manual_seed(3))
     with pytest.raises(ValueError, match=r"ColumnCodes.feedback: expected \(2, 3, 3\), got \(2, 3\)"):
