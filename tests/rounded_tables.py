@@ -11,6 +11,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dnis_torchrec.blocks.error_feedback import feedback_of
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.soft_selection.table_shards import TableShard, collections, local_shards
@@ -145,3 +146,12 @@ def without_codes(scheme: MixedDimensionScheme) -> MixedDimensionScheme:
     """The same, as pruning leaves it."""
     bare = {"bits": None, "scale": None, "shift": None}
     return MixedDimensionScheme({name: replace(table, **bare) for name, table in scheme.tables.items()})
+
+
+def with_feedback(scheme: MixedDimensionScheme) -> MixedDimensionScheme:
+    """The same codes, by error feedback of columns that meet at random."""
+    generator, found = torch.Generator().manual_seed(4), {}
+    for name, table in scheme.tables.items():
+        slopes = torch.randn(*table.codes.bits.shape, 3, generator=generator, dtype=torch.float64)
+        found[name] = replace(table, feedback=feedback_of(slopes @ slopes.mT, table.codes.bits))
+    return MixedDimensionScheme(found)

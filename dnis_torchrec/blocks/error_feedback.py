@@ -41,8 +41,8 @@ def feedback_of(couplings: Tensor, bits: Tensor) -> Tensor:
 
     Example:
         >>> coupled = torch.tensor([[[1.0, 1.0], [1.0, 1.0]]], dtype=torch.float64)
-        >>> feedback_of(coupled, torch.tensor([[1, 4]])).tolist()
-        [[[0.0, -0.786...], [0.0, 0.0]]]
+        >>> (100 * feedback_of(coupled, torch.tensor([[1, 4]]))).round().int().tolist()
+        [[[0, -79], [0, 0]]]
     """
     num_columns = bits.shape[1]
     own, table = _of_trace_one(couplings), _of_trace_one(couplings.sum(0, keepdim=True))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards
@@ -18,7 +19,7 @@ from dnis_torchrec.training.rounding import RoundedTables
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU, ROWS, Stream, blocks, shard_as, tables, task
 from tests.distributed.scenarios import alpha_of, tables_of
-from tests.rounded_tables import scheme_of
+from tests.rounded_tables import scheme_of, with_feedback
 
 STEPS, MORE_STEPS = 6, 3
 KINDS = ("row_wise", "table_wise", "column_wise", "mixed", "dense")
@@ -86,6 +87,23 @@ def goes_on(kind: str, then: str, at: Rank) -> Results:
     return {"whole": run.found(), "resumed": resumed.found()}
 
 
+def settles(kind: str, at: Rank) -> Results:
+    """Tables before their first rounding, with error feedback, and after it."""
+    model, _ = shard_as(task(), kind, at.process_group)
+    before = tables_of(model)
+    held = RoundedTables(model, fed_back_scheme())
+    return {
+        "before": before,
+        "after": tables_of(model),
+        "has_feedback": held.scheme.tables["user"].feedback is not None,
+    }
+
+
+def fed_back_scheme() -> MixedDimensionScheme:
+    """Of few bits, so that much is to be made good."""
+    return with_feedback(scheme_of(tables(), blocks().routings, seed=2, widths=(0, 1, 2)))
+
+
 def refuses(at: Rank) -> Results:
     """NaN in the shards of one rank."""
     model, _ = shard_as(task(), "row_wise", at.process_group)
@@ -102,4 +120,5 @@ def scenarios() -> dict[str, Scenario]:
     """All of them by name."""
     found: dict[str, Scenario] = {kind: partial(trains_on_ranks, kind) for kind in KINDS}
     found |= {f"{kind} to {then}": partial(goes_on, kind, then) for kind, then in OTHERWISE}
+    found |= {f"settles {kind}": partial(settles, kind) for kind in KINDS}
     return found | {"nan": refuses}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from dnis_torchrec.blocks.column_codes import decode_rows, encode_rows
 from tests.coded_tables import rounded
 from tests.distributed.harness import RankResults, Results, running_ranks
 from tests.distributed.model import blocks, tables
-from tests.distributed.rounding_scenarios import KINDS, OTHERWISE, scenarios, trains
+from tests.distributed.rounding_scenarios import KINDS, OTHERWISE, fed_back_scheme, scenarios, trains
 from tests.distributed.test_two_ranks import assert_same, whole
 from tests.rounded_tables import scheme_of
 
@@ -66,6 +68,22 @@ def test_runs_go_on_from_checkpoints(ranks: RankResults, kind: str, then: str) -
             assert_same(found, expected)
         else:
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_rounding_is_that_of_whole_rows(ranks: RankResults, kind: str) -> None:
+    """By error feedback, also of a rank that has some columns of a row; what trains on has its nearest codes."""
+    parts = ranks[f"settles {kind}"]
+    before, after = whole(parts, "before"), whole(parts, "after")
+    for name, table in fed_back_scheme().tables.items():
+        of_rows = table.routing.all_blocks()
+        expected = decode_rows(encode_rows(before[name], of_rows, table.codes), of_rows, table.codes)
+        assert torch.equal(after[name], expected)
+        nearest = replace(table.codes, feedback=None)
+        assert name == "one" or not torch.equal(
+            after[name], decode_rows(encode_rows(before[name], of_rows, nearest), of_rows, nearest)
+        )
+    assert not any(own["has_feedback"] for own in parts)
 
 
 def test_nan_on_one_rank_stops_both(ranks: RankResults) -> None:
