@@ -119,6 +119,7 @@ def curvature(
         ...
         ...     def forward(self, dense_features, sparse_features):
         ...         return self.tables(sparse_features).values().sum(1)
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
         >>> table = EmbeddingBagConfig(name="t", num_embeddings=2, embedding_dim=2, feature_names=["f"])
         >>> model, features = Sum(table), KeyedJaggedTensor(["f"], torch.tensor([0, 1]), lengths=torch.tensor([1, 1]))
         >>> _ = model.tables.embedding_bags["t"].weight.data.copy_(torch.tensor([[1.0, 2.0], [0.0, 3.0]]))
