@@ -46,3 +46,12 @@ def without_images() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(progress, "SearchImages", _NoImages)
         yield
+
+
+@contextmanager
+def few_stages() -> Iterator[None]:
+    """Searches of this process have four stages in their ramps in the block, each a measurement on validation data."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("ramp", "search"):
+            patch.setattr(f"dnis_torchrec.search.{module}.STAGES", 4)
+        yield

@@ -5,7 +5,7 @@ from dnis_torchrec.artifact.forms import CODECS, Codec, Shard, register_codec
 from dnis_torchrec.artifact.loading import exact_rows, load, load_csr, load_dense_state, read_scheme
 from dnis_torchrec.artifact.manifest import read_manifest, verify_files
 from dnis_torchrec.artifact.predictions import FormPrediction, predict_forms, recommended_form, serve
-from dnis_torchrec.artifact.regrouping import regroup
+from dnis_torchrec.artifact.regrouping import regroup_table
 from dnis_torchrec.artifact.writing import write_artifact
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "read_scheme",
     "recommended_form",
     "register_codec",
-    "regroup",
+    "regroup_table",
     "serve",
     "verify_files",
     "write_artifact",

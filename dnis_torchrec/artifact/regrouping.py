@@ -10,67 +10,20 @@ Shapes: N rows of a table, D embedding_dim, G groups, n distinct masks of a samp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from dnis_torchrec.artifact.forms import Rows, rows_of
+from dnis_torchrec.artifact.forms import Rows
 from dnis_torchrec.blocks.row_routing import RowRouting
-from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
+from dnis_torchrec.checks import check
+from dnis_torchrec.scheme import TableScheme, rows_per_chunk
 
 NUM_SAMPLED_ROWS = 4096
 """Rows whose masks the search looks at; the others are only assigned."""
 COLUMN_COST = 1e-3
 """Cost, in columns, of a column that rounding hides: it lets the search cross the steps of `dim_multiple`."""
-
-
-def regroup(
-    scheme: MixedDimensionScheme,
-    tables: Mapping[str, Tensor],
-    *,
-    num_groups: int = 16,
-    dim_multiple: int = 1,
-    seed: int = 0,
-) -> MixedDimensionScheme:
-    """Regroups the rows of every table that is not block-structured; the others stay as they are.
-
-    Args:
-        scheme: the retained dims of all tables.
-        tables: table name -> ``(N, D)``, merged and pruned; views are enough.
-        num_groups: G at most; a table may need fewer.
-        dim_multiple: what the kernel rounds widths up to: 1, or 4 where fused kernels train the tables on.
-        seed: of the rows that are sampled.
-
-    Returns:
-        A scheme of the same tables and values. ``block_area / num_retained`` of a table is its padding.
-
-    Raises:
-        ValueError: if a table is missing or has another shape; if `num_groups` or `dim_multiple` is below 1.
-
-    Example:
-        >>> mask = torch.tensor([[1, 0, 0], [0, 1, 1], [1, 0, 0], [0, 1, 1]])
-        >>> table = TableScheme(name="t", collection="ebc", num_embeddings=4, embedding_dim=3, pooling="sum",
-        ...     feature_names=("f",), is_weighted=False, routing=RowRouting(4, 1, boundaries=torch.tensor([0, 4])),
-        ...     retained=torch.ones(1, 3, dtype=torch.bool), num_retained=6)
-        >>> regrouped = regroup(MixedDimensionScheme({"t": table}), {"t": mask.float()}, num_groups=2).tables["t"]
-        >>> table.block_area, regrouped.block_area, regrouped.retained.tolist()
-        (12, 6, [[False, True, True], [True, False, False]])
-    """
-    regrouped = {}
-    for name, table in scheme.tables.items():
-        check_known("table", name, tables)
-        shape = (table.num_embeddings, table.embedding_dim)
-        check(tuple(tables[name].shape) == shape, f"table {name!r}", f"shape {shape}", tables[name].shape)
-        regrouped[name] = regroup_table(
-            table,
-            rows_of(tables[name].detach()),
-            num_groups=num_groups,
-            dim_multiple=dim_multiple,
-            seed=seed,
-        )
-    return MixedDimensionScheme(regrouped)
 
 
 def regroup_table(
@@ -81,16 +34,25 @@ def regroup_table(
     Args:
         table: scheme of the table.
         rows: its dense rows; for a table in compressed sparse rows ``CsrTable.rows``.
-        num_groups: see `regroup`.
-        dim_multiple: see `regroup`.
-        seed: see `regroup`.
+        num_groups: G at most; a table may need fewer.
+        dim_multiple: what the kernel rounds widths up to: 1, or 4 where fused kernels train the tables on.
+        seed: of the rows that are sampled.
 
     Returns:
         `table` itself if it is block-structured; else its scheme with groups for blocks, the widest first. Rows of no
-        value belong to no block.
+        value belong to no block. The values are the same: ``block_area / num_retained`` is its padding.
 
     Raises:
         ValueError: if `num_groups` or `dim_multiple` is below 1.
+
+    Example:
+        >>> mask = torch.tensor([[1.0, 0, 0], [0, 1, 1], [1, 0, 0], [0, 1, 1]])
+        >>> table = TableScheme(name="t", collection="ebc", num_embeddings=4, embedding_dim=3, pooling="sum",
+        ...     feature_names=("f",), is_weighted=False, routing=RowRouting(4, 1, boundaries=torch.tensor([0, 4])),
+        ...     retained=torch.ones(1, 3, dtype=torch.bool), num_retained=6)
+        >>> regrouped = regroup_table(table, lambda first, last: mask[first:last], num_groups=2)
+        >>> table.block_area, regrouped.block_area, regrouped.retained.tolist()
+        (12, 6, [[False, True, True], [True, False, False]])
     """
     check(num_groups >= 1, "num_groups", "an integer >= 1", num_groups)
     check(dim_multiple >= 1, "dim_multiple", "an integer >= 1", dim_multiple)
@@ -118,7 +80,7 @@ def column_sets(masks: Tensor, union: Tensor, *, num_groups: int, dim_multiple: 
         masks: ``(rows, D)`` bool, a sample.
         union: ``(D,)`` bool: columns that any row of the table retains.
         num_groups: G at most.
-        dim_multiple: see `regroup`.
+        dim_multiple: see `regroup_table`.
 
     Returns:
         ``(G or fewer, D)`` bool, the widest first; the first is `union`.
@@ -145,7 +107,7 @@ class _Search:
         masks: ``(n, D)`` float64, distinct.
         counts: ``(n,)`` float64, rows of each mask.
         union: ``(D,)`` bool, the set that is there in any case.
-        dim_multiple: see `regroup`.
+        dim_multiple: see `regroup_table`.
     """
 
     def __init__(self, masks: Tensor, counts: Tensor, union: Tensor, dim_multiple: int) -> None:

@@ -55,7 +55,7 @@ def run_export(
         forms: see `write_artifact`.
         scipy_formats: see `write_artifact`.
         overwrite: replace an artifact that stands at `out`.
-        num_groups: regroup the rows of tables that are not block-structured into so many groups; see `regroup`.
+        num_groups: regroup the rows of tables that are not block-structured into so many groups; see `regroup_table`.
 
     Returns:
         `out`.

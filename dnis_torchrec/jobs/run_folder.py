@@ -93,6 +93,8 @@ class _FinishedHead(_Head):
     versions: dict[str, str]
     scheme: dict[str, DescribedTable]
     history: list[dict[str, float | str]]
+    stop_on: NotRequired[str]
+    stop_on_higher_is_better: NotRequired[bool]
     doubts: NotRequired[list[str]]
     provenance: NotRequired[list[DescribedStep]]
     metrics: dict[str, float]

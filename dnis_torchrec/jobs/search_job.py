@@ -331,6 +331,8 @@ def _results(recipe: Recipe, notes: list[str], outcome: SearchOutcome, metrics: 
         "selection_losses": outcome.selection_losses,
         "scheme": outcome.scheme.to_json(),
         "history": [asdict(record) for record in outcome.history],
+        "stop_on": recipe.stop_on,
+        "stop_on_higher_is_better": bool(direction_of(recipe.task, recipe.stop_on)),
         "best_epoch": outcome.best_epoch,
         "metrics": metrics,
     }

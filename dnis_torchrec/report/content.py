@@ -370,6 +370,8 @@ class ReportContent:
         blocks: a summary of every block.
         history: one mapping per epoch with the keys step, epoch, phase, train_loss, selection_loss, alpha_density and
             alpha_mean; a key may be missing.
+        stop_on: the metric that selection_loss is, for its name in the chart.
+        stop_on_higher_is_better: its direction; selection_loss is negated where higher is better.
         row_distribution: rows by frequency and retained dims, None if it is not known.
         by_embedding_dim: name of a line -> ``(D, row)`` of runs that differ in embedding_dim.
         by_num_blocks: name of a line -> ``(S, row)`` of runs that differ in the number of blocks.
@@ -393,6 +395,8 @@ class ReportContent:
     alpha: dict[str, Tensor] = field(default_factory=dict)
     blocks: tuple[BlockSummary, ...] = ()
     history: tuple[dict[str, float | str], ...] = ()
+    stop_on: str = "loss"
+    stop_on_higher_is_better: bool = False
     row_distribution: RowDistribution | None = None
     by_embedding_dim: Mapping[str, Sequence[tuple[float, ReportRow]]] = field(default_factory=dict)
     by_num_blocks: Mapping[str, Sequence[tuple[float, ReportRow]]] = field(default_factory=dict)

@@ -108,7 +108,9 @@ def _charts(content: ReportContent, points: Sequence[ParetoPoint]) -> dict[str, 
         if any(metric in row.metrics for runs in series.values() for _, row in runs):
             drawn[name] = charts.setting(series, setting, metric, higher_is_better=higher)
     if content.history:
-        drawn["history"] = charts.search_history(content.history)
+        drawn["history"] = charts.search_history(
+            content.history, content.stop_on, higher_is_better=content.stop_on_higher_is_better
+        )
     if content.alpha:
         drawn["alpha"] = charts.alpha_per_block(content.alpha)
         drawn["alpha-distribution"] = charts.alpha_distribution(content.alpha)

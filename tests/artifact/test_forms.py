@@ -16,7 +16,7 @@ from dnis_torchrec.allocation.allocate import Allocation
 from dnis_torchrec.artifact import Codec, load, read_manifest, register_codec, write_artifact
 from dnis_torchrec.artifact import forms as artifact_forms
 from dnis_torchrec.artifact.card import card_of
-from dnis_torchrec.artifact.forms import CODECS, Rows
+from dnis_torchrec.artifact.forms import CODECS, Rows, rows_of
 from dnis_torchrec.artifact.predictions import (
     FormPrediction,
     describe_forms,
@@ -25,7 +25,7 @@ from dnis_torchrec.artifact.predictions import (
     recommended_form,
     serve,
 )
-from dnis_torchrec.artifact.regrouping import regroup
+from dnis_torchrec.artifact.regrouping import regroup_table
 from dnis_torchrec.blocks.column_codes import ColumnCodes
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.forms import FORMS, PRECISIONS, Dense, Form, register
@@ -104,8 +104,9 @@ def test_single_values_pruned() -> None:
     lengths = torch.empty(2000).geometric_(0.3).clamp(max=64)
     weight = torch.randn(2000, 64) * (torch.arange(64) < lengths.unsqueeze(1))
     retained = torch.ones(1, 64, dtype=torch.bool)
-    scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained, num_retained=int(weight.count_nonzero()))})
-    before, after = predictions(scheme), predictions(regroup(scheme, {"t": weight}))
+    table = table_scheme("t", routing, retained, num_retained=int(weight.count_nonzero()))
+    regrouped = regroup_table(table, rows_of(weight))
+    before, after = (predictions(MixedDimensionScheme({"t": of_rows})) for of_rows in (table, regrouped))
     assert before["mixed_dimension_fp32"].padding > 10
     assert after["mixed_dimension_fp32"].padding < 1.2
     assert recommended_form(before.values(), exact=True) == "csr_fp32"

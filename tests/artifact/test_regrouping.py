@@ -8,24 +8,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dnis_torchrec.artifact.regrouping import column_sets, regroup, regroup_table
+from dnis_torchrec.artifact.forms import rows_of
+from dnis_torchrec.artifact.regrouping import column_sets, regroup_table
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection
 from tests.serving_reference import keyed_jagged_tensor, table_scheme
 
 
-def scheme_of(weight: Tensor) -> MixedDimensionScheme:
+def scheme_of(weight: Tensor) -> TableScheme:
     """One block that retains every column: what pruning value by value leaves."""
     num_rows, dim = weight.shape
     routing = RowRouting(num_rows, 1, boundaries=torch.tensor([0, num_rows]))
     num_retained = int(weight.count_nonzero())
     retained = torch.ones(1, dim, dtype=torch.bool)
-    return MixedDimensionScheme({"t": table_scheme("t", routing, retained, num_retained=num_retained)})
+    return table_scheme("t", routing, retained, num_retained=num_retained)
 
 
 def regrouped(weight: Tensor, **options: int) -> TableScheme:
-    return regroup(scheme_of(weight), {"t": weight}, **options).tables["t"]
+    return regroup_table(scheme_of(weight), rows_of(weight), **options)
 
 
 def padding(mask: Tensor, **options: int) -> float:
@@ -72,12 +73,12 @@ def test_random_masks_need_much_less_than_dense_tables(density: float, most: flo
 def test_serves_exactly(rows: int, dim: int, groups: int, multiple: int, density: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, dim, generator=generator) * (torch.rand(rows, dim, generator=generator) < density)
-    before = scheme_of(weight)
-    after = regroup(before, {"t": weight}, num_groups=groups, dim_multiple=multiple)
-    table = after.tables["t"]
+    table = regrouped(weight, num_groups=groups, dim_multiple=multiple)
     assert table.routing.num_blocks <= max(groups, 1)
-    assert table.num_retained <= table.block_area <= before.tables["t"].block_area
-    module = MixedDimensionEmbeddingBagCollection.from_tables(after, {"t": weight}, new_rows=False)
+    assert table.num_retained <= table.block_area <= scheme_of(weight).block_area
+    module = MixedDimensionEmbeddingBagCollection.from_tables(
+        MixedDimensionScheme({"t": table}), {"t": weight}, new_rows=False
+    )
     bags = keyed_jagged_tensor({"f": [[(row, 1.0)] for row in range(rows)]})
     with torch.no_grad():
         assert module(bags).values().equal(weight)
@@ -115,12 +116,7 @@ def test_the_union_is_always_there() -> None:
 
 
 def test_arguments() -> None:
-    scheme = scheme_of(torch.eye(4))
     with pytest.raises(ValueError, match="num_groups: expected an integer >= 1, got 0"):
-        regroup(scheme, {"t": torch.eye(4)}, num_groups=0)
+        regrouped(torch.eye(4), num_groups=0)
     with pytest.raises(ValueError, match="dim_multiple: expected an integer >= 1, got 0"):
-        regroup(scheme, {"t": torch.eye(4)}, dim_multiple=0)
-    with pytest.raises(ValueError, match="table 't': expected a known table"):
-        regroup(scheme, {})
-    with pytest.raises(ValueError, match=r"table 't': expected shape \(4, 4\)"):
-        regroup(scheme, {"t": torch.eye(5)})
+        regrouped(torch.eye(4), dim_multiple=0)

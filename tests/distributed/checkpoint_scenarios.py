@@ -26,7 +26,7 @@ from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU, Stream, plan_as, shard_as, task
 from tests.distributed.scenarios import alpha_of, dense_of, tables_of
 
-SAVED_AT, STEPS = 9, 16
+SAVED_AT, STEPS = 9, 12
 COLUMNS_DIE_AT = 5
 SAME = ("row_wise", "mixed", "grid_shard")
 """Shardings that a run goes on with as it was."""

@@ -189,7 +189,7 @@ def export_all(kind: str, rank: Rank) -> dict[str, Any]:
 
 def memory(kind: str, rank: Rank) -> dict[str, Any]:
     """What pruning and exporting one large table allocate, with chunks and files as small beside it as in earnest."""
-    rows, dim = 16384 * rank.world_size, 64
+    rows, dim = 8192 * rank.world_size, 64
     config = EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=dim, feature_names=["f"])
     large = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[config], device=torch.device("meta"))})
     sharders = [CpuEmbeddingBagCollectionSharder()]

@@ -39,7 +39,7 @@ from dnis_torchrec.training.saving import Saving
 from examples.models import FactorizationMachine
 from tests.distributed.harness import Rank
 from tests.distributed.pruning_scenarios import described, outcome_of
-from tests.searched_runs import without_images
+from tests.searched_runs import few_stages, without_images
 from tests.shared_storage import register
 from tests.tiny import Repeatable, make_batch, make_collection, make_recipe, ranked
 
@@ -66,13 +66,14 @@ def found_by(
     **settings: Any,
 ) -> SearchOutcome:
     """A search of a second."""
-    return search(
-        *(recipe, compression, folder, CPU),
-        settings=replace(SHORT, **settings),
-        trained_epochs=trained_epochs,
-        events=events,
-        saving=saving,
-    )
+    with few_stages():
+        return search(
+            *(recipe, compression, folder, CPU),
+            settings=replace(SHORT, **settings),
+            trained_epochs=trained_epochs,
+            events=events,
+            saving=saving,
+        )
 
 
 def whole_search(optimizer: str, rank: Rank) -> dict[str, Any]:
@@ -142,7 +143,7 @@ def stopped(rank: Rank) -> dict[str, Any]:
     """The same search, stopped in the midst of its ramp, and what is told that wants to go on otherwise."""
     folder, steps = rank.folder / "stopped", itertools.count()
     folder.mkdir(exist_ok=True)
-    events = SearchEvents(should_stop=lambda: next(steps) > 34)
+    events = SearchEvents(should_stop=lambda: next(steps) > 22)
     outcome = outcome_of(lambda: found_by(rotatable(), folder, events))
     other, resumed = rotatable(), Saving(resume=True)
     other.data.selection.batches[0].sparse_features.values()[0] += 1  # a sample of rank 0
@@ -195,8 +196,8 @@ UNEVEN = {
 
 
 def uneven(rank: Rank) -> dict[str, Any]:
-    """Searches of data that splits itself unevenly."""
-    outcomes = {}
+    """Searches of data that splits itself unevenly; one that is not refused is stopped at once."""
+    outcomes, at_once = {}, SearchEvents(should_stop=lambda: True)
     for place, (what, sizes_of) in enumerate(UNEVEN.items()):
         recipe, folder = make_recipe(), rank.folder / f"uneven{place}"
         folder.mkdir(exist_ok=True)
@@ -205,7 +206,7 @@ def uneven(rank: Rank) -> dict[str, Any]:
             whole = [make_batch(max(size, 1), 10 * rank.rank + at) for at, size in enumerate(sizes[rank.rank])]
             parts[name] = OwnBatches([slice_of(b, 0, n) for b, n in zip(whole, sizes[rank.rank], strict=True)])
         recipe = replace(recipe, data=replace(recipe.data, **parts))
-        outcomes[what] = outcome_of(lambda r=recipe, f=folder: found_by(r, f, epochs=1, patience=1))
+        outcomes[what] = outcome_of(lambda r=recipe, f=folder: found_by(r, f, at_once))
     return outcomes
 
 
@@ -216,7 +217,7 @@ def jobs(rank: Rank) -> dict[str, Any]:
         given = {"recipe": "tests.tiny:demo", "data": None, "compression": SIZE, "settings": SHORT}
         return run_search(SearchJob(**given, stored_rows=False, out=rank.folder / name, **options))
 
-    with without_images():
+    with without_images(), few_stages():
         [row] = job("run")
     return {
         "metrics": dict(row.metrics),
@@ -252,7 +253,7 @@ def hosts(rank: Rank) -> dict[str, Any]:
         given = {"recipe": "tests.tiny:demo", "data": None, "compression": SIZE, "settings": SHORT}
         return run_search(SearchJob(**given, out=own / "run", url=url, **options))
 
-    with patch.dict(os.environ, {"DNIS_CACHE": str(own / "cache")}), without_images():
+    with patch.dict(os.environ, {"DNIS_CACHE": str(own / "cache")}), without_images(), few_stages():
         with patch("dnis_torchrec.jobs.progress._StopRequest.is_requested", lambda _: next(steps) > 34):
             stopped = outcome_of(job)
         checkpoints = len(list((rank.folder / "stored" / "checkpoints").glob("step-*")))

@@ -35,7 +35,7 @@ from tests.distributed.model import LEARNING_RATE, Net, Stream, plan_as, shard_a
 from tests.distributed.scenarios import alpha_of, dense_of, recorded_logs, run_steps, tables_of
 from tests.row_caches import caches_of, counting_locks
 
-STEPS = 20
+STEPS = 12
 ALPHA_LEARNING_RATE = 0.05
 COMMUNICATION = {"fp16": CommType.FP16, "bf16": CommType.BF16}
 FEW_ROWS, FEW_DIM = 3, 8
@@ -135,7 +135,7 @@ def steps_unsharded(
 
 
 def search_sharded(kind: str, at: Rank, sharder: CpuEmbeddingBagCollectionSharder | None = None) -> Results:
-    """Twenty steps on this rank's part of every batch."""
+    """Some steps on this rank's part of every batch."""
     is_cached = kind == "cached"
     with recorded_logs() as logs, counting_locks() if is_cached and at.device.type == "cpu" else nullcontext():
         model, optimizer = shard_as(make_task(kind), kind, at.process_group, at.device, sharder)

@@ -68,10 +68,14 @@ def test_a_search_keeps_both_predictions(gloo, tmp_path: Path) -> None:
     assert row.compression >= 3
     head = RunFolder.open(out).read_head()
     assert all(-1 <= loss < 0 for loss in head["selection_losses"].values())
+    assert (head["stop_on"], head["stop_on_higher_is_better"]) == ("click_auc", True)
     artifact = run_export(out, tmp_path / "artifact")
     assert run_evaluate(artifact, None, recipe=RECIPE)["metrics"] == pytest.approx(row.metrics, abs=1e-5)
     with without_images():
-        assert "rating_mse" in run_report(out).read_text()
+        page = run_report(out).read_text()
+    assert "rating_mse" in page
+    assert "selection click_auc" in page
+    assert "selection loss" not in page
 
 
 def test_a_method_gets_a_row_of_both_predictions(gloo, tmp_path: Path) -> None:

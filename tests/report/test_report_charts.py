@@ -186,6 +186,13 @@ def test_history_draws_what_is_there_and_a_line_where_a_phase_begins() -> None:
     assert (line.x, line.y) == ((0, 1, 2), (1, None, 0.5))
 
 
+def test_a_metric_that_a_search_stops_on_has_its_own_name_and_sign() -> None:
+    (line,) = charts.search_history([{"selection_loss": -0.75}], "auc", higher_is_better=True).data
+    assert (line.name, line.y) == ("selection auc", (0.75,))
+    (line,) = charts.search_history([{"selection_loss": 0.25}], "logloss").data
+    assert (line.name, line.y) == ("selection logloss", (0.25,))
+
+
 @pytest.mark.parametrize("num_tables", [1, 26])
 def test_retained_dims_have_a_line_per_table_and_never_seen_rows_apart(num_tables: int) -> None:
     figure = charts.retained_dims(make_blocks(*(f"table_{index}" for index in range(num_tables))))

@@ -106,11 +106,15 @@ def _check_drawable(alpha: Mapping[str, Tensor]) -> None:
     check_alpha(alpha)
 
 
-def search_history(history: Sequence[Mapping[str, Any]]) -> go.Figure:
+def search_history(
+    history: Sequence[Mapping[str, Any]], stop_on: str = "loss", *, higher_is_better: bool = False
+) -> go.Figure:
     """The search over its epochs, phase by phase: losses above; below, alpha density and mean.
 
     Args:
         history: one mapping per epoch, see `ReportContent.history`; what is missing is not drawn.
+        stop_on: the metric that the search stops on, which has its own name and sign.
+        higher_is_better: its direction.
 
     Raises:
         ValueError: if the history is empty.
@@ -120,11 +124,12 @@ def search_history(history: Sequence[Mapping[str, Any]]) -> go.Figure:
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.09)
     for row, key, name, style in (
         (1, "train_loss", "training loss", (GREY, "square")),
-        (1, "selection_loss", "selection loss", (BLUE, "circle")),
+        (1, "selection_loss", f"selection {stop_on}", (BLUE, "circle")),
         (2, "alpha_density", "share of alpha above 0", (ORANGE, "triangle-up")),
         (2, "alpha_mean", "mean of alpha", (GREEN, "diamond")),
     ):
-        values = [float(entry.get(key, math.nan)) for entry in history]
+        sign = -1 if higher_is_better and key == "selection_loss" else 1
+        values = [sign * float(entry.get(key, math.nan)) for entry in history]
         if any(map(math.isfinite, values)):
             told = [[f"{format_metric(value)} after epoch {at:g}"] for at, value in zip(epochs, values, strict=True)]
             drawn = [value if math.isfinite(value) else None for value in values]
