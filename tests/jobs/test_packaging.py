@@ -245,25 +245,28 @@ def test_damage_is_named(package: Path, tmp_path: Path, damage: str) -> None:
 
 
 @needs_operator
-@pytest.mark.parametrize("form", ["csr_fp32", "mixed_dimension_fp32"])
-def test_a_package_brings_its_operators_where_none_can_be_built(tmp_path: Path, form: str) -> None:
-    artifact = write_tiny_artifact(tmp_path / "artifact", forms=("csr_fp32", "mixed_dimension_fp32"))
-    out = run_package(artifact, tmp_path / "package", form=form, kind="torchscript")
+def test_packages_bring_their_operators_where_none_can_be_built(tmp_path: Path) -> None:
+    forms = ("csr_fp32", "mixed_dimension_fp32")
+    artifact = write_tiny_artifact(tmp_path / "artifact", forms=forms)
+    for form in forms:
+        run_package(artifact, tmp_path / form, form=form, kind="torchscript")
     torch.save(inputs_of(5, 0), tmp_path / "inputs")
     script = (
         "import sys, torch; from dnis_torchrec.jobs.packaging import load_package\n"
         "from dnis_torchrec.serving import load_operator\n"
-        "model = load_package(sys.argv[1])\n"
-        "print(*model(*torch.load(sys.argv[2])).flatten().tolist()); print(load_operator())"
+        "for package in sys.argv[2:]:\n"
+        "    print(*load_package(package)(*torch.load(sys.argv[1])).flatten().tolist())\n"
+        "print(load_operator())"
     )
     variables = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "empty"), "CXX": "/nowhere/c++"}
-    command = [sys.executable, "-c", script, out.name, str(tmp_path / "inputs")]
+    command = [sys.executable, "-c", script, str(tmp_path / "inputs"), *forms]
     done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    predictions, compiled = done.stdout.splitlines()
-    with torch.inference_mode():
-        expected = FlatModel(model_of(artifact, form), SIGNATURE)(*inputs_of(5, 0)).flatten()
-    torch.testing.assert_close(torch.tensor([float(word) for word in predictions.split()]), expected)
+    *predictions, compiled = done.stdout.splitlines()
+    for form, of_form in zip(forms, predictions, strict=True):
+        with torch.inference_mode():
+            expected = FlatModel(model_of(artifact, form), SIGNATURE)(*inputs_of(5, 0)).flatten()
+        torch.testing.assert_close(torch.tensor([float(word) for word in of_form.split()]), expected)
     assert (compiled, "RuntimeWarning" in done.stderr) == ("True", False)
 
 
