@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import against_naive, compare_ratios, packaged, serving, step_time, weak_scaling
+from benchmarks import against_naive, compare_ratios, packaged, sequence_step, serving, step_time, weak_scaling
 
 SMALL = {"batch_size": 32, "num_embeddings": 50, "embedding_dim": 8, "num_blocks": 3}
 
@@ -322,3 +322,14 @@ def test_folders_of_files_are_looked_for_before_anything_is_measured(
     with pytest.raises(SystemExit, match="2"):
         module.main()
     assert f"--json: expected a file in a folder that exists, got '{path}'" in capsys.readouterr().err
+
+
+def test_steps_on_sequences_have_a_line_for_each_optimizer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("NUM_ITEMS", 50), ("BATCH_SIZE", 16), ("WARM_UP_ROUNDS", 1)):
+        monkeypatch.setattr(sequence_step, name, value)
+    sequence_step.main(["--rounds", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == list(sequence_step.OPTIMIZERS)
+    assert all("of the plain step" in line for line in lines)
