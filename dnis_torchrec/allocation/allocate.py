@@ -258,7 +258,7 @@ class _Problem:
         widest = max(table.config.embedding_dim for table in tables)
         stacked = torch.cat([pad(part, (0, 0, 0, widest - part.shape[1])) for part in loss.values()])
         cold = _cold_widths(tables, blocks, widest, bits)
-        paid_for = stacked.gather(2, cold[..., None])  # what cold blocks have anyway, so that nothing below it is bought
+        paid_for = stacked.gather(2, cold[..., None])  # of cold blocks, so that nothing below it is bought
         stacked = torch.where(torch.arange(len(bits)) < cold[..., None], paid_for, stacked)
         rows = torch.cat([routing.row_counts() for routing in routings])
         steps = column_steps(stacked, rows, bits)
