@@ -4,9 +4,9 @@
 
 Every run trains as `dnis train` does, on one thread, to its own early stop. The test split is never read. First L2 on
 looked-up embeddings walks along `LADDER` at the recipe's own rates, until both neighbours of the best are worse. Then
-the tables' rate, and after it that of everything else, is tried at a third and at three times itself; a recipe's own
-stays unless another gains `LEAST_GAIN`. If a rate has changed, L2 walks on from where it stood. Dropout is the model's
-own, in the recipe's function, and stays as it is.
+the tables' rate, and after it that of everything else, walks by factors of three the way that is better, as long as a
+step gains `LEAST_GAIN`. If a rate has changed, L2 walks on from where it stood. Dropout is the model's own, in the
+recipe's function, and stays as it is.
 
 Every run is a line of ``FOLDER/plain_grid.jsonl``, written when it ends: a run that stands there is not repeated.
 """
@@ -40,6 +40,7 @@ LADDER = (0.0, 0.001, 0.003, 0.01, 0.02, 0.03, 0.06, 0.1, 0.2, 0.3, 0.6, 1.0)
 FIRST = (0.0, 0.01)
 """Where the walk begins: 0 is always measured, to say what L2 is worth."""
 RATE_FACTORS = (1 / 3, 3.0)
+"""By which rates walk."""
 LEAST_GAIN = 2e-4
 """Loss that another rate has to gain: less is noise, and slow rates make all trainings of a recipe longer."""
 FILE = "plain_grid.jsonl"
@@ -175,10 +176,16 @@ def choose(loss: Callable[[Point], float], start: Point) -> Point:
     best = _walk_l2(loss, start, FIRST)
     rates = best
     for name in ("table_learning_rate", "dense_learning_rate"):
-        other = min((rates.scaled(name, factor) for factor in RATE_FACTORS), key=loss)
-        if loss(other) <= loss(rates) - LEAST_GAIN:
-            rates = other
+        rates = _walk_rate(loss, rates, name)
     return best if rates == best else _walk_l2(loss, rates, [rates.embedding_l2])
+
+
+def _walk_rate(loss: Callable[[Point], float], at: Point, name: str) -> Point:
+    """Multiplies a rate by the better one of the factors, again and again while that gains enough."""
+    factor = min(RATE_FACTORS, key=lambda factor: loss(at.scaled(name, factor)))
+    while loss(other := at.scaled(name, factor)) < loss(at) - LEAST_GAIN:
+        at = other
+    return at
 
 
 def _walk_l2(loss: Callable[[Point], float], at: Point, first: Sequence[float]) -> Point:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,6 +92,19 @@ def test_l2_walks_on_where_a_rate_has_changed() -> None:
         0.03,
         0.06,
     }
+
+
+@pytest.mark.parametrize("factor", [1 / 27, 1 / 3, 1.0, 9.0])
+def test_rates_walk_while_they_gain(factor: float) -> None:
+    best = START.scaled("table_learning_rate", factor).scaled("dense_learning_rate", factor)
+    bowl = Bowl(0.0, best.table_learning_rate, best.dense_learning_rate)
+    found = choose(bowl, START)
+    assert found.table_learning_rate == pytest.approx(best.table_learning_rate, rel=1e-2)
+    assert found.dense_learning_rate == pytest.approx(best.dense_learning_rate, rel=1e-2)
+
+
+def test_where_every_rate_diverges_the_walk_ends() -> None:
+    assert choose(lambda point: math.inf, START) == START
 
 
 def test_a_rate_that_gains_next_to_nothing_is_left() -> None:
