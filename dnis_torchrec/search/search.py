@@ -51,7 +51,7 @@ from dnis_torchrec.soft_selection.swap import fold_, merge_
 from dnis_torchrec.storage.files import Address
 from dnis_torchrec.training.checkpoint import CheckpointWriteError
 from dnis_torchrec.training.evaluation import selection_loss
-from dnis_torchrec.training.paired_losses import batch_losses, is_ahead
+from dnis_torchrec.training.paired_losses import is_ahead, part_losses
 from dnis_torchrec.training.plain import PlainEvents, train_plainly
 from dnis_torchrec.training.rounding import RoundedTables
 from dnis_torchrec.training.saving import Saving
@@ -299,7 +299,7 @@ class _Finishing:
             What was allocated, where from, and the selection losses of both.
         """
         compressed, compressed_loss = self._compress()
-        rival = self._batch_losses()
+        rival = self._part_losses()
         searched, searched_loss = self._search()
         losses = {SEARCHED: searched_loss, COMPRESSED: compressed_loss}
         if searched is not None and searched_loss < compressed_loss and self._is_ahead(rival):
@@ -366,11 +366,11 @@ class _Finishing:
         """Whether the lead over compressed plain training is more than chance; of other metrics any lead counts."""
         if self._started.recipe.stop_on != LOSS:
             return True
-        return is_ahead(self._batch_losses(), rival, Ranks.everyone())
+        return is_ahead(self._part_losses(), rival, Ranks.everyone())
 
-    def _batch_losses(self) -> torch.Tensor:
-        started = self._started
-        return batch_losses(started.model, started.recipe.data.selection, started.pipeline.device)
+    def _part_losses(self) -> torch.Tensor:
+        started, recipe = self._started, self._started.recipe
+        return part_losses(started.model, recipe.data.selection, recipe.task, started.pipeline.device)
 
     def _selection_loss(self) -> float:
         started = self._started
