@@ -75,7 +75,7 @@ def test_a_result_is_within_its_bytes_and_nearly_uses_them(name: str, tmp_path: 
 def test_a_search_trains_plainly_for_no_more_epochs_than_a_training_may(tmp_path: Path) -> None:
     result = run("dnis", tmp_path, max_epochs=2)
     assert result.settings["trained_epochs"] == 2
-    assert result.settings["epochs"] == 1 + 1 + 2  # one to see gradients, a ramp of a few steps, a release as long as plain training
+    assert result.settings["epochs"] == 1 + 1 + 2  # one to see gradients, a ramp of a few steps, a release of two
     assert result.settings["origin"] == "search"
 
 
