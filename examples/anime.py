@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -25,8 +26,12 @@ INIT_STD = 0.003
 PAIR = {"user": "user", "item": "item"}
 FIELDS = PAIR | {"genres": "genre_set", "first_genre": "genre1", "kind": "type", "episodes": "episodes"}
 """Feature -> column."""
-EMBEDDING_L2 = {"mf": 0.03, "fm": 0.01}
-"""Those of MovieLens' MF and clicks: guesses, chosen by nothing on this data."""
+PLAIN: dict[str, dict[str, Any]] = {
+    "mf": {"embedding_l2": 0.06, "dense_learning_rate": 9e-3},
+    "fm": {"embedding_l2": 0.1, "dense_learning_rate": 9e-3},
+}
+"""Recipe -> L2 and rates of its plain model, the same for all methods: chosen at D=64 on `selection` of seed 0 by
+`python -m benchmarks.plain_grid examples.anime:mf` and so on (benchmarks/plain_grid_2cpu_2026-11-27.md)."""
 NOTE = "anime: a random 8:1:1 split, so ratings of the future help to predict those of the past."
 
 
@@ -80,6 +85,6 @@ def _ratings(
         redraw=draw,
         data=samples.split(batch_size=BATCH_SIZE, seed=seed),
         loss=nn.MSELoss(),
-        embedding_l2=EMBEDDING_L2[name],
+        **PLAIN[name],
         notes=(NOTE,),
     )
