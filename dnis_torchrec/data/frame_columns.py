@@ -163,7 +163,8 @@ def _parquet(place: str, columns: Sequence[Hashable]) -> pd.DataFrame:
 def _check_columns(place: str, there: Iterable[Hashable], wanted: Sequence[Hashable]) -> None:
     known = list(there)
     for name in wanted:
-        check(name in known, place, f"a column {name!r}", "none", nearest(str(name), map(str, known)))
+        if name not in known:
+            raise ValueError(describe(place, f"a column {name!r}", "none", nearest(str(name), map(str, known))))
 
 
 def numbers_of(column: pd.Series) -> np.ndarray:

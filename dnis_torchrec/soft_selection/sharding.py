@@ -178,7 +178,9 @@ def check_sharding_plan(
     """
     tables, lookups = _tables_by_fqn(model), planned_collections(model)
     for fqn in plan.plan:
-        check(_has(model, fqn), f"sharding plan, FQN {fqn!r}", "a module of the model", "none", nearest(fqn, tables))
+        if not _has(model, fqn):
+            place, requirement = f"sharding plan, FQN {fqn!r}", "a module of the model"
+            raise ValueError(describe(place, requirement, "none", nearest(fqn, tables)))
     for fqn in plan.plan:
         module = model.get_submodule(fqn)
         kinds = (EmbeddingBagCollection, EmbeddingCollection, FeatureProcessedEmbeddingBagCollection)

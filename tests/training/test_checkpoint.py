@@ -100,6 +100,16 @@ def refused(path: Path, model: nn.Module, message: str) -> None:
     assert_state(model, expected)
 
 
+def test_no_name_is_guessed_where_all_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def guess(*args: object, **given: object) -> list[str]:
+        raise AssertionError("it takes longer than all the rest where there are many tables")
+
+    model = build("dlrm", prepared=True)
+    save_checkpoint(tmp_path / "last", model)
+    monkeypatch.setattr("difflib.get_close_matches", guess)
+    load_checkpoint(tmp_path / "last", model)
+
+
 def test_absent_checkpoint(tmp_path: Path) -> None:
     refused(tmp_path / "last", MODELS["dlrm"](), r"last\.rank0\.safetensors: expected a checkpoint file, got none")
 

@@ -78,7 +78,8 @@ def load_checkpoint(path: Path, model: nn.Module, more: Mapping[str, PlacedTenso
         raise ValueError(describe(str(source), "a whole safetensors file", str(error), "use another one")) from error
     views = state_tensors(model, more)
     for name, view in views.items():
-        check(name in saved, f"{source}: {name}", "in the checkpoint", "absent", nearest(name, saved))
+        if name not in saved:
+            raise ValueError(describe(f"{source}: {name}", "in the checkpoint", "absent", nearest(name, saved)))
         same = saved[name].shape == view.shape
         check(same, f"{source}: {name}", f"shape {tuple(view.shape)}", tuple(saved[name].shape))
     unknown = sorted(name for name in saved if name not in views)
