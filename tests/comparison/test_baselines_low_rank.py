@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,8 +27,11 @@ def factorization_machine(embedding_dim: int | None) -> Recipe:
     return replace(recipe, model=FactorizationMachine(make_collection(embedding_dim or 16)))
 
 
-def test_a_result_has_the_bytes_of_uniform_and_serves_what_was_selected(gloo, tmp_path: Path) -> None:
-    task = make_task(tmp_path, 4, make=factorization_machine)
+@pytest.mark.parametrize("make", [factorization_machine, build], ids=["fm", "torchrec's DLRM"])
+def test_a_result_has_the_bytes_of_uniform_and_serves_what_was_selected(
+    make: Callable[[int | None], Recipe], gloo, tmp_path: Path
+) -> None:
+    task = make_task(tmp_path, 4, make=make)
     result = METHODS["low-rank"](task)
     assert result.embedding_bytes() <= 1.02 * task.embedding_bytes() < result.embedding_bytes() + 4 * 52 + 4
     assert {int(table.dims.max()) for table in result.scheme.tables.values()} == {3}
@@ -63,7 +67,7 @@ def test_a_model_that_may_not_be_rotated_is_refused_before_training(
     for module in (low_rank, trained_scheme):
         monkeypatch.setattr(module, "train_plainly", lambda *_, **__: pytest.fail("trained"))
     with pytest.raises(NotImplementedError, match="supported are models that may be rotated"):
-        METHODS["low-rank"](make_task(tmp_path, 4))
+        METHODS["low-rank"](make_task(tmp_path, 4, make=lambda dim: make_recipe("dlrm_dcn", embedding_dim=dim)))
 
 
 def test_a_model_of_which_some_tables_may_not_be_rotated_is_refused_before_training(

@@ -258,7 +258,7 @@ def test_a_size_that_cannot_be_met_is_a_finished_cell(gloo, tmp_path: Path) -> N
 def test_a_method_that_cannot_work_on_the_model_is_a_finished_cell(gloo, tmp_path: Path) -> None:
     cell = Cell(method="low-rank", size=2.0, seed=0)
     folder = tmp_path / "cells" / cell.name
-    rules = {"recipe": "tests.tiny:demo", "data": None, "patience": 1, "max_epochs": 1, "trials": None}
+    rules = {"recipe": "tests.tiny:cross_layers", "data": None, "patience": 1, "max_epochs": 1, "trials": None}
     CellTask(cell=cell, rules=rules, registry=registry.REGISTRY, cells_at_once=1, artifact=False).write(folder)
     assert "low-rank: supported are models that may be rotated" in run_cell(folder).reason
     assert read_result(folder).trained is None

@@ -12,6 +12,7 @@ from typing import cast
 from torch import nn
 
 from dnis_torchrec.allocation.rotation import rotate_, rotation_groups
+from dnis_torchrec.allocation.torchrec_models import with_axes_
 from dnis_torchrec.checks import describe
 from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, NotApplicableError, served_in
 from dnis_torchrec.comparison.methods.trained_scheme import in_precision, pruned_form, row_blocks, uniform_scheme_
@@ -40,12 +41,12 @@ def low_rank(task: MethodTask) -> MethodResult:
         SizeNotMetError: if even tables of embedding_dim 1 take more than the budget; before training.
     """
     recipe = task.build(None)
-    _check_all_rotate(recipe.model)
+    _check_all_rotate(with_axes_(recipe.model))
     tables = task.tables(largest_dim(task, "low-rank", is_cut=True))
     counts, _ = row_blocks(task)
     dense = uniform_candidate(task, None).train(task)
     started = time.monotonic()
-    rotate_(dense.model, counts)
+    rotate_(with_axes_(dense.model), counts)
     scheme = uniform_scheme_(dense.model, {table.name: table.embedding_dim for table in tables})
     whole = TrainTask(dense.model, recipe.task, embedding_l2=recipe.embedding_l2)
     model, optimizer = shard(whole, recipe, task.device)
