@@ -157,8 +157,14 @@ def _cut_axes(trained: Trained, wanted: Wanted) -> Served:
 
 def _uniform(trained: Trained, wanted: Wanted) -> Served:
     """A plain model trained at a smaller D, each row quantised as FBGEMM does."""
-    dim = columns_that_fit(trained.configs, wanted.precision, trained.bytes_of(wanted.size))
+    precision, budget = PRECISIONS[wanted.precision], trained.bytes_of(wanted.size)
+    dim = columns_that_fit(trained.configs, wanted.precision, budget)
     narrow = Trained(trained.case, dim)
+    while row_bytes(narrow.configs, precision, None) > budget:  # where some tables are wider than D
+        dim -= precision.dim_multiple
+        if dim < 1:
+            raise UnmetError(f"no D in {wanted.precision} fits")
+        narrow = Trained(trained.case, dim)
     served, seconds = _row_wise(narrow, wanted), narrow.training["seconds"]
     made = replace(served.made, seconds=seconds, seconds_of_trials=seconds)
     return Served(made=made, extra={"embedding_dim": dim})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +17,9 @@ from benchmarks.rate_models import Case, Trained
 from benchmarks.rate_summary import Differences, Row
 from dnis_torchrec.allocation.allocate import Allocation
 from dnis_torchrec.blocks.column_codes import decode_rows, encode_rows
+from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.serving.dense import DenseEmbeddingBagCollection
+from examples.models import NeuMF, build_neumf_tables
 from tests import tiny
 
 RECIPE = "tests.tiny:demo"
@@ -113,6 +116,25 @@ def test_tables_that_may_not_be_turned_are_not_cut(case: Case, monkeypatch: pyte
     monkeypatch.setattr(rate_methods, "rotation_groups", lambda model: [])
     with pytest.raises(rate_compress.UnmetError, match="may not be turned"):
         rate_methods.METHODS["cut axes"](Trained(case), Wanted(method="cut axes", precision="int8", size=3.0))
+
+
+def neumf(data: Path | None, *, seed: int, embedding_dim: int | None = None) -> Recipe:
+    """A recipe two of whose tables are four times as wide as its D."""
+    tables = build_neumf_tables(tiny.ROWS, embedding_dim or 32)
+    return replace(tiny.demo(data, seed=seed), model=NeuMF(tables, tower=(8, 4)))
+
+
+@pytest.mark.parametrize(("precision", "size", "dim"), [("int8", 4.5, 26), ("int4", 8, 28)])
+def test_a_smaller_d_meets_the_size_where_tables_differ_in_width(
+    precision: str, size: float, dim: int, tmp_path: Path
+) -> None:
+    case = Case(recipe=f"{__name__}:neumf", data=None, seed=0, embedding_l2=0.0, cache=tmp_path)
+    trained = Trained(case)
+    served = rate_methods.METHODS["uniform"](trained, Wanted(method="uniform", precision=precision, size=size))
+    assert served.extra["embedding_dim"] == dim
+    assert served.made.embedding_bytes() <= trained.dense_bytes / size
+    with pytest.raises(rate_compress.UnmetError, match="no D in int8 fits"):
+        rate_methods.METHODS["uniform"](trained, Wanted(method="uniform", precision="int8", size=40.0))
 
 
 def test_bytes_of_rows_are_spent_on_as_many_columns_as_fit() -> None:
