@@ -132,9 +132,3 @@ def demo(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) 
     """The recipe function, as the command line finds it: ``tests.tiny:demo``."""
     del data
     return make_recipe(seed=seed, embedding_dim=embedding_dim)
-
-
-def cross_layers(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
-    """The recipe of a model that no axes are known for: ``tests.tiny:cross_layers``."""
-    del data
-    return make_recipe("dlrm_dcn", seed=seed, embedding_dim=embedding_dim)

@@ -12,6 +12,9 @@ from dnis_torchrec.ops.block_operators import are_compiled, are_good_bags
 from dnis_torchrec.ops.jagged import jagged_by_key
 from dnis_torchrec.soft_selection.pooled_pieces import PooledFeature
 
+UNLIMITED = torch.iinfo(torch.int64).max
+"""Limit of the ids and bags of a key that nobody reads."""
+
 
 class BagCheck(nn.Module):
     """Checks bags before they are looked up, so that a bad id is named and never trains a row.
@@ -84,7 +87,7 @@ class BagCheck(nn.Module):
         torch._assert_async(ends[-1] == ids.numel())
         key = torch.bucketize(torch.arange(ids.numel(), device=ids.device), ends, right=True)
         bound = bounds[key.clamp(max=len(bounds) - 1)]  # where the lengths are wrong, too
-        torch._assert_async(((ids >= 0) & (ids < bound)).all())
+        torch._assert_async(((ids >= 0) & (ids < bound) | (bound == UNLIMITED)).all())
 
     def _limits_there(self, keys: tuple[str, ...], device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns `_limits_of` on a device, copied there once."""
@@ -99,8 +102,7 @@ class BagCheck(nn.Module):
 
         If a key occurs twice, the later one is read, as TorchRec does.
         """
-        unlimited = torch.iinfo(torch.int64).max
-        bounds, longest = dict.fromkeys(keys, unlimited), dict.fromkeys(keys, unlimited)
+        bounds, longest = dict.fromkeys(keys, UNLIMITED), dict.fromkeys(keys, UNLIMITED)
         for output in self._outputs:
             bounds[output.feature] = min(bounds[output.feature], output.num_embeddings)
             if not output.is_multi_hot:
@@ -108,7 +110,7 @@ class BagCheck(nn.Module):
         last = {key: place for place, key in enumerate(keys)}
         is_read = [last[key] == place for place, key in enumerate(keys)]
         limits = [
-            [limit[key] if read else unlimited for key, read in zip(keys, is_read, strict=True)]
+            [limit[key] if read else UNLIMITED for key, read in zip(keys, is_read, strict=True)]
             for limit in (bounds, longest)
         ]
         return torch.tensor(limits[0]), torch.tensor(limits[1])

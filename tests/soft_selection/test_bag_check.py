@@ -104,6 +104,16 @@ def test_a_gpu_refuses_what_a_cpu_refuses(data: st.DataObject) -> None:
     assert is_refused(lambda: bag_check._assert_good(features)) == is_refused(lambda: bag_check(features))
 
 
+@pytest.mark.parametrize("id_of_nobody", [-1, torch.iinfo(torch.int64).max])
+def test_ids_of_a_feature_that_nobody_reads_may_be_anything(id_of_nobody: int) -> None:
+    """Such as a hash of 64 bits, of a model's other collection."""
+    bag_check = prepare_(nn.ModuleDict({"e": collection()}), blocks())["e"].bag_check
+    ids, lengths = torch.tensor([0, 0, 0, id_of_nobody]), torch.ones(4, dtype=torch.int32)
+    features = KeyedJaggedTensor([*KEYS, "of nobody"], ids, lengths=lengths)
+    bag_check(features)
+    bag_check._assert_good(features)
+
+
 def test_limits_of_a_batch_are_copied_to_a_device_once() -> None:
     bag_check = prepare_(nn.ModuleDict({"e": collection()}), blocks())["e"].bag_check
     on_meta, again = (bag_check._limits_there(tuple(KEYS), torch.device("meta")) for _ in range(2))
