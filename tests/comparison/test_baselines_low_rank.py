@@ -27,6 +27,12 @@ def factorization_machine(embedding_dim: int | None) -> Recipe:
     return replace(recipe, model=FactorizationMachine(make_collection(embedding_dim or 16)))
 
 
+def cross_layers(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """A recipe whose model no axes are known for."""
+    del data
+    return make_recipe("dlrm_dcn", seed=seed, embedding_dim=embedding_dim)
+
+
 @pytest.mark.parametrize("make", [factorization_machine, build], ids=["fm", "torchrec's DLRM"])
 def test_a_result_has_the_bytes_of_uniform_and_serves_what_was_selected(
     make: Callable[[int | None], Recipe], gloo, tmp_path: Path
@@ -67,7 +73,7 @@ def test_a_model_that_may_not_be_rotated_is_refused_before_training(
     for module in (low_rank, trained_scheme):
         monkeypatch.setattr(module, "train_plainly", lambda *_, **__: pytest.fail("trained"))
     with pytest.raises(NotImplementedError, match="supported are models that may be rotated"):
-        METHODS["low-rank"](make_task(tmp_path, 4, make=lambda dim: make_recipe("dlrm_dcn", embedding_dim=dim)))
+        METHODS["low-rank"](make_task(tmp_path, 4, make=lambda dim: cross_layers(None, embedding_dim=dim)))
 
 
 def test_a_model_of_which_some_tables_may_not_be_rotated_is_refused_before_training(

@@ -30,7 +30,7 @@ from dnis_torchrec.comparison.plan import Comparison, parse_names, parse_seeds, 
 from dnis_torchrec.comparison.summary import comparison_rows
 from dnis_torchrec.comparison.worker import run_cell
 from dnis_torchrec.data.over_ranks import NotedBatches
-from dnis_torchrec.data.recipe import Recipe, load_recipe
+from dnis_torchrec.data.recipe import load_recipe
 from dnis_torchrec.forms import form_named
 from dnis_torchrec.jobs.artifact_jobs import run_evaluate
 from dnis_torchrec.report import ReportRow
@@ -255,16 +255,10 @@ def test_a_size_that_cannot_be_met_is_a_finished_cell(gloo, tmp_path: Path) -> N
     assert row.to_json() == {"method": "modest", "size": 8.0, **nothing, "reason": reason}
 
 
-def cross_layers(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
-    """A recipe whose model no axes are known for."""
-    del data
-    return make_recipe("dlrm_dcn", seed=seed, embedding_dim=embedding_dim)
-
-
 def test_a_method_that_cannot_work_on_the_model_is_a_finished_cell(gloo, tmp_path: Path) -> None:
-    cell = Cell(method="low-rank", size=2.0, seed=0)
+    cell, spec = Cell(method="low-rank", size=2.0, seed=0), "tests.comparison.test_baselines_low_rank:cross_layers"
     folder = tmp_path / "cells" / cell.name
-    rules = {"recipe": f"{__name__}:cross_layers", "data": None, "patience": 1, "max_epochs": 1, "trials": None}
+    rules = {"recipe": spec, "data": None, "patience": 1, "max_epochs": 1, "trials": None}
     CellTask(cell=cell, rules=rules, registry=registry.REGISTRY, cells_at_once=1, artifact=False).write(folder)
     assert "low-rank: supported are models that may be rotated" in run_cell(folder).reason
     assert read_result(folder).trained is None
