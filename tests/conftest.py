@@ -59,15 +59,6 @@ def no_images() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def short_ramps() -> Iterator[None]:
-    """Searches of a module of tests measure four times in their ramps, not sixteen."""
-    from tests.searched_runs import few_stages
-
-    with few_stages():
-        yield
-
-
 @pytest.fixture
 def remote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MemoryFileSystem]:
     """Storage in memory (``memory://``), empty before and after, a cache of its own, and next to no waiting."""

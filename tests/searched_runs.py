@@ -15,7 +15,7 @@ from dnis_torchrec.jobs.search_job import SearchJob
 from dnis_torchrec.search.settings import SearchSettings
 
 QUICK = SearchSettings(num_blocks=3, epochs=1, patience=1)
-"""Of a search with 10 plain steps, 16 in the ramp and 10 in the release."""
+"""Of a search with 10 plain steps, 8 in the ramp and 10 in the release."""
 
 
 def quick_job(out: Path, **changes: Any) -> SearchJob:
@@ -45,13 +45,4 @@ def without_images() -> Iterator[None]:
     """Searches of this process draw no images for TensorBoard in the block: they take longer than the search."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(progress, "SearchImages", _NoImages)
-        yield
-
-
-@contextmanager
-def few_stages() -> Iterator[None]:
-    """Searches of this process have four stages in their ramps in the block, each a measurement on validation data."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("ramp", "search"):
-            patch.setattr(f"dnis_torchrec.search.{module}.STAGES", 4)
         yield

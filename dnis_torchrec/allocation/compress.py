@@ -20,13 +20,13 @@ from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dnis_torchrec.allocation.allocate import Allocation, allocate
-from dnis_torchrec.allocation.curvature import ENOUGH_SAMPLES, checked_batch, curvature, on_all
+from dnis_torchrec.allocation.curvature import checked_batch, curvature_of_read_tables, on_all
 from dnis_torchrec.allocation.curvature_sums import Curvature
 from dnis_torchrec.allocation.energies import BITS, RoundingEnergies, rounding_energies
 from dnis_torchrec.allocation.loss_derivatives import Loss
 from dnis_torchrec.allocation.loss_sample import LossSample, predictions_of
 from dnis_torchrec.allocation.rotation import rotate_
-from dnis_torchrec.allocation.settings import NUM_BLOCKS
+from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES, NUM_BLOCKS
 from dnis_torchrec.allocation.torchrec_models import with_axes_
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
@@ -187,8 +187,7 @@ def measure_(
     """Turns a model's tables into their axes and measures what every column of every block is worth.
 
     Rows are put into blocks by frequency, each table by itself; those never seen stay in the last block, so that
-    nothing is zeroed for being new. Where the sample reads nothing of a table that the counts know, all batches are
-    measured.
+    nothing is zeroed for being new.
 
     Distributed: every rank of a sharded model calls it on its slices of the batches; see `rotate_`, `curvature`,
     `rounding_energies`, `LossSample` and `count_stream` for the collectives. All ranks get the same.
@@ -200,7 +199,7 @@ def measure_(
         counts: of all rows in the training data, the same on every rank; None counts the batches.
         held_out: see `compress`; of this rank.
         num_blocks: S of every table, or its rows where those are fewer.
-        num_samples: that the curvature is measured on, of all ranks together; None takes all.
+        num_samples: see `curvature_of_read_tables`.
         bits: widths to measure, among `dnis_torchrec.blocks.bit_fields.WIDTHS`.
         leave_alone: see `compress`.
 
@@ -225,9 +224,7 @@ def measure_(
         )
     blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, scope="table", leave_alone=leave_alone)
     _turn_(model, batches, loss, counts, ranks, leave_alone)
-    worth = curvature(model, batches, blocks, loss=loss, num_samples=num_samples)
-    if num_samples is not None and _is_missed(worth, blocks):
-        worth = curvature(model, batches, blocks, loss=loss, num_samples=None)
+    worth = curvature_of_read_tables(model, batches, blocks, loss=loss, num_samples=num_samples)
     energies = rounding_energies(model, blocks, counts, bits=bits)
     judged, is_held_out = (batches, False) if held_out is None else (held_out, True)
     sample = LossSample(model, judged, loss=loss, is_held_out=is_held_out)
@@ -322,9 +319,3 @@ def _turn_(
             requirement = f"predictions to stay within {UNCHANGED * largest:.3g} when tables are turned"
             remedy = "the model's rotation_groups do not hold for it: correct them, and load its weights again"
             raise RuntimeError(describe("rotation", requirement, f"a change by {moved:.3g}", remedy))
-
-
-def _is_missed(worth: Curvature, blocks: RowBlocks) -> bool:
-    """Whether the sample says nothing of a table that training looks up."""
-    seen = [table for table, occurrences in blocks.occurrences.items() if bool(occurrences.any())]
-    return any(not bool(worth.curvature[table].any()) for table in seen)

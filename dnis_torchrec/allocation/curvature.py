@@ -41,6 +41,7 @@ from dnis_torchrec.allocation.curvature_sums import Curvature, CurvatureSums, Lo
 from dnis_torchrec.allocation.loss_derivatives import Loss, LossDerivatives, loss_derivatives, task_derivatives
 from dnis_torchrec.allocation.pooled_blocks import Lookup, WatchedCollection, watching
 from dnis_torchrec.allocation.sequence_blocks import watched_collection
+from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.batches import slice_of
@@ -54,8 +55,8 @@ from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.soft_selection.features_by_name import read_by_name_
 from dnis_torchrec.soft_selection.table_shards import collections, ranks_of, table_configs_of
 
-ENOUGH_SAMPLES = 1 << 16
-"""Samples that are enough: the error of the sum of H is then about a hundredth, and a pass takes seconds."""
+LARGER_SAMPLE = 4
+"""By which a sample grows that reads nothing of a table."""
 BYTES_AT_A_TIME = 1 << 26
 """Bytes, roughly, that a pass holds beside the model's own activations. Larger batches are cut."""
 
@@ -144,6 +145,39 @@ def curvature(
         for place, batch in first_batches(batches, loss, ranks, enough, _samples_at_a_time(of)):
             sums.add(measure.look_up(batch.to(device), place))
     return sums.over(ranks, loss, warns=warns)
+
+
+def curvature_of_read_tables(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    blocks: RowBlocks,
+    *,
+    loss: Loss | Task,
+    num_samples: int | None = ENOUGH_SAMPLES,
+    warns: bool = True,
+) -> Curvature:
+    """Measures `curvature` on so many samples that every table is read that training reads.
+
+    Where a sample reads nothing of one, it is made `LARGER_SAMPLE` times as large, again and again, up to all batches:
+    a table would be dropped for being rare. Distributed: as `curvature`, once for each sample.
+
+    Args:
+        model: see `curvature`.
+        batches: see `curvature`; they can be iterated again and again.
+        blocks: see `curvature`; made from counts of training, they say what it reads.
+        loss: see `curvature`.
+        num_samples: of the first sample, of all ranks together; None takes all.
+        warns: see `curvature`.
+
+    Raises:
+        ValueError: as `curvature`.
+    """
+    read = {table for table, occurrences in blocks.occurrences.items() if bool(occurrences.any())}
+    while True:
+        found = curvature(model, batches, blocks, loss=loss, num_samples=num_samples, warns=warns)
+        if num_samples is None or found.num_samples < num_samples or not read & found.unread:
+            return found
+        num_samples, warns = LARGER_SAMPLE * found.num_samples, False
 
 
 def device_of(model: nn.Module) -> torch.device:

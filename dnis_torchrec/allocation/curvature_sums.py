@@ -40,6 +40,7 @@ class Curvature:
         relative_error: standard error of the sum of H over all tables, divided by that sum. It is estimated from how
             batches (or the chunks that large ones are cut into) differ, so it is infinite for a single one.
         couplings: table -> K, ``(S, D, D)`` float64, symmetric; empty where they were not asked for.
+        unread: tables of which no sample reads a row that has a block.
     """
 
     gradient: Mapping[str, Tensor]
@@ -47,6 +48,7 @@ class Curvature:
     num_samples: int
     relative_error: float
     couplings: Mapping[str, Tensor] = field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
 
     @property
     def is_zero(self) -> bool:
@@ -94,6 +96,7 @@ class CurvatureSums:
             if couplings
         }
         self._batches = torch.zeros(9, dtype=torch.float64)
+        self._reads = torch.zeros(len(sizes), dtype=torch.float64)
 
     @torch.no_grad()
     def add(self, looked_up: LookedUp) -> None:
@@ -107,10 +110,11 @@ class CurvatureSums:
             for table, reads in lookup.of.reads(lookup, gradient) if self._couplings else ():
                 self._couplings[table] += _coupled(reads, at.second, len(self._couplings[table]))
         total, noise = 0.0, 0.0
-        for table, of_table in entries.items():
+        for place, (table, of_table) in enumerate(entries.items()):
             if not of_table:
                 continue
             both = merged(of_table, batch_size)
+            self._reads[place] += len(both.samples)
             num_blocks = self._of_tables[table].shape[1]
             slopes = torch.einsum("mt,tmd->md", at.first[both.samples], both.worth)
             bends = torch.einsum("tmd,mtu,umd->md", both.worth, at.second[both.samples], both.worth)
@@ -122,14 +126,14 @@ class CurvatureSums:
 
     def over(self, ranks: Ranks, loss: Loss | Task, *, warns: bool) -> Curvature:
         """Means over the samples of all ranks. One all_reduce, and one for the couplings of each table."""
-        flat = [self._batches, *(both.flatten().cpu() for both in self._of_tables.values())]
+        flat = [self._batches, self._reads, *(both.flatten().cpu() for both in self._of_tables.values())]
         summed = ranks.sum_(torch.cat(flat)).split([part.numel() for part in flat])
         batches, n, n_n, total, total_total, total_n, noise, mean_loss, bent = summed[0].tolist()
         place, requirement = f"loss {name_of(loss)}", "one that is twice differentiable"
         check(bent > 0, place, requirement, "second derivatives of 0", "choose one that bends, such as MSELoss")
         means = {
             name: (own / n).view(both.shape)
-            for (name, both), own in zip(self._of_tables.items(), summed[1:], strict=True)
+            for (name, both), own in zip(self._of_tables.items(), summed[2:], strict=True)
         }
         mean = total / n
         spread = total_total - 2 * mean * total_n + mean * mean * n_n  # of batches' sums, about the mean
@@ -142,6 +146,7 @@ class CurvatureSums:
             num_samples=round(n),
             relative_error=error,
             couplings={name: ranks.sum_(own.cpu()) / n for name, own in self._couplings.items()},
+            unread=frozenset(name for name, reads in zip(means, summed[1].tolist(), strict=True) if not reads),
         )
         if warns and ranks.is_first:
             _warn_of_untrained(found, mean_loss / n, noise / (n * n))

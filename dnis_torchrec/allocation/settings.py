@@ -10,6 +10,9 @@ from dnis_torchrec.checks import check
 
 NUM_BLOCKS = 8
 """S of every table: a few blocks are enough, one is not."""
+ENOUGH_SAMPLES = 1 << 14
+"""Samples that columns are measured on: the error of the sum of their worth is about a hundredth then, and four times
+as many give tables that are no better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +23,7 @@ class CompressSettings:
         float | None, "Instead of --compression: predicted increase of the loss, at most, in the fewest bytes."
     ] = None
     num_blocks: Annotated[int, "Blocks of every table; a table of fewer rows has one for each."] = NUM_BLOCKS
-    num_samples: Annotated[int, "Training samples that columns are measured on."] = 1 << 16
+    num_samples: Annotated[int, "Training samples that columns are measured on."] = ENOUGH_SAMPLES
     seed: Annotated[int | None, "Of a recipe's splits, 0 if not given; a run has its own."] = None
 
     def __post_init__(self) -> None:

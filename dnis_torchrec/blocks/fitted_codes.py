@@ -116,6 +116,11 @@ class _SortedColumns:
         spread = (weight * centred.square()).sum(1, keepdim=True)
         return _SortedColumns(centred, weight, mean, running, spread, (weight * wide.square()).sum(1, keepdim=True))
 
+    @property
+    def is_constant(self) -> Tensor:
+        """``(D, 1)``: columns of one value."""
+        return self.values[:, :1] == self.values[:, -1:]
+
     def sums_of_codes(self, scale: Tensor, low: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted sums of q, q^2 and q x over all values, for the nearest codes of some scales and lowest levels.
 
@@ -162,6 +167,8 @@ class _Codes:
 
 def _best_codes(columns: _SortedColumns, levels: int, narrower: _Codes | None) -> _Codes:
     """The best of all that was tried; those of fewer levels are among it, so more levels never err by more."""
+    if narrower is not None and bool(columns.is_constant.all()):
+        return narrower
     lows, highs = _clipped_ranges(columns, levels)
     scales = (highs - lows) / (levels - 1)
     if narrower is not None:
@@ -215,7 +222,9 @@ def _up_to_bfloat16(scale: Tensor, smallest: Tensor) -> Tensor:
 
 def _constant_where(columns: _SortedColumns, found: _Codes) -> _Codes:
     """Columns of one value get the scale of which half an integer comes nearest to it: code 0 is that value."""
-    value = columns.mean
+    constant, value = columns.is_constant, columns.mean
+    if not bool(constant.any()):
+        return found
     fraction, exponent = torch.frexp(value.abs())
     scales = (1 + torch.arange(128, dtype=torch.float64) / 128) * torch.exp2(exponent.double() - 14)
     scales = scales.clamp(LEAST_SCALE)
@@ -226,7 +235,6 @@ def _constant_where(columns: _SortedColumns, found: _Codes) -> _Codes:
     scale = torch.where(is_zero, 1.0, scales.gather(1, nearest))
     shift = torch.where(is_zero, 0.0, shifts.gather(1, nearest))
     error = (scale * shift / 2 - value).square() * columns.running[0, :, -1:]
-    constant = columns.values[:, :1] == columns.values[:, -1:]
     return replace(
         found,
         scale=torch.where(constant, scale, found.scale),

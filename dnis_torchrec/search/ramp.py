@@ -5,7 +5,7 @@ At share p of the ramp the tables, every value of `COUNTED_BITS` bits, may take 
     c_p = c_0 (c / c_0)^p,   c_0 = 32 / COUNTED_BITS, less where tables are left alone, in float32
 
 leaves: at p = 0 all columns fit, at p = 1 the size c that was asked for. What a column of a block is worth is its
-curvature H on validation data (`dnis_torchrec.allocation.curvature`), measured anew at every one of `STAGES` stages.
+curvature H on validation data (`dnis_torchrec.allocation.curvature`), measured anew at every stage, see `num_stages`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ COUNTED_BITS = 4
 """Of a value, when the columns that stay are counted: about what these deserve in the end."""
 FEWEST_BITS = min(bits for bits in BITS if bits > 0)
 STAGES = 16
-"""Times that columns die. Weights adapt in between."""
-SAMPLES = 1 << 14
-"""Validation samples of all ranks that a stage measures on."""
+"""Times at most that columns die."""
+LEAST_STEPS = 8
+"""Lower steps of a stage, in which weights adapt: in fewer it would measure longer than it trains."""
 
 
 class Ramp:
@@ -67,28 +67,27 @@ class Ramp:
             done: lower steps of the ramp so far, from 1.
             steps: of the whole ramp.
         """
-        stage, is_new = done * STAGES // steps, done != self._followed
+        stages, is_new = num_stages(steps), done != self._followed
+        stage = done * stages // steps
         self._followed = done
-        if is_new and 0 < done <= steps and stage > (done - 1) * STAGES // steps:
-            self._narrow(stage)
+        if is_new and 0 < done <= steps and stage > (done - 1) * stages // steps:
+            self._narrow(stage, stages)
 
-    def _narrow(self, stage: int) -> None:
+    def _narrow(self, stage: int, stages: int) -> None:
         start = self._start
-        size = start * (self._compression / start) ** (stage / STAGES)
+        size = start * (self._compression / start) ** (stage / stages)
         if size <= start:
             return
         with self._pipeline.detached() as model:
             sample = self._stream.sample(stage)
-            worth = curvature(
-                model, sample, self._blocks, loss=self._loss, num_samples=SAMPLES, warns=False, couplings=False
-            )
+            worth = curvature(model, sample, self._blocks, loss=self._loss, warns=False, couplings=False)
             tables = blocked_tables(model, self._blocks)
         if worth.is_zero:
             if rank_of() == 0 and not self._has_warned:
                 logger.warning(
                     "stage %d of %d of the ramp drops no column: none moves a prediction on validation data, as where "
                     "those are gone that all others are multiplied by; bits alone make the tables smaller",
-                    *(stage, STAGES),
+                    *(stage, stages),
                 )
             self._has_warned = True
             return
@@ -102,6 +101,19 @@ class Ramp:
             first = self._blocks.first_alpha_row(table)
             columns[of_table.shape[1]][first : first + len(of_table)] = of_table
         return columns
+
+
+def num_stages(steps: int) -> int:
+    """Returns how many times columns die in a ramp: `STAGES`, fewer in one that is short.
+
+    Args:
+        steps: lower steps of the whole ramp.
+
+    Example:
+        >>> num_stages(1000), num_stages(35), num_stages(3)
+        (16, 4, 1)
+    """
+    return max(1, min(STAGES, steps // LEAST_STEPS))
 
 
 def _compression_of_all(blocks: RowBlocks) -> float:

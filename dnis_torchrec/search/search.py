@@ -31,7 +31,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.allocation.allocate import Allocation, allocate
-from dnis_torchrec.allocation.curvature import curvature
+from dnis_torchrec.allocation.curvature import curvature_of_read_tables
 from dnis_torchrec.allocation.curvature_sums import Curvature
 from dnis_torchrec.allocation.energies import blocked_tables
 from dnis_torchrec.allocation.rotation import rotate_, rotation_groups
@@ -44,7 +44,7 @@ from dnis_torchrec.data.task import LOSS
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.loop import EpochRecord, FinishedPhase, Phase, SearchEvents, SearchLoop
-from dnis_torchrec.search.ramp import STAGES, Ramp, check_reachable
+from dnis_torchrec.search.ramp import LEAST_STEPS, Ramp, check_reachable
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.search.started import StartedSearch
 from dnis_torchrec.soft_selection.swap import fold_, merge_
@@ -247,7 +247,7 @@ class _Plan:
             requirement, remedy = "the checkpoint of an epoch, to go back to", "make room for them, then --resume"
             raise CheckpointWriteError(describe(f"phase {finished[-1].name!r}", requirement, "none", remedy))
         to_best = self._trained_steps or finished[0].best.lower_step
-        ramp = Phase(name=RAMP, steps=max(STAGES, round(settings.ramp_share * to_best)))
+        ramp = Phase(name=RAMP, steps=max(LEAST_STEPS, round(settings.ramp_share * to_best)))
         release = Phase(name=RELEASE, steps=to_best, patience=patience, starts_best=True)
         return (ramp, release, None)[len(finished) - 1]
 
@@ -355,7 +355,8 @@ class _Finishing:
 
     def _worth(self, *, warns: bool) -> Curvature:
         started, recipe = self._started, self._started.recipe
-        return curvature(started.model, recipe.data.train, started.blocks, loss=recipe.task, warns=warns)
+        batches, loss = recipe.data.train, recipe.task
+        return curvature_of_read_tables(started.model, batches, started.blocks, loss=loss, warns=warns)
 
     def _rounded(self, worth: Curvature) -> tuple[Allocation, RoundedTables]:
         started, compression = self._started, self._compression

@@ -177,7 +177,7 @@ def test_what_no_batch_reads_is_dropped_and_what_the_sample_missed_is_not() -> N
     batches = [batch(9, with_genre=False), *BATCHES]
     batches[0].labels = BATCHES[0].labels
     found = measure_(trained(), batches, loss=nn.MSELoss(), num_samples=1)
-    assert found.curvature.num_samples == 64 * len(batches)
+    assert found.curvature.num_samples == 64 * 4 < 64 * len(batches)
     assert bool(found.curvature.curvature["genre"].any())
     scheme = found.allocate(compression=3.5).scheme
     assert not bool(scheme.tables["unread"].bits.any())

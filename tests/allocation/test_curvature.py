@@ -19,6 +19,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import blocks_from_counts, count_frequencies, curvature, prepare_
+from dnis_torchrec.allocation.curvature import curvature_of_read_tables
 from dnis_torchrec.allocation.curvature_sums import Curvature
 from dnis_torchrec.allocation.loss_derivatives import loss_derivatives
 from dnis_torchrec.data.recipe import TrainTask
@@ -234,6 +235,21 @@ def test_a_table_that_nobody_reads_is_worth_nothing() -> None:
     assert not found.curvature["b"].any()
     assert not found.gradient["b"].any()
     assert found.curvature["a"].any()
+    assert found.unread == {"b"}
+
+
+@pytest.mark.parametrize(("first", "measured"), [(0, 6), (1, 24), (3, 24), (4, 60), (9, 60), (None, 60)])
+def test_a_sample_grows_until_it_reads_what_training_reads(first: int | None, measured: int) -> None:
+    """Four times as large each time; a table that is worth nothing, and read, makes no sample larger."""
+    reads, blocks, model = Case(), make_blocks(Case()), make_model(Case())
+    without = Case(lengths=(1, 0, 0, 3))
+    with torch.no_grad():
+        model.collections[0].embedding_bags["a"].weight.zero_()
+    batches = [make_batch(reads if place == first else without, 2 * place, 6) for place in range(10)]
+    found = curvature_of_read_tables(model, batches, blocks, loss=BCE, num_samples=1)
+    assert found.num_samples == measured
+    assert found.unread == ({"b"} if first is None else frozenset())
+    assert not found.curvature["a"].any()
 
 
 def trained(steps: int) -> tuple[nn.Module, list[Batch]]:

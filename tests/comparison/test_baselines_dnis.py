@@ -27,8 +27,6 @@ from dnis_torchrec.soft_selection.table_shards import table_configs
 from dnis_torchrec.training.process_group import process_group
 from tests import tiny
 
-pytestmark = pytest.mark.usefixtures("short_ramps")
-
 RATIO = 3.0
 
 

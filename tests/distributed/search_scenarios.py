@@ -39,7 +39,7 @@ from dnis_torchrec.training.saving import Saving
 from examples.models import FactorizationMachine
 from tests.distributed.harness import Rank
 from tests.distributed.pruning_scenarios import described, outcome_of
-from tests.searched_runs import few_stages, without_images
+from tests.searched_runs import without_images
 from tests.shared_storage import register
 from tests.tiny import Repeatable, make_batch, make_collection, make_recipe, ranked
 
@@ -66,14 +66,13 @@ def found_by(
     **settings: Any,
 ) -> SearchOutcome:
     """A search of a second."""
-    with few_stages():
-        return search(
-            *(recipe, compression, folder, CPU),
-            settings=replace(SHORT, **settings),
-            trained_epochs=trained_epochs,
-            events=events,
-            saving=saving,
-        )
+    return search(
+        *(recipe, compression, folder, CPU),
+        settings=replace(SHORT, **settings),
+        trained_epochs=trained_epochs,
+        events=events,
+        saving=saving,
+    )
 
 
 def whole_search(optimizer: str, rank: Rank) -> dict[str, Any]:
@@ -217,7 +216,7 @@ def jobs(rank: Rank) -> dict[str, Any]:
         given = {"recipe": "tests.tiny:demo", "data": None, "compression": SIZE, "settings": SHORT}
         return run_search(SearchJob(**given, stored_rows=False, out=rank.folder / name, **options))
 
-    with without_images(), few_stages():
+    with without_images():
         [row] = job("run")
     return {
         "metrics": dict(row.metrics),
@@ -253,7 +252,7 @@ def hosts(rank: Rank) -> dict[str, Any]:
         given = {"recipe": "tests.tiny:demo", "data": None, "compression": SIZE, "settings": SHORT}
         return run_search(SearchJob(**given, out=own / "run", url=url, **options))
 
-    with patch.dict(os.environ, {"DNIS_CACHE": str(own / "cache")}), without_images(), few_stages():
+    with patch.dict(os.environ, {"DNIS_CACHE": str(own / "cache")}), without_images():
         with patch("dnis_torchrec.jobs.progress._StopRequest.is_requested", lambda _: next(steps) > 34):
             stopped = outcome_of(job)
         checkpoints = len(list((rank.folder / "stored" / "checkpoints").glob("step-*")))

@@ -43,7 +43,7 @@ from dnis_torchrec.training.saving import Saving
 from tests.searched_runs import QUICK
 from tests.searched_runs import quick_job as job
 
-pytestmark = pytest.mark.usefixtures("no_images", "short_ramps")
+pytestmark = pytest.mark.usefixtures("no_images")
 
 CPU = torch.device("cpu")
 CUT = PruneSettings(fine_tune_epochs=0)

@@ -25,8 +25,6 @@ from tests.report.pages import chart
 from tests.searched_runs import quick_job
 from tests.tiny import ROWS
 
-pytestmark = pytest.mark.usefixtures("short_ramps")
-
 COMPRESSION, EMBEDDING_DIM = 10, 16
 SETTINGS = ("--compression", COMPRESSION, "--embedding-dim", EMBEDDING_DIM, "--num-blocks", 3)
 

@@ -33,7 +33,7 @@ from tests.comparison.test_baselines_methods import make_task
 from tests.searched_runs import quick_job
 from tests.tiny import ROWS, make_recipe
 
-pytestmark = pytest.mark.usefixtures("no_images", "short_ramps")
+pytestmark = pytest.mark.usefixtures("no_images")
 CPU = torch.device("cpu")
 SIZE = 2.5
 ALONE = "genre"

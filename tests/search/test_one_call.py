@@ -27,7 +27,6 @@ SHORT = SearchSettings(num_blocks=3, epochs=2, patience=2)
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.usefixtures("short_ramps")
 
 WITHOUT_A_GROUP = """
 import sys

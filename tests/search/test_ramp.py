@@ -23,11 +23,13 @@ from dnis_torchrec.forms import PACKED
 from dnis_torchrec.search import ramp as ramp_module
 from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer
 from dnis_torchrec.search.budget import SizeOutOfReachError
-from dnis_torchrec.search.ramp import COUNTED_BITS, STAGES, Ramp, check_reachable
+from dnis_torchrec.search.ramp import COUNTED_BITS, LEAST_STEPS, STAGES, Ramp, check_reachable, num_stages
 from dnis_torchrec.soft_selection.alpha import Alpha
 
 SIZES = {"wide": (120, 16), "narrow": (90, 16), "first_order": (120, 1)}
 """table -> N, D."""
+LONGEST = STAGES * LEAST_STEPS
+"""Steps of a ramp of all stages."""
 DENSE_BYTES = 4 * sum(rows * dim for rows, dim in SIZES.values())
 
 
@@ -99,31 +101,32 @@ def drawn_worth(seed: int) -> dict[str, Tensor]:
 
 
 @settings(max_examples=6)
-@given(seed=st.integers(0, 100), compression=st.floats(8.5, 20), steps=st.integers(STAGES, 90))
+@given(seed=st.integers(0, 100), compression=st.floats(8.5, 20), steps=st.integers(1, 150))
 def test_what_lives_fits_the_line_at_every_stage(seed: int, compression: float, steps: int) -> None:
-    """A stage ends where a sixteenth of the ramp is over, and of every block the best columns live."""
+    """Stages are as long as each other and have `LEAST_STEPS`; of every block the best columns live."""
     with pytest.MonkeyPatch.context() as patch:
         worth, start = drawn_worth(seed), 32 / COUNTED_BITS
         ramped = Ramped(worth, compression, patch)
-        before = ramped.living()
+        before, stages = ramped.living(), num_stages(steps)
+        assert stages == max(1, min(STAGES, steps // LEAST_STEPS))
         for done in range(1, steps + 1):
-            stage = done * STAGES // steps
+            stage = done * stages // steps
             ramped.ramp.follow(done, steps)
-            assert ramped.num_bytes() <= DENSE_BYTES / (start * (compression / start) ** (stage / STAGES)) or stage == 0
+            assert ramped.num_bytes() <= DENSE_BYTES / (start * (compression / start) ** (stage / stages)) or stage == 0
             for name, living in ramped.living().items():
                 assert not bool((living & ~before[name]).any())
                 for kept, values in zip(living, worth[name], strict=True):
                     assert min(values[kept], default=math.inf) >= max(values[~kept], default=-math.inf)
             before = ramped.living()
-        assert ramped.samples == list(range(1, STAGES + 1))
+        assert ramped.samples == list(range(1, stages + 1))
         assert ramped.num_bytes() >= 0.75 * DENSE_BYTES / compression
 
 
 @pytest.mark.parametrize("compression", [1.5, 4, 8])
 def test_sizes_that_bits_alone_lead_to_leave_all_columns(compression: float, monkeypatch: pytest.MonkeyPatch) -> None:
     ramped = Ramped(drawn_worth(0), compression, monkeypatch)
-    for done in range(1, 2 * STAGES + 1):
-        ramped.ramp.follow(done, 2 * STAGES)
+    for done in range(1, LONGEST + 1):
+        ramped.ramp.follow(done, LONGEST)
     assert all(bool(living.all()) for living in ramped.living().values())
     assert not ramped.samples  # nothing was measured
     assert ramped.optimizer.density() == 1
@@ -135,12 +138,12 @@ def test_nothing_dies_once_nothing_is_worth_anything(
     """As where columns are multiplied by each other, and each has lost its partner."""
     worth = drawn_worth(0)
     ramped = Ramped(worth, 16, monkeypatch)
-    for done in range(1, STAGES + 1):
-        if done == 6:
+    for done in range(1, LONGEST + 1):
+        if done == 6 * LEAST_STEPS:
             before = ramped.living()
             for own in worth.values():
                 own.zero_()
-        ramped.ramp.follow(done, STAGES)
+        ramped.ramp.follow(done, LONGEST)
     assert all(torch.equal(own, before[name]) for name, own in ramped.living().items())
     assert any(bool(own.any()) for own in before.values())
     (told,) = [record.message for record in caplog.records]
@@ -155,8 +158,8 @@ def test_tables_of_one_column_live_beside_wide_ones_if_they_are_worth_it(
     worth = {name: torch.linspace(1.0, 0.1, dim).double().repeat(2, 1) for name, (_, dim) in SIZES.items()}
     worth["first_order"] = torch.full((2, 1), worth_of_one, dtype=torch.float64)
     ramped = Ramped(worth, 16, monkeypatch)
-    for done in range(1, STAGES + 1):
-        ramped.ramp.follow(done, STAGES)
+    for done in range(1, LONGEST + 1):
+        ramped.ramp.follow(done, LONGEST)
     assert ramped.living()["first_order"].flatten().tolist() == [worth_of_one > 1] * 2
     assert 0 < int(ramped.living()["wide"].sum()) < 32
 

@@ -18,7 +18,6 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import TrainTask, export, packed_collections
-from dnis_torchrec.allocation.curvature import curvature
 from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.forms import PACKED
@@ -40,8 +39,6 @@ from dnis_torchrec.training.saving import Saving
 from tests.batches import OneOf
 from tests.late import read_late
 from tests.tiny import ROWS, make_batch, make_collection, make_model, make_recipe, ranked
-
-pytestmark = pytest.mark.usefixtures("short_ramps")
 
 CPU = torch.device("cpu")
 SIZE = 10.0
@@ -85,7 +82,7 @@ def test_torchrecs_models_go_all_the_way_unmodified(gloo, tmp_path: Path, kind: 
     phases = [record.phase for record in seen]
     assert sorted(set(phases), key=phases.index) == ["plain", "ramp", "release"]
     assert phases.count("plain") == 2
-    assert [record.step for record in seen[:4]] == [10, 20, 26, 36]  # behind a ramp of six steps
+    assert [record.step for record in seen[:4]] == [10, 20, 28, 38]  # behind a ramp of eight steps
     density = [record.alpha_density for record in seen]
     assert density[:2] == [1.0, 1.0]
     assert all(later <= earlier for earlier, later in pairwise(density))
@@ -112,7 +109,7 @@ def test_the_better_of_two_is_returned_with_its_own_weights(
     gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loses: str
 ) -> None:
     """Whatever the other has done to the model meanwhile; of both it is said how good they were."""
-    train, measure, ends = search_module.train_plainly, curvature, []
+    train, measure, ends = search_module.train_plainly, search_module.curvature_of_read_tables, []
 
     def worse(*arguments: object, **options: object):
         better = train(*arguments, **options)
@@ -124,7 +121,7 @@ def test_the_better_of_two_is_returned_with_its_own_weights(
         return measure(model, *arguments, **options)
 
     monkeypatch.setattr(search_module, "train_plainly", worse)
-    monkeypatch.setattr(search_module, "curvature", watched)
+    monkeypatch.setattr(search_module, "curvature_of_read_tables", watched)
     recipe = make_recipe()
     outcome = found_by(recipe, tmp_path)
     wins = COMPRESSED if loses == SEARCHED else SEARCHED

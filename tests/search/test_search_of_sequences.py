@@ -41,8 +41,6 @@ from tests.reference import ReferenceTable, embedding_l2_reference
 from tests.sequence_models import FEATURES, NAMES, ClickAndRating, interest, make_batch, two_outputs
 from tests.tiny import Repeatable
 
-pytestmark = pytest.mark.usefixtures("short_ramps")
-
 CPU = torch.device("cpu")
 
 

@@ -17,14 +17,13 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.search import ramp
 from dnis_torchrec.search.loop import EpochRecord, SearchEvents, SearchInterrupted
 from dnis_torchrec.search.search import SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.training.checkpoint import LocalCheckpointFolder
 from dnis_torchrec.training.saving import Saving
 from tests.tiny import make_recipe
-
-pytestmark = pytest.mark.usefixtures("short_ramps")
 
 CPU = torch.device("cpu")
 SIZE = 10.0
@@ -133,8 +132,11 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
-def test_an_interrupted_search_equals_an_uninterrupted_one(gloo, tmp_path: Path, optimizer: str) -> None:
-    """Stopped within plain training, where it is over, within the ramp, and within the release."""
+def test_an_interrupted_search_equals_an_uninterrupted_one(
+    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    """Stopped within plain training, where it is over, between the stages of a ramp, and within the release."""
+    monkeypatch.setattr(ramp, "LEAST_STEPS", 2)
     whole, expected = run(tmp_path / "whole", optimizer)
     folder, seen = tmp_path / "broken", []
     for stop_at in (13, 7, 3, 12):
@@ -154,7 +156,7 @@ def test_a_search_goes_on_where_a_phase_is_over_and_the_next_has_not_begun(gloo,
         run(tmp_path / "broken", "adam", kill_behind=phase)
     outcome, losses = run(tmp_path / "broken", "adam", resume=True)
     assert losses == expected[len(expected) - len(losses) :]
-    assert len(losses) == len(expected) - {"plain": 20, "ramp": 26}[phase]
+    assert len(losses) == len(expected) - {"plain": 20, "ramp": 28}[phase]
     assert_same(outcome, whole)
 
 

@@ -20,8 +20,6 @@ from examples.models import FactorizationMachine
 from tests.reference import second_moment_reference
 from tests.tiny import make_collection, make_recipe
 
-pytestmark = pytest.mark.usefixtures("short_ramps")
-
 CPU = torch.device("cpu")
 SHORT = SearchSettings(num_blocks=3, epochs=2, patience=1)
 
