@@ -25,12 +25,12 @@ EMBEDDING_DIM = 64
 INIT_STD = 0.01
 TOWER = (256, 128)
 PLAIN: dict[str, dict[str, Any]] = {
-    "fm": {"embedding_l2": 0.003, "table_learning_rate": 1e-3, "dense_learning_rate": 3e-3}
+    "fm": {"embedding_l2": 0.003, "table_learning_rate": 1e-3, "dense_learning_rate": 3e-3},
+    "deepfm": {"embedding_l2": 0.0, "table_learning_rate": 9e-3, "dense_learning_rate": 1e-3},
+    "dlrm": {"embedding_l2": 0.001, "table_learning_rate": 3e-3, "dense_learning_rate": 3e-3},
 }
 """Recipe -> L2 and rates of its plain model, the same for all methods: chosen at D=64 on `selection` of seed 0 by
 `python -m benchmarks.plain_grid examples.lastfm_tags:fm` (benchmarks/plain_grid_2cpu_2026-11-27.md)."""
-GUESSED: dict[str, Any] = {"embedding_l2": 0.01, "table_learning_rate": 3e-3}
-"""Those of the others, as MovieLens' clicks have them: chosen by nothing on this data."""
 NOTE = "Last.fm: a random 8:1:1 split; the false labels are drawn, and first-order weights carry nothing by design."
 CONSTANT_DENSE = "Last.fm has no dense features; DLRM's dense arch sees the constant 1."
 
@@ -113,6 +113,6 @@ def _clicks(
         redraw=draw,
         data=samples.split(batch_size=BATCH_SIZE, seed=seed),
         loss=nn.BCEWithLogitsLoss(),
-        **PLAIN.get(name, GUESSED),
+        **PLAIN[name],
         notes=(NOTE, *notes),
     )
