@@ -39,7 +39,7 @@ from benchmarks.files import output_file
 from benchmarks.rate_memory import OneTable, falling
 from dnis_torchrec._dependencies import versions
 from dnis_torchrec.allocation import compress
-from dnis_torchrec.allocation.curvature import ENOUGH_SAMPLES
+from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES
 from dnis_torchrec.artifact import read_manifest, write_artifact
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.soft_selection.table_shards import local_shards
@@ -57,7 +57,7 @@ MULTIPLIER = 2_654_435_761
 PARTS = {
     "blocks": "blocks_from_counts",
     "axes": "rotate_",
-    "curvature": "curvature",
+    "curvature": "curvature_of_read_tables",
     "energies": "rounding_energies",
     "loss sample": "LossSample",
 }

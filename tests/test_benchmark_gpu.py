@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.compress_scale import PARTS
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu.figures import FIGURES, RESULTS, Figures, Line, read_lines, tables
 from benchmarks.gpu.limited import Ended, run_limited
@@ -139,7 +140,7 @@ def test_a_step_finds_its_figures(step: str, tmp_path: Path, no_images, monkeypa
     monkeypatch.setattr(ranks, "START_METHOD", "forkserver")  # which has imported everything
     from dnis_torchrec.allocation import compress
 
-    for name in ("blocks_from_counts", "rotate_", "curvature", "rounding_energies", "LossSample", "count_stream"):
+    for name in (*PARTS.values(), "count_stream"):
         monkeypatch.setattr(compress, name, getattr(compress, name))  # the step wraps them, in a process of its own
     run_step(step, tmp_path, is_stand_in=True)
     assert names_in(tmp_path, step) >= EXPECTED[step]
