@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -23,6 +24,12 @@ BATCH_SIZE = 4096
 EMBEDDING_DIM = 64
 INIT_STD = 0.01
 TOWER = (256, 128)
+PLAIN: dict[str, dict[str, Any]] = {
+    "fm": {"embedding_l2": 0.06, "table_learning_rate": 1e-3, "dense_learning_rate": 3.33e-4},
+    "deepfm": {"embedding_l2": 0.001, "table_learning_rate": 3e-3, "dense_learning_rate": 3e-3},
+}
+"""Recipe -> L2 and rates of its plain model, the same for all methods: chosen at D=64 on `selection` of seed 0 by
+`python -m benchmarks.plain_grid examples.amazon_sports:fm` (benchmarks/plain_grid_2cpu_2026-11-27.md)."""
 NOTES = (
     "Amazon Sports: a random 8:1:1 split, so reviews of the future help to predict those of the past.",
     "Amazon Sports: two negatives a review, drawn once and uniformly from what its user never reviewed. Most are "
@@ -82,7 +89,6 @@ def _clicks(
         redraw=draw,
         data=samples.split(batch_size=BATCH_SIZE, seed=seed),
         loss=nn.BCEWithLogitsLoss(),
-        table_learning_rate=0.003,
-        embedding_l2=0.01,  # with that rate as MovieLens' clicks have it: a guess, chosen by nothing on this data
+        **PLAIN[name],
         notes=NOTES,
     )
