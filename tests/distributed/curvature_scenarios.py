@@ -12,6 +12,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import PoolingType
 
 from dnis_torchrec import curvature, prepare_
+from dnis_torchrec.allocation.curvature import curvature_of_read_tables
 from dnis_torchrec.allocation.curvature_sums import Curvature
 from dnis_torchrec.data.over_ranks import SlicedBatches
 from dnis_torchrec.ranks import Ranks
@@ -93,8 +94,18 @@ def refuse(at: Rank, what: str) -> Results:
     return {"error": "none"}
 
 
+def grow(at: Rank) -> Results:
+    """Samples that grow until a table is read that only the second batch of rank 1 reads."""
+    case, without = CASES["several ids"], Case(lengths=(1, 0, 0, 3))
+    own = [make_batch(case if (at.rank, place) == (1, 1) else without, place, SIZE) for place in range(8)]
+    model = sharded(case, "table_wise", at)
+    found = curvature_of_read_tables(model, own, make_blocks(case), loss=LOSS, num_samples=1)
+    return {"num_samples": found.num_samples, "unread": sorted(found.unread)}
+
+
 SCENARIOS: dict[str, Scenario] = {f"{name} {kind}": partial(measure, name=name, kind=kind) for name, kind in PAIRS}
 SCENARIOS["prepared"] = partial(measure, name="several ids", kind="row_wise", prepared=True)
 SCENARIOS["cut"] = partial(measure_cut, name="several ids", kind="row_wise")
 SCENARIOS["enough"] = partial(measure, name="several ids", kind="table_wise", num_samples=SIZE)
+SCENARIOS["growing"] = grow
 SCENARIOS |= {f"refused {what}": partial(refuse, what=what) for what in ("batches", "labels", "predictions")}

@@ -61,6 +61,11 @@ def test_all_stop_where_all_together_have_enough(two: RankResults) -> None:
     assert_as_in_one_process(two["enough"], "several ids", num_batches=1)
 
 
+def test_a_table_that_one_rank_reads_is_read(two: RankResults) -> None:
+    """The first batch of both ranks reads nothing of it, the first four do."""
+    assert two["growing"] == 2 * [{"num_samples": 2 * 4 * SIZE, "unread": []}]
+
+
 @pytest.mark.parametrize("scenario", ON_FOUR[:2])
 def test_four_ranks_find_what_one_process_does(four: RankResults, scenario: str) -> None:
     assert_as_in_one_process(four[scenario], scenario.rsplit(" ", 1)[0])
