@@ -28,15 +28,17 @@ MEMORY, ROOM = Path("/dev/shm"), 4 << 30
 """Folder of files in memory, and the bytes that have to be free there; a whole suite leaves 60 MB."""
 
 
-def _write_into_memory() -> None:
-    """For this process and all that it starts, unless TMPDIR says where to; compiled code stays where it was."""
-    if "TMPDIR" not in os.environ and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= ROOM:
-        compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
-        os.environ["TMPDIR"], tempfile.tempdir = str(MEMORY), None
+def _folder_in_memory() -> str | None:
+    """Makes the folder, for all that is started, too, unless TMPDIR names one; compiled code stays where it was."""
+    if "TMPDIR" in os.environ or not MEMORY.is_dir() or shutil.disk_usage(MEMORY).free < ROOM:
+        return None
+    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+    tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="dnis_tests_", dir=MEMORY)
+    return tempfile.tempdir
 
 
-_write_into_memory()
+IN_MEMORY = _folder_in_memory()
 torch.set_num_threads(1)
 set_forkserver_preload(IMPORTED)  # of no effect once a test has forked
 
@@ -45,6 +47,12 @@ hypothesis.settings.register_profile(
     "dnis", deadline=None, max_examples=25, derandomize=bool(os.environ.get("CI")), print_blob=True
 )
 hypothesis.settings.load_profile("dnis")
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    """Gives the memory back; what a failed test has written can be looked at."""
+    if IN_MEMORY is not None and exitstatus == pytest.ExitCode.OK:
+        shutil.rmtree(IN_MEMORY, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
