@@ -32,7 +32,7 @@ FEWEST_BITS = min(bits for bits in BITS if bits > 0)
 STAGES = 16
 """Times at most that columns die."""
 LEAST_STEPS = 8
-"""Lower steps of a stage, in which weights adapt: in fewer it would measure longer than it trains."""
+"""Lower steps of a stage at least, in which weights adapt. Where data is small, less is measured so."""
 
 
 class Ramp:
