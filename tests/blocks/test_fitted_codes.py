@@ -98,6 +98,16 @@ def test_constant_columns_are_exact(value: float) -> None:
             )
 
 
+@pytest.mark.parametrize("values_of_one", [[0.12345678] * 9, [0.0] * 9])
+def test_a_constant_column_changes_nothing_of_the_one_beside_it(values_of_one: list[float]) -> None:
+    columns = [torch.tensor(values_of_one).unsqueeze(1), _drawn("normal", 9, 1)]
+    both = fit_codes(torch.cat(columns, dim=1), torch.ones(9), BITS)
+    for place, column in enumerate(columns):
+        alone = fit_codes(column, torch.ones(9), BITS)
+        for name in ("scale", "shift", "error"):
+            assert getattr(both, name)[:, place].equal(getattr(alone, name)[:, 0]), name
+
+
 def test_a_huge_outlier_is_kept_where_that_errs_least() -> None:
     values = torch.cat([torch.randn(999, 1, generator=torch.Generator().manual_seed(0)), torch.tensor([[1e6]])])
     fitted = fit_codes(values, torch.ones(1000), [2, 4])
