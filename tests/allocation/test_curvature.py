@@ -252,6 +252,15 @@ def test_a_sample_grows_until_it_reads_what_training_reads(first: int | None, me
     assert not found.curvature["a"].any()
 
 
+def test_of_samples_that_grow_the_first_alone_warns(caplog: pytest.LogCaptureFixture) -> None:
+    model, without = make_model(Case()), Case(lengths=(1, 0, 0, 3))
+    with torch.no_grad():
+        model.over[3].weight.zero_()  # nothing moves a prediction
+    batches = [make_batch(without, seed, 6) for seed in range(10)]
+    assert curvature_of_read_tables(model, batches, make_blocks(Case()), loss=BCE, num_samples=1).num_samples > 6
+    assert [record.message.split(":")[0] for record in caplog.records] == ["the model looks untrained"]
+
+
 def trained(steps: int) -> tuple[nn.Module, list[Batch]]:
     """torchrec's DLRM on a task that it can learn, after some steps of Adam."""
     recipe = make_recipe()
