@@ -201,7 +201,8 @@ def test_tests_are_those_with_the_mark(tmp_path: Path, monkeypatch: pytest.Monke
         run_step("marked_tests", tmp_path, is_stand_in=True)
     found = {line["name"]: line["value"] for line in read_lines(tmp_path)}
     assert found["failed"].startswith("FAILED")
-    assert found["outcome"].startswith("1 failed, 1 deselected")
+    assert found["outcome"].startswith("1 failed")
+    assert "passed" not in found["outcome"]
 
 
 def test_tables_of_both_pipelines_fit_the_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

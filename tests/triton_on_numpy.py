@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -93,7 +93,7 @@ class Language:
     """The part of `triton.language` that the kernels of the project use."""
 
     int8, int16, int32, int64 = np.int8, np.int16, np.int32, np.int64
-    uint8, uint16, float16, float32 = np.uint8, np.uint16, np.float16, np.float32
+    uint8, uint16, uint32, float16, float32 = np.uint8, np.uint16, np.uint32, np.float16, np.float32
     constexpr = None
 
     def __init__(self, memory: Memory) -> None:
@@ -135,6 +135,7 @@ class Language:
     def div_rn(self, numerator: Any, denominator: Any) -> Value:
         return value(np.divide(numerator, denominator, dtype=np.float32))
 
+    broadcast_to = staticmethod(lambda numbers, shape: value(np.broadcast_to(numbers, shape)))
     abs = staticmethod(lambda numbers: value(np.abs(numbers)))
     zeros_like = staticmethod(lambda like: value(np.zeros_like(like)))
     maximum = staticmethod(lambda this, that: value(np.maximum(this, that)))
@@ -171,22 +172,24 @@ class Launched:
 
 
 def without_triton(
-    patch: pytest.MonkeyPatch, module: ModuleType, jitted: dict[str, str], tables: list[torch.Tensor]
+    patch: pytest.MonkeyPatch, modules: Sequence[ModuleType], jitted: dict[str, str], tables: list[torch.Tensor]
 ) -> None:
-    """Has a module's kernel run here.
+    """Has the kernels of modules run here.
 
     Args:
         patch: takes it back.
-        module: it holds the kernels.
-        jitted: name of each jitted function of the module -> name of the plain one; kernels' names end in ``_kernel``.
+        modules: they hold the kernels.
+        jitted: name of each jitted function -> name of the plain one; kernels' names end in ``_kernel``.
         tables: tensors whose addresses alone are handed over.
     """
     language = Language(Memory(tables))
     sizes = {"next_power_of_2": lambda n: 1 << (n - 1).bit_length(), "cdiv": lambda n, by: -(-n // by)}
-    for owner in (triton_bags, module):
-        patch.setattr(owner, "tl", language, raising=False)
+    owners = (triton_bags, *modules)
     patch.setattr(triton_bags, "triton", SimpleNamespace(**sizes))
-    patch.setattr(module, "bag_bounds", triton_bags._bag_bounds, raising=False)
-    for name, plain in jitted.items():
-        function = getattr(module, plain)
-        patch.setattr(module, name, Launched(function, language) if name.endswith("_kernel") else function)
+    plain_functions = {name: part for owner in owners for name, part in vars(owner).items()}
+    for owner in owners:
+        patch.setattr(owner, "tl", language, raising=False)
+        for name, plain in {"bag_bounds": "_bag_bounds", **jitted}.items():
+            if hasattr(owner, name):
+                function = plain_functions[plain]
+                patch.setattr(owner, name, Launched(function, language) if name.endswith("_kernel") else function)

@@ -105,7 +105,9 @@ class _SelectPieces(torch.autograd.Function):
                 torch.autograd.graph.increment_version(grad_pooled)
             if ctx.watch is not None:
                 may_learn = ctx.watch(is_finite, grad)
-                if may_learn is not None:
+                if may_learn is not None and grad_pooled.is_cuda:
+                    operators.zero_unless_(grad_pooled, may_learn)
+                elif may_learn is not None:
                     grad_pooled = torch.where(may_learn, grad_pooled, 0.0)
         return grad_pooled, grad_alpha, None, None, None, None, None
 

@@ -30,6 +30,8 @@ SAMPLES_PER_STEP, COLUMNS_PER_SUM, MOST_BLOCKS_PER_SUM = 8, 64, 16
 """Of a program that sums alpha's gradient: up to 16 blocks, comparing a number with each is hidden behind its load."""
 MOST_SUMS, LEAST_SAMPLES_PER_SUM = 2048, 64
 """Programs that fill a GPU, and samples that are worth one."""
+ZEROS_PER_STEP = 1024
+"""Of a program that makes zeros."""
 SAMPLES_PER_FILL, ENDS_PER_STEP = 256, 16
 """Of a program that finds rows of alpha; the ends of 16 blocks are compared with at a time."""
 
@@ -175,6 +177,25 @@ def sum_alpha_gradient(
         num_warps=WARPS_PER_TILE,
     )
     grad_alpha.index_put_((columns.alpha_of_sum,), sums.sum(0), accumulate=True)  # a GPU sorts, and adds in that order
+
+
+def zero_unless_(values: Tensor, is_kept: Tensor) -> None:
+    """Makes values zero unless a flag says that they are to be kept: then no memory but the flag's is read or written.
+
+    Args:
+        values: contiguous, changed in place.
+        is_kept: bool of no dimension, on the same GPU, so that nobody waits.
+    """
+    num_programs = min(MOST_SUMS, triton_bags.triton.cdiv(values.numel(), ZEROS_PER_STEP))
+    if num_programs:
+        _zero_kernel[(num_programs,)](
+            values,
+            is_kept.view(torch.uint8),
+            values.numel(),
+            num_programs * ZEROS_PER_STEP,
+            values_per_step=ZEROS_PER_STEP,
+            num_warps=WARPS_PER_TILE,
+        )
 
 
 def fill_rows(ids: Tensor, lengths: Tensor, routings: Sequence[Tensor], places: Sequence[int], rows: Tensor) -> None:
@@ -421,6 +442,17 @@ def _sum_chunk(  # type: ignore[no-untyped-def]  # as above
     tl.store(to, total, mask=is_column[None, :] & (block[:, None] < num_rows[None, :]))
 
 
+def _zero_values(  # type: ignore[no-untyped-def]  # as above
+    values, is_kept, num_values, values_of_all_programs, values_per_step: tl.constexpr
+):
+    """Writes zeros to every so many values, or to none."""
+    begin = tl.program_id(0).to(tl.int64) * values_per_step
+    end = tl.where(tl.load(is_kept) != 0, begin, num_values)
+    for first in range(begin, end, values_of_all_programs):
+        place = first + tl.arange(0, values_per_step)
+        tl.store(values + place, tl.zeros((values_per_step,), tl.float32), mask=place < num_values)
+
+
 def _fill_feature(  # type: ignore[no-untyped-def]  # as above
     ids,
     lengths,
@@ -456,4 +488,5 @@ def _fill_feature(  # type: ignore[no-untyped-def]  # as above
 _select_kernel: Any = jitted(_select_tile)
 _spread_kernel: Any = jitted(_spread_tile)
 _sum_kernel: Any = jitted(_sum_chunk)
+_zero_kernel: Any = jitted(_zero_values)
 _fill_kernel: Any = jitted(_fill_feature)

@@ -8,7 +8,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.ops.batch_checks import INTEGERS, check_bags, named
-from dnis_torchrec.ops.block_operators import are_compiled, are_good_bags
+from dnis_torchrec.ops.block_operators import are_compiled, are_good_bags, can_select
 from dnis_torchrec.ops.jagged import jagged_by_key
 from dnis_torchrec.soft_selection.pooled_pieces import PooledFeature
 
@@ -81,6 +81,12 @@ class BagCheck(nn.Module):
         """The same on a GPU, for all features at once: nobody waits for what it finds, and launches are few."""
         ids, lengths = features.values(), features.lengths()
         bounds, longest = self._limits_there(tuple(features.keys()), ids.device)
+        if ids.is_cuda and can_select(torch.empty(0, device=ids.device)):
+            from dnis_torchrec.ops.bag_check_triton import bad_bags  # Triton takes seconds to load
+
+            fault = bad_bags(ids, lengths, features.offsets(), bounds, longest, UNLIMITED)
+            torch._assert_async(fault == 0)
+            return
         of_keys = lengths.view(len(bounds), features.stride())
         torch._assert_async(((of_keys >= 0) & (of_keys <= longest.unsqueeze(1))).all())
         ends = of_keys.sum(1).cumsum(0)

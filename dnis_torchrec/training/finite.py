@@ -42,6 +42,7 @@ class FiniteGuard:
         self._group = group
         self._world_size = 1 if group is None else dist.get_world_size(group)
         self._rank = 0 if group is None else dist.get_rank(group)
+        self._num_flags = self._world_size if self._world_size > 1 else 0  # read with what they are about
         self._late = LateValues()
         self._collections = collections(model)
         self._wrappers = soft_selection_modules(model)
@@ -84,9 +85,11 @@ class FiniteGuard:
                 is the loss of another one.
         """
         self.settle()
-        flags = self._summed(self.flags(loss)) if flags is None else flags
-        both = torch.cat([flags, loss.detach().sum().view(1).to(flags.dtype)])
-        self._late.read(both, partial(self._stop_for_loss, place))
+        values = loss.detach().flatten()
+        if self._num_flags:
+            flags = self._summed(self.flags(loss)) if flags is None else flags
+            values = torch.cat([flags, values.to(flags.dtype)])
+        self._late.read(values, partial(self._stop_for_loss, place))
 
     @contextmanager
     def watch_gradients(self, place: str) -> Iterator[None]:
@@ -100,9 +103,10 @@ class FiniteGuard:
         """
 
         def look(finite: Tensor, table_of: Callable[[Tensor], str]) -> Tensor | None:
-            is_finite = finite.all()
-            both = torch.cat([self._summed(self._flags(is_finite)), finite.float()])
-            is_read = self._late.read(both, partial(self._stop_for_gradient, place, table_of))
+            is_finite, values = finite.all(), finite
+            if self._num_flags:
+                values = torch.cat([self._summed(self._flags(is_finite)), finite.float()])
+            is_read = self._late.read(values, partial(self._stop_for_gradient, place, table_of))
             return None if is_read else is_finite
 
         for wrapper in self._wrappers.values():
@@ -128,9 +132,9 @@ class FiniteGuard:
         values = list(gradients.values())
         if values[0].device.type == "cpu" and bool(torch.isfinite(torch.stack(torch._foreach_norm(values)).sum())):
             return  # by far the quickest there; not finite may also be a sum of squares that overflows
-        finite = torch.isfinite(torch.stack(torch._foreach_norm(values, math.inf)))
-        if not self._late.read(finite, partial(self._stop_for_dense_gradient, place, list(gradients))):
-            _zero_unless_(finite.all(), values)
+        largest = torch.stack(torch._foreach_norm(values, math.inf))
+        if not self._late.read(largest, partial(self._stop_for_dense_gradient, place, list(gradients))):
+            _zero_unless_((largest < math.inf).all(), values)  # NaN is not smaller, either
 
     def check_alpha_gradient(self, gradient: Tensor, embedding_dim: int, place: str) -> Tensor:
         """Checks the all-reduced gradient of an alpha, so that all ranks stop alike.
@@ -146,7 +150,7 @@ class FiniteGuard:
         Raises:
             NonFiniteError: naming the step and the tables that this alpha multiplies.
         """
-        finite = torch.isfinite(gradient).all(dim=1)
+        finite = (gradient.abs() < math.inf).all(dim=1)
         self._late.read(finite, partial(self._stop_for_alpha, place, embedding_dim))
         return finite.all()
 
@@ -161,24 +165,29 @@ class FiniteGuard:
         return flags
 
     def _stop_for_loss(self, place: str, found: Tensor) -> None:
-        """Raises if a rank's loss is not finite; `found` holds the flags, then this rank's loss."""
-        flags, loss = found[:-1], found[-1]
+        """Raises if a rank's loss is not finite; `found` holds the flags of ranks, if several, then this one's loss."""
+        num_flags = self._num_flags
+        loss = found[num_flags:]
+        flags = found[:num_flags] if num_flags else ~torch.isfinite(loss).all().view(1)
         if not bool(flags.any()):
             return
         self._stop_for_another_rank(flags, place, "a finite loss")
         culprit = self._table_with_non_finite_value()
         where = f"{place}, table {culprit!r}" if culprit else f"{place} (every table is finite)"
-        raise NonFiniteError(describe(where, "a finite loss", float(loss), REMEDY))
+        raise NonFiniteError(describe(where, "a finite loss", float(loss.sum()), REMEDY))
 
     def _stop_for_gradient(self, place: str, table_of: Callable[[Tensor], str], found: Tensor) -> None:
-        """Raises if a rank's gradient is not finite; `found` holds the flags, then what of this rank's is finite."""
-        flags, finite = found[: self._world_size], found[self._world_size :] > 0
+        """Raises if a rank's gradient is not finite; `found` is of it, behind the flags of ranks, if several."""
+        num_flags = self._num_flags
+        finite = found[num_flags:] > 0
+        flags = found[:num_flags] if num_flags else ~finite.all().view(1)
         if not bool(flags.any()):
             return
         self._stop_for_another_rank(flags, place, "finite gradients")
         raise NonFiniteError(describe(f"{place}, {table_of(finite)}", "finite gradients", "nan or inf", REMEDY))
 
-    def _stop_for_dense_gradient(self, place: str, names: list[str], finite: Tensor) -> None:
+    def _stop_for_dense_gradient(self, place: str, names: list[str], largest: Tensor) -> None:
+        finite = torch.isfinite(largest)
         if not bool(finite.all()):
             name = names[int((~finite).nonzero()[0])]
             raise NonFiniteError(describe(f"{place}, parameter {name!r}", "finite gradients", "nan or inf", REMEDY))

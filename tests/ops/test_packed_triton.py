@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dnis_torchrec.blocks.row_routing import RowRouting
-from dnis_torchrec.ops import packed_triton, triton_bags
+from dnis_torchrec.ops import packed_rows_triton, packed_triton, triton_bags
 from dnis_torchrec.ops.packed_triton import triton_packed_embedding_bag
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving import PackedEmbeddingBagCollection, load_operator
@@ -32,14 +32,18 @@ on_a_device = pytest.mark.skipif(
     reason="needs a CUDA device, or TRITON_INTERPRET=1",
 )
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-JITTED = {"_count": "_count_of_bits", "_place": "_place_in_record", "_locate": "_where_rows_stand"}
-JITTED |= {
+JITTED = {
+    "_count": "_count_of_bits",
+    "_place": "_place_in_record",
+    "_locate": "_where_rows_stand",
+    "segment_of_bags": "_segment_of_bags",
     "_bags": "_bags_of_program",
-    "_find": "_rows_of_ids",
     "_words": "_words_of_rows",
     "_values": "_values_of_words",
+    "_search_kernel": "_find_rows",
+    "_kernel": "_pool_bags",
+    "_constants_kernel": "_constants_of_group",
 }
-JITTED |= {"_kernel": "_pool_bags", "_constants_kernel": "_constants_of_group"}
 
 
 def by_operator(arguments: list[Any]) -> Tensor:
@@ -50,7 +54,7 @@ def by_operator(arguments: list[Any]) -> Tensor:
 def on_numpy(arguments: list[Any]) -> Tensor:
     """The kernel, one program after another."""
     with pytest.MonkeyPatch.context() as patch:
-        without_triton(patch, packed_triton, JITTED, arguments[PLACES["tables"]])
+        without_triton(patch, [packed_rows_triton, packed_triton], JITTED, arguments[PLACES["tables"]])
         return triton_packed_embedding_bag(*arguments)
 
 
@@ -109,6 +113,31 @@ def test_takes_directories_of_any_size(way: Any, num_blocks: int, dim: int) -> N
         assert way(arguments).equal(by_operator(arguments))
 
 
+def test_constants_are_made_once_and_anew_where_groups_have_changed() -> None:
+    arguments = of_blocks(3, 17)
+    assert on_numpy(arguments).equal(by_operator(arguments))
+    groups = arguments[7]
+    known = packed_triton._columns_of_groups[groups][1]
+    assert on_numpy(arguments).equal(by_operator(arguments))
+    assert packed_triton._columns_of_groups[groups][1] is known
+    groups[:, 32:64].view(torch.float32).mul_(2.0)  # scales and biases
+    changed = by_operator(arguments)
+    assert on_numpy(arguments).equal(changed)
+    with torch.inference_mode():
+        arguments[7] = groups.clone()
+        for _ in range(2):
+            arguments[7][:, 32:64].view(torch.float32).mul_(0.5)
+            assert on_numpy(arguments).equal(by_operator(arguments))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_features_that_read_one_key_do_not_share_what_is_found(way: Any) -> None:
+    arguments, _ = call()
+    offsets, arguments[8] = arguments[1], [0, 0]
+    arguments[0], arguments[1] = arguments[0][: offsets[arguments[9]]], offsets[: arguments[9] + 1]
+    assert way(arguments).equal(by_operator(arguments))
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_unknown_ids_contribute_zero(way: Any) -> None:
     arguments, expected = call()
@@ -148,6 +177,23 @@ def test_directories_that_point_nowhere_are_asserted(way: Any) -> None:
             way(arguments)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU the assertion would end the process")
+def test_a_row_behind_the_last_of_its_block_is_refused_as_the_operator_does() -> None:
+    refused = []
+    for size in range(4):  # more rows than these the bytes do not hold
+        arguments, _ = call()
+        arguments[6][:, 1] = size
+        for look_up in (by_operator, on_numpy):
+            try:
+                look_up(arguments)
+            except (RuntimeError, ValueError):
+                refused.append((size, look_up.__name__))
+    sizes = {size for size, _ in refused}
+    assert sizes
+    assert len(sizes) < 4
+    assert len(refused) == 2 * len(sizes)
+
+
 def test_features_without_bags() -> None:
     arguments, _ = call()
     for keys in ([0, 2], [-1, 0]):
@@ -161,19 +207,22 @@ def test_features_without_bags() -> None:
 @needs_triton
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted, nothing is compiled")
 @pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize(("kind", "num_planes", "most_blocks"), [(0, 1, 1), (1, 1, 4), (2, 3, 8)])
-def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(
-    kind: int, num_planes: int, most_blocks: int, is_weighted: bool
-) -> None:
-    pointers = {"ids": "i64", "offsets": "i64", "weights": "fp32" if is_weighted else "i64", "features": "i64"}
-    pointers |= {"blocks": "i64", "columns": "i64", "fault": "i32", "out": "fp32"}
+@pytest.mark.parametrize(("kind", "num_planes"), [(0, 1), (1, 1), (2, 3)])
+def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(kind: int, num_planes: int, is_weighted: bool) -> None:
+    pointers = {"ids": "i64", "found": "i64", "offsets": "i64", "weights": "fp32", "features": "i64"}
+    pointers |= {"blocks": "i64", "columns": "i32", "fault": "i32", "out": "fp32"}
     numbers = dict.fromkeys(["num_ids", "num_bags", "batch_size", "width"], "i32")
     fixed = {"has_weights": is_weighted, "checks_ids": True, "kind": kind, "num_planes": num_planes}
-    fixed |= {"rows_per_record": 128, "most_blocks": most_blocks, "rows_per_start": 1 << 16}
-    fixed |= {"columns_per_group": 16}
-    fixed |= {"fields_per_feature": 11, "bags_per_program": packed_triton.BAGS_PER_PROGRAM, "columns_per_program": 64}
+    fixed |= {"rows_per_record": 128, "rows_per_start": 1 << 16, "columns_per_group": 16, "group_bits": 24}
+    fixed |= {"fields_per_feature": 12, "bags_per_segment": 64, "ids_per_step": 128, "is_one_block": kind == 0}
+    fixed |= {"bags_per_program": packed_triton.BAGS_PER_PROGRAM, "columns_per_program": 64}
     types = {name: f"*{kind}" for name, kind in pointers.items()} | numbers
-    check_compiled(packed_triton._kernel, types, fixed, packed_triton.NUM_WARPS)
+    for kernel, num_warps in (
+        (packed_rows_triton._search_kernel, packed_rows_triton.WARPS_PER_SEARCH),
+        (packed_triton._kernel, packed_triton.NUM_WARPS),
+    ):
+        own = {name: part for name, part in fixed.items() if name in kernel.arg_names}
+        check_compiled(kernel, {name: types[name] for name in kernel.arg_names if name not in own}, own, num_warps)
 
 
 @pytest.mark.gpu

@@ -38,6 +38,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 JITTED = {"_tile": "_tile_of_outputs", "_factors": "_rows_and_factors", "_select_kernel": "_select_tile"}
 JITTED |= {"_place": "_place_of_piece"}
 JITTED |= {"_spread_kernel": "_spread_tile", "_sum_kernel": "_sum_chunk", "_fill_kernel": "_fill_feature"}
+JITTED |= {"_zero_kernel": "_zero_values"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,7 +67,7 @@ def kernels(way: str, tables: Sequence[Tensor] = ()) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch, np.errstate(invalid="ignore"):  # a GPU multiplies inf by 0 silently
         patch.setattr(block_operators, "_operators", lambda values: select_triton)
         if way == "numpy":
-            without_triton(patch, select_triton, JITTED, list(tables))
+            without_triton(patch, [select_triton], JITTED, list(tables))
         yield "cpu" if way == "numpy" else DEVICE
 
 
@@ -204,6 +205,18 @@ def test_a_gradient_that_is_not_finite_is_seen(way: str, bad: float, row: int) -
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (37, 101)])
+def test_values_become_zero_unless_a_flag_keeps_them(way: str, shape: tuple[int, int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(select_triton, "MOST_SUMS", 2)  # fewer programs than steps
+        for is_kept in (True, False):
+            with kernels(way) as device:
+                values = torch.full(shape, float("nan")).to(device)
+                select_triton.zero_unless_(values, torch.tensor(is_kept, device=device))
+            assert bool((values.isnan() if is_kept else values == 0).all())
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_pieces_of_one_output_share_its_columns(way: str) -> None:
     case = replace(
         wide_case(batch_size=2, num_pieces=2), layout=torch.tensor([[0, 0, 4, 0, 0, 0, 9], [4, 4, 4, 0, 0, 0, 9]])
@@ -310,9 +323,10 @@ def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(name: str, flags: tup
     fixed = dict(zip(("has_divisors", "in_order", "keep_empty"), flags, strict=True))
     fixed |= {"fields_per_output": 7, "fields_per_piece": 8, "fields_per_feature": 6}
     fixed |= {"samples_per_program": 16, "columns_per_program": 64, "samples_per_step": 8, "blocks_per_program": 16}
-    fixed |= {"ends_per_step": 16}
+    fixed |= {"ends_per_step": 16, "values_per_step": 1024}
     fixed = {name: part for name, part in fixed.items() if name in kernel.arg_names}
-    pointers = dict.fromkeys(["pooled", "grad_pooled", "grad", "out"], f"*{dtype}")
+    pointers = dict.fromkeys(["pooled", "grad_pooled", "grad", "out", "values"], f"*{dtype}")
+    pointers["is_kept"] = "*u8"
     pointers |= dict.fromkeys(["alpha", "divisors", "sums"], "*fp32")
     pointers |= dict.fromkeys(["ids", "lengths", "ends_of_bags", "features"], "*i64")
     pointers |= dict.fromkeys(["rows", "output_of_column", "outputs", "piece_of_column", "pieces", "fault"], "*i32")

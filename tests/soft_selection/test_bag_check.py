@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dnis_torchrec.ops import bag_check_triton
+from dnis_torchrec.soft_selection.bag_check import UNLIMITED, BagCheck
 from dnis_torchrec.soft_selection.swap import prepare_
 from tests.small_models import ROWS, blocks, collection, operators
+from tests.triton_on_numpy import without_triton
 
 KEYS = [f"{name}_id" for name in ROWS]
 BAD = {
@@ -77,6 +80,15 @@ def is_refused(check: Callable[[], object]) -> bool:
     return False
 
 
+def is_refused_by_the_kernel(bag_check: BagCheck, features: KeyedJaggedTensor) -> bool:
+    """Whether the Triton kernel, on numpy, finds a fault."""
+    bounds, longest = bag_check._limits_there(tuple(features.keys()), torch.device("cpu"))
+    parts = [part.contiguous() for part in (features.values(), features.lengths(), features.offsets(), bounds, longest)]
+    with pytest.MonkeyPatch.context() as patch:
+        without_triton(patch, [bag_check_triton], {"_check_kernel": "_check_bags"}, [])
+        return bool(bag_check_triton.bad_bags(*parts, UNLIMITED))
+
+
 @given(st.data())
 def test_a_gpu_refuses_what_a_cpu_refuses(data: st.DataObject) -> None:
     """The assertions of a GPU, which raise at once on a CPU, beside the checks of a CPU, feature by feature."""
@@ -101,7 +113,9 @@ def test_a_gpu_refuses_what_a_cpu_refuses(data: st.DataObject) -> None:
     features = KeyedJaggedTensor(
         keys, torch.tensor(ids, dtype=torch.int64), lengths=torch.tensor(flat, dtype=torch.int32), stride=size
     )
-    assert is_refused(lambda: bag_check._assert_good(features)) == is_refused(lambda: bag_check(features))
+    expected = is_refused(lambda: bag_check(features))
+    assert is_refused(lambda: bag_check._assert_good(features)) == expected
+    assert is_refused_by_the_kernel(bag_check, features) == expected
 
 
 @pytest.mark.parametrize("id_of_nobody", [-1, torch.iinfo(torch.int64).max])
@@ -112,6 +126,7 @@ def test_ids_of_a_feature_that_nobody_reads_may_be_anything(id_of_nobody: int) -
     features = KeyedJaggedTensor([*KEYS, "of nobody"], ids, lengths=lengths)
     bag_check(features)
     bag_check._assert_good(features)
+    assert not is_refused_by_the_kernel(bag_check, features)
 
 
 def test_limits_of_a_batch_are_copied_to_a_device_once() -> None:
@@ -127,3 +142,20 @@ def test_lengths_below_0_are_refused_where_their_sum_is_right() -> None:
     features = KeyedJaggedTensor(KEYS, torch.zeros(3, dtype=torch.int64), lengths=torch.tensor([2, -1, 1, 0, 1, 0]))
     assert is_refused(lambda: bag_check(features))
     assert is_refused(lambda: bag_check._assert_good(features))
+    assert is_refused_by_the_kernel(bag_check, features)
+
+
+@pytest.mark.parametrize(("name", "row", "is_good"), [(key, row, row < 0) for key in KEYS for row in (-1, 0)])
+def test_the_first_id_behind_a_table_is_refused_and_the_last_of_it_is_not(name: str, row: int, is_good: bool) -> None:
+    bag_check = prepare_(nn.ModuleDict({"e": collection()}), blocks())["e"].bag_check
+    ids = torch.tensor([ROWS[key.removesuffix("_id")] + row if key == name else 0 for key in KEYS])
+    features = KeyedJaggedTensor(KEYS, ids, lengths=torch.ones(3, dtype=torch.int32))
+    assert is_refused(lambda: bag_check(features)) != is_good
+    assert is_refused(lambda: bag_check._assert_good(features)) != is_good
+    assert is_refused_by_the_kernel(bag_check, features) != is_good
+
+
+@pytest.mark.parametrize("num_ids", [0, 1])
+def test_ids_of_no_bags_are_refused(num_ids: int) -> None:
+    nothing, ids = torch.empty(0, dtype=torch.int64), torch.zeros(num_ids, dtype=torch.int64)
+    assert bool(bag_check_triton.bad_bags(ids, nothing, torch.zeros(1), nothing, nothing, UNLIMITED)) == bool(num_ids)
