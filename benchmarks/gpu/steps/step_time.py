@@ -21,7 +21,8 @@ from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollec
 from dnis_torchrec.streaming import count_stream
 from examples.models import build_tables
 
-ROWS, BATCH_SIZE = 1_600_000, 16_384
+ROWS, BATCH_SIZE, LARGE_BATCH = 1_600_000, 16_384, 65_536
+"""At the first batch size the GPU waits for the host, in plain steps, too; at the second the host for the GPU."""
 SMALL_ROWS, SMALL_BATCH, SMALL_TABLES = 50, 64, 3
 STATES = {"rowwise_adagrad": 1, "adam": 3}
 """Table optimizer -> floats that it keeps for one of a table, that one counted."""
@@ -33,15 +34,18 @@ COPIED_BYTES, SMALL_COPIED_BYTES = 1 << 30, 1 << 20
 
 
 def run(run: Run) -> None:
-    """Soft selection first, which takes seconds, then both table optimizers."""
+    """Soft selection first, which takes seconds, then both table optimizers, then the first on large batches."""
     shape = step_time.SHAPES["criteo"]
     if run.is_stand_in:
         shape = step_time.vary(shape, SMALL_TABLES, SMALL_ROWS, None, batch_size=SMALL_BATCH)
     else:
         shape = replace(shape, batch_size=BATCH_SIZE)
     of_selection(run, replace(shape, num_embeddings=(SMALL_ROWS,) * len(shape.features)))
-    for optimizer in STATES:
-        of_steps(run, replace(shape, table_optimizer=optimizer))
+    large = shape if run.is_stand_in else replace(shape, batch_size=LARGE_BATCH)
+    num_threads = torch.get_num_threads()
+    for own in (*(replace(shape, table_optimizer=optimizer) for optimizer in STATES), large):
+        of_steps(run, own)
+        torch.set_num_threads(num_threads)
         gc.collect()
         if run.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -110,12 +114,12 @@ def of_steps(run: Run, shape: step_time.Shape) -> None:
         run: what the step was given.
         shape: of the model; as a stand-in its rows are taken, on a GPU as many as there is room for.
     """
-    train, validation = step_time.make_batches(shape, 8, seed=0), step_time.make_batches(shape, 4, seed=1)
     rounds, in_a_row = (SMALL_ROUNDS, SMALL_PAIRS) if run.is_stand_in else (ROUNDS, PAIRS_IN_A_ROW)
     with step_time.process_group() as device:
         if not run.is_stand_in:
             shape = replace(shape, num_embeddings=(rows_for(shape, device),) * len(shape.features))
-            train, validation = step_time.make_batches(shape, 8, seed=0), step_time.make_batches(shape, 4, seed=1)
+        train, validation = step_time.make_batches(shape, 8, seed=0), step_time.make_batches(shape, 4, seed=1)
+        torch.set_num_threads(1)  # as torchrun gives a process that is one of several: more wait for each other
         of = {"tables": shape.table_optimizer, "batch": shape.batch_size}
         num_bytes = 4 * sum(shape.num_embeddings) * shape.embedding_dim
         run.figures.note("tables", num_bytes / 1e9, "GB", **of)
