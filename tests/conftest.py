@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from multiprocessing import set_forkserver_preload
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 import hypothesis
@@ -32,6 +33,7 @@ def _folder_in_memory() -> str | None:
     """Makes the folder, for all that is started, too, unless TMPDIR names one; compiled code stays where it was."""
     if "TMPDIR" in os.environ or not MEMORY.is_dir() or shutil.disk_usage(MEMORY).free < ROOM:
         return None
+    get_temp_dir()  # multiprocessing removes its own folder last of all, and would miss it in ours
     compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="dnis_tests_", dir=MEMORY)
