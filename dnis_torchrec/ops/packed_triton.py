@@ -152,6 +152,8 @@ def _column_constants(groups: Tensor, device: torch.device) -> Tensor:
             _constants_kernel[(len(groups),)](
                 groups.to(device), columns, group_fields=GROUP_FIELDS, columns_per_group=COLUMNS_PER_GROUP, num_warps=1
             )
+        if columns.is_cuda:
+            torch.cuda.current_stream(device).synchronize()  # once: another stream may be the next to read them
         known = _columns_of_groups[groups] = (version, columns)
     return known[1]
 
