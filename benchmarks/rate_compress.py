@@ -17,10 +17,12 @@ from dnis_torchrec.allocation.compress import Measured, measure_
 from dnis_torchrec.allocation.curvature import curvature
 from dnis_torchrec.allocation.energies import rounding_energies
 from dnis_torchrec.allocation.loss_sample import LossSample
+from dnis_torchrec.allocation.output_bias import output_bias
 from dnis_torchrec.allocation.settings import NUM_BLOCKS
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.data.task import Task
+from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.soft_selection.table_shards import table_configs
 
 
@@ -67,8 +69,10 @@ def prepare(
         blocks = blocks_from_counts(counts, table_configs(model), num_blocks=NUM_BLOCKS, scope="table")
         worth = curvature(model, batches, blocks, loss=loss)
         energies = rounding_energies(model, blocks, counts)
-        sample = LossSample(model, held_out or batches, loss=loss, is_held_out=held_out is not None)
-        measured = Measured(model, counts, blocks, worth, energies, sample)
+        bias = output_bias(model, next(iter(batches)), loss, Ranks())
+        judged, has_bias = held_out or batches, bias is not None
+        sample = LossSample(model, judged, loss=loss, is_held_out=held_out is not None, has_bias=has_bias)
+        measured = Measured(model, counts, blocks, worth, energies, sample, bias)
     return Prepared(measured=measured, seconds=time.monotonic() - started)
 
 

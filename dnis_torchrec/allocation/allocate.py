@@ -51,6 +51,19 @@ COLD_COLUMNS, COLD_BITS = 4, 2
 8, where a byte is a sixteenth of a row in float32, and more."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What tables in codes are predicted to do to a model.
+
+    Attributes:
+        loss_increase: loss minus that of the model as it is.
+        output_shift: by how much the model's output bias goes up for that; 0 for a model without one.
+    """
+
+    loss_increase: float
+    output_shift: float = 0.0
+
+
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Allocation:
     """An assignment of bits to every column of every block. The same on every rank.
@@ -60,11 +73,13 @@ class Allocation:
         predicted_loss_increase: predicted loss minus the loss of the model as it is: what `predict` said, or else, to
             second order, the sum of H / 2 rho over all columns.
         num_bytes: bytes served, of all tables together.
+        output_shift: see `Prediction`: `dnis_torchrec.compress` has added it, `Measured.shifted` adds it.
     """
 
     scheme: MixedDimensionScheme
     predicted_loss_increase: float
     num_bytes: int
+    output_shift: float = 0.0
 
     @property
     def compression(self) -> float:
@@ -97,7 +112,7 @@ def allocate(
     bits: Sequence[int] = BITS,
     per_table: bool = False,
     energies: RoundingEnergies | None = None,
-    predict: Callable[[MixedDimensionScheme], float] | None = None,
+    predict: Callable[[MixedDimensionScheme], Prediction] | None = None,
 ) -> Allocation:
     """Chooses how many bits every column of every block gets. The model does not change.
 
@@ -119,7 +134,7 @@ def allocate(
         per_table: make each table smaller by the same factor, instead of letting all tables share the bytes, each
             getting what lowers the loss most.
         energies: measured before, for several sizes of the same model and blocks; None measures them now.
-        predict: what a scheme is predicted to cost, in units of the loss, such as `LossSample.loss_increase`; None adds
+        predict: what a scheme is predicted to cost, in units of the loss, such as `LossSample.predict`; None adds
             up what the columns cost, as if their errors were independent. Bits are chosen by that sum in any case.
 
     Raises:
@@ -154,7 +169,10 @@ def allocate(
         found = problem.allocation(spent, measured, curvature.couplings)
         if left_alone:
             found = _in_order(found, left_alone, every)
-        return found if predict is None else replace(found, predicted_loss_increase=predict(found.scheme))
+        if predict is None:
+            return found
+        said = predict(found.scheme)
+        return replace(found, predicted_loss_increase=said.loss_increase, output_shift=said.output_shift)
 
     if max_loss is not None:
         return allocation(problem.within_loss(max_loss, lambda spent: allocation(spent).predicted_loss_increase))

@@ -12,6 +12,7 @@ Shapes: N rows of a table, D embedding_dim, S blocks.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
@@ -25,6 +26,7 @@ from dnis_torchrec.allocation.curvature_sums import Curvature
 from dnis_torchrec.allocation.energies import BITS, RoundingEnergies, rounding_energies
 from dnis_torchrec.allocation.loss_derivatives import Loss
 from dnis_torchrec.allocation.loss_sample import LossSample, predictions_of
+from dnis_torchrec.allocation.output_bias import OutputBias, output_bias
 from dnis_torchrec.allocation.rotation import rotate_
 from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES, NUM_BLOCKS
 from dnis_torchrec.allocation.torchrec_models import with_axes_
@@ -59,6 +61,7 @@ class Measured:
         curvature: what columns of blocks are worth.
         energies: what every width leaves as an error.
         sample: on which the loss of a size is predicted.
+        bias: the model's output bias, if it has one; see `dnis_torchrec.allocation.output_bias`.
     """
 
     model: nn.Module
@@ -67,6 +70,26 @@ class Measured:
     curvature: Curvature
     energies: RoundingEnergies
     sample: LossSample
+    bias: OutputBias | None = None
+
+    def shifted(self, found: Allocation) -> AbstractContextManager[None]:
+        """The model with its output bias as tables of that size want it, within a block; afterwards it is as it was.
+
+        Local: the same on every rank.
+
+        Args:
+            found: what `allocate` returned.
+        """
+        return nullcontext() if self.bias is None else self.bias.shifted(self.model, found.output_shift)
+
+    def shift_(self, found: Allocation) -> None:
+        """Moves the model's output bias to where tables of that size want it, for good. Local, the same on every rank.
+
+        Args:
+            found: what `allocate` returned.
+        """
+        if self.bias is not None:
+            self.bias.shift_(self.model, found.output_shift)
 
     def allocate(
         self,
@@ -79,7 +102,7 @@ class Measured:
 
         See `dnis_torchrec.allocate` and `LossSample`.
 
-        Distributed: that of `LossSample.loss_increase`, a dozen times for a largest loss.
+        Distributed: that of `LossSample.predict`, a dozen times for a largest loss.
 
         Args:
             compression: bytes of the float32 tables over bytes served. Give exactly one of the three sizes.
@@ -99,7 +122,7 @@ class Measured:
             max_loss=max_loss,
             bits=self.energies.bits,
             energies=self.energies,
-            predict=self.sample.loss_increase,
+            predict=self.sample.predict,
         )
 
 
@@ -114,6 +137,9 @@ def compress(
     leave_alone: Collection[str] = (),
 ) -> Allocation:
     """Replaces the tables of a trained model by tables of bit fields, in place, without a training step.
+
+    The mean prediction stays: a model of one output has its output bias moved by what rounding moves it by, see
+    `dnis_torchrec.allocation.output_bias`. Its other dense weights are as they were, but for what turned with the tables.
 
     Every EmbeddingBagCollection becomes a PackedEmbeddingBagCollection, and every EmbeddingCollection a
     ServedEmbeddingCollection of packed tables; both serve and do not train. All tables share one budget. They are
@@ -169,6 +195,7 @@ def compress(
     found = measured.allocate(compression=compression)
     for fqn, packed in packed_collections(model, found.scheme).items():
         replace_(model, own[fqn], packed)
+    measured.shift_(found)
     return found
 
 
@@ -223,12 +250,13 @@ def measure_(
             (remapped(model, features_of(batch)) for batch in batches), tables, process_group=ranks.group
         )
     blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, scope="table", leave_alone=leave_alone)
-    _turn_(model, batches, loss, counts, ranks, leave_alone)
+    first = _turn_(model, batches, loss, counts, ranks, leave_alone)
     worth = curvature_of_read_tables(model, batches, blocks, loss=loss, num_samples=num_samples)
     energies = rounding_energies(model, blocks, counts, bits=bits)
     judged, is_held_out = (batches, False) if held_out is None else (held_out, True)
-    sample = LossSample(model, judged, loss=loss, is_held_out=is_held_out)
-    return Measured(model, counts, blocks, worth, energies, sample)
+    bias = output_bias(model, first, loss, ranks)
+    sample = LossSample(model, judged, loss=loss, is_held_out=is_held_out, has_bias=bias is not None)
+    return Measured(model, counts, blocks, worth, energies, sample, bias)
 
 
 def packed_collections(
@@ -304,7 +332,8 @@ def _turn_(
     counts: FrequencyCounts,
     ranks: Ranks,
     leave_alone: Collection[str],
-) -> None:
+) -> Batch:
+    """Turns the tables, and sees that predictions of the first batch stay; returns it."""
     with_axes_(model)
     with on_all(ranks):
         first = next(iter(batches), None)
@@ -319,3 +348,4 @@ def _turn_(
             requirement = f"predictions to stay within {UNCHANGED * largest:.3g} when tables are turned"
             remedy = "the model's rotation_groups do not hold for it: correct them, and load its weights again"
             raise RuntimeError(describe("rotation", requirement, f"a change by {moved:.3g}", remedy))
+    return batch

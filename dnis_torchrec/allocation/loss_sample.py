@@ -17,6 +17,7 @@ Shapes: N samples, B batch, T outputs of the model.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dnis_torchrec.allocation.allocate import Prediction
 from dnis_torchrec.allocation.curvature import (
     derivatives_at,
     device_of,
@@ -41,7 +43,7 @@ from dnis_torchrec.allocation.whole_rows import WholeRows, whole_rows
 from dnis_torchrec.blocks.column_codes import decode_rows, encode_rows
 from dnis_torchrec.blocks.frequency import bags_of
 from dnis_torchrec.data.lookup_batches import features_of
-from dnis_torchrec.data.task import Task
+from dnis_torchrec.data.task import Outputs, Task
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
@@ -53,6 +55,11 @@ JUDGED_SAMPLES = 1 << 16
 """Samples that are enough; a pass takes a second or two."""
 SAMPLES_PER_PASS = 1 << 12
 """Larger batches are cut: bounds the rows that are rounded at a time."""
+MOST_STEPS, LONGEST_STEP, LAST_STEP = 12, 4.0, 1e-3
+"""Newton's steps to the shift of the output bias, how long each may be, and how long the last one: what it leaves is of
+its square."""
+SHIFT_UNIT = 2.0**-16
+"""What the shift is a multiple of."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,12 +68,14 @@ class _Judged:
 
     Attributes:
         batch: of this rank.
-        predictions: ``(B, T)`` float64.
+        outputs: of the model, as it returned them.
+        predictions: ``(B, T)`` float64, of these.
         at: the loss around them.
         rows: table -> those that the batches of all ranks read, ``(n,)`` int64, rising.
     """
 
     batch: Batch
+    outputs: Outputs
     predictions: Tensor
     at: LossDerivatives
     rows: Mapping[str, Tensor]
@@ -83,6 +92,8 @@ class LossSample:
         batches: of this rank.
         loss: see `curvature`.
         is_held_out: whether the model was not trained on them.
+        has_bias: whether the model has an output bias, which goes up by what keeps the mean of the loss's derivatives
+            (see `dnis_torchrec.allocation.output_bias`).
         num_samples: that are enough, of all ranks together; whole batches are taken.
 
     Raises:
@@ -96,44 +107,79 @@ class LossSample:
         *,
         loss: Loss | Task,
         is_held_out: bool,
+        has_bias: bool = False,
         num_samples: int = JUDGED_SAMPLES,
     ) -> None:
         found = collections(model)
         tables = [table for collection in found.values() for table in table_configs_of(collection)]
-        self._model, self._loss, self._is_held_out = model, loss, is_held_out
+        self._model, self._loss, self._is_held_out, self._has_bias = model, loss, is_held_out, has_bias
         self._ranks, self._batches = ranks_of(*found.values()), list[_Judged]()
         shards = [shard for collection in found.values() for shard in local_shards(collection)]
         shapes = {table.name: (table.num_embeddings, table.embedding_dim) for table in tables}
         self._tables = whole_rows(shards, shapes, self._ranks)
         for place, batch in first_batches(batches, loss, self._ranks, num_samples, SAMPLES_PER_PASS):
-            predictions, at = predictions_of(model, batch, loss, place, self._ranks)
+            outputs, predictions, at = _predicted(model, batch, loss, place, self._ranks)
             with on_all(self._ranks):
                 ids = _ids_by_table(remapped(model, features_of(batch)), tables, place)
             rows = {name: self._ranks.concatenate(of_table).unique() for name, of_table in ids.items()}
-            self._batches.append(_Judged(batch, predictions, at, rows))
+            self._batches.append(_Judged(batch, outputs, predictions, at, rows))
 
-    def loss_increase(self, scheme: MixedDimensionScheme) -> float:
+    def predict(self, scheme: MixedDimensionScheme) -> Prediction:
         """Predicts what tables in the codes of a scheme lose. The model does not change.
 
         The rows that a batch reads are rounded where they lie, and put back once it is predicted.
 
-        Distributed: one forward pass of each batch, with that of `rounded_rows`, and one all_reduce of two numbers; all
-        ranks get the same.
+        Distributed: one forward pass of each batch, with that of `rounded_rows`, and one all_reduce of two numbers,
+        and one more for each of some steps to the shift; all ranks get the same.
 
         Args:
             scheme: of an `Allocation` for the model.
 
         Returns:
-            In units of the loss. Below 0 where rounding is predicted to mend what the model has overfitted.
+            What it loses, in units of the loss: below 0 where rounding is predicted to mend what the model has
+            overfitted; and by how much its output bias has to go up for that.
         """
-        sums = torch.zeros(2, dtype=torch.float64)
+        rounded = []
         for index, judged in enumerate(self._batches):
             place = f"batch {index}, in codes"
             with rounded_rows(self._model, self._tables, scheme, judged.rows):
-                rounded, at = predictions_of(self._model, judged.batch, self._loss, place, self._ranks)
-            sums += torch.tensor([self._increase(judged, rounded, at.loss), len(rounded)])
+                rounded.append(_predicted(self._model, judged.batch, self._loss, place, self._ranks))
+        shift = self._shift([outputs for outputs, _, _ in rounded]) if self._has_bias else 0.0
+        sums = torch.zeros(2, dtype=torch.float64)
+        for judged, (outputs, predictions, at) in zip(self._batches, rounded, strict=True):
+            moved = predictions + shift
+            loss = self._around(judged, outputs, shift).loss if shift else at.loss
+            sums += torch.tensor([self._increase(judged, moved, loss), len(moved)])
         increase, num_samples = self._ranks.sum_(sums).tolist()
-        return float(increase / num_samples)
+        return Prediction(loss_increase=float(increase / num_samples), output_shift=shift)
+
+    def _shift(self, rounded: list[Outputs]) -> float:
+        """By how much outputs go up so that the loss's derivatives add up to what they did: by Newton's steps.
+
+        Returns:
+            A multiple of `SHIFT_UNIT`, so that float32 sums in another order give the same. 0 where steps lead nowhere.
+        """
+        wanted = torch.tensor([float(judged.at.first.sum()) for judged in self._batches], dtype=torch.float64).sum()
+        wanted, shift = self._ranks.sum_(wanted.view(1)), 0.0
+        for _ in range(MOST_STEPS):
+            sums = torch.zeros(2, dtype=torch.float64)
+            for judged, outputs in zip(self._batches, rounded, strict=True):
+                at = self._around(judged, outputs, shift)
+                sums += torch.tensor([float(at.first.sum()), float(at.second.sum())], dtype=torch.float64)
+            first, second = self._ranks.sum_(sums).tolist()
+            step = (float(wanted) - first) / second if second > 0 else math.nan
+            if not abs(step) <= LONGEST_STEP:
+                return 0.0
+            shift += step
+            if abs(step) < LAST_STEP:
+                return round(shift / SHIFT_UNIT) * SHIFT_UNIT
+        return 0.0
+
+    def _around(self, judged: _Judged, outputs: Outputs, shift: float) -> LossDerivatives:
+        """The loss around the outputs of a batch, all of them that much higher."""
+        assert isinstance(outputs, Tensor)  # of a model of one output
+        batch = judged.batch.to(outputs.device)
+        return derivatives_at(outputs + shift, batch, self._loss, "outputs in codes")[1]
 
     def _increase(self, judged: _Judged, rounded: Tensor, loss: float) -> float:
         """Of a batch's samples together."""
@@ -142,7 +188,6 @@ class LossSample:
         return increase if self._is_held_out else increase - expected
 
 
-@torch.no_grad()
 def predictions_of(
     model: nn.Module, batch: Batch, loss: Loss | Task, place: str, ranks: Ranks
 ) -> tuple[Tensor, LossDerivatives]:
@@ -161,13 +206,21 @@ def predictions_of(
     Raises:
         ValueError: if the model returns something else.
     """
+    return _predicted(model, batch, loss, place, ranks)[1:]
+
+
+@torch.no_grad()
+def _predicted(
+    model: nn.Module, batch: Batch, loss: Loss | Task, place: str, ranks: Ranks
+) -> tuple[Outputs, Tensor, LossDerivatives]:
+    """What the model returns of a batch, and `predictions_of` it."""
     read_by_name_(model, refuse_weights=None)
     batch = batch.to(device_of(model))
     with evaluating(model):
         outputs = outputs_of(model, batch, loss)
     with on_all(ranks):
         predictions, at = derivatives_at(outputs, batch, loss, place)
-    return predictions.double(), at
+    return outputs, predictions.double(), at
 
 
 @contextmanager

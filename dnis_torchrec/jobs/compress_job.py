@@ -176,11 +176,13 @@ def _compress(job: CompressJob, spec: str, step: Step, device: torch.device) -> 
             described = {
                 "turned": bool(rotation_groups(model, recipe.leave_alone)),
                 "error_feedback": True,
+                "output_shift": allocation.output_shift,
                 "configuration": _configuration(job, name),
             }
-            export(model, allocation.scheme, folder / name, forms=(_FORM,), run=head | described)
-            taken = seconds + time.monotonic() - writing
-            metrics = _served(model, folder / name, data, loss, device)
+            with measured.shifted(allocation):
+                export(model, allocation.scheme, folder / name, forms=(_FORM,), run=head | described)
+                taken = seconds + time.monotonic() - writing
+                metrics = _served(model, folder / name, data, loss, device)
             on_rank_zero(partial(_note_metrics, folder / name, metrics[1]))
             rows.append(_row(COMPRESS, metrics, head["seed"], allocation=allocation, seconds=taken, name=name))
         primary = primary_metric(loss, data.test)

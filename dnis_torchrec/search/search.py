@@ -34,11 +34,14 @@ from dnis_torchrec.allocation.allocate import Allocation, allocate
 from dnis_torchrec.allocation.curvature import curvature_of_read_tables
 from dnis_torchrec.allocation.curvature_sums import Curvature
 from dnis_torchrec.allocation.energies import blocked_tables
+from dnis_torchrec.allocation.loss_sample import LossSample
+from dnis_torchrec.allocation.output_bias import OutputBias, output_bias
 from dnis_torchrec.allocation.rotation import rotate_, rotation_groups
 from dnis_torchrec.allocation.torchrec_models import with_axes_
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.data.over_ranks import measured_samples
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.data.task import LOSS
 from dnis_torchrec.ranks import Ranks, together
@@ -305,7 +308,9 @@ class _Finishing:
         if searched is not None and searched_loss < compressed_loss and self._is_ahead(rival):
             return searched, SEARCHED, losses
         self._go_back_to_plain_training()
+        bias = self._output_bias()
         RoundedTables(self._started.model, compressed.scheme).stop_()
+        self._shift_(bias, compressed)
         return compressed, COMPRESSED, losses
 
     def _go_back_to_plain_training(self) -> None:
@@ -316,10 +321,24 @@ class _Finishing:
 
     def _compress(self) -> tuple[Allocation, float]:
         """Goes back to plain training, and gives its tables bits without a further step."""
+        started, recipe = self._started, self._started.recipe
         self._go_back_to_plain_training()
-        found, rounded = self._rounded(self._worth(warns=True))
-        rounded.stop_()
+        bias, found = self._output_bias(), self._allocated(self._worth(warns=True))
+        if bias is not None:
+            held_out = measured_samples(recipe.data.validation)
+            sample = LossSample(started.model, held_out, loss=recipe.task, is_held_out=True, has_bias=True)
+            found = replace(found, output_shift=sample.predict(found.scheme).output_shift)
+        RoundedTables(started.model, found.scheme).stop_()
+        self._shift_(bias, found)
         return found, self._selection_loss()
+
+    def _output_bias(self) -> OutputBias | None:
+        started, recipe = self._started, self._started.recipe
+        return output_bias(started.model, started.stream.first_train_batch(), recipe.task, Ranks.everyone())
+
+    def _shift_(self, bias: OutputBias | None, found: Allocation) -> None:
+        if bias is not None:
+            bias.shift_(self._started.model, found.output_shift)
 
     def _search(self) -> tuple[Allocation | None, float]:
         """Goes back to the end of the release, gives its tables bits, and trains on in them.
@@ -333,7 +352,8 @@ class _Finishing:
         worth = self._worth(warns=False)
         if worth.is_zero:
             return None, self._selection_loss()
-        found, rounded = self._rounded(worth)
+        found = self._allocated(worth)
+        rounded = RoundedTables(started.model, found.scheme)
         _set_rates_(started, FINISHING_SHARE)
         self._loop.announce(Phase(name=FINISH, steps=FINISHING_EPOCHS * started.steps_per_epoch, patience=1))
         recipe = started.recipe
@@ -358,10 +378,9 @@ class _Finishing:
         batches, loss = recipe.data.train, recipe.task
         return curvature_of_read_tables(started.model, batches, started.blocks, loss=loss, warns=warns)
 
-    def _rounded(self, worth: Curvature) -> tuple[Allocation, RoundedTables]:
+    def _allocated(self, worth: Curvature) -> Allocation:
         started, compression = self._started, self._compression
-        found = allocate(started.plain, started.blocks, started.counts, worth, compression=compression)
-        return found, RoundedTables(started.model, found.scheme)
+        return allocate(started.plain, started.blocks, started.counts, worth, compression=compression)
 
     def _is_ahead(self, rival: torch.Tensor) -> bool:
         """Whether the lead over compressed plain training is more than chance; of other metrics any lead counts."""

@@ -114,8 +114,10 @@ def nearest_codes(scheme: TableScheme, weight: Tensor) -> Tensor:
 
 
 def rounded(model: Model, measured: Measured, compression: float) -> Model:
-    """The plain model with every table's nearest codes in it."""
+    """The plain model with every table's nearest codes in it, and its output bias as they want it."""
     found, model = measured.allocate(compression=compression), copy.deepcopy(model)
+    assert measured.bias is not None
+    measured.bias.shift_(model, found.output_shift)
     for collection in (model.pairs, model.rest):
         for name, bag in collection.embedding_bags.items():
             bag.weight.data.copy_(nearest_codes(found.scheme.tables[name], bag.weight.detach()))
@@ -154,7 +156,8 @@ def test_several_sizes_share_what_was_measured_and_the_model_stays(monkeypatch: 
         served = copy.copy(model)
         served._modules = dict(model._modules) | packed_collections(model, found.scheme)
         oracle = rounded(model, measured, compression)
-        torch.testing.assert_close(predictions(served), predictions(oracle), rtol=1e-5, atol=1e-5)
+        with measured.shifted(found):
+            torch.testing.assert_close(predictions(served), predictions(oracle), rtol=1e-5, atol=1e-5)
         assert all(value.equal(state[name]) for name, value in model.state_dict().items())
         increases.append(found.predicted_loss_increase)
     assert increases == sorted(increases)

@@ -129,8 +129,8 @@ def test_a_table_of_no_known_axes_is_served_far_better() -> None:
         dnis.curvature(measured.model, batches, measured.blocks, loss=nn.MSELoss(), couplings=False),
         compression=16,
     )
-    nearest = measured.sample.loss_increase(without.scheme)
-    assert measured.sample.loss_increase(found.scheme) < 0.5 * nearest
+    nearest = measured.sample.predict(without.scheme).loss_increase
+    assert measured.sample.predict(found.scheme).loss_increase < 0.5 * nearest
     own = [table.scheme.tables["item"] for table in (found, without)]
     assert torch.equal(own[0].codes.bits, own[1].codes.bits)
     compressed = copy.deepcopy(model)

@@ -24,8 +24,11 @@ def measured(*, held_out: list[Batch] | None = None) -> Measured:
 
 
 def in_codes(model: nn.Module, found: Measured, compression: float) -> nn.Module:
-    """The model with the nearest codes in all rows of its tables."""
-    scheme, rounded = found.allocate(compression=compression).scheme, copy.deepcopy(model)
+    """The model with the nearest codes in all rows of its tables, and its output bias as they want it."""
+    allocation, rounded = found.allocate(compression=compression), copy.deepcopy(model)
+    scheme = allocation.scheme
+    if found.bias is not None:
+        found.bias.shift_(rounded, allocation.output_shift)
     for name, parameter in rounded.named_parameters():
         if ".embedding_bags." in name:
             parameter.data.copy_(nearest_codes(scheme.tables[name.split(".")[-2]], parameter.detach()))
@@ -86,7 +89,7 @@ def test_the_model_stays_bit_for_bit_even_if_predicting_fails(monkeypatch: pytes
 
     monkeypatch.setattr(Model, "forward", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
-        found.sample.loss_increase(scheme)
+        found.sample.predict(scheme)
     assert "pairs.embedding_bags.user.weight" in seen[0]  # in codes while predicting
     assert all(value.equal(before[name]) for name, value in found.model.state_dict().items())
 
@@ -106,7 +109,7 @@ def test_no_more_batches_are_taken_than_are_enough_and_large_ones_are_cut(monkey
     sample = LossSample(found.model, Noted(), loss=MSE, is_held_out=False, num_samples=100)
     assert taken == BATCHES[:2]
     whole = LossSample(found.model, BATCHES[:2], loss=MSE, is_held_out=False)
-    assert sample.loss_increase(scheme) == pytest.approx(whole.loss_increase(scheme), rel=1e-6)
+    assert sample.predict(scheme).loss_increase == pytest.approx(whole.predict(scheme).loss_increase, rel=1e-6)
 
 
 def test_a_largest_loss_is_kept_on_the_samples_in_the_fewest_bytes() -> None:

@@ -77,7 +77,12 @@ def test_each_size_is_an_artifact_that_serves_what_its_row_says(
         assert row["metrics"] == pytest.approx(run_evaluate(path, None)["metrics"], abs=1e-6)
         assert row["metrics"] != row["selection"]
         assert read_manifest(path)["run"]["metrics"] == row["metrics"]
-        assert has_axes(load_dense_state(path))
+        dense = load_dense_state(path)
+        assert has_axes(dense)
+        [bias] = [name for name, value in dense.items() if value.numel() == 1]
+        moved = float(dense[bias] - RunFolder.open(run).dense_state()[bias])
+        assert moved == pytest.approx(read_manifest(path)["run"]["output_shift"], abs=1e-6)
+        assert moved != 0
     assert before["predicted_loss_increase"] == 0
 
 

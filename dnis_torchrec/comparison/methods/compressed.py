@@ -33,6 +33,7 @@ def compressed(task: MethodTask) -> MethodResult:
         found = measured.allocate(embedding_bytes=task.embedding_bytes())
     except ValueError as error:
         raise SizeNotMetError(str(error)) from error
+    measured.shift_(found)
     seconds = dense.seconds + time.monotonic() - started
     return MethodResult(
         model=dense.model,
