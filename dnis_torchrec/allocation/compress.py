@@ -139,7 +139,7 @@ def compress(
     """Replaces the tables of a trained model by tables of bit fields, in place, without a training step.
 
     The mean prediction stays: a model of one output has its output bias moved by what rounding moves it by, see
-    `dnis_torchrec.allocation.output_bias`. Its other dense weights are as they were, but for what turned with the tables.
+    `dnis_torchrec.allocation.output_bias`. Its other dense weights are as they were, but for what turned with tables.
 
     Every EmbeddingBagCollection becomes a PackedEmbeddingBagCollection, and every EmbeddingCollection a
     ServedEmbeddingCollection of packed tables; both serve and do not train. All tables share one budget. They are

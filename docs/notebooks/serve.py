@@ -62,8 +62,8 @@ for batch in 10 * batches:
 # %% [markdown]
 # ## Write
 #
-# `measure_` turns the tables into their axes and measures them. `export` writes tables and dense weights. `shift_` moves
-# the output bias, so that as many clicks are predicted as before.
+# `measure_` turns the tables into their axes and measures them. `shift_` moves the output bias, so that as many clicks
+# are predicted as before. `export` writes tables and dense weights.
 
 # %%
 measured = dnis.measure_(model, batches, loss=loss)
