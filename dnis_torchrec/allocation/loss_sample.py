@@ -3,7 +3,7 @@ r"""Loss sample: some samples, on which a model in codes is predicted to lose be
 .. math:: \Delta L = \frac{1}{N} \sum_n L_n(\hat z_n) - L_n(z_n) - L_n'(z_n)^\top (\hat z_n - z_n)
 
 over N training samples, with z_n the predictions of the model as it is, and :math:`\hat z_n` those of the model whose
-rows are rounded to their codes. To second order it is the mean of L'' / 2 times the square of how far predictions move.
+rows are rounded to their codes, and whose output bias has moved (see `output_bias`). To second order it is the mean of L'' / 2 times the square of how far predictions move.
 The first-order term is left out, because a model fits the samples that it was trained on so closely that every move
 costs there, and on no others. On held-out samples that term is small and true, and stays: the figure is how much their
 loss increases.
@@ -68,14 +68,12 @@ class _Judged:
 
     Attributes:
         batch: of this rank.
-        outputs: of the model, as it returned them.
-        predictions: ``(B, T)`` float64, of these.
+        predictions: ``(B, T)`` float64.
         at: the loss around them.
         rows: table -> those that the batches of all ranks read, ``(n,)`` int64, rising.
     """
 
     batch: Batch
-    outputs: Outputs
     predictions: Tensor
     at: LossDerivatives
     rows: Mapping[str, Tensor]
@@ -118,11 +116,11 @@ class LossSample:
         shapes = {table.name: (table.num_embeddings, table.embedding_dim) for table in tables}
         self._tables = whole_rows(shards, shapes, self._ranks)
         for place, batch in first_batches(batches, loss, self._ranks, num_samples, SAMPLES_PER_PASS):
-            outputs, predictions, at = _predicted(model, batch, loss, place, self._ranks)
+            predictions, at = predictions_of(model, batch, loss, place, self._ranks)
             with on_all(self._ranks):
                 ids = _ids_by_table(remapped(model, features_of(batch)), tables, place)
             rows = {name: self._ranks.concatenate(of_table).unique() for name, of_table in ids.items()}
-            self._batches.append(_Judged(batch, outputs, predictions, at, rows))
+            self._batches.append(_Judged(batch, predictions, at, rows))
 
     def predict(self, scheme: MixedDimensionScheme) -> Prediction:
         """Predicts what tables in the codes of a scheme lose. The model does not change.
@@ -159,15 +157,15 @@ class LossSample:
         Returns:
             A multiple of `SHIFT_UNIT`, so that float32 sums in another order give the same. 0 where steps lead nowhere.
         """
-        wanted = torch.tensor([float(judged.at.first.sum()) for judged in self._batches], dtype=torch.float64).sum()
-        wanted, shift = self._ranks.sum_(wanted.view(1)), 0.0
+        own = sum(float(judged.at.first.sum()) for judged in self._batches)
+        wanted, shift = float(self._ranks.sum_(torch.tensor([own], dtype=torch.float64))), 0.0
         for _ in range(MOST_STEPS):
             sums = torch.zeros(2, dtype=torch.float64)
             for judged, outputs in zip(self._batches, rounded, strict=True):
                 at = self._around(judged, outputs, shift)
                 sums += torch.tensor([float(at.first.sum()), float(at.second.sum())], dtype=torch.float64)
             first, second = self._ranks.sum_(sums).tolist()
-            step = (float(wanted) - first) / second if second > 0 else math.nan
+            step = (wanted - first) / second if second > 0 else math.nan
             if not abs(step) <= LONGEST_STEP:
                 return 0.0
             shift += step
