@@ -3,10 +3,10 @@ r"""Loss sample: some samples, on which a model in codes is predicted to lose be
 .. math:: \Delta L = \frac{1}{N} \sum_n L_n(\hat z_n) - L_n(z_n) - L_n'(z_n)^\top (\hat z_n - z_n)
 
 over N training samples, with z_n the predictions of the model as it is, and :math:`\hat z_n` those of the model whose
-rows are rounded to their codes, and whose output bias has moved (see `output_bias`). To second order it is the mean of L'' / 2 times the square of how far predictions move.
-The first-order term is left out, because a model fits the samples that it was trained on so closely that every move
-costs there, and on no others. On held-out samples that term is small and true, and stays: the figure is how much their
-loss increases.
+rows are rounded to their codes, and whose output bias has moved (see `output_bias`). To second order it is the mean of
+L'' / 2 times the square of how far predictions move. The first-order term is left out, because a model fits the samples
+that it was trained on so closely that every move costs there, and on no others. On held-out samples that term is small
+and true, and stays: the figure is how much their loss increases.
 
 The sum that `allocate` spends by, H / 2 times the rounding energy of every column, takes errors to be independent.
 Those of the columns and features of a sample meet in its prediction, where they add up.
