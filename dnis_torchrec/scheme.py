@@ -54,6 +54,7 @@ class TableScheme:
         scale: ``(S, D)`` float32, see `dnis_torchrec.blocks.column_codes.ColumnCodes`; None where values have no codes.
         shift: ``(S, D)`` int16, likewise.
         feedback: ``(S, D, D)`` float32, likewise; for encoding rows alone, and in no file.
+        gain: ``(S, D)`` float32, likewise.
     """
 
     name: str
@@ -70,6 +71,7 @@ class TableScheme:
     scale: Tensor | None = None
     shift: Tensor | None = None
     feedback: Tensor | None = None
+    gain: Tensor | None = None
 
     def __post_init__(self) -> None:
         place = f"table {self.name!r}"
@@ -115,7 +117,7 @@ class TableScheme:
         remedy = "allocate bits first"
         if self.bits is None or self.scale is None or self.shift is None:
             raise ValueError(describe(f"table {self.name!r}", "bits, scales and shifts of its columns", "none", remedy))
-        return ColumnCodes(self.bits, self.scale, self.shift, self.feedback)
+        return ColumnCodes(self.bits, self.scale, self.shift, self.feedback, self.gain)
 
     @property
     def dims(self) -> Tensor:

@@ -58,10 +58,12 @@ class Prediction:
     Attributes:
         loss_increase: loss minus that of the model as it is.
         output_shift: by how much the model's output bias goes up for that; 0 for a model without one.
+        scheme: whose scales were learnt meanwhile; None: the one that was asked for.
     """
 
     loss_increase: float
     output_shift: float = 0.0
+    scheme: MixedDimensionScheme | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -172,7 +174,9 @@ def allocate(
         if predict is None:
             return found
         said = predict(found.scheme)
-        return replace(found, predicted_loss_increase=said.loss_increase, output_shift=said.output_shift)
+        scheme = said.scheme or found.scheme
+        increase, shift = said.loss_increase, said.output_shift
+        return replace(found, scheme=scheme, predicted_loss_increase=increase, output_shift=shift)
 
     if max_loss is not None:
         return allocation(problem.within_loss(max_loss, lambda spent: allocation(spent).predicted_loss_increase))

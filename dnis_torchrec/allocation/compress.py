@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from dnis_torchrec.allocation.allocate import Allocation, allocate
+from dnis_torchrec.allocation.allocate import Allocation, Prediction, allocate
 from dnis_torchrec.allocation.curvature import checked_batch, curvature_of_read_tables, on_all
 from dnis_torchrec.allocation.curvature_sums import Curvature
 from dnis_torchrec.allocation.energies import BITS, RoundingEnergies, rounding_energies
@@ -122,8 +122,34 @@ class Measured:
             max_loss=max_loss,
             bits=self.energies.bits,
             energies=self.energies,
-            predict=self.sample.predict,
+            predict=lambda scheme: predict_size(self.model, self.bias, self.sample, self.blocks, scheme),
         )
+
+
+def predict_size(
+    model: nn.Module, bias: OutputBias | None, sample: LossSample, blocks: RowBlocks, scheme: MixedDimensionScheme
+) -> Prediction:
+    """Predicts what tables in some codes lose, once their scales are learnt if the sample is held out.
+
+    Distributed: that of `LossSample.predict`, twice, and of `LossSample.learn_scales`.
+
+    Args:
+        model: trained, its tables in their axes; it does not change.
+        bias: its output bias, if it has one.
+        sample: of the model.
+        blocks: of the codes.
+        scheme: the codes.
+
+    Returns:
+        With the scheme whose scales were learnt, if that is predicted to lose less.
+    """
+    fitted = sample.predict(scheme)
+    if not sample.is_held_out:
+        return fitted
+    with nullcontext() if bias is None else bias.shifted(model, fitted.output_shift):
+        scheme = sample.learn_scales(scheme, blocks)
+    learnt = replace(sample.predict(scheme), scheme=scheme)
+    return min(fitted, learnt, key=lambda said: said.loss_increase)
 
 
 def compress(

@@ -37,9 +37,11 @@ from dnis_torchrec.allocation.curvature import (
     on_all,
     outputs_of,
 )
+from dnis_torchrec.allocation.learnt_scales import learnt_gains, with_gains
 from dnis_torchrec.allocation.loss_derivatives import Loss, LossDerivatives
 from dnis_torchrec.allocation.row_sample import RowSample, sampled_values
 from dnis_torchrec.allocation.whole_rows import WholeRows, whole_rows
+from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.column_codes import decode_rows, encode_rows
 from dnis_torchrec.blocks.frequency import bags_of
 from dnis_torchrec.data.lookup_batches import features_of
@@ -110,7 +112,8 @@ class LossSample:
     ) -> None:
         found = collections(model)
         tables = [table for collection in found.values() for table in table_configs_of(collection)]
-        self._model, self._loss, self._is_held_out, self._has_bias = model, loss, is_held_out, has_bias
+        self._model, self._loss, self._has_bias = model, loss, has_bias
+        self.is_held_out = is_held_out
         self._ranks, self._batches = ranks_of(*found.values()), list[_Judged]()
         shards = [shard for collection in found.values() for shard in local_shards(collection)]
         shapes = {table.name: (table.num_embeddings, table.embedding_dim) for table in tables}
@@ -151,6 +154,39 @@ class LossSample:
         increase, num_samples = self._ranks.sum_(sums).tolist()
         return Prediction(loss_increase=float(increase / num_samples), output_shift=shift)
 
+    def learn_scales(self, scheme: MixedDimensionScheme, blocks: RowBlocks) -> MixedDimensionScheme:
+        """Learns the scales of codes on these samples, which should be held out; the model does not change.
+
+        Distributed: that of `learnt_gains` and `rounded_rows`, and one all_reduce of three numbers.
+
+        Args:
+            scheme: of an `Allocation` for the model.
+            blocks: its blocks.
+
+        Returns:
+            The same codes, that stand for other values.
+        """
+        batches, names = self._batches, list(self._tables)
+        rows = {name: torch.cat([judged.rows[name] for judged in batches]).unique() for name in names}
+        first = sum(float(judged.at.first.square().sum()) for judged in batches)
+        second = sum(float(judged.at.second.diagonal(dim1=1, dim2=2).sum()) for judged in batches)
+        sums = torch.tensor([first, second, sum(len(judged.predictions) for judged in batches)], dtype=torch.float64)
+        first, second, num_samples = self._ranks.sum_(sums).tolist()
+        if not second > 0:
+            return scheme
+        with rounded_rows(self._model, self._tables, scheme, rows):
+            gains = learnt_gains(
+                self._model,
+                self._tables,
+                scheme,
+                [judged.batch for judged in batches],
+                rows,
+                blocks,
+                loss=self._loss,
+                noise=first / second / num_samples,
+            )
+        return with_gains(scheme, gains)
+
     def _shift(self, rounded: list[Outputs]) -> float:
         """By how much outputs go up so that the loss's derivatives add up to what they did: by Newton's steps.
 
@@ -183,7 +219,7 @@ class LossSample:
         """Of a batch's samples together."""
         increase = len(rounded) * (loss - judged.at.loss)
         expected = float((judged.at.first * (rounded - judged.predictions)).sum())
-        return increase if self._is_held_out else increase - expected
+        return increase if self.is_held_out else increase - expected
 
 
 def predictions_of(

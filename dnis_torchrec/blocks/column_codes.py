@@ -10,7 +10,7 @@ Shapes: n rows, D embedding_dim, S blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,12 +29,15 @@ class ColumnCodes:
         shift: ``(S, D)`` int16, half steps; 0 where a column has no codes.
         feedback: ``(S, D, D)`` float32, by which later columns make good what earlier ones lose when rows are encoded,
             see `dnis_torchrec.blocks.error_feedback`; None: every column has its nearest code. Decoding needs none.
+        gain: ``(S, D)`` float32, of scales that were learnt after codes were fitted, the scale over the fitted one: a
+            value times it has the code that the value had. None: 1. Decoding needs none.
     """
 
     bits: Tensor
     scale: Tensor
     shift: Tensor
     feedback: Tensor | None = None
+    gain: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in (("bits", torch.uint8), ("scale", torch.float32), ("shift", torch.int16)):
@@ -54,6 +57,32 @@ class ColumnCodes:
         if self.feedback is not None:
             shape = (*self.bits.shape, self.bits.shape[1])
             check(tuple(self.feedback.shape) == shape, "ColumnCodes.feedback", f"{shape}", tuple(self.feedback.shape))
+        if self.gain is not None:
+            fits = self.gain.shape == self.bits.shape
+            check(fits, "ColumnCodes.gain", f"{tuple(self.bits.shape)}", tuple(self.gain.shape))
+
+    @property
+    def moves(self) -> bool:
+        """Whether rows have other codes than those nearest to them."""
+        return self.feedback is not None or self.gain is not None
+
+    def with_gain(self, gain: Tensor) -> ColumnCodes:
+        """The same codes of every row, that stand for other values: those of a column times its gain, to a bfloat16.
+
+        Args:
+            gain: ``(S, D)``, above 0; read where a column has codes.
+        """
+        coded = is_coded(self.bits)
+        scale = torch.where(coded, (self.scale * gain).bfloat16().float(), self.scale)
+        exact = torch.where(coded, scale / self.scale, 1.0)
+        feedback = self.feedback
+        if feedback is not None:  # its columns stand in the order of rounding, and carry errors from one to another
+            from dnis_torchrec.blocks.error_feedback import rounding_order  # serving decodes, and never needs it
+
+            in_order = exact.gather(1, rounding_order(self.bits))
+            feedback = feedback * in_order[:, None, :] / in_order[:, :, None]
+        own = exact if self.gain is None else exact * self.gain
+        return replace(self, scale=scale, feedback=feedback, gain=own)
 
     def settled(self, chunk: Tensor, blocks: Tensor) -> Tensor:
         """Moves rows to values whose nearest codes are those that `encode_rows` chooses. Local.
@@ -63,8 +92,10 @@ class ColumnCodes:
             blocks: ``(n,)`` int64, the block of each row, S for none.
 
         Returns:
-            ``(n, D)`` float32; the rows themselves without feedback.
+            ``(n, D)`` float32; the rows themselves without feedback and gain.
         """
+        if self.gain is not None:
+            chunk = chunk * torch.cat([self.gain, torch.ones(1, self.gain.shape[1])])[blocks]
         if self.feedback is None:
             return chunk
         from dnis_torchrec.blocks.error_feedback import fed_back  # serving decodes, and never needs it

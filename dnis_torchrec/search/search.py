@@ -31,6 +31,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.allocation.allocate import Allocation, allocate
+from dnis_torchrec.allocation.compress import predict_size
 from dnis_torchrec.allocation.curvature import curvature_of_read_tables
 from dnis_torchrec.allocation.curvature_sums import Curvature
 from dnis_torchrec.allocation.energies import blocked_tables
@@ -309,9 +310,10 @@ class _Finishing:
             return searched, SEARCHED, losses
         self._go_back_to_plain_training()
         bias = self._output_bias()
-        RoundedTables(self._started.model, compressed.scheme).stop_()
+        rounded = RoundedTables(self._started.model, compressed.scheme)
+        rounded.stop_()
         self._shift_(bias, compressed)
-        return compressed, COMPRESSED, losses
+        return replace(compressed, scheme=rounded.scheme), COMPRESSED, losses
 
     def _go_back_to_plain_training(self) -> None:
         started = self._started
@@ -324,10 +326,10 @@ class _Finishing:
         started, recipe = self._started, self._started.recipe
         self._go_back_to_plain_training()
         bias, found = self._output_bias(), self._allocated(self._worth(warns=True))
-        if bias is not None:
-            held_out = measured_samples(recipe.data.validation)
-            sample = LossSample(started.model, held_out, loss=recipe.task, is_held_out=True, has_bias=True)
-            found = replace(found, output_shift=sample.predict(found.scheme).output_shift)
+        held_out, has_bias = measured_samples(recipe.data.validation), bias is not None
+        sample = LossSample(started.model, held_out, loss=recipe.task, is_held_out=True, has_bias=has_bias)
+        said = predict_size(started.model, bias, sample, started.blocks, found.scheme)
+        found = replace(found, scheme=said.scheme or found.scheme, output_shift=said.output_shift)
         RoundedTables(started.model, found.scheme).stop_()
         self._shift_(bias, found)
         return found, self._selection_loss()

@@ -143,8 +143,9 @@ class RoundedTables(HeldTables):
     def change_(self, scheme: MixedDimensionScheme) -> None:
         """Goes over to other codes, such as those of a smaller allocation; latent weights stay.
 
-        With error feedback (see `ColumnCodes`) they move to where the codes that it chooses are the nearest. What the
-        codes before have lost is not found again: columns that they dropped, values far outside their range.
+        With error feedback, or learnt scales (see `ColumnCodes`), they move to where the codes that it chooses are the
+        nearest. What the codes before have lost is not found again: columns that they dropped, values far outside their
+        range.
 
         Distributed: that of `whole_rows` with error feedback, and an all_reduce of each chunk of tables cut by columns.
 
@@ -284,7 +285,7 @@ class RoundedTables(HeldTables):
 
     @torch.no_grad()
     def _settle_(self, scheme: MixedDimensionScheme) -> None:
-        moving = {name: table for name, table in scheme.tables.items() if table.feedback is not None}
+        moving = {name: table for name, table in scheme.tables.items() if table.codes.moves}
         if not moving:
             return
         self._add_residuals_()
@@ -420,7 +421,7 @@ def _check_values(shard: TableShard, routing: RowRouting) -> None:
 
 
 def _copied(codes: ColumnCodes) -> ColumnCodes:
-    """Without feedback: latent weights that train on have their nearest codes."""
+    """Without feedback and gain: latent weights that train on have their nearest codes."""
     return ColumnCodes(codes.bits.clone(), codes.scale.clone(), codes.shift.clone())
 
 

@@ -26,8 +26,14 @@ def compressed(task: MethodTask) -> MethodResult:
     recipe, (counts, _) = task.build(None), row_blocks(task)
     dense = uniform_candidate(replace(task, precision="fp32"), None).train(task)
     started = time.monotonic()
+    trains_on_validation = task.build_for_search is not None
     measured = measure_(
-        dense.model.eval(), recipe.data.train, loss=recipe.task, counts=counts, leave_alone=recipe.leave_alone
+        dense.model.eval(),
+        recipe.data.train,
+        loss=recipe.task,
+        counts=counts,
+        held_out=None if trains_on_validation else recipe.data.validation,
+        leave_alone=recipe.leave_alone,
     )
     try:
         found = measured.allocate(embedding_bytes=task.embedding_bytes())

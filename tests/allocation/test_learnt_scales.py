@@ -1,0 +1,164 @@
+"""Scales that held-out samples teach: the same codes stand for other values, as two naive steps of alpha say."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+
+import dnis_torchrec as dnis
+from dnis_torchrec.allocation import learnt_scales
+from dnis_torchrec.allocation.compress import Measured, measure_
+from dnis_torchrec.allocation.learnt_scales import alpha_step
+from dnis_torchrec.blocks.bit_fields import is_coded
+from dnis_torchrec.blocks.column_codes import ColumnCodes, decode_rows, encode_rows
+from dnis_torchrec.blocks.error_feedback import feedback_of
+from tests.allocation.test_compress import BATCHES, labels, nearest_codes, predictions, trained
+
+__all__ = ["labels"]  # a fixture
+MSE = nn.MSELoss()
+TRAIN, HELD_OUT = BATCHES[:2], BATCHES[2:]
+
+
+def measured(*, held_out: list[Batch] | None = HELD_OUT, leave_alone: tuple[str, ...] = ()) -> Measured:
+    return measure_(trained(), TRAIN, loss=MSE, held_out=held_out, leave_alone=leave_alone)
+
+
+@given(st.integers(0, 2**31), st.booleans(), st.booleans())
+def test_a_gain_leaves_every_code_as_it_was(seed: int, has_feedback: bool, twice: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (3, 5)
+    bits = torch.tensor([0, 1, 2, 4, 8, 32])[torch.randint(6, shape, generator=generator)].byte()
+    scale = torch.where(is_coded(bits), torch.rand(shape, generator=generator) + 0.01, 1.0).bfloat16().float()
+    shift = torch.where(is_coded(bits), torch.randint(-9, 9, shape, generator=generator), 0).short()
+    noise = torch.randn(3, 5, 5, dtype=torch.float64, generator=generator)
+    feedback = feedback_of(noise @ noise.transpose(1, 2), bits) if has_feedback else None
+    codes = ColumnCodes(bits, scale, shift, feedback)
+    rows, blocks = torch.randn(40, 5, generator=generator), torch.randint(4, (40,), generator=generator)
+    gains = [0.7 + torch.rand(shape, generator=generator) for _ in range(1 + twice)]
+    learnt = codes
+    for gain in gains:
+        learnt = learnt.with_gain(gain)
+    encoded, again = (encode_rows(rows, blocks, own) for own in (codes, learnt))
+    of_codes = torch.cat([is_coded(bits), torch.ones(1, 5).bool()])[blocks]
+    assert again[of_codes].equal(encoded[of_codes])  # float32 columns take up errors in another last bit
+    ratio = torch.where(is_coded(bits), learnt.scale / scale, 1.0)
+    wanted = decode_rows(encoded, blocks, codes) * torch.cat([ratio, torch.ones(1, 5)])[blocks]
+    torch.testing.assert_close(decode_rows(again, blocks, learnt), wanted)
+    product = torch.stack(gains).prod(0)
+    torch.testing.assert_close(ratio, torch.where(is_coded(bits), product, 1.0), rtol=0.02, atol=0)
+
+
+def test_a_gain_has_the_shape_of_the_bits() -> None:
+    codes = ColumnCodes(torch.ones(2, 3).byte(), torch.ones(2, 3), torch.zeros(2, 3).short())
+    with pytest.raises(ValueError, match=r"ColumnCodes\.gain: expected"):
+        replace(codes, gain=torch.ones(3, 2))
+
+
+def naive_step(gradient: float, bend: float, noise: float) -> float:
+    """Down by eta of a Newton step, less what chance may be; not at all if that is all."""
+    if bend <= 0 or gradient**2 <= 2 * noise * bend:
+        return 0.0
+    step = 0.3 * gradient / bend * (1 - 2 * noise * bend / gradient**2)
+    return min(max(step, -0.2), 0.2)
+
+
+def test_a_step_is_the_naive_one() -> None:
+    gradient, bend = torch.randn(6, 9, dtype=torch.float64), torch.rand(6, 9, dtype=torch.float64)
+    bend[0], gradient[1] = 0, 0
+    for noise in (0.0, 1e-3, 0.3):
+        found = alpha_step(gradient, bend, noise)
+        for index in torch.cartesian_prod(torch.arange(6), torch.arange(9)).tolist():
+            place = tuple(index)
+            assert float(found[place]) == pytest.approx(naive_step(float(gradient[place]), float(bend[place]), noise))
+
+
+def naive_gains(found: Measured, compression: float) -> dict[str, Tensor]:
+    """Of a copy whose tables hold what their codes stand for, its bias moved: two steps, table by table."""
+    fitted = measured(held_out=None).allocate(compression=compression)
+    model = copy.deepcopy(found.model)
+    bags = {name: bag for part in (model.pairs, model.rest) for name, bag in part.embedding_bags.items()}
+    before = torch.cat([model(own.dense_features, own.sparse_features) for own in HELD_OUT]).detach()
+    targets = torch.cat([own.labels for own in HELD_OUT])
+    for name, bag in bags.items():
+        bag.weight.data.copy_(nearest_codes(fitted.scheme.tables[name], bag.weight.detach()))
+    after = torch.cat([model(own.dense_features, own.sparse_features) for own in HELD_OUT]).detach()
+    assert found.bias is not None
+    found.bias.shift_(model, float((before - after).mean()))
+    noise = float((2 * (before - targets)).square().mean()) / 2 / len(targets)  # squared error bends by 2
+    gains = {name: torch.ones(scheme.codes.bits.shape) for name, scheme in fitted.scheme.tables.items()}
+    for _ in range(2):
+        worth = dnis.curvature(model, HELD_OUT, found.blocks, loss=MSE)
+        for name, gain in gains.items():
+            routing, bits = found.blocks.routings[name], fitted.scheme.tables[name].codes.bits
+            for block in range(len(gain)):
+                for column in range(gain.shape[1]):
+                    if 0 < int(bits[block, column]) < 32:
+                        gradient, bend = (
+                            float(part[name][block, column]) for part in (worth.gradient, worth.curvature)
+                        )
+                        factor = 1 - naive_step(gradient, bend, noise)
+                        gain[block, column] *= factor
+                        bags[name].weight.data[routing.all_blocks() == block, column] *= factor
+    return gains
+
+
+@pytest.mark.parametrize("compression", [3.0, 6.0])
+def test_scales_go_where_two_naive_steps_take_them(compression: float) -> None:
+    found, fitted = measured(), measured(held_out=None).allocate(compression=compression)
+    learnt, moved = found.allocate(compression=compression), 0
+    for name, gain in naive_gains(found, compression).items():
+        own, codes = fitted.scheme.tables[name].codes, learnt.scheme.tables[name].codes
+        assert codes.bits.equal(own.bits)
+        torch.testing.assert_close(codes.scale, own.scale * gain, rtol=2**-8, atol=0)
+        moved += int((gain != 1).sum())
+    assert moved > 3
+    assert learnt.num_bytes == fitted.num_bytes
+
+
+def loss_of(model: nn.Module, batches: list[Batch]) -> float:
+    targets = torch.cat([own.labels for own in batches])
+    with torch.no_grad():
+        outputs = torch.cat([model(own.dense_features, own.sparse_features) for own in batches])
+    return float(MSE(outputs, targets))
+
+
+def test_held_out_samples_lose_less_and_what_is_served_is_what_was_predicted() -> None:
+    losses = {}
+    for name, held_out in (("fitted", None), ("learnt", HELD_OUT)):
+        model = trained()
+        before = loss_of(model, HELD_OUT)
+        found = dnis.compress(model, TRAIN, loss=MSE, compression=6, held_out=held_out)
+        losses[name] = loss_of(model, HELD_OUT) - before
+        if held_out is not None:
+            assert found.predicted_loss_increase == pytest.approx(losses[name], rel=1e-4)
+    assert losses["learnt"] < losses["fitted"] - 1e-3
+
+
+def test_the_model_is_as_it_was_and_tables_left_alone_too() -> None:
+    found = measured(leave_alone=("user",))
+    before, state = predictions(found.model), copy.deepcopy(found.model.state_dict())
+    learnt = found.allocate(compression=1.5)
+    assert all(value.equal(state[name]) for name, value in found.model.state_dict().items())
+    assert predictions(found.model).equal(before)
+    assert learnt.scheme.tables["user"].codes.scale.eq(1).all()
+    assert any(not table.codes.scale.equal(table.codes.scale / table.gain) for table in others(learnt).values())
+
+
+def others(found: dnis.Allocation) -> dict:
+    """Tables of an allocation whose scales were learnt."""
+    return {name: table for name, table in found.scheme.tables.items() if name != "user" and table.gain is not None}
+
+
+def test_scales_stay_where_that_is_predicted_to_be_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted = measured(held_out=None).allocate(compression=6)
+    monkeypatch.setattr(learnt_scales, "alpha_step", lambda gradient, curvature, noise: torch.full_like(gradient, 0.2))
+    found = measured().allocate(compression=6)
+    for name, table in found.scheme.tables.items():
+        assert table.codes.scale.equal(fitted.scheme.tables[name].codes.scale)
