@@ -131,7 +131,7 @@ def predict_size(
 ) -> Prediction:
     """Predicts what tables in some codes lose, once their scales are learnt if the sample is held out.
 
-    Distributed: that of `LossSample.predict`, twice, and of `LossSample.learn_scales`.
+    Distributed: that of `LossSample.predict` and `LossSample.predict_learnt`.
 
     Args:
         model: trained, its tables in their axes; it does not change.
@@ -147,8 +147,8 @@ def predict_size(
     if not sample.is_held_out:
         return fitted
     with nullcontext() if bias is None else bias.shifted(model, fitted.output_shift):
-        scheme = sample.learn_scales(scheme, blocks)
-    learnt = replace(sample.predict(scheme), scheme=scheme)
+        learnt = sample.predict_learnt(scheme, blocks)
+    learnt = replace(learnt, output_shift=fitted.output_shift + learnt.output_shift)
     return min(fitted, learnt, key=lambda said: said.loss_increase)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -140,34 +140,54 @@ class LossSample:
             What it loses, in units of the loss: below 0 where rounding is predicted to mend what the model has
             overfitted; and by how much its output bias has to go up for that.
         """
-        rounded = []
-        for index, judged in enumerate(self._batches):
-            place = f"batch {index}, in codes"
-            with rounded_rows(self._model, self._tables, scheme, judged.rows):
-                rounded.append(_predicted(self._model, judged.batch, self._loss, place, self._ranks))
-        shift = self._shift([outputs for outputs, _, _ in rounded]) if self._has_bias else 0.0
-        sums = torch.zeros(2, dtype=torch.float64)
-        for judged, (outputs, predictions, at) in zip(self._batches, rounded, strict=True):
-            moved = predictions + shift
-            loss = self._around(judged, outputs, shift).loss if shift else at.loss
-            sums += torch.tensor([self._increase(judged, moved, loss), len(moved)])
-        increase, num_samples = self._ranks.sum_(sums).tolist()
-        return Prediction(loss_increase=float(increase / num_samples), output_shift=shift)
+        increase, num_samples, shift = self._sums(scheme, self._batches)
+        return Prediction(loss_increase=increase / num_samples, output_shift=shift)
 
-    def learn_scales(self, scheme: MixedDimensionScheme, blocks: RowBlocks) -> MixedDimensionScheme:
-        """Learns the scales of codes on these samples, which should be held out; the model does not change.
+    def predict_learnt(self, scheme: MixedDimensionScheme, blocks: RowBlocks) -> Prediction:
+        """Predicts the same once these samples, which should be held out, have taught the scales. The model stays.
 
-        Distributed: that of `learnt_gains` and `rounded_rows`, and one all_reduce of three numbers.
+        What is learnt on samples is better there than elsewhere. So what it loses is predicted crosswise: every second
+        batch with the scales that the others teach, and these with its own. Of one batch alone it is that batch's.
+
+        Distributed: that of `learnt_gains`, `rounded_rows` and `predict`, twice, and two all_reduces of three numbers.
 
         Args:
             scheme: of an `Allocation` for the model.
             blocks: its blocks.
 
         Returns:
-            The same codes, that stand for other values.
+            With the codes that all samples together teach.
         """
-        batches, names = self._batches, list(self._tables)
-        rows = {name: torch.cat([judged.rows[name] for judged in batches]).unique() for name in names}
+        learnt = self._learn(scheme, blocks, self._batches)
+        increase, num_samples, shift = self._sums(learnt, self._batches)
+        halves = self._batches[::2], self._batches[1::2]
+        if halves[1]:
+            crossed = [self._sums(self._learn(scheme, blocks, own), other) for own, other in (halves, halves[::-1])]
+            increase, num_samples = (sum(part[index] for part in crossed) for index in (0, 1))
+        return Prediction(loss_increase=increase / num_samples, output_shift=shift, scheme=learnt)
+
+    def _sums(self, scheme: MixedDimensionScheme, batches: Sequence[_Judged]) -> tuple[float, float, float]:
+        """The loss that batches lose together, over all ranks, their samples, and the shift of the output bias."""
+        rounded = []
+        for index, judged in enumerate(batches):
+            place = f"batch {index}, in codes"
+            with rounded_rows(self._model, self._tables, scheme, judged.rows):
+                rounded.append(_predicted(self._model, judged.batch, self._loss, place, self._ranks))
+        outputs_of_all = [outputs for outputs, _, _ in rounded]
+        shift = self._shift(batches, outputs_of_all) if self._has_bias else 0.0
+        sums = torch.zeros(2, dtype=torch.float64)
+        for judged, (outputs, predictions, at) in zip(batches, rounded, strict=True):
+            moved = predictions + shift
+            loss = self._around(judged, outputs, shift).loss if shift else at.loss
+            sums += torch.tensor([self._increase(judged, moved, loss), len(moved)])
+        increase, num_samples = self._ranks.sum_(sums).tolist()
+        return increase, num_samples, shift
+
+    def _learn(
+        self, scheme: MixedDimensionScheme, blocks: RowBlocks, batches: Sequence[_Judged]
+    ) -> MixedDimensionScheme:
+        """The same codes, that stand for what some batches teach."""
+        rows = {name: torch.cat([judged.rows[name] for judged in batches]).unique() for name in self._tables}
         first = sum(float(judged.at.first.square().sum()) for judged in batches)
         second = sum(float(judged.at.second.diagonal(dim1=1, dim2=2).sum()) for judged in batches)
         sums = torch.tensor([first, second, sum(len(judged.predictions) for judged in batches)], dtype=torch.float64)
@@ -187,17 +207,17 @@ class LossSample:
             )
         return with_gains(scheme, gains)
 
-    def _shift(self, rounded: list[Outputs]) -> float:
+    def _shift(self, batches: Sequence[_Judged], rounded: list[Outputs]) -> float:
         """By how much outputs go up so that the loss's derivatives add up to what they did: by Newton's steps.
 
         Returns:
             A multiple of `SHIFT_UNIT`, so that float32 sums in another order give the same. 0 where steps lead nowhere.
         """
-        own = sum(float(judged.at.first.sum()) for judged in self._batches)
+        own = sum(float(judged.at.first.sum()) for judged in batches)
         wanted, shift = float(self._ranks.sum_(torch.tensor([own], dtype=torch.float64))), 0.0
         for _ in range(MOST_STEPS):
             sums = torch.zeros(2, dtype=torch.float64)
-            for judged, outputs in zip(self._batches, rounded, strict=True):
+            for judged, outputs in zip(batches, rounded, strict=True):
                 at = self._around(judged, outputs, shift)
                 sums += torch.tensor([float(at.first.sum()), float(at.second.sum())], dtype=torch.float64)
             first, second = self._ranks.sum_(sums).tolist()

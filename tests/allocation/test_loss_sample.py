@@ -47,7 +47,8 @@ def test_on_held_out_samples_it_is_the_increase_of_their_loss() -> None:
     others = BATCHES[2:]
     found = measured(held_out=others)
     before, after = (loss_of(model, others) for model in (found.model, in_codes(found.model, found, 5.0)))
-    assert found.allocate(compression=5).predicted_loss_increase == pytest.approx(after - before, rel=1e-4)
+    predicted = found.sample.predict(found.allocate(compression=5).scheme).loss_increase
+    assert predicted == pytest.approx(after - before, rel=1e-4)
 
 
 def loss_of(model: nn.Module, batches: list[Batch]) -> float:
