@@ -35,7 +35,7 @@ from dnis_torchrec.data.task import Task
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
 
-STEPS, STEP_SHARE, LONGEST_STEP = 2, 0.3, 0.2
+ALPHA_STEPS, NEWTON_SHARE, LONGEST_ALPHA_STEP = 2, 0.3, 0.2
 """Steps, eta, and how far alpha moves in one at most."""
 CHANCE = 2.0
 """Times the variance of a gradient that its square has to be for a column to move at all."""
@@ -70,7 +70,7 @@ def learnt_gains(
         Table -> ``(S, D)`` float64; 1 where a column has no codes.
     """
     gains = {name: torch.ones(scheme.tables[name].codes.bits.shape, dtype=torch.float64) for name in tables}
-    for _ in range(STEPS):
+    for _ in range(ALPHA_STEPS):
         found = curvature(model, batches, blocks, loss=loss, num_samples=None, warns=False, couplings=False)
         for name, whole in tables.items():
             gradient, bend = (part[name].double().cpu() for part in (found.gradient, found.curvature))
@@ -98,8 +98,8 @@ def alpha_step(gradient: Tensor, curvature: Tensor, noise: float) -> Tensor:
     is_more_than_chance = gradient.square() > CHANCE * noise * curvature
     moves = is_more_than_chance & (curvature > 0)
     square, bend = torch.where(moves, gradient.square(), 1.0), torch.where(moves, curvature, 1.0)
-    step = STEP_SHARE * gradient / bend * (1 - CHANCE * noise * bend / square)
-    return torch.where(moves, step.clamp(-LONGEST_STEP, LONGEST_STEP), 0.0)
+    step = NEWTON_SHARE * gradient / bend * (1 - CHANCE * noise * bend / square)
+    return torch.where(moves, step.clamp(-LONGEST_ALPHA_STEP, LONGEST_ALPHA_STEP), 0.0)
 
 
 @torch.no_grad()

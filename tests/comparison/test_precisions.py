@@ -20,7 +20,7 @@ from dnis_torchrec import TrainTask
 from dnis_torchrec.comparison import registry
 from dnis_torchrec.comparison.cells import Cell, CellTask
 from dnis_torchrec.comparison.methods import METHODS, MethodResult, MethodTask, SizeNotMetError, trained_scheme
-from dnis_torchrec.comparison.methods.method import served_in
+from dnis_torchrec.comparison.methods.method import needs_validation, served_in
 from dnis_torchrec.comparison.methods.precisions import best_precision
 from dnis_torchrec.comparison.methods.trained_once import trained_once
 from dnis_torchrec.comparison.methods.trained_scheme import (
@@ -136,9 +136,16 @@ def test_choices_of_float32_columns_grow_to_the_bytes_of_the_precision(tmp_path:
         largest_within(replace(task, compression=100), blocks, choose, num_bytes)
 
 
+def taught(embedding_dim: int | None) -> Recipe:
+    """With a validation split to learn on, for a method that may."""
+    recipe = factorization_machine(embedding_dim)
+    return replace(recipe, data=replace(recipe.data, validation=recipe.data.train))
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_the_best_precision_is_that_of_the_lowest_selection_loss_as_served(gloo, tmp_path: Path, name: str) -> None:
-    task = make_task(tmp_path, 2.5, make=factorization_machine, trials=1, max_epochs=1)
+    make = taught if needs_validation(METHODS[name]) else factorization_machine
+    task = make_task(tmp_path, 2.5, make=make, trials=1, max_epochs=1)
     method, losses, made = METHODS[name], {}, {}
     names = {"magnitude": PRECISIONS[:2], "pep": PRECISIONS[:2], "int4-qat": ("int4",), "compress": ("codes",)}
     for precision in names.get(name, PRECISIONS):
@@ -176,7 +183,7 @@ def test_what_several_cells_want_is_trained_once(gloo, tmp_path: Path, monkeypat
     monkeypatch.setattr(
         trained_scheme, "train_scheme", lambda task, *rest: trained.append(task.precision) or train(task, *rest)
     )
-    task = make_task(tmp_path, 4, make=factorization_machine, max_epochs=1, trained=tmp_path / "trained")
+    task = make_task(tmp_path, 4, make=taught, max_epochs=1, trained=tmp_path / "trained")
     for name in ("dense", "low-rank", "compress", "dense"):
         METHODS[name](task)
     assert len(trained) == 1  # all of them start from the uncompressed model

@@ -6,16 +6,24 @@ import time
 from dataclasses import replace
 
 from dnis_torchrec.allocation.compress import measure_
-from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError, leaves_alone, served_in
+from dnis_torchrec.comparison.methods.method import (
+    MethodResult,
+    MethodTask,
+    SizeNotMetError,
+    learns_on_validation,
+    leaves_alone,
+    served_in,
+)
 from dnis_torchrec.comparison.methods.trained_scheme import row_blocks
 from dnis_torchrec.comparison.methods.uniform import uniform_candidate
 from dnis_torchrec.forms import CODES, PACKED
 
 
+@learns_on_validation
 @leaves_alone
 @served_in(CODES.name)
 def compressed(task: MethodTask) -> MethodResult:
-    """The uncompressed model with its tables in codes, as `dnis_torchrec.compress` makes them.
+    """The uncompressed model with its tables in codes, as `dnis_torchrec.compress` makes them; scales learn.
 
     Args:
         task: recipe and size; bits are allocated whatever its precision.
@@ -26,13 +34,12 @@ def compressed(task: MethodTask) -> MethodResult:
     recipe, (counts, _) = task.build(None), row_blocks(task)
     dense = uniform_candidate(replace(task, precision="fp32"), None).train(task)
     started = time.monotonic()
-    trains_on_validation = task.build_for_search is not None
     measured = measure_(
         dense.model.eval(),
         recipe.data.train,
         loss=recipe.task,
         counts=counts,
-        held_out=None if trains_on_validation else recipe.data.validation,
+        held_out=recipe.data.validation,
         leave_alone=recipe.leave_alone,
     )
     try:
