@@ -1,7 +1,7 @@
 r"""Compress: a trained model -> the same model on tables of bit fields, without a training step.
 
 .. math:: \text{axes turned} \to H_{sc} \text{ (curvature)}, \rho_{sck} \text{ (rounding energies)} \to
-    \text{bits} \to \text{codes}
+    \text{bits} \to \text{codes} \to \text{scales, learnt on held-out samples}
 
 What a model is measured for, `measure_`, does not depend on a size, so that several sizes share it. What a size costs
 is predicted on samples, with their rows in codes (see `loss_sample`).
@@ -183,8 +183,10 @@ def compress(
             samples that is twice differentiable in the predictions.
         compression: bytes of the float32 tables over bytes served, to be met from below.
         counts: of all rows in the training data; None counts the batches.
-        held_out: batches that the model was not trained on, to predict the loss on; None takes `batches`, on which up
-            to three times the loss is predicted that others will have.
+        held_out: batches that the model was not trained on, such as a validation split: they teach the scales of the
+            codes (`dnis_torchrec.allocation.learnt_scales`), and the loss is predicted on them. None leaves scales as
+            they were fitted, and takes `batches`, on which up to three times the loss is predicted that others will
+            have.
         leave_alone: names of tables that must not be touched: they keep their axes and their float32 values, and count
             in the size.
 
