@@ -141,7 +141,9 @@ def test_served_bags_are_weighted(tmp_path: Path) -> None:
     found = measured.allocate(compression=4)
     dnis.export(net, found.scheme, tmp_path / "artifact")
     turned = copy.deepcopy(net)
-    dnis.compress(net, BATCHES, loss=nn.BCEWithLogitsLoss(), compression=4)
+    shift = dnis.compress(net, BATCHES, loss=nn.BCEWithLogitsLoss(), compression=4).output_shift
+    assert measured.bias is not None
+    measured.bias.shift_(turned, shift)
     served = net(own.dense_features, own.sparse_features).detach()
     assert list(collections(turned)) == ["e._embedding_bag_collection"]
     fresh = Net()

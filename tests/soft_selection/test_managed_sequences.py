@@ -88,8 +88,9 @@ def test_compressed_exported_and_served_it_maps_raw_ids_as_the_model_did(tmp_pat
     served = check_served_as_exported(model, scheme, tmp_path / "artifact", SequenceModel(zch))
     assert isinstance(served.tables._embedding_module, ServedEmbeddingCollection)
     before = predictions(given)
-    assert compress(given, BATCHES, loss=nn.MSELoss(), compression=4).compression >= 4
-    torch.testing.assert_close(predictions(given), predictions(served))
+    found = compress(given, BATCHES, loss=nn.MSELoss(), compression=4)
+    assert found.compression >= 4
+    torch.testing.assert_close(predictions(given), predictions(served) + found.output_shift)
     assert float((predictions(given) - before).std() / before.std()) < 0.2
 
 
