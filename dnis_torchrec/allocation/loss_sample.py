@@ -147,7 +147,7 @@ class LossSample:
         """Predicts the same once these samples, which should be held out, have taught the scales. The model stays.
 
         What is learnt on samples is better there than elsewhere. So what it loses is predicted crosswise: every second
-        batch with the scales that the others teach, and these with its own. Of one batch alone it is that batch's.
+        batch with the scales that the others teach, and these with its own.
 
         Distributed: that of `learnt_gains`, `rounded_rows` and `predict`, twice, and two all_reduces of three numbers.
 
@@ -156,14 +156,16 @@ class LossSample:
             blocks: its blocks.
 
         Returns:
-            With the codes that all samples together teach.
+            With the codes that all samples together teach. One batch, of a few thousand samples, teaches nothing: on
+            what could it be seen to hold?
         """
-        learnt = self._learn(scheme, blocks, self._batches)
-        increase, num_samples, shift = self._sums(learnt, self._batches)
         halves = self._batches[::2], self._batches[1::2]
-        if halves[1]:
-            crossed = [self._sums(self._learn(scheme, blocks, own), other) for own, other in (halves, halves[::-1])]
-            increase, num_samples = (sum(part[index] for part in crossed) for index in (0, 1))
+        if not halves[1]:
+            return self.predict(scheme)
+        learnt = self._learn(scheme, blocks, self._batches)
+        _, _, shift = self._sums(learnt, self._batches)
+        crossed = [self._sums(self._learn(scheme, blocks, own), other) for own, other in (halves, halves[::-1])]
+        increase, num_samples = (sum(part[index] for part in crossed) for index in (0, 1))
         return Prediction(loss_increase=increase / num_samples, output_shift=shift, scheme=learnt)
 
     def _sums(self, scheme: MixedDimensionScheme, batches: Sequence[_Judged]) -> tuple[float, float, float]:

@@ -146,7 +146,7 @@ def test_held_out_samples_lose_less() -> None:
 def test_the_predicted_loss_is_that_of_batches_that_the_others_teach() -> None:
     increases, plain = [], trained()
     for own, other in ([HELD_OUT[:1], HELD_OUT[1:]], [HELD_OUT[1:], HELD_OUT[:1]]):
-        before, after = outputs(plain, other), outputs(compressed(own)[0], other)
+        before, after = outputs(plain, other), outputs(compressed([*own, *own])[0], other)
         after = after + (before - after).mean()
         increases.append(losses(after, other) - losses(before, other))
     found = compressed(HELD_OUT)[1]
@@ -156,11 +156,14 @@ def test_the_predicted_loss_is_that_of_batches_that_the_others_teach() -> None:
     assert float(own.mean()) < naive - 1e-3  # what samples teach is better on these
 
 
-def test_of_one_batch_it_is_what_that_batch_loses() -> None:
+def test_one_batch_teaches_nothing() -> None:
     own = HELD_OUT[:1]
-    model, found = compressed(own)
+    (model, found), (_, fitted) = compressed(own), compressed(None)
     increase = losses(outputs(model, own), own) - losses(outputs(trained(), own), own)
     assert found.predicted_loss_increase == pytest.approx(float(increase.mean()), rel=1e-3)
+    for name, table in found.scheme.tables.items():
+        assert table.gain is None
+        assert table.codes.scale.equal(fitted.scheme.tables[name].codes.scale)
 
 
 def test_the_model_is_as_it_was_and_tables_left_alone_too() -> None:
