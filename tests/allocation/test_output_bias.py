@@ -153,5 +153,7 @@ def test_a_loss_that_does_not_bend_moves_nothing() -> None:
 
     model = trained()
     sample = loss_sample.LossSample(model, BATCHES, loss=line, is_held_out=True, has_bias=True)
-    scheme = measure_(trained(), BATCHES, loss=MSE).allocate(compression=5).scheme
+    measured = measure_(trained(), BATCHES, loss=MSE)
+    scheme = measured.allocate(compression=5).scheme
     assert sample.predict(scheme).output_shift == 0
+    assert sample.predict_learnt(scheme, measured.blocks).scheme is scheme
