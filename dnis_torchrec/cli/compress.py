@@ -66,7 +66,9 @@ def compress(
 ) -> None:
     """Compresses a trained model: bits for every column of every block of rows, by what they are worth to the loss.
 
-    Nothing is trained. Writes an artifact per size, OUT/x8 for 8 times, OUT/compress.json and OUT/report.html. Under
+    No weight is trained; the validation split teaches the scales of the codes.
+
+    Writes an artifact per size, OUT/x8 for 8 times, OUT/compress.json and OUT/report.html. Under
     torchrun every rank holds its shards of the tables alone, and the artifacts are the same.
     """
     from dnis_torchrec.comparison.plan import parse_sizes
