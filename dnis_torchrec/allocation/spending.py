@@ -100,7 +100,7 @@ class Purse:
             allowed = int((gains <= most).sum())
             totals = costs.cumsum(0)
             count = min(allowed, int(torch.searchsorted(totals, left, right=True)))
-            if not bool(is_open.any()):
+            if allowed and not bool(is_open.any()):
                 smallest = min(smallest or int(costs[0]), int(costs[0]))
             if count:
                 self._take(bought, order[:count])

@@ -129,12 +129,12 @@ def test_element_keeps_exactly_the_largest_magnitudes(case: Case, share: float) 
         assert scheme.parameters == min(parameters, sum(int(table.count_nonzero()) for table in before))
 
 
-@given(cases(dims=(3, 9)), st.floats(1.01, 4))
+@given(cases(dims=(3, 9)), st.floats(1.01, 4) | st.integers(102, 400).map(lambda percent: percent / 100))
 def test_element_by_compression(case: Case, compression: float) -> None:
     before = seen_tables(case[0], case[2])
     total, nonzero = sum(table.numel() for table in before), sum(int(table.count_nonzero()) for table in before)
     pointers = sum(pointer_bytes(*table.shape) for table in before)
-    num_values = int((4 * total / compression - pointers) // 5)
+    num_values = int((round(4 * total / compression, 6) - pointers) // 5)  # 132 / 1.1 is 119.99999999999999
     assume(num_values >= 1)
     kept = elementwise_keep_reference(before, num_values)
     expected = [table * mask for table, mask in zip(before, kept, strict=True)]
