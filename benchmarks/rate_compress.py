@@ -70,9 +70,9 @@ def prepare(
         worth = curvature(model, batches, blocks, loss=loss)
         energies = rounding_energies(model, blocks, counts)
         bias = output_bias(model, next(iter(batches)), loss, Ranks())
-        judged, has_bias = held_out or batches, bias is not None
-        sample = LossSample(model, judged, loss=loss, is_held_out=held_out is not None, has_bias=has_bias)
-        measured = Measured(model, counts, blocks, worth, energies, sample, bias)
+        judged, is_held_out = (batches, False) if held_out is None else (held_out, True)
+        sample = LossSample(model, judged, blocks, loss=loss, is_held_out=is_held_out, bias=bias)
+        measured = Measured(model, counts, blocks, worth, energies, sample)
     return Prepared(measured=measured, seconds=time.monotonic() - started)
 
 

@@ -175,7 +175,7 @@ def _compressed(prepared: Prepared, trained: Trained, wanted: Wanted) -> Served:
     found = compress(prepared, trained.bytes_of(wanted.size))
     seconds = prepared.seconds + time.monotonic() - started
     bits = torch.cat([table.codes.bits.flatten() for table in found.scheme.tables.values()])
-    model, bias = copy.deepcopy(prepared.model), prepared.measured.bias
+    model, bias = copy.deepcopy(prepared.model), prepared.measured.sample.bias
     if bias is not None:
         bias.shift_(model, found.output_shift)
     return _served(

@@ -13,20 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from dnis_torchrec.allocation.allocate import Allocation, Prediction, allocate
+from dnis_torchrec.allocation.allocate import Allocation, allocate
 from dnis_torchrec.allocation.curvature import checked_batch, curvature_of_read_tables, on_all
 from dnis_torchrec.allocation.curvature_sums import Curvature
 from dnis_torchrec.allocation.energies import BITS, RoundingEnergies, rounding_energies
 from dnis_torchrec.allocation.loss_derivatives import Loss
-from dnis_torchrec.allocation.loss_sample import LossSample, predictions_of
-from dnis_torchrec.allocation.output_bias import OutputBias, output_bias
+from dnis_torchrec.allocation.loss_sample import LossSample
+from dnis_torchrec.allocation.output_bias import output_bias
+from dnis_torchrec.allocation.predictions import predictions_of
 from dnis_torchrec.allocation.rotation import rotate_
 from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES, NUM_BLOCKS
 from dnis_torchrec.allocation.torchrec_models import with_axes_
@@ -61,7 +62,6 @@ class Measured:
         curvature: what columns of blocks are worth.
         energies: what every width leaves as an error.
         sample: on which the loss of a size is predicted.
-        bias: the model's output bias, if it has one; see `dnis_torchrec.allocation.output_bias`.
     """
 
     model: nn.Module
@@ -70,7 +70,6 @@ class Measured:
     curvature: Curvature
     energies: RoundingEnergies
     sample: LossSample
-    bias: OutputBias | None = None
 
     def shifted(self, found: Allocation) -> AbstractContextManager[None]:
         """The model with its output bias as tables of that size want it, within a block; afterwards it is as it was.
@@ -80,7 +79,8 @@ class Measured:
         Args:
             found: what `allocate` returned.
         """
-        return nullcontext() if self.bias is None else self.bias.shifted(self.model, found.output_shift)
+        bias = self.sample.bias
+        return nullcontext() if bias is None else bias.shifted(self.model, found.output_shift)
 
     def shift_(self, found: Allocation) -> None:
         """Moves the model's output bias to where tables of that size want it, for good. Local, the same on every rank.
@@ -88,8 +88,8 @@ class Measured:
         Args:
             found: what `allocate` returned.
         """
-        if self.bias is not None:
-            self.bias.shift_(self.model, found.output_shift)
+        if self.sample.bias is not None:
+            self.sample.bias.shift_(self.model, found.output_shift)
 
     def allocate(
         self,
@@ -122,34 +122,8 @@ class Measured:
             max_loss=max_loss,
             bits=self.energies.bits,
             energies=self.energies,
-            predict=lambda scheme: predict_size(self.model, self.bias, self.sample, self.blocks, scheme),
+            predict=self.sample.predict,
         )
-
-
-def predict_size(
-    model: nn.Module, bias: OutputBias | None, sample: LossSample, blocks: RowBlocks, scheme: MixedDimensionScheme
-) -> Prediction:
-    """Predicts what tables in some codes lose, once their scales are learnt if the sample is held out.
-
-    Distributed: that of `LossSample.predict` and `LossSample.predict_learnt`.
-
-    Args:
-        model: trained, its tables in their axes; it does not change.
-        bias: its output bias, if it has one.
-        sample: of the model.
-        blocks: of the codes.
-        scheme: the codes.
-
-    Returns:
-        With the scheme whose scales were learnt, if that is predicted to lose less.
-    """
-    fitted = sample.predict(scheme)
-    if not sample.is_held_out:
-        return fitted
-    with nullcontext() if bias is None else bias.shifted(model, fitted.output_shift):
-        learnt = sample.predict_learnt(scheme, blocks)
-    learnt = replace(learnt, output_shift=fitted.output_shift + learnt.output_shift)
-    return min(fitted, learnt, key=lambda said: said.loss_increase)
 
 
 def compress(
@@ -283,8 +257,8 @@ def measure_(
     energies = rounding_energies(model, blocks, counts, bits=bits)
     judged, is_held_out = (batches, False) if held_out is None else (held_out, True)
     bias = output_bias(model, first, loss, ranks)
-    sample = LossSample(model, judged, loss=loss, is_held_out=is_held_out, has_bias=bias is not None)
-    return Measured(model, counts, blocks, worth, energies, sample, bias)
+    sample = LossSample(model, judged, blocks, loss=loss, is_held_out=is_held_out, bias=bias)
+    return Measured(model, counts, blocks, worth, energies, sample)
 
 
 def packed_collections(
@@ -367,9 +341,9 @@ def _turn_(
         first = next(iter(batches), None)
         check(first is not None, "batches", "at least one batch", "none")
         batch = checked_batch(cast(Batch, first), loss, "batch 0")
-    before, _ = predictions_of(model, batch, loss, "batch 0", ranks)
+    before = predictions_of(model, batch, loss, "batch 0", ranks).values
     rotate_(model, counts, leave_alone=leave_alone)
-    after, _ = predictions_of(model, batch, loss, "batch 0", ranks)
+    after = predictions_of(model, batch, loss, "batch 0", ranks).values
     with on_all(ranks):
         moved, largest = float((after - before).abs().max()), float(before.abs().max())
         if moved > UNCHANGED * largest:

@@ -1,10 +1,10 @@
-r"""Learnt scales: what codes stand for is learnt on held-out samples, in two steps of soft selection; weights stay.
+r"""Learnt scales: what codes stand for is learnt on held-out samples, in a few steps of soft selection; no weight.
 
 Codes of a column (block s, column c) stand for multiples of its scale. To multiply the scale is to choose alpha, as in
 the paper's upper level: on samples that weights were not trained on, by the gradient of the loss. `curvature` gives it
 for all columns at once, and with it how far to go:
 
-.. math:: \alpha_{sc} = 1 - \eta \, \frac{G_{sc}}{H_{sc}} \left(1 - 2 \, \frac{\sigma^2_{sc}}{G_{sc}^2}\right)_+,
+.. math:: \alpha_{sc} = 1 - \eta \, \frac{G_{sc}}{H_{sc}} \left(1 - \frac{\sigma^2_{sc}}{G_{sc}^2}\right)_+,
     \quad \sigma^2_{sc} = \frac{\varphi H_{sc}}{N}, \quad \varphi = \frac{\sum_n L_n'^2}{\sum_n L_n''}
 
 A Newton step of each column by itself, shortened by eta because columns move predictions together, and by what the
@@ -20,6 +20,7 @@ Shapes: N samples, S blocks, D embedding_dim.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -28,56 +29,68 @@ from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.allocation.curvature import curvature
 from dnis_torchrec.allocation.loss_derivatives import Loss
-from dnis_torchrec.allocation.whole_rows import WholeRows
+from dnis_torchrec.allocation.rows_in_codes import RowsInCodes
 from dnis_torchrec.blocks.bit_fields import is_coded
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.data.task import Task
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
+from dnis_torchrec.scheme import MixedDimensionScheme
 
-ALPHA_STEPS, NEWTON_SHARE, LONGEST_ALPHA_STEP = 2, 0.3, 0.2
-"""Steps, eta, and how far alpha moves in one at most."""
-CHANCE = 2.0
-"""Times the variance of a gradient that its square has to be for a column to move at all."""
+NEWTON_SHARE, LONGEST_ALPHA_STEP = 0.5, 0.2
+"""Eta, and how far alpha moves in a step at most."""
 
 
-def learnt_gains(
-    model: nn.Module,
-    tables: Mapping[str, WholeRows],
-    scheme: MixedDimensionScheme,
-    batches: Sequence[Batch],
-    rows: Mapping[str, Tensor],
-    blocks: RowBlocks,
-    *,
-    loss: Loss | Task,
-    noise: float,
-) -> dict[str, Tensor]:
-    """Learns what the scales of all columns are to be multiplied by; the rows that batches read move along.
+class ScaleLearner:
+    """What some held-out batches teach the scales of all columns to be multiplied by, a step at a time.
 
-    Distributed: that of `curvature`; all ranks get the same.
+    Distributed: all ranks make it, and step, alike, and have the same gains.
 
     Args:
-        model: as `curvature` takes it, its rows in codes.
-        tables: all of it, see `whole_rows`.
+        model: as `curvature` takes it.
+        in_codes: its rows that batches read.
         scheme: with these codes.
-        batches: of this rank; held out.
-        rows: table -> which rows they read, ``(n,)`` int64.
+        batches: of this rank.
         blocks: of the codes.
         loss: see `curvature`.
-        noise: phi over N.
+        noise: phi over N; infinite for a loss that does not bend, which teaches nothing.
 
-    Returns:
-        Table -> ``(S, D)`` float64; 1 where a column has no codes.
+    Attributes:
+        gains: table -> ``(S, D)`` float64; 1 where a column has no codes, and everywhere before the first step.
     """
-    gains = {name: torch.ones(scheme.tables[name].codes.bits.shape, dtype=torch.float64) for name in tables}
-    for _ in range(ALPHA_STEPS):
-        found = curvature(model, batches, blocks, loss=loss, num_samples=None, warns=False, couplings=False)
-        for name, whole in tables.items():
+
+    def __init__(
+        self,
+        model: nn.Module,
+        in_codes: RowsInCodes,
+        scheme: MixedDimensionScheme,
+        batches: Sequence[Batch],
+        blocks: RowBlocks,
+        *,
+        loss: Loss | Task,
+        noise: float,
+    ) -> None:
+        self._model, self._in_codes, self._batches, self._blocks = model, in_codes, batches, blocks
+        self._loss, self._noise = loss, noise
+        self._coded = {name: is_coded(table.codes.bits) for name, table in scheme.tables.items()}
+        self.gains = {name: torch.ones(bits.shape, dtype=torch.float64) for name, bits in self._coded.items()}
+
+    def step_(self) -> None:
+        """Takes a step. Rows hold its gains afterwards. Distributed: that of `curvature`."""
+        self._in_codes.multiply_(self.gains)
+        if self._noise == math.inf:
+            return
+        found = curvature(
+            self._model,
+            self._batches,
+            self._blocks,
+            loss=self._loss,
+            num_samples=None,
+            warns=False,
+            couplings=False,
+        )
+        for name, gain in self.gains.items():
             gradient, bend = (part[name].double().cpu() for part in (found.gradient, found.curvature))
-            factor = torch.where(is_coded(scheme.tables[name].codes.bits), 1 - alpha_step(gradient, bend, noise), 1.0)
-            gains[name] *= factor
-            _multiply_(model, whole, scheme.tables[name], rows[name], factor)
-    return gains
+            gain *= torch.where(self._coded[name], 1 - alpha_step(gradient, bend, self._noise), 1.0)
+        self._in_codes.multiply_(self.gains)
 
 
 def alpha_step(gradient: Tensor, curvature: Tensor, noise: float) -> Tensor:
@@ -95,23 +108,11 @@ def alpha_step(gradient: Tensor, curvature: Tensor, noise: float) -> Tensor:
         >>> alpha_step(torch.tensor([0.2, 0.01, -9.0, 1.0]), torch.tensor([1.0, 1.0, 1.0, 0.0]), 1e-3).tolist()
         [0.05700000002980232, 0.0, -0.20000000298023224, 0.0]
     """
-    is_more_than_chance = gradient.square() > CHANCE * noise * curvature
+    is_more_than_chance = gradient.square() > noise * curvature
     moves = is_more_than_chance & (curvature > 0)
     square, bend = torch.where(moves, gradient.square(), 1.0), torch.where(moves, curvature, 1.0)
-    step = NEWTON_SHARE * gradient / bend * (1 - CHANCE * noise * bend / square)
+    step = NEWTON_SHARE * gradient / bend * (1 - noise * bend / square)
     return torch.where(moves, step.clamp(-LONGEST_ALPHA_STEP, LONGEST_ALPHA_STEP), 0.0)
-
-
-@torch.no_grad()
-def _multiply_(model: nn.Module, whole: WholeRows, table: TableScheme, rows: Tensor, factor: Tensor) -> None:
-    """Multiplies some rows of a table, where this rank holds parts of them."""
-    of_rows = torch.cat([factor, torch.ones(1, factor.shape[1], dtype=factor.dtype)])[table.routing.block_of(rows)]
-    with writing_to_tables(model):
-        for shard in whole.shards:
-            is_here = (rows >= shard.first_row) & (rows < shard.first_row + len(shard.weight))
-            place = (rows[is_here] - shard.first_row).to(shard.weight.device)
-            columns = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
-            shard.weight[place] *= of_rows[is_here, columns].to(shard.weight)
 
 
 def with_gains(scheme: MixedDimensionScheme, gains: Mapping[str, Tensor]) -> MixedDimensionScheme:
@@ -119,9 +120,28 @@ def with_gains(scheme: MixedDimensionScheme, gains: Mapping[str, Tensor]) -> Mix
 
     Args:
         scheme: with codes.
-        gains: of its tables, see `learnt_gains`.
+        gains: table -> ``(S, D)``, see `ScaleLearner`.
     """
     tables = {
         name: table.with_codes(table.codes.with_gain(gains[name].float())) for name, table in scheme.tables.items()
     }
     return MixedDimensionScheme(tables)
+
+
+def mean_gains(learners: Sequence[ScaleLearner]) -> dict[str, Tensor]:
+    """What learners of the same scheme say in the mean, table -> ``(S, D)``.
+
+    Args:
+        learners: at least one.
+    """
+    return {name: torch.stack([own.gains[name] for own in learners]).mean(0) for name in learners[0].gains}
+
+
+def gains_over(scheme: MixedDimensionScheme, learnt: MixedDimensionScheme) -> dict[str, Tensor]:
+    """What scales were multiplied by, table -> ``(S, D)``: bfloat16s over one another.
+
+    Args:
+        scheme: before.
+        learnt: after `with_gains`.
+    """
+    return {name: table.codes.scale / scheme.tables[name].codes.scale for name, table in learnt.tables.items()}

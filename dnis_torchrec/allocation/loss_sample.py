@@ -11,6 +11,17 @@ and true, and stays: the figure is how much their loss increases.
 The sum that `allocate` spends by, H / 2 times the rounding energy of every column, takes errors to be independent.
 Those of the columns and features of a sample meet in its prediction, where they add up.
 
+Held-out samples teach scales (see `learnt_scales`), and what is learnt on samples is better there than elsewhere. So
+every second batch teaches scales of its own, and so do the others; tables get the mean of both, after as many steps as
+are predicted to lose less and less. With
+:math:`\hat z_n` of the mean, and :math:`\check z_n` of the scales that the half without sample n has taught,
+
+.. math:: \Delta L = \frac{1}{N} \sum_n L_n(\hat z_n) - L_n(z_n) + L_n'(\hat z_n)^\top (\check z_n - \hat z_n)
+
+that is the loss of the other half's scales, less L'' / 2 times the square of how far these are from the mean: chance,
+of which the mean of two has half. One batch, of a few thousand samples, teaches nothing: on what could it be seen to
+hold?
+
 Shapes: N samples, B batch, T outputs of the model.
 """
 
@@ -18,8 +29,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -29,27 +40,18 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.allocation.allocate import Prediction
-from dnis_torchrec.allocation.curvature import (
-    derivatives_at,
-    device_of,
-    evaluating,
-    first_batches,
-    on_all,
-    outputs_of,
-)
-from dnis_torchrec.allocation.learnt_scales import learnt_gains, with_gains
-from dnis_torchrec.allocation.loss_derivatives import Loss, LossDerivatives
-from dnis_torchrec.allocation.row_sample import RowSample, sampled_values
-from dnis_torchrec.allocation.whole_rows import WholeRows, whole_rows
+from dnis_torchrec.allocation.curvature import derivatives_at, first_batches, on_all
+from dnis_torchrec.allocation.learnt_scales import ScaleLearner, gains_over, mean_gains, with_gains
+from dnis_torchrec.allocation.loss_derivatives import Loss
+from dnis_torchrec.allocation.output_bias import OutputBias
+from dnis_torchrec.allocation.predictions import Predictions, predictions_of
+from dnis_torchrec.allocation.rows_in_codes import RowsInCodes, rows_in_codes
+from dnis_torchrec.allocation.whole_rows import whole_rows
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.blocks.column_codes import decode_rows, encode_rows
 from dnis_torchrec.blocks.frequency import bags_of
 from dnis_torchrec.data.lookup_batches import features_of
-from dnis_torchrec.data.task import Outputs, Task
-from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
-from dnis_torchrec.soft_selection.features_by_name import read_by_name_
+from dnis_torchrec.data.task import Task
+from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.soft_selection.managed_collisions import remapped
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards, ranks_of, table_configs_of
 
@@ -57,6 +59,8 @@ JUDGED_SAMPLES = 1 << 16
 """Samples that are enough; a pass takes a second or two."""
 SAMPLES_PER_PASS = 1 << 12
 """Larger batches are cut: bounds the rows that are rounded at a time."""
+MOST_ALPHA_STEPS = 8
+"""Steps that scales learn in, at most."""
 MOST_STEPS, LONGEST_STEP, LAST_STEP = 12, 4.0, 1e-3
 """Newton's steps to the shift of the output bias, how long each may be, and how long the last one: what it leaves is of
 its square."""
@@ -66,35 +70,28 @@ SHIFT_UNIT = 2.0**-16
 
 @dataclass(frozen=True, eq=False)
 class _Judged:
-    """A batch, and what is known of it before anything is rounded.
-
-    Attributes:
-        batch: of this rank.
-        predictions: ``(B, T)`` float64.
-        at: the loss around them.
-        rows: table -> those that the batches of all ranks read, ``(n,)`` int64, rising.
-    """
+    """A batch of this rank, and what is known of it before anything is rounded."""
 
     batch: Batch
-    predictions: Tensor
-    at: LossDerivatives
-    rows: Mapping[str, Tensor]
+    before: Predictions
 
 
 class LossSample:
     """The first samples of a split, ready to be predicted with tables in codes.
 
-    Distributed: that of `whole_rows`, one forward pass of each batch; per batch and table the ids that ranks read are
-    gathered.
+    Distributed: that of `whole_rows`, one forward pass of each batch; per table the ids that ranks read are gathered.
 
     Args:
         model: trained, its tables in their axes, sharded or not; called as `curvature` calls it.
         batches: of this rank.
+        blocks: of its tables; scales are of their columns.
         loss: see `curvature`.
         is_held_out: whether the model was not trained on them.
-        has_bias: whether the model has an output bias, which goes up by what keeps the mean of the loss's derivatives
-            (see `dnis_torchrec.allocation.output_bias`).
+        bias: its output bias, if it has one: it goes up by what keeps the mean of the loss's derivatives.
         num_samples: that are enough, of all ranks together; whole batches are taken.
+
+    Attributes:
+        bias: as given.
 
     Raises:
         ValueError: as `curvature`.
@@ -104,123 +101,137 @@ class LossSample:
         self,
         model: nn.Module,
         batches: Iterable[Batch],
+        blocks: RowBlocks,
         *,
         loss: Loss | Task,
         is_held_out: bool,
-        has_bias: bool = False,
+        bias: OutputBias | None = None,
         num_samples: int = JUDGED_SAMPLES,
     ) -> None:
         found = collections(model)
         tables = [table for collection in found.values() for table in table_configs_of(collection)]
-        self._model, self._loss, self._has_bias = model, loss, has_bias
-        self.is_held_out = is_held_out
-        self._ranks, self._batches = ranks_of(*found.values()), list[_Judged]()
+        self._model, self._blocks, self._loss, self.bias = model, blocks, loss, bias
+        self._ranks, self._is_held_out = ranks_of(*found.values()), is_held_out
         shards = [shard for collection in found.values() for shard in local_shards(collection)]
         shapes = {table.name: (table.num_embeddings, table.embedding_dim) for table in tables}
         self._tables = whole_rows(shards, shapes, self._ranks)
+        self._batches = list[_Judged]()
+        rows: dict[str, list[Tensor]] = {name: [] for name in shapes}
         for place, batch in first_batches(batches, loss, self._ranks, num_samples, SAMPLES_PER_PASS):
-            predictions, at = predictions_of(model, batch, loss, place, self._ranks)
+            self._batches.append(_Judged(batch, predictions_of(model, batch, loss, place, self._ranks)))
             with on_all(self._ranks):
-                ids = _ids_by_table(remapped(model, features_of(batch)), tables, place)
-            rows = {name: self._ranks.concatenate(of_table).unique() for name, of_table in ids.items()}
-            self._batches.append(_Judged(batch, predictions, at, rows))
+                for name, ids in _ids_by_table(remapped(model, features_of(batch)), tables, place).items():
+                    rows[name].append(ids)
+        self._rows = {name: self._ranks.concatenate(torch.cat(ids).unique()).unique() for name, ids in rows.items()}
 
     def predict(self, scheme: MixedDimensionScheme) -> Prediction:
-        """Predicts what tables in the codes of a scheme lose. The model does not change.
+        """Predicts what tables in the codes of a scheme lose, once held-out samples have taught the scales.
 
-        The rows that a batch reads are rounded where they lie, and put back once it is predicted.
+        The rows that the sample reads are rounded where they lie, and put back afterwards: the model does not change.
 
-        Distributed: one forward pass of each batch, with that of `rounded_rows`, and one all_reduce of two numbers,
-        and one more for each of some steps to the shift; all ranks get the same.
+        Distributed: that of `rows_in_codes`, a forward pass of each batch, with an all_reduce of two numbers for them
+        together and for each of some steps to the shift. Where scales learn, twice as much again, and `curvature` of
+        each batch for each of their steps. All ranks get the same.
 
         Args:
             scheme: of an `Allocation` for the model.
 
         Returns:
             What it loses, in units of the loss: below 0 where rounding is predicted to mend what the model has
-            overfitted; and by how much its output bias has to go up for that.
+            overfitted; by how much its output bias has to go up for that; and the scheme with scales that were learnt,
+            if that is predicted to lose less.
         """
-        increase, num_samples, shift = self._sums(scheme, self._batches)
-        return Prediction(loss_increase=increase / num_samples, output_shift=shift)
+        with rows_in_codes(self._model, self._tables, scheme, self._rows) as in_codes:
+            rounded = self._predictions(self._batches)
+            shift = self._shift(self._batches, rounded)
+            fitted = Prediction(loss_increase=self._increase(rounded, shift), output_shift=shift)
+            if not self._is_held_out or len(self._batches) == 1:
+                return fitted
+            with nullcontext() if self.bias is None else self.bias.shifted(self._model, shift):
+                return self._predict_learnt(in_codes, scheme, fitted)
 
-    def predict_learnt(self, scheme: MixedDimensionScheme, blocks: RowBlocks) -> Prediction:
-        """Predicts the same once these samples, which should be held out, have taught the scales. The model stays.
+    def _predict_learnt(self, in_codes: RowsInCodes, scheme: MixedDimensionScheme, fitted: Prediction) -> Prediction:
+        """After as many steps of both halves as lose less and less, see the top of this module."""
+        halves, best = (self._batches[::2], self._batches[1::2]), fitted
+        learners = [self._learner(in_codes, scheme, half) for half in halves]
+        for _ in range(MOST_ALPHA_STEPS):
+            crossed = list[list[Predictions]]()
+            for learner, others in zip(learners, halves[::-1], strict=True):
+                learner.step_()
+                crossed.insert(0, self._predictions(others))
+            learnt = with_gains(scheme, mean_gains(learners))
+            in_codes.multiply_(gains_over(scheme, learnt))
+            rounded = self._predictions(self._batches)
+            shift = self._shift(self._batches, rounded)
+            away = [self._away(half, rounded[part::2], crossed[part]) for part, half in enumerate(halves)]
+            by_batch = [away[index % 2][index // 2] for index in range(len(rounded))]
+            increase = self._increase(rounded, shift, by_batch)
+            if not increase < best.loss_increase:
+                break
+            best = Prediction(loss_increase=increase, output_shift=fitted.output_shift + shift, scheme=learnt)
+        return best
 
-        What is learnt on samples is better there than elsewhere. So what it loses is predicted crosswise: every second
-        batch with the scales that the others teach, and these with its own.
+    def _predictions(self, batches: Sequence[_Judged]) -> list[Predictions]:
+        """Of batches, with rows as they are now."""
+        return [
+            predictions_of(self._model, judged.batch, self._loss, f"batch {index}, in codes", self._ranks)
+            for index, judged in enumerate(batches)
+        ]
 
-        Distributed: that of `learnt_gains`, `rounded_rows` and `predict`, twice, and two all_reduces of three numbers.
+    def _away(
+        self, batches: Sequence[_Judged], rounded: Sequence[Predictions], others: Sequence[Predictions]
+    ) -> list[Tensor]:
+        """How far other scales take the predictions of some batches, but for what the output bias makes good."""
+        level = self._shift(batches, others) - self._shift(batches, rounded)
+        return [other.values - own.values + level for own, other in zip(rounded, others, strict=True)]
+
+    def _increase(self, rounded: Sequence[Predictions], shift: float, away: Sequence[Tensor] | None = None) -> float:
+        """The loss of all samples in codes over that of before, see the top of this module.
 
         Args:
-            scheme: of an `Allocation` for the model.
-            blocks: its blocks.
-
-        Returns:
-            With the codes that all samples together teach. One batch, of a few thousand samples, teaches nothing: on
-            what could it be seen to hold?
+            rounded: of each batch.
+            shift: of the output bias.
+            away: of each batch, see `_away`: to scales that only the other half has taught, if any did.
         """
-        halves = self._batches[::2], self._batches[1::2]
-        if not halves[1]:
-            return self.predict(scheme)
-        learnt = self._learn(scheme, blocks, self._batches)
-        _, _, shift = self._sums(learnt, self._batches)
-        crossed = [self._sums(self._learn(scheme, blocks, own), other) for own, other in (halves, halves[::-1])]
-        increase, num_samples = (sum(part[index] for part in crossed) for index in (0, 1))
-        return Prediction(loss_increase=increase / num_samples, output_shift=shift, scheme=learnt)
-
-    def _sums(self, scheme: MixedDimensionScheme, batches: Sequence[_Judged]) -> tuple[float, float, float]:
-        """The loss that batches lose together, over all ranks, their samples, and the shift of the output bias."""
-        rounded = []
-        for index, judged in enumerate(batches):
-            place = f"batch {index}, in codes"
-            with rounded_rows(self._model, self._tables, scheme, judged.rows):
-                rounded.append(_predicted(self._model, judged.batch, self._loss, place, self._ranks))
-        outputs_of_all = [outputs for outputs, _, _ in rounded]
-        shift = self._shift(batches, outputs_of_all) if self._has_bias else 0.0
         sums = torch.zeros(2, dtype=torch.float64)
-        for judged, (outputs, predictions, at) in zip(batches, rounded, strict=True):
-            moved = predictions + shift
-            loss = self._around(judged, outputs, shift).loss if shift else at.loss
-            sums += torch.tensor([self._increase(judged, moved, loss), len(moved)])
+        for index, (judged, as_rounded) in enumerate(zip(self._batches, rounded, strict=True)):
+            before, after = judged.before, self._higher(judged, as_rounded, shift)
+            num_samples = len(after.values)
+            increase = num_samples * (after.at.loss - before.at.loss)
+            if not self._is_held_out:
+                increase -= float((before.at.first * (after.values - before.values)).sum())
+            if away is not None:
+                increase += float((after.at.first * away[index]).sum())
+            sums += torch.tensor([increase, num_samples], dtype=torch.float64)
         increase, num_samples = self._ranks.sum_(sums).tolist()
-        return increase, num_samples, shift
+        return increase / num_samples
 
-    def _learn(
-        self, scheme: MixedDimensionScheme, blocks: RowBlocks, batches: Sequence[_Judged]
-    ) -> MixedDimensionScheme:
-        """The same codes, that stand for what some batches teach."""
-        rows = {name: torch.cat([judged.rows[name] for judged in batches]).unique() for name in self._tables}
-        first = sum(float(judged.at.first.square().sum()) for judged in batches)
-        second = sum(float(judged.at.second.diagonal(dim1=1, dim2=2).sum()) for judged in batches)
-        sums = torch.tensor([first, second, sum(len(judged.predictions) for judged in batches)], dtype=torch.float64)
+    def _learner(self, in_codes: RowsInCodes, scheme: MixedDimensionScheme, batches: Sequence[_Judged]) -> ScaleLearner:
+        """Learns from some batches."""
+        first = sum(float(judged.before.at.first.square().sum()) for judged in batches)
+        second = sum(float(judged.before.at.second.diagonal(dim1=1, dim2=2).sum()) for judged in batches)
+        num_samples = sum(len(judged.before.values) for judged in batches)
+        sums = torch.tensor([first, second, num_samples], dtype=torch.float64)
         first, second, num_samples = self._ranks.sum_(sums).tolist()
-        if not second > 0:
-            return scheme
-        with rounded_rows(self._model, self._tables, scheme, rows):
-            gains = learnt_gains(
-                self._model,
-                self._tables,
-                scheme,
-                [judged.batch for judged in batches],
-                rows,
-                blocks,
-                loss=self._loss,
-                noise=first / second / num_samples,
-            )
-        return with_gains(scheme, gains)
+        noise = first / second / num_samples if second > 0 else math.inf
+        own = [judged.batch for judged in batches]
+        return ScaleLearner(self._model, in_codes, scheme, own, self._blocks, loss=self._loss, noise=noise)
 
-    def _shift(self, batches: Sequence[_Judged], rounded: list[Outputs]) -> float:
+    def _shift(self, batches: Sequence[_Judged], rounded: Sequence[Predictions]) -> float:
         """By how much outputs go up so that the loss's derivatives add up to what they did: by Newton's steps.
 
         Returns:
-            A multiple of `SHIFT_UNIT`, so that float32 sums in another order give the same. 0 where steps lead nowhere.
+            A multiple of `SHIFT_UNIT`, so that float32 sums in another order give the same. 0 where steps lead nowhere,
+            and without an output bias.
         """
-        own = sum(float(judged.at.first.sum()) for judged in batches)
+        if self.bias is None:
+            return 0.0
+        own = sum(float(judged.before.at.first.sum()) for judged in batches)
         wanted, shift = float(self._ranks.sum_(torch.tensor([own], dtype=torch.float64))), 0.0
         for _ in range(MOST_STEPS):
             sums = torch.zeros(2, dtype=torch.float64)
-            for judged, outputs in zip(batches, rounded, strict=True):
-                at = self._around(judged, outputs, shift)
+            for judged, after in zip(batches, rounded, strict=True):
+                at = self._higher(judged, after, shift).at
                 sums += torch.tensor([float(at.first.sum()), float(at.second.sum())], dtype=torch.float64)
             first, second = self._ranks.sum_(sums).tolist()
             step = (wanted - first) / second if second > 0 else math.nan
@@ -231,104 +242,15 @@ class LossSample:
                 return round(shift / SHIFT_UNIT) * SHIFT_UNIT
         return 0.0
 
-    def _around(self, judged: _Judged, outputs: Outputs, shift: float) -> LossDerivatives:
-        """The loss around the outputs of a batch, all of them that much higher."""
+    def _higher(self, judged: _Judged, after: Predictions, shift: float) -> Predictions:
+        """The predictions of a batch, all of them that much higher."""
+        if not shift:
+            return after
+        outputs = after.outputs
         assert isinstance(outputs, Tensor)  # of a model of one output
         batch = judged.batch.to(outputs.device)
-        return derivatives_at(outputs + shift, batch, self._loss, "outputs in codes")[1]
-
-    def _increase(self, judged: _Judged, rounded: Tensor, loss: float) -> float:
-        """Of a batch's samples together."""
-        increase = len(rounded) * (loss - judged.at.loss)
-        expected = float((judged.at.first * (rounded - judged.predictions)).sum())
-        return increase if self.is_held_out else increase - expected
-
-
-def predictions_of(
-    model: nn.Module, batch: Batch, loss: Loss | Task, place: str, ranks: Ranks
-) -> tuple[Tensor, LossDerivatives]:
-    """The predictions of one batch in evaluation mode, and the loss around them.
-
-    Args:
-        model: sharded or not, a `TrainTask` or what one calls.
-        batch: of this rank.
-        loss: see `curvature`.
-        place: which batch, for the error.
-        ranks: that hold the model; what is wrong on one raises on all.
-
-    Returns:
-        ``(B, T)`` float64, those that the loss depends on, and the loss.
-
-    Raises:
-        ValueError: if the model returns something else.
-    """
-    return _predicted(model, batch, loss, place, ranks)[1:]
-
-
-@torch.no_grad()
-def _predicted(
-    model: nn.Module, batch: Batch, loss: Loss | Task, place: str, ranks: Ranks
-) -> tuple[Outputs, Tensor, LossDerivatives]:
-    """What the model returns of a batch, and `predictions_of` it."""
-    read_by_name_(model, refuse_weights=None)
-    batch = batch.to(device_of(model))
-    with evaluating(model):
-        outputs = outputs_of(model, batch, loss)
-    with on_all(ranks):
-        predictions, at = derivatives_at(outputs, batch, loss, place)
-    return outputs, predictions.double(), at
-
-
-@contextmanager
-def rounded_rows(
-    model: nn.Module, tables: Mapping[str, WholeRows], scheme: MixedDimensionScheme, rows: Mapping[str, Tensor]
-) -> Iterator[None]:
-    """Within the block some rows hold the values that they would be served with; afterwards their own, bit for bit.
-
-    Distributed: one all_reduce of the rows of each table that is cut by columns; else local.
-
-    Args:
-        model: sharded or not.
-        tables: all of it, see `whole_rows`.
-        scheme: with codes of its tables.
-        rows: table -> which rows, ``(n,)`` int64, rising, each once; the same on every rank.
-    """
-    own: list[tuple[Tensor, Tensor, Tensor]] = []
-    try:
-        with torch.no_grad(), writing_to_tables(model):
-            for name, table in tables.items():
-                for weight, place, rounded in _rounded(table, scheme.tables[name], rows[name]):
-                    own.append((weight, place, weight[place]))
-                    weight[place] = rounded
-        yield
-    finally:
-        with torch.no_grad(), writing_to_tables(model):
-            for weight, place, values in own:
-                weight[place] = values
-
-
-def _rounded(whole: WholeRows, table: TableScheme, rows: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """For every shard of this rank: its weights, the places of some of the table's rows, and what they are in codes."""
-    blocks = table.routing.block_of(rows)
-
-    def in_codes(values: Tensor, of_blocks: Tensor) -> Tensor:
-        encoded = encode_rows(values, of_blocks, table.codes, place=f"table {table.name!r}")
-        return decode_rows(encoded, of_blocks, table.codes)
-
-    gathered = None
-    if whole.is_cut:
-        sample = RowSample(rows, blocks, torch.ones(len(rows), dtype=torch.float64))
-        gathered = in_codes(sampled_values(sample, whole.shards, table.embedding_dim, 1, whole.ranks), blocks)
-    found = []
-    for shard in whole.shards:
-        is_here = (rows >= shard.first_row) & (rows < shard.first_row + len(shard.weight))
-        place = (rows[is_here] - shard.first_row).to(shard.weight.device)
-        if gathered is None:
-            rounded = in_codes(shard.weight[place].cpu().float(), blocks[is_here])
-        else:
-            rounded = gathered[is_here, shard.first_column : shard.first_column + shard.weight.shape[1]]
-        found.append((shard.weight, place, rounded.to(shard.weight)))
-    return found
+        _, at = derivatives_at(outputs + shift, batch, self._loss, "outputs in codes")
+        return Predictions(outputs + shift, after.values + shift, at)
 
 
 def _ids_by_table(features: KeyedJaggedTensor, tables: Iterable[EmbeddingBagConfig], place: str) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.allocation.loss_derivatives import Loss
-from dnis_torchrec.allocation.loss_sample import predictions_of
+from dnis_torchrec.allocation.predictions import predictions_of
 from dnis_torchrec.data.task import Task
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.soft_selection.table_shards import dense_state
@@ -89,14 +89,14 @@ def output_bias(model: nn.Module, batch: Batch, loss: Loss | Task, ranks: Ranks)
     Returns:
         The first that there is. None for a model of several outputs, or without one.
     """
-    before, _ = predictions_of(model, batch, loss, "batch 0", ranks)
+    before = predictions_of(model, batch, loss, "batch 0", ranks).values
     if before.shape[1] != 1:
         return None
     for name, value in dense_state(model).items():
         if value.numel() != 1 or not value.is_floating_point():
             continue
         with OutputBias(name=name, gain=1.0).shifted(model, ADDED):
-            after, _ = predictions_of(model, batch, loss, "batch 0", ranks)
+            after = predictions_of(model, batch, loss, "batch 0", ranks).values
         moved = (after - before).flatten().cpu()
         highest, lowest = ranks.max_(torch.stack([moved.max(), -moved.min()])).tolist()
         if highest + lowest <= EVEN * abs(highest) and highest:

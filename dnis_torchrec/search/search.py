@@ -6,7 +6,7 @@ plain     weights, to their early stop   still
 ramp      weights                        alpha learns; columns die, the least worthwhile for their bytes first
 release   weights, to their early stop   alpha learns
           alpha is folded into the tables, which get bits as `dnis_torchrec.compress` spends them
-finish    weights, through the rounding  -
+finish    weights, through the rounding  scales, once weights are done: `allocation.learnt_scales`
 
 A model that is trained already begins with "given" in place of plain training: its weights stand still while their
 optimizers see gradients, for what they average is not stored with weights.
@@ -19,7 +19,7 @@ without any of it. A search returns it only if it is ahead by more than a standa
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.allocation.allocate import Allocation, allocate
-from dnis_torchrec.allocation.compress import predict_size
+from dnis_torchrec.allocation.allocate import Allocation, Prediction, allocate
 from dnis_torchrec.allocation.curvature import curvature_of_read_tables
 from dnis_torchrec.allocation.curvature_sums import Curvature
 from dnis_torchrec.allocation.energies import blocked_tables
@@ -89,7 +88,7 @@ class SearchOutcome:
         model: the plain model, merged; its tables hold the values that are served. On several ranks its collections
             stay sharded.
         scheme: with bits, scales and shifts of every table.
-        predicted_loss_increase: of rounding, see `Allocation`.
+        predicted_loss_increase: of rounding, before weights adapt to it, see `Allocation`.
         origin: `SEARCHED` if it is ahead on the selection split by more than chance; else `COMPRESSED`.
         selection_loss: of what is returned.
         selection_losses: of both, by origin.
@@ -309,11 +308,7 @@ class _Finishing:
         if searched is not None and searched_loss < compressed_loss and self._is_ahead(rival):
             return searched, SEARCHED, losses
         self._go_back_to_plain_training()
-        bias = self._output_bias()
-        rounded = RoundedTables(self._started.model, compressed.scheme)
-        rounded.stop_()
-        self._shift_(bias, compressed)
-        return replace(compressed, scheme=rounded.scheme), COMPRESSED, losses
+        return self._served_(compressed, self._output_bias()), COMPRESSED, losses
 
     def _go_back_to_plain_training(self) -> None:
         started = self._started
@@ -323,27 +318,32 @@ class _Finishing:
 
     def _compress(self) -> tuple[Allocation, float]:
         """Goes back to plain training, and gives its tables bits without a further step."""
-        started, recipe = self._started, self._started.recipe
         self._go_back_to_plain_training()
-        bias, found = self._output_bias(), self._allocated(self._worth(warns=True))
-        held_out, has_bias = measured_samples(recipe.data.validation), bias is not None
-        sample = LossSample(started.model, held_out, loss=recipe.task, is_held_out=True, has_bias=has_bias)
-        said = predict_size(started.model, bias, sample, started.blocks, found.scheme)
-        found = replace(found, scheme=said.scheme or found.scheme, output_shift=said.output_shift)
-        RoundedTables(started.model, found.scheme).stop_()
-        self._shift_(bias, found)
+        sample = self._sample()
+        found = self._allocated(self._worth(warns=True), predict=sample.predict)
+        self._served_(found, sample.bias)
         return found, self._selection_loss()
+
+    def _sample(self) -> LossSample:
+        """Held-out samples, which teach scales and say where the output bias goes."""
+        started, recipe = self._started, self._started.recipe
+        held_out, bias = measured_samples(recipe.data.validation), self._output_bias()
+        return LossSample(started.model, held_out, started.blocks, loss=recipe.task, is_held_out=True, bias=bias)
 
     def _output_bias(self) -> OutputBias | None:
         started, recipe = self._started, self._started.recipe
         return output_bias(started.model, started.stream.first_train_batch(), recipe.task, Ranks.everyone())
 
-    def _shift_(self, bias: OutputBias | None, found: Allocation) -> None:
+    def _served_(self, found: Allocation, bias: OutputBias | None) -> Allocation:
+        """Gives tables the values of their codes, and the output bias its place; returns the codes of these values."""
+        rounded = RoundedTables(self._started.model, found.scheme)
+        rounded.stop_()
         if bias is not None:
             bias.shift_(self._started.model, found.output_shift)
+        return replace(found, scheme=rounded.scheme)
 
     def _search(self) -> tuple[Allocation | None, float]:
-        """Goes back to the end of the release, gives its tables bits, and trains on in them.
+        """Goes back to the end of the release, gives its tables bits, and trains on in them; then scales learn.
 
         Returns:
             None for tables of which nothing is left that moves a prediction; and the selection loss.
@@ -360,7 +360,7 @@ class _Finishing:
         self._loop.announce(Phase(name=FINISH, steps=FINISHING_EPOCHS * started.steps_per_epoch, patience=1))
         recipe = started.recipe
         with tempfile.TemporaryDirectory() as folder:
-            finished = train_plainly(
+            train_plainly(
                 started.model,
                 started.optimizer,
                 recipe,
@@ -373,16 +373,21 @@ class _Finishing:
                 events=PlainEvents(on_step=lambda _: self._loop.stop_if_requested()),
             )
         rounded.stop_()
-        return replace(found, scheme=rounded.scheme), finished.selection_loss
+        sample = self._sample()
+        said = sample.predict(rounded.scheme)
+        found = replace(found, scheme=said.scheme or rounded.scheme, output_shift=said.output_shift)
+        return self._served_(found, sample.bias), self._selection_loss()
 
     def _worth(self, *, warns: bool) -> Curvature:
         started, recipe = self._started, self._started.recipe
         batches, loss = recipe.data.train, recipe.task
         return curvature_of_read_tables(started.model, batches, started.blocks, loss=loss, warns=warns)
 
-    def _allocated(self, worth: Curvature) -> Allocation:
-        started, compression = self._started, self._compression
-        return allocate(started.plain, started.blocks, started.counts, worth, compression=compression)
+    def _allocated(
+        self, worth: Curvature, predict: Callable[[MixedDimensionScheme], Prediction] | None = None
+    ) -> Allocation:
+        started, size = self._started, self._compression
+        return allocate(started.plain, started.blocks, started.counts, worth, compression=size, predict=predict)
 
     def _is_ahead(self, rival: torch.Tensor) -> bool:
         """Whether the lead over compressed plain training is more than chance; of other metrics any lead counts."""

@@ -88,13 +88,18 @@ def trained(kind: Callable[[], Model] = Model) -> Model:
     return model
 
 
-@pytest.fixture(autouse=True)
-def labels() -> None:
+def label_(batches: list[Batch]) -> None:
+    """With what the model says, and noise."""
     model = trained()
-    for index, own in enumerate(BATCHES):
+    for index, own in enumerate(batches):
         noise = torch.randn(len(own.labels), generator=torch.Generator().manual_seed(index))
         with torch.no_grad():
             own.labels = model(own.dense_features, own.sparse_features) + 0.1 * noise
+
+
+@pytest.fixture(autouse=True)
+def labels() -> None:
+    label_(BATCHES)
 
 
 def nearest_codes(scheme: TableScheme, weight: Tensor) -> Tensor:
@@ -116,8 +121,8 @@ def nearest_codes(scheme: TableScheme, weight: Tensor) -> Tensor:
 def rounded(model: Model, measured: Measured, compression: float) -> Model:
     """The plain model with every table's nearest codes in it, and its output bias as they want it."""
     found, model = measured.allocate(compression=compression), copy.deepcopy(model)
-    assert measured.bias is not None
-    measured.bias.shift_(model, found.output_shift)
+    assert measured.sample.bias is not None
+    measured.sample.bias.shift_(model, found.output_shift)
     for collection in (model.pairs, model.rest):
         for name, bag in collection.embedding_bags.items():
             bag.weight.data.copy_(nearest_codes(found.scheme.tables[name], bag.weight.detach()))

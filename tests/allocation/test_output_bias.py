@@ -122,7 +122,7 @@ def test_the_mean_prediction_stays_and_so_does_the_mean_probability(compression:
 def test_a_model_of_several_outputs_has_none() -> None:
     case = Case(num_outputs=2)
     measured = measure_(make_model(case), make_batches(case), loss=BCE)
-    assert measured.bias is None
+    assert measured.sample.bias is None
     found = measured.allocate(compression=1.5)
     assert found.output_shift == 0
     with measured.shifted(found):
@@ -151,9 +151,10 @@ def test_a_loss_that_does_not_bend_moves_nothing() -> None:
     def line(predictions: Tensor, targets: Tensor) -> Tensor:
         return (predictions * targets + 0 * predictions.square()).mean()
 
-    model = trained()
-    sample = loss_sample.LossSample(model, BATCHES, loss=line, is_held_out=True, has_bias=True)
     measured = measure_(trained(), BATCHES, loss=MSE)
-    scheme = measured.allocate(compression=5).scheme
-    assert sample.predict(scheme).output_shift == 0
-    assert sample.predict_learnt(scheme, measured.blocks).scheme is scheme
+    bias, blocks = measured.sample.bias, measured.blocks
+    assert bias is not None
+    sample = loss_sample.LossSample(trained(), BATCHES, blocks, loss=line, is_held_out=True, bias=bias)
+    said = sample.predict(measured.allocate(compression=5).scheme)
+    assert said.output_shift == 0
+    assert said.scheme is None

@@ -15,7 +15,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.allocation.curvature import curvature
-from dnis_torchrec.allocation.loss_sample import predictions_of
+from dnis_torchrec.allocation.predictions import predictions_of
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.data.over_ranks import SlicedBatches
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
@@ -253,8 +253,8 @@ def whole_search(optimizer: str, at: Rank) -> Results:
     outcome = search(recipe_of(optimizer), 3.0, folder, CPU, settings=settings)
     artifact = export(outcome.model, outcome.scheme, at.folder / f"artifact {optimizer}")
     batch = make_batch(99, 8)
-    predicted, _ = predictions_of(outcome.model, batch, LOSS, "batch", Ranks(at.process_group))
-    served, _ = predictions_of(drop_in_(interest(), artifact), batch, LOSS, "batch", Ranks())
+    predicted = predictions_of(outcome.model, batch, LOSS, "batch", Ranks(at.process_group)).values
+    served = predictions_of(drop_in_(interest(), artifact), batch, LOSS, "batch", Ranks()).values
     return {
         "compression": outcome.scheme.compression(),
         "retained": {name: table.retained.int() for name, table in outcome.scheme.tables.items()},

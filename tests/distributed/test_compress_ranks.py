@@ -35,5 +35,11 @@ def test_equals_one_process(ranks: RankResults, alone: dict[str, Any], kind: str
             assert [name for name, value in wanted.items() if not torch.equal(found[name], value)] == []
 
 
+def test_what_ranks_are_held_to_has_learnt(alone: dict[str, Any]) -> None:
+    fitted, _, learnt = alone["tensors"]
+    moved = [name for name, value in fitted.items() if name.endswith("scale") and not value.equal(learnt[name])]
+    assert len(moved) > 1
+
+
 def test_a_value_that_is_none_on_one_rank_stops_all(ranks: RankResults) -> None:
     assert all("expected finite values, got nan in row" in own["error"] for own in ranks["refused"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,10 +19,15 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import TrainTask, export, packed_collections
+from dnis_torchrec.allocation.allocate import Prediction
+from dnis_torchrec.allocation.learnt_scales import with_gains
+from dnis_torchrec.allocation.loss_sample import LossSample
+from dnis_torchrec.blocks.bit_fields import is_coded
 from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.forms import PACKED
 from dnis_torchrec.jobs.artifact_jobs import drop_in_
+from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search import loop as search_loop
 from dnis_torchrec.search import search as search_module
 from dnis_torchrec.search.loop import EpochRecord, SearchEvents, SearchInterrupted
@@ -74,7 +80,7 @@ def test_torchrecs_models_go_all_the_way_unmodified(gloo, tmp_path: Path, kind: 
     recipe, seen = make_recipe(kind, optimizer=optimizer), []
     outcome = found_by(recipe, tmp_path, SearchEvents(on_epoch=seen.append))
     assert SIZE <= outcome.scheme.compression(PACKED.name) <= 1.4 * SIZE  # a column of 13 rows is 4 % of the bytes
-    assert outcome.predicted_loss_increase >= 0
+    assert math.isfinite(outcome.predicted_loss_increase)
     assert_tables_hold_what_is_served(outcome)
     assert outcome.selection_loss == outcome.selection_losses[outcome.origin] == min(outcome.selection_losses.values())
     assert selection_loss_of(outcome, recipe) == pytest.approx(outcome.selection_loss, abs=1e-6)
@@ -109,18 +115,18 @@ def test_the_better_of_two_is_returned_with_its_own_weights(
     gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loses: str
 ) -> None:
     """Whatever the other has done to the model meanwhile; of both it is said how good they were."""
-    train, measure, ends = search_module.train_plainly, search_module.curvature_of_read_tables, []
+    judge, measure, ends = search_module.selection_loss, search_module.curvature_of_read_tables, []
 
-    def worse(*arguments: object, **options: object):
-        better = train(*arguments, **options)
-        return replace(better, selection_loss=9.0 if loses == SEARCHED else -9.0)
+    def judged(*arguments: object):
+        is_searched = len(ends) == 2
+        return (9.0 if loses == SEARCHED else -9.0) if is_searched else judge(*arguments)
 
     def watched(model: nn.Module, *arguments: object, **options: object):
         task = get_unwrapped_module(model)
         ends.append({name: value.clone() for name, value in dense_of(task).items() if "over_arch" in name})
         return measure(model, *arguments, **options)
 
-    monkeypatch.setattr(search_module, "train_plainly", worse)
+    monkeypatch.setattr(search_module, "selection_loss", judged)
     monkeypatch.setattr(search_module, "curvature_of_read_tables", watched)
     recipe = make_recipe()
     outcome = found_by(recipe, tmp_path)
@@ -141,6 +147,34 @@ def test_the_better_of_two_is_returned_with_its_own_weights(
     assert not same.pop(bias)  # of the compressed model it goes up by what keeps the mean prediction
     assert set(same.values()) == {wins == COMPRESSED}
     assert outcome.scheme.compression(PACKED.name) >= SIZE
+
+
+def test_scales_of_what_was_searched_learn_once_weights_have(
+    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predict, judge, told = LossSample.predict, search_module.selection_loss, []
+
+    def teach(self: LossSample, scheme: MixedDimensionScheme) -> Prediction:
+        model = get_unwrapped_module(self._model)
+        told.append((scheme, {name: value.clone() for name, value in dense_of(model.model).items()}))
+        if len(told) == 1:
+            return predict(self, scheme)
+        gains = {name: torch.full(table.codes.bits.shape, 1.25) for name, table in scheme.tables.items()}
+        return Prediction(loss_increase=-1.0, output_shift=0.5, scheme=with_gains(scheme, gains))
+
+    monkeypatch.setattr(LossSample, "predict", teach)
+    monkeypatch.setattr(search_module, "selection_loss", lambda *of: -9.0 if len(told) == 2 else judge(*of))
+    monkeypatch.setattr(search_module, "is_ahead", lambda *of: True)
+    outcome = found_by(make_recipe(), tmp_path)
+    assert outcome.origin == SEARCHED
+    assert_tables_hold_what_is_served(outcome)
+    [_, (scheme, dense)] = told
+    for name, table in outcome.scheme.tables.items():
+        before = scheme.tables[name].codes
+        wanted = torch.where(is_coded(before.bits), (1.25 * before.scale).bfloat16().float(), before.scale)
+        assert table.codes.scale.equal(wanted)
+    higher = {name: value - dense[name] for name, value in dense_of(outcome.model).items() if value.numel() == 1}
+    assert [float(value) for value in higher.values()] == pytest.approx([0.5])
 
 
 def test_dense_weights_slow_down_behind_plain_training(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

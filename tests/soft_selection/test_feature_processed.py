@@ -142,8 +142,8 @@ def test_served_bags_are_weighted(tmp_path: Path) -> None:
     dnis.export(net, found.scheme, tmp_path / "artifact")
     turned = copy.deepcopy(net)
     shift = dnis.compress(net, BATCHES, loss=nn.BCEWithLogitsLoss(), compression=4).output_shift
-    assert measured.bias is not None
-    measured.bias.shift_(turned, shift)
+    assert measured.sample.bias is not None
+    measured.sample.bias.shift_(turned, shift)
     served = net(own.dense_features, own.sparse_features).detach()
     assert list(collections(turned)) == ["e._embedding_bag_collection"]
     fresh = Net()
