@@ -44,7 +44,7 @@ from dnis_torchrec.allocation.curvature import derivatives_at, first_batches, on
 from dnis_torchrec.allocation.learnt_scales import ScaleLearner, gains_over, mean_gains, with_gains
 from dnis_torchrec.allocation.loss_derivatives import Loss
 from dnis_torchrec.allocation.output_bias import OutputBias
-from dnis_torchrec.allocation.predictions import Predictions, predictions_of
+from dnis_torchrec.allocation.predictions import PredictedBatch, predictions_of
 from dnis_torchrec.allocation.rows_in_codes import RowsInCodes, rows_in_codes
 from dnis_torchrec.allocation.whole_rows import whole_rows
 from dnis_torchrec.blocks.blocking import RowBlocks
@@ -73,7 +73,7 @@ class _Judged:
     """A batch of this rank, and what is known of it before anything is rounded."""
 
     batch: Batch
-    before: Predictions
+    before: PredictedBatch
 
 
 class LossSample:
@@ -155,7 +155,7 @@ class LossSample:
         halves, best = (self._batches[::2], self._batches[1::2]), fitted
         learners = [self._learner(in_codes, scheme, half) for half in halves]
         for _ in range(MOST_ALPHA_STEPS):
-            crossed = list[list[Predictions]]()
+            crossed = list[list[PredictedBatch]]()
             for learner, others in zip(learners, halves[::-1], strict=True):
                 learner.step_()
                 crossed.insert(0, self._predictions(others))
@@ -171,7 +171,7 @@ class LossSample:
             best = Prediction(loss_increase=increase, output_shift=fitted.output_shift + shift, scheme=learnt)
         return best
 
-    def _predictions(self, batches: Sequence[_Judged]) -> list[Predictions]:
+    def _predictions(self, batches: Sequence[_Judged]) -> list[PredictedBatch]:
         """Of batches, with rows as they are now."""
         return [
             predictions_of(self._model, judged.batch, self._loss, f"batch {index}, in codes", self._ranks)
@@ -179,13 +179,13 @@ class LossSample:
         ]
 
     def _away(
-        self, batches: Sequence[_Judged], rounded: Sequence[Predictions], others: Sequence[Predictions]
+        self, batches: Sequence[_Judged], rounded: Sequence[PredictedBatch], others: Sequence[PredictedBatch]
     ) -> list[Tensor]:
         """How far other scales take the predictions of some batches, but for what the output bias makes good."""
         level = self._shift(batches, others) - self._shift(batches, rounded)
         return [other.values - own.values + level for own, other in zip(rounded, others, strict=True)]
 
-    def _increase(self, rounded: Sequence[Predictions], shift: float, away: Sequence[Tensor] | None = None) -> float:
+    def _increase(self, rounded: Sequence[PredictedBatch], shift: float, away: Sequence[Tensor] | None = None) -> float:
         """The loss of all samples in codes over that of before, see the top of this module.
 
         Args:
@@ -217,7 +217,7 @@ class LossSample:
         own = [judged.batch for judged in batches]
         return ScaleLearner(self._model, in_codes, scheme, own, self._blocks, loss=self._loss, noise=noise)
 
-    def _shift(self, batches: Sequence[_Judged], rounded: Sequence[Predictions]) -> float:
+    def _shift(self, batches: Sequence[_Judged], rounded: Sequence[PredictedBatch]) -> float:
         """By how much outputs go up so that the loss's derivatives add up to what they did: by Newton's steps.
 
         Returns:
@@ -242,7 +242,7 @@ class LossSample:
                 return round(shift / SHIFT_UNIT) * SHIFT_UNIT
         return 0.0
 
-    def _higher(self, judged: _Judged, after: Predictions, shift: float) -> Predictions:
+    def _higher(self, judged: _Judged, after: PredictedBatch, shift: float) -> PredictedBatch:
         """The predictions of a batch, all of them that much higher."""
         if not shift:
             return after
@@ -250,7 +250,7 @@ class LossSample:
         assert isinstance(outputs, Tensor)  # of a model of one output
         batch = judged.batch.to(outputs.device)
         _, at = derivatives_at(outputs + shift, batch, self._loss, "outputs in codes")
-        return Predictions(outputs + shift, after.values + shift, at)
+        return PredictedBatch(outputs + shift, after.values + shift, at)
 
 
 def _ids_by_table(features: KeyedJaggedTensor, tables: Iterable[EmbeddingBagConfig], place: str) -> dict[str, Tensor]:

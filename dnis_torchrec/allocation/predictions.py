@@ -1,4 +1,4 @@
-"""Predictions of a model on one batch, and the loss around them.
+"""PredictedBatch of a model on one batch, and the loss around them.
 
 Shapes: B batch, T outputs of the model.
 """
@@ -18,7 +18,7 @@ from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.soft_selection.features_by_name import read_by_name_
 
 
-class Predictions(NamedTuple):
+class PredictedBatch(NamedTuple):
     """What a model says of a batch.
 
     Attributes:
@@ -33,7 +33,7 @@ class Predictions(NamedTuple):
 
 
 @torch.no_grad()
-def predictions_of(model: nn.Module, batch: Batch, loss: Loss | Task, place: str, ranks: Ranks) -> Predictions:
+def predictions_of(model: nn.Module, batch: Batch, loss: Loss | Task, place: str, ranks: Ranks) -> PredictedBatch:
     """The predictions of one batch in evaluation mode, and the loss around them.
 
     Args:
@@ -52,4 +52,4 @@ def predictions_of(model: nn.Module, batch: Batch, loss: Loss | Task, place: str
         outputs = outputs_of(model, batch, loss)
     with on_all(ranks):
         predictions, at = derivatives_at(outputs, batch, loss, place)
-    return Predictions(outputs, predictions.double(), at)
+    return PredictedBatch(outputs, predictions.double(), at)
