@@ -59,7 +59,7 @@ JUDGED_SAMPLES = 1 << 16
 """Samples that are enough; a pass takes a second or two."""
 SAMPLES_PER_PASS = 1 << 12
 """Larger batches are cut: bounds the rows that are rounded at a time."""
-MOST_ALPHA_STEPS = 8
+MOST_ALPHA_STEPS = 4
 """Steps that scales learn in, at most."""
 MOST_STEPS, LONGEST_STEP, LAST_STEP = 12, 4.0, 1e-3
 """Newton's steps to the shift of the output bias, how long each may be, and how long the last one: what it leaves is of
