@@ -22,7 +22,7 @@ from dnis_torchrec.soft_selection.table_shards import TableShard
 
 @dataclass(frozen=True, eq=False)
 class _HeldRows:
-    """Rows of one shard.
+    """Some rows of one shard.
 
     Attributes:
         shard: live weights.
@@ -50,7 +50,7 @@ class RowsInCodes:
 
     Args:
         model: sharded or not.
-        held: table -> rows of each of this rank's shards.
+        held: table -> rows of this rank's shards.
     """
 
     def __init__(self, model: nn.Module, held: Mapping[str, list[_HeldRows]]) -> None:
@@ -83,7 +83,7 @@ def rows_in_codes(
         scheme: with codes of its tables.
         rows: table -> which rows, ``(n,)`` int64, rising, each once; the same on every rank.
     """
-    held = {name: _held_rows(whole, scheme.tables[name], rows[name]) for name, whole in tables.items()}
+    held = {name: list(_held_rows(whole, scheme.tables[name], rows[name])) for name, whole in tables.items()}
     every = [part for of_table in held.values() for part in of_table]
     try:
         _write_(model, every, lambda part: part.rounded)
@@ -100,33 +100,26 @@ def _write_(model: nn.Module, held: Iterable[_HeldRows], values: Callable[[_Held
 
 
 @torch.no_grad()
-def _held_rows(whole: WholeRows, table: TableScheme, rows: Tensor) -> list[_HeldRows]:
-    """For every shard of this rank some of the table's rows, and what they are in codes."""
-    blocks = table.routing.block_of(rows)
-
-    gathered = None
-    if whole.is_cut:
-        sample = RowSample(rows, blocks, torch.ones(len(rows), dtype=torch.float64))
-        values = sampled_values(sample, whole.shards, table.embedding_dim, 1, whole.ranks)
-        gathered = _in_codes(values, blocks, table)
-    found = []
-    for shard in whole.shards:
-        is_here = (rows >= shard.first_row) & (rows < shard.first_row + len(shard.weight))
-        place = (rows[is_here] - shard.first_row).to(shard.weight.device)
-        own = shard.weight[place]
-        if gathered is None:
-            rounded = _in_codes(own.cpu().float(), blocks[is_here], table)
-        else:
-            rounded = gathered[is_here, shard.first_column : shard.first_column + shard.weight.shape[1]]
-        found.append(_HeldRows(shard, place, own, rounded.to(own), blocks[is_here]))
-    return found
+def _held_rows(whole: WholeRows, table: TableScheme, rows: Tensor) -> Iterator[_HeldRows]:
+    """For every shard of this rank some of the table's rows, and what they are in codes, a chunk at a time."""
+    for chunk in rows.split(rows_per_chunk(table.embedding_dim)):
+        blocks, gathered = table.routing.block_of(chunk), None
+        if whole.is_cut:
+            sample = RowSample(chunk, blocks, torch.ones(len(chunk), dtype=torch.float64))
+            values = sampled_values(sample, whole.shards, table.embedding_dim, 1, whole.ranks)
+            gathered = _in_codes(values, blocks, table)
+        for shard in whole.shards:
+            is_here = (chunk >= shard.first_row) & (chunk < shard.first_row + len(shard.weight))
+            place = (chunk[is_here] - shard.first_row).to(shard.weight.device)
+            own, of_own = shard.weight[place], blocks[is_here]
+            if gathered is None:
+                rounded = _in_codes(own.cpu().float(), of_own, table)
+            else:
+                rounded = gathered[is_here, shard.first_column : shard.first_column + shard.weight.shape[1]]
+            yield _HeldRows(shard, place, own, rounded.to(own), of_own)
 
 
 def _in_codes(values: Tensor, blocks: Tensor, table: TableScheme) -> Tensor:
-    """What rows are in codes, ``(n, D)``, some at a time."""
-    size = rows_per_chunk(table.embedding_dim)
-    found = [torch.empty(0, table.embedding_dim)]
-    for part, of_part in zip(values.split(size), blocks.split(size), strict=True):
-        encoded = encode_rows(part, of_part, table.codes, place=f"table {table.name!r}")
-        found.append(decode_rows(encoded, of_part, table.codes))
-    return torch.cat(found)
+    """What rows are in codes, ``(n, D)``."""
+    encoded = encode_rows(values, blocks, table.codes, place=f"table {table.name!r}")
+    return decode_rows(encoded, blocks, table.codes)

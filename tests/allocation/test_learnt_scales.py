@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
 import dnis_torchrec as dnis
-from dnis_torchrec.allocation import learnt_scales, loss_sample
+from dnis_torchrec.allocation import learnt_scales, loss_sample, rows_in_codes
 from dnis_torchrec.allocation.compress import Measured, measure_
 from dnis_torchrec.allocation.learnt_scales import alpha_step
 from dnis_torchrec.blocks.bit_fields import is_coded
@@ -183,6 +183,15 @@ def compressed(held_out: list[Batch] | None) -> tuple[nn.Module, dnis.Allocation
 def test_held_out_samples_lose_less() -> None:
     fitted, learnt = (losses(outputs(compressed(own)[0], HELD_OUT), HELD_OUT).mean() for own in (None, HELD_OUT))
     assert learnt < fitted - 1e-3
+
+
+def test_rows_are_rounded_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = measured().allocate(compression=6)
+    monkeypatch.setattr(rows_in_codes, "rows_per_chunk", lambda embedding_dim: 7)
+    found = measured().allocate(compression=6)
+    assert found.predicted_loss_increase == whole.predicted_loss_increase
+    for name, table in found.scheme.tables.items():
+        assert table.codes.scale.equal(whole.scheme.tables[name].codes.scale)
 
 
 def test_one_batch_teaches_nothing() -> None:
