@@ -58,7 +58,7 @@ from dnis_torchrec.soft_selection.table_shards import collections, local_shards,
 JUDGED_SAMPLES = 1 << 16
 """Samples that are enough; a pass takes a second or two."""
 SAMPLES_PER_PASS = 1 << 12
-"""Larger batches are cut: bounds the rows that are rounded at a time."""
+"""Larger batches are cut: bounds what a pass holds, and makes halves of a large batch."""
 MOST_ALPHA_STEPS = 4
 """Steps that scales learn in, at most."""
 MOST_STEPS, LONGEST_STEP, LAST_STEP = 12, 4.0, 1e-3

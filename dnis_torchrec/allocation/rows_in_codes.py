@@ -75,7 +75,7 @@ def rows_in_codes(
 ) -> Iterator[RowsInCodes]:
     """Within the block some rows hold the values that they would be served with; afterwards their own, bit for bit.
 
-    Distributed: one all_reduce of the rows of each table that is cut by columns; else local.
+    Distributed: an all_reduce of each chunk of the rows of a table that is cut by columns; else local.
 
     Args:
         model: sharded or not.
