@@ -13,7 +13,7 @@ Those of the columns and features of a sample meet in its prediction, where they
 
 Held-out samples teach scales (see `learnt_scales`), and what is learnt on samples is better there than elsewhere. So
 every second batch teaches scales of its own, and so do the others; tables get the mean of both, after as many steps as
-are predicted to lose less and less. With
+are predicted to gain much. With
 :math:`\hat z_n` of the mean, and :math:`\check z_n` of the scales that the half without sample n has taught,
 
 .. math:: \Delta L = \frac{1}{N} \sum_n L_n(\hat z_n) - L_n(z_n) + L_n'(\hat z_n)^\top (\check z_n - \hat z_n)
@@ -59,8 +59,8 @@ JUDGED_SAMPLES = 1 << 16
 """Samples that are enough; a pass takes a second or two."""
 SAMPLES_PER_PASS = 1 << 12
 """Larger batches are cut: bounds what a pass holds, and makes halves of a large batch."""
-MOST_ALPHA_STEPS = 4
-"""Steps that scales learn in, at most."""
+MOST_ALPHA_STEPS, LEAST_SHARE = 4, 0.1
+"""Steps that scales learn in, at most, and what one has to gain, over what all have, for another one."""
 MOST_STEPS, LONGEST_STEP, LAST_STEP = 12, 4.0, 1e-3
 """Newton's steps to the shift of the output bias, how long each may be, and how long the last one: what it leaves is of
 its square."""
@@ -151,7 +151,7 @@ class LossSample:
                 return self._predict_learnt(in_codes, scheme, fitted)
 
     def _predict_learnt(self, in_codes: RowsInCodes, scheme: MixedDimensionScheme, fitted: Prediction) -> Prediction:
-        """After as many steps of both halves as lose less and less, see the top of this module."""
+        """After as many steps of both halves as gain much, see the top of this module."""
         halves, best = (self._batches[::2], self._batches[1::2]), fitted
         learners = [self._learner(in_codes, scheme, half) for half in halves]
         for _ in range(MOST_ALPHA_STEPS):
@@ -166,9 +166,12 @@ class LossSample:
             away = [self._away(half, rounded[part::2], crossed[part]) for part, half in enumerate(halves)]
             by_batch = [away[index % 2][index // 2] for index in range(len(rounded))]
             increase = self._increase(rounded, shift, by_batch)
-            if not increase < best.loss_increase:
+            step = best.loss_increase - increase
+            if not step > 0:
                 break
             best = Prediction(loss_increase=increase, output_shift=fitted.output_shift + shift, scheme=learnt)
+            if step < LEAST_SHARE * (fitted.loss_increase - increase):
+                break
         return best
 
     def _predictions(self, batches: Sequence[_Judged]) -> list[PredictedBatch]:
