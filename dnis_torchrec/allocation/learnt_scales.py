@@ -106,7 +106,7 @@ def alpha_step(gradient: Tensor, curvature: Tensor, noise: float) -> Tensor:
 
     Example:
         >>> alpha_step(torch.tensor([0.2, 0.01, -9.0, 1.0]), torch.tensor([1.0, 1.0, 1.0, 0.0]), 1e-3).tolist()
-        [0.05700000002980232, 0.0, -0.20000000298023224, 0.0]
+        [0.09750000387430191, 0.0, -0.20000000298023224, 0.0]
     """
     is_more_than_chance = gradient.square() > noise * curvature
     moves = is_more_than_chance & (curvature > 0)
