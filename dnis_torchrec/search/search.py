@@ -294,6 +294,7 @@ class _Finishing:
         self._started, self._loop, self._compression, self._is_turned = started, loop, compression, is_turned
         plain, release = loop.finished[0], loop.finished[-1]
         self._checkpoints = {COMPRESSED: loop.checkpoint_of(plain), SEARCHED: loop.checkpoint_of(release)}
+        self._batch = started.stream.first_train_batch()
 
     def best(self) -> tuple[Allocation, str, dict[str, float]]:
         """Leaves the better of the two in the model.
@@ -331,8 +332,7 @@ class _Finishing:
         return LossSample(started.model, held_out, started.blocks, loss=recipe.task, is_held_out=True, bias=bias)
 
     def _output_bias(self) -> OutputBias | None:
-        started, recipe = self._started, self._started.recipe
-        return output_bias(started.model, started.stream.first_train_batch(), recipe.task, Ranks.everyone())
+        return output_bias(self._started.model, self._batch, self._started.recipe.task, Ranks.everyone())
 
     def _served_(self, found: Allocation, bias: OutputBias | None) -> Allocation:
         """Gives tables the values of their codes, and the output bias its place; returns the codes of these values."""
