@@ -1,4 +1,4 @@
-r"""Learnt scales: what codes stand for is learnt on held-out samples, in a few steps of soft selection; no weight.
+r"""Learnt scales: held-out samples teach what codes stand for, in a few steps of soft selection; weights stay.
 
 Codes of a column (block s, column c) stand for multiples of its scale. To multiply the scale is to choose alpha, as in
 the paper's upper level: on samples that weights were not trained on, by the gradient of the loss. `curvature` gives it

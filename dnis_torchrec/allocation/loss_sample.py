@@ -12,9 +12,9 @@ The sum that `allocate` spends by, H / 2 times the rounding energy of every colu
 Those of the columns and features of a sample meet in its prediction, where they add up.
 
 Held-out samples teach scales (see `learnt_scales`), and what is learnt on samples is better there than elsewhere. So
-every second batch teaches scales of its own, and so do the others; tables get the mean of both, after as many steps as
-are predicted to gain much. With
-:math:`\hat z_n` of the mean, and :math:`\check z_n` of the scales that the half without sample n has taught,
+every second batch teaches scales of its own, and so do the others; tables get the mean of both. Steps go on while one
+is predicted to gain a tenth of what all have. With :math:`\hat z_n` of the mean, and :math:`\check z_n` of the scales
+that the half without sample n has taught,
 
 .. math:: \Delta L = \frac{1}{N} \sum_n L_n(\hat z_n) - L_n(z_n) + L_n'(\hat z_n)^\top (\check z_n - \hat z_n)
 
@@ -151,7 +151,7 @@ class LossSample:
                 return self._predict_learnt(in_codes, scheme, fitted)
 
     def _predict_learnt(self, in_codes: RowsInCodes, scheme: MixedDimensionScheme, fitted: Prediction) -> Prediction:
-        """After as many steps of both halves as gain much, see the top of this module."""
+        """The best of some steps of both halves, see the top of this module."""
         halves, best = (self._batches[::2], self._batches[1::2]), fitted
         learners = [self._learner(in_codes, scheme, half) for half in halves]
         for _ in range(MOST_ALPHA_STEPS):

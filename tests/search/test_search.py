@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -80,7 +79,7 @@ def test_torchrecs_models_go_all_the_way_unmodified(gloo, tmp_path: Path, kind: 
     recipe, seen = make_recipe(kind, optimizer=optimizer), []
     outcome = found_by(recipe, tmp_path, SearchEvents(on_epoch=seen.append))
     assert SIZE <= outcome.scheme.compression(PACKED.name) <= 1.4 * SIZE  # a column of 13 rows is 4 % of the bytes
-    assert math.isfinite(outcome.predicted_loss_increase)
+    assert outcome.predicted_loss_increase >= 0 or outcome.origin == COMPRESSED  # where held-out samples teach scales
     assert_tables_hold_what_is_served(outcome)
     assert outcome.selection_loss == outcome.selection_losses[outcome.origin] == min(outcome.selection_losses.values())
     assert selection_loss_of(outcome, recipe) == pytest.approx(outcome.selection_loss, abs=1e-6)
