@@ -1,26 +1,5 @@
-"""dnis_torchrec: what every column of every block of an embedding table is worth, and tables of just that size.
-
-From a data frame to small tables:
-
-    recipe = dnis.recipe_from_frame(frame, model="dlrm", label="clicked", ids=["user", "item"])
-    found = dnis.search(recipe, compression=20)                # trains it, and prints what each table is served in
-
-A trained model, compressed in place:
-
-    dnis.compress(model, batches, loss=loss, compression=20)   # bits where they save most loss
-
-A search while the model trains:
-
-    counts = count_frequencies(training_kjts, tables)          # how often each row occurs
-    blocks = blocks_from_counts(counts, tables)                # rows of similar frequency
-    prepare_(model, blocks)                                    # soft selection in
-    pipeline = BilevelTrainPipeline(sharded_model, ...)        # search while training
-    ramp = Ramp(pipeline, stream, blocks, loss, 20)            # columns die, the least worthwhile first
-    plain = merge_(sharded_model)                              # soft selection out
-    found = allocate(plain, blocks, counts, worth, compression=20)
-    export(plain, found.scheme, "artifact")                    # tables of just that size
-    collection = load("artifact")                              # drops in for the EmbeddingBagCollection
-"""
+"""dnis_torchrec: what every column of every block of an embedding table is worth, and tables of
+just that size."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -49,7 +28,11 @@ if TYPE_CHECKING:
     from dnis_torchrec.serving.narrow_tables import embedding_configs
     from dnis_torchrec.soft_selection.managed_collisions import remapped
     from dnis_torchrec.soft_selection.plain_names import plain_state_dict
-    from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+    from dnis_torchrec.soft_selection.sharding import (
+        CpuEmbeddingBagCollectionSharder,
+        make_sharding_plan,
+        shard_model,
+    )
     from dnis_torchrec.soft_selection.swap import merge_, prepare_
 
 __all__ = [
@@ -133,7 +116,9 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = import_module(f"{__name__}.{_HOME[name]}")
-    value = home if name == _HOME[name] else getattr(home, name)  # a room that can be called is there under its name
+    value = (
+        home if name == _HOME[name] else getattr(home, name)
+    )  # a room that can be called is there under its name
     globals()[name] = value
     return value
 

@@ -1,9 +1,5 @@
-"""The ground the package stands on: torch, torchrec and fbgemm fit together, and do not talk about themselves.
-
-Runs before anything imports them and imports nothing but the standard library, so that an environment that cannot work
-says so in one message, with the command that mends it, instead of failing deep inside one of the three. `make setup`
-runs this file as a program: ``python -P dnis_torchrec/_dependencies.py cpu``.
-"""
+"""The ground the package stands on: torch, torchrec and fbgemm fit together, and do not talk about
+themselves."""
 
 from __future__ import annotations
 
@@ -18,11 +14,11 @@ from importlib import metadata
 from importlib.util import find_spec
 
 TORCH_OF_TORCHREC = {"1.6": "2.11", "1.7": "2.12", "1.8": "2.13", "1.9": "2.14"}
-"""Releases that go together; fbgemm bears the number of torchrec. The suite runs on torchrec 1.8. It has run on 1.9.2,
-and on 1.6.1 but for tests of the C++ loader and of Kubernetes, whose needs were not there."""
+"""Releases that go together; fbgemm bears the number of torchrec."""
 
 NEEDED_BY_TORCHREC = ("pyre-extensions", "tensordict", "torchmetrics", "tqdm")
-"""Distributions that torchrec imports; a bare ``pip install --no-deps torchrec`` leaves them out."""
+"""Distributions that torchrec imports; a bare ``pip install --no-deps torchrec`` leaves them out.
+"""
 
 PINNED = "torch==2.13.0 tensordict==0.15.3 torchmetrics==1.0.3 pyre-extensions==0.0.32 tqdm"
 BUILDS = {"cpu": "fbgemm-gpu-cpu", "cuda": "fbgemm-gpu"}
@@ -37,7 +33,11 @@ WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
         "fbgemm_gpu",
     ),
     (r"`torch\.jit\.(script|interface)` is deprecated", DeprecationWarning, r"torch\.jit"),
-    (r"`torch\.jit\.\w+` is deprecated", FutureWarning, r"torch\.jit"),  # the same and more since torch 2.14
+    (
+        r"`torch\.jit\.\w+` is deprecated",
+        FutureWarning,
+        r"torch\.jit",
+    ),  # the same and more since torch 2.14
     # torchx reads its components so, on Python 3.12.
     (r"ast\.Str is deprecated", DeprecationWarning, r"torchx\.specs\.file_linter"),
     # torchrec pins this torchmetrics.
@@ -48,24 +48,35 @@ WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
         DeprecationWarning,
         r"torchrec\.optim",
     ),
-    # What DistributedModelParallel does by default: wrap in DDP, plan, keep ShardedTensors in state_dict.
+    # What DistributedModelParallel does by default: wrap in DDP, plan, keep ShardedTensors in
+    # state_dict.
     (r"`broadcast_buffers` is deprecated", FutureWarning, r"torchrec\.distributed"),
-    (r"HeuristicalStorageReservation is known to cause issues", FutureWarning, r"torchrec\.distributed\.planner"),
-    (r"Please use DTensor instead and we are deprecating ShardedTensor", FutureWarning, r"torch\.distributed"),
+    (
+        r"HeuristicalStorageReservation is known to cause issues",
+        FutureWarning,
+        r"torchrec\.distributed\.planner",
+    ),
+    (
+        r"Please use DTensor instead and we are deprecating ShardedTensor",
+        FutureWarning,
+        r"torch\.distributed",
+    ),
     # How torchrec 1.6 asks which device a process group works on.
     (
         r"(`_get_pg_default_device` will be deprecated|Multiple backends are registered with this ProcessGroup)",
         UserWarning,
         r"torchrec\.distributed",
     ),
-    # Data-parallel tables on CPU. Their gradients are those of the unsharded model: tests/test_dependencies.py.
+    # Data-parallel tables on CPU. Their gradients are those of the unsharded model:
+    # tests/test_dependencies.py.
     (
         r"fbgemm..dense_embedding_codegen_lookup_function. an autograd kernel was not registered",
         UserWarning,
         r"torch\.autograd",
     ),
 )
-"""Warnings about a dependency's own inside, which no user can act on: (message, category, module), as regexes."""
+"""Warnings about a dependency's own inside, which no user can act on: (message, category, module),
+as regexes."""
 
 LOGS: tuple[tuple[str, str], ...] = (
     ("", "Could not determine LOCAL_WORLD_SIZE from environment, falling back to WORLD_SIZE"),
@@ -73,26 +84,29 @@ LOGS: tuple[tuple[str, str], ...] = (
     # Of fbgemm 1.6, which does not know itself; check_dependencies does.
     ("", "\n            \033[33m\n            _fbgemm_torch_compat_table has no entry for 1.6"),
     ("torch.fx._symbolic_trace", "is_fx_tracing will return true for both "),
-    ("torchrec.distributed.planner.storage_reservations", "There is a known issue with TorchRec's dense tensor size"),
-    ("torchrec.distributed.planner.types", "The topology was constructed directly rather than via TopologyFactory"),
+    (
+        "torchrec.distributed.planner.storage_reservations",
+        "There is a known issue with TorchRec's dense tensor size",
+    ),
+    (
+        "torchrec.distributed.planner.types",
+        "The topology was constructed directly rather than via TopologyFactory",
+    ),
     (
         "torchrec.distributed.train_pipeline.postproc",
         "Postproc module ",
     ),  # "has no dist stream": there is none on a CPU
-    ("torchrec.distributed.utils", "Sharding Type is data_parallel, caching params will be ignored"),
+    (
+        "torchrec.distributed.utils",
+        "Sharding Type is data_parallel, caching params will be ignored",
+    ),
 )
 """Log lines of the same sort: (logger, how the line begins)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Installed:
-    """The distributions of an environment, and the state of its torch and fbgemm.
-
-    Attributes:
-        versions: distribution name -> version, of those that are installed.
-        torch_has_gpu: whether torch was built for CUDA or ROCm; None if that cannot be told.
-        fbgemm_is_whole: whether the folder that both builds of fbgemm share is still there.
-    """
+    """The distributions of an environment, and the state of its torch and fbgemm."""
 
     versions: Mapping[str, str]
     torch_has_gpu: bool | None
@@ -107,8 +121,9 @@ def find_installed() -> Installed:
             version = metadata.version(name)
         except (metadata.PackageNotFoundError, FileNotFoundError):
             continue
-        # An interrupted pip uninstall leaves a folder without a version: None here, FileNotFoundError once the
-        # importlib_metadata backport (torchx imports it) has taken over the search.
+        # An interrupted pip uninstall leaves a folder without a version: None here,
+        # FileNotFoundError once the importlib_metadata backport (torchx imports it) has taken over
+        # the search.
         if version is not None:
             versions[name] = version
     spec = find_spec("fbgemm_gpu")
@@ -120,31 +135,21 @@ def find_installed() -> Installed:
 
 
 def _torch_has_gpu() -> bool | None:
-    """Reads torch/version.py: the version number itself says nothing, as the default Linux build bears no local tag."""
+    """Reads torch/version.py: the version number itself says nothing, as the default Linux build
+    bears no local tag."""
     try:
         source = str(metadata.distribution("torch").locate_file("torch/version.py"))
         with open(source, encoding="utf-8") as lines:
-            values = dict(re.findall(r"^(cuda|hip)\b[^=\n]*=[ \t]*(.+?)[ \t]*$", lines.read(), re.MULTILINE))
+            values = dict(
+                re.findall(r"^(cuda|hip)\b[^=\n]*=[ \t]*(.+?)[ \t]*$", lines.read(), re.MULTILINE)
+            )
     except OSError:
         return None
     return any(value != "None" for value in values.values()) if values else None
 
 
 def check_dependencies(flavour: str | None = None, *, installed: Installed | None = None) -> None:
-    """Checks that torch, torchrec and fbgemm are there and go together.
-
-    A CPU build of fbgemm beside a CUDA build of torch works on CPU tensors: it is let through unless `flavour` forbids.
-
-    Args:
-        flavour: ``"cpu"`` or ``"cuda"`` to demand that very flavour, as `make setup` does; None takes either.
-        installed: what is installed; None reads it from this environment.
-
-    Raises:
-        ImportError: one message with everything that is wrong and the commands that mend it.
-
-    Example:
-        >>> check_dependencies()
-    """
+    """Checks that torch, torchrec and fbgemm are there and go together."""
     installed = find_installed() if installed is None else installed
     problems = _missing(installed) + _mismatched(installed) + _wrong_build(installed, flavour)
     if problems:
@@ -172,10 +177,14 @@ def _mismatched(installed: Installed) -> list[str]:
     if torch_release is None:
         return [f"torchrec {torchrec}, where {', '.join(TORCH_OF_TORCHREC)} are supported"]
     if "torch" in versions and _release(versions["torch"]) != torch_release:
-        problems.append(f"torch {versions['torch']} where torchrec {torchrec} needs torch {torch_release}")
+        problems.append(
+            f"torch {versions['torch']} where torchrec {torchrec} needs torch {torch_release}"
+        )
     for build in BUILDS.values():
         if build in versions and _release(versions[build]) != release:
-            problems.append(f"{build} {versions[build]} where torchrec {torchrec} needs {build} {release}")
+            problems.append(
+                f"{build} {versions[build]} where torchrec {torchrec} needs {build} {release}"
+            )
     return problems
 
 
@@ -186,7 +195,9 @@ def _wrong_build(installed: Installed, flavour: str | None) -> list[str]:
         return ["both fbgemm-gpu and fbgemm-gpu-cpu, which overwrite each other's files"]
     found = [build for build in BUILDS.values() if build in versions]
     if found and not installed.fbgemm_is_whole:
-        return [f"{found[0]} {versions[found[0]]} without its files, which the other build took along when it went"]
+        return [
+            f"{found[0]} {versions[found[0]]} without its files, which the other build took along when it went"
+        ]
     if flavour == "cpu" and has_gpu:
         return [f"a CUDA build of {torch} where the cpu flavour was asked for"]
     if flavour == "cuda" and has_gpu is False:
@@ -202,7 +213,9 @@ def _remedy(installed: Installed, flavour: str | None) -> str:
     if flavour is not None:
         wheels = "CPU wheels" if flavour == "cpu" else "CUDA wheels"
         return f"run `rm -rf .venv && make setup FLAVOUR={flavour} TORCH_INDEX=<the address of PyTorch's {wheels}>`"
-    build = BUILDS["cuda" if installed.torch_has_gpu and "fbgemm-gpu-cpu" not in installed.versions else "cpu"]
+    build = BUILDS[
+        "cuda" if installed.torch_has_gpu and "fbgemm-gpu-cpu" not in installed.versions else "cpu"
+    ]
     return (
         "in a clone of dnis-torchrec run `make setup`, elsewhere `pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && "
         f"pip install {PINNED} {build}==1.8.0 && pip install --no-deps torchrec==1.8.0`"
@@ -215,7 +228,8 @@ def _release(version: str) -> str:
 
 
 def silence_noise() -> None:
-    """Silences `WARNINGS` and `LOGS`, each by name, and nothing else. Calling it again changes nothing."""
+    """Silences `WARNINGS` and `LOGS`, each by name, and nothing else. Calling it again changes
+    nothing."""
     for message, category, module in WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category, module=module)
     for logger, _ in LOGS:
@@ -228,12 +242,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def version() -> str:
-    """The version of this package, as it is installed.
-
-    Example:
-        >>> version().count(".")
-        2
-    """
+    """The version of this package, as it is installed."""
     return metadata.version("dnis-torchrec")
 
 

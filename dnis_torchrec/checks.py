@@ -1,9 +1,4 @@
-"""Argument checks with one wording for errors: place, requirement, value received, remedy.
-
-Every message of the package is built here, so that a reader who has seen one error knows where to look in the next:
-
-    table 'movie': expected embedding_dim >= 1, got 0; give the table at least one dimension
-"""
+"""Argument checks with one wording for errors: place, requirement, value received, remedy."""
 
 from __future__ import annotations
 
@@ -17,22 +12,7 @@ SHOWN = 20
 
 
 def describe(place: str, requirement: str, received: object, remedy: str = "") -> str:
-    """Words one error.
-
-    Args:
-        place: where it is wrong, as in ``"table 'movie'"`` or ``"compression"``.
-        requirement: what has to hold, as in ``"a number above 1"``; or what is supported, as in
-            ``"supported is one process"``.
-        received: the value that was given.
-        remedy: what to do about it; left out when there is only one thing that could be done.
-
-    Returns:
-        ``"{place}: expected {requirement}, got {received}; {remedy}"``, without "expected" before what is supported.
-
-    Example:
-        >>> describe("seed", "an integer >= 0", -1)
-        'seed: expected an integer >= 0, got -1'
-    """
+    """Words one error."""
     wanted = requirement if requirement.startswith("supported ") else f"expected {requirement}"
     message = f"{place}: {wanted}, got {received}"
     return f"{message}; {remedy}" if remedy else message
@@ -53,22 +33,19 @@ _SYSTEM = {
 _SYSTEM[errno.EDQUOT] = _SYSTEM[errno.ENOSPC]
 _SYSTEM[errno.EPERM] = _SYSTEM[errno.EACCES]
 _SYSTEM[errno.ENFILE] = _SYSTEM[errno.EMFILE]
-"""Requirement and remedy of what the operating system refuses; `describe_error` words the others."""
+"""Requirement and remedy of what the operating system refuses; `describe_error` words the others.
+"""
 
 
 def describe_error(error: BaseException) -> str:
-    """Words an error in one line, also one that the operating system has raised.
-
-    Args:
-        error: any; one of the package has its words already.
-
-    Example:
-        >>> describe_error(OSError(errno.EISDIR, "Is a directory", "run"))
-        'run: expected a file, got Is a directory; choose another name'
-    """
+    """Words an error in one line, also one that the operating system has raised."""
     if isinstance(error, OSError) and error.errno is not None and error.strerror is not None:
         requirement, remedy = _SYSTEM.get(error.errno, ("the system to read and write", ""))
-        names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
+        names = [
+            os.fsdecode(name)
+            for name in (error.filename, error.filename2)
+            if isinstance(name, str | bytes)
+        ]
         return describe(", ".join(names) or "file system", requirement, error.strerror, remedy)
     text = str(error)
     found = [words for number, words in _SYSTEM.items() if os.strerror(number) in text]
@@ -78,28 +55,16 @@ def describe_error(error: BaseException) -> str:
 
 
 def is_of_system(error: BaseException) -> bool:
-    """Returns whether the operating system has refused something, in whatever error a library has wrapped that.
-
-    Args:
-        error: any; those of gloo, safetensors and torch's writers are no OSErrors, but hold what the system said.
-
-    Example:
-        >>> is_of_system(RuntimeError("device.cc:186] rv != -1. Too many open files")), is_of_system(RuntimeError("no"))
-        (True, False)
-    """
-    return isinstance(error, OSError) or any(os.strerror(number) in str(error) for number in _SYSTEM)
+    """Returns whether the operating system has refused something, in whatever error a library has
+    wrapped that."""
+    return isinstance(error, OSError) or any(
+        os.strerror(number) in str(error) for number in _SYSTEM
+    )
 
 
 def visible(text: str) -> str:
-    r"""A text as a terminal may show it: what would steer the terminal, or turn the text around, becomes an escape.
-
-    Args:
-        text: with names and messages of others in it; lines and tabs stay.
-
-    Example:
-        >>> print(visible("table \x1b[2Jmovie"))
-        table \u001b[2Jmovie
-    """
+    r"""A text as a terminal may show it: what would steer the terminal, or turn the text around,
+    becomes an escape."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else _escape(ord(c)) for c in text)
@@ -110,40 +75,16 @@ def _escape(code: int) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def check(condition: bool, place: str, requirement: str, received: object, remedy: str = "") -> None:
-    """Raises a ValueError in the package's wording unless `condition` holds.
-
-    Args:
-        condition: what has to hold.
-        place: see `describe`.
-        requirement: see `describe`.
-        received: see `describe`.
-        remedy: see `describe`.
-
-    Raises:
-        ValueError: if `condition` is false.
-
-    Example:
-        >>> check(4 >= 1, "seed", "an integer >= 0", 4)
-    """
+def check(
+    condition: bool, place: str, requirement: str, received: object, remedy: str = ""
+) -> None:
+    """Raises a ValueError in the package's wording unless `condition` holds."""
     if not condition:
         raise ValueError(describe(place, requirement, received, remedy))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Names the known names that look most like `name`.
-
-    Args:
-        name: what was given.
-        known: the names that exist.
-
-    Returns:
-        A phrase for the remedy of an error: the closest names, or all of them when none is close.
-
-    Example:
-        >>> nearest("moive", ["movie", "user"])
-        "did you mean 'movie'?"
-    """
+    """Names the known names that look most like `name`."""
     names = sorted(set(known))
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if close:
@@ -153,19 +94,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def check_known(kind: str, name: str, known: Iterable[str]) -> None:
-    """Checks that `name` is one of `known` and shows the nearest names if it is not.
-
-    Args:
-        kind: what is named: ``"table"``, ``"feature"``, ``"FQN"``.
-        name: the name that was given.
-        known: the names that exist.
-
-    Raises:
-        ValueError: if `name` is not in `known`.
-
-    Example:
-        >>> check_known("table", "user", ["user", "movie"])
-    """
+    """Checks that `name` is one of `known` and shows the nearest names if it is not."""
     known = list(known)
     if name not in known:  # looking for near names takes longer than a small lookup
-        raise ValueError(describe(f"{kind} {name!r}", f"a known {kind}", repr(name), nearest(name, known)))
+        raise ValueError(
+            describe(f"{kind} {name!r}", f"a known {kind}", repr(name), nearest(name, known))
+        )

@@ -1,12 +1,4 @@
-"""Forms: in which tables are stored and served, one list of them, and what each takes in bytes.
-
-A form's name says its layout and its precision: ``"csr_int8"``. The layout is how a lookup finds the retained values of
-a row, the precision what a value is stored in. Bytes are those that lookups read: values with their scales, and what
-tells where they are. Whoever chooses a size, exports, predicts or compares takes them from here. How a layout is
-written and served is in `dnis_torchrec.artifact.forms`.
-
-Shapes: N rows of a table, D embedding_dim, S blocks, R retained dims of a block, V retained values.
-"""
+"""Forms: in which tables are stored and served, one list of them, and what each takes in bytes."""
 
 from __future__ import annotations
 
@@ -19,62 +11,36 @@ from torch import Tensor
 from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, is_coded, row_strides
 from dnis_torchrec.blocks.row_routing import RowRouting, map_bytes, routing_bytes
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.ops.compact_pointers import compact_bytes, has_compact_pointers, plain_pointer_bytes, pointer_bytes
+from dnis_torchrec.ops.compact_pointers import (
+    compact_bytes,
+    has_compact_pointers,
+    plain_pointer_bytes,
+    pointer_bytes,
+)
 
 SCALE_BYTES = 4
 """Scale and bias of a row of int8 or int4, a float16 each."""
 
 
 def rounded_up(dim: int, multiple: int) -> int:
-    """The least multiple that is no less than a number of columns.
-
-    Args:
-        dim: at least 0.
-        multiple: at least 1.
-
-    Example:
-        >>> rounded_up(5, 4), rounded_up(8, 4)
-        (8, 8)
-    """
+    """The least multiple that is no less than a number of columns."""
     return -(-dim // multiple) * multiple
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """A precision, in which values are stored.
-
-    Attributes:
-        name: ``"fp32"``, ``"fp16"``, ``"int8"`` or ``"int4"``.
-        bits: of a value; 0 where the scheme says them for every column.
-        dim_multiple: FBGEMM's kernels want a number of columns that is a multiple of it.
-    """
+    """A precision, in which values are stored."""
 
     name: str
     bits: int
     dim_multiple: int
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row of FBGEMM's kernels, scale and bias counted.
-
-        Args:
-            columns: of the row, a multiple of `dim_multiple`.
-
-        Example:
-            >>> PRECISIONS["int8"].row_bytes(64), PRECISIONS["int4"].row_bytes(64), PRECISIONS["fp32"].row_bytes(64)
-            (68, 36, 256)
-        """
+        """Bytes of a row of FBGEMM's kernels, scale and bias counted."""
         return columns * self.bits // 8 + (SCALE_BYTES if self.bits < 16 else 0)
 
     def stored_width(self, dim: int) -> int:
-        """Columns that a block of R retained dims takes in FBGEMM's kernels.
-
-        Args:
-            dim: R, at least 0.
-
-        Example:
-            >>> PRECISIONS["int4"].stored_width(5), PRECISIONS["fp16"].stored_width(5)
-            (8, 5)
-        """
+        """Columns that a block of R retained dims takes in FBGEMM's kernels."""
         return rounded_up(dim, self.dim_multiple)
 
 
@@ -91,20 +57,14 @@ PRECISIONS = {
 
 
 CODES = Precision(name="codes", bits=0, dim_multiple=1)
-"""Codes, or float32, of as many bits as the scheme says of a column, see `dnis_torchrec.blocks.column_codes`."""
+"""Codes, or float32, of as many bits as the scheme says of a column, see
+`dnis_torchrec.blocks.column_codes`."""
 COLUMN_SCALE_BYTES = 4
 """Scale (bfloat16) and shift (int16) of a column of a block that is stored in codes."""
 
 
 def precision_named(name: str) -> Precision:
-    """The precision of that name.
-
-    Args:
-        name: a key of `PRECISIONS`.
-
-    Raises:
-        ValueError: for another one.
-    """
+    """The precision of that name."""
     check_known("precision", name, PRECISIONS)
     return PRECISIONS[name]
 
@@ -146,14 +106,7 @@ class RetainedTable(Protocol):
 
 
 def stored_blocks(table: RetainedTable) -> dict[int, tuple[int, int]]:
-    """Blocks that a mixed-dimension form stores: those with rows and retained dims.
-
-    Args:
-        table: scheme of the table.
-
-    Returns:
-        Block -> shape ``(rows, R)`` of its table.
-    """
+    """Blocks that a mixed-dimension form stores: those with rows and retained dims."""
     rows, dims = table.routing.row_counts().tolist(), table.dims.tolist()
     return {s: (rows[s], dims[s]) for s in range(table.routing.num_blocks) if rows[s] and dims[s]}
 
@@ -164,24 +117,14 @@ def column_bytes(embedding_dim: int) -> int:
 
 
 def block_index_bytes(table: RetainedTable) -> int:
-    """Bytes that tell where the values of a mixed-dimension form are: 2 per column of a block, and the row routing."""
+    """Bytes that tell where the values of a mixed-dimension form are: 2 per column of a block, and
+    the row routing."""
     return 2 * sum(dim for _, dim in stored_blocks(table).values()) + routing_bytes(table.routing)
 
 
 @dataclass(frozen=True)
 class Form(ABC):
-    """A layout, one class each, in a precision.
-
-    Attributes:
-        precision: what a value is stored in.
-        needs_codes: whether it stores the codes of the scheme, so that schemes without codes cannot take it.
-        has_column_bytes: whether a column costs the same whatever else is retained, so that a size can be spent column
-            by column.
-
-    Example:
-        >>> Csr(PRECISIONS["int8"]).name
-        'csr_int8'
-    """
+    """A layout, one class each, in a precision."""
 
     precision: Precision
     layout: ClassVar[str]
@@ -190,7 +133,8 @@ class Form(ABC):
 
     @property
     def name(self) -> str:
-        """``layout_precision``: as users write it, as manifests say it, and as the folder of its files."""
+        """``layout_precision``: as users write it, as manifests say it, and as the folder of its
+        files."""
         return f"{self.layout}_{self.precision.name}"
 
     @property
@@ -205,47 +149,23 @@ class Form(ABC):
 
     @abstractmethod
     def served_bytes(self, table: RetainedTable) -> int:
-        """Bytes that lookups of a table read: values with their scales, and what tells where they are.
-
-        Args:
-            table: its scheme.
-        """
+        """Bytes that lookups of a table read: values with their scales, and what tells where they
+        are."""
 
     @abstractmethod
     def file_bytes(self, table: RetainedTable) -> int:
-        """Bytes of a table's tensors in an artifact.
-
-        Args:
-            table: its scheme.
-        """
+        """Bytes of a table's tensors in an artifact."""
 
     @abstractmethod
     def stored_values(self, table: RetainedTable) -> int:
-        """Values of a table that are stored, those that fill a row up counted.
-
-        Args:
-            table: its scheme.
-        """
+        """Values of a table that are stored, those that fill a row up counted."""
 
     def fixed_bytes(self, routing: RowRouting, embedding_dim: int) -> int:
-        """Bytes that a table takes if nothing of it is retained, where `has_column_bytes`.
-
-        Args:
-            routing: of the table.
-            embedding_dim: D.
-        """
+        """Bytes that a table takes if nothing of it is retained, where `has_column_bytes`."""
         raise NotImplementedError
 
     def bytes_per_column(self, rows: Tensor, embedding_dim: int) -> Tensor:
-        """Bytes of one more retained column of a block, where `has_column_bytes`.
-
-        Args:
-            rows: ``(S,)``, rows of each block.
-            embedding_dim: D.
-
-        Returns:
-            ``(S,)`` float64.
-        """
+        """Bytes of one more retained column of a block, where `has_column_bytes`."""
         raise NotImplementedError
 
 
@@ -271,7 +191,8 @@ class Dense(Form):
 
 
 class RowPruned(Form):
-    """The K rows that retain something, D columns wide; a map finds them, once for every feature of the table."""
+    """The K rows that retain something, D columns wide; a map finds them, once for every feature of
+    the table."""
 
     layout = "row_pruned"
 
@@ -296,7 +217,9 @@ class RowPruned(Form):
 
     @staticmethod
     def _num_kept(table: RetainedTable) -> int:
-        return max(1, int(table.routing.row_counts()[table.dims > 0].sum()))  # FBGEMM knows no table without rows
+        return max(
+            1, int(table.routing.row_counts()[table.dims > 0].sum())
+        )  # FBGEMM knows no table without rows
 
 
 class MixedDimension(Form):
@@ -327,7 +250,8 @@ class MixedDimension(Form):
 
 
 class Csr(Form):
-    """Compressed sparse rows: the V retained values, the column of each, and where every row begins."""
+    """Compressed sparse rows: the V retained values, the column of each, and where every row
+    begins."""
 
     layout = "csr"
     has_column_bytes = True
@@ -341,7 +265,11 @@ class Csr(Form):
         """Rows twice, as lookups read them and as everybody else does, and row pointers likewise."""
         num_rows = table.num_embeddings
         compact = compact_bytes(num_rows) if has_compact_pointers(table.embedding_dim) else 0
-        return 2 * self._rows_bytes(table) + plain_pointer_bytes(num_rows, table.num_retained) + compact
+        return (
+            2 * self._rows_bytes(table)
+            + plain_pointer_bytes(num_rows, table.num_retained)
+            + compact
+        )
 
     def stored_values(self, table: RetainedTable) -> int:
         """V."""
@@ -372,15 +300,7 @@ class Csr(Form):
 
 
 class Packed(Form):
-    """Every column of every block in bits of its own; a row directory finds the rows.
-
-    Rows of a block stand at a stride of whole bytes. A table whose scheme has no bits has them all in float32.
-
-    Example:
-        >>> import torch
-        >>> PACKED.index_bytes(RowRouting(10, 2, boundaries=torch.tensor([0, 2, 10])), embedding_dim=4)
-        32
-    """
+    """Every column of every block in bits of its own; a row directory finds the rows."""
 
     layout = "packed"
     needs_codes = True
@@ -391,21 +311,18 @@ class Packed(Form):
         return self.layout
 
     def served_bytes(self, table: RetainedTable) -> int:
-        """Rows, scales and shifts of columns in codes, and the index; nothing where nothing is retained."""
+        """Rows, scales and shifts of columns in codes, and the index; nothing where nothing is
+        retained."""
         return self.bytes_of(self._bits(table), table.routing.row_counts(), table.routing)
 
     def bytes_of(self, bits: Tensor, rows: Tensor, routing: RowRouting) -> int:
-        """Served bytes of a table of which some bits are known, and no scheme yet.
-
-        Args:
-            bits: ``(S, D)`` integers among `dnis_torchrec.blocks.bit_fields.WIDTHS`, of a value of each column.
-            rows: ``(S,)`` integers, stored rows of each block.
-            routing: of the table.
-        """
+        """Served bytes of a table of which some bits are known, and no scheme yet."""
         if not bool(bits.any()):
             return 0
         scales = COLUMN_SCALE_BYTES * int(is_coded(bits).sum())
-        return int(rows @ row_strides(bits)) + scales + self.index_bytes(routing, bits.shape[1], rows)
+        return (
+            int(rows @ row_strides(bits)) + scales + self.index_bytes(routing, bits.shape[1], rows)
+        )
 
     def file_bytes(self, table: RetainedTable) -> int:
         """Rows: all else is in the scheme, or follows from it."""
@@ -415,14 +332,10 @@ class Packed(Form):
         """V."""
         return table.num_retained
 
-    def index_bytes(self, routing: RowRouting, embedding_dim: int, rows: Tensor | None = None) -> int:
-        """One byte of bits for every column of a block, and the row directory.
-
-        Args:
-            routing: of a table that retains something.
-            embedding_dim: D.
-            rows: see `bytes_of`; None: all rows of every block.
-        """
+    def index_bytes(
+        self, routing: RowRouting, embedding_dim: int, rows: Tensor | None = None
+    ) -> int:
+        """One byte of bits for every column of a block, and the row directory."""
         # serving of all other forms does without it
         from dnis_torchrec.blocks.row_directory import directory_bytes
 
@@ -445,45 +358,39 @@ FORMS: dict[str, Form] = {
     )
     for form in (layout(PRECISIONS[precision]) for precision in precisions)
 } | {PACKED.name: PACKED}
-"""Name -> form, in the order in which they are shown: the one list. Further ones join it by `register`."""
+"""Name -> form, in the order in which they are shown: the one list. Further ones join it by
+`register`."""
 
 DEFAULT_FORM = "mixed_dimension_fp32"
-"""The form that a size is in, and that is loaded, unless another is named: exact, and it trains on."""
+"""The form that a size is in, and that is loaded, unless another is named: exact, and it trains on.
+"""
 CANONICAL_FORM = "csr_fp32"
 """The exact rows of any scheme, single values too: every other form can be made from it."""
 WRITTEN_BY_DEFAULT = (DEFAULT_FORM, CANONICAL_FORM)
 """Forms of an artifact unless others are asked for."""
-RETIRED_FORMS = {f"{MixedDimension.layout}_{name}": PRECISIONS[name].bits for name in ("fp16", "int8", "int4")}
-"""Form that earlier versions wrote -> bits of every retained column of `PACKED`, which is smaller and faster."""
+RETIRED_FORMS = {
+    f"{MixedDimension.layout}_{name}": PRECISIONS[name].bits for name in ("fp16", "int8", "int4")
+}
+"""Form that earlier versions wrote -> bits of every retained column of `PACKED`, which is smaller
+and faster."""
 
 
 def register(form: Form) -> Form:
-    """Makes a form known.
-
-    Args:
-        form: with a name of its own.
-
-    Returns:
-        `form`.
-
-    Raises:
-        ValueError: if another form has its name.
-    """
+    """Makes a form known."""
     check(form.name not in FORMS, f"form {form.name!r}", "a new name", "one that is taken")
     FORMS[form.name] = form
     return form
 
 
 def form_named(name: str) -> Form:
-    """The form of that name.
-
-    Args:
-        name: as users write it.
-
-    Raises:
-        ValueError: if there is none; shows the nearest.
-    """
+    """The form of that name."""
     remedy = "give every column its bits (dnis compress), or take another form"
-    check(name not in RETIRED_FORMS, f"form {name!r}", f"{PACKED.name!r}, which took its place", "the former", remedy)
+    check(
+        name not in RETIRED_FORMS,
+        f"form {name!r}",
+        f"{PACKED.name!r}, which took its place",
+        "the former",
+        remedy,
+    )
     check_known("form", name, FORMS)
     return FORMS[name]

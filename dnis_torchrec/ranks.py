@@ -1,8 +1,5 @@
-"""Ranks: what all have to agree on before the next collective, so that an error on one of them leaves nobody waiting,
-and exact sums over them.
-
-Everything here works without a process group too, for a process alone.
-"""
+"""Ranks: what all have to agree on before the next collective, so that an error on one of them
+leaves nobody waiting, and exact sums over them."""
 
 from __future__ import annotations
 
@@ -16,40 +13,29 @@ from torch import Tensor
 
 _T = TypeVar("_T")
 
-_ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, NotImplementedError, RuntimeError, OSError)
+_ERRORS: tuple[type[Exception], ...] = (
+    ValueError,
+    TypeError,
+    NotImplementedError,
+    RuntimeError,
+    OSError,
+)
 
 
 def rank_of(process_group: dist.ProcessGroup | None = None) -> int:
-    """This process's number in a group: 0 without one.
-
-    Args:
-        process_group: the group; None for that of all processes.
-    """
+    """This process's number in a group: 0 without one."""
     return dist.get_rank(process_group) if dist.is_initialized() else 0
 
 
 def world_size_of(process_group: dist.ProcessGroup | None = None) -> int:
-    """Returns the number of processes in a group: 1 where torch.distributed is not initialised.
-
-    Args:
-        process_group: the group; None for the group of all processes.
-    """
+    """Returns the number of processes in a group: 1 where torch.distributed is not initialised."""
     return dist.get_world_size(process_group) if dist.is_initialized() else 1
 
 
 @contextmanager
 def together(process_group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Either all ranks come out of the block, or all raise: those without an error of their own raise the first other.
-
-    Distributed: one all_gather_object of a short string, where there are several ranks.
-
-    Args:
-        process_group: of all ranks that enter the block.
-
-    Example:
-        >>> with together():
-        ...     answer = 42
-    """
+    """Either all ranks come out of the block, or all raise: those without an error of their own
+    raise the first other."""
     error: Exception | None = None
     try:
         yield
@@ -69,18 +55,7 @@ def together(process_group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def on_rank_zero(action: Callable[[], _T], process_group: dist.ProcessGroup | None = None) -> _T:
-    """Runs something on rank 0 alone, and gives its result, or its error, to all ranks.
-
-    Distributed: one all_gather_object and one broadcast, where there are several ranks.
-
-    Args:
-        action: returns something small.
-        process_group: of all ranks that call this.
-
-    Example:
-        >>> on_rank_zero(lambda: 42)
-        42
-    """
+    """Runs something on rank 0 alone, and gives its result, or its error, to all ranks."""
     box: list[_T | None] = [None]
     with together(process_group):
         if rank_of(process_group) == 0:
@@ -90,17 +65,10 @@ def on_rank_zero(action: Callable[[], _T], process_group: dist.ProcessGroup | No
     return box[0]  # type: ignore[return-value]
 
 
-def union_over_ranks(local: Mapping[str, _T], process_group: dist.ProcessGroup | None = None) -> dict[str, _T]:
-    """Entries of all ranks; of those that several have, the first one's. One all_gather_object.
-
-    Args:
-        local: something small.
-        process_group: of all ranks that call this.
-
-    Example:
-        >>> union_over_ranks({"table": (40, 8)})
-        {'table': (40, 8)}
-    """
+def union_over_ranks(
+    local: Mapping[str, _T], process_group: dist.ProcessGroup | None = None
+) -> dict[str, _T]:
+    """Entries of all ranks; of those that several have, the first one's. One all_gather_object."""
     found: list[Mapping[str, _T]] = [local]
     if world_size_of(process_group) > 1:
         found = [{}] * world_size_of(process_group)
@@ -113,21 +81,7 @@ VALUES_PER_COLLECTIVE = 1 << 22
 
 
 class Ranks:
-    """The ranks that hold the shards of one model together, or this process alone.
-
-    Args:
-        group: their process group; None for this process alone.
-
-    Attributes:
-        group: the process group.
-        rank: number of this rank within the group.
-        world_size: number of ranks.
-
-    Example:
-        >>> alone = Ranks()
-        >>> alone.rank, alone.world_size, alone.sum_(torch.tensor([2, 3])).tolist()
-        (0, 1, [2, 3])
-    """
+    """The ranks that hold the shards of one model together, or this process alone."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -136,8 +90,13 @@ class Ranks:
 
     @staticmethod
     def everyone() -> Ranks:
-        """All processes of the run, whatever model they hold; this one alone where there is no process group."""
-        return Ranks(dist.group.WORLD) if dist.is_initialized() and dist.get_world_size() > 1 else Ranks()
+        """All processes of the run, whatever model they hold; this one alone where there is no
+        process group."""
+        return (
+            Ranks(dist.group.WORLD)
+            if dist.is_initialized() and dist.get_world_size() > 1
+            else Ranks()
+        )
 
     @property
     def is_first(self) -> bool:
@@ -145,78 +104,33 @@ class Ranks:
         return self.rank == 0
 
     def share(self, count: int) -> tuple[int, int]:
-        """The W-th part of ``0 .. count - 1`` that is this rank's: the first, and the one after the last.
-
-        Args:
-            count: of all.
-
-        Example:
-            >>> Ranks().share(10)
-            (0, 10)
-        """
+        """The W-th part of ``0 .. count - 1`` that is this rank's: the first, and the one after the
+        last."""
         return count * self.rank // self.world_size, count * (self.rank + 1) // self.world_size
 
     def sum_(self, values: Tensor) -> Tensor:
-        """Adds up integers over ranks, in place: one all_reduce per `VALUES_PER_COLLECTIVE` values.
-
-        Args:
-            values: contiguous, of the same shape on every rank.
-
-        Returns:
-            `values`.
-        """
+        """Adds up integers over ranks, in place: one all_reduce per `VALUES_PER_COLLECTIVE` values."""
         return self._reduce_(values, dist.ReduceOp.SUM)
 
     def max_(self, values: Tensor) -> Tensor:
-        """Takes the maximum of every value over ranks, in place: one all_reduce per `VALUES_PER_COLLECTIVE` values.
-
-        Args:
-            values: contiguous, of the same shape on every rank, without NaN.
-
-        Returns:
-            `values`.
-        """
+        """Takes the maximum of every value over ranks, in place: one all_reduce per
+        `VALUES_PER_COLLECTIVE` values."""
         return self._reduce_(values, dist.ReduceOp.MAX)
 
     def gather_texts(self, text: str) -> list[str]:
-        """Gives every rank the texts of all ranks, in their order: two all_gathers, and nothing to unpickle.
-
-        Args:
-            text: this rank's, of any length.
-
-        Example:
-            >>> Ranks().gather_texts("alone")
-            ['alone']
-        """
+        """Gives every rank the texts of all ranks, in their order: two all_gathers, and nothing to
+        unpickle."""
         if self.world_size == 1:
             return [text]
         encoded = torch.tensor(list(text.encode()), dtype=torch.uint8)
         return [bytes(of_rank.tolist()).decode() for of_rank in self._gather_uneven(encoded)]
 
     def concatenate(self, values: Tensor) -> Tensor:
-        """Gives every rank the values of all ranks, in their order: two all_gathers.
-
-        Args:
-            values: ``(n,)``, of the same dtype on every rank; n may differ.
-
-        Returns:
-            ``(sum of n,)``.
-
-        Example:
-            >>> Ranks().concatenate(torch.tensor([3, 1])).tolist()
-            [3, 1]
-        """
+        """Gives every rank the values of all ranks, in their order: two all_gathers."""
         return values if self.world_size == 1 else torch.cat(self._gather_uneven(values))
 
     def broadcast_(self, values: Tensor) -> Tensor:
-        """Gives every rank the values of rank 0, in place: one broadcast.
-
-        Args:
-            values: of the same shape on every rank.
-
-        Returns:
-            `values`.
-        """
+        """Gives every rank the values of rank 0, in place: one broadcast."""
         if self.world_size > 1:
             carried = values.to(self._device())
             dist.broadcast(carried, group=self.group, group_src=0)

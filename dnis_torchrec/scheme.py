@@ -1,7 +1,5 @@
-"""MixedDimensionScheme: which dimensions of which rows are retained. All that crosses from search to serving.
-
-Shapes: N rows of a table, D embedding_dim, S blocks, R retained dims of a block.
-"""
+"""MixedDimensionScheme: which dimensions of which rows are retained. All that crosses from search
+to serving."""
 
 from __future__ import annotations
 
@@ -36,26 +34,7 @@ class DescribedTable(TypedDict):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TableScheme:
-    """The retained dims of one table.
-
-    Attributes:
-        name: table name.
-        collection: FQN of the collection in the model that holds the table.
-        num_embeddings: N.
-        embedding_dim: D.
-        pooling: ``"sum"`` or ``"mean"``; ``"none"`` of a table of an EmbeddingCollection, which pools nothing.
-        feature_names: features read from the table, in TorchRec's order.
-        is_weighted: whether the collection takes per-sample weights.
-        routing: row -> block; rows of no block retain nothing.
-        retained: ``(S, D)`` bool: column d of block s holds at least one retained value.
-        num_retained: number of retained values; less than the area of `retained` when single elements were pruned.
-        bits: ``(S, D)`` uint8: bits in which a value of column d of block s is stored, among
-            `dnis_torchrec.blocks.bit_fields.WIDTHS`, 0 where it is not retained; None: all retained ones in float32.
-        scale: ``(S, D)`` float32, see `dnis_torchrec.blocks.column_codes.ColumnCodes`; None where values have no codes.
-        shift: ``(S, D)`` int16, likewise.
-        feedback: ``(S, D, D)`` float32, likewise; for encoding rows alone, and in no file.
-        gain: ``(S, D)`` float32, likewise.
-    """
+    """The retained dims of one table."""
 
     name: str
     collection: str
@@ -75,9 +54,19 @@ class TableScheme:
 
     def __post_init__(self) -> None:
         place = f"table {self.name!r}"
-        check(self.pooling in POOLINGS, place, f"a pooling of {', '.join(map(repr, POOLINGS))}", repr(self.pooling))
+        check(
+            self.pooling in POOLINGS,
+            place,
+            f"a pooling of {', '.join(map(repr, POOLINGS))}",
+            repr(self.pooling),
+        )
         shape = (self.routing.num_blocks, self.embedding_dim)
-        check(tuple(self.retained.shape) == shape, place, f"retained of shape {shape}", self.retained.shape)
+        check(
+            tuple(self.retained.shape) == shape,
+            place,
+            f"retained of shape {shape}",
+            self.retained.shape,
+        )
         check(
             self.routing.num_embeddings == self.num_embeddings,
             place,
@@ -94,10 +83,19 @@ class TableScheme:
         )
         if self.bits is not None:
             check_widths(self.bits, place)
-            agrees = tuple(self.bits.shape) == shape and bool(((self.bits > 0) == self.retained).all())
-            requirement = f"bits of shape {shape}, above 0 where a column is retained and nowhere else"
+            agrees = tuple(self.bits.shape) == shape and bool(
+                ((self.bits > 0) == self.retained).all()
+            )
+            requirement = (
+                f"bits of shape {shape}, above 0 where a column is retained and nowhere else"
+            )
             check(agrees, place, requirement, "others")
-            check(self.is_block_structured, place, "whole columns of blocks beside bits", "single values")
+            check(
+                self.is_block_structured,
+                place,
+                "whole columns of blocks beside bits",
+                "single values",
+            )
         if self.scale is not None or self.shift is not None:
             check(self.bits is not None, place, "bits beside scales and shifts", "none")
             _ = self.codes
@@ -109,14 +107,14 @@ class TableScheme:
 
     @property
     def codes(self) -> ColumnCodes:
-        """The codes in which retained values are stored.
-
-        Raises:
-            ValueError: if bits, scales or shifts are missing.
-        """
+        """The codes in which retained values are stored."""
         remedy = "allocate bits first"
         if self.bits is None or self.scale is None or self.shift is None:
-            raise ValueError(describe(f"table {self.name!r}", "bits, scales and shifts of its columns", "none", remedy))
+            raise ValueError(
+                describe(
+                    f"table {self.name!r}", "bits, scales and shifts of its columns", "none", remedy
+                )
+            )
         return ColumnCodes(self.bits, self.scale, self.shift, self.feedback, self.gain)
 
     @property
@@ -131,35 +129,23 @@ class TableScheme:
 
     @property
     def is_block_structured(self) -> bool:
-        """True if whole columns of blocks are retained, so that the mixed-dimension form has no padding."""
+        """True if whole columns of blocks are retained, so that the mixed-dimension form has no
+        padding."""
         return self.num_retained == self.block_area
 
     def columns(self, block: int) -> Tensor:
-        """Retained columns of one block, ``(R,)`` int64, rising.
-
-        Args:
-            block: its number, 0..S-1.
-        """
+        """Retained columns of one block, ``(R,)`` int64, rising."""
         return self.retained[block].nonzero().squeeze(1)
 
     def with_codes(self, codes: ColumnCodes) -> TableScheme:
-        """The same table, its columns stored in other codes; those of 0 bits are dropped.
-
-        Args:
-            codes: of its blocks.
-        """
+        """The same table, its columns stored in other codes; those of 0 bits are dropped."""
         retained = codes.bits > 0
         area = int((self.routing.row_counts() * retained.sum(dim=1)).sum())
         return replace(self, retained=retained, num_retained=area, **vars(codes))
 
     def with_new_rows(self) -> TableScheme:
-        """The same table with its rows of no block in the last block that retains a column, beside those that are rare.
-
-        For training on in the small form: rows that the counts never saw have a place then, as wide as that block.
-
-        Returns:
-            The scheme itself if every row has a block, or no block retains a column.
-        """
+        """The same table with its rows of no block in the last block that retains a column, beside
+        those that are rare."""
         keeping, routing = self.retained.any(dim=1).nonzero(), self.routing
         new_rows = int(routing.row_counts(include_unassigned=True)[-1])
         if not new_rows or not keeping.numel():
@@ -167,14 +153,7 @@ class TableScheme:
         return replace(self, routing=routing.with_unassigned_in(int(keeping[-1])))
 
     def served_bytes(self, form: str) -> int:
-        """Bytes that lookups of this table read in a form, index bytes counted.
-
-        Args:
-            form: a name in `dnis_torchrec.forms.FORMS`.
-
-        Raises:
-            ValueError: for another one, or one that does not fit the table's D.
-        """
+        """Bytes that lookups of this table read in a form, index bytes counted."""
         known = form_named(form)
         place, multiple = f"table {self.name!r}, form {form!r}", known.dim_multiple
         fits = self.embedding_dim % multiple == 0
@@ -229,7 +208,8 @@ class MixedDimensionScheme:
         return sum(table.served_bytes(form) for table in self.tables.values())
 
     def exact_bytes(self) -> dict[str, int]:
-        """Form -> bytes, for every form that holds the values bit for bit; where they have codes, ``"packed"``, too."""
+        """Form -> bytes, for every form that holds the values bit for bit; where they have codes,
+        ``"packed"``, too."""
         exact = {name: self.served_bytes(name) for name, form in FORMS.items() if form.is_exact}
         return exact | ({PACKED.name: self.served_bytes(PACKED.name)} if self.has_codes else {})
 
@@ -237,13 +217,16 @@ class MixedDimensionScheme:
         """Bytes of the float32 tables over bytes served.
 
         Args:
-            form: in which they are served; None: ``"packed"`` where values have codes, else `DEFAULT_FORM`.
+            form: in which they are served; None: ``"packed"`` where values have codes, else
+                `DEFAULT_FORM`.
 
         Raises:
             ValueError: as `served_bytes`.
         """
         own = PACKED.name if self.has_codes else DEFAULT_FORM
-        return compression_of(self.dense_parameters, self.served_bytes(own if form is None else form))
+        return compression_of(
+            self.dense_parameters, self.served_bytes(own if form is None else form)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the tensors, ready for json.dumps; `to_tensors` gives the rest."""
@@ -267,12 +250,16 @@ class MixedDimensionScheme:
         for name, table in self.tables.items():
             tensors[f"{name}/retained"] = table.retained
             stored = {"bits": table.bits, "scale": table.scale, "shift": table.shift}
-            tensors |= {f"{name}/{part}": value for part, value in stored.items() if value is not None}
+            tensors |= {
+                f"{name}/{part}": value for part, value in stored.items() if value is not None
+            }
             tensors |= {f"{name}/{key}": value for key, value in table.routing.to_tensors().items()}
         return tensors
 
     @staticmethod
-    def from_parts(described: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> MixedDimensionScheme:
+    def from_parts(
+        described: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> MixedDimensionScheme:
         """Rebuilds a scheme from `to_json` and `to_tensors`.
 
         Args:
@@ -280,15 +267,22 @@ class MixedDimensionScheme:
             tensors: ``"<table>/<field>"`` -> tensor; others are passed over.
 
         Raises:
-            ValueError: if the description of a table lacks a field, its retained columns are missing, or the tensors do
-                not fit the description.
+            ValueError: if the description of a table lacks a field, its retained columns are
+                missing, or the tensors do not fit the description.
         """
         tables = {}
         for name, fields in described.items():
             missing = DescribedTable.__required_keys__ - set(fields)
-            check(not missing, f"table {name!r}", "a complete description", f"none of {sorted(missing)}")
+            check(
+                not missing,
+                f"table {name!r}",
+                "a complete description",
+                f"none of {sorted(missing)}",
+            )
             routing_tensors = {
-                key: tensors[f"{name}/{key}"] for key in ("boundaries", "block_of_row") if f"{name}/{key}" in tensors
+                key: tensors[f"{name}/{key}"]
+                for key in ("boundaries", "block_of_row")
+                if f"{name}/{key}" in tensors
             }
             check(f"{name}/retained" in tensors, f"table {name!r}", "its retained columns", "none")
             tables[name] = TableScheme(
@@ -299,7 +293,9 @@ class MixedDimensionScheme:
                 pooling=fields["pooling"],
                 feature_names=tuple(fields["feature_names"]),
                 is_weighted=fields["is_weighted"],
-                routing=RowRouting.from_tensors(fields["num_embeddings"], fields["num_blocks"], routing_tensors),
+                routing=RowRouting.from_tensors(
+                    fields["num_embeddings"], fields["num_blocks"], routing_tensors
+                ),
                 retained=tensors[f"{name}/retained"],
                 num_retained=fields["num_retained"],
                 **{part: tensors.get(f"{name}/{part}") for part in ("bits", "scale", "shift")},
@@ -308,16 +304,8 @@ class MixedDimensionScheme:
 
 
 def compression_of(dense_parameters: int, num_bytes: int) -> float:
-    """Bytes of the float32 tables over bytes served, at least one: tables of which nothing is left may take none.
-
-    Args:
-        dense_parameters: values of the float32 tables: the sum of N times D.
-        num_bytes: served.
-
-    Example:
-        >>> compression_of(100, 20), compression_of(100, 0)
-        (20.0, 400.0)
-    """
+    """Bytes of the float32 tables over bytes served, at least one: tables of which nothing is left
+    may take none."""
     return 4 * dense_parameters / max(1, num_bytes)
 
 
@@ -326,16 +314,5 @@ VALUES_PER_CHUNK = 2**22
 
 
 def rows_per_chunk(embedding_dim: int) -> int:
-    """Rows of a dense table that are handled at a time, so that `VALUES_PER_CHUNK` is not exceeded.
-
-    Args:
-        embedding_dim: D, at least 1.
-
-    Returns:
-        At least 1.
-
-    Example:
-        >>> rows_per_chunk(64)
-        65536
-    """
+    """Rows of a dense table that are handled at a time, so that `VALUES_PER_CHUNK` is not exceeded."""
     return max(1, VALUES_PER_CHUNK // embedding_dim)

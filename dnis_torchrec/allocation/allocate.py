@@ -1,18 +1,5 @@
-r"""Allocation: a trained model, a size, and what columns are worth -> how many bits every column of every block gets.
-
-Storing column c of block s in k bits costs about
-
-.. math:: \tfrac{1}{2} H_{sc}\, \rho_{sck} \text{ of loss, and } n_s k / 8 + 4 \text{ bytes}
-
-for n_s rows, the curvature H (see `curvature`) and the rounding energy rho (see `rounding_energies`). `hulls` and
-`spending` say how a size is spent. Every byte that is served counts, see `dnis_torchrec.forms.Packed`.
-
-A cold block, of rows that training never saw, is worth nothing yet. Of a table that anything is stored of, it has its
-first `COLD_COLUMNS` in `COLD_BITS` all the same, so that rows that are born later have a place to learn in. These
-bytes count like all others. A block that rows never seen share with rare ones is not cold.
-
-Shapes: N rows of a table, D embedding_dim, S blocks, K widths.
-"""
+r"""Allocation: a trained model, a size, and what columns are worth -> how many bits every column of
+every block gets."""
 
 from __future__ import annotations
 
@@ -34,7 +21,13 @@ from dnis_torchrec.allocation.energies import (
     check_all_merged,
     rounding_energies,
 )
-from dnis_torchrec.allocation.hulls import ColumnSteps, RowOptions, column_steps, row_options, widths_of
+from dnis_torchrec.allocation.hulls import (
+    ColumnSteps,
+    RowOptions,
+    column_steps,
+    row_options,
+    widths_of,
+)
 from dnis_torchrec.allocation.spending import Path, Purse, Spent
 from dnis_torchrec.allocation.table_sizes import sizes_as_html, sizes_as_text
 from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, is_coded
@@ -47,19 +40,12 @@ from dnis_torchrec.forms import COLUMN_SCALE_BYTES, PACKED
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, compression_of
 
 COLD_COLUMNS, COLD_BITS = 4, 2
-"""Columns of a cold block, and their bits, at least: a byte of a row. Of D below 32 one column in eight, so none below
-8, where a byte is a sixteenth of a row in float32, and more."""
+"""Columns of a cold block, and their bits, at least: a byte of a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What tables in codes are predicted to do to a model.
-
-    Attributes:
-        loss_increase: loss minus that of the model as it is.
-        output_shift: by how much the model's output bias goes up for that; 0 for a model without one.
-        scheme: whose scales were learnt meanwhile; None: the one that was asked for.
-    """
+    """What tables in codes are predicted to do to a model."""
 
     loss_increase: float
     output_shift: float = 0.0
@@ -72,10 +58,11 @@ class Allocation:
 
     Attributes:
         scheme: with bits, scales and shifts of every table that has blocks.
-        predicted_loss_increase: predicted loss minus the loss of the model as it is: what `predict` said, or else, to
-            second order, the sum of H / 2 rho over all columns.
+        predicted_loss_increase: predicted loss minus the loss of the model as it is: what `predict`
+            said, or else, to second order, the sum of H / 2 rho over all columns.
         num_bytes: bytes served, of all tables together.
-        output_shift: see `Prediction`: `dnis_torchrec.compress` has added it, `Measured.shifted` adds it.
+        output_shift: see `Prediction`: `dnis_torchrec.compress` has added it, `Measured.shifted`
+            adds it.
     """
 
     scheme: MixedDimensionScheme
@@ -91,7 +78,9 @@ class Allocation:
     def __repr__(self) -> str:
         """The whole in one line."""
         increase = f"predicted loss increase {self.predicted_loss_increase:.2g}"
-        return f"Allocation(compression {self.compression:.2f}, {self.num_bytes:,} bytes, {increase})"
+        return (
+            f"Allocation(compression {self.compression:.2f}, {self.num_bytes:,} bytes, {increase})"
+        )
 
     def __str__(self) -> str:
         """The whole, and a line for each table."""
@@ -118,30 +107,34 @@ def allocate(
 ) -> Allocation:
     """Chooses how many bits every column of every block gets. The model does not change.
 
-    Distributed: that of `rounding_energies`, where they are not given, and that of `predict`, which is called once, or
+    Distributed: that of `rounding_energies`, where they are not given, and that of `predict`, which
+        is called once, or
     a dozen times for a largest loss. All ranks get the same bits.
 
     Args:
         model: trained and merged, sharded or not.
-        blocks: of its tables; rows of no block are served as zeros. Tables that they leave alone are float32, and count
-            in the bytes.
+        blocks: of its tables; rows of no block are served as zeros. Tables that they leave alone
+            are float32, and count in the bytes.
         counts: of all rows in the training data.
-        curvature: of the loss, for these blocks. Where it has couplings, rows are rounded with error feedback (see
-            `dnis_torchrec.blocks.error_feedback`), and else to their nearest codes.
-        compression: bytes of the float32 tables over bytes served, to be met from below. Give exactly one of
-            `compression`, `embedding_bytes` and `max_loss`.
+        curvature: of the loss, for these blocks. Where it has couplings, rows are rounded with
+            error feedback (see `dnis_torchrec.blocks.error_feedback`), and else to their nearest
+            codes.
+        compression: bytes of the float32 tables over bytes served, to be met from below. Give
+            exactly one of `compression`, `embedding_bytes` and `max_loss`.
         embedding_bytes: bytes served, at most.
         max_loss: predicted increase of the loss, at most, in the fewest bytes.
         bits: widths that are offered, among `dnis_torchrec.blocks.bit_fields.WIDTHS`; 0 always is.
-        per_table: make each table smaller by the same factor, instead of letting all tables share the bytes, each
-            getting what lowers the loss most.
-        energies: measured before, for several sizes of the same model and blocks; None measures them now.
-        predict: what a scheme is predicted to cost, in units of the loss, such as `LossSample.predict`; None adds
-            up what the columns cost, as if their errors were independent. Bits are chosen by that sum in any case.
+        per_table: make each table smaller by the same factor, instead of letting all tables share
+            the bytes, each getting what lowers the loss most.
+        energies: measured before, for several sizes of the same model and blocks; None measures
+            them now.
+        predict: what a scheme is predicted to cost, in units of the loss, such as
+            `LossSample.predict`; None adds up what the columns cost, as if their errors were
+            independent. Bits are chosen by that sum in any case.
 
     Raises:
-        ValueError: for not exactly one size, one that cannot be met (the message names the nearest that can be), a
-            curvature or energies of other blocks, or widths that were not measured.
+        ValueError: for not exactly one size, one that cannot be met (the message names the nearest
+            that can be), a curvature or energies of other blocks, or widths that were not measured.
 
     Example:
         >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -157,8 +150,12 @@ def allocate(
         >>> found.scheme.tables["t"].bits.tolist(), found.num_bytes, round(found.compression, 2)
         ([[6, 5, 5, 0], [8, 8, 0, 0]], 1652, 7.75)
     """
-    _check_sizes({"compression": compression, "embedding_bytes": embedding_bytes, "max_loss": max_loss})
-    check(max_loss is None or not per_table, "max_loss", "all tables to share the bytes", "per_table")
+    _check_sizes(
+        {"compression": compression, "embedding_bytes": embedding_bytes, "max_loss": max_loss}
+    )
+    check(
+        max_loss is None or not per_table, "max_loss", "all tables to share the bytes", "per_table"
+    )
     check_all_merged(model)
     every = blocked_tables(model, blocks)
     tables, left_alone = _split(every, blocks)
@@ -179,7 +176,9 @@ def allocate(
         return replace(found, scheme=scheme, predicted_loss_increase=increase, output_shift=shift)
 
     if max_loss is not None:
-        return allocation(problem.within_loss(max_loss, lambda spent: allocation(spent).predicted_loss_increase))
+        return allocation(
+            problem.within_loss(max_loss, lambda spent: allocation(spent).predicted_loss_increase)
+        )
     beside = sum(map(PACKED.served_bytes, left_alone.values()))
     dense = sum(map(_dense_bytes, every))
     budget = _bytes_at(compression, dense) if compression is not None else int(embedding_bytes or 0)
@@ -190,26 +189,15 @@ def allocate(
 
 
 def retained_columns(
-    tables: Sequence[BlockedTable], blocks: RowBlocks, worth: Mapping[str, Tensor], *, bits: int, compression: float
+    tables: Sequence[BlockedTable],
+    blocks: RowBlocks,
+    worth: Mapping[str, Tensor],
+    *,
+    bits: int,
+    compression: float,
 ) -> dict[str, Tensor]:
-    """Chooses which columns of every block are worth their bytes, if a value takes the same number of bits everywhere.
-
-    Those are dropped that lower the loss least for their bytes; what rounding costs does not count. Tables that are
-    left alone keep all, in float32. Local.
-
-    Args:
-        tables: of a model, prepared or not.
-        blocks: of its tables.
-        worth: table -> ``(S, D)``, what dropping a column of a block costs, up to one factor for all.
-        bits: of a value.
-        compression: bytes of the float32 tables over bytes served, to be met from below.
-
-    Returns:
-        Table -> ``(S, D)`` bool.
-
-    Raises:
-        ValueError: for a compression that cannot be met; the message names the largest that can be.
-    """
+    """Chooses which columns of every block are worth their bytes, if a value takes the same number
+    of bits everywhere."""
     losses = {}
     others, left_alone = _split(tables, blocks)
     for table in others:
@@ -218,7 +206,10 @@ def retained_columns(
         dropped = worth[name].double().cpu().clamp(min=0) * has_rows
         losses[name] = torch.stack([dropped, torch.zeros_like(dropped)], 2)
     problem = _Problem.of(others, blocks, losses, torch.tensor([0, bits]))
-    beside, dense = sum(map(PACKED.served_bytes, left_alone.values())), sum(map(_dense_bytes, tables))
+    beside, dense = (
+        sum(map(PACKED.served_bytes, left_alone.values())),
+        sum(map(_dense_bytes, tables)),
+    )
     spent = problem.within(_bytes_at(compression, dense) - beside, per_table=False)
     if not bool(spent.row_bytes.any()):
         _refuse_budget(compression, None, dense, spent.smallest + beside)
@@ -226,8 +217,11 @@ def retained_columns(
     return chosen | {name: table.retained for name, table in left_alone.items()}
 
 
-def _split(tables: Sequence[BlockedTable], blocks: RowBlocks) -> tuple[list[BlockedTable], dict[str, TableScheme]]:
-    """The tables that get bits, and the schemes of those that are left alone: float32 in every column."""
+def _split(
+    tables: Sequence[BlockedTable], blocks: RowBlocks
+) -> tuple[list[BlockedTable], dict[str, TableScheme]]:
+    """The tables that get bits, and the schemes of those that are left alone: float32 in every
+    column."""
     others = [table for table in tables if table.config.name not in blocks.left_alone]
     check(bool(others), "blocks", "a table beside those that are left alone", "none")
     alone = {}
@@ -239,10 +233,14 @@ def _split(tables: Sequence[BlockedTable], blocks: RowBlocks) -> tuple[list[Bloc
     return others, alone
 
 
-def _in_order(found: Allocation, left_alone: Mapping[str, TableScheme], every: Sequence[BlockedTable]) -> Allocation:
+def _in_order(
+    found: Allocation, left_alone: Mapping[str, TableScheme], every: Sequence[BlockedTable]
+) -> Allocation:
     """An allocation with the tables that are left alone, in the model's order."""
     schemes = {**found.scheme.tables, **left_alone}
-    scheme = MixedDimensionScheme({table.config.name: schemes[table.config.name] for table in every})
+    scheme = MixedDimensionScheme(
+        {table.config.name: schemes[table.config.name] for table in every}
+    )
     return replace(found, scheme=scheme, num_bytes=sum(map(PACKED.served_bytes, schemes.values())))
 
 
@@ -252,18 +250,7 @@ def _dense_bytes(table: BlockedTable) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """All tables together, their blocks one after the other, ready to be spent on.
-
-    Attributes:
-        tables: in the model's order.
-        blocks: theirs.
-        bits: ``(K,)`` int64, the widths that are offered, rising from 0.
-        steps: of the columns of every block.
-        options: of the rows of every block.
-        purse: to buy wider rows from.
-        cold: ``(A, D)`` int64, index among `bits` of what cold blocks have at least; paid for with the first step of a
-            table.
-    """
+    """All tables together, their blocks one after the other, ready to be spent on."""
 
     tables: list[BlockedTable]
     blocks: RowBlocks
@@ -274,22 +261,36 @@ class _Problem:
     cold: Tensor
 
     @staticmethod
-    def of(tables: list[BlockedTable], blocks: RowBlocks, loss: Mapping[str, Tensor], bits: Tensor) -> _Problem:
-        """Finds the path through the predicted losses of all columns at all widths, table -> ``(S, D, K)``."""
+    def of(
+        tables: list[BlockedTable], blocks: RowBlocks, loss: Mapping[str, Tensor], bits: Tensor
+    ) -> _Problem:
+        """Finds the path through the predicted losses of all columns at all widths, table -> ``(S,
+        D, K)``."""
         routings = [blocks.routings[table.config.name] for table in tables]
         widest = max(table.config.embedding_dim for table in tables)
-        stacked = torch.cat([pad(part, (0, 0, 0, widest - part.shape[1])) for part in loss.values()])
+        stacked = torch.cat(
+            [pad(part, (0, 0, 0, widest - part.shape[1])) for part in loss.values()]
+        )
         cold = _cold_widths(tables, blocks, widest, bits)
-        paid_for = stacked.gather(2, cold[..., None])  # of cold blocks, so that nothing below it is bought
+        paid_for = stacked.gather(
+            2, cold[..., None]
+        )  # of cold blocks, so that nothing below it is bought
         stacked = torch.where(torch.arange(len(bits)) < cold[..., None], paid_for, stacked)
         rows = torch.cat([routing.row_counts() for routing in routings])
         steps = column_steps(stacked, rows, bits)
         options = row_options(steps, stacked[..., 0].sum(1), rows)
-        fixed = [PACKED.index_bytes(r, table.config.embedding_dim) for r, table in zip(routings, tables, strict=True)]
+        fixed = [
+            PACKED.index_bytes(r, table.config.embedding_dim)
+            for r, table in zip(routings, tables, strict=True)
+        ]
         num_blocks = torch.tensor([routing.num_blocks for routing in routings])
         table_of_block = torch.arange(len(tables)).repeat_interleave(num_blocks)
         cold_bytes = _cold_bytes(bits[cold], rows, waste=7 * bool((bits == FLOAT_BITS).any()))
-        purse = Purse(Path.of(options), table_of_block, torch.tensor(fixed).index_add(0, table_of_block, cold_bytes))
+        purse = Purse(
+            Path.of(options),
+            table_of_block,
+            torch.tensor(fixed).index_add(0, table_of_block, cold_bytes),
+        )
         return _Problem(tables, blocks, bits, steps, options, purse, cold)
 
     @property
@@ -302,9 +303,15 @@ class _Problem:
         if not per_table:
             return self.purse.spend(budget)
         table_of_step = self.purse.table_of_block[self.purse.path.block]
-        shares = (self.dense_bytes.double() * (budget / int(self.dense_bytes.sum()))).floor().long().tolist()
+        shares = (
+            (self.dense_bytes.double() * (budget / int(self.dense_bytes.sum())))
+            .floor()
+            .long()
+            .tolist()
+        )
         parts = [
-            self.purse.spend(share, (table_of_step == table).nonzero().squeeze(1)) for table, share in enumerate(shares)
+            self.purse.spend(share, (table_of_step == table).nonzero().squeeze(1))
+            for table, share in enumerate(shares)
         ]
         total = int(self.dense_bytes.sum())
         needed = [
@@ -320,7 +327,9 @@ class _Problem:
         first = self.purse.first
         most, least = (loss_of(first(count)) for count in (0, len(self.purse.path.block)))
         remedy = "allow more loss, or offer more bits"
-        check(max_loss >= least, "max_loss", f"at least {least:.3g} for these bits", max_loss, remedy)
+        check(
+            max_loss >= least, "max_loss", f"at least {least:.3g} for these bits", max_loss, remedy
+        )
         requirement = f"less than {most:.3g}, which dropping all tables is predicted to cost"
         check(max_loss < most, "max_loss", requirement, max_loss)
         counts = range(len(self.purse.path.block) + 1)
@@ -328,7 +337,12 @@ class _Problem:
 
     def bits_of(self, spent: Spent) -> dict[str, Tensor]:
         """Table -> ``(S, D)``, the bits that the bytes have bought."""
-        index = widths_of(self.steps, self.options, spent.row_bytes, max(t.config.embedding_dim for t in self.tables))
+        index = widths_of(
+            self.steps,
+            self.options,
+            spent.row_bytes,
+            max(t.config.embedding_dim for t in self.tables),
+        )
         is_open = torch.zeros(len(self.tables), dtype=torch.bool)
         is_open[self.purse.table_of_block[spent.row_bytes > 0]] = True
         index = torch.maximum(index, self.cold * is_open[self.purse.table_of_block][:, None])
@@ -338,12 +352,19 @@ class _Problem:
             for table, of_table in zip(self.tables, self.bits[index].split(sizes), strict=True)
         }
 
-    def allocation(self, spent: Spent, energies: RoundingEnergies, couplings: Mapping[str, Tensor]) -> Allocation:
+    def allocation(
+        self, spent: Spent, energies: RoundingEnergies, couplings: Mapping[str, Tensor]
+    ) -> Allocation:
         """Returns the scheme and codes that the bytes have bought."""
         codes = {name: energies.codes(name, bits) for name, bits in self.bits_of(spent).items()}
         for name in couplings.keys() & codes.keys():
-            codes[name] = replace(codes[name], feedback=feedback_of(couplings[name], codes[name].bits))
-        schemes = {table.config.name: _scheme_of(table, self.blocks, codes[table.config.name]) for table in self.tables}
+            codes[name] = replace(
+                codes[name], feedback=feedback_of(couplings[name], codes[name].bits)
+            )
+        schemes = {
+            table.config.name: _scheme_of(table, self.blocks, codes[table.config.name])
+            for table in self.tables
+        }
         loss = self.options.loss.gather(1, spent.row_bytes[:, None])
         return Allocation(
             scheme=MixedDimensionScheme(schemes),
@@ -352,11 +373,16 @@ class _Problem:
         )
 
 
-def _cold_widths(tables: list[BlockedTable], blocks: RowBlocks, widest: int, bits: Tensor) -> Tensor:
-    """``(A, D)`` int64, indices among `bits`: above 0 for the first columns of blocks whose rows training never saw."""
+def _cold_widths(
+    tables: list[BlockedTable], blocks: RowBlocks, widest: int, bits: Tensor
+) -> Tensor:
+    """``(A, D)`` int64, indices among `bits`: above 0 for the first columns of blocks whose rows
+    training never saw."""
     columns = []
     for config in (table.config for table in tables):
-        is_cold = (blocks.routings[config.name].row_counts() > 0) & (blocks.seen_rows[config.name] == 0)
+        is_cold = (blocks.routings[config.name].row_counts() > 0) & (
+            blocks.seen_rows[config.name] == 0
+        )
         num_columns = min(COLD_COLUMNS, config.embedding_dim // 8)
         columns.append(is_cold[:, None] & (torch.arange(widest) < num_columns))
     enough = min(int((bits < COLD_BITS).sum()), len(bits) - 1)
@@ -364,17 +390,29 @@ def _cold_widths(tables: list[BlockedTable], blocks: RowBlocks, widest: int, bit
 
 
 def _cold_bytes(cold_bits: Tensor, rows: Tensor, *, waste: int) -> Tensor:
-    """``(A,)`` int64, what the columns of cold blocks take at most, as `row_options` counts what a float32 wastes."""
+    """``(A,)`` int64, what the columns of cold blocks take at most, as `row_options` counts what a
+    float32 wastes."""
     num_bits = cold_bits + waste * (cold_bits > 0)
     return rows * -(-num_bits.sum(1) // 8) + COLUMN_SCALE_BYTES * is_coded(cold_bits).sum(1)
 
 
 def _predicted_losses(
-    tables: list[BlockedTable], blocks: RowBlocks, curvature: Curvature, energies: RoundingEnergies, bits: list[int]
+    tables: list[BlockedTable],
+    blocks: RowBlocks,
+    curvature: Curvature,
+    energies: RoundingEnergies,
+    bits: list[int],
 ) -> dict[str, Tensor]:
-    """Table -> ``(S, D, K)`` float64: H / 2 times the energy of every width; 0 in blocks without rows."""
+    """Table -> ``(S, D, K)`` float64: H / 2 times the energy of every width; 0 in blocks without
+    rows."""
     missing = sorted(set(bits) - set(energies.bits))
-    check(not missing, "energies", f"those of {bits} bits", f"none of {missing}", "measure them with these bits")
+    check(
+        not missing,
+        "energies",
+        f"those of {bits} bits",
+        f"none of {missing}",
+        "measure them with these bits",
+    )
     index = [energies.bits.index(width) for width in bits]
     losses = {}
     for table in tables:
@@ -385,7 +423,9 @@ def _predicted_losses(
         worth, energy = curvature.curvature[name].double().cpu(), energies.tables[name].energy
         for what, given in (("curvature", worth.shape), ("energies", energy.shape[:2])):
             check(given == shape, f"table {name!r}", f"{what} of (S, D) = {shape}", tuple(given))
-        check(bool(worth.isfinite().all()), f"table {name!r}", "a finite curvature", "NaN or infinity")
+        check(
+            bool(worth.isfinite().all()), f"table {name!r}", "a finite curvature", "NaN or infinity"
+        )
         has_rows = blocks.routings[name].row_counts() > 0
         losses[name] = energy[..., index] * (worth.clamp(min=0) / 2 * has_rows[:, None])[..., None]
     total = sum(float(loss[..., 0].sum()) for loss in losses.values())
@@ -419,12 +459,20 @@ def _check_sizes(sizes: Mapping[str, float | None]) -> None:
 
 
 def _bytes_at(compression: float, dense: int) -> int:
-    """Bytes that a compression leaves of those of the float32 tables: 25 of 224 at 8.96, where a quotient is 24.99.."""
+    """Bytes that a compression leaves of those of the float32 tables: 25 of 224 at 8.96, where a
+    quotient is 24.99.."""
     return math.floor(dense / compression * (1 + 1e-12))
 
 
-def _refuse_budget(compression: float | None, embedding_bytes: int | None, dense: int, smallest: int) -> None:
+def _refuse_budget(
+    compression: float | None, embedding_bytes: int | None, dense: int, smallest: int
+) -> None:
     if compression is None:
-        check(False, "embedding_bytes", f"at least {smallest} for these tables and blocks", embedding_bytes)
+        check(
+            False,
+            "embedding_bytes",
+            f"at least {smallest} for these tables and blocks",
+            embedding_bytes,
+        )
     most = math.floor(100 * dense / smallest) / 100  # rounded up, it could not be met
     check(False, "compression", f"at most {most:.2f} for these tables and blocks", compression)

@@ -1,10 +1,5 @@
-"""Axes: tables of a model that may be turned, and the layers that turn with them, so that no prediction changes.
-
-A model whose embeddings meet only in dot products and in linear layers cannot tell its embedding space from a rotated
-one (see `rotation`). A model says so by `rotation_groups`; TorchRec's own are known by type (see `torchrec_models`).
-
-Shapes: D embedding_dim.
-"""
+"""Axes: tables of a model that may be turned, and the layers that turn with them, so that no
+prediction changes."""
 
 from __future__ import annotations
 
@@ -19,12 +14,7 @@ from dnis_torchrec.checks import check, check_known
 
 @dataclass(frozen=True, kw_only=True)
 class LinearReader:
-    """Columns of a linear layer that read one embedding.
-
-    Attributes:
-        weight: ``(out, in)``.
-        first_column: the embedding is inputs ``first_column .. first_column + D``.
-    """
+    """Columns of a linear layer that read one embedding."""
 
     weight: Tensor
     first_column: int = 0
@@ -32,12 +22,8 @@ class LinearReader:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightedProduct:
-    """Columns of a linear layer with one output that read the product of two embeddings, column by column.
-
-    Attributes:
-        weight: ``(1, in)``.
-        first_column: the product is inputs ``first_column .. first_column + D``.
-    """
+    """Columns of a linear layer with one output that read the product of two embeddings, column by
+    column."""
 
     weight: Tensor
     first_column: int = 0
@@ -45,18 +31,7 @@ class WeightedProduct:
 
 @dataclass(frozen=True, kw_only=True)
 class RotationGroup:
-    """Tables of equal embedding_dim that may be rotated, all by the same matrix.
-
-    Predictions depend on their pooled embeddings only through dot products, of two of them or of one and a vector that
-    turns along, and through `readers`; or, of two tables, only through their `product`.
-
-    Attributes:
-        tables: their names.
-        readers: table -> the linear layers that read pooled embeddings of its features.
-        product: weights of the product of the two tables.
-        along: further columns that turn with the tables, once: those of a matrix ``(in, D)`` that a vector is
-            multiplied by, ``x @ matrix``, before it meets the embeddings, and those that read the vector.
-    """
+    """Tables of equal embedding_dim that may be rotated, all by the same matrix."""
 
     tables: tuple[str, ...]
     readers: Mapping[str, tuple[LinearReader, ...]] = field(default_factory=dict)
@@ -82,19 +57,7 @@ class Rotatable(Protocol):
 
 
 def check_groups(groups: Sequence[RotationGroup], embedding_dims: Mapping[str, int]) -> None:
-    """Checks that groups fit a model and each other. Local, no collective.
-
-    Args:
-        groups: of the whole model.
-        embedding_dims: table -> D, of all its tables.
-
-    Raises:
-        ValueError: if a group names an unknown table, a table is in two groups, tables of a group differ in
-            embedding_dim, or a reader is of another group's table or too narrow.
-
-    Example:
-        >>> check_groups([RotationGroup(tables=("user", "movie"))], {"user": 8, "movie": 8})
-    """
+    """Checks that groups fit a model and each other. Local, no collective."""
     named = [table for group in groups for table in group.tables]
     twice = sorted({table for table in named if named.count(table) > 1})
     check(not twice, "rotation groups", "every table in one group at most", twice)
@@ -107,7 +70,9 @@ def _check_group(group: RotationGroup, embedding_dims: Mapping[str, int]) -> Non
     for table in group.tables:
         check_known("table", table, embedding_dims)
     dims = {embedding_dims[table] for table in group.tables}
-    check(len(dims) == 1, place, "tables of one embedding_dim", sorted(dims), "make a group for each")
+    check(
+        len(dims) == 1, place, "tables of one embedding_dim", sorted(dims), "make a group for each"
+    )
     for table, readers in group.readers.items():
         check(table in group.tables, place, "readers of its own tables", repr(table))
         for reader in readers:

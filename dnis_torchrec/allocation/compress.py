@@ -1,13 +1,4 @@
-r"""Compress: a trained model -> the same model on tables of bit fields, without a training step.
-
-.. math:: \text{axes turned} \to H_{sc} \text{ (curvature)}, \rho_{sck} \text{ (rounding energies)} \to
-    \text{bits} \to \text{codes} \to \text{scales, learnt on held-out samples}
-
-What a model is measured for, `measure_`, does not depend on a size, so that several sizes share it. What a size costs
-is predicted on samples, with their rows in codes (see `loss_sample`).
-
-Shapes: N rows of a table, D embedding_dim, S blocks.
-"""
+r"""Compress: a trained model -> the same model on tables of bit fields, without a training step."""
 
 from __future__ import annotations
 
@@ -44,25 +35,23 @@ from dnis_torchrec.serving.packed_table import PackedTable, pack_rows
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection, table_of_single_ids
 from dnis_torchrec.soft_selection.managed_collisions import remapped
 from dnis_torchrec.soft_selection.swap import replace_
-from dnis_torchrec.soft_selection.table_shards import collections, local_shards, ranks_of, table_configs_of
+from dnis_torchrec.soft_selection.table_shards import (
+    collections,
+    local_shards,
+    ranks_of,
+    table_configs_of,
+)
 from dnis_torchrec.streaming.counting import count_stream
 
 UNCHANGED = 1e-4
-"""How far predictions may move when tables are turned, over the largest of them: rounding moves them by less."""
+"""How far predictions may move when tables are turned, over the largest of them: rounding moves
+them by less."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Measured:
-    """A model whose tables stand in their axes, and all that allocating bits in it needs. The same on every rank.
-
-    Attributes:
-        model: as it was given, turned.
-        counts: of all rows in the training data.
-        blocks: of scope ``"table"``; every row has one.
-        curvature: what columns of blocks are worth.
-        energies: what every width leaves as an error.
-        sample: on which the loss of a size is predicted.
-    """
+    """A model whose tables stand in their axes, and all that allocating bits in it needs. The same
+    on every rank."""
 
     model: nn.Module
     counts: FrequencyCounts
@@ -72,22 +61,14 @@ class Measured:
     sample: LossSample
 
     def shifted(self, found: Allocation) -> AbstractContextManager[None]:
-        """The model with its output bias as tables of that size want it, within a block; afterwards it is as it was.
-
-        Local: the same on every rank.
-
-        Args:
-            found: what `allocate` returned.
-        """
+        """The model with its output bias as tables of that size want it, within a block; afterwards
+        it is as it was."""
         bias = self.sample.bias
         return nullcontext() if bias is None else bias.shifted(self.model, found.output_shift)
 
     def shift_(self, found: Allocation) -> None:
-        """Moves the model's output bias to where tables of that size want it, for good. Local, the same on every rank.
-
-        Args:
-            found: what `allocate` returned.
-        """
+        """Moves the model's output bias to where tables of that size want it, for good. Local, the
+        same on every rank."""
         if self.sample.bias is not None:
             self.sample.bias.shift_(self.model, found.output_shift)
 
@@ -98,20 +79,8 @@ class Measured:
         embedding_bytes: int | None = None,
         max_loss: float | None = None,
     ) -> Allocation:
-        """Chooses bits for one size, and predicts what it costs on the sample; the model does not change.
-
-        See `dnis_torchrec.allocate` and `LossSample`.
-
-        Distributed: that of `LossSample.predict`, a dozen times for a largest loss.
-
-        Args:
-            compression: bytes of the float32 tables over bytes served. Give exactly one of the three sizes.
-            embedding_bytes: bytes served, at most.
-            max_loss: predicted increase of the loss, at most, in the fewest bytes.
-
-        Raises:
-            ValueError: as `dnis_torchrec.allocate`; names the largest compression that can be met.
-        """
+        """Chooses bits for one size, and predicts what it costs on the sample; the model does not
+        change."""
         return allocate(
             self.model,
             self.blocks,
@@ -136,40 +105,44 @@ def compress(
     held_out: Iterable[Batch] | None = None,
     leave_alone: Collection[str] = (),
 ) -> Allocation:
-    """Replaces the tables of a trained model by tables of bit fields, in place, without a training step.
+    """Replaces the tables of a trained model by tables of bit fields, in place, without a training
+    step.
 
-    The mean prediction stays: a model of one output has its output bias moved by what rounding moves it by, see
-    `dnis_torchrec.allocation.output_bias`. Its other dense weights are as they were, but for what turned with tables.
+    The mean prediction stays: a model of one output has its output bias moved by what rounding
+    moves it by, see `dnis_torchrec.allocation.output_bias`. Its other dense weights are as they
+    were, but for what turned with tables.
 
-    Every EmbeddingBagCollection becomes a PackedEmbeddingBagCollection, and every EmbeddingCollection a
-    ServedEmbeddingCollection of packed tables; both serve and do not train. All tables share one budget. They are
-    turned first where that is known to change no prediction (`with_axes_`, `rotation_groups`); frozen ones keep their
-    axes, and are compressed as all others are. A table that no batch reads is worth nothing and may be dropped; rows of
-    others that no batch reads keep a few narrow columns (`dnis_torchrec.allocation.allocate.COLD_COLUMNS`), to learn in
-    where training goes on (`MixedDimensionEmbeddingBagCollection.from_tables`).
+    Every EmbeddingBagCollection becomes a PackedEmbeddingBagCollection, and every
+    EmbeddingCollection a ServedEmbeddingCollection of packed tables; both serve and do not train.
+    All tables share one budget. They are turned first where that is known to change no prediction
+    (`with_axes_`, `rotation_groups`); frozen ones keep their axes, and are compressed as all others
+    are. A table that no batch reads is worth nothing and may be dropped; rows of others that no
+    batch reads keep a few narrow columns (`dnis_torchrec.allocation.allocate.COLD_COLUMNS`), to
+    learn in where training goes on (`MixedDimensionEmbeddingBagCollection.from_tables`).
 
-    Local, no collective; needs no process group. Of a model that is spread over ranks, use `measure_`.
+    Local, no collective; needs no process group. Of a model that is spread over ranks, use
+    `measure_`.
 
     Args:
         model: trained, plain; called as ``model(dense_features=..., sparse_features=...)``.
         batches: training data, that can be iterated again and again.
-        loss: called with (predictions, labels): ``nn.MSELoss()``, ``nn.BCEWithLogitsLoss()`` or another mean over
-            samples that is twice differentiable in the predictions.
+        loss: called with (predictions, labels): ``nn.MSELoss()``, ``nn.BCEWithLogitsLoss()`` or
+            another mean over samples that is twice differentiable in the predictions.
         compression: bytes of the float32 tables over bytes served, to be met from below.
         counts: of all rows in the training data; None counts the batches.
-        held_out: batches that the model was not trained on, such as a validation split: they teach the scales of the
-            codes (`dnis_torchrec.allocation.learnt_scales`), and the loss is predicted on them. None leaves scales as
-            they were fitted, and takes `batches`, on which up to three times the loss is predicted that others will
-            have.
-        leave_alone: names of tables that must not be touched: they keep their axes and their float32 values, and count
-            in the size.
+        held_out: batches that the model was not trained on, such as a validation split: they teach
+            the scales of the codes (`dnis_torchrec.allocation.learnt_scales`), and the loss is
+            predicted on them. None leaves scales as they were fitted, and takes `batches`, on which
+            up to three times the loss is predicted that others will have.
+        leave_alone: names of tables that must not be touched: they keep their axes and their
+            float32 values, and count in the size.
 
     Returns:
         The scheme, and what it is predicted to cost; no table.
 
     Raises:
-        ValueError: for bad batches, tables with NaN, or a compression that cannot be met: the model is turned then,
-            its tables are as they were.
+        ValueError: for bad batches, tables with NaN, or a compression that cannot be met: the model
+            is turned then, its tables are as they were.
         RuntimeError: if turning the tables changes predictions, see `measure_`.
         NotImplementedError: for a sharded model, before it is changed.
 
@@ -193,7 +166,9 @@ def compress(
         (True, 'PackedEmbeddingBagCollection')
     """
     own = _plain_collections(model)
-    measured = measure_(model, batches, loss=loss, counts=counts, held_out=held_out, leave_alone=leave_alone)
+    measured = measure_(
+        model, batches, loss=loss, counts=counts, held_out=held_out, leave_alone=leave_alone
+    )
     found = measured.allocate(compression=compression)
     for fqn, packed in packed_collections(model, found.scheme).items():
         replace_(model, own[fqn], packed)
@@ -213,13 +188,16 @@ def measure_(
     bits: Sequence[int] = BITS,
     leave_alone: Collection[str] = (),
 ) -> Measured:
-    """Turns a model's tables into their axes and measures what every column of every block is worth.
+    """Turns a model's tables into their axes and measures what every column of every block is
+    worth.
 
-    Rows are put into blocks by frequency, each table by itself; those never seen stay in the last block, so that
-    nothing is zeroed for being new.
+    Rows are put into blocks by frequency, each table by itself; those never seen stay in the last
+    block, so that nothing is zeroed for being new.
 
-    Distributed: every rank of a sharded model calls it on its slices of the batches; see `rotate_`, `curvature`,
-    `rounding_energies`, `LossSample` and `count_stream` for the collectives. All ranks get the same.
+    Distributed: every rank of a sharded model calls it on its slices of the batches; see `rotate_`,
+        `curvature`,
+    `rounding_energies`, `LossSample` and `count_stream` for the collectives. All ranks get the
+    same.
 
     Args:
         model: trained and merged, sharded or not; its tables are turned, and what reads them.
@@ -233,9 +211,10 @@ def measure_(
         leave_alone: see `compress`.
 
     Raises:
-        ValueError: for bad batches or blocks, or NaN or infinity in a table; on all ranks for what is wrong on one.
-        RuntimeError: if predictions change when the tables are turned, as by `rotation_groups` that do not hold for
-            the model; its tables are turned then.
+        ValueError: for bad batches or blocks, or NaN or infinity in a table; on all ranks for what
+            is wrong on one.
+        RuntimeError: if predictions change when the tables are turned, as by `rotation_groups` that
+            do not hold for the model; its tables are turned then.
     """
     again = "batches that can be iterated again and again"
     remedy = "give a list, a DataLoader, or an object whose __iter__ begins anew"
@@ -249,9 +228,13 @@ def measure_(
         _check_finite(model)
     if counts is None:
         counts = count_stream(
-            (remapped(model, features_of(batch)) for batch in batches), tables, process_group=ranks.group
+            (remapped(model, features_of(batch)) for batch in batches),
+            tables,
+            process_group=ranks.group,
         )
-    blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, scope="table", leave_alone=leave_alone)
+    blocks = blocks_from_counts(
+        counts, tables, num_blocks=num_blocks, scope="table", leave_alone=leave_alone
+    )
     first = _turn_(model, batches, loss, counts, ranks, leave_alone)
     worth = curvature_of_read_tables(model, batches, blocks, loss=loss, num_samples=num_samples)
     energies = rounding_energies(model, blocks, counts, bits=bits)
@@ -264,7 +247,8 @@ def measure_(
 def packed_collections(
     model: nn.Module, scheme: MixedDimensionScheme
 ) -> dict[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection]:
-    """The collections of a model as tables of bit fields, ready to take their places. Local; the model does not change.
+    """The collections of a model as tables of bit fields, ready to take their places. Local; the
+    model does not change.
 
     A table is read once, a chunk of rows at a time.
 
@@ -276,24 +260,33 @@ def packed_collections(
         FQN -> what serves the collection.
 
     Raises:
-        ValueError: for NaN or infinity in a table, a table without a scheme, or a scheme without bits.
+        ValueError: for NaN or infinity in a table, a table without a scheme, or a scheme without
+            bits.
         NotImplementedError: for a sharded model.
     """
     packed: dict[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection] = {}
     for fqn, collection in _plain_collections(model).items():
         tables = {}
         for config in table_configs_of(collection):
-            check(config.name in scheme.tables, f"table {config.name!r}", "a scheme of its own", "none")
+            check(
+                config.name in scheme.tables,
+                f"table {config.name!r}",
+                "a scheme of its own",
+                "none",
+            )
             tables[config.name] = scheme.tables[config.name]
         weights = {shard.table: shard.weight for shard in local_shards(collection)}
         rows = {name: _packed_table(table, weights[name]) for name, table in tables.items()}
         of_collection = MixedDimensionScheme(tables)
         if isinstance(collection, EmbeddingCollection):
             served = {
-                name: PackedEmbeddingBagCollection(table_of_single_ids(table), rows) for name, table in tables.items()
+                name: PackedEmbeddingBagCollection(table_of_single_ids(table), rows)
+                for name, table in tables.items()
             }
             need_indices = collection.need_indices()
-            packed[fqn] = ServedEmbeddingCollection(of_collection, served, need_indices=need_indices)
+            packed[fqn] = ServedEmbeddingCollection(
+                of_collection, served, need_indices=need_indices
+            )
         else:
             packed[fqn] = PackedEmbeddingBagCollection(of_collection, rows)
     return packed
@@ -303,8 +296,13 @@ def _plain_collections(model: nn.Module) -> dict[str, EmbeddingBagCollection | E
     plain: dict[str, EmbeddingBagCollection | EmbeddingCollection] = {}
     for fqn, collection in collections(model).items():
         if not isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
-            supported, remedy = "supported is a plain embedding collection", "merge_ or unshard the model first"
-            raise NotImplementedError(describe(f"FQN {fqn!r}", supported, type(collection).__name__, remedy))
+            supported, remedy = (
+                "supported is a plain embedding collection",
+                "merge_ or unshard the model first",
+            )
+            raise NotImplementedError(
+                describe(f"FQN {fqn!r}", supported, type(collection).__name__, remedy)
+            )
         plain[fqn] = collection
     return plain
 
@@ -317,7 +315,9 @@ def _packed_table(table: TableScheme, weight: Tensor) -> PackedTable:
 
 def _check_finite(model: nn.Module) -> None:
     """Axes of a table with NaN would be NaN in all of its rows."""
-    for shard in (shard for collection in collections(model).values() for shard in local_shards(collection)):
+    for shard in (
+        shard for collection in collections(model).values() for shard in local_shards(collection)
+    ):
         for chunk, rows, _ in shard.chunks():
             bad = (~chunk.isfinite()).nonzero()
             if len(bad):
@@ -347,7 +347,11 @@ def _turn_(
     with on_all(ranks):
         moved, largest = float((after - before).abs().max()), float(before.abs().max())
         if moved > UNCHANGED * largest:
-            requirement = f"predictions to stay within {UNCHANGED * largest:.3g} when tables are turned"
+            requirement = (
+                f"predictions to stay within {UNCHANGED * largest:.3g} when tables are turned"
+            )
             remedy = "the model's rotation_groups do not hold for it: correct them, and load its weights again"
-            raise RuntimeError(describe("rotation", requirement, f"a change by {moved:.3g}", remedy))
+            raise RuntimeError(
+                describe("rotation", requirement, f"a change by {moved:.3g}", remedy)
+            )
     return batch

@@ -1,29 +1,4 @@
-"""Curvature: what every column of every block is worth to the loss.
-
-Around alpha = 1 the loss is, to second order and without its mixed terms,
-
-    L(alpha) - L(1)  ~  sum_bc  G_bc (alpha_bc - 1) + H_bc / 2 (alpha_bc - 1)^2
-    G_bc = mean over samples of L'(z) dz/dalpha_bc        H_bc = mean over samples of L''(z) (dz/dalpha_bc)^2
-
-H is the diagonal of the Gauss-Newton matrix: never negative for a convex loss. A column that is dropped (alpha 0) costs
-H / 2 - G, one that is rounded H / 2 times the energy of its rounding error over its own (Optimal Brain Damage, LeCun,
-Denker, Solla 1990). dz/dalpha_bc is, for a sample, the sum over the features that read block b of v_c dz/dv_c, where v
-is what the block adds to the pooled embedding: one backward pass of the summed predictions to the pooled embeddings
-gives it for all blocks and columns (see `pooled_blocks`).
-
-Errors of the columns of a row add up before they reach the prediction. What e, the errors of one row of block b, costs
-is e^T K_b e / 2 times how often it is read, for the couplings
-
-    K_bcc' = mean over samples of  sum over the rows x of b that a sample reads  of  L''(z) dz/dx_c dz/dx_c'
-
-(Hassibi and Stork 1993). They do not choose the bits; rows are rounded by them, see `blocks.error_feedback`. Weights of
-the ids of a bag count as 1 in them.
-
-Of several outputs z_t, with J_t = dz_t/dalpha_bc: G is the mean of sum_t dL/dz_t J_t, and H that of
-sum_tt' J_t d^2 L / (dz_t dz_t') J_t'.
-
-Shapes: B batch, D embedding_dim, S blocks, T outputs of the model.
-"""
+"""Curvature: what every column of every block is worth to the loss."""
 
 from __future__ import annotations
 
@@ -38,7 +13,12 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 
 from dnis_torchrec.allocation.curvature_sums import Curvature, CurvatureSums, LookedUp
-from dnis_torchrec.allocation.loss_derivatives import Loss, LossDerivatives, loss_derivatives, task_derivatives
+from dnis_torchrec.allocation.loss_derivatives import (
+    Loss,
+    LossDerivatives,
+    loss_derivatives,
+    task_derivatives,
+)
 from dnis_torchrec.allocation.pooled_blocks import Lookup, WatchedCollection, watching
 from dnis_torchrec.allocation.sequence_blocks import watched_collection
 from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES
@@ -71,42 +51,51 @@ def curvature(
     warns: bool = True,
     couplings: bool = True,
 ) -> Curvature:
-    """Measures gradient and curvature of the loss in alpha, at alpha = 1, per table, block and column.
+    """Measures gradient and curvature of the loss in alpha, at alpha = 1, per table, block and
+    column.
 
-        G_bc = mean over samples of L'(z) dz/dalpha_bc        H_bc = mean over samples of L''(z) (dz/dalpha_bc)^2
+        G_bc = mean over samples of L'(z) dz/dalpha_bc        H_bc = mean over samples of L''(z)
+        (dz/dalpha_bc)^2
 
-    The model is called in evaluation mode; neither a weight nor a mode of it is changed. Rows of no block, and empty
-    bags, count for nothing; a table that no sample reads has zeros. Of a prepared model both are in relative steps of
-    its alpha: what scaling the tables is worth that `merge_` would make. A warning (from rank 0) tells of a model that
-    looks untrained, because then neither the order of the columns nor the sum of H means anything.
+    The model is called in evaluation mode; neither a weight nor a mode of it is changed. Rows of no
+    block, and empty bags, count for nothing; a table that no sample reads has zeros. Of a prepared
+    model both are in relative steps of its alpha: what scaling the tables is worth that `merge_`
+    would make. A warning (from rank 0) tells of a model that looks untrained, because then neither
+    the order of the columns nor the sum of H means anything.
 
-    Distributed: every rank measures the samples of its own batches, on its own slice of a split. There are as many
-    batches on every rank, and where TorchRec's sharding asks for it as large ones. Per batch some numbers are gathered
-    and a sharded collection is called once, or twice for multi-hot features; all sums are added up by one all_reduce,
-    couplings by one for each table, and every rank returns the same.
+    Distributed: every rank measures the samples of its own batches, on its own slice of a split.
+        There are as many
+    batches on every rank, and where TorchRec's sharding asks for it as large ones. Per batch some
+    numbers are gathered and a sharded collection is called once, or twice for multi-hot features;
+    all sums are added up by one all_reduce, couplings by one for each table, and every rank returns
+    the same.
 
     Args:
-        model: trained; called as ``model(dense_features=..., sparse_features=...)``, plain, prepared or sharded, or
-            a `TrainTask` of such a model. Returns predictions ``(B,)``, ``(B, 1)`` or ``(B, T)``, each of its own
-            sample alone; or what a task takes.
-        batches: from training or validation data; the first ones are taken, so they should be shuffled. Labels are
-            ``(B,)``, or ``(B, ...)`` as the loss wants them; the loss gets them as float64.
+        model: trained; called as ``model(dense_features=..., sparse_features=...)``, plain,
+            prepared or sharded, or a `TrainTask` of such a model. Returns predictions ``(B,)``,
+            ``(B, 1)`` or ``(B, T)``, each of its own sample alone; or what a task takes.
+        batches: from training or validation data; the first ones are taken, so they should be
+            shuffled. Labels are ``(B,)``, or ``(B, ...)`` as the loss wants them; the loss gets
+            them as float64.
         blocks: of at least the model's tables; of any scope, each table has its own S blocks.
-        loss: called with (predictions, labels): ``nn.MSELoss()``, ``nn.BCEWithLogitsLoss()`` or any mean over samples
-            that is twice differentiable in the predictions; or a recipe's task, whose loss is so in its outputs.
-        num_samples: samples that are enough, of all ranks together: no further batch is taken once there are so many;
-            None takes all.
-        warns: tell of a model that looks untrained; for one that is measured again and again once is enough.
+        loss: called with (predictions, labels): ``nn.MSELoss()``, ``nn.BCEWithLogitsLoss()`` or any
+            mean over samples that is twice differentiable in the predictions; or a recipe's task,
+            whose loss is so in its outputs.
+        num_samples: samples that are enough, of all ranks together: no further batch is taken once
+            there are so many; None takes all.
+        warns: tell of a model that looks untrained; for one that is measured again and again once
+            is enough.
         couplings: measure K, too: 8 S D^2 bytes for each table.
 
     Returns:
         G and H of every table of the model's EmbeddingBagCollections.
 
     Raises:
-        ValueError: for blocks of other tables, no batches, bad labels or features, predictions that are not finite, or
-            a loss that is no mean over samples; on all ranks for what one of them finds in its batches.
-        NotImplementedError: for a loss that cannot be derived twice, or collections that do not look up one bag per
-            sample.
+        ValueError: for blocks of other tables, no batches, bad labels or features, predictions that
+            are not finite, or a loss that is no mean over samples; on all ranks for what one of
+            them finds in its batches.
+        NotImplementedError: for a loss that cannot be derived twice, or collections that do not
+            look up one bag per sample.
 
     Example:
         >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -156,22 +145,7 @@ def curvature_of_read_tables(
     num_samples: int | None = ENOUGH_SAMPLES,
     warns: bool = True,
 ) -> Curvature:
-    """Measures `curvature` on so many samples that every table is read that training reads.
-
-    Where a sample reads nothing of one, it is made `LARGER_SAMPLE` times as large, again and again, up to all batches:
-    a table would be dropped for being rare. Distributed: as `curvature`, once for each sample.
-
-    Args:
-        model: see `curvature`.
-        batches: see `curvature`; they can be iterated again and again.
-        blocks: see `curvature`; made from counts of training, they say what it reads.
-        loss: see `curvature`.
-        num_samples: of the first sample, of all ranks together; None takes all.
-        warns: see `curvature`.
-
-    Raises:
-        ValueError: as `curvature`.
-    """
+    """Measures `curvature` on so many samples that every table is read that training reads."""
     read = {table for table, occurrences in blocks.occurrences.items() if bool(occurrences.any())}
     while True:
         found = curvature(model, batches, blocks, loss=loss, num_samples=num_samples, warns=warns)
@@ -181,35 +155,29 @@ def curvature_of_read_tables(
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Returns the device on which a model takes its batches; its tables may lie elsewhere.
-
-    Args:
-        model: sharded or not.
-    """
-    return model.device if isinstance(model, DistributedModelParallel) else next(model.parameters()).device
+    """Returns the device on which a model takes its batches; its tables may lie elsewhere."""
+    return (
+        model.device
+        if isinstance(model, DistributedModelParallel)
+        else next(model.parameters()).device
+    )
 
 
 def _samples_at_a_time(of: Iterable[WatchedCollection]) -> int:
-    """Returns the number of samples whose pooled embeddings, gradients and blocks fit into `BYTES_AT_A_TIME`."""
+    """Returns the number of samples whose pooled embeddings, gradients and blocks fit into
+    `BYTES_AT_A_TIME`."""
     return max(1, BYTES_AT_A_TIME // (4 * sum(watched.floats_per_sample for watched in of)))
 
 
 def on_all(ranks: Ranks) -> AbstractContextManager[None]:
-    """Raises on all ranks for what is wrong on one; a process whose model is its own does not ask others.
-
-    Args:
-        ranks: that hold the model.
-    """
+    """Raises on all ranks for what is wrong on one; a process whose model is its own does not ask
+    others."""
     return together(ranks.group) if ranks.world_size > 1 else nullcontext()
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode; afterwards every module is in the mode that it was in.
-
-    Args:
-        model: any module.
-    """
+    """In evaluation mode; afterwards every module is in the mode that it was in."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -222,23 +190,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def first_batches(
     batches: Iterable[Batch], loss: Loss | Task, ranks: Ranks, enough: float, at_a_time: int
 ) -> Iterator[tuple[str, Batch]]:
-    """This rank's batches until all ranks together have enough samples, cut alike on all of them.
-
-    Distributed: per batch its size is gathered, and an error of one rank is raised on all.
-
-    Args:
-        batches: of this rank.
-        loss: decides which labels are allowed.
-        ranks: that hold the model.
-        enough: samples of all ranks; no further batch is taken once there are so many.
-        at_a_time: samples, roughly, that larger batches are cut into.
-
-    Yields:
-        ``(place, batch)``: which one it is, for errors, and the batch, checked.
-
-    Raises:
-        ValueError: for no batches, bad labels or features, or fewer batches on one rank than on another.
-    """
+    """This rank's batches until all ranks together have enough samples, cut alike on all of them."""
     stream, taken = iter(batches), 0
     for index in count():
         if taken >= enough:
@@ -255,7 +207,13 @@ def first_batches(
             return
         ended = next((rank for rank, size in enumerate(sizes) if size < 0), None)
         remedy = "leave out what does not fill a batch on every rank"
-        check(ended is None, "batches", SAME_BATCHES, f"{index} on rank {ended}, more on another", remedy)
+        check(
+            ended is None,
+            "batches",
+            SAME_BATCHES,
+            f"{index} on rank {ended}, more on another",
+            remedy,
+        )
         taken += sum(sizes)
         parts = min(math.ceil(max(sizes) / at_a_time), *sizes)
         if batch is None or parts == 1:
@@ -267,23 +225,19 @@ def first_batches(
 
 
 def checked_batch(batch: Batch, loss: Loss | Task, place: str) -> Batch:
-    """Checks a batch and its labels. Local, no collective.
-
-    Args:
-        batch: of this rank.
-        loss: decides which labels are allowed.
-        place: which batch, for the error.
-
-    Returns:
-        The batch as lookups take it.
-
-    Raises:
-        ValueError: for missing or bad labels or features.
-    """
+    """Checks a batch and its labels. Local, no collective."""
     labels, num_samples = batch.labels, batch.sparse_features.stride()
-    is_labelled = isinstance(labels, Tensor) and labels.dim() > 0 and (len(labels) > 0 or not num_samples)
+    is_labelled = (
+        isinstance(labels, Tensor) and labels.dim() > 0 and (len(labels) > 0 or not num_samples)
+    )
     remedy = "take batches of training or validation data"
-    check(is_labelled, f"{place}, labels", f"those of {num_samples} samples, for the loss", "none", remedy)
+    check(
+        is_labelled,
+        f"{place}, labels",
+        f"those of {num_samples} samples, for the loss",
+        "none",
+        remedy,
+    )
     criterion = loss.criterion if isinstance(loss, LossTask) else loss
     if not isinstance(criterion, Task):
         check_labels(labels.flatten(), criterion, place)
@@ -292,16 +246,11 @@ def checked_batch(batch: Batch, loss: Loss | Task, place: str) -> Batch:
 
 
 class _Measure:
-    """A model called on batches, while its collections are watched.
+    """A model called on batches, while its collections are watched."""
 
-    Args:
-        model: see `curvature`.
-        loss: see `curvature`.
-        ranks: that hold the model.
-        lookups: from `watching`.
-    """
-
-    def __init__(self, model: nn.Module, loss: Loss | Task, ranks: Ranks, lookups: list[Lookup]) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Loss | Task, ranks: Ranks, lookups: list[Lookup]
+    ) -> None:
         self._model, self._loss, self._ranks, self._lookups = model, loss, ranks, lookups
 
     def look_up(self, batch: Batch, place: str) -> LookedUp:
@@ -316,7 +265,9 @@ class _Measure:
                 check(predictions.requires_grad, place, requirement, "constants", remedy)
             leaves = [lookup.leaf for lookup in self._lookups]
             gradients = [
-                torch.autograd.grad(of_output.sum(), leaves, retain_graph=True, materialize_grads=True)
+                torch.autograd.grad(
+                    of_output.sum(), leaves, retain_graph=True, materialize_grads=True
+                )
                 for of_output in predictions.unbind(1)
             ]
         for lookup in self._lookups:
@@ -333,34 +284,17 @@ class _Measure:
 
 
 def outputs_of(model: nn.Module, batch: Batch, loss: Loss | Task) -> Outputs:
-    """Calls a model on a batch, in the mode that it is in.
-
-    Args:
-        model: see `curvature`.
-        batch: on the model's device.
-        loss: a task of one's own may call the model in its own way.
-    """
+    """Calls a model on a batch, in the mode that it is in."""
     task = get_unwrapped_module(model)
     called = task.model if isinstance(task, TrainTask) else task
     of_task = loss if isinstance(loss, Task) and not isinstance(loss, LossTask) else Task()
     return of_task.outputs(called, batch)
 
 
-def derivatives_at(outputs: Outputs, batch: Batch, loss: Loss | Task, place: str) -> tuple[Tensor, LossDerivatives]:
-    """Derives the loss in what a model returns of a batch. Local, no collective.
-
-    Args:
-        outputs: of the model.
-        batch: on the model's device.
-        loss: see `curvature`.
-        place: which batch, for the error.
-
-    Returns:
-        ``(B, T)`` predictions, with their graph, and the loss around them.
-
-    Raises:
-        ValueError: for a prediction that is not finite, and as `loss_derivatives` and `task_derivatives`.
-    """
+def derivatives_at(
+    outputs: Outputs, batch: Batch, loss: Loss | Task, place: str
+) -> tuple[Tensor, LossDerivatives]:
+    """Derives the loss in what a model returns of a batch. Local, no collective."""
     criterion = loss.criterion if isinstance(loss, LossTask) else loss
     if isinstance(criterion, Task):
         return task_derivatives(criterion, batch, outputs, place)
@@ -368,7 +302,9 @@ def derivatives_at(outputs: Outputs, batch: Batch, loss: Loss | Task, place: str
     finite = predictions.isfinite()
     if not bool(finite.all()):
         remedy = "take weights of a model whose training did not diverge"
-        raise ValueError(describe(place, "finite predictions", float(predictions[~finite][0].detach()), remedy))
+        raise ValueError(
+            describe(place, "finite predictions", float(predictions[~finite][0].detach()), remedy)
+        )
     labels = labels.flatten() if labels.numel() == predictions.numel() == len(labels) else labels
     return predictions, loss_derivatives(criterion, predictions, labels)
 

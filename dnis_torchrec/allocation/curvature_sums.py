@@ -1,7 +1,5 @@
-"""Sums of gradient, curvature and couplings over samples, and what they are worth once all are added up.
-
-Shapes: B batch, D embedding_dim, S blocks, T outputs of the model.
-"""
+"""Sums of gradient, curvature and couplings over samples, and what they are worth once all are
+added up."""
 
 from __future__ import annotations
 
@@ -15,7 +13,14 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.allocation.loss_derivatives import Loss, LossDerivatives, name_of
-from dnis_torchrec.allocation.pooled_blocks import Apart, Entries, Lookup, Reads, merged, sum_by_group
+from dnis_torchrec.allocation.pooled_blocks import (
+    Apart,
+    Entries,
+    Lookup,
+    Reads,
+    merged,
+    sum_by_group,
+)
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check
 from dnis_torchrec.data.task import Task
@@ -24,24 +29,16 @@ from dnis_torchrec.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 LARGEST_STEP = 4.0
-"""Norm of G over that of H, up to which a model may be trained: L2 alone holds one back by 1 to 2."""
+"""Norm of G over that of H, up to which a model may be trained: L2 alone holds one back by 1 to 2.
+"""
 LEAST_CURVATURE = 1e-6
 """Sum of H over the mean loss, below which dropping all tables would cost nothing that counts."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Curvature:
-    """Gradient and curvature of the loss in alpha, for every column of every block, see `curvature`.
-
-    Attributes:
-        gradient: table -> G, ``(S, D)`` float64, in units of the loss.
-        curvature: table -> H, ``(S, D)`` float64, in units of the loss.
-        num_samples: how many samples they are means over, of all ranks.
-        relative_error: standard error of the sum of H over all tables, divided by that sum. It is estimated from how
-            batches (or the chunks that large ones are cut into) differ, so it is infinite for a single one.
-        couplings: table -> K, ``(S, D, D)`` float64, symmetric; empty where they were not asked for.
-        unread: tables of which no sample reads a row that has a block.
-    """
+    """Gradient and curvature of the loss in alpha, for every column of every block, see
+    `curvature`."""
 
     gradient: Mapping[str, Tensor]
     curvature: Mapping[str, Tensor]
@@ -62,33 +59,31 @@ class Curvature:
 
 @dataclass(frozen=True, eq=False)
 class LookedUp:
-    """Results of a batch's forward and backward passes.
-
-    Attributes:
-        at: the loss around the predictions.
-        calls: one entry per call of a collection. It holds the lookup, the same block by block where need be, and the
-            gradient of the predictions in its output, ``(T, B, columns)``, or ``(T, I, D)`` of one that pools nothing.
-    """
+    """Results of a batch's forward and backward passes."""
 
     at: LossDerivatives
     calls: list[tuple[Lookup, Apart | None, Tensor]]
 
 
 class CurvatureSums:
-    """Sums over samples, of this rank.
-
-    Args:
-        tables: of the model.
-        blocks: of these tables.
-        device: where batches are.
-        couplings: whether to add up those, too.
-    """
+    """Sums over samples, of this rank."""
 
     def __init__(
-        self, tables: Iterable[EmbeddingBagConfig], blocks: RowBlocks, device: torch.device, *, couplings: bool
+        self,
+        tables: Iterable[EmbeddingBagConfig],
+        blocks: RowBlocks,
+        device: torch.device,
+        *,
+        couplings: bool,
     ) -> None:
-        sizes = {table.name: (blocks.routings[table.name].num_blocks, table.embedding_dim) for table in tables}
-        both = {name: torch.zeros(2, *size, dtype=torch.float64, device=device) for name, size in sizes.items()}
+        sizes = {
+            table.name: (blocks.routings[table.name].num_blocks, table.embedding_dim)
+            for table in tables
+        }
+        both = {
+            name: torch.zeros(2, *size, dtype=torch.float64, device=device)
+            for name, size in sizes.items()
+        }
         self._of_tables = both
         self._couplings = {
             name: torch.zeros(num_blocks, dim, dim, dtype=torch.float64, device=device)
@@ -118,25 +113,42 @@ class CurvatureSums:
             num_blocks = self._of_tables[table].shape[1]
             slopes = torch.einsum("mt,tmd->md", at.first[both.samples], both.worth)
             bends = torch.einsum("tmd,mtu,umd->md", both.worth, at.second[both.samples], both.worth)
-            added = torch.stack([sum_by_group(own, both.blocks, num_blocks) for own in (slopes, bends)])
+            added = torch.stack(
+                [sum_by_group(own, both.blocks, num_blocks) for own in (slopes, bends)]
+            )
             self._of_tables[table] += added
             total, noise = total + float(added[1].sum()), noise + float(slopes.square().sum())
         n, loss, bent = batch_size, at.loss * batch_size, float(at.second.abs().sum())
-        self._batches += torch.tensor([1, n, n * n, total, total * total, total * n, noise, loss, bent])
+        self._batches += torch.tensor(
+            [1, n, n * n, total, total * total, total * n, noise, loss, bent]
+        )
 
     def over(self, ranks: Ranks, loss: Loss | Task, *, warns: bool) -> Curvature:
-        """Means over the samples of all ranks. One all_reduce, and one for the couplings of each table."""
-        flat = [self._batches, self._reads, *(both.flatten().cpu() for both in self._of_tables.values())]
+        """Means over the samples of all ranks. One all_reduce, and one for the couplings of each
+        table."""
+        flat = [
+            self._batches,
+            self._reads,
+            *(both.flatten().cpu() for both in self._of_tables.values()),
+        ]
         summed = ranks.sum_(torch.cat(flat)).split([part.numel() for part in flat])
         batches, n, n_n, total, total_total, total_n, noise, mean_loss, bent = summed[0].tolist()
         place, requirement = f"loss {name_of(loss)}", "one that is twice differentiable"
-        check(bent > 0, place, requirement, "second derivatives of 0", "choose one that bends, such as MSELoss")
+        check(
+            bent > 0,
+            place,
+            requirement,
+            "second derivatives of 0",
+            "choose one that bends, such as MSELoss",
+        )
         means = {
             name: (own / n).view(both.shape)
             for (name, both), own in zip(self._of_tables.items(), summed[2:], strict=True)
         }
         mean = total / n
-        spread = total_total - 2 * mean * total_n + mean * mean * n_n  # of batches' sums, about the mean
+        spread = (
+            total_total - 2 * mean * total_n + mean * mean * n_n
+        )  # of batches' sums, about the mean
         error = math.inf
         if batches > 1 and total:
             error = math.sqrt(max(spread, 0.0) * batches / (batches - 1)) / abs(total)
@@ -146,7 +158,9 @@ class CurvatureSums:
             num_samples=round(n),
             relative_error=error,
             couplings={name: ranks.sum_(own.cpu()) / n for name, own in self._couplings.items()},
-            unread=frozenset(name for name, reads in zip(means, summed[1].tolist(), strict=True) if not reads),
+            unread=frozenset(
+                name for name, reads in zip(means, summed[1].tolist(), strict=True) if not reads
+            ),
         )
         if warns and ranks.is_first:
             _warn_of_untrained(found, mean_loss / n, noise / (n * n))
@@ -154,25 +168,28 @@ class CurvatureSums:
 
 
 def _coupled(reads: Reads, second: Tensor, num_blocks: int) -> Tensor:
-    """``(S, D, D)``, the couplings of a table's reads through one feature; `second` is ``(B, T, T)``."""
+    """``(S, D, D)``, the couplings of a table's reads through one feature; `second` is ``(B, T,
+    T)``."""
     slopes = reads.slopes.double()
     bent = torch.einsum("mtu,umd->tmd", second[reads.samples], slopes) * reads.times[:, None]
-    order, sizes = reads.blocks.argsort(stable=True), torch.bincount(reads.blocks, minlength=num_blocks).tolist()
-    of_blocks = zip(bent[:, order].split(sizes, dim=1), slopes[:, order].split(sizes, dim=1), strict=True)
+    order, sizes = (
+        reads.blocks.argsort(stable=True),
+        torch.bincount(reads.blocks, minlength=num_blocks).tolist(),
+    )
+    of_blocks = zip(
+        bent[:, order].split(sizes, dim=1), slopes[:, order].split(sizes, dim=1), strict=True
+    )
     return torch.stack([one.flatten(0, 1).T @ other.flatten(0, 1) for one, other in of_blocks])
 
 
 def _warn_of_untrained(found: Curvature, loss: float, noise: float) -> None:
-    """Warns where the tables do next to nothing, or columns would rather change by several times their size.
-
-    Args:
-        found: the estimate.
-        loss: mean of it.
-        noise: expected square of the gradient's norm where the true gradient is 0.
-    """
+    """Warns where the tables do next to nothing, or columns would rather change by several times
+    their size."""
     bend = sum(float(own.sum()) for own in found.curvature.values())
     bends = math.sqrt(sum(float(own.square().sum()) for own in found.curvature.values()))
-    slopes = math.sqrt(max(sum(float(own.square().sum()) for own in found.gradient.values()) - noise, 0.0))
+    slopes = math.sqrt(
+        max(sum(float(own.square().sum()) for own in found.gradient.values()) - noise, 0.0)
+    )
     if bend <= LEAST_CURVATURE * abs(loss) or slopes > LARGEST_STEP * bends:
         logger.warning(
             "the model looks untrained: the gradient of the loss in alpha has a norm of %.3g beside a curvature of "

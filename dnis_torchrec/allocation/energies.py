@@ -1,12 +1,4 @@
-r"""Rounding energies: the squared error that storing a column of a block in k bits leaves.
-
-.. math:: \rho_{sck} = \frac{\sum_i w_i (x_{ic} - \hat x_{ick})^2}{\sum_i w_i x_{ic}^2}
-
-over the rows i of block s, weighted by how often they are looked up, for the best codes of k bits. It is 1 at 0 bits
-and 0 at 32.
-
-Shapes: S blocks, D embedding_dim, K widths.
-"""
+r"""Rounding energies: the squared error that storing a column of a block in k bits leaves."""
 
 from __future__ import annotations
 
@@ -40,13 +32,7 @@ BITS = (0, 1, 2, 3, 4, 5, 6, 8)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TableEnergies:
-    """The rounding energies of one table, and the codes that they were measured with.
-
-    Attributes:
-        energy: ``(S, D, K)`` float64.
-        scale: ``(S, D, K)`` float32, see `ColumnCodes`.
-        shift: ``(S, D, K)`` int16, see `ColumnCodes`.
-    """
+    """The rounding energies of one table, and the codes that they were measured with."""
 
     energy: Tensor
     scale: Tensor
@@ -55,39 +41,28 @@ class TableEnergies:
 
 @dataclass(frozen=True, eq=False)
 class RoundingEnergies:
-    """Rounding energies of all tables of a model, the same on every rank.
-
-    Attributes:
-        bits: the K widths, rising from 0.
-        tables: table -> its energies.
-    """
+    """Rounding energies of all tables of a model, the same on every rank."""
 
     bits: tuple[int, ...]
     tables: Mapping[str, TableEnergies]
 
     def codes(self, table: str, bits: Tensor) -> ColumnCodes:
-        """The codes of a table at widths that were measured.
-
-        Args:
-            table: its name.
-            bits: ``(S, D)`` integers among `bits`.
-        """
+        """The codes of a table at widths that were measured."""
         measured = self.tables[table]
         index = torch.searchsorted(torch.tensor(self.bits), bits.long()).unsqueeze(2)
         coded = is_coded(bits)
-        scale, shift = measured.scale.gather(2, index).squeeze(2), measured.shift.gather(2, index).squeeze(2)
-        return ColumnCodes(bits.to(torch.uint8), torch.where(coded, scale, 1.0), shift.masked_fill(~coded, 0))
+        scale, shift = (
+            measured.scale.gather(2, index).squeeze(2),
+            measured.shift.gather(2, index).squeeze(2),
+        )
+        return ColumnCodes(
+            bits.to(torch.uint8), torch.where(coded, scale, 1.0), shift.masked_fill(~coded, 0)
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class BlockedTable:
-    """A table that has blocks.
-
-    Attributes:
-        config: TorchRec's description of the whole table.
-        collection: FQN of its collection.
-        is_weighted: whether the collection takes per-sample weights.
-    """
+    """A table that has blocks."""
 
     config: EmbeddingBagConfig
     collection: str
@@ -95,15 +70,7 @@ class BlockedTable:
 
 
 def blocked_tables(model: nn.Module, blocks: RowBlocks) -> list[BlockedTable]:
-    """The tables of a model that have blocks, in its order. Local.
-
-    Args:
-        model: sharded or not, prepared or not.
-        blocks: of its tables.
-
-    Raises:
-        ValueError: if none has, or a table has another size than its blocks.
-    """
+    """The tables of a model that have blocks, in its order. Local."""
     tables = [
         BlockedTable(config, fqn, is_weighted(module))
         for fqn, module in collections(model).items()
@@ -119,48 +86,23 @@ def blocked_tables(model: nn.Module, blocks: RowBlocks) -> list[BlockedTable]:
 
 
 def check_all_merged(model: nn.Module) -> None:
-    """Checks that no alpha is left to be folded into a table. Local.
-
-    Args:
-        model: sharded or not, prepared or not.
-
-    Raises:
-        RuntimeError: if an alpha is not 1.
-    """
+    """Checks that no alpha is left to be folded into a table. Local."""
     for fqn, wrapper in soft_selection_modules(model).items():
         alpha = wrapper.alpha
         if not all(bool((alpha.of(dim) == 1).all()) for dim in alpha.dims):
-            raise RuntimeError(describe(f"FQN {fqn!r}", "a merged collection", "alpha below 1", "call merge_ first"))
+            raise RuntimeError(
+                describe(
+                    f"FQN {fqn!r}", "a merged collection", "alpha below 1", "call merge_ first"
+                )
+            )
 
 
 @torch.no_grad()
 def rounding_energies(
     model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts, *, bits: Sequence[int] = BITS
 ) -> RoundingEnergies:
-    """Measures the error that every width leaves, on a sample of a few thousand rows of every block.
-
-    Takes about half a second per million values of the sample. Distributed: one all_reduce of a number per table, then
-    one per table of its sampled rows ``(n, D)``; all else is done on every rank alike, so all get the same bits.
-
-    Args:
-        model: trained, sharded or not.
-        blocks: of its tables, the same on every rank.
-        counts: of all rows in the training data, the same on every rank.
-        bits: widths to measure, among `dnis_torchrec.blocks.bit_fields.WIDTHS`; 0 is always one of them.
-
-    Raises:
-        ValueError: for a width that there is not, or NaN or infinity in a sampled row, naming the table and the block.
-
-    Example:
-        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
-        >>> from dnis_torchrec.blocks.blocking import blocks_from_counts
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=8, embedding_dim=4, feature_names=["f"])
-        >>> counts = FrequencyCounts({"t": torch.arange(8, 0, -1)}, {"f": 1}, 36)
-        >>> blocks = blocks_from_counts(counts, [table], num_blocks=2, scope="table")
-        >>> energies = rounding_energies(EmbeddingBagCollection(tables=[table]), blocks, counts, bits=[4, 32])
-        >>> energies.bits, energies.tables["t"].energy.shape
-        ((0, 4, 32), torch.Size([2, 4, 3]))
-    """
+    """Measures the error that every width leaves, on a sample of a few thousand rows of every
+    block."""
     others = sorted(set(bits) - set(WIDTHS))
     check(not others, "bits", f"some of {WIDTHS}", others)
     widths = tuple(sorted({0, *bits}))
@@ -171,10 +113,16 @@ def rounding_energies(
         counted = counts.counts[config.name].numel()
         requirement = f"counts of num_embeddings={config.num_embeddings} rows"
         check(counted == config.num_embeddings, f"table {config.name!r}", requirement, counted)
-    holders = {fqn: module for fqn, module in collections(model).items() if fqn in {t.collection for t in tables}}
+    holders = {
+        fqn: module
+        for fqn, module in collections(model).items()
+        if fqn in {t.collection for t in tables}
+    }
     ranks = ranks_of(*holders.values())
     of_fqn = {fqn: local_shards(module) for fqn, module in holders.items()}
-    shards = {t.config.name: [s for s in of_fqn[t.collection] if s.table == t.config.name] for t in tables}
+    shards = {
+        t.config.name: [s for s in of_fqn[t.collection] if s.table == t.config.name] for t in tables
+    }
     shapes = {t.config.name: (t.config.num_embeddings, t.config.embedding_dim) for t in tables}
     copies = num_copies(shards, shapes, ranks)
     found = {}
@@ -187,15 +135,11 @@ def rounding_energies(
     return RoundingEnergies(widths, found)
 
 
-def table_energies(values: Tensor, sample: RowSample, num_blocks: int, bits: Sequence[int]) -> TableEnergies:
-    """Measures the error that every width leaves on sampled rows of a table. Local and deterministic.
-
-    Args:
-        values: ``(n, D)`` float32, finite: the rows.
-        sample: which ones they are, and what they weigh.
-        num_blocks: S of the table.
-        bits: the K widths.
-    """
+def table_energies(
+    values: Tensor, sample: RowSample, num_blocks: int, bits: Sequence[int]
+) -> TableEnergies:
+    """Measures the error that every width leaves on sampled rows of a table. Local and
+    deterministic."""
     order = torch.sort(sample.blocks, stable=True).indices
     sizes = torch.bincount(sample.blocks, minlength=num_blocks).tolist()
     parts = zip(values[order].split(sizes), sample.weights[order].split(sizes), strict=True)

@@ -1,16 +1,5 @@
-r"""Bits by rate and distortion: which columns of which blocks get how many bits, for every number of bytes.
-
-Source: reverse water-filling (Cover and Thomas, "Elements of Information Theory", chapter 10) and, for options that are
-whole numbers, Shoham and Gersho, "Efficient bit allocation for an arbitrary set of quantizers", 1988: of every column
-only the options on the lower convex hull of loss over rate count, and the steepest step goes first.
-
-A row takes whole bytes, so this is done twice. Within a block, columns share the 8 r bits of a row of r bytes: steps in
-the order of their slopes as far as they fit, the next ones that fit in what is left. Over all blocks, these r are the
-options, with their exact bytes and losses, and the steepest step goes first again. No bit of a row stays unused for
-want of being asked for, and every byte is counted when it is chosen.
-
-Shapes: A blocks of all tables, D the largest embedding_dim, K widths, R bytes that a row can take.
-"""
+r"""Bits by rate and distortion: which columns of which blocks get how many bits, for every number
+of bytes."""
 
 from __future__ import annotations
 
@@ -28,17 +17,7 @@ LOOK_AHEAD = 24
 
 @dataclass(frozen=True, eq=False)
 class ColumnSteps:
-    """Steps from width to width of every block's columns, steepest first, ``(A, M)`` each.
-
-    Attributes:
-        column: whose step it is.
-        target: index of the width that it leads to.
-        bits: that it adds to a row; 0 past the last step of a block.
-        gain: loss that it saves.
-        coded: columns with a scale that it adds: 1, 0, or -1 from codes to float32.
-        floats: float32 columns that it adds.
-        before: place of the same column's step before it, -1 for none.
-    """
+    """Steps from width to width of every block's columns, steepest first, ``(A, M)`` each."""
 
     column: Tensor
     target: Tensor
@@ -51,14 +30,7 @@ class ColumnSteps:
 
 @dataclass(frozen=True, eq=False)
 class RowOptions:
-    """Cost and loss of rows of r bytes, for every block and every r from 0, ``(A, R + 1)`` each.
-
-    Attributes:
-        num_bytes: of the whole block, int64: rows at their stride, and scales.
-        loss: that it leaves, float64.
-        taken: how many of the block's steps are taken in their order.
-        filled: ``(A, R + 1, LOOK_AHEAD)``: which of the steps after these are taken, too.
-    """
+    """Cost and loss of rows of r bytes, for every block and every r from 0, ``(A, R + 1)`` each."""
 
     num_bytes: Tensor
     loss: Tensor
@@ -67,69 +39,74 @@ class RowOptions:
 
 
 def lower_hull(rate: Tensor, loss: Tensor) -> Tensor:
-    """Marks the points that are corners of the falling part of the lower convex hull of loss over rate.
-
-    Args:
-        rate: ``(B, n)``; the first point of each row has the lowest. Rates may fall where the loss falls, too.
-        loss: ``(B, n)``.
-
-    Returns:
-        ``(B, n)`` bool, true for the first point.
-
-    Example:
-        >>> lower_hull(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), torch.tensor([[9.0, 7.0, 1.0, 2.0]])).tolist()
-        [[True, False, True, False]]
-    """
+    """Marks the points that are corners of the falling part of the lower convex hull of loss over
+    rate."""
     num_rows, num_points = rate.shape
     corners = torch.zeros(num_rows, num_points, dtype=torch.int64)
     top = torch.zeros(num_rows, dtype=torch.int64)
     for point in range(1, num_points):
         rate_here, loss_here = rate[:, point], loss[:, point]
-        rate_last, loss_last = (of.gather(1, corners.gather(1, top[:, None]))[:, 0] for of in (rate, loss))
+        rate_last, loss_last = (
+            of.gather(1, corners.gather(1, top[:, None]))[:, 0] for of in (rate, loss)
+        )
         better = (loss_here < loss_last) | ((loss_here == loss_last) & (rate_here < rate_last))
         while True:
-            last, previous = (corners.gather(1, place[:, None]) for place in (top, (top - 1).clamp(min=0)))
-            rate_last, loss_last = rate.gather(1, last)[:, 0], loss.gather(1, last)[:, 0]
-            rate_before, loss_before = rate.gather(1, previous)[:, 0], loss.gather(1, previous)[:, 0]
-            steeper = (loss_before - loss_last) * (rate_here - rate_last) <= (loss_last - loss_here) * (
-                rate_last - rate_before
+            last, previous = (
+                corners.gather(1, place[:, None]) for place in (top, (top - 1).clamp(min=0))
             )
+            rate_last, loss_last = rate.gather(1, last)[:, 0], loss.gather(1, last)[:, 0]
+            rate_before, loss_before = (
+                rate.gather(1, previous)[:, 0],
+                loss.gather(1, previous)[:, 0],
+            )
+            steeper = (loss_before - loss_last) * (rate_here - rate_last) <= (
+                loss_last - loss_here
+            ) * (rate_last - rate_before)
             removed = better & (top > 0) & (steeper | (rate_here <= rate_last))
             if not bool(removed.any()):
                 break
             top = top - removed.long()
         top = top + better.long()
-        corners.scatter_(1, top[:, None], torch.where(better, point, corners.gather(1, top[:, None])[:, 0])[:, None])
+        corners.scatter_(
+            1,
+            top[:, None],
+            torch.where(better, point, corners.gather(1, top[:, None])[:, 0])[:, None],
+        )
     is_corner = torch.arange(num_points) <= top[:, None]
     found = torch.zeros(num_rows, num_points, dtype=torch.bool)
     return found.scatter_(1, torch.where(is_corner, corners, 0), True)
 
 
 def column_steps(loss: Tensor, rows: Tensor, bits: Tensor) -> ColumnSteps:
-    """The steps on the hull of every column, in the order of their slopes within each block.
-
-    Args:
-        loss: ``(A, D, K)`` float64, that of a column at every width.
-        rows: ``(A,)`` int64, rows of each block.
-        bits: ``(K,)`` int64, rising from 0.
-    """
+    """The steps on the hull of every column, in the order of their slopes within each block."""
     num_blocks, num_columns, num_widths = loss.shape
     scales = COLUMN_SCALE_BYTES * 8 * is_coded(bits) / rows.clamp(min=1).double()[:, None]
     rate = (bits + scales).unsqueeze(1).expand_as(loss)
     points = (num_blocks * num_columns, num_widths)
-    corner = lower_hull(rate.reshape(points), loss.reshape(points)).view_as(loss) & (rows > 0)[:, None, None]
+    corner = (
+        lower_hull(rate.reshape(points), loss.reshape(points)).view_as(loss)
+        & (rows > 0)[:, None, None]
+    )
     corner[..., 0] = True
     nth = torch.arange(num_widths).expand_as(corner)
     origin = torch.cummax(nth.masked_fill(~corner, 0), dim=2).values[..., :-1]
     target = nth[..., 1:]
     gain = loss.gather(2, origin) - loss[..., 1:]
     slope = gain / (rate[..., 1:] - rate.gather(2, origin))
-    slope = torch.cummin(torch.where(corner[..., 1:], slope, torch.inf), dim=2).values  # rounding shall not swap steps
+    slope = torch.cummin(
+        torch.where(corner[..., 1:], slope, torch.inf), dim=2
+    ).values  # rounding shall not swap steps
     valid = corner[..., 1:].flatten(1)
-    order = torch.sort(slope.flatten(1).masked_fill(~valid, -1), dim=1, descending=True, stable=True).indices
-    place = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1]).expand_as(order))
+    order = torch.sort(
+        slope.flatten(1).masked_fill(~valid, -1), dim=1, descending=True, stable=True
+    ).indices
+    place = torch.empty_like(order).scatter_(
+        1, order, torch.arange(order.shape[1]).expand_as(order)
+    )
     steps = num_widths - 1
-    place_of_origin = place.view(num_blocks, num_columns, steps).gather(2, (origin - 1).clamp(min=0))
+    place_of_origin = place.view(num_blocks, num_columns, steps).gather(
+        2, (origin - 1).clamp(min=0)
+    )
     before = torch.where(origin > 0, place_of_origin, -1)
     column = torch.arange(num_columns).repeat_interleave(steps).expand_as(order)
 
@@ -150,27 +127,22 @@ def column_steps(loss: Tensor, rows: Tensor, bits: Tensor) -> ColumnSteps:
 
 
 def row_options(steps: ColumnSteps, loss_of_none: Tensor, rows: Tensor) -> RowOptions:
-    """The best use of a row of r bytes, for every block and r.
-
-    A float32 begins at a whole byte. What that wastes is counted as the most that it can be, 7 bits for each float32
-    that may stand after a column of codes: bytes are exact where a block has not both, and never too few.
-
-    Args:
-        steps: of all blocks.
-        loss_of_none: ``(A,)``, the loss of each block when nothing is stored.
-        rows: ``(A,)`` int64.
-    """
+    """The best use of a row of r bytes, for every block and r."""
     sums = [_running(part) for part in (steps.bits, steps.coded, steps.floats, steps.gain)]
     widest = -(-int(sums[0].max()) // 8)
     capacity = (8 * torch.arange(widest + 1)).expand(len(rows), -1).contiguous()
     taken = torch.searchsorted(sums[0], capacity, right=True) - 1
     bits, coded, floats, gain = (part.gather(1, taken) for part in sums)
-    filled = torch.zeros(*taken.shape, LOOK_AHEAD + 1, dtype=torch.bool)  # the last one: what nobody takes
+    filled = torch.zeros(
+        *taken.shape, LOOK_AHEAD + 1, dtype=torch.bool
+    )  # the last one: what nobody takes
     last = steps.bits.shape[1] - 1
     for ahead in range(LOOK_AHEAD):
         place = (taken + ahead).clamp(max=last)
         before = steps.before.gather(1, place) - taken
-        ready = (before < 0) | filled.gather(2, before.clamp(min=0, max=LOOK_AHEAD)[..., None])[..., 0]
+        ready = (before < 0) | filled.gather(2, before.clamp(min=0, max=LOOK_AHEAD)[..., None])[
+            ..., 0
+        ]
         added = steps.bits.gather(1, place)
         fits = ready & (added > 0) & (taken + ahead <= last) & (bits + added <= capacity)
         filled[..., ahead] = fits
@@ -184,23 +156,15 @@ def row_options(steps: ColumnSteps, loss_of_none: Tensor, rows: Tensor) -> RowOp
 
 
 def widths_of(steps: ColumnSteps, options: RowOptions, chosen: Tensor, num_columns: int) -> Tensor:
-    """Index of the width of every column, once the bytes of every block's rows are chosen.
-
-    Args:
-        steps: of all blocks.
-        options: of all blocks.
-        chosen: ``(A,)`` int64, r of each block.
-        num_columns: D.
-
-    Returns:
-        ``(A, D)`` int64, 0 for dropped columns.
-    """
+    """Index of the width of every column, once the bytes of every block's rows are chosen."""
     index = chosen[:, None]
     taken = options.taken.gather(1, index)
     place = torch.arange(steps.bits.shape[1]).expand_as(steps.bits)
     ahead = place - taken
     filled = options.filled[torch.arange(len(chosen)), chosen]
-    is_taken = (ahead < 0) | ((ahead < LOOK_AHEAD) & filled.gather(1, ahead.clamp(0, LOOK_AHEAD - 1)))
+    is_taken = (ahead < 0) | (
+        (ahead < LOOK_AHEAD) & filled.gather(1, ahead.clamp(0, LOOK_AHEAD - 1))
+    )
     reached = torch.where(is_taken & (steps.bits > 0), steps.target, 0)
     widths = torch.zeros(len(chosen), num_columns, dtype=torch.int64)
     return widths.scatter_reduce_(1, steps.column, reached, "amax")

@@ -1,7 +1,4 @@
-"""First and second derivatives of a loss in the prediction of every sample, whatever the loss.
-
-Shapes: B batch, T outputs of the model.
-"""
+"""First and second derivatives of a loss in the prediction of every sample, whatever the loss."""
 
 from __future__ import annotations
 
@@ -28,13 +25,7 @@ SINGLE = 1e-3
 
 @dataclass(frozen=True)
 class LossDerivatives:
-    """A loss around the predictions of a batch.
-
-    Attributes:
-        loss: mean over the samples.
-        first: ``(B, T)`` float64, dL_n / dz_nt, where L_n is the loss of sample n alone.
-        second: ``(B, T, T)`` float64, d^2 L_n / (dz_nt dz_nt').
-    """
+    """A loss around the predictions of a batch."""
 
     loss: float
     first: Tensor
@@ -43,31 +34,22 @@ class LossDerivatives:
 
 @torch.enable_grad()
 def loss_derivatives(loss: Loss, predictions: Tensor, labels: Tensor) -> LossDerivatives:
-    """Derives a loss twice in the prediction of every sample: by T + 2 passes over numbers of the batch's size.
-
-    The loss is a mean over samples, so that B times its gradient is the gradient of every sample's own loss. Samples
-    that do not meet in the loss have a Hessian of blocks ``(T, T)``; sums of its rows then give all of it.
-
-    Args:
-        loss: twice differentiable in its first argument.
-        predictions: ``(B, T)``; the loss gets those of one output as ``(B,)``.
-        labels: ``(B,)`` or ``(B, ...)``.
-
-    Raises:
-        ValueError: for a loss that is no mean over samples, or in which samples meet.
-        NotImplementedError: for a loss that cannot be derived twice.
-
-    Example:
-        >>> at = loss_derivatives(torch.nn.MSELoss(), torch.tensor([[3.0], [1.0]]), torch.tensor([1.0, 1.0]))
-        >>> at.loss, at.first.flatten().tolist(), at.second.flatten().tolist()
-        (2.0, [4.0, 0.0], [2.0, 2.0])
-    """
+    """Derives a loss twice in the prediction of every sample: by T + 2 passes over numbers of the
+    batch's size."""
     z, y = predictions.detach().double().requires_grad_(), labels.double()
     value = _of(loss, z, y)
-    mean, twice = (float(of.detach()) for of in (value, _of(loss, torch.cat([z, z]), torch.cat([y, y]))))
+    mean, twice = (
+        float(of.detach()) for of in (value, _of(loss, torch.cat([z, z]), torch.cat([y, y])))
+    )
     is_mean = math.isclose(mean, twice, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
     remedy = "give it reduction='mean'"
-    check(is_mean, _place(loss), "a mean over the samples", f"{mean:g}, and {twice:g} of every sample twice", remedy)
+    check(
+        is_mean,
+        _place(loss),
+        "a mean over the samples",
+        f"{mean:g}, and {twice:g} of every sample twice",
+        remedy,
+    )
     return _derivatives(value, z, _place(loss), RELATIVE)
 
 
@@ -80,31 +62,21 @@ def _derivatives(value: Tensor, z: Tensor, place: str, tolerance: float) -> Loss
     probe = torch.arange(1, z.numel() + 1, dtype=z.dtype, device=z.device).cos().view_as(z)
     mixed = _derive((first * probe).sum(), z, place)
     expected = torch.einsum("ntu,nt->nu", second, probe)
-    apart = torch.allclose(mixed, expected, tolerance, tolerance * float(expected.abs().max()) + ABSOLUTE)
+    apart = torch.allclose(
+        mixed, expected, tolerance, tolerance * float(expected.abs().max()) + ABSOLUTE
+    )
     check(apart, place, "a mean of the losses of single samples", "one in which samples meet")
-    return LossDerivatives(loss=float(value.detach()), first=first.detach().double(), second=second.double())
+    return LossDerivatives(
+        loss=float(value.detach()), first=first.detach().double(), second=second.double()
+    )
 
 
 @torch.enable_grad()
-def task_derivatives(task: Task, batch: Batch, outputs: Outputs, place: str) -> tuple[Tensor, LossDerivatives]:
-    """Derives a task's loss twice in the outputs of its model, of every sample. Local, no collective.
-
-    T counts the columns of those outputs that the loss depends on: a model may return others, too.
-
-    Args:
-        task: of the recipe.
-        batch: on the model's device.
-        outputs: of the model, a tensor or tensors by name.
-        place: which batch, for errors.
-
-    Returns:
-        ``(B, T)`` outputs, with their graph, and the loss around them.
-
-    Raises:
-        ValueError: for outputs that are not finite, a loss that none of them moves, or one in which samples meet.
-        TypeError: for outputs that are neither a tensor nor tensors by name.
-        NotImplementedError: for a loss that cannot be derived twice.
-    """
+def task_derivatives(
+    task: Task, batch: Batch, outputs: Outputs, place: str
+) -> tuple[Tensor, LossDerivatives]:
+    """Derives a task's loss twice in the outputs of its model, of every sample. Local, no
+    collective."""
     place = f"{place}, task {type(task).__name__}"
     check_outputs(outputs, place)
     by_name = {"": outputs} if isinstance(outputs, Tensor) else dict(outputs)
@@ -117,10 +89,21 @@ def task_derivatives(task: Task, batch: Batch, outputs: Outputs, place: str) -> 
     leaves = {
         name: part.detach().requires_grad_()
         for name, part in by_name.items()
-        if isinstance(part, Tensor) and part.is_floating_point() and part.shape[:1] == batch.labels.shape[:1]
+        if isinstance(part, Tensor)
+        and part.is_floating_point()
+        and part.shape[:1] == batch.labels.shape[:1]
     }
-    value, remedy = loss_at(leaves), "take what comes from the model from the outputs in its method 'loss'"
-    check(value.requires_grad, place, "a loss that depends on the outputs", f"constants {list(by_name)}", remedy)
+    value, remedy = (
+        loss_at(leaves),
+        "take what comes from the model from the outputs in its method 'loss'",
+    )
+    check(
+        value.requires_grad,
+        place,
+        "a loss that depends on the outputs",
+        f"constants {list(by_name)}",
+        remedy,
+    )
     gradients = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
     used = [name for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
     columns = [by_name[name].reshape(len(batch.labels), -1) for name in used]
@@ -128,23 +111,20 @@ def task_derivatives(task: Task, batch: Batch, outputs: Outputs, place: str) -> 
     finite = whole.isfinite()
     if not bool(finite.all()):
         remedy = "take weights of a model whose training did not diverge"
-        raise ValueError(describe(place, "finite outputs", float(whole[~finite][0].detach()), remedy))
+        raise ValueError(
+            describe(place, "finite outputs", float(whole[~finite][0].detach()), remedy)
+        )
     z = whole.detach().requires_grad_()
     parts = z.split([column.shape[1] for column in columns], dim=1)
-    values = {name: part.view_as(by_name[name]).to(by_name[name]) for name, part in zip(used, parts, strict=True)}
+    values = {
+        name: part.view_as(by_name[name]).to(by_name[name])
+        for name, part in zip(used, parts, strict=True)
+    }
     return whole, _derivatives(loss_at(values), z, place, SINGLE)
 
 
 def name_of(loss: Loss | Task) -> str:
-    """Returns the name of a loss for errors.
-
-    Args:
-        loss: a module, a function or another object.
-
-    Example:
-        >>> name_of(torch.nn.MSELoss())
-        'MSELoss'
-    """
+    """Returns the name of a loss for errors."""
     return getattr(loss, "__name__", type(loss).__name__)
 
 
@@ -156,13 +136,21 @@ def _of(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
     value = loss(z.squeeze(1) if z.shape[1] == 1 else z, y)
     is_scalar = isinstance(value, Tensor) and value.numel() == 1
     received = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-    check(is_scalar, _place(loss), "a scalar, the mean over the samples", received, "give it reduction='mean'")
+    check(
+        is_scalar,
+        _place(loss),
+        "a scalar, the mean over the samples",
+        received,
+        "give it reduction='mean'",
+    )
     return value.sum()
 
 
 def _derive(value: Tensor, z: Tensor, place: str, *, create_graph: bool = False) -> Tensor:
     try:
-        return torch.autograd.grad(value, z, create_graph=create_graph, retain_graph=True, materialize_grads=True)[0]
+        return torch.autograd.grad(
+            value, z, create_graph=create_graph, retain_graph=True, materialize_grads=True
+        )[0]
     except RuntimeError as error:
         supported = "supported are losses that are twice differentiable in the predictions"
         raise NotImplementedError(describe(place, supported, str(error).splitlines()[0])) from error

@@ -1,29 +1,5 @@
-r"""Loss sample: some samples, on which a model in codes is predicted to lose before anything is packed.
-
-.. math:: \Delta L = \frac{1}{N} \sum_n L_n(\hat z_n) - L_n(z_n) - L_n'(z_n)^\top (\hat z_n - z_n)
-
-over N training samples, with z_n the predictions of the model as it is, and :math:`\hat z_n` those of the model whose
-rows are rounded to their codes, and whose output bias has moved (see `output_bias`). To second order it is the mean of
-L'' / 2 times the square of how far predictions move. The first-order term is left out, because a model fits the samples
-that it was trained on so closely that every move costs there, and on no others. On held-out samples that term is small
-and true, and stays: the figure is how much their loss increases.
-
-The sum that `allocate` spends by, H / 2 times the rounding energy of every column, takes errors to be independent.
-Those of the columns and features of a sample meet in its prediction, where they add up.
-
-Held-out samples teach scales (see `learnt_scales`), and what is learnt on samples is better there than elsewhere. So
-every second batch teaches scales of its own, and so do the others; tables get the mean of both. Steps go on while one
-is predicted to gain a tenth of what all have. With :math:`\hat z_n` of the mean, and :math:`\check z_n` of the scales
-that the half without sample n has taught,
-
-.. math:: \Delta L = \frac{1}{N} \sum_n L_n(\hat z_n) - L_n(z_n) + L_n'(\hat z_n)^\top (\check z_n - \hat z_n)
-
-that is the loss of the other half's scales, less L'' / 2 times the square of how far these are from the mean: chance,
-of which the mean of two has half. One batch, of a few thousand samples, teaches nothing: on what could it be seen to
-hold?
-
-Shapes: N samples, B batch, T outputs of the model.
-"""
+r"""Loss sample: some samples, on which a model in codes is predicted to lose before anything is
+packed."""
 
 from __future__ import annotations
 
@@ -53,17 +29,23 @@ from dnis_torchrec.data.lookup_batches import features_of
 from dnis_torchrec.data.task import Task
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.soft_selection.managed_collisions import remapped
-from dnis_torchrec.soft_selection.table_shards import collections, local_shards, ranks_of, table_configs_of
+from dnis_torchrec.soft_selection.table_shards import (
+    collections,
+    local_shards,
+    ranks_of,
+    table_configs_of,
+)
 
 JUDGED_SAMPLES = 1 << 16
 """Samples that are enough; a pass takes a second or two."""
 SAMPLES_PER_PASS = 1 << 12
 """Larger batches are cut: bounds what a pass holds, and makes halves of a large batch."""
 MOST_ALPHA_STEPS, LEAST_SHARE = 4, 0.1
-"""Steps that scales learn in, at most, and what one has to gain, over what all have, for another one."""
+"""Steps that scales learn in, at most, and what one has to gain, over what all have, for another
+one."""
 MOST_STEPS, LONGEST_STEP, LAST_STEP = 12, 4.0, 1e-3
-"""Newton's steps to the shift of the output bias, how long each may be, and how long the last one: what it leaves is of
-its square."""
+"""Newton's steps to the shift of the output bias, how long each may be, and how long the last one:
+what it leaves is of its square."""
 SHIFT_UNIT = 2.0**-16
 """What the shift is a multiple of."""
 
@@ -77,25 +59,7 @@ class _Judged:
 
 
 class LossSample:
-    """The first samples of a split, ready to be predicted with tables in codes.
-
-    Distributed: that of `whole_rows`, one forward pass of each batch; per table the ids that ranks read are gathered.
-
-    Args:
-        model: trained, its tables in their axes, sharded or not; called as `curvature` calls it.
-        batches: of this rank.
-        blocks: of its tables; scales are of their columns.
-        loss: see `curvature`.
-        is_held_out: whether the model was not trained on them.
-        bias: its output bias, if it has one: it goes up by what keeps the mean of the loss's derivatives.
-        num_samples: that are enough, of all ranks together; whole batches are taken.
-
-    Attributes:
-        bias: as given.
-
-    Raises:
-        ValueError: as `curvature`.
-    """
+    """The first samples of a split, ready to be predicted with tables in codes."""
 
     def __init__(
         self,
@@ -117,30 +81,25 @@ class LossSample:
         self._tables = whole_rows(shards, shapes, self._ranks)
         self._batches = list[_Judged]()
         rows: dict[str, list[Tensor]] = {name: [] for name in shapes}
-        for place, batch in first_batches(batches, loss, self._ranks, num_samples, SAMPLES_PER_PASS):
-            self._batches.append(_Judged(batch, predictions_of(model, batch, loss, place, self._ranks)))
+        for place, batch in first_batches(
+            batches, loss, self._ranks, num_samples, SAMPLES_PER_PASS
+        ):
+            self._batches.append(
+                _Judged(batch, predictions_of(model, batch, loss, place, self._ranks))
+            )
             with on_all(self._ranks):
-                for name, ids in _ids_by_table(remapped(model, features_of(batch)), tables, place).items():
+                for name, ids in _ids_by_table(
+                    remapped(model, features_of(batch)), tables, place
+                ).items():
                     rows[name].append(ids)
-        self._rows = {name: self._ranks.concatenate(torch.cat(ids).unique()).unique() for name, ids in rows.items()}
+        self._rows = {
+            name: self._ranks.concatenate(torch.cat(ids).unique()).unique()
+            for name, ids in rows.items()
+        }
 
     def predict(self, scheme: MixedDimensionScheme) -> Prediction:
-        """Predicts what tables in the codes of a scheme lose, once held-out samples have taught the scales.
-
-        The rows that the sample reads are rounded where they lie, and put back afterwards: the model does not change.
-
-        Distributed: that of `rows_in_codes`, a forward pass of each batch, with an all_reduce of two numbers for them
-        together and for each of some steps to the shift. Where scales learn, twice as much again, and `curvature` of
-        each batch for each of their steps. All ranks get the same.
-
-        Args:
-            scheme: of an `Allocation` for the model.
-
-        Returns:
-            What it loses, in units of the loss: below 0 where rounding is predicted to mend what the model has
-            overfitted; by how much its output bias has to go up for that; and the scheme with scales that were learnt,
-            if that is predicted to lose less.
-        """
+        """Predicts what tables in the codes of a scheme lose, once held-out samples have taught the
+        scales."""
         with rows_in_codes(self._model, self._tables, scheme, self._rows) as in_codes:
             rounded = self._predictions(self._batches)
             shift = self._shift(self._batches, rounded)
@@ -150,7 +109,9 @@ class LossSample:
             with nullcontext() if self.bias is None else self.bias.shifted(self._model, shift):
                 return self._predict_learnt(in_codes, scheme, fitted)
 
-    def _predict_learnt(self, in_codes: RowsInCodes, scheme: MixedDimensionScheme, fitted: Prediction) -> Prediction:
+    def _predict_learnt(
+        self, in_codes: RowsInCodes, scheme: MixedDimensionScheme, fitted: Prediction
+    ) -> Prediction:
         """The best of some steps of both halves, see the top of this module."""
         halves, best = (self._batches[::2], self._batches[1::2]), fitted
         learners = [self._learner(in_codes, scheme, half) for half in halves]
@@ -163,13 +124,18 @@ class LossSample:
             in_codes.multiply_(gains_over(scheme, learnt))
             rounded = self._predictions(self._batches)
             shift = self._shift(self._batches, rounded)
-            away = [self._away(half, rounded[part::2], crossed[part]) for part, half in enumerate(halves)]
+            away = [
+                self._away(half, rounded[part::2], crossed[part])
+                for part, half in enumerate(halves)
+            ]
             by_batch = [away[index % 2][index // 2] for index in range(len(rounded))]
             increase = self._increase(rounded, shift, by_batch)
             step = best.loss_increase - increase
             if not step > 0:
                 break
-            best = Prediction(loss_increase=increase, output_shift=fitted.output_shift + shift, scheme=learnt)
+            best = Prediction(
+                loss_increase=increase, output_shift=fitted.output_shift + shift, scheme=learnt
+            )
             if step < LEAST_SHARE * (fitted.loss_increase - increase):
                 break
         return best
@@ -177,25 +143,29 @@ class LossSample:
     def _predictions(self, batches: Sequence[_Judged]) -> list[PredictedBatch]:
         """Of batches, with rows as they are now."""
         return [
-            predictions_of(self._model, judged.batch, self._loss, f"batch {index}, in codes", self._ranks)
+            predictions_of(
+                self._model, judged.batch, self._loss, f"batch {index}, in codes", self._ranks
+            )
             for index, judged in enumerate(batches)
         ]
 
     def _away(
-        self, batches: Sequence[_Judged], rounded: Sequence[PredictedBatch], others: Sequence[PredictedBatch]
+        self,
+        batches: Sequence[_Judged],
+        rounded: Sequence[PredictedBatch],
+        others: Sequence[PredictedBatch],
     ) -> list[Tensor]:
-        """How far other scales take the predictions of some batches, but for what the output bias makes good."""
+        """How far other scales take the predictions of some batches, but for what the output bias
+        makes good."""
         level = self._shift(batches, others) - self._shift(batches, rounded)
-        return [other.values - own.values + level for own, other in zip(rounded, others, strict=True)]
+        return [
+            other.values - own.values + level for own, other in zip(rounded, others, strict=True)
+        ]
 
-    def _increase(self, rounded: Sequence[PredictedBatch], shift: float, away: Sequence[Tensor] | None = None) -> float:
-        """The loss of all samples in codes over that of before, see the top of this module.
-
-        Args:
-            rounded: of each batch.
-            shift: of the output bias.
-            away: of each batch, see `_away`: to scales that only the other half has taught, if any did.
-        """
+    def _increase(
+        self, rounded: Sequence[PredictedBatch], shift: float, away: Sequence[Tensor] | None = None
+    ) -> float:
+        """The loss of all samples in codes over that of before, see the top of this module."""
         sums = torch.zeros(2, dtype=torch.float64)
         for index, (judged, as_rounded) in enumerate(zip(self._batches, rounded, strict=True)):
             before, after = judged.before, self._higher(judged, as_rounded, shift)
@@ -209,24 +179,26 @@ class LossSample:
         increase, num_samples = self._ranks.sum_(sums).tolist()
         return increase / num_samples
 
-    def _learner(self, in_codes: RowsInCodes, scheme: MixedDimensionScheme, batches: Sequence[_Judged]) -> ScaleLearner:
+    def _learner(
+        self, in_codes: RowsInCodes, scheme: MixedDimensionScheme, batches: Sequence[_Judged]
+    ) -> ScaleLearner:
         """Learns from some batches."""
         first = sum(float(judged.before.at.first.square().sum()) for judged in batches)
-        second = sum(float(judged.before.at.second.diagonal(dim1=1, dim2=2).sum()) for judged in batches)
+        second = sum(
+            float(judged.before.at.second.diagonal(dim1=1, dim2=2).sum()) for judged in batches
+        )
         num_samples = sum(len(judged.before.values) for judged in batches)
         sums = torch.tensor([first, second, num_samples], dtype=torch.float64)
         first, second, num_samples = self._ranks.sum_(sums).tolist()
         noise = first / second / num_samples if second > 0 else math.inf
         own = [judged.batch for judged in batches]
-        return ScaleLearner(self._model, in_codes, scheme, own, self._blocks, loss=self._loss, noise=noise)
+        return ScaleLearner(
+            self._model, in_codes, scheme, own, self._blocks, loss=self._loss, noise=noise
+        )
 
     def _shift(self, batches: Sequence[_Judged], rounded: Sequence[PredictedBatch]) -> float:
-        """By how much outputs go up so that the loss's derivatives add up to what they did: by Newton's steps.
-
-        Returns:
-            A multiple of `SHIFT_UNIT`, so that float32 sums in another order give the same. 0 where steps lead nowhere,
-            and without an output bias.
-        """
+        """By how much outputs go up so that the loss's derivatives add up to what they did: by
+        Newton's steps."""
         if self.bias is None:
             return 0.0
         own = sum(float(judged.before.at.first.sum()) for judged in batches)
@@ -235,7 +207,9 @@ class LossSample:
             sums = torch.zeros(2, dtype=torch.float64)
             for judged, after in zip(batches, rounded, strict=True):
                 at = self._higher(judged, after, shift).at
-                sums += torch.tensor([float(at.first.sum()), float(at.second.sum())], dtype=torch.float64)
+                sums += torch.tensor(
+                    [float(at.first.sum()), float(at.second.sum())], dtype=torch.float64
+                )
             first, second = self._ranks.sum_(sums).tolist()
             step = (wanted - first) / second if second > 0 else math.nan
             if not abs(step) <= LONGEST_STEP:
@@ -256,9 +230,12 @@ class LossSample:
         return PredictedBatch(outputs + shift, after.values + shift, at)
 
 
-def _ids_by_table(features: KeyedJaggedTensor, tables: Iterable[EmbeddingBagConfig], place: str) -> dict[str, Tensor]:
+def _ids_by_table(
+    features: KeyedJaggedTensor, tables: Iterable[EmbeddingBagConfig], place: str
+) -> dict[str, Tensor]:
     """Table -> the rows that a batch reads, each once."""
     jagged = copy.copy(features).to_dict()  # the batch itself is left as it was: see jagged_by_key
     return {
-        table.name: torch.cat([ids for ids, _ in bags_of(table, jagged, place).values()]).unique() for table in tables
+        table.name: torch.cat([ids for ids, _ in bags_of(table, jagged, place).values()]).unique()
+        for table in tables
     }

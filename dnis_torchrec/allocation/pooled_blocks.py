@@ -1,13 +1,5 @@
-"""Contributions of every block to the pooled embeddings of a model's collections, without a kernel of its own.
-
-A model is called while `watching` stands between it and its collections: their outputs become leaves, and the gradient
-of the predictions in them says what every pooled value is worth. A bag of one id is its block's pooled embedding. Bags
-of several ids are looked up once more, by the same collection: in a batch of B samples for every block, each sample
-with the ids of that block alone.
-
-Shapes: B batch, D embedding_dim, S blocks, T outputs of the model, M entries: pairs of a sample and a block that it
-reads.
-"""
+"""Contributions of every block to the pooled embeddings of a model's collections, without a kernel
+of its own."""
 
 from __future__ import annotations
 
@@ -27,7 +19,9 @@ from dnis_torchrec.blocks.row_routing import RowRouter
 from dnis_torchrec.checks import check
 from dnis_torchrec.ops.bag_splitting import BagSplitter, FeatureSplit, check_one_batch_size
 from dnis_torchrec.ops.jagged import jagged_by_key
-from dnis_torchrec.soft_selection.feature_processed import SoftSelectionFeatureProcessedEmbeddingBagCollection
+from dnis_torchrec.soft_selection.feature_processed import (
+    SoftSelectionFeatureProcessedEmbeddingBagCollection,
+)
 from dnis_torchrec.soft_selection.pooled_pieces import PooledFeature
 from dnis_torchrec.soft_selection.table_shards import table_configs_of
 from dnis_torchrec.soft_selection.wrapper import (
@@ -39,13 +33,8 @@ from dnis_torchrec.soft_selection.wrapper import (
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """Reads of one table's blocks through one feature: an entry is a pair of a sample and a block that it reads.
-
-    Attributes:
-        samples: ``(M,)`` int64.
-        blocks: ``(M,)`` int64.
-        worth: ``(T, M, D)`` float64, v_c dz_t / dv_c of what the sample pools from the block: dz_t / dalpha at alpha 1.
-    """
+    """Reads of one table's blocks through one feature: an entry is a pair of a sample and a block
+    that it reads."""
 
     samples: Tensor
     blocks: Tensor
@@ -54,14 +43,8 @@ class Entries:
 
 @dataclass(frozen=True, eq=False)
 class Reads:
-    """Reads of one table's rows through one feature, those that a sample makes of one block together.
-
-    Attributes:
-        samples: ``(M,)`` int64.
-        blocks: ``(M,)`` int64.
-        times: ``(M,)`` float64, how many rows; over the square of a bag's length where it is divided by that.
-        slopes: ``(T, M, D)``, dz_t / dx of one of these rows, times that length.
-    """
+    """Reads of one table's rows through one feature, those that a sample makes of one block
+    together."""
 
     samples: Tensor
     blocks: Tensor
@@ -71,26 +54,14 @@ class Reads:
 
 @dataclass(frozen=True, eq=False)
 class Apart:
-    """Outputs of a collection for bags that each hold the ids of a single block.
-
-    Attributes:
-        pooled: output key -> ``(slots * B, D)``.
-        lengths: feature -> ``(slots * B,)``.
-    """
+    """Outputs of a collection for bags that each hold the ids of a single block."""
 
     pooled: Mapping[str, Tensor]
     lengths: Mapping[str, Tensor]
 
 
 class WatchedCollection:
-    """Base of a model's collection and the blocks of its tables, pooled or not.
-
-    Attributes:
-        collection: plain, sharded, or wrapped by soft selection.
-        outputs: everything that stands behind its output keys.
-        num_slots: see `CollectionBlocks`; 0 where nothing is looked up twice.
-        floats_per_sample: numbers that a sample's embeddings, gradients and blocks take, roughly.
-    """
+    """Base of a model's collection and the blocks of its tables, pooled or not."""
 
     collection: nn.Module
     outputs: tuple[PooledFeature, ...]
@@ -98,69 +69,27 @@ class WatchedCollection:
     floats_per_sample: int
 
     def note(self, features: KeyedJaggedTensor, output: Any) -> Lookup:
-        """A call of the collection, its output replaced by a leaf that requires a gradient.
-
-        Args:
-            features: the bags, stride B.
-            output: what the collection returned for them.
-        """
+        """A call of the collection, its output replaced by a leaf that requires a gradient."""
         raise NotImplementedError
 
     def block_by_block(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The bags to look up once more, so that every block is pooled alone; only called where there are slots.
-
-        Args:
-            features: the bags, stride B.
-        """
+        """The bags to look up once more, so that every block is pooled alone; only called where
+        there are slots."""
         raise NotImplementedError
 
-    def entries(self, lookup: Lookup, apart: Apart | None, gradient: Tensor) -> Iterator[tuple[str, Entries]]:
-        """Yields the reads of every feature, block by block. Local, no collective.
-
-        Args:
-            lookup: a call of the collection.
-            apart: the output for `block_by_block`; None where there are no slots.
-            gradient: ``(T, *shape of the lookup's leaf)``, of the predictions in the leaf.
-
-        Yields:
-            ``(table, entries)``, in the order of the outputs.
-
-        Raises:
-            ValueError: for a bag of several ids of a single-id feature.
-        """
+    def entries(
+        self, lookup: Lookup, apart: Apart | None, gradient: Tensor
+    ) -> Iterator[tuple[str, Entries]]:
+        """Yields the reads of every feature, block by block. Local, no collective."""
         raise NotImplementedError
 
     def reads(self, lookup: Lookup, gradient: Tensor) -> Iterator[tuple[str, Reads]]:
-        """Yields which rows every feature reads, and what they are worth. Local, no collective.
-
-        Args:
-            lookup: see `entries`.
-            gradient: see `entries`.
-
-        Yields:
-            ``(table, reads)``, in the order of the outputs.
-        """
+        """Yields which rows every feature reads, and what they are worth. Local, no collective."""
         raise NotImplementedError
 
 
 class CollectionBlocks(WatchedCollection):
-    """A pooled collection of a model, and the blocks of its tables.
-
-    Args:
-        collection: plain, sharded, or wrapped by soft selection.
-        blocks: of at least its tables.
-        device: where its batches are.
-
-    Attributes:
-        collection: the collection.
-        outputs: everything that stands behind its output keys.
-        num_slots: how many times B bags the collection looks up to pool every block alone; 0 where no bag holds several
-            ids. A slot is a block of one of the tables that a feature reads.
-
-    Raises:
-        ValueError: if the blocks are not of its tables.
-        NotImplementedError: for a pooling other than SUM and MEAN.
-    """
+    """A pooled collection of a model, and the blocks of its tables."""
 
     def __init__(self, collection: nn.Module, blocks: RowBlocks, device: torch.device) -> None:
         tables = table_configs_of(collection)
@@ -170,10 +99,16 @@ class CollectionBlocks(WatchedCollection):
             multi_hot = {output.feature for output in collection.outputs if output.is_multi_hot}
         self.collection = collection
         self.outputs = pooled_features(tables, blocks, multi_hot)
-        self._routers = {table.name: RowRouter(blocks.routings[table.name]).to(device) for table in tables}
+        self._routers = {
+            table.name: RowRouter(blocks.routings[table.name]).to(device) for table in tables
+        }
         self._features = list(dict.fromkeys(output.feature for output in self.outputs))
         of_feature = {
-            feature: [output for output in self.outputs if output.is_multi_hot and output.feature == feature]
+            feature: [
+                output
+                for output in self.outputs
+                if output.is_multi_hot and output.feature == feature
+            ]
             for feature in self._features
         }
         self._first_slot: dict[str, int] = {}
@@ -184,16 +119,23 @@ class CollectionBlocks(WatchedCollection):
                 self._first_slot[output.name] = keys_of[feature].index(output.block_keys[0])
         self.num_slots = max(map(len, keys_of.values()))
         splits = [
-            FeatureSplit(feature=output.feature, keys=output.block_keys, routing=blocks.routings[output.table])
+            FeatureSplit(
+                feature=output.feature,
+                keys=output.block_keys,
+                routing=blocks.routings[output.table],
+            )
             for outputs in of_feature.values()
             for output in outputs
         ]
-        self.floats_per_sample = (self.num_slots + 2) * sum(output.embedding_dim for output in self.outputs)
+        self.floats_per_sample = (self.num_slots + 2) * sum(
+            output.embedding_dim for output in self.outputs
+        )
         self._splitter = BagSplitter(splits).to(device)
         self._rows_of_slots = self._place_keys(list(keys_of.values())).to(device)
 
     def _place_keys(self, keys_of_features: Sequence[Sequence[str]]) -> Tensor:
-        """Returns, for each slot of each feature, its key's number among the splitter's; 0 is always empty."""
+        """Returns, for each slot of each feature, its key's number among the splitter's; 0 is
+        always empty."""
         rows, first = torch.zeros(len(keys_of_features), self.num_slots, dtype=torch.int64), 1
         for row, keys in zip(rows, keys_of_features, strict=True):
             row[: len(keys)] = torch.arange(first, first + len(keys))
@@ -201,14 +143,8 @@ class CollectionBlocks(WatchedCollection):
         return rows.flatten()
 
     def block_by_block(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The bags of multi-hot features taken apart by block, as bags of a batch of ``num_slots * B`` samples.
-
-        Args:
-            features: the bags, stride B. Single-id features get empty bags.
-
-        Returns:
-            All features of the collection; sample ``slot * B + n`` holds the ids of sample n in the block of the slot.
-        """
+        """The bags of multi-hot features taken apart by block, as bags of a batch of ``num_slots *
+        B`` samples."""
         batch_size, split = features.stride(), self._splitter(features)
         lengths = split.lengths().view(-1, batch_size)
         lengths = torch.cat([lengths.new_zeros(1, batch_size), lengths])[self._rows_of_slots]
@@ -223,9 +159,13 @@ class CollectionBlocks(WatchedCollection):
     def note(self, features: KeyedJaggedTensor, output: KeyedTensor) -> Lookup:
         """A call of the collection, its output replaced by a leaf that requires a gradient."""
         leaf = output.values().detach().requires_grad_()
-        return Lookup(self, features, KeyedTensor(output.keys(), output.length_per_key(), leaf), leaf)
+        return Lookup(
+            self, features, KeyedTensor(output.keys(), output.length_per_key(), leaf), leaf
+        )
 
-    def entries(self, lookup: Lookup, apart: Apart | None, gradient: Tensor) -> Iterator[tuple[str, Entries]]:
+    def entries(
+        self, lookup: Lookup, apart: Apart | None, gradient: Tensor
+    ) -> Iterator[tuple[str, Entries]]:
         """Yields the reads of every feature, block by block. Local, no collective."""
         bags, by_key = jagged_by_key(lookup.features), lookup.output.to_dict()
         for output, slopes in self._slopes(lookup, gradient):
@@ -233,7 +173,10 @@ class CollectionBlocks(WatchedCollection):
             if apart is not None and output.is_multi_hot:
                 yield output.table, self._of_several_ids(output, of_feature, apart, slopes)
             else:
-                yield output.table, self._of_one_id(output, of_feature, by_key[output.name].detach(), slopes)
+                yield (
+                    output.table,
+                    self._of_one_id(output, of_feature, by_key[output.name].detach(), slopes),
+                )
 
     def reads(self, lookup: Lookup, gradient: Tensor) -> Iterator[tuple[str, Reads]]:
         """Yields which rows every feature reads, and what they are worth. Local, no collective."""
@@ -246,8 +189,13 @@ class CollectionBlocks(WatchedCollection):
             places = blocks * batch_size + of_samples.repeat_interleave(lengths)
             places, counts = places[is_in_block].unique(return_counts=True)
             samples = places % batch_size
-            times = counts.double() / (lengths[samples].double().square() if output.divides else 1.0)
-            yield output.table, Reads(samples, places // batch_size, times, slopes.index_select(1, samples))
+            times = counts.double() / (
+                lengths[samples].double().square() if output.divides else 1.0
+            )
+            yield (
+                output.table,
+                Reads(samples, places // batch_size, times, slopes.index_select(1, samples)),
+            )
 
     def _slopes(self, lookup: Lookup, gradient: Tensor) -> Iterator[tuple[PooledFeature, Tensor]]:
         """Every output with the gradient in its columns, ``(T, B, D)``."""
@@ -257,11 +205,15 @@ class CollectionBlocks(WatchedCollection):
         for output in self.outputs:
             yield output, columns[output.name]
 
-    def _of_one_id(self, output: PooledFeature, bags: JaggedTensor, pooled: Tensor, gradient: Tensor) -> Entries:
+    def _of_one_id(
+        self, output: PooledFeature, bags: JaggedTensor, pooled: Tensor, gradient: Tensor
+    ) -> Entries:
         lengths = bags.lengths()
         place, longest = f"table {output.table!r}, feature {output.feature!r}", int(lengths.max())
         remedy = "make the blocks from counts of data that has such bags"
-        check(longest <= 1, place, "bags of at most one id, as counted", f"a bag of {longest}", remedy)
+        check(
+            longest <= 1, place, "bags of at most one id, as counted", f"a bag of {longest}", remedy
+        )
         samples, blocks = lengths.nonzero().squeeze(1), self._routers[output.table](bags.values())
         is_in_block = blocks < output.num_blocks
         samples, blocks = samples[is_in_block], blocks[is_in_block]
@@ -269,7 +221,9 @@ class CollectionBlocks(WatchedCollection):
             pooled, gradient = pooled[samples], gradient.index_select(1, samples)
         return Entries(samples, blocks, (pooled * gradient).double())
 
-    def _of_several_ids(self, output: PooledFeature, bags: JaggedTensor, apart: Apart, gradient: Tensor) -> Entries:
+    def _of_several_ids(
+        self, output: PooledFeature, bags: JaggedTensor, apart: Apart, gradient: Tensor
+    ) -> Entries:
         first, batch_size = self._first_slot[output.name], bags.lengths().numel()
         slots = slice(first * batch_size, (first + output.num_blocks) * batch_size)
         lengths = apart.lengths[output.feature][slots]
@@ -277,21 +231,16 @@ class CollectionBlocks(WatchedCollection):
         samples, blocks = read % batch_size, read // batch_size
         pooled = apart.pooled[output.name][slots][read]
         if output.divides:
-            share = lengths[read].double() / bags.lengths()[samples]  # the mean of a block's ids, of the whole bag
+            share = (
+                lengths[read].double() / bags.lengths()[samples]
+            )  # the mean of a block's ids, of the whole bag
             pooled = pooled * share.to(pooled.dtype).unsqueeze(1)
         return Entries(samples, blocks, (pooled * gradient.index_select(1, samples)).double())
 
 
 @dataclass(frozen=True, eq=False)
 class Lookup:
-    """One call of a collection by its model.
-
-    Attributes:
-        of: the collection.
-        features: the bags that the model gave it.
-        output: what the model got.
-        leaf: that its values are, or are views of; it requires a gradient.
-    """
+    """One call of a collection by its model."""
 
     of: WatchedCollection
     features: KeyedJaggedTensor
@@ -299,10 +248,7 @@ class Lookup:
     leaf: Tensor
 
     def apart(self) -> Apart | None:
-        """Looks the bags up once more, block by block; None where no feature is multi-hot.
-
-        Distributed: the collectives of one forward pass of a sharded collection.
-        """
+        """Looks the bags up once more, block by block; None where no feature is multi-hot."""
         if not self.of.num_slots:
             return None
         bags = self.of.block_by_block(self.features)
@@ -310,24 +256,21 @@ class Lookup:
         if isinstance(self.of.collection, SoftSelectionFeatureProcessedEmbeddingBagCollection):
             look_up = self.of.collection.look_up_processed
         pooled = _wait(look_up(bags)).to_dict()
-        return Apart(pooled, {feature: jagged.lengths() for feature, jagged in jagged_by_key(bags).items()})
+        return Apart(
+            pooled, {feature: jagged.lengths() for feature, jagged in jagged_by_key(bags).items()}
+        )
 
 
 @contextmanager
 def watching(of: Sequence[WatchedCollection]) -> Iterator[list[Lookup]]:
-    """Within the block collections learn nothing, and what they return is a leaf that requires a gradient.
-
-    Args:
-        of: the collections.
-
-    Yields:
-        Notes every call of every collection; whoever reads it clears it. With gradients switched off collections
-        return what they always do, and nothing is noted.
-    """
+    """Within the block collections learn nothing, and what they return is a leaf that requires a
+    gradient."""
     lookups: list[Lookup] = []
     with ExitStack() as stack:
         for blocks in of:
-            attributes = vars(blocks.collection)  # as TorchRec's pipelines replace forwards: no module changes
+            attributes = vars(
+                blocks.collection
+            )  # as TorchRec's pipelines replace forwards: no module changes
             before = attributes.get("forward")
             forward = _noting(blocks, blocks.collection.forward, lookups)
             if before is None:
@@ -361,19 +304,7 @@ def _wait(output: Any) -> Any:
 
 
 def merged(entries: Sequence[Entries], batch_size: int) -> Entries:
-    """Merges entries into one for each sample and block; reads of several features are added up.
-
-    Args:
-        entries: of one table, a pair of a sample and a block at most once in each.
-        batch_size: B.
-
-    Example:
-        >>> one = Entries(torch.tensor([0, 1]), torch.tensor([1, 0]), torch.tensor([[[2.0], [5.0]]]))
-        >>> two = Entries(torch.tensor([0]), torch.tensor([1]), torch.tensor([[[3.0]]]))
-        >>> both = merged([one, two], 2)
-        >>> both.samples.tolist(), both.blocks.tolist(), both.worth.flatten().tolist()
-        ([1, 0], [0, 1], [5.0, 5.0])
-    """
+    """Merges entries into one for each sample and block; reads of several features are added up."""
     if len(entries) == 1:
         return entries[0]
     places = torch.cat([own.blocks * batch_size + own.samples for own in entries])
@@ -381,38 +312,14 @@ def merged(entries: Sequence[Entries], batch_size: int) -> Entries:
 
 
 def one_of_each(places: Tensor, worth: Tensor, batch_size: int) -> Entries:
-    """Adds up reads of one table until each pair of a sample and a block stands there once.
-
-    Args:
-        places: ``(n,)`` int64, block * B + sample of each read.
-        worth: ``(T, n, D)``.
-        batch_size: B.
-
-    Example:
-        >>> one = one_of_each(torch.tensor([3, 0, 3]), torch.tensor([[[1.0], [2.0], [4.0]]]), 2)
-        >>> one.samples.tolist(), one.blocks.tolist(), one.worth.flatten().tolist()
-        ([0, 1], [0, 1], [2.0, 5.0])
-    """
+    """Adds up reads of one table until each pair of a sample and a block stands there once."""
     places, runs = places.unique(return_inverse=True)
     worth = torch.stack([sum_by_group(of_output, runs, len(places)) for of_output in worth])
     return Entries(places % batch_size, places // batch_size, worth)
 
 
 def sum_by_group(values: Tensor, groups: Tensor, num_groups: int) -> Tensor:
-    """Adds up rows, group by group, in their order: ten times as fast as `index_add_`.
-
-    Args:
-        values: ``(M, D)``.
-        groups: ``(M,)`` integers, the group of each row.
-        num_groups: how many there are.
-
-    Returns:
-        ``(num_groups, D)``; zeros of an empty group.
-
-    Example:
-        >>> sum_by_group(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([2, 0, 2]), 3).flatten().tolist()
-        [2.0, 0.0, 5.0]
-    """
+    """Adds up rows, group by group, in their order: ten times as fast as `index_add_`."""
     if not len(values):
         return values.new_zeros(num_groups, values.shape[1])
     order = groups.argsort(stable=True)

@@ -1,7 +1,4 @@
-"""PredictedBatch of a model on one batch, and the loss around them.
-
-Shapes: B batch, T outputs of the model.
-"""
+"""PredictedBatch of a model on one batch, and the loss around them."""
 
 from __future__ import annotations
 
@@ -11,7 +8,13 @@ import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
-from dnis_torchrec.allocation.curvature import derivatives_at, device_of, evaluating, on_all, outputs_of
+from dnis_torchrec.allocation.curvature import (
+    derivatives_at,
+    device_of,
+    evaluating,
+    on_all,
+    outputs_of,
+)
 from dnis_torchrec.allocation.loss_derivatives import Loss, LossDerivatives
 from dnis_torchrec.data.task import Outputs, Task
 from dnis_torchrec.ranks import Ranks
@@ -19,13 +22,7 @@ from dnis_torchrec.soft_selection.features_by_name import read_by_name_
 
 
 class PredictedBatch(NamedTuple):
-    """What a model says of a batch.
-
-    Attributes:
-        outputs: as the model returns them.
-        values: ``(B, T)`` float64, those that the loss depends on.
-        at: the loss around them.
-    """
+    """What a model says of a batch."""
 
     outputs: Outputs
     values: Tensor
@@ -33,19 +30,10 @@ class PredictedBatch(NamedTuple):
 
 
 @torch.no_grad()
-def predictions_of(model: nn.Module, batch: Batch, loss: Loss | Task, place: str, ranks: Ranks) -> PredictedBatch:
-    """The predictions of one batch in evaluation mode, and the loss around them.
-
-    Args:
-        model: sharded or not, a `TrainTask` or what one calls.
-        batch: of this rank.
-        loss: see `curvature`.
-        place: which batch, for the error.
-        ranks: that hold the model; what is wrong on one raises on all.
-
-    Raises:
-        ValueError: if the model returns something else.
-    """
+def predictions_of(
+    model: nn.Module, batch: Batch, loss: Loss | Task, place: str, ranks: Ranks
+) -> PredictedBatch:
+    """The predictions of one batch in evaluation mode, and the loss around them."""
     read_by_name_(model, refuse_weights=None)
     batch = batch.to(device_of(model))
     with evaluating(model):

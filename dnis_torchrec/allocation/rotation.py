@@ -1,27 +1,5 @@
-r"""Rotation: turns tables into their principal axes, so that the columns that die are those that say least.
-
-A search can only drop columns, and which direction of the embedding space a column holds is an accident of the initial
-weights: what matters lies across all of them. Where a model cannot tell its embedding space from a rotated one, the
-tables may be rotated first:
-
-.. math:: E_t \leftarrow E_t Q, \quad W \leftarrow W Q, \quad Q = \text{eigenvectors of } \sum_t E_t^\top \eta_t E_t
-
-for tables t of one `RotationGroup`, their row frequencies :math:`\eta_t`, and the linear layers W that read them. Dot
-products of two embeddings of the group stay, :math:`(Q^\top e)^\top (Q^\top f) = e^\top f`, and so does
-:math:`W e = (W Q)(Q^\top e)`. The columns then come in falling order of what they carry, and leaving out the last ones
-is the best approximation of that rank (Eckart and Young, 1936; Ashkboos et al., SliceGPT, 2024, prune language models
-so).
-
-A product that is weighed column by column, as in GMF, is a dot product once its weights are drawn into the tables; they
-learn on from 1:
-
-.. math:: \sum_k h_k p_k q_k: \quad p_k \leftarrow \mathrm{sign}(h_k) \sqrt{|h_k|}\, p_k, \quad
-    q_k \leftarrow \sqrt{|h_k|}\, q_k, \quad h_k \leftarrow 1
-
-NOTE[DIFF]: the paper does not rotate.
-
-Shapes: N rows, D embedding_dim.
-"""
+r"""Rotation: turns tables into their principal axes, so that the columns that die are those that
+say least."""
 
 from __future__ import annotations
 
@@ -60,36 +38,37 @@ SQUARED_STATES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
 
 
 def rotation_groups(model: nn.Module, leave_alone: Collection[str] = ()) -> list[RotationGroup]:
-    """Finds the groups of tables that can be rotated in a model. Local, no collective.
-
-    Args:
-        model: sharded or not; any module inside it may be `Rotatable`, or one of TorchRec's models (`with_axes_`).
-        leave_alone: names of tables that must not be touched.
-
-    Returns:
-        The groups. Groups with a table to leave alone, or a frozen table or layer (requires_grad is False), are left
-        out, because these keep their values.
-
-    Raises:
-        ValueError: if the groups do not fit the model, see `check_groups`.
-    """
+    """Finds the groups of tables that can be rotated in a model. Local, no collective."""
     modules = get_unwrapped_module(model).modules()
-    groups = [group for module in modules if isinstance(module, Rotatable) for group in module.rotation_groups()]
+    groups = [
+        group
+        for module in modules
+        if isinstance(module, Rotatable)
+        for group in module.rotation_groups()
+    ]
     groups += known_groups(model)
     check_groups(groups, _embedding_dims(model))
-    frozen = {table for module in collections(model).values() for table in frozen_tables_of(module)} | {*leave_alone}
+    frozen = {
+        table for module in collections(model).values() for table in frozen_tables_of(module)
+    } | {*leave_alone}
     return [group for group in groups if not _holds_frozen(group, frozen)]
 
 
 def _holds_frozen(group: RotationGroup, frozen_tables: set[str]) -> bool:
     layers = [layer for layer in group.layers() if isinstance(layer, nn.Parameter)]
-    return bool(frozen_tables & set(group.tables)) or not all(layer.requires_grad for layer in layers)
+    return bool(frozen_tables & set(group.tables)) or not all(
+        layer.requires_grad for layer in layers
+    )
 
 
 def _embedding_dims(model: nn.Module) -> dict[str, int]:
     """Table -> D."""
     modules = collections(model).values()
-    return {config.name: config.embedding_dim for module in modules for config in table_configs_of(module)}
+    return {
+        config.name: config.embedding_dim
+        for module in modules
+        for config in table_configs_of(module)
+    }
 
 
 @torch.no_grad()
@@ -99,44 +78,8 @@ def rotate_(
     optimizer: torch.optim.Optimizer | None = None,
     leave_alone: Collection[str] = (),
 ) -> list[Tensor]:
-    """Turns the tables of every rotation group, and the layers that read them, into the tables' principal axes.
-
-    Predictions stay as they were, up to rounding. Where training goes on, states of optimizers turn along: averages of
-    gradients exactly, sums of squares as if the gradients of different columns were uncorrelated, one number per row
-    not at all. Those of a product's weights start anew: averages at zero, squares at their mean.
-
-    Tables of which nothing is known stay as they are; the first rank logs their names once.
-
-    Distributed: over the model's process group one all_reduce of ``(D, D)`` float64 per group, then one broadcast of Q.
-    Whole rows and replicated tables are turned in place, locally; of tables whose columns are spread over ranks, every
-    chunk of rows is all_reduced twice.
-
-    Args:
-        model: sharded or not, changed in place.
-        counts: frequencies of all rows, the same on every rank.
-        optimizer: of everything that is not fused into the tables' backward, `model` a DistributedModelParallel. None
-            after training, as by default: no optimizer's state is turned then, a fused one's neither.
-        leave_alone: names of tables that must not be touched, see `rotation_groups`.
-
-    Returns:
-        Q per group, ``(D, D)`` float64, its columns in falling order of what they carry.
-
-    Raises:
-        NotImplementedError: with an optimizer, for shards of parts of rows (column-wise), or a state of unknown kind;
-            before anything was changed, on all ranks alike.
-
-    Example:
-        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
-        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
-        >>> class DotProduct(EmbeddingBagCollection):
-        ...     def rotation_groups(self):
-        ...         return [RotationGroup(tables=("t",))]
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=3, embedding_dim=2, feature_names=["f"])
-        >>> model = DotProduct(tables=[table])
-        >>> (rotation,) = rotate_(model, FrequencyCounts({"t": torch.tensor([3, 2, 1])}, {"f": 1}, 6))
-        >>> rotation.shape
-        torch.Size([2, 2])
-    """
+    """Turns the tables of every rotation group, and the layers that read them, into the tables'
+    principal axes."""
     groups = rotation_groups(model, leave_alone)
     dims = _embedding_dims(model)
     modules = list(collections(model).values())
@@ -150,10 +93,14 @@ def rotate_(
         turned = [shard.weight for shard in shards if shard.table in tables]
         turned += [layer for group in groups for layer in group.layers()]
         _refuse(_split_rows(shards, set(tables), dims) or _unknown_state(turned, states), ranks)
-    rows = whole_rows(shards, {table: (counts.counts[table].numel(), dims[table]) for table in tables}, ranks)
+    rows = whole_rows(
+        shards, {table: (counts.counts[table].numel(), dims[table]) for table in tables}, ranks
+    )
     with writing_to_tables(model):
         return [
-            _rotate_group_(group, {table: rows[table] for table in group.tables}, counts, ranks, states)
+            _rotate_group_(
+                group, {table: rows[table] for table in group.tables}, counts, ranks, states
+            )
             for group in groups
         ]
 
@@ -199,7 +146,8 @@ def _draw_in_(
     shards: Sequence[TableShard],
     states: Mapping[int, Mapping[str, Tensor]],
 ) -> None:
-    """Draws the weights of a product into its two tables, the sign into the first. Local: all ranks have them."""
+    """Draws the weights of a product into its two tables, the sign into the first. Local: all ranks
+    have them."""
     weights = layer[:, columns].double().clone()
     for shard in shards:
         factor = weights.abs().sqrt() * (weights.sign() if shard.table == first_table else 1)
@@ -216,13 +164,22 @@ def _draw_in_(
         state[:, columns] = 0 if name in LINEAR_STATES else of_ones.mean().to(state)
 
 
-def _states_like(weight: Tensor, states: Mapping[int, Mapping[str, Tensor]]) -> list[tuple[str, Tensor]]:
+def _states_like(
+    weight: Tensor, states: Mapping[int, Mapping[str, Tensor]]
+) -> list[tuple[str, Tensor]]:
     """Optimizer states with a number for each of the weight's."""
-    return [(name, state) for name, state in states.get(weight.data_ptr(), {}).items() if state.shape == weight.shape]
+    return [
+        (name, state)
+        for name, state in states.get(weight.data_ptr(), {}).items()
+        if state.shape == weight.shape
+    ]
 
 
-def _second_moment(rows: Mapping[str, WholeRows], dim: int, counts: FrequencyCounts, ranks: Ranks) -> Tensor:
-    """``(D, D)`` float64: sum over tables of E^T diag(counts) E, every row once however many ranks walk through it."""
+def _second_moment(
+    rows: Mapping[str, WholeRows], dim: int, counts: FrequencyCounts, ranks: Ranks
+) -> Tensor:
+    """``(D, D)`` float64: sum over tables of E^T diag(counts) E, every row once however many ranks
+    walk through it."""
     moment = torch.zeros(dim, dim, dtype=torch.float64)
     for table, of_table in rows.items():
         for chunk in of_table.chunks():
@@ -232,11 +189,16 @@ def _second_moment(rows: Mapping[str, WholeRows], dim: int, counts: FrequencyCou
 
 
 def _copies(
-    shards_here: Sequence[TableShard], dims: Mapping[str, int], counts: FrequencyCounts, ranks: Ranks
+    shards_here: Sequence[TableShard],
+    dims: Mapping[str, int],
+    counts: FrequencyCounts,
+    ranks: Ranks,
 ) -> dict[str, int]:
     """On how many ranks each value of a table is held, see `num_copies`."""
     shards = {table: [shard for shard in shards_here if shard.table == table] for table in dims}
-    return num_copies(shards, {table: (counts.counts[table].numel(), dim) for table, dim in dims.items()}, ranks)
+    return num_copies(
+        shards, {table: (counts.counts[table].numel(), dim) for table, dim in dims.items()}, ranks
+    )
 
 
 def _principal_axes(moment: Tensor) -> Tensor:
@@ -252,28 +214,48 @@ def _rotate_columns_(weights: Tensor, rotation: Tensor) -> None:
 
 def _turn_states_(states: Sequence[tuple[str, Tensor]], rotation: Tensor, columns: slice) -> None:
     for name, state in states:
-        _rotate_columns_(state[:, columns], rotation if name in LINEAR_STATES else rotation.square())
+        _rotate_columns_(
+            state[:, columns], rotation if name in LINEAR_STATES else rotation.square()
+        )
 
 
-def _states_by_storage(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Tensor]]:
-    """Address of a parameter's storage -> its optimizer states, of fused optimizers and of the other one."""
+def _states_by_storage(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[int, dict[str, Tensor]]:
+    """Address of a parameter's storage -> its optimizer states, of fused optimizers and of the
+    other one."""
     found = {}
-    for parameter, state in [*optimizer.state.items(), *_fused_states(cast(DistributedModelParallel, model))]:
-        found[parameter.data_ptr()] = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    for parameter, state in [
+        *optimizer.state.items(),
+        *_fused_states(cast(DistributedModelParallel, model)),
+    ]:
+        found[parameter.data_ptr()] = {
+            name: value for name, value in state.items() if isinstance(value, Tensor)
+        }
     return found
 
 
 def _fused_states(model: DistributedModelParallel) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Local weights and states of optimizers fused into the tables' backward, by the names that torch.optim has.
-
-    FBGEMM names the first state momentum1 whatever it is: beside a second one of the weights' shape it is Adam's
-    average, alone it is Adagrad's sum of squares.
-    """
+    """Local weights and states of optimizers fused into the tables' backward, by the names that
+    torch.optim has."""
     for key, state in model.fused_optimizer.state.items():
         weight = _local(key)
         if weight is not None:
-            whole = [each for each in map(_local, state.values()) if each is not None and each.shape == weight.shape]
-            yield weight, dict(zip(("exp_avg", "exp_avg_sq") if len(whole) > 1 else ("sum",), whole, strict=False))
+            whole = [
+                each
+                for each in map(_local, state.values())
+                if each is not None and each.shape == weight.shape
+            ]
+            yield (
+                weight,
+                dict(
+                    zip(
+                        ("exp_avg", "exp_avg_sq") if len(whole) > 1 else ("sum",),
+                        whole,
+                        strict=False,
+                    )
+                ),
+            )
 
 
 def _local(value: object) -> Tensor | None:
@@ -289,13 +271,20 @@ def _refuse(problem: str, ranks: Ranks) -> None:
         raise NotImplementedError(found)
 
 
-def _split_rows(shards_here: Sequence[TableShard], tables: set[str], embedding_dims: Mapping[str, int]) -> str:
+def _split_rows(
+    shards_here: Sequence[TableShard], tables: set[str], embedding_dims: Mapping[str, int]
+) -> str:
     """Names a table of which this rank holds parts of rows, if there is one."""
     for shard in shards_here:
         if shard.table in tables and shard.weight.shape[1] != embedding_dims[shard.table]:
             received = f"{shard.weight.shape[1]} of its {embedding_dims[shard.table]} columns"
             remedy = "shard it by rows or as a whole, or search with rotate=False"
-            return describe(f"table {shard.table!r}", "supported to rotate are shards of whole rows", received, remedy)
+            return describe(
+                f"table {shard.table!r}",
+                "supported to rotate are shards of whole rows",
+                received,
+                remedy,
+            )
     return ""
 
 
@@ -305,5 +294,7 @@ def _unknown_state(weights: Sequence[Tensor], states: Mapping[int, Mapping[str, 
         for name, _ in _states_like(weight, states):
             if name not in LINEAR_STATES | SQUARED_STATES:
                 supported = f"supported to rotate are {sorted(LINEAR_STATES | SQUARED_STATES)}"
-                return describe("optimizer state", supported, repr(name), "search with rotate=False")
+                return describe(
+                    "optimizer state", supported, repr(name), "search with rotate=False"
+                )
     return ""

@@ -1,12 +1,5 @@
-"""A sample of a table's rows, a few thousand of every block: the same on every rank, however the table is sharded.
-
-Rows are drawn with probability proportional to how often they were looked up, the most frequent of a block for certain,
-by systematic sampling: walk the rows, add up their probabilities, take a row wherever the sum passes a half. A drawn
-row weighs its frequency over its probability, so weighted sums estimate those over all rows without bias. Source:
-Sarndal, Swensson, Wretman, "Model assisted survey sampling", 1992, section 3.6.
-
-Shapes: N rows of a table, D embedding_dim, S blocks, n rows of the sample.
-"""
+"""A sample of a table's rows, a few thousand of every block: the same on every rank, however the
+table is sharded."""
 
 from __future__ import annotations
 
@@ -23,49 +16,39 @@ from dnis_torchrec.soft_selection.table_shards import TableShard
 
 ROWS_PER_BLOCK = 4096
 UNSEEN_WEIGHT = 0.125
-"""Weight, in lookups, of a row that training never looked up: little, but enough that its codes are no garbage."""
+"""Weight, in lookups, of a row that training never looked up: little, but enough that its codes are
+no garbage."""
 _ROUNDS = 8
-"""Rows that are certain leave more of the sample to the others, which may make further ones certain."""
+"""Rows that are certain leave more of the sample to the others, which may make further ones
+certain."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowSample:
-    """Some rows of a table.
-
-    Attributes:
-        rows: ``(n,)`` int64, rising.
-        blocks: ``(n,)`` int64, below S.
-        weights: ``(n,)`` float64.
-    """
+    """Some rows of a table."""
 
     rows: Tensor
     blocks: Tensor
     weights: Tensor
 
 
-def sample_rows(counts: RowCounts, routing: RowRouting, rows_per_block: int = ROWS_PER_BLOCK) -> RowSample:
-    """Draws rows of every block. Local and deterministic: equal counts and blocks give equal samples.
-
-    Args:
-        counts: of all N rows.
-        routing: their blocks; rows of no block are never drawn.
-        rows_per_block: at most; a block that has no more is taken whole.
-
-    Example:
-        >>> routing = RowRouting(4, 1, boundaries=torch.tensor([0, 4]))
-        >>> sample = sample_rows(torch.tensor([6, 2, 1, 1]), routing, rows_per_block=2)
-        >>> sample.rows.tolist(), sample.weights.tolist()
-        ([0, 1], [6.0, 4.0])
-    """
+def sample_rows(
+    counts: RowCounts, routing: RowRouting, rows_per_block: int = ROWS_PER_BLOCK
+) -> RowSample:
+    """Draws rows of every block. Local and deterministic: equal counts and blocks give equal
+    samples."""
     thresholds = _thresholds(counts, routing, rows_per_block)
     most = int(routing.row_counts().clamp(max=rows_per_block + 1).sum())
-    # made at once: small tensors kept between large ones that go would leave holes as large as all chunks together
+    # made at once: small tensors kept between large ones that go would leave holes as large as all
+    # chunks together
     rows, blocks = torch.empty(2, most, dtype=torch.int64)
     weights, filled = torch.empty(most, dtype=torch.float64), 0
     passed = torch.full((routing.num_blocks,), 0.5, dtype=torch.float64)
     for chunk, of_rows, frequency in _rows_with_blocks(counts, routing):
         of_each = thresholds[of_rows]
-        probability = torch.where(frequency >= of_each, 0.0, frequency / of_each.clamp(min=UNSEEN_WEIGHT))
+        probability = torch.where(
+            frequency >= of_each, 0.0, frequency / of_each.clamp(min=UNSEEN_WEIGHT)
+        )
         order = torch.sort(of_rows, stable=True).indices
         sums = probability[order].cumsum(0)
         sizes = torch.bincount(of_rows, minlength=routing.num_blocks)
@@ -83,20 +66,14 @@ def sample_rows(counts: RowCounts, routing: RowRouting, rows_per_block: int = RO
 
 
 def sampled_values(
-    sample: RowSample, shards: Sequence[TableShard], embedding_dim: int, num_copies: int, ranks: Ranks
+    sample: RowSample,
+    shards: Sequence[TableShard],
+    embedding_dim: int,
+    num_copies: int,
+    ranks: Ranks,
 ) -> Tensor:
-    """The sampled rows themselves. One all_reduce, in which every value comes from one rank and the others add zeros.
-
-    Args:
-        sample: which rows.
-        shards: this rank's shards of the table, perhaps none.
-        embedding_dim: D.
-        num_copies: on how many ranks each value is held.
-        ranks: that hold the table; all of them call this.
-
-    Returns:
-        ``(n, D)`` float32 on the CPU, the same bits on every rank.
-    """
+    """The sampled rows themselves. One all_reduce, in which every value comes from one rank and the
+    others add zeros."""
     values = torch.zeros(sample.rows.numel(), embedding_dim)
     for shard in shards if num_copies == 1 or ranks.is_first else ():
         first, last = shard.first_row, shard.first_row + len(shard.weight)
@@ -124,7 +101,8 @@ def _thresholds(counts: RowCounts, routing: RowRouting, rows_per_block: int) -> 
 
 
 def _frequencies(counts: RowCounts, routing: RowRouting) -> tuple[Tensor, Tensor, Tensor]:
-    """The frequencies that occur in a block: (blocks, frequencies, how many rows have it as float64), few of each."""
+    """The frequencies that occur in a block: (blocks, frequencies, how many rows have it as
+    float64), few of each."""
     keys, sizes = torch.zeros(2, 0, dtype=torch.int64)
     for first in range(0, routing.num_embeddings, ROWS_AT_A_TIME):
         own = counts[first : first + ROWS_AT_A_TIME]
@@ -137,8 +115,11 @@ def _frequencies(counts: RowCounts, routing: RowRouting) -> tuple[Tensor, Tensor
     return keys % routing.num_blocks, frequency.double().clamp_(min=UNSEEN_WEIGHT), sizes.double()
 
 
-def _rows_with_blocks(counts: RowCounts, routing: RowRouting) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(rows, their blocks, how often they were looked up as float64) of rows that have a block, some at a time."""
+def _rows_with_blocks(
+    counts: RowCounts, routing: RowRouting
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(rows, their blocks, how often they were looked up as float64) of rows that have a block,
+    some at a time."""
     for first in range(0, routing.num_embeddings, ROWS_AT_A_TIME):
         rows = torch.arange(first, min(first + ROWS_AT_A_TIME, routing.num_embeddings))
         of_rows = routing.block_of(rows)

@@ -1,7 +1,5 @@
-"""Rows in codes: some rows of a model hold what they would be served as, for as long as somebody wants to look.
-
-Shapes: n rows, D embedding_dim, S blocks.
-"""
+"""Rows in codes: some rows of a model hold what they would be served as, for as long as somebody
+wants to look."""
 
 from __future__ import annotations
 
@@ -22,15 +20,7 @@ from dnis_torchrec.soft_selection.table_shards import TableShard
 
 @dataclass(frozen=True, eq=False)
 class _HeldRows:
-    """Some rows of one shard.
-
-    Attributes:
-        shard: live weights.
-        place: ``(n,)``, which of its rows.
-        own: ``(n, d)``, what they are.
-        rounded: ``(n, d)``, what they are in codes.
-        blocks: ``(n,)``, of the rows; S for none.
-    """
+    """Some rows of one shard."""
 
     shard: TableShard
     place: Tensor
@@ -41,28 +31,23 @@ class _HeldRows:
     def multiply_(self, gain: Tensor) -> None:
         """Writes the rounded rows, times a factor for each column of each block, ``(S, D)``."""
         first, width = self.shard.first_column, self.shard.weight.shape[1]
-        of_columns = torch.cat([gain, torch.ones(1, gain.shape[1], dtype=gain.dtype)])[:, first : first + width]
-        self.shard.weight[self.place] = self.rounded * of_columns.to(self.rounded)[self.blocks.to(self.rounded.device)]
+        of_columns = torch.cat([gain, torch.ones(1, gain.shape[1], dtype=gain.dtype)])[
+            :, first : first + width
+        ]
+        self.shard.weight[self.place] = (
+            self.rounded * of_columns.to(self.rounded)[self.blocks.to(self.rounded.device)]
+        )
 
 
 class RowsInCodes:
-    """What `rows_in_codes` gives: rows that hold rounded values, and may hold multiples of them.
-
-    Args:
-        model: sharded or not.
-        held: table -> rows of this rank's shards.
-    """
+    """What `rows_in_codes` gives: rows that hold rounded values, and may hold multiples of them."""
 
     def __init__(self, model: nn.Module, held: Mapping[str, list[_HeldRows]]) -> None:
         self._model, self._held = model, held
 
     @torch.no_grad()
     def multiply_(self, gains: Mapping[str, Tensor]) -> None:
-        """Rows hold multiples of their rounded values, as if scales were so much larger. Local.
-
-        Args:
-            gains: table -> ``(S, D)``, over the scales of the scheme.
-        """
+        """Rows hold multiples of their rounded values, as if scales were so much larger. Local."""
         with writing_to_tables(self._model):
             for name, gain in gains.items():
                 for rows in self._held[name]:
@@ -71,19 +56,17 @@ class RowsInCodes:
 
 @contextmanager
 def rows_in_codes(
-    model: nn.Module, tables: Mapping[str, WholeRows], scheme: MixedDimensionScheme, rows: Mapping[str, Tensor]
+    model: nn.Module,
+    tables: Mapping[str, WholeRows],
+    scheme: MixedDimensionScheme,
+    rows: Mapping[str, Tensor],
 ) -> Iterator[RowsInCodes]:
-    """Within the block some rows hold the values that they would be served with; afterwards their own, bit for bit.
-
-    Distributed: an all_reduce of each chunk of the rows of a table that is cut by columns; else local.
-
-    Args:
-        model: sharded or not.
-        tables: all of it, see `whole_rows`.
-        scheme: with codes of its tables.
-        rows: table -> which rows, ``(n,)`` int64, rising, each once; the same on every rank.
-    """
-    held = {name: list(_held_rows(whole, scheme.tables[name], rows[name])) for name, whole in tables.items()}
+    """Within the block some rows hold the values that they would be served with; afterwards their
+    own, bit for bit."""
+    held = {
+        name: list(_held_rows(whole, scheme.tables[name], rows[name]))
+        for name, whole in tables.items()
+    }
     every = [part for of_table in held.values() for part in of_table]
     try:
         _write_(model, every, lambda part: part.rounded)
@@ -93,7 +76,9 @@ def rows_in_codes(
 
 
 @torch.no_grad()
-def _write_(model: nn.Module, held: Iterable[_HeldRows], values: Callable[[_HeldRows], Tensor]) -> None:
+def _write_(
+    model: nn.Module, held: Iterable[_HeldRows], values: Callable[[_HeldRows], Tensor]
+) -> None:
     with writing_to_tables(model):
         for part in held:
             part.shard.weight[part.place] = values(part)
@@ -101,7 +86,8 @@ def _write_(model: nn.Module, held: Iterable[_HeldRows], values: Callable[[_Held
 
 @torch.no_grad()
 def _held_rows(whole: WholeRows, table: TableScheme, rows: Tensor) -> Iterator[_HeldRows]:
-    """For every shard of this rank some of the table's rows, and what they are in codes, a chunk at a time."""
+    """For every shard of this rank some of the table's rows, and what they are in codes, a chunk at
+    a time."""
     for chunk in rows.split(rows_per_chunk(table.embedding_dim)):
         blocks, gathered = table.routing.block_of(chunk), None
         if whole.is_cut:
@@ -115,7 +101,9 @@ def _held_rows(whole: WholeRows, table: TableScheme, rows: Tensor) -> Iterator[_
             if gathered is None:
                 rounded = _in_codes(own.cpu().float(), of_own, table)
             else:
-                rounded = gathered[is_here, shard.first_column : shard.first_column + shard.weight.shape[1]]
+                rounded = gathered[
+                    is_here, shard.first_column : shard.first_column + shard.weight.shape[1]
+                ]
             yield _HeldRows(shard, place, own, rounded.to(own), of_own)
 
 

@@ -1,11 +1,4 @@
-"""Spending bytes: one order of all steps, steepest first, cut where the bytes end.
-
-What is left when the next step does not fit goes to later ones that cost less, in their order, and so on. The steps
-that are considered then depend on the step that did not fit, not on how much is left, and they never save more loss
-than that step would have: so more bytes never leave more loss.
-
-Shapes: A blocks of all tables, P steps, T tables.
-"""
+"""Spending bytes: one order of all steps, steepest first, cut where the bytes end."""
 
 from __future__ import annotations
 
@@ -19,14 +12,8 @@ from dnis_torchrec.allocation.hulls import RowOptions, lower_hull
 
 @dataclass(frozen=True, eq=False)
 class Path:
-    """Steps of all blocks to wider rows, steepest first; ties in the order of tables, then blocks. ``(P,)`` each.
-
-    Attributes:
-        block: whose step it is.
-        row_bytes: r that it leads to.
-        cost: bytes that it adds, int64.
-        gain: loss that it saves, float64.
-    """
+    """Steps of all blocks to wider rows, steepest first; ties in the order of tables, then blocks.
+    ``(P,)`` each."""
 
     block: Tensor
     row_bytes: Tensor
@@ -35,11 +22,7 @@ class Path:
 
     @staticmethod
     def of(options: RowOptions) -> Path:
-        """The path over the lower convex hulls of all blocks.
-
-        Args:
-            options: of all blocks.
-        """
+        """The path over the lower convex hulls of all blocks."""
         corner = lower_hull(options.num_bytes.double(), options.loss)
         nth = torch.arange(corner.shape[1]).expand_as(corner)
         origin = torch.cummax(nth.masked_fill(~corner, 0), dim=1).values[:, :-1]
@@ -55,13 +38,7 @@ class Path:
 
 @dataclass(frozen=True, eq=False)
 class Spent:
-    """The rows that some bytes have bought.
-
-    Attributes:
-        row_bytes: ``(A,)`` int64, r of each block.
-        num_bytes: the bytes that they take.
-        smallest: the least bytes that buy anything.
-    """
+    """The rows that some bytes have bought."""
 
     row_bytes: Tensor
     num_bytes: int
@@ -70,25 +47,14 @@ class Spent:
 
 @dataclass(frozen=True, eq=False)
 class Purse:
-    """A path, and the fixed bytes of tables beside its steps.
-
-    Attributes:
-        path: over all blocks.
-        table_of_block: ``(A,)`` int64.
-        fixed: ``(T,)`` int64, bytes that the first step of a table adds.
-    """
+    """A path, and the fixed bytes of tables beside its steps."""
 
     path: Path
     table_of_block: Tensor
     fixed: Tensor
 
     def spend(self, budget: int, steps: Tensor | None = None) -> Spent:
-        """The most that a budget buys, met from below.
-
-        Args:
-            budget: bytes.
-            steps: ``(n,)``, rising, to choose among; all by default.
-        """
+        """The most that a budget buys, met from below."""
         order = torch.arange(len(self.path.block)) if steps is None else steps
         bought, left, most = self._none(), budget, torch.inf
         is_open = torch.zeros(len(self.fixed), dtype=torch.bool)
@@ -113,11 +79,7 @@ class Purse:
         return Spent(bought, budget - left, smallest)
 
     def first(self, count: int) -> Spent:
-        """What the first steps of the path buy, whatever they cost.
-
-        Args:
-            count: how many.
-        """
+        """What the first steps of the path buy, whatever they cost."""
         steps, bought = torch.arange(count), self._none()
         is_open = torch.zeros(len(self.fixed), dtype=torch.bool)
         self._take(bought, steps)
@@ -133,7 +95,8 @@ class Purse:
         return self.table_of_block[self.path.block[steps]]
 
     def _costs(self, steps: Tensor, is_open: Tensor) -> Tensor:
-        """Returns the bytes of each step; the first step of a table that is not open also pays its fixed bytes."""
+        """Returns the bytes of each step; the first step of a table that is not open also pays its
+        fixed bytes."""
         tables = self._tables(steps)
         first = torch.full((len(self.fixed),), len(steps)).scatter_reduce_(
             0, tables, torch.arange(len(steps)), "amin", include_self=True

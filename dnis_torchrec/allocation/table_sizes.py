@@ -16,24 +16,17 @@ _Size = tuple[str, int, int]
 
 
 def sizes_as_text(scheme: MixedDimensionScheme) -> list[str]:
-    """A line for each table.
-
-    Args:
-        scheme: with bits.
-    """
+    """A line for each table."""
     lines = []
     for name, values, size in _sizes(scheme):
-        lines.append(f"  {name}: {values:,} values, {size:,} bytes, {8 * size / values:.2f} bits a value")
+        lines.append(
+            f"  {name}: {values:,} values, {size:,} bytes, {8 * size / values:.2f} bits a value"
+        )
     return lines
 
 
 def sizes_as_html(scheme: MixedDimensionScheme, captions: Sequence[str]) -> str:
-    """A row for each table, for ``_repr_html_``.
-
-    Args:
-        scheme: with bits.
-        captions: lines above it.
-    """
+    """A row for each table, for ``_repr_html_``."""
     rows = [
         f"<tr><th>{escape(name)}</th><td>{values:,}</td><td>{size:,}</td><td>{8 * size / values:.2f}</td></tr>"
         for name, values, size in _sizes(scheme)
@@ -53,4 +46,11 @@ def _sizes(scheme: MixedDimensionScheme) -> list[_Size]:
     others = [size for size in found if size not in largest]
     if not others:
         return listed
-    return [*listed, (f"{len(others)} other tables", sum(size[1] for size in others), sum(size[2] for size in others))]
+    return [
+        *listed,
+        (
+            f"{len(others)} other tables",
+            sum(size[1] for size in others),
+            sum(size[2] for size in others),
+        ),
+    ]

@@ -1,25 +1,4 @@
-r"""TorchRec's own models, known by type, and the layers that turn with their tables.
-
-===================  ==================================================================================================
-`DLRM`               One group. All features and the dense arch's output meet in dot products, so all turn together.
-                     The dense arch ends in a ReLU, which absorbs no rotation: a matrix behind it turns what it gives,
-                     and the over arch's first layer turns the columns that read that.
-`DLRM_Projection`    A group for each table. Only the first layers of both branches read the features.
-`SimpleDeepFMNN`     A group for each table. The deep part's first layer absorbs the rotation. TorchRec's
-                     FactorizationMachine does not take dot products of features, it adds up all columns of all of them,
-                     :math:`((\sum_f 1^\top e_f)^2 - \sum_f |e_f|^2) / 2`, and a turned feature is added up in another
-                     direction, :math:`Q^\top 1`: `DirectedFactorizationMachine` holds one for each feature.
-`DLRM_DCN`           None. Its cross layers, :math:`x_{l+1} = x_0 \odot (W V x_l + b) + x_l`, multiply column by column
-                     by their input, which no rotation but a change of order or sign passes through.
-===================  ==================================================================================================
-
-Sources: Naumov et al., Deep Learning Recommendation Model, 2019; Guo et al., DeepFM, 2017; Wang et al., DCN V2, 2021.
-
-What is added (`with_axes_`) is a buffer: it follows from the rotation and does not learn, so that optimizers and
-DistributedDataParallel need not know of it, and it may be added before or after a model is sharded.
-
-Shapes: B samples, F features, D embedding_dim.
-"""
+r"""TorchRec's own models, known by type, and the layers that turn with their tables."""
 
 from __future__ import annotations
 
@@ -47,19 +26,7 @@ TURN = "turn"
 
 
 class Turn(nn.Module):
-    """Turns a vector: ``x @ axes``.
-
-    Args:
-        dim: D.
-        like: of its device and dtype.
-
-    Attributes:
-        axes: ``(D, D)``, 1 at first.
-
-    Example:
-        >>> Turn(2, torch.ones(1))(torch.tensor([[3.0, 4.0]])).tolist()
-        [[3.0, 4.0]]
-    """
+    """Turns a vector: ``x @ axes``."""
 
     def __init__(self, dim: int, like: Tensor) -> None:
         super().__init__()
@@ -67,32 +34,13 @@ class Turn(nn.Module):
         self.register_buffer(AXES, torch.eye(dim, dtype=like.dtype, device=like.device))
 
     def forward(self, values: Tensor) -> Tensor:
-        """Turns each row.
-
-        Args:
-            values: ``(B, D)``.
-
-        Returns:
-            ``(B, D)``.
-        """
+        """Turns each row."""
         return values @ self.axes
 
 
 class DirectedFactorizationMachine(nn.Module):
-    r"""TorchRec's FactorizationMachine that adds columns up in any direction: :math:`((w^\top x)^2 - x^\top x) / 2`.
-
-    Args:
-        in_features: columns of all features together.
-        like: of its device and dtype.
-
-    Attributes:
-        axes: w, ``(1, in_features)``; of ones at first, with which it is TorchRec's.
-
-    Example:
-        >>> inputs = [torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])]
-        >>> DirectedFactorizationMachine(4, torch.ones(1))(inputs), FactorizationMachine()(inputs)
-        (tensor([[35.]]), tensor([[35.]]))
-    """
+    r"""TorchRec's FactorizationMachine that adds columns up in any direction: :math:`((w^\top x)^2
+    - x^\top x) / 2`."""
 
     def __init__(self, in_features: int, like: Tensor) -> None:
         super().__init__()
@@ -100,27 +48,22 @@ class DirectedFactorizationMachine(nn.Module):
         self.register_buffer(AXES, torch.ones(1, in_features, dtype=like.dtype, device=like.device))
 
     def forward(self, embeddings: list[Tensor]) -> Tensor:
-        """Interactions of all columns.
-
-        Args:
-            embeddings: ``(B, ..)`` each, `in_features` columns together.
-
-        Returns:
-            ``(B, 1)``.
-        """
+        """Interactions of all columns."""
         columns = torch.cat([embedding.flatten(1) for embedding in embeddings], dim=1)
         return ((columns @ self.axes.T).square() - columns.square().sum(1, keepdim=True)) * 0.5
 
 
 def with_axes_(model: nn.Module) -> nn.Module:
-    """Adds buffers to TorchRec's DLRM and SimpleDeepFMNN, so that their tables can be turned. Local, no collective.
+    """Adds buffers to TorchRec's DLRM and SimpleDeepFMNN, so that their tables can be turned.
+    Local, no collective.
 
-    Predictions stay as they are, and so do the names of all weights; a buffer called ``axes`` comes to the state_dict.
-    A model that has it already, or needs none, is left as it is: so a fresh model takes the dense weights of a turned
-    one.
+    Predictions stay as they are, and so do the names of all weights; a buffer called ``axes`` comes
+    to the state_dict. A model that has it already, or needs none, is left as it is: so a fresh
+    model takes the dense weights of a turned one.
 
     Args:
-        model: sharded or not, changed in place; any module inside it may be one of TorchRec's models.
+        model: sharded or not, changed in place; any module inside it may be one of TorchRec's
+            models.
 
     Returns:
         `model`.
@@ -145,29 +88,19 @@ def with_axes_(model: nn.Module) -> nn.Module:
 
 
 def has_axes(names: Iterable[str]) -> bool:
-    """Returns whether a state_dict is that of a model `with_axes_`.
-
-    Args:
-        names: of its values.
-
-    Example:
-        >>> has_axes(["dense_arch.model._mlp.turn.axes"]), has_axes(["over.weight"])
-        (True, False)
-    """
+    """Returns whether a state_dict is that of a model `with_axes_`."""
     return any(name.rpartition(".")[2] == AXES for name in names)
 
 
 def known_groups(model: nn.Module) -> list[RotationGroup]:
-    """Finds the groups of TorchRec's own models inside a model, see the table at the top. Local, no collective.
-
-    Args:
-        model: sharded or not.
-
-    Returns:
-        The groups; none of a DLRM or SimpleDeepFMNN that was not given its axes by `with_axes_`.
-    """
+    """Finds the groups of TorchRec's own models inside a model, see the table at the top. Local, no
+    collective."""
     trained = {id(collection) for collection in collections(model).values()}
-    known = [found for found in _known_models(get_unwrapped_module(model)) if id(_collection_of(found)) in trained]
+    known = [
+        found
+        for found in _known_models(get_unwrapped_module(model))
+        if id(_collection_of(found)) in trained
+    ]
     return [group for found in known for group in _groups_of(found)]
 
 
@@ -186,32 +119,50 @@ def _groups_of(known: KnownModel) -> list[RotationGroup]:
         return []
     reader = _first_linear(_layers_of_over_arch(known))
     along = (LinearReader(weight=turn.axes), LinearReader(weight=reader.weight))
-    return [RotationGroup(tables=tuple(table.name for table in table_configs_of(_collection_of(known))), along=along)]
+    return [
+        RotationGroup(
+            tables=tuple(table.name for table in table_configs_of(_collection_of(known))),
+            along=along,
+        )
+    ]
 
 
-def _groups_of_tables(known: KnownModel, features: Sequence[str], layers: Sequence[Tensor]) -> list[RotationGroup]:
-    """A group for each table, read by layers whose inputs are the dense output and then the features."""
+def _groups_of_tables(
+    known: KnownModel, features: Sequence[str], layers: Sequence[Tensor]
+) -> list[RotationGroup]:
+    """A group for each table, read by layers whose inputs are the dense output and then the
+    features."""
     groups = []
     for table in table_configs_of(_collection_of(known)):
         columns = [table.embedding_dim * (1 + features.index(name)) for name in table.feature_names]
-        readers = tuple(LinearReader(weight=layer, first_column=first) for first in columns for layer in layers)
+        readers = tuple(
+            LinearReader(weight=layer, first_column=first) for first in columns for layer in layers
+        )
         groups.append(RotationGroup(tables=(table.name,), readers={table.name: readers}))
     return groups
 
 
 def _known_models(root: nn.Module) -> Iterator[KnownModel]:
-    """TorchRec's models inside a model that compute as TorchRec wrote them, from parts that nobody else has."""
+    """TorchRec's models inside a model that compute as TorchRec wrote them, from parts that nobody
+    else has."""
     shared = _shared(root)
     for module in list(root.modules()):
-        if isinstance(module, Rotatable) or not isinstance(module, dlrm.DLRM | deepfm.SimpleDeepFMNN):
+        if isinstance(module, Rotatable) or not isinstance(
+            module, dlrm.DLRM | deepfm.SimpleDeepFMNN
+        ):
             continue
-        parts = _parts_of_dlrm(module) if isinstance(module, dlrm.DLRM) else _parts_of_deepfm(module)
-        if all(_computes_as(part, kinds) for part, kinds in parts) and not shared & _own_parts(module):
+        parts = (
+            _parts_of_dlrm(module) if isinstance(module, dlrm.DLRM) else _parts_of_deepfm(module)
+        )
+        if all(_computes_as(part, kinds) for part, kinds in parts) and not shared & _own_parts(
+            module
+        ):
             yield module
 
 
 def _parts_of_dlrm(model: dlrm.DLRM) -> Iterator[tuple[nn.Module, tuple[type[nn.Module], ...]]]:
-    """Yields every module of a DLRM that is read or changed, from outside to inside, and the types that it may have."""
+    """Yields every module of a DLRM that is read or changed, from outside to inside, and the types
+    that it may have."""
     yield model, (dlrm.DLRM,)
     yield model.sparse_arch, (dlrm.SparseArch,)
     yield model.inter_arch, (dlrm.InteractionArch, dlrm.InteractionProjectionArch)
@@ -233,7 +184,9 @@ def _parts_of_mlp(mlp: Any) -> Iterator[tuple[nn.Module, tuple[type[nn.Module], 
     yield mlp._mlp[0]._linear, (nn.Linear,)
 
 
-def _parts_of_deepfm(model: deepfm.SimpleDeepFMNN) -> Iterator[tuple[nn.Module, tuple[type[nn.Module], ...]]]:
+def _parts_of_deepfm(
+    model: deepfm.SimpleDeepFMNN,
+) -> Iterator[tuple[nn.Module, tuple[type[nn.Module], ...]]]:
     """The same of a SimpleDeepFMNN, whose dense output stays as it is."""
     yield model, (deepfm.SimpleDeepFMNN,)
     yield model.sparse_arch, (deepfm.SparseArch,)
@@ -245,9 +198,14 @@ def _parts_of_deepfm(model: deepfm.SimpleDeepFMNN) -> Iterator[tuple[nn.Module, 
 
 
 def _computes_as(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Returns whether a module computes as one of TorchRec's or torch's own classes, and not as a subclass does."""
-    is_one = isinstance(module, kinds) and any(type(module).forward is kind.forward for kind in kinds)
-    is_patched = "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
+    """Returns whether a module computes as one of TorchRec's or torch's own classes, and not as a
+    subclass does."""
+    is_one = isinstance(module, kinds) and any(
+        type(module).forward is kind.forward for kind in kinds
+    )
+    is_patched = "forward" in vars(module) or bool(
+        module._forward_hooks or module._forward_pre_hooks
+    )
     return is_one and not is_patched and not is_parametrized(module)
 
 

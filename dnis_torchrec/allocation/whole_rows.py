@@ -1,7 +1,5 @@
-"""Whole rows of a table, a chunk at a time, wherever its columns lie: on this rank, on each rank, or spread over ranks.
-
-Shapes: N rows, D embedding_dim.
-"""
+"""Whole rows of a table, a chunk at a time, wherever its columns lie: on this rank, on each rank,
+or spread over ranks."""
 
 from __future__ import annotations
 
@@ -18,47 +16,21 @@ from dnis_torchrec.soft_selection.table_shards import TableShard, num_copies
 
 @dataclass(frozen=True, eq=False)
 class RowChunk:
-    """Some whole rows, and where this rank holds them or columns of them.
-
-    Attributes:
-        values: ``(n, D)`` float64, a copy.
-        rows: of the table.
-        held: live weights, and which rows of `values` and which columns they are.
-    """
+    """Some whole rows, and where this rank holds them or columns of them."""
 
     values: Tensor
     rows: slice
     held: tuple[tuple[Tensor, slice, slice], ...]
 
     def write_(self, values: Tensor) -> None:
-        """Writes other values to where the chunk lies. Local.
-
-        Args:
-            values: ``(n, D)``, the same on all ranks that hold columns of the rows.
-        """
+        """Writes other values to where the chunk lies. Local."""
         for weight, rows, columns in self.held:
             weight.copy_(values[rows, columns].to(weight))
 
 
 @dataclass(frozen=True, eq=False)
 class WholeRows:
-    """The rows of one table that this rank walks through.
-
-    Attributes:
-        shards: this rank's shards of the table.
-        shape: ``(N, D)``.
-        is_cut: whether some rank holds parts of rows; all ranks then walk through all rows.
-        copies: how many ranks walk through each row.
-        ranks: that hold the table.
-
-    Example:
-        >>> shard = TableShard("t", torch.ones(3, 2))
-        >>> rows = WholeRows((shard,), (3, 2), is_cut=False, copies=1, ranks=Ranks())
-        >>> for chunk in rows.chunks():
-        ...     chunk.write_(chunk.values * 2)
-        >>> shard.weight.sum().item()
-        12.0
-    """
+    """The rows of one table that this rank walks through."""
 
     shards: Sequence[TableShard]
     shape: tuple[int, int]
@@ -67,10 +39,7 @@ class WholeRows:
     ranks: Ranks
 
     def chunks(self) -> Iterator[RowChunk]:
-        """Walks through the rows.
-
-        Distributed: an all_reduce of each chunk where rows are cut, the same chunks on all ranks; else local.
-        """
+        """Walks through the rows."""
         if self.is_cut:
             yield from self._gathered()
             return
@@ -91,7 +60,8 @@ class WholeRows:
 
 
 def _within(shard: TableShard, start: int, stop: int) -> Iterator[tuple[Tensor, slice, slice]]:
-    """Yields a shard's weights for rows ``start .. stop``, and their place there; nothing if it holds none of them."""
+    """Yields a shard's weights for rows ``start .. stop``, and their place there; nothing if it
+    holds none of them."""
     first = max(start, shard.first_row)
     last = min(stop, shard.first_row + shard.weight.shape[0])
     if first < last:
@@ -103,27 +73,25 @@ def _within(shard: TableShard, start: int, stop: int) -> Iterator[tuple[Tensor, 
 def whole_rows(
     shards: Sequence[TableShard], shapes: Mapping[str, tuple[int, int]], ranks: Ranks
 ) -> dict[str, WholeRows]:
-    """The rows of tables, however they are sharded.
-
-    Distributed: one all_reduce of a number per table to know which are cut, another to know which are replicated.
-
-    Args:
-        shards: this rank's shards, of these tables and others.
-        shapes: table -> ``(N, D)``, the same tables in the same order on every rank.
-        ranks: that hold the tables.
-
-    Raises:
-        NotImplementedError: on all ranks, if a table is neither spread over the ranks nor whole on each.
-    """
+    """The rows of tables, however they are sharded."""
     if not shapes:
         return {}
     own = {table: [shard for shard in shards if shard.table == table] for table in shapes}
-    cut = [any(shard.weight.shape[1] != shapes[table][1] for shard in held) for table, held in own.items()]
-    is_cut = dict(zip(shapes, ranks.max_(torch.tensor(cut, dtype=torch.int64)).tolist(), strict=True))
+    cut = [
+        any(shard.weight.shape[1] != shapes[table][1] for shard in held)
+        for table, held in own.items()
+    ]
+    is_cut = dict(
+        zip(shapes, ranks.max_(torch.tensor(cut, dtype=torch.int64)).tolist(), strict=True)
+    )
     copies = num_copies(own, shapes, ranks)
     return {
         table: WholeRows(
-            held, shapes[table], bool(is_cut[table]), ranks.world_size if is_cut[table] else copies[table], ranks
+            held,
+            shapes[table],
+            bool(is_cut[table]),
+            ranks.world_size if is_cut[table] else copies[table],
+            ranks,
         )
         for table, held in own.items()
     }

@@ -4,7 +4,12 @@ from dnis_torchrec.artifact import csr_forms, dense_forms, mixed_dimension_form,
 from dnis_torchrec.artifact.forms import CODECS, Codec, Shard, register_codec
 from dnis_torchrec.artifact.loading import exact_rows, load, load_csr, load_dense_state, read_scheme
 from dnis_torchrec.artifact.manifest import read_manifest, verify_files
-from dnis_torchrec.artifact.predictions import FormPrediction, predict_forms, recommended_form, serve
+from dnis_torchrec.artifact.predictions import (
+    FormPrediction,
+    predict_forms,
+    recommended_form,
+    serve,
+)
 from dnis_torchrec.artifact.regrouping import regroup_table
 from dnis_torchrec.artifact.writing import write_artifact
 

@@ -1,7 +1,5 @@
-"""MODEL_CARD.md: what an artifact is, for people; no reader looks at it, and its owner may write more into it.
-
-See Mitchell et al., Model Cards for Model Reporting, 2019.
-"""
+"""MODEL_CARD.md: what an artifact is, for people; no reader looks at it, and its owner may write
+more into it."""
 
 from __future__ import annotations
 
@@ -26,29 +24,17 @@ _MARKS = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_{}[]()#+!|~$"})
 
 
 def write_card(folder: Path, scheme: MixedDimensionScheme, manifest: Mapping[str, Any]) -> None:
-    """Writes the card of an artifact that is being written.
-
-    Args:
-        folder: the artifact's folder.
-        scheme: of its tables.
-        manifest: its manifest, of which versions, forms and the run are told.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
+    """Writes the card of an artifact that is being written."""
     try:
         (folder / CARD).write_text(card_of(scheme, manifest), encoding="utf-8", newline="\n")
     except OSError as error:
-        raise OSError(describe(f"artifact, file {CARD!r}", "it to be written", str(error))) from error
+        raise OSError(
+            describe(f"artifact, file {CARD!r}", "it to be written", str(error))
+        ) from error
 
 
 def card_of(scheme: MixedDimensionScheme, manifest: Mapping[str, Any]) -> str:
-    """The text of the card.
-
-    Args:
-        scheme: of the tables.
-        manifest: see `write_card`.
-    """
+    """The text of the card."""
     form = PACKED.name if scheme.has_codes else DEFAULT_FORM
     num_bytes, dense = scheme.served_bytes(form), 4 * scheme.dense_parameters
     times = compression_of(scheme.dense_parameters, num_bytes)
@@ -62,7 +48,15 @@ def card_of(scheme: MixedDimensionScheme, manifest: Mapping[str, Any]) -> str:
         "## Tables",
         "",
         *_table(
-            ("table", "features", "rows", "dims", "retained dims by block", "bits by block", "bytes served"),
+            (
+                "table",
+                "features",
+                "rows",
+                "dims",
+                "retained dims by block",
+                "bits by block",
+                "bytes served",
+            ),
             (_row_of(table, form) for table in scheme.tables.values()),
         ),
         "",
@@ -83,7 +77,11 @@ def card_of(scheme: MixedDimensionScheme, manifest: Mapping[str, Any]) -> str:
 
 
 def _row_of(table: TableScheme, form: str) -> tuple[str, ...]:
-    bits = table.codes.bits.float().mean(dim=1) if table.has_codes else 32 * table.dims / table.embedding_dim
+    bits = (
+        table.codes.bits.float().mean(dim=1)
+        if table.has_codes
+        else 32 * table.dims / table.embedding_dim
+    )
     return (
         table.name,
         ", ".join(table.feature_names),
@@ -106,7 +104,12 @@ def _origin(manifest: Mapping[str, Any]) -> list[str]:
     rows = [(name, str(value)) for name, value in told.items() if value is not None]
     steps = run.get("provenance", [])
     for step in steps if isinstance(steps, list) else []:
-        rows.append((str(step["job"]), ", ".join(filter(None, (step["date"], step["command"] or step["folder"])))))
+        rows.append(
+            (
+                str(step["job"]),
+                ", ".join(filter(None, (step["date"], step["command"] or step["folder"]))),
+            )
+        )
     return _table(("what", "which"), rows)
 
 
@@ -115,7 +118,8 @@ def _section(title: str, lines: list[str]) -> list[str]:
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    """A table of Markdown. What stands in it was named by others: it can neither end a cell nor be markup."""
+    """A table of Markdown. What stands in it was named by others: it can neither end a cell nor be
+    markup."""
     ruled = ["|".join(["", *head, ""]), "|".join(["", *("---" for _ in head), ""])]
     return ruled + ["|".join(["", *map(_plain, row), ""]) for row in rows]
 

@@ -1,7 +1,4 @@
-"""The forms ``"csr_fp32"`` (exact), ``"csr_fp16"`` and ``"csr_int8"``: compressed sparse rows.
-
-Shapes: N rows of a table, D embedding_dim, V retained values.
-"""
+"""The forms ``"csr_fp32"`` (exact), ``"csr_fp16"`` and ``"csr_int8"``: compressed sparse rows."""
 
 from __future__ import annotations
 
@@ -18,24 +15,14 @@ from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
 from dnis_torchrec.serving.csr_table import CsrTable, column_dtype
 
 LOOKUP_TENSORS = frozenset({"compact_row_pointers", "interleaved_rows"})
-"""Tensors that are derived from the others, and stored so that lookups find them in a mapped file."""
+"""Tensors that are derived from the others, and stored so that lookups find them in a mapped file.
+"""
 VALUE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.int8}
 """Precision -> dtype of the values."""
 
 
 def csr_of_shard(table: TableScheme, shard: Shard, value_dtype: torch.dtype) -> CsrTable:
-    """The rows of a shard; nothing but shapes, dtypes and the outer row pointers is read.
-
-    What lookups read is made of the rest, which is read for it, where an artifact does not bring it.
-
-    Args:
-        table: scheme of the table.
-        shard: some of its rows in compressed sparse rows.
-        value_dtype: the form's.
-
-    Raises:
-        ValueError: if the shard holds something else.
-    """
+    """The rows of a shard; nothing but shapes, dtypes and the outer row pointers is read."""
     scales = {"scales"} if value_dtype == torch.int8 else set()
     brought = LOOKUP_TENSORS & set(shard.tensors)
     shard.check_names({"values", "columns", "row_pointers"} | scales | brought)
@@ -49,7 +36,13 @@ def csr_of_shard(table: TableScheme, shard: Shard, value_dtype: torch.dtype) -> 
     except (TypeError, ValueError) as error:
         raise ValueError(f"{shard.place}: {error}; export again") from error
     requirement = f"{shard.num_rows} rows"
-    check(rows.num_embeddings == shard.num_rows, shard.place, requirement, rows.num_embeddings, "export again")
+    check(
+        rows.num_embeddings == shard.num_rows,
+        shard.place,
+        requirement,
+        rows.num_embeddings,
+        "export again",
+    )
     return rows
 
 

@@ -35,9 +35,9 @@ def export(
 ) -> Path:
     """Writes a merged and pruned model as an artifact; its dense weights go along.
 
-    Local, no collective, where the model is plain. Distributed: every rank of a sharded model calls it and writes its
-    own shards, rank 0 the manifest, into one folder that all ranks see (see `over_ranks`); what is read back is the
-    same.
+    Local, no collective, where the model is plain. Distributed: every rank of a sharded model calls
+    it and writes its own shards, rank 0 the manifest, into one folder that all ranks see (see
+    `over_ranks`); what is read back is the same.
 
     Args:
         model: merged by `merge_` and pruned by `prune`, plain or sharded.
@@ -53,7 +53,8 @@ def export(
 
     Raises:
         RuntimeError: if the model was never searched, or is not merged yet.
-        ValueError: if the scheme retains no value at all; else see `write_artifact`; on all ranks alike.
+        ValueError: if the scheme retains no value at all; else see `write_artifact`; on all ranks
+            alike.
         NotImplementedError: for `scipy_formats` of a sharded model.
     """
     found = collections(model)
@@ -61,19 +62,40 @@ def export(
     for fqn, module in found.items():
         check_merged(fqn, module, ranks)
     if not scheme.tables:
-        raise RuntimeError(describe("export", "a scheme of searched tables", "an empty one", "search and prune first"))
-    shards: dict[str, list[TableShard]] = {config.name: [] for m in found.values() for config in table_configs_of(m)}
+        raise RuntimeError(
+            describe(
+                "export", "a scheme of searched tables", "an empty one", "search and prune first"
+            )
+        )
+    shards: dict[str, list[TableShard]] = {
+        config.name: [] for m in found.values() for config in table_configs_of(m)
+    }
     for shard in (shard for module in found.values() for shard in local_shards(module)):
         shards[shard.table].append(shard)
     for name in scheme.tables:
         check_known("table", name, shards)
-    check(scheme.parameters > 0, "export", "a scheme that retains a value", "none", "prune to a larger size")
+    check(
+        scheme.parameters > 0,
+        "export",
+        "a scheme that retains a value",
+        "none",
+        "prune to a larger size",
+    )
     dense, forms = dense_state(model), forms_of(scheme) if forms is None else forms
     if ranks.world_size > 1:
         if scipy_formats:
-            raise NotImplementedError(describe("scipy_formats", "supported on one rank", f"{ranks.world_size} ranks"))
+            raise NotImplementedError(
+                describe("scipy_formats", "supported on one rank", f"{ranks.world_size} ranks")
+            )
         return write_over_ranks(
-            shards, scheme, Path(path), ranks, forms=forms, dense_state=dense, run=run, overwrite=overwrite
+            shards,
+            scheme,
+            Path(path),
+            ranks,
+            forms=forms,
+            dense_state=dense,
+            run=run,
+            overwrite=overwrite,
         )
     return write_artifact(
         {name: shards[name][0].weight for name in scheme.tables},

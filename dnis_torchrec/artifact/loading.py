@@ -1,9 +1,5 @@
-"""Reads artifacts back: the scheme, serving modules in any form, sparse tables, the model's other weights.
-
-Tables are mapped into memory and read as they are used; hashes of whole files are compared on request only.
-
-Shapes: N rows, D embedding_dim, S blocks, R retained dims of a block.
-"""
+"""Reads artifacts back: the scheme, serving modules in any form, sparse tables, the model's other
+weights."""
 
 from __future__ import annotations
 
@@ -17,31 +13,41 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from dnis_torchrec.artifact.csr_forms import VALUE_DTYPES, csr_of_shard
 from dnis_torchrec.artifact.forms import Rows, Shard, codec_of, whole_shard
-from dnis_torchrec.artifact.manifest import FORMS_OF_1_0, MANIFEST, read_artifact_file, read_manifest
+from dnis_torchrec.artifact.manifest import (
+    FORMS_OF_1_0,
+    MANIFEST,
+    read_artifact_file,
+    read_manifest,
+)
 from dnis_torchrec.artifact.mixed_dimension_form import retired_rows
 from dnis_torchrec.artifact.packed_form import decoded_rows, packed_table
 from dnis_torchrec.artifact.uniform_bits import with_uniform_bits
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.forms import CANONICAL_FORM, DEFAULT_FORM, FORMS, PACKED, RETIRED_FORMS, Form, form_named
+from dnis_torchrec.forms import (
+    CANONICAL_FORM,
+    DEFAULT_FORM,
+    FORMS,
+    PACKED,
+    RETIRED_FORMS,
+    Form,
+    form_named,
+)
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
 from dnis_torchrec.serving.csr_table import CsrTable
 from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalCollection
 from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
-from dnis_torchrec.serving.sequences import ServedEmbeddingCollection, is_unpooled, table_of_single_ids
+from dnis_torchrec.serving.sequences import (
+    ServedEmbeddingCollection,
+    is_unpooled,
+    table_of_single_ids,
+)
 from dnis_torchrec.serving.unknown_ids import MEAN, MeanForUnknownIds
 
 
 def read_scheme(path: Path | str) -> MixedDimensionScheme:
-    """Reads the scheme of an artifact.
-
-    Args:
-        path: the artifact's folder.
-
-    Raises:
-        ValueError: if the artifact is damaged or foreign; names the file.
-    """
+    """Reads the scheme of an artifact."""
     return _scheme_of(path, read_manifest(path))
 
 
@@ -108,27 +114,32 @@ def load(
 ) -> EmbeddingBagCollectionInterface | ServedEmbeddingCollection:
     """Builds a serving module from an artifact.
 
-    Tables on the CPU stay in the artifact's files, memory-mapped, and are read as rows are looked up. A form that the
-    artifact does not hold is made from its exact sparse rows, or from what its codes stand for, in memory.
+    Tables on the CPU stay in the artifact's files, memory-mapped, and are read as rows are looked
+    up. A form that the artifact does not hold is made from its exact sparse rows, or from what its
+    codes stand for, in memory.
 
     Args:
         path: the artifact's folder.
-        form: one of `dnis_torchrec.forms.FORMS`; None takes ``"packed"`` if the artifact holds it, else
-            `dnis_torchrec.forms.DEFAULT_FORM`. The names of format 1.0 will do; of its forms in float16, int8 and int4
-            a table per block is now ``"packed"`` with as many bits for every column.
+        form: one of `dnis_torchrec.forms.FORMS`; None takes ``"packed"`` if the artifact holds it,
+            else `dnis_torchrec.forms.DEFAULT_FORM`. The names of format 1.0 will do; of its forms
+            in float16, int8 and int4 a table per block is now ``"packed"`` with as many bits for
+            every column.
         collection: FQN of the collection in the model; needed only if the artifact holds several.
         device: where the tables go.
-        unknown_ids: ids that are no rows raise (``"error"``), contribute zero (``"zero"``), or the mean of the table's
-            coldest rows (``"mean"``, see `MeanForUnknownIds`). They count in the length.
-        verify: read every file that is used and compare its sha256. Without, sizes and structure are checked, and bytes
-            of a table that were changed give other numbers (never an access outside the table).
+        unknown_ids: ids that are no rows raise (``"error"``), contribute zero (``"zero"``), or the
+            mean of the table's coldest rows (``"mean"``, see `MeanForUnknownIds`). They count in
+            the length.
+        verify: read every file that is used and compare its sha256. Without, sizes and structure
+            are checked, and bytes of a table that were changed give other numbers (never an access
+            outside the table).
 
     Returns:
-        A drop-in for the model's EmbeddingBagCollection, or a `ServedEmbeddingCollection` for its EmbeddingCollection.
+        A drop-in for the model's EmbeddingBagCollection, or a `ServedEmbeddingCollection` for its
+        EmbeddingCollection.
 
     Raises:
-        ValueError: if the artifact is damaged, foreign or newer, holds neither the form nor one that it can be made
-            from, or `collection` is needed or unknown.
+        ValueError: if the artifact is damaged, foreign or newer, holds neither the form nor one
+            that it can be made from, or `collection` is needed or unknown.
     """
     ways = (*UNKNOWN_IDS, MEAN)
     check(unknown_ids in ways, "unknown_ids", f"one of {ways}", repr(unknown_ids))
@@ -140,57 +151,45 @@ def load(
     if wanted in RETIRED_FORMS and not scheme.has_codes:
         scheme, shards = _in_uniform_bits(path, manifest, scheme, wanted, verify)
     else:
-        shards = {n: _shards_in_form(path, manifest, table, known, verify) for n, table in scheme.tables.items()}
+        shards = {
+            n: _shards_in_form(path, manifest, table, known, verify)
+            for n, table in scheme.tables.items()
+        }
     codec, reads_mean = codec_of(known), unknown_ids == MEAN
 
-    def build(own: MixedDimensionScheme, shards: Mapping[str, Sequence[Shard]]) -> EmbeddingBagCollectionInterface:
+    def build(
+        own: MixedDimensionScheme, shards: Mapping[str, Sequence[Shard]]
+    ) -> EmbeddingBagCollectionInterface:
         way = "zero" if reads_mean else unknown_ids
         served = codec.build(known, own, shards, device=device, unknown_ids=way)
         return MeanForUnknownIds(own, cast(LogicalCollection, served)) if reads_mean else served
 
     if not is_unpooled(scheme):
         return build(scheme, shards)
-    tables = {name: build(table_of_single_ids(table), shards) for name, table in scheme.tables.items()}
+    tables = {
+        name: build(table_of_single_ids(table), shards) for name, table in scheme.tables.items()
+    }
     return ServedEmbeddingCollection(scheme, tables)
 
 
 def default_form(manifest: Mapping[str, Any]) -> str:
-    """The form that an artifact is served in unless another is asked for.
-
-    Args:
-        manifest: from `read_manifest`.
-    """
+    """The form that an artifact is served in unless another is asked for."""
     return PACKED.name if PACKED.name in manifest["forms"] else DEFAULT_FORM
 
 
 def exact_rows(path: Path | str) -> dict[str, Rows] | None:
-    """The values of all tables, bit for bit: from the exact sparse rows, or from codes.
-
-    Args:
-        path: the artifact's folder.
-
-    Returns:
-        Table name -> its dense rows; None if the artifact holds neither form.
-
-    Raises:
-        ValueError: if the artifact is damaged.
-    """
+    """The values of all tables, bit for bit: from the exact sparse rows, or from codes."""
     manifest = read_manifest(path)
-    found = {n: _exact_rows(path, manifest, table, True) for n, table in _scheme_of(path, manifest).tables.items()}
+    found = {
+        n: _exact_rows(path, manifest, table, True)
+        for n, table in _scheme_of(path, manifest).tables.items()
+    }
     exact = {name: rows for name, rows in found.items() if rows is not None}
     return exact if len(exact) == len(found) else None
 
 
 def load_csr(path: Path | str, table: str) -> CsrTable:
-    """Reads one table in its exact sparse form, with all that can be checked of it.
-
-    Args:
-        path: the artifact's folder.
-        table: table name.
-
-    Raises:
-        ValueError: if the table is unknown, or the artifact does not hold this form or is damaged.
-    """
+    """Reads one table in its exact sparse form, with all that can be checked of it."""
     manifest = read_manifest(path)
     tables = _scheme_of(path, manifest).tables
     check_known("table", table, tables)
@@ -198,19 +197,14 @@ def load_csr(path: Path | str, table: str) -> CsrTable:
 
 
 def load_dense_state(path: Path | str) -> dict[str, Tensor]:
-    """Reads the model's other weights, as `write_artifact` was given them; none of a model that is tables alone.
-
-    Args:
-        path: the artifact's folder.
-
-    Raises:
-        ValueError: if the artifact is damaged.
-    """
+    """Reads the model's other weights, as `write_artifact` was given them; none of a model that is
+    tables alone."""
     return _read_all(path, read_manifest(path), "dense_state")
 
 
 def _read_all(path: Path | str, manifest: Mapping[str, Any], field: str) -> dict[str, Tensor]:
-    """The tensors of all files that a field of the manifest names. They are read as a whole, so hashes cost little."""
+    """The tensors of all files that a field of the manifest names. They are read as a whole, so
+    hashes cost little."""
     tensors: dict[str, Tensor] = {}
     for name in manifest[field]:
         tensors |= read_artifact_file(path, manifest, name, verify=True)
@@ -231,29 +225,49 @@ def _check_described(path: Path | str, tables: Mapping[str, Any]) -> None:
     place = f"artifact {str(path)!r}, file {MANIFEST!r}"
     check(bool(tables), place, "at least one table", "none", "export again")
     for name, fields in tables.items():
-        check(bool(fields["feature_names"]), place, f"names of features of table {name!r}", "none", "export again")
+        check(
+            bool(fields["feature_names"]),
+            place,
+            f"names of features of table {name!r}",
+            "none",
+            "export again",
+        )
         for form, shards in fields["shards"].items():
             _check_shards(place, f"table {name!r}, form {form!r}", shards, fields["num_embeddings"])
 
 
-def _check_shards(place: str, where: str, shards: Sequence[Mapping[str, Any]], num_embeddings: int) -> None:
+def _check_shards(
+    place: str, where: str, shards: Sequence[Mapping[str, Any]], num_embeddings: int
+) -> None:
     """Shards have to follow each other from the first row to the last."""
     rows = 0
     for shard in shards:
         follows = shard["first_row"] == rows and shard["num_rows"] > 0
         check(follows, place, f"a shard of {where} from row {rows} on", shard, "export again")
         rows += shard["num_rows"]
-    check(rows == num_embeddings, place, f"shards of {where} of {num_embeddings} rows", rows, "export again")
+    check(
+        rows == num_embeddings,
+        place,
+        f"shards of {where} of {num_embeddings} rows",
+        rows,
+        "export again",
+    )
 
 
-def _of_collection(path: Path | str, scheme: MixedDimensionScheme, collection: str | None) -> MixedDimensionScheme:
+def _of_collection(
+    path: Path | str, scheme: MixedDimensionScheme, collection: str | None
+) -> MixedDimensionScheme:
     held = sorted({table.collection for table in scheme.tables.values()})
     if collection is None:
         place, remedy = f"artifact {str(path)!r}", f"pass collection={held[0]!r} or another of them"
-        check(len(held) == 1, place, "collection=, because it holds several collections", held, remedy)
+        check(
+            len(held) == 1, place, "collection=, because it holds several collections", held, remedy
+        )
         collection = held[0]
     check_known("collection", collection, held)
-    return MixedDimensionScheme({name: t for name, t in scheme.tables.items() if t.collection == collection})
+    return MixedDimensionScheme(
+        {name: t for name, t in scheme.tables.items() if t.collection == collection}
+    )
 
 
 def _shards_in_form(
@@ -268,25 +282,38 @@ def _shards_in_form(
 
 
 def _in_uniform_bits(
-    path: Path | str, manifest: Mapping[str, Any], scheme: MixedDimensionScheme, form: str, verify: bool
+    path: Path | str,
+    manifest: Mapping[str, Any],
+    scheme: MixedDimensionScheme,
+    form: str,
+    verify: bool,
 ) -> tuple[MixedDimensionScheme, dict[str, list[Shard]]]:
-    """Tables that are wanted in a form of earlier versions, as `PACKED`; what was rounded once gets 16 bits."""
+    """Tables that are wanted in a form of earlier versions, as `PACKED`; what was rounded once gets
+    16 bits."""
     bits, rows = RETIRED_FORMS[form], dict[str, Rows]()
     for name, table in scheme.tables.items():
         exact = _exact_rows(path, manifest, table, verify)
         bits = bits if exact else 16
-        rows[name] = exact or retired_rows(form, table, _read_shards(path, manifest, table, form, verify))
+        rows[name] = exact or retired_rows(
+            form, table, _read_shards(path, manifest, table, form, verify)
+        )
     coded = with_uniform_bits(scheme, rows, bits)
-    return coded, {name: [whole_shard(PACKED, table, rows[name])] for name, table in coded.tables.items()}
+    return coded, {
+        name: [whole_shard(PACKED, table, rows[name])] for name, table in coded.tables.items()
+    }
 
 
-def _exact_rows(path: Path | str, manifest: Mapping[str, Any], table: TableScheme, verify: bool) -> Rows | None:
+def _exact_rows(
+    path: Path | str, manifest: Mapping[str, Any], table: TableScheme, verify: bool
+) -> Rows | None:
     """The values of a table from a form that holds them bit for bit, if there is one."""
     held = manifest["tables"][table.name]["shards"]
     if CANONICAL_FORM in held:
         return _read_csr(path, manifest, table, verify=verify).rows
     if PACKED.name in held:
-        return decoded_rows(table, packed_table(table, _read_shards(path, manifest, table, PACKED.name, verify)))
+        return decoded_rows(
+            table, packed_table(table, _read_shards(path, manifest, table, PACKED.name, verify))
+        )
     return None
 
 
@@ -295,8 +322,18 @@ def _read_shards(
 ) -> list[Shard]:
     held = manifest["tables"][table.name]["shards"]
     is_newer = not set(held) & {*FORMS, *RETIRED_FORMS}  # none of its forms is known here
-    remedy = "update dnis_torchrec, which knows none of its forms" if is_newer else f"export with forms=[{form!r}]"
-    check(form in held, f"artifact {str(path)!r}, table {table.name!r}", f"form {form!r}", sorted(held), remedy)
+    remedy = (
+        "update dnis_torchrec, which knows none of its forms"
+        if is_newer
+        else f"export with forms=[{form!r}]"
+    )
+    check(
+        form in held,
+        f"artifact {str(path)!r}, table {table.name!r}",
+        f"form {form!r}",
+        sorted(held),
+        remedy,
+    )
     return [
         Shard(
             place=f"artifact {str(path)!r}, file {shard['file']!r}",
@@ -308,10 +345,14 @@ def _read_shards(
     ]
 
 
-def _read_csr(path: Path | str, manifest: Mapping[str, Any], table: TableScheme, *, verify: bool) -> CsrTable:
+def _read_csr(
+    path: Path | str, manifest: Mapping[str, Any], table: TableScheme, *, verify: bool
+) -> CsrTable:
     """The exact sparse rows as one table that was read and checked throughout."""
     shards = _read_shards(path, manifest, table, CANONICAL_FORM, verify)
-    sparse = CsrTable.concatenate([csr_of_shard(table, shard, VALUE_DTYPES["fp32"]) for shard in shards])
+    sparse = CsrTable.concatenate(
+        [csr_of_shard(table, shard, VALUE_DTYPES["fp32"]) for shard in shards]
+    )
     try:
         sparse.check_rows()
     except ValueError as error:

@@ -1,8 +1,5 @@
-"""The artifact: a folder of safetensors files and a manifest.json that names, sizes and hashes each of them.
-
-Written as a whole or not at all. Nothing is ever unpickled, no path outside the folder is followed, and a file is
-mapped into memory, not read, unless its hash is to be verified. docs/artifact.md is the format, word for word.
-"""
+"""The artifact: a folder of safetensors files and a manifest.json that names, sizes and hashes each
+of them."""
 
 from __future__ import annotations
 
@@ -104,19 +101,7 @@ _UNHASHED = 64 * "0"
 
 
 def write_artifact_file(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Writes one safetensors file.
-
-    Args:
-        folder: the artifact's folder.
-        name: path of the file within it.
-        tensors: what it holds; no two may share memory.
-
-    Returns:
-        The file's entry for the manifest.
-
-    Raises:
-        OSError: if it cannot be written, as on a full disk.
-    """
+    """Writes one safetensors file."""
     for key, tensor in tensors.items():
         dtypes = [str(dtype).removeprefix("torch.") for dtype in SAFETENSORS_DTYPES.values()]
         fits = tensor.dtype in SAFETENSORS_DTYPES.values()
@@ -126,19 +111,18 @@ def write_artifact_file(folder: Path, name: str, tensors: Mapping[str, Tensor]) 
     try:
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
     except SafetensorError as error:
-        raise OSError(describe(f"artifact, file {name!r}", "it to be written", str(error))) from error
+        raise OSError(
+            describe(f"artifact, file {name!r}", "it to be written", str(error))
+        ) from error
     return describe_tensors(folder, name)
 
 
 def file_header(name: str, tensor: Tensor) -> bytes:
-    """The bytes of a safetensors file of one tensor that stand before its values.
-
-    Args:
-        name: of the tensor.
-        tensor: on any device, "meta" included.
-    """
+    """The bytes of a safetensors file of one tensor that stand before its values."""
     dtype = next(text for text, dtype in SAFETENSORS_DTYPES.items() if dtype == tensor.dtype)
-    fields = {name: {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [0, tensor.nbytes]}}
+    fields = {
+        name: {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [0, tensor.nbytes]}
+    }
     header = json.dumps(fields, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header
@@ -146,7 +130,9 @@ def file_header(name: str, tensor: Tensor) -> bytes:
 
 def file_bytes(tensors: Mapping[str, Tensor]) -> int:
     """At most how large a file of these tensors becomes, header included."""
-    return 16 + sum(tensor.nbytes + 160 + 6 * len(name) + 20 * tensor.dim() for name, tensor in tensors.items())
+    return 16 + sum(
+        tensor.nbytes + 160 + 6 * len(name) + 20 * tensor.dim() for name, tensor in tensors.items()
+    )
 
 
 def describe_file(folder: Path, name: str) -> dict[str, Any]:
@@ -167,24 +153,13 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     try:
         (folder / MANIFEST).write_bytes(hashed)
     except OSError as error:
-        raise OSError(describe(f"artifact, file {MANIFEST!r}", "it to be written", str(error))) from error
+        raise OSError(
+            describe(f"artifact, file {MANIFEST!r}", "it to be written", str(error))
+        ) from error
 
 
 def read_manifest(path: Path | str) -> dict[str, Any]:
-    """Reads and checks an artifact's manifest.
-
-    Every file that it lists has to be there, inside the folder and of the stated size; what is in them,
-    `read_artifact_file` and `verify_files` check.
-
-    Args:
-        path: the artifact's folder.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        ValueError: if the folder is no artifact, was written by a newer major version, or is damaged; names the file.
-    """
+    """Reads and checks an artifact's manifest."""
     folder = Path(path)
     check(folder.is_dir(), f"artifact {str(path)!r}", "a folder", "none", "check the path")
     place = f"artifact {str(path)!r}, file {MANIFEST!r}"
@@ -192,49 +167,72 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     content = file.read_bytes()
     manifest: Any = parse_json(content, Any, place, remedy="it was damaged; export again")
     found = manifest.get("format") if isinstance(manifest, dict) else None
-    check(found == _FORMAT, place, f"format {_FORMAT!r}", repr(found), "give a folder that export wrote")
+    check(
+        found == _FORMAT,
+        place,
+        f"format {_FORMAT!r}",
+        repr(found),
+        "give a folder that export wrote",
+    )
     _check_version(manifest.get("format_version"), place)
     missing = [field for field in REQUIRED_FIELDS if field not in manifest]
     remedy = "it is of a version before 1.0 was final, or not whole; export again"
     check(not missing, place, "all fields", f"none of {missing}", remedy)
     stated = str(manifest["sha256"])
     intact = re.fullmatch("[0-9a-f]{64}", stated) is not None
-    intact = intact and stated == hashlib.sha256(_with_digits(content, stated, _UNHASHED)).hexdigest()
-    check(intact, place, "the sha256 that it states of itself", "another", "it was damaged; export again")
+    intact = (
+        intact and stated == hashlib.sha256(_with_digits(content, stated, _UNHASHED)).hexdigest()
+    )
+    check(
+        intact,
+        place,
+        "the sha256 that it states of itself",
+        "another",
+        "it was damaged; export again",
+    )
     conform(manifest, _Manifest, place, remedy="export again")
     _spell_forms_(manifest)
     for name, entry in manifest["files"].items():
         place = f"artifact {str(path)!r}, file {name!r}"
         size = file_inside(folder, name, place).stat().st_size
-        check(size == entry["bytes"], place, f"{entry['bytes']} bytes", size, "it was damaged; export again")
+        check(
+            size == entry["bytes"],
+            place,
+            f"{entry['bytes']} bytes",
+            size,
+            "it was damaged; export again",
+        )
     return manifest
 
 
 def _spell_forms_(manifest: dict[str, Any]) -> None:
-    """Gives the forms of a manifest of format 1.0 the names that they have since; later ones have them already.
-
-    Forms that are read only to make others of them are no forms of the artifact any more.
-    """
-    manifest["forms"] = [FORMS_OF_1_0.get(form, form) for form in manifest["forms"] if form not in RETIRED_FORMS]
+    """Gives the forms of a manifest of format 1.0 the names that they have since; later ones have
+    them already."""
+    manifest["forms"] = [
+        FORMS_OF_1_0.get(form, form) for form in manifest["forms"] if form not in RETIRED_FORMS
+    ]
     for table in manifest["tables"].values():
-        table["shards"] = {FORMS_OF_1_0.get(form, form): shards for form, shards in table["shards"].items()}
+        table["shards"] = {
+            FORMS_OF_1_0.get(form, form): shards for form, shards in table["shards"].items()
+        }
 
 
 def file_inside(folder: Path, name: str, place: str, remedy: str = "export again") -> Path:
-    """The file of that name, which has to be a plain file in the folder, reached through no link.
-
-    Args:
-        folder: of strangers, perhaps.
-        name: path of the file within it.
-        place: what it is, for the error.
-        remedy: what to do where there is none.
-
-    Raises:
-        ValueError: if there is no such file, or the name leads elsewhere.
-    """
+    """The file of that name, which has to be a plain file in the folder, reached through no link."""
     parts = PurePosixPath(name).parts
-    plain = bool(parts) and "/".join(parts) == name and ".." not in parts and not set(name) & set("\\:\0")
-    check(plain and parts[0] != "/", place, "a relative path within the folder", repr(name), "do not use it")
+    plain = (
+        bool(parts)
+        and "/".join(parts) == name
+        and ".." not in parts
+        and not set(name) & set("\\:\0")
+    )
+    check(
+        plain and parts[0] != "/",
+        place,
+        "a relative path within the folder",
+        repr(name),
+        "do not use it",
+    )
     file = folder.joinpath(*parts)
     check(os.path.lexists(file), place, "a file", "none", f"it is missing; {remedy}")
     direct = file.resolve() == folder.resolve().joinpath(*parts)
@@ -243,14 +241,8 @@ def file_inside(folder: Path, name: str, place: str, remedy: str = "export again
 
 
 def verify_files(path: Path | str) -> None:
-    """Reads every file of an artifact and compares its sha256 with the one that the manifest states.
-
-    Args:
-        path: the artifact's folder.
-
-    Raises:
-        ValueError: if the artifact is foreign, newer or damaged; names the file.
-    """
+    """Reads every file of an artifact and compares its sha256 with the one that the manifest
+    states."""
     manifest = read_manifest(path)
     for name, entry in manifest["files"].items():
         _check_sha256(Path(path) / name, entry, f"artifact {str(path)!r}, file {name!r}")
@@ -259,20 +251,8 @@ def verify_files(path: Path | str) -> None:
 def read_artifact_file(
     path: Path | str, manifest: Mapping[str, Any], name: str, *, verify: bool = False
 ) -> dict[str, Tensor]:
-    """Maps one safetensors file into memory after checking that its header says what the manifest says of it.
-
-    Args:
-        path: the artifact's folder.
-        manifest: from `read_manifest`.
-        name: path of the file within the folder.
-        verify: read all of it first and check its sha256.
-
-    Returns:
-        Its tensors, on the CPU, backed by the file: bytes that nobody looks at are not read.
-
-    Raises:
-        ValueError: if the manifest does not list the file or the file is not the one listed.
-    """
+    """Maps one safetensors file into memory after checking that its header says what the manifest
+    says of it."""
     place = f"artifact {str(path)!r}, file {name!r}"
     check_known("file", name, manifest["files"])
     entry = manifest["files"][name]
@@ -284,14 +264,22 @@ def read_artifact_file(
     try:
         return load_file(file)
     except SafetensorError as error:
-        raise ValueError(describe(place, "a safetensors file", str(error), "export again")) from error
+        raise ValueError(
+            describe(place, "a safetensors file", str(error), "export again")
+        ) from error
 
 
 def _header(file: Path, place: str) -> dict[str, Any]:
     """Dtype, shape and offset of every tensor of a safetensors file, from its header alone."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        check(length <= file.stat().st_size - 8, place, "a safetensors file", "another", "export again")
+        check(
+            length <= file.stat().st_size - 8,
+            place,
+            "a safetensors file",
+            "another",
+            "export again",
+        )
         content = stream.read(length)
     try:
         return {
@@ -303,12 +291,20 @@ def _header(file: Path, place: str) -> dict[str, Any]:
             for name, fields in json.loads(content).items()
         }
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ValueError(describe(place, "a safetensors file", f"header: {error}", "export again")) from error
+        raise ValueError(
+            describe(place, "a safetensors file", f"header: {error}", "export again")
+        ) from error
 
 
 def _check_sha256(file: Path, entry: Mapping[str, Any], place: str) -> None:
     found = _sha256(file)
-    check(found == entry["sha256"], place, f"sha256 {entry['sha256']}", found, "it was damaged; export again")
+    check(
+        found == entry["sha256"],
+        place,
+        f"sha256 {entry['sha256']}",
+        found,
+        "it was damaged; export again",
+    )
 
 
 def _sha256(file: Path) -> str:
@@ -332,4 +328,10 @@ def _check_version(version: object, place: str) -> None:
         "export again",
     )
     newest = int(_FORMAT_VERSION.split(".")[0])
-    check(int(major) <= newest, place, f"a format_version up to {newest}.x", repr(version), "update dnis_torchrec")
+    check(
+        int(major) <= newest,
+        place,
+        f"a format_version up to {newest}.x",
+        repr(version),
+        "update dnis_torchrec",
+    )

@@ -1,9 +1,5 @@
-"""The form ``"mixed_dimension_fp32"``: a table per block of rows, as wide as the block's retained dims. It trains.
-
-Rows of the forms that held the same in float16, int8 and int4 are still read: `retired_rows`.
-
-Shapes: N rows of a table, S blocks, R retained dims of a block.
-"""
+"""The form ``"mixed_dimension_fp32"``: a table per block of rows, as wide as the block's retained
+dims. It trains."""
 
 from __future__ import annotations
 
@@ -23,14 +19,7 @@ from dnis_torchrec.serving.quantized_rows import values_of_rows
 
 
 def chunks_of(table: TableScheme, rows: Rows, first: int, last: int) -> Iterator[Tensor]:
-    """Rows ``first <= i < last``, some thousand at a time.
-
-    Args:
-        table: scheme of the table.
-        rows: gives its dense rows.
-        first: the first of them.
-        last: the one after the last.
-    """
+    """Rows ``first <= i < last``, some thousand at a time."""
     step = rows_per_chunk(table.embedding_dim)
     for begin in range(first, last, step):
         yield rows(begin, min(begin + step, last))
@@ -58,7 +47,13 @@ def _blocks_of_shards(
             chunk, shape = shard.tensors[f"b{s}"], (num_rows, widths[s])
             fits = chunk.dtype == dtype and tuple(chunk.shape) == shape
             requirement = f"block {s}: {str(dtype).removeprefix('torch.')} of shape {shape}"
-            check(fits, shard.place, requirement, f"{chunk.dtype} {tuple(chunk.shape)}", "export again")
+            check(
+                fits,
+                shard.place,
+                requirement,
+                f"{chunk.dtype} {tuple(chunk.shape)}",
+                "export again",
+            )
             chunks[s].append(chunk)
     return {s: found[0] if len(found) == 1 else torch.cat(found) for s, found in chunks.items()}
 
@@ -85,22 +80,22 @@ def _build(
 
 
 def retired_rows(form: str, table: TableScheme, shards: Sequence[Shard]) -> Rows:
-    """The values of a table that an earlier version stored in FBGEMM's rows, block by block. Takes 4 N D bytes.
-
-    Args:
-        form: of `dnis_torchrec.forms.RETIRED_FORMS`.
-        table: scheme of the table.
-        shards: of all its rows, in order.
-
-    Raises:
-        ValueError: if a shard holds something else than the scheme says.
-    """
+    """The values of a table that an earlier version stored in FBGEMM's rows, block by block. Takes
+    4 N D bytes."""
     stored = PRECISIONS[form.removeprefix(f"{MixedDimension.layout}_")]
-    widths = {s: stored.row_bytes(stored.stored_width(dim)) for s, (_, dim) in stored_blocks(table).items()}
-    weight, block_of_row = torch.zeros(table.num_embeddings, table.embedding_dim), table.routing.all_blocks()
+    widths = {
+        s: stored.row_bytes(stored.stored_width(dim))
+        for s, (_, dim) in stored_blocks(table).items()
+    }
+    weight, block_of_row = (
+        torch.zeros(table.num_embeddings, table.embedding_dim),
+        table.routing.all_blocks(),
+    )
     for s, rows in _blocks_of_shards(table, shards, widths, torch.uint8).items():
         columns = table.columns(s)
-        weight[(block_of_row == s).nonzero(), columns] = values_of_rows(rows, stored)[:, : len(columns)]
+        weight[(block_of_row == s).nonzero(), columns] = values_of_rows(rows, stored)[
+            :, : len(columns)
+        ]
     return rows_of(weight)
 
 

@@ -1,10 +1,5 @@
-"""Writes the tables of a sharded model as one artifact: every rank its own part, rank 0 the manifest.
-
-The artifact is of the same format as that of one process, and is read like it: the form ``"packed"`` in the same files,
-byte for byte, other forms in more files. All ranks write to one folder, on storage that all of them see.
-
-Shapes: N rows, D embedding_dim, W ranks.
-"""
+"""Writes the tables of a sharded model as one artifact: every rank its own part, rank 0 the
+manifest."""
 
 from __future__ import annotations
 
@@ -21,7 +16,12 @@ from torch import Tensor
 
 from dnis_torchrec.artifact.card import write_card
 from dnis_torchrec.artifact.forms import Rows
-from dnis_torchrec.artifact.manifest import ARTIFACT, MAX_FILE_BYTES, describe_tensors, write_manifest
+from dnis_torchrec.artifact.manifest import (
+    ARTIFACT,
+    MAX_FILE_BYTES,
+    describe_tensors,
+    write_manifest,
+)
 from dnis_torchrec.artifact.packed_files import SharedPackedFile, packed_files
 from dnis_torchrec.artifact.writing import (
     Files,
@@ -44,7 +44,8 @@ _COLUMNS = "columns"
 """Folder of an unfinished artifact through which ranks pass columns to each other."""
 
 _SHARE_OF_SHARD, _SMALLEST_FILE_BYTES = 8, 1 << 24
-"""A file is encoded in memory before it is written, so it may take this part of the rank's largest shard, or 16 MiB."""
+"""A file is encoded in memory before it is written, so it may take this part of the rank's largest
+shard, or 16 MiB."""
 
 Span = tuple[int, int]
 _SpanOfRows = tuple[Span, Rows]
@@ -63,41 +64,16 @@ def write_over_ranks(
     overwrite: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
-    """Writes merged and pruned tables that are spread over ranks as one artifact.
-
-    A shard of whole rows is written by the rank that holds it, a table that all ranks hold by one of them. A table that
-    is cut by columns is written in W parts of consecutive rows, because a row of the artifact is whole; its columns
-    pass through files beside the artifact (4 N D bytes, deleted again), so that a rank reads a few rows of them at a
-    time and never holds a foreign shard. Memory beyond the model: a few rows, and of forms other than ``"packed"`` a
-    file or two, of an eighth of the rank's largest shard each.
-
-    Distributed: every rank calls it. Texts (file names, hashes) and one number per table are exchanged, no table.
-
-    Args:
-        shards: table -> this rank's shards of it.
-        scheme: the retained dims, the same on every rank.
-        path: folder to write, on storage that all ranks see.
-        ranks: that hold the tables.
-        forms: see `write_artifact`.
-        dense_state: the model's other weights; rank 0's are written.
-        run: see `write_artifact`; rank 0's is written.
-        overwrite: replace an artifact that stands at `path`.
-        max_file_bytes: see `write_artifact`.
-
-    Returns:
-        `path`.
-
-    Raises:
-        ValueError: on all ranks, for what is wrong on one of them; see `write_artifact`.
-        OSError: on all ranks, if one of them cannot write.
-    """
+    """Writes merged and pruned tables that are spread over ranks as one artifact."""
     with together(ranks.group):
         check_forms(forms, scheme=scheme)
         for name in scheme.tables:
             check_known("table", name, shards)
         run = as_json(run or {})
     here = {name: tuple(shards[name]) for name in scheme.tables}
-    copies = num_copies(here, {n: (t.num_embeddings, t.embedding_dim) for n, t in scheme.tables.items()}, ranks)
+    copies = num_copies(
+        here, {n: (t.num_embeddings, t.embedding_dim) for n, t in scheme.tables.items()}, ranks
+    )
     by_columns = _cut_by_columns(here, scheme, ranks)
     largest = max((shard.weight.nbytes for held in here.values() for shard in held), default=0)
     limit = min(max_file_bytes, max(_SMALLEST_FILE_BYTES, largest // _SHARE_OF_SHARD))
@@ -127,7 +103,12 @@ def write_over_ranks(
         _check_counts(scheme, ranks.sum_(num_values))
         with together(ranks.group):
             for file in _all(packed)[ranks.rank :: ranks.world_size]:
-                written.note(file.table.name, PACKED.name, file.file.shard(), describe_tensors(folder, file.file.name))
+                written.note(
+                    file.table.name,
+                    PACKED.name,
+                    file.file.shard(),
+                    describe_tensors(folder, file.file.name),
+                )
         texts = ranks.gather_texts(json.dumps(vars(written)))
         with together(ranks.group):
             if ranks.is_first:
@@ -141,13 +122,20 @@ def _cut_by_columns(
 ) -> list[str]:
     """Tables of which some rank holds parts of rows. One all_reduce of a number per table."""
     dims = {name: table.embedding_dim for name, table in scheme.tables.items()}
-    cut = torch.tensor([max((int(s.weight.shape[1] < dims[n]) for s in held), default=0) for n, held in here.items()])
+    cut = torch.tensor(
+        [
+            max((int(s.weight.shape[1] < dims[n]) for s in held), default=0)
+            for n, held in here.items()
+        ]
+    )
     return [name for name, is_cut in zip(here, ranks.max_(cut).tolist(), strict=True) if is_cut]
 
 
 def _span_of_shard(shard: TableShard) -> _SpanOfRows:
     first = shard.first_row
-    return (first, first + shard.weight.shape[0]), lambda begin, end: shard.weight[begin - first : end - first]
+    return (first, first + shard.weight.shape[0]), lambda begin, end: shard.weight[
+        begin - first : end - first
+    ]
 
 
 def _pass_columns(folder: Path, shards: Sequence[TableShard]) -> None:
@@ -155,13 +143,16 @@ def _pass_columns(folder: Path, shards: Sequence[TableShard]) -> None:
     for shard in shards:
         (folder / _COLUMNS).mkdir(exist_ok=True)
         place = (shard.first_row, shard.first_column, *shard.weight.shape)
-        with (folder / _COLUMNS / f"{_stem(shard.table)}.{'.'.join(map(str, place))}").open("wb") as file:
+        with (folder / _COLUMNS / f"{_stem(shard.table)}.{'.'.join(map(str, place))}").open(
+            "wb"
+        ) as file:
             for chunk, _, _ in shard.chunks():
                 chunk.float().cpu().contiguous().numpy().tofile(file)
 
 
 def _spans_of_column_shards(folder: Path, table: TableScheme, ranks: Ranks) -> list[_SpanOfRows]:
-    """The W-th part of a table's rows that this rank writes, read from the columns that all ranks have passed."""
+    """The W-th part of a table's rows that this rank writes, read from the columns that all ranks
+    have passed."""
     first, last = ranks.share(table.num_embeddings)
     files = sorted((folder / _COLUMNS).glob(f"{_stem(table.name)}.*"))
 
@@ -172,8 +163,13 @@ def _spans_of_column_shards(folder: Path, table: TableScheme, ranks: Ranks) -> l
             low, high = max(begin, first_row), min(end, first_row + num_rows)
             if low < high:
                 count, offset = (high - low) * num_columns, 4 * (low - first_row) * num_columns
-                values = torch.from_numpy(np.fromfile(file, dtype=np.float32, count=count, offset=offset))
-                place = slice(low - begin, high - begin), slice(first_column, first_column + num_columns)
+                values = torch.from_numpy(
+                    np.fromfile(file, dtype=np.float32, count=count, offset=offset)
+                )
+                place = (
+                    slice(low - begin, high - begin),
+                    slice(first_column, first_column + num_columns),
+                )
                 chunk[place] = values.view(-1, num_columns)
         return chunk
 
@@ -203,16 +199,29 @@ class _Apart:
     forms: Sequence[str]
     max_file_bytes: int
 
-    def write(self, folder: Path, index: int, table: TableScheme, span: Span, rows: Rows, written: _Written) -> None:
+    def write(
+        self,
+        folder: Path,
+        index: int,
+        table: TableScheme,
+        span: Span,
+        rows: Rows,
+        written: _Written,
+    ) -> None:
         for form in self.forms:
-            shards, files = write_shards(folder, form, index, table, rows, span, self.max_file_bytes)
+            shards, files = write_shards(
+                folder, form, index, table, rows, span, self.max_file_bytes
+            )
             for shard in shards:
                 written.note(table.name, form, shard, files[shard["file"]])
 
 
-def _packed_files(scheme: MixedDimensionScheme, max_file_bytes: int) -> dict[str, list[SharedPackedFile]]:
+def _packed_files(
+    scheme: MixedDimensionScheme, max_file_bytes: int
+) -> dict[str, list[SharedPackedFile]]:
     return {
-        name: packed_files(index, table, max_file_bytes) for index, (name, table) in enumerate(scheme.tables.items())
+        name: packed_files(index, table, max_file_bytes)
+        for index, (name, table) in enumerate(scheme.tables.items())
     }
 
 
@@ -221,7 +230,8 @@ def _all(files: Mapping[str, Sequence[SharedPackedFile]]) -> list[SharedPackedFi
 
 
 def _count(table: TableScheme, spans: Sequence[_SpanOfRows]) -> int:
-    """Counts and checks the values that this rank writes; of a table of codes whatever is not retained is dropped."""
+    """Counts and checks the values that this rank writes; of a table of codes whatever is not
+    retained is dropped."""
     step, total = rows_per_chunk(table.embedding_dim), 0
     for span, rows in () if table.has_codes else spans:
         for begin in range(*span, step):
@@ -249,18 +259,29 @@ def _write_rest(
     written = [json.loads(text) for text in texts]
     found: Files = {name: file for of_rank in written for name, file in of_rank["files"].items()}
     scheme_files = write_packed(folder, "scheme", scheme.to_tensors(), max_file_bytes)
-    dense = {name: value.detach().cpu().clone() for name, value in dense_state.items()}  # tied weights share memory
+    dense = {
+        name: value.detach().cpu().clone() for name, value in dense_state.items()
+    }  # tied weights share memory
     dense_files = write_packed(folder, "dense_state", dense, max_file_bytes)
     files = scheme_files | dense_files
     shards: dict[str, Shards] = {name: {} for name in scheme.tables}
     for name, table in scheme.tables.items():
         for form in forms:
-            in_order = sorted((s for one in written for s in one["shards"][name][form]), key=lambda s: s["first_row"])
+            in_order = sorted(
+                (s for one in written for s in one["shards"][name][form]),
+                key=lambda s: s["first_row"],
+            )
             covered = sum(shard["num_rows"] for shard in in_order)
             if covered != table.num_embeddings:
-                raise ValueError(describe(f"table {name!r}, form {form!r}", f"{table.num_embeddings} rows", covered))
+                raise ValueError(
+                    describe(
+                        f"table {name!r}, form {form!r}", f"{table.num_embeddings} rows", covered
+                    )
+                )
             shards[name][form] = in_order
             files |= {shard["file"]: found[shard["file"]] for shard in in_order}
-    manifest = manifest_of(scheme, forms, shards, files, scheme_files=scheme_files, dense_files=dense_files, run=run)
+    manifest = manifest_of(
+        scheme, forms, shards, files, scheme_files=scheme_files, dense_files=dense_files, run=run
+    )
     write_card(folder, scheme, manifest)
     write_manifest(folder, manifest)

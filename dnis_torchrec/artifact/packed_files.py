@@ -1,10 +1,5 @@
-"""Files of the form ``"packed"`` that several ranks fill together: byte for byte those of one process.
-
-A row stands in its block, whichever rank holds it, so every rank writes its rows where they belong, a few at a time. A
-table stays one file, which whoever serves it maps into memory.
-
-Shapes: N rows of a table, S blocks.
-"""
+"""Files of the form ``"packed"`` that several ranks fill together: byte for byte those of one
+process."""
 
 from __future__ import annotations
 
@@ -28,42 +23,22 @@ from dnis_torchrec.serving.packed_table import packed_chunks
 
 @dataclass(frozen=True)
 class SharedPackedFile:
-    """A file of consecutive rows of a table in bit fields. One rank makes it, then all of them fill it.
-
-    Attributes:
-        table: scheme of the table, with codes.
-        file: its path, its rows, and what it holds, on the meta device.
-    """
+    """A file of consecutive rows of a table in bit fields. One rank makes it, then all of them fill
+    it."""
 
     table: TableScheme
     file: FileOfRows
 
     def make(self, folder: Path) -> None:
-        """Makes the file, as large as it is going to be. Local, for one rank.
-
-        Args:
-            folder: the artifact's folder.
-
-        Raises:
-            OSError: if it cannot be made.
-        """
+        """Makes the file, as large as it is going to be. Local, for one rank."""
         (folder / self.file.name).parent.mkdir(exist_ok=True)
         with (folder / self.file.name).open("wb") as file:
             file.write(self._header())
             file.truncate(len(self._header()) + self.file.tensors["rows"].nbytes)
 
     def fill(self, folder: Path, rows: Rows, span: tuple[int, int]) -> None:
-        """Writes those of some consecutive rows of the table that the file holds. Local; others may write meanwhile.
-
-        Args:
-            folder: the artifact's folder.
-            rows: gives the table's dense rows, within `span`.
-            span: the first row and the one after the last.
-
-        Raises:
-            ValueError: for NaN or infinity, naming table, block and column.
-            OSError: if the file cannot be written.
-        """
+        """Writes those of some consecutive rows of the table that the file holds. Local; others may
+        write meanwhile."""
         first, last = max(span[0], self.file.begin), min(span[1], self.file.end)
         if first >= last:
             return
@@ -82,20 +57,14 @@ class SharedPackedFile:
 
 
 def packed_files(index: int, table: TableScheme, max_file_bytes: int) -> list[SharedPackedFile]:
-    """The files of a table in bit fields, the same on every rank. Local, no collective.
-
-    Args:
-        index: number of the table, for the names of files.
-        table: scheme of the table, with codes.
-        max_file_bytes: limit on the bytes of a file.
-
-    Raises:
-        ValueError: if a single row does not fit into a file.
-    """
+    """The files of a table in bit fields, the same on every rank. Local, no collective."""
     strides, span = row_strides(table.codes.bits), (0, table.num_embeddings)
 
     def described(first: int, last: int) -> Mapping[str, Tensor]:
         size = int(row_counts_of(table, first, last) @ strides)
         return {"rows": torch.empty(size, dtype=torch.uint8, device="meta")}
 
-    return [SharedPackedFile(table, file) for file in files_of(PACKED, index, table, span, described, max_file_bytes)]
+    return [
+        SharedPackedFile(table, file)
+        for file in files_of(PACKED, index, table, span, described, max_file_bytes)
+    ]

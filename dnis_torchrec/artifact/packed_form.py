@@ -1,10 +1,5 @@
-"""The form ``"packed"``: every column of every block in bits of its own, for schemes that have codes.
-
-Rows of a block follow each other at a stride of whole bytes, and blocks follow each other, so that a table whose rows
-are one shard is served from its file. Bits, scales and shifts stand in the scheme; the row directory is made at load.
-
-Shapes: N rows of a table, D embedding_dim, S blocks, n rows of a block in a shard.
-"""
+"""The form ``"packed"``: every column of every block in bits of its own, for schemes that have
+codes."""
 
 from __future__ import annotations
 
@@ -26,32 +21,23 @@ from dnis_torchrec.serving.packed_table import PackedTable, pack_rows, split_blo
 
 
 def packed_table(table: TableScheme, shards: Sequence[Shard]) -> PackedTable:
-    """The rows of a table as they are looked up: as they lie in their file, or those of several put together.
-
-    Args:
-        table: scheme of the table, with codes.
-        shards: of all its rows, in order.
-
-    Raises:
-        ValueError: if a shard holds something else than the scheme says.
-    """
+    """The rows of a table as they are looked up: as they lie in their file, or those of several put
+    together."""
     requirement = "a scheme with bits, scales and shifts of its columns"
     check(table.has_codes, shards[0].place, requirement, "none", "export again")
     codes, of_shards = table.codes, [_blocks_of_shard(table, shard) for shard in shards]
     if len(shards) == 1:
         rows = shards[0].tensors["rows"]
     else:
-        rows = torch.cat([part.flatten() for of_block in zip(*of_shards, strict=True) for part in of_block])
+        rows = torch.cat(
+            [part.flatten() for of_block in zip(*of_shards, strict=True) for part in of_block]
+        )
     return PackedTable.from_rows(table, rows, codes.scale, codes.shift)
 
 
 def decoded_rows(table: TableScheme, packed: PackedTable) -> Rows:
-    """The values of a packed table, without its lookups: what other forms are made of, and compared with.
-
-    Args:
-        table: scheme of the table, with codes.
-        packed: its rows.
-    """
+    """The values of a packed table, without its lookups: what other forms are made of, and compared
+    with."""
     blocks = split_blocks(packed.rows, packed.row_counts, packed.bits)
 
     def rows(first: int, last: int) -> Tensor:
@@ -67,16 +53,7 @@ def decoded_rows(table: TableScheme, packed: PackedTable) -> Rows:
 
 
 def row_counts_of(table: TableScheme, first: int, last: int) -> Tensor:
-    """Counts the rows of every block among ``first <= i < last``.
-
-    Args:
-        table: scheme of the table.
-        first: the first of them.
-        last: the one after the last.
-
-    Returns:
-        ``(S,)`` int64.
-    """
+    """Counts the rows of every block among ``first <= i < last``."""
     routing = table.routing
     if (first, last) == (0, table.num_embeddings):
         return routing.row_counts()
@@ -89,10 +66,19 @@ def row_counts_of(table: TableScheme, first: int, last: int) -> Tensor:
 
 def _blocks_of_shard(table: TableScheme, shard: Shard) -> list[Tensor]:
     shard.check_names({"rows"})
-    counts, rows = row_counts_of(table, shard.first_row, shard.first_row + shard.num_rows), shard.tensors["rows"]
+    counts, rows = (
+        row_counts_of(table, shard.first_row, shard.first_row + shard.num_rows),
+        shard.tensors["rows"],
+    )
     size = int(counts @ row_strides(table.codes.bits))
     fits = rows.dtype == torch.uint8 and tuple(rows.shape) == (size,)
-    check(fits, shard.place, f"uint8 of shape {(size,)}", f"{rows.dtype} {tuple(rows.shape)}", "export again")
+    check(
+        fits,
+        shard.place,
+        f"uint8 of shape {(size,)}",
+        f"{rows.dtype} {tuple(rows.shape)}",
+        "export again",
+    )
     return split_blocks(rows, counts, table.codes.bits)
 
 

@@ -1,10 +1,4 @@
-"""Predicted bytes and latency of every serving form of a scheme, before anything is written.
-
-Predictions are pure: a scheme goes in, numbers come out. Bytes are exact (`Form.served_bytes`); latency is
-an estimate. `serve` builds any of the forms, for those who want to measure.
-
-Shapes: N rows of a table, D embedding_dim, S blocks, R retained dims of a block, V retained values.
-"""
+"""Predicted bytes and latency of every serving form of a scheme, before anything is written."""
 
 from __future__ import annotations
 
@@ -18,32 +12,35 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from dnis_torchrec.artifact.forms import codec_of, rows_of, whole_shard
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.forms import FORMS, PRECISIONS, Csr, Form, MixedDimension, Packed, form_named, stored_blocks
+from dnis_torchrec.forms import (
+    FORMS,
+    PRECISIONS,
+    Csr,
+    Form,
+    MixedDimension,
+    Packed,
+    form_named,
+    stored_blocks,
+)
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 DENSE_INT4 = "dense_int4"
 LATENCY_CLASSES = {"faster": 0.9, "similar": 1.5}
-"""Class -> the largest latency it stands for, as a multiple of torchrec's fp32 collection; beyond: ``"slower"``."""
-NANOSECONDS_PER_ID, NANOSECONDS_PER_VALUE = 15.0, {Csr.layout: 0.7, MixedDimension.layout: 0.5, Packed.layout: 0.2}
+"""Class -> the largest latency it stands for, as a multiple of torchrec's fp32 collection; beyond:
+``"slower"``."""
+NANOSECONDS_PER_ID, NANOSECONDS_PER_VALUE = (
+    15.0,
+    {Csr.layout: 0.7, MixedDimension.layout: 0.5, Packed.layout: 0.2},
+)
 DENSE_PER_ID, DENSE_PER_VALUE = 20.0, 0.6
 BATCHED_PER_ID, BATCHED_PER_VALUE = 10.0, 0.4
-"""Costs on one core with the compiled operators: 26 tables of 40,000 x 64, batch 1024, one id per bag, Zipf ids."""
+"""Costs on one core with the compiled operators: 26 tables of 40,000 x 64, batch 1024, one id per
+bag, Zipf ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormPrediction:
-    """Predicted bytes and latency of one form of a scheme.
-
-    Attributes:
-        form: name, as `load` takes it.
-        resident_bytes: served bytes of all tables, see `Form.served_bytes`; None if the form cannot hold them.
-        padding: stored over retained values; None like `resident_bytes`, and where nothing is retained.
-        latency_ratio: estimated latency of a batch of single ids as a multiple of torchrec's fp32 collection, for the
-            widest rows of each table, on a CPU with the compiled operators.
-        latency_class: ``"faster"``, ``"similar"`` or ``"slower"``: `latency_ratio` in the steps of `LATENCY_CLASSES`.
-        is_exact: whether it holds the pruned values bit for bit; of a scheme with codes, no form does.
-        warning: why one should not take it, or nothing.
-    """
+    """Predicted bytes and latency of one form of a scheme."""
 
     form: str
     resident_bytes: int | None
@@ -58,32 +55,10 @@ class FormPrediction:
         return asdict(self)
 
 
-def predict_forms(scheme: MixedDimensionScheme, forms: Sequence[str] | None = None) -> list[FormPrediction]:
-    """Bytes, padding and latency class of every form, for this scheme.
-
-    Args:
-        scheme: the retained dims of all tables.
-        forms: which forms, by name; if not given, all of `FORMS` that the scheme can be served in.
-
-    Returns:
-        One prediction per form, in their order. A form that is larger than the dense tables in int4 is warned
-        of: those need no search at all.
-
-    Raises:
-        ValueError: for an unknown form.
-
-    Example:
-        >>> import torch
-        >>> from dnis_torchrec.blocks.row_routing import RowRouting
-        >>> table = TableScheme(name="t", collection="ebc", num_embeddings=100, embedding_dim=8, pooling="sum",
-        ...     feature_names=("f",), is_weighted=False, routing=RowRouting(100, 1, boundaries=torch.tensor([0, 100])),
-        ...     retained=torch.arange(8).unsqueeze(0) < 1, num_retained=100)
-        >>> found = {p.form: p for p in predict_forms(MixedDimensionScheme({"t": table}))}
-        >>> [found[form].resident_bytes for form in ("mixed_dimension_fp32", "csr_fp32", "dense_int4")]
-        [418, 616, 800]
-        >>> found["dense_int8"].warning
-        'larger than the dense tables in int4'
-    """
+def predict_forms(
+    scheme: MixedDimensionScheme, forms: Sequence[str] | None = None
+) -> list[FormPrediction]:
+    """Bytes, padding and latency class of every form, for this scheme."""
     if forms is None:
         forms = [name for name, form in FORMS.items() if scheme.has_codes or not form.needs_codes]
     tables = list(scheme.tables.values())
@@ -92,20 +67,8 @@ def predict_forms(scheme: MixedDimensionScheme, forms: Sequence[str] | None = No
 
 
 def recommended_form(predictions: Iterable[FormPrediction], *, exact: bool = False) -> str | None:
-    """The form to take: the smallest that is not slower than torchrec's own collection by more than half.
-
-    int4 is left out: an error of a thirtieth of a row's range wants a look at the metric first.
-
-    Args:
-        predictions: from `predict_forms`.
-        exact: only forms that hold the pruned values bit for bit.
-
-    Returns:
-        Its name; None if there is none.
-
-    Example:
-        >>> recommended_form([])
-    """
+    """The form to take: the smallest that is not slower than torchrec's own collection by more than
+    half."""
     good = [
         p
         for p in predictions
@@ -118,16 +81,18 @@ def recommended_form(predictions: Iterable[FormPrediction], *, exact: bool = Fal
 
 
 def forms_table(scheme: MixedDimensionScheme) -> list[tuple[str, ...]]:
-    """The predictions as rows of text under a row of headings, the recommended form marked.
-
-    Args:
-        scheme: the retained dims of all tables.
-    """
+    """The predictions as rows of text under a row of headings, the recommended form marked."""
     predictions = predict_forms(scheme)
     recommended, dense = recommended_form(predictions), scheme.dense_parameters * 4
-    rows: list[tuple[str, ...]] = [("form", "bytes", "of dense fp32", "padding", "latency", "exact", "")]
+    rows: list[tuple[str, ...]] = [
+        ("form", "bytes", "of dense fp32", "padding", "latency", "exact", "")
+    ]
     for p in predictions:
-        size = ("-", "-") if p.resident_bytes is None else (f"{p.resident_bytes:,}", f"{p.resident_bytes / dense:.1%}")
+        size = (
+            ("-", "-")
+            if p.resident_bytes is None
+            else (f"{p.resident_bytes:,}", f"{p.resident_bytes / dense:.1%}")
+        )
         padding = "-" if p.padding is None else f"{p.padding:.2f}"
         note = p.warning or ("recommended" if p.form == recommended else "")
         rows.append((p.form, *size, padding, p.latency_class, "yes" if p.is_exact else "no", note))
@@ -135,13 +100,12 @@ def forms_table(scheme: MixedDimensionScheme) -> list[tuple[str, ...]]:
 
 
 def describe_forms(scheme: MixedDimensionScheme) -> dict[str, Any]:
-    """The predictions and the recommended form, for a manifest.
-
-    Args:
-        scheme: the retained dims of all tables.
-    """
+    """The predictions and the recommended form, for a manifest."""
     predictions = predict_forms(scheme)
-    return {"recommended": recommended_form(predictions), "forms": [p.to_json() for p in predictions]}
+    return {
+        "recommended": recommended_form(predictions),
+        "forms": [p.to_json() for p in predictions],
+    }
 
 
 def serve(
@@ -152,27 +116,16 @@ def serve(
     device: torch.device | str = "cpu",
     unknown_ids: str = "error",
 ) -> EmbeddingBagCollectionInterface:
-    """Builds a serving module of one collection in any form, from the pruned tables and without an artifact.
-
-    Args:
-        scheme: the tables of one collection.
-        tables: table name -> ``(N, D)``, merged and pruned.
-        form: one of `FORMS`.
-        device: where to serve.
-        unknown_ids: ids that are no rows raise (``"error"``) or contribute zero (``"zero"``).
-
-    Returns:
-        What `load` gives for an artifact of these tables.
-
-    Raises:
-        ValueError: for an unknown form; if a table is missing, or does not fit the form.
-    """
+    """Builds a serving module of one collection in any form, from the pruned tables and without an
+    artifact."""
     known = form_named(form)
     shards = {}
     for name, table in scheme.tables.items():
         check_known("table", name, tables)
         shape, weight = (table.num_embeddings, table.embedding_dim), tables[name].detach()
-        check(tuple(weight.shape) == shape, f"table {name!r}", f"shape {shape}", tuple(weight.shape))
+        check(
+            tuple(weight.shape) == shape, f"table {name!r}", f"shape {shape}", tuple(weight.shape)
+        )
         shards[name] = [whole_shard(known, table, rows_of(weight))]
     return codec_of(known).build(known, scheme, shards, device=device, unknown_ids=unknown_ids)
 
@@ -180,7 +133,9 @@ def serve(
 def _predict(form: Form, tables: list[TableScheme], int4_bytes: int) -> FormPrediction:
     misfits = [table.name for table in tables if table.embedding_dim % form.dim_multiple]
     lacking = [table.name for table in tables if form.needs_codes and not table.has_codes]
-    ratio = sum(_cost(form, table) for table in tables) / sum(_dense_cost(table) for table in tables)
+    ratio = sum(_cost(form, table) for table in tables) / sum(
+        _dense_cost(table) for table in tables
+    )
     latency = next((name for name, limit in LATENCY_CLASSES.items() if ratio <= limit), "slower")
     size, padding, warning = None, None, ""
     if misfits:
@@ -190,7 +145,9 @@ def _predict(form: Form, tables: list[TableScheme], int4_bytes: int) -> FormPred
     else:
         size = sum(form.served_bytes(table) for table in tables)
         retained = sum(table.num_retained for table in tables)
-        padding = sum(form.stored_values(table) for table in tables) / retained if retained else None
+        padding = (
+            sum(form.stored_values(table) for table in tables) / retained if retained else None
+        )
         if size > int4_bytes and form.name != DENSE_INT4:
             warning = "larger than the dense tables in int4"
     return FormPrediction(
@@ -214,7 +171,9 @@ def _cost(form: Form, table: TableScheme) -> float:
     if not isinstance(form, Csr | MixedDimension | Packed):
         return BATCHED_PER_ID + BATCHED_PER_VALUE * table.embedding_dim
     widest = max((dim for _, dim in stored_blocks(table).values()), default=0)
-    share = table.num_retained / table.block_area if isinstance(form, Csr) and table.block_area else 1.0
+    share = (
+        table.num_retained / table.block_area if isinstance(form, Csr) and table.block_area else 1.0
+    )
     return NANOSECONDS_PER_ID + NANOSECONDS_PER_VALUE[form.layout] * widest * share
 
 

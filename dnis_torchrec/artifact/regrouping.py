@@ -1,12 +1,5 @@
-"""Regrouping: rows that were pruned value by value, gathered into few groups that share their columns.
-
-A table whose rows each retain columns of their own has no block structure, and its mixed-dimension form is nearly
-dense. Here rows find new blocks: groups with a set of columns each, a row going to the narrowest group that has all of
-its columns. What comes out is an ordinary scheme with a map from row to block: every mixed-dimension form serves it,
-exactly.
-
-Shapes: N rows of a table, D embedding_dim, G groups, n distinct masks of a sample.
-"""
+"""Regrouping: rows that were pruned value by value, gathered into few groups that share their
+columns."""
 
 from __future__ import annotations
 
@@ -23,37 +16,14 @@ from dnis_torchrec.scheme import TableScheme, rows_per_chunk
 NUM_SAMPLED_ROWS = 4096
 """Rows whose masks the search looks at; the others are only assigned."""
 COLUMN_COST = 1e-3
-"""Cost, in columns, of a column that rounding hides: it lets the search cross the steps of `dim_multiple`."""
+"""Cost, in columns, of a column that rounding hides: it lets the search cross the steps of
+`dim_multiple`."""
 
 
 def regroup_table(
     table: TableScheme, rows: Rows, *, num_groups: int = 16, dim_multiple: int = 1, seed: int = 0
 ) -> TableScheme:
-    """Regroups the rows of one table, reading them three times, a chunk at a time.
-
-    Args:
-        table: scheme of the table.
-        rows: its dense rows; for a table in compressed sparse rows ``CsrTable.rows``.
-        num_groups: G at most; a table may need fewer.
-        dim_multiple: what the kernel rounds widths up to: 1, or 4 where fused kernels train the tables on.
-        seed: of the rows that are sampled.
-
-    Returns:
-        `table` itself if it is block-structured; else its scheme with groups for blocks, the widest first. Rows of no
-        value belong to no block. The values are the same: ``block_area / num_retained`` is its padding.
-
-    Raises:
-        ValueError: if `num_groups` or `dim_multiple` is below 1.
-
-    Example:
-        >>> mask = torch.tensor([[1.0, 0, 0], [0, 1, 1], [1, 0, 0], [0, 1, 1]])
-        >>> table = TableScheme(name="t", collection="ebc", num_embeddings=4, embedding_dim=3, pooling="sum",
-        ...     feature_names=("f",), is_weighted=False, routing=RowRouting(4, 1, boundaries=torch.tensor([0, 4])),
-        ...     retained=torch.ones(1, 3, dtype=torch.bool), num_retained=6)
-        >>> regrouped = regroup_table(table, lambda first, last: mask[first:last], num_groups=2)
-        >>> table.block_area, regrouped.block_area, regrouped.retained.tolist()
-        (12, 6, [[False, True, True], [True, False, False]])
-    """
+    """Regroups the rows of one table, reading them three times, a chunk at a time."""
     check(num_groups >= 1, "num_groups", "an integer >= 1", num_groups)
     check(dim_multiple >= 1, "dim_multiple", "an integer >= 1", dim_multiple)
     if table.is_block_structured:
@@ -70,45 +40,23 @@ def regroup_table(
 
 
 def column_sets(masks: Tensor, union: Tensor, *, num_groups: int, dim_multiple: int = 1) -> Tensor:
-    """Finds sets of columns such that the narrowest set around each mask is narrow on the whole.
-
-    ``minimise over sets C_1 .. C_G: sum over masks m of min {width(C_g) : m within C_g}``, where width rounds the
-    number of columns up to `dim_multiple`. A local search over flips of single columns of single sets, always the best
-    one of a set, from two beginnings: all sets full, and the unions of masks of similar size. One set is the union.
-
-    Args:
-        masks: ``(rows, D)`` bool, a sample.
-        union: ``(D,)`` bool: columns that any row of the table retains.
-        num_groups: G at most.
-        dim_multiple: see `regroup_table`.
-
-    Returns:
-        ``(G or fewer, D)`` bool, the widest first; the first is `union`.
-
-    Example:
-        >>> masks = torch.tensor([[1, 0, 0], [0, 1, 1], [1, 0, 0]]).bool()
-        >>> column_sets(masks, torch.ones(3).bool(), num_groups=3).int().tolist()
-        [[1, 1, 1], [0, 1, 1], [1, 0, 0]]
-    """
+    """Finds sets of columns such that the narrowest set around each mask is narrow on the whole."""
     distinct, counts = torch.unique(masks & union, dim=0, return_counts=True)
     search = _Search(distinct.double(), counts.double(), union, dim_multiple)
     full = union.expand(num_groups - 1, -1).clone()
     best = min(
-        (search.descend(sets) for sets in (full, _unions_by_size(distinct, counts, num_groups - 1))), key=search.cost
+        (
+            search.descend(sets)
+            for sets in (full, _unions_by_size(distinct, counts, num_groups - 1))
+        ),
+        key=search.cost,
     )
     sets = torch.unique(torch.cat([union.unsqueeze(0), best]), dim=0)
     return sets[sets.sum(dim=1).argsort(descending=True, stable=True)]
 
 
 class _Search:
-    """The local search: what a set of column sets costs, and the way down from there.
-
-    Args:
-        masks: ``(n, D)`` float64, distinct.
-        counts: ``(n,)`` float64, rows of each mask.
-        union: ``(D,)`` bool, the set that is there in any case.
-        dim_multiple: see `regroup_table`.
-    """
+    """The local search: what a set of column sets costs, and the way down from there."""
 
     def __init__(self, masks: Tensor, counts: Tensor, union: Tensor, dim_multiple: int) -> None:
         self._masks, self._counts, self._union = masks, counts, union
@@ -127,7 +75,8 @@ class _Search:
         return torch.cat([widths, self._widest.unsqueeze(1)], dim=1).amin(dim=1)
 
     def descend(self, sets: Tensor) -> Tensor:
-        """Flips columns of one set after the other, each time the one that saves most, until none saves anything."""
+        """Flips columns of one set after the other, each time the one that saves most, until none
+        saves anything."""
         improved = True
         while improved:
             improved = False
@@ -139,7 +88,8 @@ class _Search:
         return sets
 
     def _best_flip(self, columns: Tensor, others: Tensor) -> int | None:
-        """The column whose flip saves most, or None. `others`: width of the narrowest of the other sets, by mask."""
+        """The column whose flip saves most, or None. `others`: width of the narrowest of the other
+        sets, by mask."""
         size = int(columns.sum())
         missing = self._masks * ~columns
         num_missing = missing.sum(dim=1)
@@ -153,7 +103,8 @@ class _Search:
         return best if float(after[best]) > now + 1e-6 else None
 
     def _saved(self, others: Tensor, size: int) -> Tensor:
-        """Returns what a set of `size` columns saves on each mask, if the mask lies within it, ``(n,)``."""
+        """Returns what a set of `size` columns saves on each mask, if the mask lies within it,
+        ``(n,)``."""
         return self._counts * (others - self._width[size]).clamp(min=0)
 
 
@@ -162,7 +113,11 @@ def _unions_by_size(masks: Tensor, counts: Tensor, num_groups: int) -> Tensor:
     order = masks.sum(dim=1).argsort(stable=True)
     before = counts[order].cumsum(0) - counts[order]
     group = before * max(num_groups, 1) // counts.sum()
-    return torch.stack([masks[order][group == g].any(dim=0) for g in range(num_groups)]) if num_groups else masks[:0]
+    return (
+        torch.stack([masks[order][group == g].any(dim=0) for g in range(num_groups)])
+        if num_groups
+        else masks[:0]
+    )
 
 
 def _chunks(table: TableScheme, rows: Rows) -> Iterator[tuple[int, Tensor]]:
@@ -180,15 +135,19 @@ def _sample(table: TableScheme, rows: Rows, seed: int) -> tuple[Tensor, Tensor]:
         union |= mask.any(dim=0)
         sizes.append(mask.any(dim=1))
     filled = torch.cat(sizes).nonzero().squeeze(1)
-    chosen = filled[torch.randperm(len(filled), generator=generator)[:NUM_SAMPLED_ROWS]].sort().values
+    chosen = (
+        filled[torch.randperm(len(filled), generator=generator)[:NUM_SAMPLED_ROWS]].sort().values
+    )
     picked = [
-        mask[chosen[(chosen >= first) & (chosen < first + len(mask))] - first] for first, mask in _chunks(table, rows)
+        mask[chosen[(chosen >= first) & (chosen < first + len(mask))] - first]
+        for first, mask in _chunks(table, rows)
     ]
     return torch.cat(picked), union
 
 
 def _assign(table: TableScheme, rows: Rows, sets: Tensor) -> tuple[Tensor, Tensor]:
-    """The narrowest set around every row, ``(N,)``, G for rows of no value; and the columns that a group's rows use."""
+    """The narrowest set around every row, ``(N,)``, G for rows of no value; and the columns that a
+    group's rows use."""
     num_sets, outside = len(sets), (~sets).float().T
     used, groups = torch.zeros_like(sets), []
     for _, mask in _chunks(table, rows):

@@ -1,7 +1,5 @@
-"""Uniform bits: every retained column of a table in as many bits, for tables whose columns have none of their own.
-
-Shapes: N rows of a table, D embedding_dim, S blocks, n rows of the sample of a block.
-"""
+"""Uniform bits: every retained column of a table in as many bits, for tables whose columns have
+none of their own."""
 
 from __future__ import annotations
 
@@ -21,35 +19,17 @@ SAMPLED_PER_BLOCK = 4096
 """Rows of a block that its scales are fitted to, evenly spread over it."""
 
 
-def with_uniform_bits(scheme: MixedDimensionScheme, rows: Mapping[str, Rows], bits: int) -> MixedDimensionScheme:
-    """The same tables with every retained column in so many bits, for the form ``"packed"``. Reads the tables once.
-
-    Scale and shift of a column are those of the least squared error over the rows of its block, see
-    `dnis_torchrec.blocks.fitted_codes`; of a larger block over a sample. Zeros of a stored column are rounded as other
-    values are.
-
-    Args:
-        scheme: tables that have codes stay as they are.
-        rows: table name -> its dense rows.
-        bits: of a value: 1 to 8, 16 or 32.
-
-    Raises:
-        ValueError: if a table's rows are missing.
-
-    Example:
-        >>> from dnis_torchrec.blocks.row_routing import RowRouting
-        >>> table = TableScheme(name="t", collection="ebc", num_embeddings=2, embedding_dim=2, pooling="sum",
-        ...     feature_names=("f",), is_weighted=False, routing=RowRouting(2, 1, boundaries=torch.tensor([0, 2])),
-        ...     retained=torch.tensor([[True, False]]), num_retained=2)
-        >>> weight = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
-        >>> coded = with_uniform_bits(MixedDimensionScheme({"t": table}), {"t": lambda a, b: weight[a:b]}, 4)
-        >>> coded.tables["t"].bits.tolist(), coded.served_bytes("packed")
-        ([[4, 0]], 8)
-    """
+def with_uniform_bits(
+    scheme: MixedDimensionScheme, rows: Mapping[str, Rows], bits: int
+) -> MixedDimensionScheme:
+    """The same tables with every retained column in so many bits, for the form ``"packed"``. Reads
+    the tables once."""
     coded = {}
     for name, table in scheme.tables.items():
         check_known("table", name, rows)
-        coded[name] = table if table.has_codes else table.with_codes(_uniform_codes(table, rows[name], bits))
+        coded[name] = (
+            table if table.has_codes else table.with_codes(_uniform_codes(table, rows[name], bits))
+        )
     return MixedDimensionScheme(coded)
 
 
@@ -71,7 +51,10 @@ def _samples(table: TableScheme, rows: Rows) -> dict[int, Tensor]:
     step = rows_per_chunk(table.embedding_dim)
     for first in range(0, table.num_embeddings, step):
         last = min(first + step, table.num_embeddings)
-        chunk, blocks = rows(first, last).detach().cpu().float(), table.routing.block_of(torch.arange(first, last))
+        chunk, blocks = (
+            rows(first, last).detach().cpu().float(),
+            table.routing.block_of(torch.arange(first, last)),
+        )
         for s, kept in found.items():
             of_block = (blocks == s).nonzero().squeeze(1)
             kept.append(chunk[of_block[-seen[s] % every[s] :: every[s]]])

@@ -1,11 +1,5 @@
-"""Bit fields: where the values of a row stand when every column of its block has a width of its own.
-
-Rows of a block follow one another at a fixed stride of whole bytes. In a row the columns come in their order, each a
-field of its bits, least significant bit first; a column of 0 bits takes none. A field of 32 bits holds a float32 and
-begins at a whole byte.
-
-Shapes: S blocks, D embedding_dim.
-"""
+"""Bit fields: where the values of a row stand when every column of its block has a width of its
+own."""
 
 from __future__ import annotations
 
@@ -20,59 +14,24 @@ FLOAT_BITS = 32
 
 
 def check_widths(bits: Tensor, place: str) -> None:
-    """Checks that every width is one of `WIDTHS`.
-
-    Args:
-        bits: any shape, integers.
-        place: what they belong to, for the error.
-
-    Raises:
-        ValueError: if one is not.
-    """
+    """Checks that every width is one of `WIDTHS`."""
     others = sorted(set(bits.unique().tolist()) - set(WIDTHS))
     check(not others, place, f"bits among {WIDTHS}", others)
 
 
 def is_coded(bits: Tensor) -> Tensor:
-    """Marks the columns that are stored in codes, with a scale and a shift: neither dropped nor float32.
-
-    Args:
-        bits: any shape, integers among `WIDTHS`.
-    """
+    """Marks the columns that are stored in codes, with a scale and a shift: neither dropped nor
+    float32."""
     return (bits > 0) & (bits < FLOAT_BITS)
 
 
 def field_offsets(bits: Tensor) -> Tensor:
-    """First bit of every field in its row.
-
-    Args:
-        bits: ``(S, D)`` integers among `WIDTHS`.
-
-    Returns:
-        ``(S, D)`` int64; of a dropped column, where the next field may begin.
-
-    Example:
-        >>> import torch
-        >>> field_offsets(torch.tensor([[3, 0, 4, 32, 2]])).tolist()
-        [[0, 3, 3, 8, 40]]
-    """
+    """First bit of every field in its row."""
     return _fields(bits)[0]
 
 
 def row_strides(bits: Tensor) -> Tensor:
-    """Bytes of a row of every block: its fields, rounded up to whole bytes.
-
-    Args:
-        bits: ``(S, D)`` integers among `WIDTHS`.
-
-    Returns:
-        ``(S,)`` int64; 0 for a block without a column.
-
-    Example:
-        >>> import torch
-        >>> row_strides(torch.tensor([[3, 0, 4, 32, 2], [0, 0, 0, 0, 0]])).tolist()
-        [6, 0]
-    """
+    """Bytes of a row of every block: its fields, rounded up to whole bytes."""
     return -(-_fields(bits)[1] // 8)
 
 
@@ -87,21 +46,11 @@ def _fields(bits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def packed_rows(fields: Tensor, bits: Tensor) -> Tensor:
-    """Rows of one block in bytes.
-
-    Args:
-        fields: ``(n, D)`` int64: codes in ``0 .. 2^bits - 1``, and of float32 columns the bits of the value (``value.
-            view(torch.int32)``); what stands at dropped columns is passed over.
-        bits: ``(D,)`` integers among `WIDTHS`.
-
-    Returns:
-        ``(n, stride)`` uint8.
-
-    Example:
-        >>> packed_rows(torch.tensor([[5, 9, 3]]), torch.tensor([3, 0, 6])).tolist()  # 011101 over 101
-        [[29, 0]]
-    """
-    (offsets,), (stride,) = field_offsets(bits.unsqueeze(0)), row_strides(bits.unsqueeze(0)).tolist()
+    """Rows of one block in bytes."""
+    (offsets,), (stride,) = (
+        field_offsets(bits.unsqueeze(0)),
+        row_strides(bits.unsqueeze(0)).tolist(),
+    )
     packed = torch.zeros(len(fields), stride, dtype=torch.uint8)
     for column, (width, offset) in enumerate(zip(bits.tolist(), offsets.tolist(), strict=True)):
         first, last = offset // 8, (offset + width + 7) // 8
@@ -112,20 +61,7 @@ def packed_rows(fields: Tensor, bits: Tensor) -> Tensor:
 
 
 def unpacked_fields(rows: Tensor, bits: Tensor) -> Tensor:
-    """The fields of rows of one block: the inverse of `packed_rows`.
-
-    Args:
-        rows: ``(n, stride)`` uint8.
-        bits: ``(D,)`` integers among `WIDTHS`.
-
-    Returns:
-        ``(n, D)`` int32: codes, the bits of a float32, and 0 for dropped columns.
-
-    Example:
-        >>> bits = torch.tensor([3, 0, 6])
-        >>> unpacked_fields(packed_rows(torch.tensor([[5, 9, 3]]), bits), bits).tolist()
-        [[5, 0, 3]]
-    """
+    """The fields of rows of one block: the inverse of `packed_rows`."""
     (offsets,) = field_offsets(bits.unsqueeze(0))
     fields = torch.zeros(len(rows), len(bits), dtype=torch.int32)
     for column, (width, offset) in enumerate(zip(bits.tolist(), offsets.tolist(), strict=True)):
@@ -134,5 +70,7 @@ def unpacked_fields(rows: Tensor, bits: Tensor) -> Tensor:
         for byte in range(first, last):
             field |= rows[:, byte].long() << 8 * (byte - first)
         field = field >> offset % 8 & ((1 << width) - 1)
-        fields[:, column] = (field - (field >> FLOAT_BITS - 1 << FLOAT_BITS)).int()  # a sign, where all bits are used
+        fields[:, column] = (
+            field - (field >> FLOAT_BITS - 1 << FLOAT_BITS)
+        ).int()  # a sign, where all bits are used
     return fields

@@ -1,11 +1,5 @@
-"""Blocking: frequency counts -> RowBlocks, the sets of rows that share one row of alpha (paper, section 3.2).
-
-Rows are sorted by descending frequency (ties in row order) and the order is cut into S blocks. With scope ``"global"``
-(the paper's) all tables of equal embedding_dim are sorted together and share the same S rows of alpha; with scope
-``"table"`` each table has its own.
-
-Shapes: N rows of a table, D embedding_dim, S blocks, A rows of alpha for one D (S, or S times the number of tables).
-"""
+"""Blocking: frequency counts -> RowBlocks, the sets of rows that share one row of alpha (paper,
+section 3.2)."""
 
 from __future__ import annotations
 
@@ -39,18 +33,7 @@ class _Head(TypedDict):
 
 @dataclass(frozen=True, eq=False)
 class RowBlocks:
-    """Row blocks of all tables: they say which row of alpha multiplies which row of which table.
-
-    Attributes:
-        scope: ``"global"`` or ``"table"``.
-        strategy: how the order was cut.
-        routings: table -> row routing.
-        embedding_dims: table -> D.
-        max_bag_lengths: feature -> longest bag in the training data.
-        occurrences: table -> ``(S,)`` int64, how often training looked up rows of each block.
-        seen_rows: table -> ``(S,)`` int64, rows of each block that training looked up at least once.
-        left_alone: tables that must not be touched: one block each, whose columns all stay, in float32.
-    """
+    """Row blocks of all tables: they say which row of alpha multiplies which row of which table."""
 
     scope: str
     strategy: str
@@ -71,14 +54,7 @@ class RowBlocks:
         return {dim: (num_rows, dim) for dim, num_rows in rows.items()}
 
     def first_alpha_row(self, table: str) -> int:
-        """Row of alpha that belongs to block 0 of `table`; 0 for every table of scope ``"global"``.
-
-        Args:
-            table: its name.
-
-        Raises:
-            ValueError: if the table has no blocks.
-        """
+        """Row of alpha that belongs to block 0 of `table`; 0 for every table of scope ``"global"``."""
         check_known("table", table, self.routings)
         if self.scope == "global":
             return 0
@@ -91,15 +67,8 @@ class RowBlocks:
         return first
 
     def per_alpha_row(self, embedding_dim: int, per_block: Mapping[str, Tensor]) -> Tensor:
-        """Adds up a quantity of the tables' blocks, such as `seen_rows`, by the row of alpha that multiplies them.
-
-        Args:
-            embedding_dim: D of the alpha.
-            per_block: table -> ``(S,)``.
-
-        Returns:
-            ``(A,)`` float64.
-        """
+        """Adds up a quantity of the tables' blocks, such as `seen_rows`, by the row of alpha that
+        multiplies them."""
         total = torch.zeros(self.alpha_shapes[embedding_dim][0], dtype=torch.float64)
         for table, dim in self.embedding_dims.items():
             if dim == embedding_dim:
@@ -108,36 +77,35 @@ class RowBlocks:
         return total
 
     def save(self, path: Path) -> None:
-        """Writes one safetensors file, whole or not at all.
-
-        Args:
-            path: of the file, in an existing folder; an older one is replaced.
-        """
+        """Writes one safetensors file, whole or not at all."""
         tensors, described = {}, {}
         for table, routing in self.routings.items():
-            described[table] = [routing.num_embeddings, routing.num_blocks, self.embedding_dims[table]]
+            described[table] = [
+                routing.num_embeddings,
+                routing.num_blocks,
+                self.embedding_dims[table],
+            ]
             tensors[f"{table}/occurrences"] = self.occurrences[table]
             tensors[f"{table}/seen_rows"] = self.seen_rows[table]
             tensors |= {f"{table}/{key}": value for key, value in routing.to_tensors().items()}
         head = {"scope": self.scope, "strategy": self.strategy, "tables": described}
-        head |= {"max_bag_lengths": dict(self.max_bag_lengths), "left_alone": sorted(self.left_alone)}
+        head |= {
+            "max_bag_lengths": dict(self.max_bag_lengths),
+            "left_alone": sorted(self.left_alone),
+        }
         write_tensors(path, tensors, "row_blocks", head)
 
     @staticmethod
     def load(path: Path) -> RowBlocks:
-        """Reads a file that `save` wrote.
-
-        Args:
-            path: of the file.
-
-        Raises:
-            FileNotFoundError: if there is none.
-            ValueError: if the file is damaged or holds something else.
-        """
+        """Reads a file that `save` wrote."""
         tensors, described = read_tensors(path, "row_blocks", _Head)
         routings, dims = {}, {}
         for table, (num_embeddings, num_blocks, dim) in described["tables"].items():
-            parts = {k: tensors[f"{table}/{k}"] for k in ("boundaries", "block_of_row") if f"{table}/{k}" in tensors}
+            parts = {
+                k: tensors[f"{table}/{k}"]
+                for k in ("boundaries", "block_of_row")
+                if f"{table}/{k}" in tensors
+            }
             routings[table] = RowRouting.from_tensors(num_embeddings, num_blocks, parts)
             dims[table] = dim
         return RowBlocks(
@@ -164,27 +132,31 @@ def blocks_from_counts(
 ) -> RowBlocks:
     """Cuts the rows, sorted by descending frequency, into blocks.
 
-    Takes a byte per row (two from 256 blocks on) and a few MB, beside the counts. Local and deterministic: equal counts
-    give equal blocks on all ranks.
+    Takes a byte per row (two from 256 blocks on) and a few MB, beside the counts. Local and
+    deterministic: equal counts give equal blocks on all ranks.
 
     Args:
         counts: occurrences in the training data.
         tables: the tables to block, as ``embedding_bag_configs()`` gives them.
-        num_blocks: S wanted, at most 65,535; with scope ``"table"`` as many as a table has rows, where those are fewer.
-            ``"decades"`` and ``"explicit"`` have as many blocks as they come to.
+        num_blocks: S wanted, at most 65,535; with scope ``"table"`` as many as a table has rows,
+            where those are fewer. ``"decades"`` and ``"explicit"`` have as many blocks as they come
+            to.
         scope: ``"global"`` (the paper: tables of equal embedding_dim together) or ``"table"``.
-        strategy: ``"equal_rows"`` (the paper's reading), ``"equal_mass"`` (equal occurrences), ``"decades"`` (one block
-            per power of ten of the frequency; never-seen rows join the last) or ``"explicit"``.
-        boundaries: for ``"explicit"``: rising positions in the sorted order at which a new block begins.
-        leave_alone: names of tables that must not be touched, see `RowBlocks.left_alone`; with scope ``"table"``.
+        strategy: ``"equal_rows"`` (the paper's reading), ``"equal_mass"`` (equal occurrences),
+            ``"decades"`` (one block per power of ten of the frequency; never-seen rows join the
+            last) or ``"explicit"``.
+        boundaries: for ``"explicit"``: rising positions in the sorted order at which a new block
+            begins.
+        leave_alone: names of tables that must not be touched, see `RowBlocks.left_alone`; with
+            scope ``"table"``.
 
     Returns:
-        The blocks of every table. A table whose rows stand in frequency order is routed by boundaries, any other by a
-        uint8 or uint16 map.
+        The blocks of every table. A table whose rows stand in frequency order is routed by
+        boundaries, any other by a uint8 or uint16 map.
 
     Raises:
-        ValueError: for an unknown scope or strategy, counts of other tables or other num_embeddings, or boundaries that
-            do not fit.
+        ValueError: for an unknown scope or strategy, counts of other tables or other
+            num_embeddings, or boundaries that do not fit.
 
     Example:
         >>> counts = FrequencyCounts({"t": torch.tensor([9, 7, 2, 1])}, {"f": 1}, 19)
@@ -206,23 +178,34 @@ def blocks_from_counts(
         check_known("table", table.name, counts.counts)
         counted = counts.counts[table.name].numel()
         fits = counted == table.num_embeddings
-        check(fits, f"table {table.name!r}", f"counts of num_embeddings={table.num_embeddings} rows", counted)
+        check(
+            fits,
+            f"table {table.name!r}",
+            f"counts of num_embeddings={table.num_embeddings} rows",
+            counted,
+        )
     for name in leave_alone:
         check_known("table to leave alone", name, [table.name for table in tables])
     check(not leave_alone or scope == "table", "leave_alone", "scope 'table'", repr(scope))
     sorted_together: dict[object, list[EmbeddingBagConfig]] = {}
     for table in tables:
-        sorted_together.setdefault(table.embedding_dim if scope == "global" else table.name, []).append(table)
+        sorted_together.setdefault(
+            table.embedding_dim if scope == "global" else table.name, []
+        ).append(table)
     routings: dict[str, RowRouting] = {}
     occurrences: dict[str, Tensor] = {}
     seen_rows: dict[str, Tensor] = {}
     for members in sorted_together.values():
         order = _FrequencyOrder([counts.counts[table.name] for table in members])
-        wanted = min(num_blocks, order.num_rows) if scope == "table" else num_blocks  # a small table is no news
+        wanted = (
+            min(num_blocks, order.num_rows) if scope == "table" else num_blocks
+        )  # a small table is no news
         wanted = 1 if members[0].name in leave_alone else wanted
         starts = _block_starts(order, strategy, wanted, boundaries or ())
         for name in (table.name for table in members):
-            routings[name], occurrences[name], seen_rows[name] = _block_rows(counts.counts[name], order, starts)
+            routings[name], occurrences[name], seen_rows[name] = _block_rows(
+                counts.counts[name], order, starts
+            )
             if name in leave_alone:  # never-seen rows stay where they are, so no map is needed
                 num_rows = counts.counts[name].numel()
                 routings[name] = RowRouting(num_rows, 1, boundaries=torch.tensor([0, num_rows]))
@@ -238,22 +221,10 @@ def blocks_from_counts(
     )
 
 
-def check_num_blocks(num_blocks: int, tables: Sequence[EmbeddingBagConfig], *, scope: str, strategy: str) -> None:
-    """Checks that there are rows for so many blocks, before anything is counted.
-
-    Args:
-        num_blocks: S wanted.
-        tables: the tables to block.
-        scope: see `blocks_from_counts`.
-        strategy: see `blocks_from_counts`; ``"decades"`` and ``"explicit"`` have as many blocks as they come to.
-
-    Raises:
-        ValueError: if no tables that are blocked together have so many rows, or so many blocks cannot be numbered.
-
-    Example:
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
-        >>> check_num_blocks(4, [table], scope="global", strategy="equal_rows")
-    """
+def check_num_blocks(
+    num_blocks: int, tables: Sequence[EmbeddingBagConfig], *, scope: str, strategy: str
+) -> None:
+    """Checks that there are rows for so many blocks, before anything is counted."""
     if strategy not in ("equal_rows", "equal_mass"):
         return
     rows: dict[object, int] = {}
@@ -266,17 +237,8 @@ def check_num_blocks(num_blocks: int, tables: Sequence[EmbeddingBagConfig], *, s
 
 
 class _FrequencyOrder:
-    """Rows by falling frequency, ties in row order: as runs of rows of equal frequency, without sorting any rows.
-
-    However many rows there are, few frequencies are distinct: those of M occurrences are less than ``sqrt(2 M) + 1``.
-
-    Args:
-        counts: of the tables that are ordered together, one after the other.
-
-    Attributes:
-        frequencies: of the runs, ``(runs,)`` int64, falling.
-        starts: place of each run in the order, ``(runs + 1,)`` int64; the last one is the number of rows.
-    """
+    """Rows by falling frequency, ties in row order: as runs of rows of equal frequency, without
+    sorting any rows."""
 
     def __init__(self, counts: Sequence[RowCounts]) -> None:
         values, sizes = torch.zeros(2, 0, dtype=torch.int64)
@@ -305,14 +267,22 @@ class _FrequencyOrder:
         return places
 
 
-def _block_starts(order: _FrequencyOrder, strategy: str, num_blocks: int, boundaries: Sequence[int]) -> Tensor:
+def _block_starts(
+    order: _FrequencyOrder, strategy: str, num_blocks: int, boundaries: Sequence[int]
+) -> Tensor:
     """The places at which blocks begin, rising from 0."""
-    num_rows, frequencies, none = order.num_rows, order.frequencies, torch.zeros(1, dtype=torch.int64)
+    num_rows, frequencies, none = (
+        order.num_rows,
+        order.frequencies,
+        torch.zeros(1, dtype=torch.int64),
+    )
     if strategy == "equal_rows":
         starts = torch.arange(num_blocks) * num_rows // num_blocks
     elif strategy == "equal_mass":
         mass = (frequencies * order.starts.diff()).cumsum(0)
-        shares = -(-torch.arange(1, num_blocks) * mass[-1] // num_blocks)  # rounded up, exact unlike floats
+        shares = -(
+            -torch.arange(1, num_blocks) * mass[-1] // num_blocks
+        )  # rounded up, exact unlike floats
         run = torch.searchsorted(mass, shares)
         before = torch.cat([none, mass])[run]
         rows = -(-(shares - before) // frequencies[run].clamp(min=1))
@@ -328,15 +298,17 @@ def _block_starts(order: _FrequencyOrder, strategy: str, num_blocks: int, bounda
     starts = torch.unique(starts[starts < num_rows])
     wanted = num_blocks if strategy in ("equal_rows", "equal_mass") else starts.numel()
     if starts.numel() < wanted:
-        logger.warning("blocking: %d blocks came out of %d wanted (too few rows)", starts.numel(), wanted)
+        logger.warning(
+            "blocking: %d blocks came out of %d wanted (too few rows)", starts.numel(), wanted
+        )
     return starts
 
 
-def _block_rows(counts: RowCounts, order: _FrequencyOrder, starts: Tensor) -> tuple[RowRouting, Tensor, Tensor]:
-    """Puts the rows of the next table into blocks; also returns each block's occurrences and number of seen rows.
-
-    The routing has boundaries only if they still suffice once never-seen rows are dropped, so that sizes are known now.
-    """
+def _block_rows(
+    counts: RowCounts, order: _FrequencyOrder, starts: Tensor
+) -> tuple[RowRouting, Tensor, Tensor]:
+    """Puts the rows of the next table into blocks; also returns each block's occurrences and number
+    of seen rows."""
     num_rows, num_blocks = counts.numel(), starts.numel()
     block_of_row = torch.empty(num_rows, dtype=torch.uint8 if num_blocks < 256 else torch.uint16)
     rows, occurrences, seen_rows = torch.zeros(3, num_blocks, dtype=torch.int64)

@@ -1,12 +1,4 @@
-r"""Column codes: how the values of a block's columns are stored, in k bits a value.
-
-.. math:: x \approx s (q + m / 2), \quad q \in \{0, .., 2^k - 1\}
-
-The scale s is a bfloat16, the shift m an int16 in half steps. Codes are symmetric at :math:`m = -(2^k - 1)`: all levels
-are used, none of them is 0. Columns of 32 bits are float32 as they are, those of 0 bits are 0.
-
-Shapes: n rows, D embedding_dim, S blocks.
-"""
+r"""Column codes: how the values of a block's columns are stored, in k bits a value."""
 
 from __future__ import annotations
 
@@ -21,17 +13,7 @@ from dnis_torchrec.checks import check
 
 @dataclass(frozen=True, eq=False)
 class ColumnCodes:
-    """The codes in which the columns of a table's blocks are stored: bits, scale and shift of each.
-
-    Attributes:
-        bits: ``(S, D)`` uint8, among `dnis_torchrec.blocks.bit_fields.WIDTHS`.
-        scale: ``(S, D)`` float32, each a bfloat16 above 0; 1 where a column has no codes.
-        shift: ``(S, D)`` int16, half steps; 0 where a column has no codes.
-        feedback: ``(S, D, D)`` float32, by which later columns make good what earlier ones lose when rows are encoded,
-            see `dnis_torchrec.blocks.error_feedback`; None: every column has its nearest code. Decoding needs none.
-        gain: ``(S, D)`` float32, of scales that were learnt after codes were fitted, the scale over the fitted one: a
-            value times it has the code that the value had. None: 1. Decoding needs none.
-    """
+    """The codes in which the columns of a table's blocks are stored: bits, scale and shift of each."""
 
     bits: Tensor
     scale: Tensor
@@ -40,7 +22,11 @@ class ColumnCodes:
     gain: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name, dtype in (("bits", torch.uint8), ("scale", torch.float32), ("shift", torch.int16)):
+        for name, dtype in (
+            ("bits", torch.uint8),
+            ("scale", torch.float32),
+            ("shift", torch.int16),
+        ):
             value = getattr(self, name)
             fits = value.dtype == dtype and value.shape == self.bits.shape
             check(
@@ -49,14 +35,21 @@ class ColumnCodes:
                 f"{dtype} of shape {tuple(self.bits.shape)}",
                 f"{value.dtype} {tuple(value.shape)}",
             )
-        sound = (self.scale > 0) & self.scale.isfinite() & (self.scale == self.scale.bfloat16().float())
+        sound = (
+            (self.scale > 0) & self.scale.isfinite() & (self.scale == self.scale.bfloat16().float())
+        )
         if not bool(sound.all()):
             block, column = (~sound).nonzero()[0].tolist()
             received = f"{self.scale[block, column].item()} in block {block}, column {column}"
             check(False, "ColumnCodes.scale", "finite bfloat16 values above 0", received)
         if self.feedback is not None:
             shape = (*self.bits.shape, self.bits.shape[1])
-            check(tuple(self.feedback.shape) == shape, "ColumnCodes.feedback", f"{shape}", tuple(self.feedback.shape))
+            check(
+                tuple(self.feedback.shape) == shape,
+                "ColumnCodes.feedback",
+                f"{shape}",
+                tuple(self.feedback.shape),
+            )
         if self.gain is not None:
             fits = self.gain.shape == self.bits.shape
             check(fits, "ColumnCodes.gain", f"{tuple(self.bits.shape)}", tuple(self.gain.shape))
@@ -67,17 +60,18 @@ class ColumnCodes:
         return self.feedback is not None or self.gain is not None
 
     def with_gain(self, gain: Tensor) -> ColumnCodes:
-        """The same codes of every row, that stand for other values: those of a column times its gain, to a bfloat16.
-
-        Args:
-            gain: ``(S, D)``, above 0; read where a column has codes.
-        """
+        """The same codes of every row, that stand for other values: those of a column times its
+        gain, to a bfloat16."""
         coded = is_coded(self.bits)
         scale = torch.where(coded, (self.scale * gain).bfloat16().float(), self.scale)
         exact = torch.where(coded, scale / self.scale, 1.0)
         feedback = self.feedback
-        if feedback is not None:  # its columns stand in the order of rounding, and carry errors from one to another
-            from dnis_torchrec.blocks.error_feedback import rounding_order  # serving decodes, and never needs it
+        if (
+            feedback is not None
+        ):  # its columns stand in the order of rounding, and carry errors from one to another
+            from dnis_torchrec.blocks.error_feedback import (
+                rounding_order,
+            )  # serving decodes, and never needs it
 
             in_order = exact.gather(1, rounding_order(self.bits))
             feedback = feedback * in_order[:, None, :] / in_order[:, :, None]
@@ -85,47 +79,23 @@ class ColumnCodes:
         return replace(self, scale=scale, feedback=feedback, gain=own)
 
     def settled(self, chunk: Tensor, blocks: Tensor) -> Tensor:
-        """Moves rows to values whose nearest codes are those that `encode_rows` chooses. Local.
-
-        Args:
-            chunk: ``(n, D)`` float32, rows of a table.
-            blocks: ``(n,)`` int64, the block of each row, S for none.
-
-        Returns:
-            ``(n, D)`` float32; the rows themselves without feedback and gain.
-        """
+        """Moves rows to values whose nearest codes are those that `encode_rows` chooses. Local."""
         if self.gain is not None:
             chunk = chunk * torch.cat([self.gain, torch.ones(1, self.gain.shape[1])])[blocks]
         if self.feedback is None:
             return chunk
-        from dnis_torchrec.blocks.error_feedback import fed_back  # serving decodes, and never needs it
+        from dnis_torchrec.blocks.error_feedback import (
+            fed_back,
+        )  # serving decodes, and never needs it
 
         of_codes = self.bits, self.scale, self.shift / 2, largest_codes(self.bits)
         return fed_back(chunk, blocks, self.feedback, *of_codes)
 
 
-def encode_rows(chunk: Tensor, blocks: Tensor, codes: ColumnCodes, *, place: str = "codes") -> Tensor:
-    """Codes of some rows: the nearest ones, or what error feedback makes of them. Local.
-
-    Args:
-        chunk: ``(n, D)`` float32, rows of a table.
-        blocks: ``(n,)`` int64, the block of each row, S for none.
-        codes: of the whole table.
-        place: whose rows they are, for the error.
-
-    Returns:
-        ``(n, D)`` int32: codes, a float32's own bits at 32 bits, and 0 for dropped columns and rows of no block.
-
-    Raises:
-        ValueError: for NaN or infinity, naming the block and the column.
-
-    Example:
-        >>> one = torch.ones(1, 2)
-        >>> codes = ColumnCodes(torch.tensor([[2, 32]]).byte(), one, torch.tensor([[-3, 0]]).short())
-        >>> encoded = encode_rows(torch.tensor([[0.4, 7.0], [9.0, 7.0]]), torch.tensor([0, 1]), codes)
-        >>> encoded[:, 0].tolist(), decode_rows(encoded, torch.tensor([0, 1]), codes).tolist()
-        ([2, 0], [[0.5, 7.0], [0.0, 0.0]])
-    """
+def encode_rows(
+    chunk: Tensor, blocks: Tensor, codes: ColumnCodes, *, place: str = "codes"
+) -> Tensor:
+    """Codes of some rows: the nearest ones, or what error feedback makes of them. Local."""
     check_finite(chunk, blocks, place)
     chunk = codes.settled(chunk, blocks)
     bits, scale, shift = _of_rows(blocks, codes)
@@ -134,16 +104,7 @@ def encode_rows(chunk: Tensor, blocks: Tensor, codes: ColumnCodes, *, place: str
 
 
 def decode_rows(encoded: Tensor, blocks: Tensor, codes: ColumnCodes) -> Tensor:
-    """The values that codes stand for. Local.
-
-    Args:
-        encoded: ``(n, D)`` int32, see `encode_rows`.
-        blocks: ``(n,)`` int64, the block of each row, S for none.
-        codes: of the whole table.
-
-    Returns:
-        ``(n, D)`` float32; 0 in dropped columns and rows of no block.
-    """
+    """The values that codes stand for. Local."""
     bits, scale, shift = _of_rows(blocks, codes)
     values = scale * encoded + scale * (shift / 2)
     values = torch.where(is_coded(bits), values, 0.0)
@@ -151,16 +112,7 @@ def decode_rows(encoded: Tensor, blocks: Tensor, codes: ColumnCodes) -> Tensor:
 
 
 def check_finite(chunk: Tensor, blocks: Tensor, place: str) -> None:
-    """Checks that rows hold no NaN and no infinity.
-
-    Args:
-        chunk: ``(n, D)``.
-        blocks: ``(n,)``, the block of each row.
-        place: whose rows they are, for the error.
-
-    Raises:
-        ValueError: naming the block and the column of the first.
-    """
+    """Checks that rows hold no NaN and no infinity."""
     if not bool(chunk.isfinite().all()):
         row, column = (~chunk.isfinite()).nonzero()[0].tolist()
         received = f"{chunk[row, column].item()} in block {int(blocks[row])}, column {column}"
@@ -168,23 +120,12 @@ def check_finite(chunk: Tensor, blocks: Tensor, place: str) -> None:
 
 
 def nearest_codes(values: Tensor, scale: Tensor, half_shift: Tensor, largest: Tensor) -> Tensor:
-    """The codes nearest to some values, as floats. Local; shapes are broadcast.
-
-    Args:
-        values: float32.
-        scale: of each.
-        half_shift: half of the shift of each.
-        largest: see `largest_codes`.
-    """
+    """The codes nearest to some values, as floats. Local; shapes are broadcast."""
     return torch.minimum((values / scale - half_shift).round_().clamp_(min=0), largest)
 
 
 def largest_codes(bits: Tensor) -> Tensor:
-    """The largest code of every column, as a float; 0 where it has none.
-
-    Args:
-        bits: any shape, integers among `WIDTHS`.
-    """
+    """The largest code of every column, as a float; 0 where it has none."""
     return torch.where(is_coded(bits), (1 << bits.int().clamp(max=16)) - 1, 0).float()
 
 

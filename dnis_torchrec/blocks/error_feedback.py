@@ -1,20 +1,5 @@
-r"""Error feedback: what one column of a row loses in rounding, the columns that are rounded after it make good.
-
-Errors e of a row's columns cost, to second order, e^T H e / 2. H holds the couplings of its block (see
-`dnis_torchrec.allocation.curvature`): errors of two columns that move predictions alike add up, or cancel. Columns are
-rounded one after the other, those of fewest bits first. What column j lacks, every later column k takes up before it is
-rounded itself:
-
-.. math:: x_k \leftarrow x_k - (x_j - \hat x_j)\, U_{jk} / U_{jj}, \quad U^\top U = H^{-1}, U \text{ upper triangular}
-
-This is the move that costs least if later columns could take any value (Optimal Brain Surgeon, Hassibi and Stork 1993;
-GPTQ, Frantar et al. 2022). Where couplings are diagonal nothing moves, and every column has its nearest codes.
-
-NOTE[DIFF]: couplings of a block are estimated on the samples that read it, of a rare one on few. They shrink towards
-those of its whole table, and towards the diagonal, by shares that are the same for all models.
-
-Shapes: n rows, D embedding_dim, S blocks.
-"""
+r"""Error feedback: what one column of a row loses in rounding, the columns that are rounded after
+it make good."""
 
 from __future__ import annotations
 
@@ -24,43 +9,30 @@ from torch import Tensor
 from dnis_torchrec.blocks.bit_fields import FLOAT_BITS
 
 TABLE_SHARE, DIAGONAL_SHARE = 0.1, 0.3
-"""Weight of the whole table's couplings, and of equal ones of every column with itself, beside a block's own."""
+"""Weight of the whole table's couplings, and of equal ones of every column with itself, beside a
+block's own."""
 CACHED_ROWS = 2048
 """So many rows of 64 columns stay in a processor's cache."""
 
 
 def feedback_of(couplings: Tensor, bits: Tensor) -> Tensor:
-    r"""The shares :math:`U_{jk} / U_{jj}` of a column's error that later ones take up. Local and deterministic.
-
-    Args:
-        couplings: ``(S, D, D)`` float64, symmetric, of no negative eigenvalue; in any unit.
-        bits: ``(S, D)`` integers: columns of fewer bits are rounded first, of as many in their order.
-
-    Returns:
-        ``(S, D, D)`` float32, rows and columns in the order of rounding; 0 where k is not later than j.
-
-    Example:
-        >>> coupled = torch.tensor([[[1.0, 1.0], [1.0, 1.0]]], dtype=torch.float64)
-        >>> (100 * feedback_of(coupled, torch.tensor([[1, 4]]))).round().int().tolist()
-        [[[0, -79], [0, 0]]]
-    """
+    r"""The shares :math:`U_{jk} / U_{jj}` of a column's error that later ones take up. Local and
+    deterministic."""
     num_columns = bits.shape[1]
     own, table = _of_trace_one(couplings), _of_trace_one(couplings.sum(0, keepdim=True))
     diagonal = torch.eye(num_columns, dtype=torch.float64) / num_columns
     order = rounding_order(bits)
     shrunk = own + TABLE_SHARE * table + DIAGONAL_SHARE * diagonal
-    shrunk = shrunk.gather(1, order[:, :, None].expand_as(shrunk)).gather(2, order[:, None, :].expand_as(shrunk))
+    shrunk = shrunk.gather(1, order[:, :, None].expand_as(shrunk)).gather(
+        2, order[:, None, :].expand_as(shrunk)
+    )
     upper = torch.linalg.cholesky(torch.linalg.inv(shrunk), upper=True)
     shares = upper / upper.diagonal(dim1=1, dim2=2)[:, :, None]
     return shares.triu(diagonal=1).float()
 
 
 def rounding_order(bits: Tensor) -> Tensor:
-    """``(S, D)`` int64: which column is rounded when.
-
-    Args:
-        bits: ``(S, D)`` integers.
-    """
+    """``(S, D)`` int64: which column is rounded when."""
     return bits.int().argsort(dim=1, stable=True)
 
 
@@ -70,28 +42,24 @@ def _of_trace_one(couplings: Tensor) -> Tensor:
 
 
 def fed_back(
-    rows: Tensor, blocks: Tensor, feedback: Tensor, bits: Tensor, scale: Tensor, half_shift: Tensor, largest: Tensor
+    rows: Tensor,
+    blocks: Tensor,
+    feedback: Tensor,
+    bits: Tensor,
+    scale: Tensor,
+    half_shift: Tensor,
+    largest: Tensor,
 ) -> Tensor:
-    """Moves rows to where nearest rounding gives every column the code that error feedback chooses. Local.
-
-    Args:
-        rows: ``(n, D)`` float32.
-        blocks: ``(n,)`` int64, the block of each row, S for none: those rows stay.
-        feedback: see `feedback_of`.
-        bits: ``(S, D)``, as `feedback` was made for.
-        scale: ``(S, D)`` float32, see `dnis_torchrec.blocks.column_codes.ColumnCodes`.
-        half_shift: ``(S, D)`` float32, half of the shifts.
-        largest: ``(S, D)`` float32, the largest code of each column, 0 of one that is dropped.
-
-    Returns:
-        ``(n, D)`` float32.
-    """
+    """Moves rows to where nearest rounding gives every column the code that error feedback chooses.
+    Local."""
     moved, order = rows.clone(), rounding_order(bits)
     for block in blocks.unique().tolist():
         if block == len(bits) or not bool(feedback[block].any()):
             continue
         first_to_last = order[block]
-        of_columns = [part[block, first_to_last].tolist() for part in (bits, scale, half_shift, largest)]
+        of_columns = [
+            part[block, first_to_last].tolist() for part in (bits, scale, half_shift, largest)
+        ]
         for places in (blocks == block).nonzero().squeeze(1).split(CACHED_ROWS):
             columns = rows[places].T[first_to_last].contiguous()
             _feed_back_(columns, feedback[block], *of_columns)

@@ -1,14 +1,5 @@
-r"""Codes: a column of a block in k bits a value, with one scale and one shift, chosen for the least squared error.
-
-.. math:: x \approx s (q + m / 2), \quad q \in \{0, .., 2^k - 1\}
-
-The scale s is a bfloat16, the shift m an int16 in half steps. Codes are symmetric at :math:`m = -(2^k - 1)`: all levels
-are used, none of them is 0. Columns of 32 bits are float32 as they are, those of 0 bits are 0.
-
-NOTE[DIFF]: at 16 bits an int16 cannot shift by half of the codes, so a symmetric column uses 15 of the 16 bits.
-
-Shapes: n rows, D embedding_dim, S blocks, K widths.
-"""
+r"""Codes: a column of a block in k bits a value, with one scale and one shift, chosen for the least
+squared error."""
 
 from __future__ import annotations
 
@@ -30,19 +21,13 @@ CLIPS = {
     **{2: (0.05, 1, 12), 4: (0.08, 1, 12), 8: (0.15, 1, 12), 16: (0.2, 1, 10), 32: (0.3, 1, 8)},
     **{64: (0.4, 1, 5), 128: (0.5, 1, 4), 256: (0.6, 1, 3), 65536: (1, 1, 1)},
 }
-"""Levels -> shares of a column's range that are tried: from, to, how many. Fewer levels clip more."""
+"""Levels -> shares of a column's range that are tried: from, to, how many. Fewer levels clip more.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class FittedCodes:
-    """The best codes of every column of a block at several widths.
-
-    Attributes:
-        scale: ``(K, D)`` float32, as in `ColumnCodes`.
-        shift: ``(K, D)`` int16, as in `ColumnCodes`.
-        error: ``(K, D)`` float64: weighted energy of the rounding error over the weighted energy of the column; 1 at 0
-            bits, 0 at 32 bits and for a column without energy.
-    """
+    """The best codes of every column of a block at several widths."""
 
     scale: Tensor
     shift: Tensor
@@ -50,24 +35,13 @@ class FittedCodes:
 
 
 def fit_codes(values: Tensor, weights: Tensor, bits: Sequence[int]) -> FittedCodes:
-    r"""Scale and shift of every column of a block, for the least :math:`\sum_i w_i (x_i - s (q_i + m / 2))^2`.
-
-    A search over clips, symmetric and about the mean, then `ROUNDS` of alternating least squares: the nearest codes of
-    a scale and a shift, then the best scale and shift of these codes. Errors are those after the scale was rounded to
-    bfloat16 and the shift to half steps. Local and deterministic.
-
-    Args:
-        values: ``(n, D)`` float32, finite, the rows of one block or a sample of them.
-        weights: ``(n,)``, above 0.
-        bits: widths, among `dnis_torchrec.blocks.bit_fields.WIDTHS`.
-
-    Example:
-        >>> fitted = fit_codes(torch.tensor([[-1.0], [1.0]]), torch.ones(2), [0, 1])
-        >>> fitted.scale.flatten().tolist(), fitted.shift.flatten().tolist(), fitted.error.flatten().tolist()
-        ([1.0, 2.0], [0, -1], [1.0, 0.0])
-    """
+    r"""Scale and shift of every column of a block, for the least :math:`\sum_i w_i (x_i - s (q_i +
+    m / 2))^2`."""
     num_columns = values.shape[1]
-    scale, shift = torch.ones(len(bits), num_columns), torch.zeros(len(bits), num_columns, dtype=torch.int16)
+    scale, shift = (
+        torch.ones(len(bits), num_columns),
+        torch.zeros(len(bits), num_columns, dtype=torch.int16),
+    )
     error = torch.zeros(len(bits), num_columns, dtype=torch.float64)
     columns = _SortedColumns.of(values, weights) if values.numel() else None
     best: _Codes | None = None
@@ -77,7 +51,9 @@ def fit_codes(values: Tensor, weights: Tensor, bits: Sequence[int]) -> FittedCod
         elif width < FLOAT_BITS and columns is not None:
             best = _best_codes(columns, 2**width, best)
             scale[index], shift[index] = best.scale.flatten().float(), best.shift.flatten().short()
-            error[index] = (best.error / columns.energy.clamp(min=torch.finfo(torch.float64).tiny)).flatten()
+            error[index] = (
+                best.error / columns.energy.clamp(min=torch.finfo(torch.float64).tiny)
+            ).flatten()
     if columns is not None:
         error[:, columns.energy.flatten() == 0] = 0
     return FittedCodes(scale, shift, error)
@@ -85,16 +61,8 @@ def fit_codes(values: Tensor, weights: Tensor, bits: Sequence[int]) -> FittedCod
 
 @dataclass(frozen=True, eq=False)
 class _SortedColumns:
-    """Columns about their weighted means, sorted, with running sums: sums over the values of a code are differences.
-
-    Attributes:
-        values: ``(D, n)`` float64, rising, less the mean.
-        weights: ``(D, n)`` float64, in the order of the values.
-        mean: ``(D, 1)``.
-        running: ``(2, D, n + 1)``: sums of the weights, and of weights times values, before each value.
-        spread: ``(D, 1)``: sum of weights times squared values.
-        energy: ``(D, 1)``: the same before the mean was taken off.
-    """
+    """Columns about their weighted means, sorted, with running sums: sums over the values of a code
+    are differences."""
 
     values: Tensor
     weights: Tensor
@@ -114,32 +82,29 @@ class _SortedColumns:
         torch.cumsum(weight, 1, out=running[0, :, 1:])
         torch.cumsum(weight * centred, 1, out=running[1, :, 1:])
         spread = (weight * centred.square()).sum(1, keepdim=True)
-        return _SortedColumns(centred, weight, mean, running, spread, (weight * wide.square()).sum(1, keepdim=True))
+        return _SortedColumns(
+            centred, weight, mean, running, spread, (weight * wide.square()).sum(1, keepdim=True)
+        )
 
     @property
     def is_constant(self) -> Tensor:
         """``(D, 1)``: columns of one value."""
         return self.values[:, :1] == self.values[:, -1:]
 
-    def sums_of_codes(self, scale: Tensor, low: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Weighted sums of q, q^2 and q x over all values, for the nearest codes of some scales and lowest levels.
-
-        By boundaries between codes, or by values, whichever are fewer: q is the number of boundaries below a value, and
-        q^2 the sum of the first q odd numbers.
-
-        Args:
-            scale: ``(D, G)``.
-            low: ``(D, G)``, about the mean.
-            levels: 2^k.
-
-        Returns:
-            Each ``(D, G)``.
-        """
+    def sums_of_codes(
+        self, scale: Tensor, low: Tensor, levels: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Weighted sums of q, q^2 and q x over all values, for the nearest codes of some scales and
+        lowest levels."""
         if levels > self.values.shape[1]:
             steps = (self.values.unsqueeze(1) - low.unsqueeze(2)) / scale.unsqueeze(2)
             codes = steps.round_().clamp_(0, levels - 1)
             weighted = codes * self.weights.unsqueeze(1)
-            return weighted.sum(2), (weighted * codes).sum(2), (weighted * self.values.unsqueeze(1)).sum(2)
+            return (
+                weighted.sum(2),
+                (weighted * codes).sum(2),
+                (weighted * self.values.unsqueeze(1)).sum(2),
+            )
         nth = torch.arange(levels - 1, dtype=torch.float64)
         boundaries = low.unsqueeze(2) + scale.unsqueeze(2) * (nth + 0.5)
         places = torch.searchsorted(self.values, boundaries.flatten(1))
@@ -151,7 +116,8 @@ class _SortedColumns:
 
 @dataclass(frozen=True, eq=False)
 class _Codes:
-    """Scales and shifts ``(D, G)`` as they are stored, what they err by, and the least squares that would be better."""
+    """Scales and shifts ``(D, G)`` as they are stored, what they err by, and the least squares that
+    would be better."""
 
     scale: Tensor
     shift: Tensor
@@ -166,7 +132,8 @@ class _Codes:
 
 
 def _best_codes(columns: _SortedColumns, levels: int, narrower: _Codes | None) -> _Codes:
-    """The best of all that was tried; those of fewer levels are among it, so more levels never err by more."""
+    """The best of all that was tried; those of fewer levels are among it, so more levels never err
+    by more."""
     if narrower is not None and bool(columns.is_constant.all()):
         return narrower
     lows, highs = _clipped_ranges(columns, levels)
@@ -178,7 +145,10 @@ def _best_codes(columns: _SortedColumns, levels: int, narrower: _Codes | None) -
     best = tried.chosen(tried.error.argmin(1, keepdim=True))
     for _ in range(ROUNDS):
         again = _rounded(columns, best.better_scale, best.better_low, levels)
-        both = (torch.cat([getattr(best, name), getattr(again, name)], dim=1) for name in best.__dataclass_fields__)
+        both = (
+            torch.cat([getattr(best, name), getattr(again, name)], dim=1)
+            for name in best.__dataclass_fields__
+        )
         pair = _Codes(*both)
         best = pair.chosen(pair.error.argmin(1, keepdim=True))
     return _constant_where(columns, best)
@@ -194,7 +164,8 @@ def _clipped_ranges(columns: _SortedColumns, levels: int) -> tuple[Tensor, Tenso
 
 
 def _rounded(columns: _SortedColumns, scale: Tensor, low: Tensor, levels: int) -> _Codes:
-    """Rounds scales and lowest levels to what can be stored; returns their squared errors, and better ones to try."""
+    """Rounds scales and lowest levels to what can be stored; returns their squared errors, and
+    better ones to try."""
     smallest = (2 * (low + columns.mean).abs() / LARGEST_SHIFT).clamp(min=LEAST_SCALE)
     scale = _up_to_bfloat16(torch.maximum(scale, smallest), smallest)
     shift = (2 * (low + columns.mean) / scale).round_().clamp_(-LARGEST_SHIFT, LARGEST_SHIFT)
@@ -205,23 +176,31 @@ def _rounded(columns: _SortedColumns, scale: Tensor, low: Tensor, levels: int) -
     error += scale.square() * q2 + 2 * scale * low * q + low.square() * weight
     determinant = q2 * weight - q.square()
     solvable = determinant > 1e-12 * q2 * weight
-    better = torch.where(solvable, (qx * weight - q * total) / torch.where(solvable, determinant, 1.0), scale)
+    better = torch.where(
+        solvable, (qx * weight - q * total) / torch.where(solvable, determinant, 1.0), scale
+    )
     better_low = torch.where(solvable, (total - better * q) / weight, low)
     usable = better > 0
     return _Codes(
-        scale, shift, error.clamp_(min=0), torch.where(usable, better, scale), torch.where(usable, better_low, low)
+        scale,
+        shift,
+        error.clamp_(min=0),
+        torch.where(usable, better, scale),
+        torch.where(usable, better_low, low),
     )
 
 
 def _up_to_bfloat16(scale: Tensor, smallest: Tensor) -> Tensor:
-    """The nearest bfloat16, or the next one where that is below the smallest scale that a shift allows."""
+    """The nearest bfloat16, or the next one where that is below the smallest scale that a shift
+    allows."""
     nearest = scale.clamp(max=LARGEST_SCALE).float().bfloat16().double()
     next_one = nearest + torch.exp2(torch.frexp(nearest).exponent.double() - 8)
     return torch.where(nearest < smallest, next_one.clamp(max=LARGEST_SCALE), nearest)
 
 
 def _constant_where(columns: _SortedColumns, found: _Codes) -> _Codes:
-    """Columns of one value get the scale of which half an integer comes nearest to it: code 0 is that value."""
+    """Columns of one value get the scale of which half an integer comes nearest to it: code 0 is
+    that value."""
     constant, value = columns.is_constant, columns.mean
     if not bool(constant.any()):
         return found
@@ -229,7 +208,9 @@ def _constant_where(columns: _SortedColumns, found: _Codes) -> _Codes:
     scales = (1 + torch.arange(128, dtype=torch.float64) / 128) * torch.exp2(exponent.double() - 14)
     scales = scales.clamp(LEAST_SCALE)
     shifts = (2 * value / scales).round_()
-    distance = (scales * shifts / 2 - value).abs().masked_fill(shifts.abs() > LARGEST_SHIFT, torch.inf)
+    distance = (
+        (scales * shifts / 2 - value).abs().masked_fill(shifts.abs() > LARGEST_SHIFT, torch.inf)
+    )
     nearest = distance.argmin(1, keepdim=True)
     is_zero = fraction == 0
     scale = torch.where(is_zero, 1.0, scales.gather(1, nearest))

@@ -1,9 +1,5 @@
-"""Raw categorical values to rows of a table, and numbers to evenly spread ones. Deterministic, on every machine alike.
-
-Strings are hashed by SipHash with a fixed key, integers by the finaliser of SplitMix64, both as pandas does it; a test
-holds some values still, because everything that was ever hashed depends on them. Files disagree about whether an id is
-a number or text, so the text of an integer is hashed as that integer.
-"""
+"""Raw categorical values to rows of a table, and numbers to evenly spread ones. Deterministic, on
+every machine alike."""
 
 from __future__ import annotations
 
@@ -20,24 +16,8 @@ _LOWEST, _HIGHEST = str(-(2**63)), str(2**64 - 1)
 
 
 def hash_values(values: pa.Array) -> np.ndarray:
-    """64-bit hashes of integers, strings or bytes; equal values have equal hashes, in whatever file and column.
-
-    A string and its UTF-8 bytes are the same value. So are an integer of 64 bits and its decimal text, with or without
-    the ``.0`` that pandas writes after whole floats: 7, ``"7"`` and ``"7.0"``. Other text is itself, as ``"007"`` and
-    ``"+7"``. Integers are taken modulo 2**64: an id has one hash whether its column is signed or not.
-
-    Args:
-        values: none missing.
-
-    Returns:
-        ``(n,)`` uint64.
-
-    Example:
-        >>> hash_values(pa.array(["68fd1e64", "7"])).tolist() == hash_values(pa.array([b"68fd1e64", b"7"])).tolist()
-        True
-        >>> hash_values(pa.array(["7", "7.0", "007"])) == hash_values(pa.array([7, 7, 7]))
-        array([ True,  True, False])
-    """
+    """64-bit hashes of integers, strings or bytes; equal values have equal hashes, in whatever file
+    and column."""
     if pa.types.is_integer(values.type):
         return _hashed(values.cast(pa.int64(), safe=False))
     numbers, is_number = _as_numbers(values)
@@ -63,10 +43,13 @@ def _as_numbers(texts: pa.Array) -> tuple[pa.Array, np.ndarray]:
     digits = pc.ascii_ltrim(texts, "-")
     signs = pc.subtract(pc.binary_length(texts), pc.binary_length(digits))
     is_zero = pc.equal(texts, "0")
-    leads = pc.and_(pc.less_equal(signs, 1), pc.or_(is_zero, pc.invert(pc.starts_with(digits, "0"))))
+    leads = pc.and_(
+        pc.less_equal(signs, 1), pc.or_(is_zero, pc.invert(pc.starts_with(digits, "0")))
+    )
     fits = pc.less(pc.binary_length(texts), len(_HIGHEST))
     if not pc.all(fits).as_py():
-        # Of 20 characters, which alone may be too many, "-" sorts before the digits, and these by value.
+        # Of 20 characters, which alone may be too many, "-" sorts before the digits, and these by
+        # value.
         in_range = pc.or_(pc.less_equal(texts, _LOWEST), pc.greater_equal(texts, "0"))
         in_range = pc.and_(in_range, pc.less_equal(texts, _HIGHEST))
         fits = pc.or_(fits, pc.and_(pc.equal(pc.binary_length(texts), len(_HIGHEST)), in_range))
@@ -75,29 +58,14 @@ def _as_numbers(texts: pa.Array) -> tuple[pa.Array, np.ndarray]:
     is_negative = pc.starts_with(texts, "-")
     numbers = pc.if_else(is_negative, "0", texts).cast(pa.uint64()).view(pa.int64())
     if pc.any(is_negative).as_py():
-        numbers = pc.if_else(is_negative, pc.if_else(is_negative, texts, "0").cast(pa.int64()), numbers)
+        numbers = pc.if_else(
+            is_negative, pc.if_else(is_negative, texts, "0").cast(pa.int64()), numbers
+        )
     return numbers, is_number.to_numpy(zero_copy_only=False)
 
 
 def rows_of_values(values: pa.Array, num_embeddings: int) -> np.ndarray:
-    """Hashes raw values into the rows of a table.
-
-    .. math:: \\text{row} = 1 + \\text{hash}(\\text{value}) \\bmod (N - 1)
-
-    Row 0 is that of missing values alone. Each distinct value of a chunk is hashed once; no Python runs per row.
-
-    Args:
-        values: integers, strings, bytes or a dictionary of them; may be missing. Integers and their text are the same,
-            see `hash_values`.
-        num_embeddings: N, at least 2.
-
-    Returns:
-        ``(n,)`` int32, each in ``0..N-1``.
-
-    Example:
-        >>> rows_of_values(pa.array(["a", None, "b", "a"]), 100).tolist()
-        [1, 0, 17, 1]
-    """
+    """Hashes raw values into the rows of a table."""
     if not pa.types.is_dictionary(values.type):
         values = values.dictionary_encode()
     modulus = np.uint64(num_embeddings - 1)
@@ -106,39 +74,23 @@ def rows_of_values(values: pa.Array, num_embeddings: int) -> np.ndarray:
     if known.any():  # a dictionary may hold the missing value itself
         rows[:-1][known] = 1 + hash_values(values.dictionary.drop_null()) % modulus
     # A missing value's code becomes -1, which picks the last entry; codes may be unsigned.
-    codes = values.indices.cast(pa.int64()).fill_null(-1) if values.indices.null_count else values.indices
+    codes = (
+        values.indices.cast(pa.int64()).fill_null(-1)
+        if values.indices.null_count
+        else values.indices
+    )
     return rows[codes.to_numpy(zero_copy_only=False)]
 
 
 def spread(numbers: np.ndarray, seed: int) -> np.ndarray:
-    """Numbers to evenly spread ones in [0, 1): the same seed gives the same ones, another seed unrelated ones.
-
-    Args:
-        numbers: ``(n,)`` uint64, as sample numbers or hashes.
-        seed: any integer >= 0.
-
-    Returns:
-        ``(n,)`` float64, exact multiples of 2 ** -53.
-    """
+    """Numbers to evenly spread ones in [0, 1): the same seed gives the same ones, another seed
+    unrelated ones."""
     gamma = np.random.SeedSequence(seed).generate_state(1, np.uint64)  # a stream per seed
     return (mix(numbers + gamma) >> np.uint64(11)) * 2.0**-53
 
 
 def mix(numbers: np.ndarray) -> np.ndarray:
-    """Numbers to unrelated ones, one to one: the finaliser of SplitMix64.
-
-    Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014.
-
-    Args:
-        numbers: uint64, of any shape.
-
-    Returns:
-        uint64, of the same shape; 0 stays 0.
-
-    Example:
-        >>> mix(np.array([0, 1, 2], np.uint64)).tolist()
-        [0, 6238072747940578789, 15839785061582574730]
-    """
+    """Numbers to unrelated ones, one to one: the finaliser of SplitMix64."""
     mixed = numbers ^ (numbers >> np.uint64(30))
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(27)

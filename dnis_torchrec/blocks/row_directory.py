@@ -1,19 +1,5 @@
-"""Row directory: where every row stands, its block and its position in that block, in about half a byte a row.
-
-A map of positions takes 4 bytes a row, more than a row of a few bits a value. Where one block holds all rows, nothing
-has to be said. Rows sorted by block need `RowRouting.boundaries`. All others need a rank directory (Jacobson, Space-
-efficient static trees and graphs, 1989), of which a lookup reads one record, with eight blocks a cache line:
-
-    directory:  start of every 65,536 rows (K int64: rows of each block before them) | records
-    record:     rows of each block since the start (K uint16) | P bit planes of R bits, lowest bit first
-
-K counts the blocks that occur, rising, "no block" (S) last, and P = ceil(log2 K). Bit p of row i's block, by its place
-among the K, stands in plane p. Its position is start + count + the rows before i in the record whose bits are the same.
-R = 128 up to 8 blocks, then 16 rows for each of 2^P up to 1,024, so that counts take about a bit a row. Bytes: 64 for
-128 rows at K = 8. Numbers are little-endian; the last record is filled up with zero bits.
-
-Shapes: N rows of a table, S blocks, K blocks that occur, I ids.
-"""
+"""Row directory: where every row stands, its block and its position in that block, in about half a
+byte a row."""
 
 from __future__ import annotations
 
@@ -36,16 +22,7 @@ _BITS_OF_BYTE = torch.tensor([value.bit_count() for value in range(256)], dtype=
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Layout of the records of a rank directory.
-
-    Attributes:
-        num_blocks: K, at least 2.
-
-    Example:
-        >>> layout = RecordLayout(8)
-        >>> layout.num_planes, layout.rows_per_record, layout.record_bytes, layout.num_bytes(1_000_000)
-        (3, 128, 64, 501056)
-    """
+    """Layout of the records of a rank directory."""
 
     num_blocks: int
 
@@ -65,40 +42,16 @@ class RecordLayout:
         return COUNT_BYTES * self.num_blocks + self.num_planes * self.rows_per_record // 8
 
     def start_bytes(self, num_rows: int) -> int:
-        """Bytes ahead of the records.
-
-        Args:
-            num_rows: N.
-        """
+        """Bytes ahead of the records."""
         return BYTES_OF_START * self.num_blocks * -(-num_rows // ROWS_PER_START)
 
     def num_bytes(self, num_rows: int) -> int:
-        """Bytes of a directory.
-
-        Args:
-            num_rows: N.
-        """
+        """Bytes of a directory."""
         return self.start_bytes(num_rows) + self.record_bytes * -(-num_rows // self.rows_per_record)
 
 
 def directory_bytes(routing: RowRouting, stored: Tensor | None = None) -> int:
-    """Returns the bytes of a directory, which says where every row stands.
-
-    Args:
-        routing: the blocks of the rows.
-        stored: ``(S,)`` integers, rows of each block if some are to leave theirs for none; a sorted table's last ones.
-
-    Returns:
-        0 where one block (or none) holds all rows, 8 (S + 1) where rows are sorted by block, else those of a rank
-        directory.
-
-    Raises:
-        ValueError: for a map of more than 255 blocks.
-
-    Example:
-        >>> directory_bytes(RowRouting.from_map(torch.arange(1024) % 8, num_blocks=8))
-        576
-    """
+    """Returns the bytes of a directory, which says where every row stands."""
     blocks = len(_occurring(routing))
     if stored is not None:
         blocks = int((stored > 0).sum()) + int(int(stored.sum()) < routing.num_embeddings)
@@ -111,23 +64,7 @@ def directory_bytes(routing: RowRouting, stored: Tensor | None = None) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowDirectory:
-    """Directory that finds the block of every row of a table, and its place there; see the module.
-
-    Attributes:
-        num_embeddings: N.
-        num_blocks: S.
-        blocks: the K blocks that occur, rising; S stands for "no block".
-        directory: ``(0,)`` uint8 where one block holds all rows, else the ``(S + 1,)`` int64 boundaries of rows sorted
-            by block, or the bytes of a rank directory, ``(bytes,)`` uint8.
-
-    Raises:
-        ValueError: if `blocks` do not rise within 0..S, or the directory does not fit N and K.
-
-    Example:
-        >>> directory = RowDirectory.of(RowRouting.from_map(torch.tensor([1, 0, 1, 2]), num_blocks=2))
-        >>> [found.tolist() for found in directory.locate(torch.tensor([0, 1, 2]))]
-        [[1, 0, 1], [0, 0, 1]]
-    """
+    """Directory that finds the block of every row of a table, and its place there; see the module."""
 
     num_embeddings: int
     num_blocks: int
@@ -136,7 +73,12 @@ class RowDirectory:
 
     def __post_init__(self) -> None:
         place, listed, count = "RowDirectory", list(self.blocks), len(self.blocks)
-        rises = listed == sorted(set(listed)) and count > 0 and listed[0] >= 0 and listed[-1] <= self.num_blocks
+        rises = (
+            listed == sorted(set(listed))
+            and count > 0
+            and listed[0] >= 0
+            and listed[-1] <= self.num_blocks
+        )
         check(rises, f"{place}.blocks", f"rising numbers in 0..{self.num_blocks}", listed)
         received = f"{self.directory.dtype} {tuple(self.directory.shape)}"
         if self.is_sorted:
@@ -147,7 +89,9 @@ class RowDirectory:
             _check_count(self.num_blocks)
         size = RecordLayout(count).num_bytes(self.num_embeddings) if count > 1 else 0
         fits = self.directory.dtype == torch.uint8 and tuple(self.directory.shape) == (size,)
-        check(fits, place, f"{size} bytes for {self.num_embeddings} rows of {count} blocks", received)
+        check(
+            fits, place, f"{size} bytes for {self.num_embeddings} rows of {count} blocks", received
+        )
 
     @property
     def is_sorted(self) -> bool:
@@ -156,14 +100,7 @@ class RowDirectory:
 
     @classmethod
     def of(cls, routing: RowRouting) -> RowDirectory:
-        """Builds the directory, a chunk of rows at a time.
-
-        Args:
-            routing: the blocks of the rows.
-
-        Raises:
-            ValueError: for a map of more than 255 blocks.
-        """
+        """Builds the directory, a chunk of rows at a time."""
         blocks = _occurring(routing)
         if len(blocks) == 1:
             directory = torch.empty(0, dtype=torch.uint8)
@@ -179,14 +116,8 @@ class RowDirectory:
         )
 
     def locate(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Blocks and positions of rows, with torch's own operators; memory about a record for each id.
-
-        Args:
-            ids: ``(I,)`` integers, 0 <= id < N (the caller checks), on the directory's device.
-
-        Returns:
-            ``(I,)`` int64 each: the block, S for none, and how many rows of that block stand before the row.
-        """
+        """Blocks and positions of rows, with torch's own operators; memory about a record for each
+        id."""
         ids = ids.long()
         if len(self.blocks) == 1:
             return torch.full_like(ids, self.blocks[0]), ids
@@ -196,18 +127,26 @@ class RowDirectory:
         layout = RecordLayout(len(self.blocks))
         first = layout.start_bytes(self.num_embeddings)
         starts = self.directory[:first].clone().view(torch.int64).view(-1, layout.num_blocks)
-        records = self.directory[first:].view(-1, layout.record_bytes)[ids // layout.rows_per_record]
+        records = self.directory[first:].view(-1, layout.record_bytes)[
+            ids // layout.rows_per_record
+        ]
         counts, planes = records.tensor_split([COUNT_BYTES * layout.num_blocks], dim=1)
         planes = planes.reshape(len(ids), layout.num_planes, layout.rows_per_record // 8)
         row = ids % layout.rows_per_record
-        own = planes.gather(2, (row // 8).view(-1, 1, 1).expand(-1, layout.num_planes, 1)).squeeze(2)
+        own = planes.gather(2, (row // 8).view(-1, 1, 1).expand(-1, layout.num_planes, 1)).squeeze(
+            2
+        )
         bits = own >> (row % 8).unsqueeze(1).to(torch.uint8) & 1
         place = (bits.long() << torch.arange(layout.num_planes, device=ids.device)).sum(1)
         place = place.clamp(max=layout.num_blocks - 1)  # a damaged directory may say more
         same = _all_of(planes ^ (bits - 1).unsqueeze(2))
-        bytes_before = torch.arange(layout.rows_per_record // 8, device=ids.device) - (row // 8).unsqueeze(1)
+        bytes_before = torch.arange(layout.rows_per_record // 8, device=ids.device) - (
+            row // 8
+        ).unsqueeze(1)
         last = ((1 << row % 8) - 1).unsqueeze(1)
-        same &= torch.where(bytes_before < 0, 255, torch.where(bytes_before == 0, last, 0)).to(torch.uint8)
+        same &= torch.where(bytes_before < 0, 255, torch.where(bytes_before == 0, last, 0)).to(
+            torch.uint8
+        )
         before = _BITS_OF_BYTE.to(ids.device)[same.long()].sum(1, dtype=torch.int64)
         at = (COUNT_BYTES * place).unsqueeze(1) + torch.arange(COUNT_BYTES, device=ids.device)
         low, high = counts.gather(1, at).long().unbind(1)
@@ -224,7 +163,13 @@ def _occurring(routing: RowRouting) -> tuple[int, ...]:
 
 def _check_count(num_blocks: int) -> None:
     remedy = "form fewer blocks, or sort the rows by block"
-    check(num_blocks <= MOST_BLOCKS, "row directory", f"at most {MOST_BLOCKS} blocks", num_blocks, remedy)
+    check(
+        num_blocks <= MOST_BLOCKS,
+        "row directory",
+        f"at most {MOST_BLOCKS} blocks",
+        num_blocks,
+        remedy,
+    )
 
 
 def _all_of(planes: Tensor) -> Tensor:
@@ -247,13 +192,18 @@ def _rank_directory(routing: RowRouting, blocks: tuple[int, ...]) -> Tensor:
     for rows, of_rows in routing.blocks_of_all():  # chunks begin at multiples of ROWS_PER_START
         places = place_of_block[of_rows]
         counts = _counts_of_records(places, layout).cumsum(0)
-        begin, per_start = rows.start // layout.rows_per_record, ROWS_PER_START // layout.rows_per_record
+        begin, per_start = (
+            rows.start // layout.rows_per_record,
+            ROWS_PER_START // layout.rows_per_record,
+        )
         before = torch.cat([torch.zeros(1, layout.num_blocks, dtype=torch.int64), counts[:-1]])
         of_start = before[::per_start]
         starts[rows.start // ROWS_PER_START :][: len(of_start)] = rows_before + of_start
         since = before - of_start.repeat_interleave(per_start, dim=0)[: len(before)]
         two_bytes = torch.stack([since & 0xFF, since >> 8], dim=2).to(torch.uint8).flatten(1)
-        records[begin : begin + len(counts)] = torch.cat([two_bytes, _planes_of_records(places, layout)], dim=1)
+        records[begin : begin + len(counts)] = torch.cat(
+            [two_bytes, _planes_of_records(places, layout)], dim=1
+        )
         rows_before += counts[-1]
     return directory
 
@@ -262,13 +212,17 @@ def _counts_of_records(places: Tensor, layout: RecordLayout) -> Tensor:
     """Rows of each block in each record: ``(records, K)``."""
     record = torch.arange(len(places)) // layout.rows_per_record
     num_records = int(record[-1]) + 1
-    counted = torch.bincount(record * layout.num_blocks + places, minlength=num_records * layout.num_blocks)
+    counted = torch.bincount(
+        record * layout.num_blocks + places, minlength=num_records * layout.num_blocks
+    )
     return counted.view(num_records, layout.num_blocks)
 
 
 def _planes_of_records(places: Tensor, layout: RecordLayout) -> Tensor:
     """Bit planes of each record: ``(records, P R / 8)`` uint8."""
-    padded = torch.nn.functional.pad(places.to(torch.uint8), (0, -len(places) % layout.rows_per_record))
+    padded = torch.nn.functional.pad(
+        places.to(torch.uint8), (0, -len(places) % layout.rows_per_record)
+    )
     eights = padded.view(-1, 1, layout.rows_per_record // 8, 8)
     bits = eights >> torch.arange(layout.num_planes, dtype=torch.uint8).view(-1, 1, 1) & 1
     return (bits << torch.arange(8, dtype=torch.uint8)).sum(3, dtype=torch.uint8).flatten(1)

@@ -1,11 +1,5 @@
-"""Row routing: from a row id to the block that the row belongs to, and to its position in that block.
-
-The same routing serves the search (which row of alpha multiplies this row?) and serving (which mixed-dimension table
-holds this row, and where?), so that the two can never disagree.
-
-Shapes: N rows of a table, S blocks. Block ``S`` (one past the last) stands for "no block": rows that were pruned away
-whole, such as rows never seen in training.
-"""
+"""Row routing: from a row id to the block that the row belongs to, and to its position in that
+block."""
 
 from __future__ import annotations
 
@@ -20,30 +14,13 @@ from dnis_torchrec.checks import check
 
 MAX_NUM_BLOCKS = 65_535
 ROWS_AT_A_TIME = 1 << 20
-"""Rows that are looked at together: bounds what that takes beside a byte or two per row, and its count."""
+"""Rows that are looked at together: bounds what that takes beside a byte or two per row, and its
+count."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowRouting:
-    """Map from each of N rows to its block, in the smaller of two forms.
-
-    Rows sorted by frequency need only `boundaries`: rows ``boundaries[s] <= i < boundaries[s + 1]`` belong to block s,
-    and rows from ``boundaries[S]`` on to none. Hashed or unsorted rows need `block_of_row`, one small integer per row.
-
-    Attributes:
-        num_embeddings: N, the number of rows of the table.
-        num_blocks: S.
-        boundaries: ``(S + 1,)`` int64, rising, or None.
-        block_of_row: ``(N,)`` uint8 (S < 256) or uint16, values 0..S, or None.
-
-    Raises:
-        ValueError: if not exactly one of the two forms is given or the form does not cover the N rows.
-
-    Example:
-        >>> routing = RowRouting(10, 2, boundaries=torch.tensor([0, 3, 8]))
-        >>> routing.block_of(torch.tensor([0, 3, 7, 9])).tolist()
-        [0, 1, 1, 2]
-    """
+    """Map from each of N rows to its block, in the smaller of two forms."""
 
     num_embeddings: int
     num_blocks: int
@@ -83,33 +60,16 @@ class RowRouting:
 
     @staticmethod
     def from_map(block_of_row: Tensor, num_blocks: int) -> RowRouting:
-        """Builds a routing from one block number per row, stored as uint8 or uint16.
-
-        Args:
-            block_of_row: ``(N,)`` integers in 0..S.
-            num_blocks: S.
-
-        Raises:
-            ValueError: if a block number lies outside 0..S.
-
-        Example:
-            >>> RowRouting.from_map(torch.tensor([1, 0, 2]), num_blocks=2).block_of_row.dtype
-            torch.uint8
-        """
+        """Builds a routing from one block number per row, stored as uint8 or uint16."""
         wide = block_of_row.long()
         within = wide.numel() == 0 or (int(wide.min()) >= 0 and int(wide.max()) <= num_blocks)
         check(within, "block_of_row", f"values in 0..{num_blocks}", "a value outside")
-        return RowRouting(block_of_row.numel(), num_blocks, block_of_row=wide.to(_map_dtype(num_blocks)))
+        return RowRouting(
+            block_of_row.numel(), num_blocks, block_of_row=wide.to(_map_dtype(num_blocks))
+        )
 
     def block_of(self, ids: Tensor) -> Tensor:
-        """Blocks of the given rows.
-
-        Args:
-            ids: row ids, any shape, 0 <= id < N (the caller checks).
-
-        Returns:
-            int64 of the same shape, values 0..S; S means "no block".
-        """
+        """Blocks of the given rows."""
         cuts = None if self.boundaries is None else self.boundaries[1:].contiguous()
         return _block_of(ids, cuts, self.block_of_row)
 
@@ -128,20 +88,14 @@ class RowRouting:
 
     @cached_property
     def largest_block(self) -> int:
-        """The largest number among the rows' blocks, at most S unless a file is damaged: walks all rows, but once."""
+        """The largest number among the rows' blocks, at most S unless a file is damaged: walks all
+        rows, but once."""
         if self.block_of_row is None or not self.num_embeddings:
             return 0
         return max(int(blocks.max()) for _, blocks in self.blocks_of_all())
 
     def row_counts(self, *, include_unassigned: bool = False) -> Tensor:
-        """Rows per block.
-
-        Args:
-            include_unassigned: count the rows of no block, too; not by default.
-
-        Returns:
-            ``(S,)`` int64, or ``(S + 1,)`` with the rows of no block last.
-        """
+        """Rows per block."""
         return self._row_counts if include_unassigned else self._row_counts[: self.num_blocks]
 
     @cached_property
@@ -155,60 +109,49 @@ class RowRouting:
         return counts
 
     def positions(self) -> Tensor | None:
-        """Returns each row's position once rows are ordered by block: the id remap of the mixed-dimension form.
-
-        Returns:
-            ``(N,)`` int32, a permutation, or None where the rows are in that order already.
-
-        Raises:
-            ValueError: if the table has more rows than an int32 can number.
-        """
+        """Returns each row's position once rows are ordered by block: the id remap of the
+        mixed-dimension form."""
         if self.block_of_row is None:
             return None
         remedy = "sort the rows by frequency: then no remap is needed"
-        check(self.num_embeddings < 2**31, "id remap", "fewer than 2^31 rows", self.num_embeddings, remedy)
+        check(
+            self.num_embeddings < 2**31,
+            "id remap",
+            "fewer than 2^31 rows",
+            self.num_embeddings,
+            remedy,
+        )
         order = torch.argsort(self.block_of_row.long(), stable=True)
         positions = torch.empty(self.num_embeddings, dtype=torch.int32)
         positions[order] = torch.arange(self.num_embeddings, dtype=torch.int32)
         return positions
 
     def without_rows(self, dropped: Tensor) -> RowRouting:
-        """The same routing with some rows moved to "no block".
-
-        Args:
-            dropped: ``(N,)`` bool.
-
-        Returns:
-            A routing by boundaries if the dropped rows are the last ones of a routing by boundaries, else by map.
-        """
+        """The same routing with some rows moved to "no block"."""
         if not bool(dropped.any()):
             return self
         if self.boundaries is not None:
             first = int(dropped.nonzero()[0])
             if bool(dropped[first:].all()):
-                return RowRouting(self.num_embeddings, self.num_blocks, boundaries=self.boundaries.clamp(max=first))
+                return RowRouting(
+                    self.num_embeddings,
+                    self.num_blocks,
+                    boundaries=self.boundaries.clamp(max=first),
+                )
         block_of_row = torch.empty(self.num_embeddings, dtype=_map_dtype(self.num_blocks))
         for rows, blocks in self.blocks_of_all():
             block_of_row[rows] = blocks.masked_fill(dropped[rows], self.num_blocks)
         return RowRouting(self.num_embeddings, self.num_blocks, block_of_row=block_of_row)
 
     def with_unassigned_in(self, block: int) -> RowRouting:
-        """The same routing with the rows of "no block" moved to one.
-
-        Args:
-            block: 0..S-1.
-
-        Returns:
-            A routing by boundaries if the block is the last one of a routing by boundaries, else by map.
-
-        Example:
-            >>> routing = RowRouting(5, 2, boundaries=torch.tensor([0, 2, 4]))
-            >>> routing.with_unassigned_in(1).boundaries.tolist(), routing.with_unassigned_in(0).all_blocks().tolist()
-            ([0, 2, 5], [0, 0, 1, 1, 0])
-        """
+        """The same routing with the rows of "no block" moved to one."""
         if self.boundaries is not None and block == self.num_blocks - 1:
             ends = torch.tensor([self.num_embeddings])
-            return RowRouting(self.num_embeddings, self.num_blocks, boundaries=torch.cat([self.boundaries[:-1], ends]))
+            return RowRouting(
+                self.num_embeddings,
+                self.num_blocks,
+                boundaries=torch.cat([self.boundaries[:-1], ends]),
+            )
         block_of_row = torch.empty(self.num_embeddings, dtype=_map_dtype(self.num_blocks))
         for rows, blocks in self.blocks_of_all():
             block_of_row[rows] = blocks.masked_fill(blocks == self.num_blocks, block)
@@ -220,17 +163,10 @@ class RowRouting:
         return {name: tensor for name, tensor in either.items() if tensor is not None}
 
     @staticmethod
-    def from_tensors(num_embeddings: int, num_blocks: int, tensors: dict[str, Tensor]) -> RowRouting:
-        """Rebuilds a routing from `to_tensors`.
-
-        Args:
-            num_embeddings: N.
-            num_blocks: S.
-            tensors: ``boundaries`` or ``block_of_row``; others are passed over.
-
-        Raises:
-            ValueError: if the tensors do not describe `num_embeddings` rows in `num_blocks` blocks.
-        """
+    def from_tensors(
+        num_embeddings: int, num_blocks: int, tensors: dict[str, Tensor]
+    ) -> RowRouting:
+        """Rebuilds a routing from `to_tensors`."""
         return RowRouting(
             num_embeddings,
             num_blocks,
@@ -240,15 +176,8 @@ class RowRouting:
 
 
 class RowRouter(nn.Module):
-    """A RowRouting inside a model: its tensors move with the model's device and stay out of its state_dict.
-
-    Args:
-        routing: the routing to follow.
-
-    Example:
-        >>> RowRouter(RowRouting(4, 2, boundaries=torch.tensor([0, 1, 4])))(torch.tensor([0, 3])).tolist()
-        [0, 1]
-    """
+    """A RowRouting inside a model: its tensors move with the model's device and stay out of its
+    state_dict."""
 
     cuts: Tensor | None
     block_of_row: Tensor | None
@@ -260,18 +189,12 @@ class RowRouter(nn.Module):
         self.register_buffer("block_of_row", routing.block_of_row, persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Blocks of the given rows, as `RowRouting.block_of`.
-
-        Args:
-            ids: row ids, any shape, on the module's device; 0 <= id < N (the caller checks).
-
-        Returns:
-            int64 of the same shape, values 0..S; S means "no block".
-        """
+        """Blocks of the given rows, as `RowRouting.block_of`."""
         return _block_of(ids, self.cuts, self.block_of_row)
 
     def routing_tensor(self) -> Tensor:
-        """All of it in one tensor: ends of the blocks (int64), or the block of every row (uint8, uint16)."""
+        """All of it in one tensor: ends of the blocks (int64), or the block of every row (uint8,
+        uint16)."""
         if self.cuts is not None:
             return self.cuts
         assert self.block_of_row is not None  # RowRouting has one of the two
@@ -294,11 +217,13 @@ def _block_of(ids: Tensor, cuts: Tensor | None, block_of_row: Tensor | None) -> 
 
 
 def map_bytes(num_embeddings: int) -> int:
-    """Bytes of the map that finds a table's rows where they are not sorted: 4 per row, and 4 for unknown ids."""
+    """Bytes of the map that finds a table's rows where they are not sorted: 4 per row, and 4 for
+    unknown ids."""
     return 4 * (num_embeddings + 1)
 
 
 def routing_bytes(routing: RowRouting) -> int:
-    """Bytes that find the block of a row: 8 per boundary, and a map where rows are not sorted by block."""
+    """Bytes that find the block of a row: 8 per boundary, and a map where rows are not sorted by
+    block."""
     is_sorted = routing.boundaries is not None
     return 8 * (routing.num_blocks + 1) + (0 if is_sorted else map_bytes(routing.num_embeddings))

@@ -1,13 +1,4 @@
-r"""Counting ids in bounded memory: a count-min sketch, and a table of exact counts in front of it.
-
-Source of the sketch: Cormode and Muthukrishnan, "An improved data stream summary: the count-min sketch and its
-applications", 2005. With w = ceil(e / epsilon) columns and d = ceil(ln(1 / delta)) rows, for every id
-
-.. math:: c \le \hat c \quad\text{always, and}\quad \hat c \le c + \epsilon M \text{ with probability } \ge 1 - \delta
-
-where M is the number of occurrences in the sketch. NOTE[DIFF]: frequent ids stay in an exact table, so M is that of the
-rare ids alone, a small part of the stream when frequencies are skewed.
-"""
+r"""Counting ids in bounded memory: a count-min sketch, and a table of exact counts in front of it."""
 
 from __future__ import annotations
 
@@ -24,31 +15,17 @@ from dnis_torchrec.checks import check
 
 
 class CountMinSketch:
-    """Counts of ids that are never too low, in ``8 w d`` bytes whatever the number of ids.
+    """Counts of ids that are never too low, in ``8 w d`` bytes whatever the number of ids."""
 
-    Sketches with the same epsilon and delta add up: the sum counts both streams.
-
-    Args:
-        epsilon: error over the number of occurrences.
-        delta: probability that an estimate errs by more.
-
-    Attributes:
-        epsilon: as given.
-        delta: as given.
-        table: ``(d, w)`` int64.
-
-    Example:
-        >>> sketch = CountMinSketch(epsilon=0.01, delta=0.01)
-        >>> sketch.add(np.array([7, 9]), np.array([3, 1]))
-        >>> sketch.estimate(np.array([7, 9, 8])).tolist()
-        [3, 1, 0]
-    """
-
-    def __init__(self, epsilon: float = CountLimits.epsilon, delta: float = CountLimits.delta) -> None:
+    def __init__(
+        self, epsilon: float = CountLimits.epsilon, delta: float = CountLimits.delta
+    ) -> None:
         check(0 < epsilon < 1, "epsilon", "a number between 0 and 1", epsilon)
         check(0 < delta < 1, "delta", "a number between 0 and 1", delta)
         self.epsilon, self.delta = epsilon, delta
-        self.table = np.zeros((math.ceil(math.log(1 / delta)), math.ceil(math.e / epsilon)), dtype=np.int64)
+        self.table = np.zeros(
+            (math.ceil(math.log(1 / delta)), math.ceil(math.e / epsilon)), dtype=np.int64
+        )
 
     @property
     def total(self) -> int:
@@ -56,21 +33,12 @@ class CountMinSketch:
         return int(self.table[0].sum())
 
     def add(self, ids: np.ndarray, counts: np.ndarray) -> None:
-        """Adds occurrences.
-
-        Args:
-            ids: ``(n,)`` integers >= 0.
-            counts: ``(n,)`` int64, occurrences of each.
-        """
+        """Adds occurrences."""
         for row, columns in zip(self.table, self._columns(ids), strict=True):
             np.add.at(row, columns, counts)
 
     def estimate(self, ids: np.ndarray) -> np.ndarray:
-        """``(n,)`` int64 estimates, none too low.
-
-        Args:
-            ids: ``(n,)`` integers >= 0.
-        """
+        """``(n,)`` int64 estimates, none too low."""
         estimates = np.full(len(ids), np.iinfo(np.int64).max, dtype=np.int64)
         for row, columns in zip(self.table, self._columns(ids), strict=True):
             np.minimum(estimates, row[columns], out=estimates)
@@ -78,37 +46,15 @@ class CountMinSketch:
 
     def _columns(self, ids: np.ndarray) -> list[np.ndarray]:
         width = self.table.shape[1]
-        return [(spread(ids.astype(np.uint64), seed) * width).astype(np.int64) for seed in range(len(self.table))]
+        return [
+            (spread(ids.astype(np.uint64), seed) * width).astype(np.int64)
+            for seed in range(len(self.table))
+        ]
 
 
 class BoundedCounter:
-    """Counts of ids: all exact while they fit, then the most frequent ones exact and the rest sketched.
-
-    When the exact table is full, its less frequent half moves to the sketch. An id that comes back from there is
-    counted in the table again, on top of what the sketch says about it; an id that the sketch knows nothing of has
-    an exact count. Memory: 24 bytes for each id of the table, twice that while new ids come in, and the sketch.
-
-    Args:
-        exact_ids: distinct ids that the table holds.
-        epsilon: of the sketch.
-        delta: of the sketch.
-
-    Attributes:
-        exact_ids: as given.
-        epsilon: as given.
-        delta: as given.
-        ids: ids of the table, rising int64.
-        counts: their occurrences since they came into the table, int64.
-        before: count that the sketch gave each id when it came, int64; 0 means that the id's count is exact.
-        sketch: None while everything is exact.
-
-    Example:
-        >>> counter = BoundedCounter(exact_ids=2)
-        >>> for ids in ([5, 5, 5, 8, 8], [1], [5, 2]):
-        ...     counter.add(np.array(ids))
-        >>> counter.estimate(np.array([5, 1, 4])).tolist(), counter.is_exact
-        ([4, 1, 0], False)
-    """
+    """Counts of ids: all exact while they fit, then the most frequent ones exact and the rest
+    sketched."""
 
     def __init__(
         self,
@@ -131,16 +77,13 @@ class BoundedCounter:
 
     @property
     def error_bound(self) -> float:
-        """Most that an estimate is too high, with probability 1 - delta: epsilon M; 0 while everything is exact."""
+        """Most that an estimate is too high, with probability 1 - delta: epsilon M; 0 while
+        everything is exact."""
         self.settle()
         return 0.0 if self.sketch is None else self.epsilon * self.sketch.total
 
     def add(self, ids: np.ndarray) -> None:
-        """Counts ids, each as often as it occurs; ``(n,)`` integers >= 0.
-
-        Args:
-            ids: in any order; copied, and counted once as many as `exact_ids` wait, or somebody asks.
-        """
+        """Counts ids, each as often as it occurs; ``(n,)`` integers >= 0."""
         self._waiting.append(ids.astype(np.int64))
         # New ids go in by copying the table, which pays for many at a time only.
         if sum(map(len, self._waiting)) >= self.exact_ids:
@@ -159,13 +102,7 @@ class BoundedCounter:
         self.include(new, counts[~known], before)
 
     def include(self, ids: np.ndarray, counts: np.ndarray, before: np.ndarray) -> None:
-        """Takes ids into the table that are not in it.
-
-        Args:
-            ids: ``(n,)``, rising.
-            counts: ``(n,)`` int64, exact occurrences of each.
-            before: ``(n,)`` int64, the count that a sketch gave each id; it is this sketch, or will be added to it.
-        """
+        """Takes ids into the table that are not in it."""
         where = np.searchsorted(self.ids, ids)
         self.ids = np.insert(self.ids, where, ids)
         self.counts = np.insert(self.counts, where, counts)
@@ -173,7 +110,8 @@ class BoundedCounter:
         self._shrink()
 
     def _shrink(self) -> None:
-        """If the table holds more ids than it may, moves the least frequent to the sketch until it is half full."""
+        """If the table holds more ids than it may, moves the least frequent to the sketch until it
+        is half full."""
         if len(self.ids) <= self.exact_ids:
             return
         if self.sketch is None:
@@ -186,33 +124,25 @@ class BoundedCounter:
         self.ids, self.counts, self.before = self.ids[kept], self.counts[kept], self.before[kept]
 
     def parts(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Occurrences of ids as ``(counted exactly, by the sketch alone)``, both ``(n,)`` int64.
-
-        Args:
-            ids: ``(n,)`` integers >= 0.
-
-        Returns:
-            For an id of the table its count there, and what the sketch said when it came; for any other 0, and what the
-            sketch says.
-        """
+        """Occurrences of ids as ``(counted exactly, by the sketch alone)``, both ``(n,)`` int64."""
         self.settle()
         exact = np.zeros(len(ids), np.int64)
-        sketched = np.zeros(len(ids), np.int64) if self.sketch is None else self.sketch.estimate(ids)
+        sketched = (
+            np.zeros(len(ids), np.int64) if self.sketch is None else self.sketch.estimate(ids)
+        )
         places, known = self._find(ids)
         exact[known], sketched[known] = self.counts[places[known]], self.before[places[known]]
         return exact, sketched
 
     def estimate(self, ids: np.ndarray) -> np.ndarray:
-        """``(n,)`` int64: occurrences of ids, exact or too high by at most `error_bound`, never too low.
-
-        Args:
-            ids: ``(n,)`` integers >= 0.
-        """
+        """``(n,)`` int64: occurrences of ids, exact or too high by at most `error_bound`, never too
+        low."""
         exact, sketched = self.parts(ids)
         return exact + sketched
 
     def _find(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the places of ids in the table, or where they would be put, and whether they are in it."""
+        """Returns the places of ids in the table, or where they would be put, and whether they are
+        in it."""
         places = np.searchsorted(self.ids, ids)
         known = places < len(self.ids)
         known[known] = self.ids[places[known]] == ids[known]
@@ -220,22 +150,8 @@ class BoundedCounter:
 
 
 class EstimatedCounts:
-    """Counts of a table's rows as a `BoundedCounter` has them: read a slice at a time, as a tensor of them would be.
-
-    Args:
-        counter: of the table's ids.
-        num_embeddings: N.
-
-    Attributes:
-        counter: as given.
-
-    Example:
-        >>> counter = BoundedCounter()
-        >>> counter.add(np.array([1, 1, 3]))
-        >>> counts = EstimatedCounts(counter, num_embeddings=5)
-        >>> counts[1:4].tolist(), counts.numel(), counts.error_bound
-        ([2, 0, 1], 5, 0.0)
-    """
+    """Counts of a table's rows as a `BoundedCounter` has them: read a slice at a time, as a tensor
+    of them would be."""
 
     def __init__(self, counter: BoundedCounter, num_embeddings: int) -> None:
         self.counter = counter
@@ -243,7 +159,8 @@ class EstimatedCounts:
 
     @property
     def error_bound(self) -> float:
-        """Most that a count is too high, with probability 1 - delta; none is too low. 0 if all are exact."""
+        """Most that a count is too high, with probability 1 - delta; none is too low. 0 if all are
+        exact."""
         return self.counter.error_bound
 
     @property
@@ -264,7 +181,11 @@ class EstimatedCounts:
         """Everything, for a safetensors file; `from_tensors` reads it back."""
         counter = self.counter
         counter.settle()
-        found: dict[str, np.ndarray] = {"ids": counter.ids, "counts": counter.counts, "before": counter.before}
+        found: dict[str, np.ndarray] = {
+            "ids": counter.ids,
+            "counts": counter.counts,
+            "before": counter.before,
+        }
         found["limits"] = np.array([counter.epsilon, counter.delta])
         found["size"] = np.array([self._num_embeddings, counter.exact_ids])
         if counter.sketch is not None:
@@ -273,11 +194,7 @@ class EstimatedCounts:
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, Tensor]) -> EstimatedCounts:
-        """Rebuilds the counts from `to_tensors`.
-
-        Args:
-            tensors: what `to_tensors` gave; their memory is shared, not copied.
-        """
+        """Rebuilds the counts from `to_tensors`."""
         parts = {name: tensor.numpy() for name, tensor in tensors.items()}
         num_embeddings, exact_ids = parts["size"].tolist()
         epsilon, delta = parts["limits"].tolist()

@@ -1,9 +1,4 @@
-"""The `dnis` command: parses and prints; jobs/, comparison/ and planning/ do the work.
-
-Exit codes: 0 when all went well, 2 for wrong arguments, 128 + N if signal N has stopped it, 1 otherwise. Results go to
-standard output, progress and logs to standard error. A module here is a group of commands; importing it registers them.
-Help and wrong options answer at once: a command imports what does its work, and torch with it, when it runs.
-"""
+"""The `dnis` command: parses and prints; jobs/, comparison/ and planning/ do the work."""
 
 from __future__ import annotations
 
@@ -20,7 +15,8 @@ __all__ = ["app", "compare", "compress", "main", "package", "plan", "runs", "tra
 
 
 def main() -> None:
-    """Entry point: runs a command and turns errors into one line on standard error and an exit code."""
+    """Entry point: runs a command and turns errors into one line on standard error and an exit
+    code."""
     guard_standard_error()
     try:
         with Ending(), named_errors():
@@ -31,14 +27,17 @@ def main() -> None:
     except Exception as error:
         if not _is_told(error):
             raise
-        has_saved_itself = hasattr(error, "signal")  # a `SearchInterrupted`, which only an interrupted search imports
+        has_saved_itself = hasattr(
+            error, "signal"
+        )  # a `SearchInterrupted`, which only an interrupted search imports
         say(f"error: {error if has_saved_itself else describe_error(error)}", err=True)
         number = getattr(error, "signal", None)
         sys.exit(1 if number is None else exit_code(number))
 
 
 def _is_told(error: Exception) -> bool:
-    """Returns whether a user can do something about an error: it is then said in one line, without a traceback."""
+    """Returns whether a user can do something about an error: it is then said in one line, without
+    a traceback."""
     if isinstance(error, ValueError | TypeError | NotImplementedError) or is_of_system(error):
         return True
     from dnis_torchrec.jobs.run_folder import RunWriteError

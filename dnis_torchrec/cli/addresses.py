@@ -1,12 +1,5 @@
-"""Addresses on the command line: what a command reads is fetched first, what it writes is published when it ends.
-
-The commands themselves see local paths alone. An option or argument that may be an address is declared with the
-settings here: `fetched_settings` and `published_settings`, spread into its ``typer.Option`` or ``typer.Argument``.
-Storage, and torch with it, is imported for addresses alone.
-
-Ranks of one host share the folder that is published. Ranks of several share none: those of the first host have it, and
-what the others have to say they put at the address by themselves (`url_of_ranks`).
-"""
+"""Addresses on the command line: what a command reads is fetched first, what it writes is published
+when it ends."""
 
 from __future__ import annotations
 
@@ -28,14 +21,8 @@ def url_of_ranks(out: Path) -> str | None:
 
 
 def check_seen_by_ranks(out: Path) -> None:
-    """Refuses an output that only ranks of the first host see, for commands that write to a folder alone.
-
-    Args:
-        out: the local path.
-
-    Raises:
-        NotImplementedError: naming the URL.
-    """
+    """Refuses an output that only ranks of the first host see, for commands that write to a folder
+    alone."""
     url = url_of_ranks(out)
     if url is not None:
         supported = "supported is a folder that all hosts have mounted"
@@ -63,7 +50,8 @@ def _fetched(value: str | None) -> Path | None:
 
 
 def _published(context: typer.Context, value: str | None) -> Path | None:
-    """The local folder; the context of the command closes the output when the command is over, however it ends."""
+    """The local folder; the context of the command closes the output when the command is over,
+    however it ends."""
     if value is None:
         return None
 
@@ -83,17 +71,25 @@ def _published(context: typer.Context, value: str | None) -> Path | None:
         check(not missing, f"address {value}", requirement, f"no {', '.join(missing)}", remedy)
         if _number("RANK", 0) != _number("LOCAL_RANK", 0):  # of another host than the first
             return local_copy_of(value)
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # which starts from what storage has
+        attempt = os.environ.get(
+            "TORCHELASTIC_RESTART_COUNT", "0"
+        )  # which starts from what storage has
         skip = WRITTEN_BY_RANKS if _are_on_several_hosts() else ()
         is_first = os.environ["LOCAL_RANK"] == "0"
-        return context.with_resource(shared_output(value, job=job, attempt=attempt, is_first=is_first, skip=skip))
+        return context.with_resource(
+            shared_output(value, job=job, attempt=attempt, is_first=is_first, skip=skip)
+        )
 
     return _local(value, prepare)
 
 
 def _published_first(context: typer.Context, values: Sequence[str]) -> list[Path]:
     """The first address is written to, the others are read."""
-    return [path for path in (_published(context, values[0]), *map(_fetched, values[1:])) if path is not None]
+    return [
+        path
+        for path in (_published(context, values[0]), *map(_fetched, values[1:]))
+        if path is not None
+    ]
 
 
 def _local(value: str, prepare: Callable[[], Path]) -> Path:

@@ -22,7 +22,19 @@ from dnis_torchrec.cli.terminal import PlainConsole, fail, say
 from dnis_torchrec.storage.copies import shown
 
 ORDER = (
-    *("train", "compress", "search", "prune", "evaluate", "export", "verify", "package", "plan", "compare", "report"),
+    *(
+        "train",
+        "compress",
+        "search",
+        "prune",
+        "evaluate",
+        "export",
+        "verify",
+        "package",
+        "plan",
+        "compare",
+        "report",
+    ),
 )
 """The commands in the order in which a user meets them."""
 
@@ -31,7 +43,8 @@ class InOrder(TyperGroup):
     """Lists the commands as `ORDER` has them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Names of the commands; `ctx` is a context of click or of typer, whichever typer was built on."""
+        """Names of the commands; `ctx` is a context of click or of typer, whichever typer was built
+        on."""
         return sorted(super().list_commands(ctx), key=ORDER.index)
 
 
@@ -63,11 +76,16 @@ RecipeArgument = Annotated[
 RunArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="RUN", help="Folder that `dnis search` or `dnis train` wrote, or its URL.", **fetched_settings
+        metavar="RUN",
+        help="Folder that `dnis search` or `dnis train` wrote, or its URL.",
+        **fetched_settings,
     ),
 ]
 ArtifactArgument = Annotated[
-    Path, typer.Argument(metavar="ARTIFACT", help="Folder that `dnis export` wrote, or its URL.", **fetched_settings)
+    Path,
+    typer.Argument(
+        metavar="ARTIFACT", help="Folder that `dnis export` wrote, or its URL.", **fetched_settings
+    ),
 ]
 DataOption = Annotated[
     Path | None,
@@ -87,7 +105,10 @@ RecipeOption = Annotated[
     ),
 ]
 OutOption = Annotated[
-    Path, typer.Option("--out", metavar="FOLDER", help="Folder to write, or its URL.", **published_settings)
+    Path,
+    typer.Option(
+        "--out", metavar="FOLDER", help="Folder to write, or its URL.", **published_settings
+    ),
 ]
 BaselinesOption = Annotated[
     bool,
@@ -118,31 +139,51 @@ def _print_version(is_asked: bool) -> None:
 def _before_any_command(
     context: typer.Context,
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
-    """Refuses to do the work of one process on every rank of a launcher: they would write over each other."""
+    """Refuses to do the work of one process on every rank of a launcher: they would write over each
+    other."""
     command, world_size = context.invoked_subcommand, int(os.environ.get("WORLD_SIZE", "1"))
     with arguments():
         remedy = "start it without torchrun, or with --nproc_per_node 1"
         alone = [name for name in ORDER if name not in ON_RANKS]
-        requirement = f"one process: {', '.join(alone[:-1])} and {alone[-1]} have no work for several ranks"
-        check(world_size == 1 or command in ON_RANKS, f"dnis {command}", requirement, f"{world_size} ranks", remedy)
+        requirement = (
+            f"one process: {', '.join(alone[:-1])} and {alone[-1]} have no work for several ranks"
+        )
+        check(
+            world_size == 1 or command in ON_RANKS,
+            f"dnis {command}",
+            requirement,
+            f"{world_size} ranks",
+            remedy,
+        )
 
 
 def is_first_rank() -> bool:
-    """Returns whether this process speaks for a job that a launcher such as torchrun has started on several ranks."""
+    """Returns whether this process speaks for a job that a launcher such as torchrun has started on
+    several ranks."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def check_data(data: Path | None) -> None:
     """Refuses a --data that is no folder."""
     if data is not None:
-        check(data.is_dir(), f"--data {data}", "a folder", "none", "without --data the recipe says what it needs")
+        check(
+            data.is_dir(),
+            f"--data {data}",
+            "a folder",
+            "none",
+            "without --data the recipe says what it needs",
+        )
 
 
 def check_json(file: Path | None) -> None:
-    """Refuses a --json that is no file, or in no folder, before the work whose result it is to hold."""
+    """Refuses a --json that is no file, or in no folder, before the work whose result it is to
+    hold."""
     if file is not None:
         check(file.parent.is_dir(), f"--json {file}", "an existing folder", file.parent)
         check(not file.is_dir(), f"--json {file}", "a file", "a folder", "name a file in it")
@@ -155,15 +196,10 @@ def print_table(table: Table, at_least: int) -> None:
     PlainConsole(max(at_least, Console().width)).print(table)
 
 
-def print_verdict(sentence: str, doubts: Sequence[str], following: Sequence[str], data: Path | None) -> None:
-    """Prints what a run has gained, what is uncertain about it, and the command to type next.
-
-    Args:
-        sentence: what it gained.
-        doubts: what is uncertain, a few words each.
-        following: words of the next command behind ``dnis``.
-        data: folder of the data, which that command needs, too.
-    """
+def print_verdict(
+    sentence: str, doubts: Sequence[str], following: Sequence[str], data: Path | None
+) -> None:
+    """Prints what a run has gained, what is uncertain about it, and the command to type next."""
     of_data = [] if data is None else ["--data", shown(data)]
     say(f"\n{sentence[:1].upper()}{sentence[1:]}")
     for doubt in doubts:
@@ -172,18 +208,14 @@ def print_verdict(sentence: str, doubts: Sequence[str], following: Sequence[str]
 
 
 def print_metrics(
-    build: Callable[[Sequence[str]], Table], metrics: Sequence[str], *, more: str, console: Console | None = None
+    build: Callable[[Sequence[str]], Table],
+    metrics: Sequence[str],
+    *,
+    more: str,
+    console: Console | None = None,
 ) -> None:
-    """Prints a table with as many metrics as the terminal is wide for; with all of them where there is no terminal.
-
-    No cell is cut: a method's name is worth more than its seventh metric.
-
-    Args:
-        build: makes the table from the metrics that it is to show.
-        metrics: the one that counts first; that one is always shown.
-        more: where the others are.
-        console: where to print; standard output if not given.
-    """
+    """Prints a table with as many metrics as the terminal is wide for; with all of them where there
+    is no terminal."""
     console = console or PlainConsole()
     for count in range(len(metrics), -1, -1):
         table = build(metrics[:count])

@@ -33,12 +33,19 @@ if TYPE_CHECKING:
 def compare(
     recipe: RecipeArgument,
     methods: Annotated[
-        str, typer.Option("--methods", help="Names with commas between them; `dense`, uncompressed, is always added.")
+        str,
+        typer.Option(
+            "--methods",
+            help="Names with commas between them; `dense`, uncompressed, is always added.",
+        ),
     ],
     out: OutOption,
     data: DataOption = None,
     sizes: Annotated[
-        str, typer.Option("--sizes", help="Bytes of the uncompressed tables over bytes wanted, each above 1.")
+        str,
+        typer.Option(
+            "--sizes", help="Bytes of the uncompressed tables over bytes wanted, each above 1."
+        ),
     ] = "2,4,10",
     precisions: Annotated[
         str,
@@ -49,18 +56,17 @@ def compare(
         ),
     ] = ",".join(COMPARED_PRECISIONS),
     seeds: Annotated[
-        str, typer.Option("--seeds", help="How many, from 0 on; or with commas: which (`7,` is one).")
+        str,
+        typer.Option("--seeds", help="How many, from 0 on; or with commas: which (`7,` is one)."),
     ] = "3",
     *,
     settings: Annotated[dict[str, Any], Fields(CompareSettings)],
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write OUT/comparison.json here.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write OUT/comparison.json here.")
+    ] = None,
 ) -> None:
-    """Compares methods at the same bytes: methods x sizes x seeds, same splits, same early stopping.
-
-    Methods whose weights may train on the validation split do so in a second row, METHOD+validation.
-
-    Writes OUT/comparison.json, .csv and .html. Run again, it goes on where it stopped and tries again what crashed.
-    """
+    """Compares methods at the same bytes: methods x sizes x seeds, same splits, same early
+    stopping."""
     from dnis_torchrec.comparison.outputs import write_comparison_json
     from dnis_torchrec.comparison.plan import Comparison, parse_names, parse_seeds, parse_sizes
     from dnis_torchrec.comparison.run import run_comparison
@@ -85,7 +91,10 @@ def compare(
     try:
         compared = run_comparison(comparison)
     except Stopped as error:
-        say(f"error: {error}; what has finished is kept, the same command goes on from there", err=True)
+        say(
+            f"error: {error}; what has finished is kept, the same command goes on from there",
+            err=True,
+        )
         raise typer.Exit(error.exit_code) from error
     if is_first_rank():
         if json_file is not None:
@@ -104,5 +113,10 @@ def _print_compared(compared: Compared, out: Path) -> None:
         say(line, err=True)
     say(f"comparison: {page}")
     if compared.crashes:
-        files = "\n".join(f"  {shown(out)}/{file.relative_to(out)}" for file in compared.crashes.values())
-        say(f"error: {len(compared.crashes)} cells crashed; the same command tries them again:\n{files}", err=True)
+        files = "\n".join(
+            f"  {shown(out)}/{file.relative_to(out)}" for file in compared.crashes.values()
+        )
+        say(
+            f"error: {len(compared.crashes)} cells crashed; the same command tries them again:\n{files}",
+            err=True,
+        )

@@ -47,7 +47,9 @@ def compress(
     data: DataOption = None,
     compression: Annotated[
         str | None,
-        typer.Option(help="Bytes of the float32 tables over bytes served, each above 1, with commas between them."),
+        typer.Option(
+            help="Bytes of the float32 tables over bytes served, each above 1, with commas between them."
+        ),
     ] = None,
     weights: Annotated[
         Path | None,
@@ -61,10 +63,13 @@ def compress(
     baselines: BaselinesOption = True,
     *,
     settings: CompressSettings,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write OUT/compress.json here.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write OUT/compress.json here.")
+    ] = None,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Compresses a trained model: bits for every column of every block of rows, by what they are worth to the loss.
+    """Compresses a trained model: bits for every column of every block of rows, by what they are
+    worth to the loss.
 
     No weight is trained; the validation split teaches the scales of the codes.
 
@@ -77,8 +82,16 @@ def compress(
     with arguments():
         run = run_or_recipe if run_or_recipe.is_dir() else None
         is_known = run is not None or ":" in str(run_or_recipe)
-        check(is_known, str(run_or_recipe), "a run, or a recipe's module:function", "no such folder")
-        check(run is not None or recipe is None, "--recipe", "a run beside it", str(run_or_recipe), "leave it out")
+        check(
+            is_known, str(run_or_recipe), "a run, or a recipe's module:function", "no such folder"
+        )
+        check(
+            run is not None or recipe is None,
+            "--recipe",
+            "a run beside it",
+            str(run_or_recipe),
+            "leave it out",
+        )
         job = CompressJob(
             run=run,
             recipe=recipe if run is not None else str(run_or_recipe),
@@ -101,7 +114,9 @@ def compress(
         _print(content, out, data, json_file)
 
 
-def _print(content: CompressionContent, out: Path, data: Path | None, json_file: Path | None) -> None:
+def _print(
+    content: CompressionContent, out: Path, data: Path | None, json_file: Path | None
+) -> None:
     from dnis_torchrec.report.compression_page import compression_table, verdict
     from dnis_torchrec.report.verdict import ONE_SEED
     from dnis_torchrec.storage.whole_files import write_json

@@ -1,12 +1,5 @@
-"""A command's options, made from the settings that it takes: a knob is one line, in the dataclass beside its owner.
-
-A function that `command` makes a command takes settings in one of two ways:
-
-    saving: Saving                                         the dataclass, made of its options
-    cluster: Annotated[dict[str, Any], Fields(Cluster)]    its fields by name, which the command completes
-
-Fields whose annotation has a text, ``Annotated[int, "Epochs at most."]``, are options; the text is their help.
-"""
+"""A command's options, made from the settings that it takes: a knob is one line, in the dataclass
+beside its owner."""
 
 from __future__ import annotations
 
@@ -23,39 +16,29 @@ from dnis_torchrec.cli.app import app, arguments
 
 @dataclass(frozen=True)
 class Fields:
-    """Asks for the options of settings as a dict.
-
-    Attributes:
-        of: the dataclass.
-        given_only: leave out those that the user has not given, whose defaults are somebody else's to choose. The
-            dataclass has to have defaults all the same, and checks what was given.
-    """
+    """Asks for the options of settings as a dict."""
 
     of: type
     given_only: bool = False
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Makes a function a command of `dnis`, its name and docstring the command's.
-
-    Args:
-        function: its parameters are arguments and options as typer takes them, or settings, see above.
-    """
+    """Makes a function a command of `dnis`, its name and docstring the command's."""
     return app.command()(with_options(function))
 
 
 def with_options(function: Callable[..., None]) -> Callable[..., None]:
-    """The function as typer takes it: with an option for each field in place of the settings.
-
-    Wrong settings are wrong arguments, exit code 2, before the function runs.
-
-    Args:
-        function: see `command`.
-    """
+    """The function as typer takes it: with an option for each field in place of the settings."""
     signature = inspect.signature(function, eval_str=True)
-    settings = {name: asked for name, parameter in signature.parameters.items() if (asked := _asked(parameter))}
+    settings = {
+        name: asked
+        for name, parameter in signature.parameters.items()
+        if (asked := _asked(parameter))
+    }
     options = {name: list(_options(asked)) for name, asked in settings.items()}
-    all_of_them = [each for name, own in signature.parameters.items() for each in options.get(name, [own])]
+    all_of_them = [
+        each for name, own in signature.parameters.items() for each in options.get(name, [own])
+    ]
     parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in all_of_them]
 
     @functools.wraps(function)
@@ -64,7 +47,9 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
             for name, asked in settings.items():
                 values = {option.name: given.pop(option.name) for option in options[name]}
                 if asked.given_only:
-                    values = {option: value for option, value in values.items() if value is not None}
+                    values = {
+                        option: value for option, value in values.items() if value is not None
+                    }
                     asked.of(**values)
                 is_whole = signature.parameters[name].annotation is asked.of
                 given[name] = asked.of(**values) if is_whole else values
@@ -85,7 +70,9 @@ def _asked(parameter: inspect.Parameter) -> Fields | None:
 def _options(asked: Fields) -> Iterator[inspect.Parameter]:
     types = get_type_hints(asked.of, include_extras=True)
     for part in fields(asked.of):
-        kind, *texts = get_args(types[part.name]) if hasattr(types[part.name], "__metadata__") else (None,)
+        kind, *texts = (
+            get_args(types[part.name]) if hasattr(types[part.name], "__metadata__") else (None,)
+        )
         if texts:
             # A switch that is off can only be switched on; one that is on goes both ways.
             names = (f"--{part.name.replace('_', '-')}",) if part.default is False else ()
@@ -93,5 +80,7 @@ def _options(asked: Fields) -> Iterator[inspect.Parameter]:
                 part.name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=None if asked.given_only else part.default,
-                annotation=Annotated[kind | None if asked.given_only else kind, typer.Option(*names, help=texts[0])],
+                annotation=Annotated[
+                    kind | None if asked.given_only else kind, typer.Option(*names, help=texts[0])
+                ],
             )

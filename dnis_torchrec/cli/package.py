@@ -29,19 +29,25 @@ def package(
     data: DataOption = None,
     recipe: RecipeOption = None,
     form: Annotated[
-        str | None, typer.Option(help="How tables are served; `packed` if the artifact holds it, else `csr_fp32`.")
+        str | None,
+        typer.Option(
+            help="How tables are served; `packed` if the artifact holds it, else `csr_fp32`."
+        ),
     ] = None,
     package_format: Annotated[
-        str, typer.Option("--format", help="`aoti` (compiled, constants memory-mapped) or `torchscript` (for Triton).")
+        str,
+        typer.Option(
+            "--format",
+            help="`aoti` (compiled, constants memory-mapped) or `torchscript` (for Triton).",
+        ),
     ] = "aoti",
-    name: Annotated[str | None, typer.Option(help="Of the model; the recipe's function if not given.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Of the model; the recipe's function if not given.")
+    ] = None,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Packages the whole model, dense weights and pruned tables: inputs dense, values, lengths; any batch size.
-
-    A package runs without TorchRec, and an `aoti` one without Python: see examples/serving. It is checked against the
-    model before it appears.
-    """
+    """Packages the whole model, dense weights and pruned tables: inputs dense, values, lengths; any
+    batch size."""
     from dnis_torchrec.artifact import read_manifest
     from dnis_torchrec.forms import form_named
     from dnis_torchrec.jobs.packaging import KINDS, run_package
@@ -56,7 +62,9 @@ def package(
         place, remedy = f"package {out}", "choose another --out, or --overwrite"
         free = overwrite or not out.exists()
         check(free, place, "a folder that does not exist", "an existing one", remedy)
-        load_recorded(artifact, read_manifest(artifact)["run"], data, recipe)  # whose module may register the form
+        load_recorded(
+            artifact, read_manifest(artifact)["run"], data, recipe
+        )  # whose module may register the form
         if form is not None:
             form_named(form)
             check_packaged_form(form)
@@ -65,7 +73,16 @@ def package(
     kind = package_format
     try:
         with named_errors():
-            run_package(artifact, out, recipe=recipe, data=data, form=form, kind=kind, name=name, overwrite=overwrite)
+            run_package(
+                artifact,
+                out,
+                recipe=recipe,
+                data=data,
+                form=form,
+                kind=kind,
+                name=name,
+                overwrite=overwrite,
+            )
     except RuntimeError as error:  # no compiler, or a package that predicts something else
         fail(error, 1)
     say(f"package: {shown(out)}")

@@ -20,11 +20,15 @@ PLAN_WIDTH = 150
 def plan(
     artifact: Annotated[
         Path | None,
-        typer.Argument(metavar="ARTIFACT", help="Folder `dnis export` wrote, or its URL.", **fetched_settings),
+        typer.Argument(
+            metavar="ARTIFACT", help="Folder `dnis export` wrote, or its URL.", **fetched_settings
+        ),
     ] = None,
     table: Annotated[
         list[str] | None,
-        typer.Option(help="Instead: `NAME=ROWSxDIM:ROWSxDIM,...`, a table and its blocks. May be repeated."),
+        typer.Option(
+            help="Instead: `NAME=ROWSxDIM:ROWSxDIM,...`, a table and its blocks. May be repeated."
+        ),
     ] = None,
     hbm: Annotated[str, typer.Option(help="Memory of one GPU: 80GB, 16GiB.")] = "80GB",
     ddr: Annotated[
@@ -32,20 +36,27 @@ def plan(
     ] = "0GB",
     *,
     cluster: Annotated[dict[str, Any], Fields(Cluster)],
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write it here, rank by rank.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write it here, rank by rank.")
+    ] = None,
 ) -> None:
-    """Plans a cluster for the tables before and after pruning: storage per rank, step time, the fewest devices.
-
-    All figures are estimates of TorchRec's planner. No GPU is needed, and no memory for the tables.
-    """
+    """Plans a cluster for the tables before and after pruning: storage per rank, step time, the
+    fewest devices."""
     from dnis_torchrec.artifact import read_scheme
     from dnis_torchrec.jobs.planning.plans import compare_plans, plan_table
     from dnis_torchrec.jobs.planning.tables import parse_tables, tables_of_scheme
     from dnis_torchrec.storage.whole_files import write_json
 
     with arguments():
-        check((artifact is None) != (not table), "plan", "either ARTIFACT or --table", "both or neither")
-        machines = Cluster(hbm_bytes=parse_bytes(hbm, "--hbm"), ddr_bytes=parse_bytes(ddr, "--ddr"), **cluster)
+        check(
+            (artifact is None) != (not table),
+            "plan",
+            "either ARTIFACT or --table",
+            "both or neither",
+        )
+        machines = Cluster(
+            hbm_bytes=parse_bytes(hbm, "--hbm"), ddr_bytes=parse_bytes(ddr, "--ddr"), **cluster
+        )
         check_json(json_file)
         if artifact is not None:
             before, after = tables_of_scheme(read_scheme(artifact))

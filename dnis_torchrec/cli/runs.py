@@ -36,7 +36,12 @@ from dnis_torchrec.cli.app import (
 )
 from dnis_torchrec.cli.options import command
 from dnis_torchrec.cli.terminal import say
-from dnis_torchrec.search.settings import USUAL_EPOCHS, PruneSettings, SearchSettings, check_compression
+from dnis_torchrec.search.settings import (
+    USUAL_EPOCHS,
+    PruneSettings,
+    SearchSettings,
+    check_compression,
+)
 from dnis_torchrec.storage.copies import shown
 from dnis_torchrec.training.saving import Saving
 
@@ -48,10 +53,16 @@ FORMS_WIDTH = 100
 
 CompressionOption = Annotated[
     float | None,
-    typer.Option("--compression", help="Bytes of the float32 tables over those wanted in form --form, above 1."),
+    typer.Option(
+        "--compression",
+        help="Bytes of the float32 tables over those wanted in form --form, above 1.",
+    ),
 ]
 BytesOption = Annotated[
-    int | None, typer.Option("--embedding-bytes", help="Instead of --compression: bytes of all tables in form --form.")
+    int | None,
+    typer.Option(
+        "--embedding-bytes", help="Instead of --compression: bytes of all tables in form --form."
+    ),
 ]
 FormOption = Annotated[
     str | None,
@@ -102,11 +113,16 @@ def search(
     out: OutOption,
     data: DataOption = None,
     compression: Annotated[
-        float, typer.Option("--compression", help="Bytes of the float32 tables over bytes served, above 1.")
+        float,
+        typer.Option(
+            "--compression", help="Bytes of the float32 tables over bytes served, above 1."
+        ),
     ] = 20.0,
     seed: Annotated[int, typer.Option(help="Of weights, splits and batch order.")] = 0,
     baseline: BaselineOption = None,
-    embedding_dim: Annotated[int | None, typer.Option(help="D to start from; the recipe's own if not given.")] = None,
+    embedding_dim: Annotated[
+        int | None, typer.Option(help="D to start from; the recipe's own if not given.")
+    ] = None,
     from_run: FromOption = None,
     weights: TrainedWeightsOption = None,
     baselines: BaselinesOption = True,
@@ -116,9 +132,11 @@ def search(
     saving: Saving,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Searches: trains, lets columns die by what they are worth, spends bits on the others; writes RUN.
+    """Searches: trains, lets columns die by what they are worth, spends bits on the others; writes
+    RUN.
 
-    With --from or --weights nothing is trained plainly: the search begins at the axes of a trained model's tables.
+    With --from or --weights nothing is trained plainly: the search begins at the axes of a trained
+    model's tables.
 
     Ctrl-C saves and stops; the same command with --resume goes on, also after a crash.
     """
@@ -157,7 +175,9 @@ def search(
         print_rows(rows, out)
         say(f"run: {shown(out)}")
         told, uncertain = verdict_of(out, rows)
-        print_verdict(told, uncertain, ["export", shown(out), "--out", f"{shown(out)}-artifact"], None)
+        print_verdict(
+            told, uncertain, ["export", shown(out), "--out", f"{shown(out)}-artifact"], None
+        )
 
 
 @command
@@ -173,7 +193,8 @@ def prune(
     settings: PruneSettings,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Prunes a finished RUN further, fine-tunes what is left with the mask held, and writes a new run."""
+    """Prunes a finished RUN further, fine-tunes what is left with the mask held, and writes a new
+    run."""
     with arguments():
         has_size = any(given is not None for given in (compression, embedding_bytes, form))
         check(settings.threshold is None or not has_size, "--threshold", "no size", "one")
@@ -190,7 +211,9 @@ def prune(
         if is_first_rank():  # which may have made the folder before the others come here
             check_prune_out(run, out, overwrite=overwrite)
         load_recorded(run, head, data, recipe)
-    row = run_prune(run, data, out, recipe=recipe, size=size, settings=settings, overwrite=overwrite)
+    row = run_prune(
+        run, data, out, recipe=recipe, size=size, settings=settings, overwrite=overwrite
+    )
     if is_first_rank():
         print_rows([row], out)
         say(f"run: {shown(out)}")
@@ -202,15 +225,21 @@ def export(
     out: OutOption,
     form: Annotated[
         list[str] | None,
-        typer.Option(help="`csr_int8`, ...; if not given `mixed_dimension_fp32` and `csr_fp32`, or `packed` of codes."),
+        typer.Option(
+            help="`csr_int8`, ...; if not given `mixed_dimension_fp32` and `csr_fp32`, or `packed` of codes."
+        ),
     ] = None,
-    scipy: Annotated[list[str] | None, typer.Option(help="Also write scipy `.npz` files: `csr`, `coo`.")] = None,
+    scipy: Annotated[
+        list[str] | None, typer.Option(help="Also write scipy `.npz` files: `csr`, `coo`.")
+    ] = None,
     regroup: Annotated[
-        int | None, typer.Option(help="Regroup rows that were pruned value by value into so many groups.")
+        int | None,
+        typer.Option(help="Regroup rows that were pruned value by value into so many groups."),
     ] = None,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Exports a finished RUN as an artifact, ready to serve, and prints what every serving form of it would come to."""
+    """Exports a finished RUN as an artifact, ready to serve, and prints what every serving form of
+    it would come to."""
     from dnis_torchrec.artifact.writing import check_forms, forms_of
     from dnis_torchrec.jobs.artifact_jobs import run_export
     from dnis_torchrec.jobs.run_folder import RunFolder
@@ -219,12 +248,23 @@ def export(
         scheme = RunFolder.open(run).scheme()
         check_seen_by_ranks(out)
         if is_first_rank():  # which may have made the folder before the others come here
-            requirement, remedy = "a folder that does not exist", "choose another --out, or --overwrite"
-            check(overwrite or not out.exists(), f"artifact {out}", requirement, "an existing one", remedy)
+            requirement, remedy = (
+                "a folder that does not exist",
+                "choose another --out, or --overwrite",
+            )
+            check(
+                overwrite or not out.exists(),
+                f"artifact {out}",
+                requirement,
+                "an existing one",
+                remedy,
+            )
         check(regroup is None or regroup >= 1, "--regroup", "a number of groups >= 1", regroup)
         forms, scipy_formats = form or forms_of(scheme), scipy or ()
         check_forms(forms, scipy_formats, scheme)
-    run_export(run, out, forms=forms, scipy_formats=scipy_formats, overwrite=overwrite, num_groups=regroup)
+    run_export(
+        run, out, forms=forms, scipy_formats=scipy_formats, overwrite=overwrite, num_groups=regroup
+    )
     if is_first_rank():
         _print_forms(out)
         say(f"artifact: {shown(out)}")
@@ -242,9 +282,12 @@ def evaluate(
     ],
     data: DataOption = None,
     recipe: RecipeOption = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the result here.")
+    ] = None,
 ) -> None:
-    """Evaluates on the test split: a run's model, or an artifact's serving module dropped into the model."""
+    """Evaluates on the test split: a run's model, or an artifact's serving module dropped into the
+    model."""
     from dnis_torchrec.jobs.artifact_jobs import recorded_run, run_evaluate
     from dnis_torchrec.jobs.recorded import load_recorded
     from dnis_torchrec.storage.whole_files import write_json
@@ -266,14 +309,14 @@ def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN...", help="Folders that `dnis search` wrote, or their URLs.", **published_first_settings
+            metavar="RUN...",
+            help="Folders that `dnis search` wrote, or their URLs.",
+            **published_first_settings,
         ),
     ],
 ) -> None:
-    """Writes report.html, one page that opens offline (5 MB), into the first RUN, and prints the table of results.
-
-    Further runs may differ from the first in size, seed, D and S: they add rows, and metric against D and against S.
-    """
+    """Writes report.html, one page that opens offline (5 MB), into the first RUN, and prints the
+    table of results."""
     from dnis_torchrec.jobs.report_job import read_runs, run_report
 
     with arguments():
@@ -311,12 +354,7 @@ def _print_forms(artifact: Path) -> None:
 
 
 def print_rows(rows: Sequence[ReportRow], run: Path) -> None:
-    """Prints the rows of a run as a table.
-
-    Args:
-        rows: of its report.json.
-        run: its folder, named where the terminal is too narrow for all metrics.
-    """
+    """Prints the rows of a run as a table."""
     from dnis_torchrec.report import rows_table
     from dnis_torchrec.report.tables import metric_names
 

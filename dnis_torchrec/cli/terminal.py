@@ -1,4 +1,5 @@
-"""The one way to the terminal: what names, files and recipes of others hold never steers it (see `checks.visible`)."""
+"""The one way to the terminal: what names, files and recipes of others hold never steers it (see
+`checks.visible`)."""
 
 from __future__ import annotations
 
@@ -25,32 +26,18 @@ _plain_warning, _show_any_error_of_thread = warnings.formatwarning, threading.ex
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Prints a text that may hold names and messages of others.
-
-    Args:
-        text: a line or several.
-        err: to standard error.
-    """
+    """Prints a text that may hold names and messages of others."""
     typer.echo(visible(text), err=err)
 
 
 def fail(error: BaseException, code: int) -> NoReturn:
-    """Says an error in one line on standard error and ends the command.
-
-    Args:
-        error: what went wrong.
-        code: exit code.
-    """
+    """Says an error in one line on standard error and ends the command."""
     say(f"error: {describe_error(error)}", err=True)
     raise typer.Exit(code) from error
 
 
 class PlainConsole(Console):
-    """Standard output, where brackets and colons in a name are no markup.
-
-    Args:
-        width: of the lines; None for that of the terminal.
-    """
+    """Standard output, where brackets and colons in a name are no markup."""
 
     def __init__(self, width: int | None = None) -> None:
         super().__init__(width=width, file=sys.stdout, markup=False, emoji=False)
@@ -59,17 +46,17 @@ class PlainConsole(Console):
         """Renders a text with control characters made visible; rich measures lines by it, too."""
         return super().render_str(visible(text), **settings)
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Renders with control characters made visible; rich adds its own colours and controls after this."""
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """Renders with control characters made visible; rich adds its own colours and controls
+        after this."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
 
 def guard_standard_error() -> None:
-    """Logs, warnings and tracebacks reach standard error through `visible`, whoever they are from.
-
-    What the system refuses to a thread of a library, as it does to TensorBoard's on a full disk, is one line, too.
-    """
+    """Logs, warnings and tracebacks reach standard error through `visible`, whoever they are from."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_VisibleFormatter("%(levelname)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
@@ -85,12 +72,18 @@ class _VisibleFormatter(logging.Formatter):
 
 
 def _format_warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
 ) -> str:
     return visible(_plain_warning(message, category, filename, lineno, line))
 
 
-def _show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _show_error(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     stream: TextIO = sys.stderr
     stream.write(visible("".join(traceback.format_exception(kind, error, trace))))
 

@@ -30,10 +30,8 @@ def train(
     settings: Annotated[dict[str, Any], Fields(TrainSettings)],
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Trains the plain model until its selection loss stops improving; writes RUN and its report.json.
-
-    Nothing is compressed: it is what every method starts from or is compared with.
-    """
+    """Trains the plain model until its selection loss stops improving; writes RUN and its
+    report.json."""
     from dnis_torchrec.data.recipe import load_recipe
     from dnis_torchrec.jobs.run_folder import RunFolder
     from dnis_torchrec.jobs.train_job import TrainJob, run_train

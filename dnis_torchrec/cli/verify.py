@@ -39,19 +39,20 @@ def verify(
     artifact: ArtifactArgument,
     against: Annotated[
         Path | None,
-        typer.Option(help="The run that it came from: same tables, same dense weights.", **fetched_settings),
+        typer.Option(
+            help="The run that it came from: same tables, same dense weights.", **fetched_settings
+        ),
     ] = None,
     data: DataOption = None,
     recipe: RecipeOption = None,
     measure: Annotated[bool, typer.Option(help="Measure memory and latency too.")] = True,
-    rounds: Annotated[int, typer.Option(help="Lookups timed per form and batch size.", min=1)] = 100,
+    rounds: Annotated[
+        int, typer.Option(help="Lookups timed per form and batch size.", min=1)
+    ] = 100,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write it here.")] = None,
 ) -> None:
-    """Checks every file's hash, every form's values on hard bags, unknown ids and the metric; measures RSS and latency.
-
-    The metric is checked with --data or --recipe only, because that runs the recipe's code. Exit code 1 if anything
-    fails.
-    """
+    """Checks every file's hash, every form's values on hard bags, unknown ids and the metric;
+    measures RSS and latency."""
     from dnis_torchrec.jobs import verification
     from dnis_torchrec.jobs.recorded import load_recorded
     from dnis_torchrec.jobs.run_folder import RunFolder
@@ -64,7 +65,9 @@ def verify(
             load_recorded(artifact, {}, data, recipe)
         if against is not None:
             RunFolder.open(against)
-    found = verification.verify(artifact, against=against, recipe=recipe, data=data, measure=measure, rounds=rounds)
+    found = verification.verify(
+        artifact, against=against, recipe=recipe, data=data, measure=measure, rounds=rounds
+    )
     if is_first_rank():
         _print(found)
         if json_file is not None:
@@ -83,14 +86,27 @@ def _print(found: Verification) -> None:
     if found.resident:
         dense = next(row.touched_bytes for row in found.resident if row.form == "uncompressed_fp32")
         memory = Table(
-            "form", "RSS loaded, MiB", "RSS with every row used, MiB", "uncompressed fp32 over it", title="memory"
+            "form",
+            "RSS loaded, MiB",
+            "RSS with every row used, MiB",
+            "uncompressed fp32 over it",
+            title="memory",
         )
         for row in found.resident:
             smaller = f"{dense / row.touched_bytes:.1f}" if row.touched_bytes > 0 else "-"
-            memory.add_row(row.form, f"{row.loaded_bytes / MIB:.2f}", f"{row.touched_bytes / MIB:.2f}", smaller)
+            memory.add_row(
+                row.form, f"{row.loaded_bytes / MIB:.2f}", f"{row.touched_bytes / MIB:.2f}", smaller
+            )
         print_table(memory, WIDTH)
     if found.latency:
-        latency = Table("form", "batch", "p50, ms", "p99, ms", "over uncompressed fp32", title="latency of lookups")
+        latency = Table(
+            "form",
+            "batch",
+            "p50, ms",
+            "p99, ms",
+            "over uncompressed fp32",
+            title="latency of lookups",
+        )
         for timed in found.latency:
             figures = f"{timed.p50_ms:.3f}", f"{timed.p99_ms:.3f}", f"{timed.ratio:.2f}"
             latency.add_row(timed.form, str(timed.batch_size), *figures)
@@ -107,12 +123,15 @@ def _rows(findings: Sequence[Finding]) -> list[tuple[str, str, str, str]]:
             rows.append((finding.check, finding.subject, finding.status, finding.detail))
         elif kind not in counted:
             counted.add(kind)
-            rows.append((finding.check, f"{alike[kind]} of them, named by --json", finding.status, ""))
+            rows.append(
+                (finding.check, f"{alike[kind]} of them, named by --json", finding.status, "")
+            )
     return rows
 
 
 def _is_plain(finding: Finding) -> bool:
-    """Returns whether a finding is good and brings no news; bytes of a file and figures of the metric are none."""
+    """Returns whether a finding is good and brings no news; bytes of a file and figures of the
+    metric are none."""
     from dnis_torchrec.jobs.verification.findings import OK
 
     return finding.status == OK and finding.check in ("checksums", "run")

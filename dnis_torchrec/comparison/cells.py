@@ -1,12 +1,4 @@
-"""A cell of a comparison, one method at one size under one seed, and its files on disk.
-
-OUT/cells/<cell>/task.json      the task of the cell
-                 log.txt        output of its processes
-                 result.json    once it has finished, or its method cannot do it; such a cell is never run again
-                 crash.txt      the traceback, if it crashed; such a cell is run again by the next call
-                 artifact/      its artifact, if asked for
-                 work/          checkpoints and trials, while it runs
-"""
+"""A cell of a comparison, one method at one size under one seed, and its files on disk."""
 
 from __future__ import annotations
 
@@ -33,19 +25,7 @@ HELPS = "helps"
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One method at one size under one seed.
-
-    Attributes:
-        method: its name in the registry.
-        size: bytes of the uncompressed float32 tables over bytes wanted, above 1; None for a method without size.
-        seed: of the splits and of everything else that is random.
-        with_validation: train on the alpha-validation split as well, for a method that needs none.
-
-    Example:
-        >>> cell = Cell(method="uniform", size=2.5, seed=0, with_validation=True)
-        >>> cell.row_name, cell.name
-        ('uniform+validation', 'uniform+validation-size2.5-seed0')
-    """
+    """One method at one size under one seed."""
 
     method: str
     size: float | None
@@ -71,19 +51,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class CellTask:
-    """The task of the process that runs a cell.
-
-    Attributes:
-        cell: which.
-        rules: settings that all cells of the comparison share: recipe with its settings and embedding_dims, data,
-            registry, patience, max_epochs, trials.
-        data: folder of the data on this machine, or None for a recipe that makes its own.
-        registry: ``module:name`` of the mapping from method name to `Method`.
-        cells_at_once: how many cells share the machine; measured times depend on it.
-        processes: how many may train trials of this cell at a time, see `MethodTask`.
-        artifact: whether to export the result.
-        trained: folder of trainings that cells share, see `MethodTask.trained`; None to share none.
-    """
+    """The task of the process that runs a cell."""
 
     cell: Cell
     rules: Mapping[str, Any]
@@ -95,29 +63,13 @@ class CellTask:
     artifact: bool
 
     def write(self, folder: Path) -> None:
-        """Writes task.json. The record of an earlier crash stays until the next try begins.
-
-        Args:
-            folder: of the cell; made, with its parents, where it is missing.
-
-        Raises:
-            TypeError: if a rule is not JSON-able.
-            ValueError: if a rule is a number that is not finite.
-        """
+        """Writes task.json. The record of an earlier crash stays until the next try begins."""
         make_folder(folder, within=folder.parents[1])
         write_text(folder / "task.json", json_text(asdict(self), str(folder)) + "\n")
 
     @staticmethod
     def read(folder: Path) -> CellTask:
-        """Reads task.json.
-
-        Args:
-            folder: of the cell.
-
-        Raises:
-            FileNotFoundError: if it has no task.json.
-            ValueError: if it is something else.
-        """
+        """Reads task.json."""
         fields = read_json(folder / "task.json", dict[str, Any])
         conform(fields, CellTask, str(folder / "task.json"))
         return CellTask(**(fields | {"cell": Cell(**fields["cell"])}))
@@ -125,27 +77,7 @@ class CellTask:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedCell:
-    """Measurements of a cell.
-
-    Attributes:
-        row: size and test metrics; `seconds` is the wall time of the one run that is reported.
-        dense_bytes: of the uncompressed float32 tables.
-        form: the export form whose bytes are compared.
-        embedding_bytes: bytes of the tables in that form, with everything that serving needs beside it.
-        extra_bytes: how many of them lie beside the form.
-        network_bytes: float32 bytes of all other weights of the model, which are not part of the size: the first layers
-            of models that are built at a smaller D are narrower. 0 in results of older versions.
-        selection_loss: loss on the selection split, by which the method chose.
-        trials: runs that the method took to choose this one.
-        seconds_of_trials: wall time of all runs, added up, whether or not some of them ran at the same time.
-        settings: the settings that the method chose.
-        device: the device that it trained on.
-        cells_at_once: how many cells shared the machine.
-        resident_bytes: serving form -> bytes of all tables in memory, of the forms that can hold them (see
-            `dnis_torchrec.artifact.predict_forms`); none in results of older versions.
-        test_fingerprint: of the samples of the test split, see `dnis_torchrec.data.over_ranks.NotedBatches`; None in
-            results of older versions.
-    """
+    """Measurements of a cell."""
 
     row: ReportRow
     dense_bytes: int
@@ -197,15 +129,7 @@ class _Measured(_Head):
 
 @dataclass(frozen=True, kw_only=True)
 class CellResult:
-    """A finished cell.
-
-    Attributes:
-        cell: which.
-        rules: the rules that it was run under.
-        versions: package -> version.
-        trained: its measurements; None if the method cannot meet the size, or cannot work on the model.
-        reason: why it cannot.
-    """
+    """A finished cell."""
 
     cell: Cell
     rules: Mapping[str, Any]
@@ -217,21 +141,18 @@ class CellResult:
         """The content of result.json: one flat object, a row of report.json with more keys."""
         head = {"format": _FORMAT, "format_version": _FORMAT_VERSION, "cell": asdict(self.cell)}
         if self.trained is None:
-            return head | {"reason": self.reason, "rules": dict(self.rules), "versions": dict(self.versions)}
+            return head | {
+                "reason": self.reason,
+                "rules": dict(self.rules),
+                "versions": dict(self.versions),
+            }
         measured = {name: value for name, value in vars(self.trained).items() if name != "row"}
         row = self.trained.row.to_json() | {"size": self.cell.size}
         return head | row | measured | {"rules": dict(self.rules), "versions": dict(self.versions)}
 
     @staticmethod
     def from_json(described: Mapping[str, Any]) -> CellResult:
-        """Rebuilds a result from the dict that `to_json` gave.
-
-        Args:
-            described: the content of a result.json.
-
-        Raises:
-            ValueError: if it is something else.
-        """
+        """Rebuilds a result from the dict that `to_json` gave."""
         conform(described, _Reason if "reason" in described else _Measured, "cell")
         check(
             (described["format"], described["format_version"]) == (_FORMAT, _FORMAT_VERSION),
@@ -239,32 +160,27 @@ class CellResult:
             f"{_FORMAT} {_FORMAT_VERSION}",
             described["format_version"],
         )
-        shared = {"cell": Cell(**described["cell"]), "rules": described["rules"], "versions": described["versions"]}
+        shared = {
+            "cell": Cell(**described["cell"]),
+            "rules": described["rules"],
+            "versions": described["versions"],
+        }
         if "reason" in described:
             return CellResult(**shared, reason=described["reason"])
         names = [name for name in TrainedCell.__dataclass_fields__ if name != "row"]
         measured = {name: described[name] for name in names if name in described}
-        return CellResult(**shared, trained=TrainedCell(row=ReportRow.from_json(described), **measured))
+        return CellResult(
+            **shared, trained=TrainedCell(row=ReportRow.from_json(described), **measured)
+        )
 
     def write(self, folder: Path) -> None:
-        """Writes result.json, whole or not at all.
-
-        Args:
-            folder: of the cell, existing.
-
-        Raises:
-            TypeError: if a rule or setting is not JSON-able.
-            ValueError: if a number is not finite, or the folder does not exist.
-        """
+        """Writes result.json, whole or not at all."""
         write_text(folder / "result.json", json_text(self.to_json(), str(folder)) + "\n")
 
 
 def read_result(folder: Path) -> CellResult | None:
-    """The result of a cell, None if it has none or the file is damaged; such a cell is to be run again.
-
-    Args:
-        folder: of the cell; it need not exist.
-    """
+    """The result of a cell, None if it has none or the file is damaged; such a cell is to be run
+    again."""
     try:
         return CellResult.from_json(read_json(folder / "result.json", dict[str, Any]))
     except (FileNotFoundError, ValueError):
@@ -272,14 +188,7 @@ def read_result(folder: Path) -> CellResult | None:
 
 
 def read_crash(folder: Path) -> str | None:
-    """The error that a crashed cell's traceback ends with, in one line; None if it did not crash.
-
-    A message may have many lines, as those of CUDA have: the first one says what it is. Of a process that ended without
-    a traceback it is the last line.
-
-    Args:
-        folder: of the cell; it need not exist.
-    """
+    """The error that a crashed cell's traceback ends with, in one line; None if it did not crash."""
     file = folder / "crash.txt"
     if not file.is_file():
         return None
@@ -297,13 +206,5 @@ def forget_crash(folder: Path) -> None:
 
 
 def write_crash(folder: Path, text: str) -> None:
-    """Writes crash.txt.
-
-    Args:
-        folder: of the cell, existing.
-        text: the traceback, or whatever is known of the end.
-
-    Raises:
-        ValueError: if the folder does not exist.
-    """
+    """Writes crash.txt."""
     write_text(folder / "crash.txt", text.rstrip() + "\n")

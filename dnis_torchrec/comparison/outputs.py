@@ -19,12 +19,7 @@ from dnis_torchrec.storage.whole_files import write_text
 
 
 def comparison_table(content: ComparisonContent, metrics: Sequence[str] | None = None) -> Table:
-    """A terminal table, size by size; the best mean of every metric at a size is bold.
-
-    Args:
-        content: the comparison.
-        metrics: those to show; all of them if not given.
-    """
+    """A terminal table, size by size; the best mean of every metric at a size is bold."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("method")
     metrics = content.metrics if metrics is None else metrics
@@ -56,7 +51,10 @@ def comparison_table(content: ComparisonContent, metrics: Sequence[str] | None =
             line.megabytes,
             line.precision,
             line.ratio,
-            *(cell(text, "bold" if is_best else "") for text, is_best in map(told.__getitem__, metrics)),
+            *(
+                cell(text, "bold" if is_best else "")
+                for text, is_best in map(told.__getitem__, metrics)
+            ),
             line.difference,
             line.seeds,
             line.seconds,
@@ -68,25 +66,23 @@ def comparison_table(content: ComparisonContent, metrics: Sequence[str] | None =
 
 
 def missing_lines(rows: Iterable[ComparisonRow]) -> list[str]:
-    """Says why seeds are missing, in one line per row that lacks any.
-
-    Args:
-        rows: of a comparison, in the order of the lines.
-    """
+    """Says why seeds are missing, in one line per row that lacks any."""
     return [
-        f"{row.method}{'' if row.size is None else f' at {row.size:g}'}: {row.reason}" for row in rows if row.missing
+        f"{row.method}{'' if row.size is None else f' at {row.size:g}'}: {row.reason}"
+        for row in rows
+        if row.missing
     ]
 
 
 def comparison_frame(rows: Iterable[ComparisonRow]) -> pd.DataFrame:
-    """One line per row with the keys of its JSON; nested ones joined by a dot (``metrics.mse``), lists by a space.
-
-    Args:
-        rows: of a comparison; empty ones have a line too.
-    """
+    """One line per row with the keys of its JSON; nested ones joined by a dot (``metrics.mse``),
+    lists by a space."""
     lines = []
     for row in rows:
-        fields = row.to_json() | {"seeds": " ".join(map(str, row.group.seeds)), "reason": row.reason}
+        fields = row.to_json() | {
+            "seeds": " ".join(map(str, row.group.seeds)),
+            "reason": row.reason,
+        }
         fields.pop("missing", None)
         lines.append(fields)
     frame = pd.json_normalize(lines)
@@ -99,7 +95,8 @@ def write_frame(path: Path, rows: Iterable[ComparisonRow]) -> Path:
 
 
 def write_comparison_json(path: Path, content: ComparisonContent) -> Path:
-    """Writes recipe, primary_metric, higher_is_better, rules, notes, provenance, versions and rows atomically."""
+    """Writes recipe, primary_metric, higher_is_better, rules, notes, provenance, versions and rows
+    atomically."""
     described: dict[str, Any] = {
         "recipe": content.recipe,
         "primary_metric": content.primary_metric,
@@ -114,11 +111,7 @@ def write_comparison_json(path: Path, content: ComparisonContent) -> Path:
 
 
 def joined_versions(results: Sequence[CellResult]) -> Mapping[str, str]:
-    """package -> version of all cells; where they differ, all of them with commas between.
-
-    Args:
-        results: of all finished cells; none gives an empty mapping.
-    """
+    """package -> version of all cells; where they differ, all of them with commas between."""
     versions: dict[str, dict[str, None]] = {}
     for result in results:
         for package, version in result.versions.items():

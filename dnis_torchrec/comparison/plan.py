@@ -37,25 +37,7 @@ RULES_OF_OLDER = {"precisions": ["fp32"]}
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(CompareSettings):
-    """Arguments of `dnis compare`.
-
-    The uncompressed model (``"dense"``) is always among the methods: every other row is compared with it, seed by seed.
-
-    Attributes:
-        recipe: ``module:function``.
-        data: folder of the data, or None for a recipe that makes its own.
-        data_address: where `data` was fetched from, if it was. Cells of an older comparison have to be trained on data
-            of the same address, wherever its copy lay. Without an address the folder has to be the same.
-        out: folder of the comparison. A comparison that stands there is continued, if its rules are the same.
-        methods: names of the registry.
-        sizes: compressions, bytes of the uncompressed float32 tables over bytes wanted, each above 1.
-        precisions: in which every method that can is run at each size; the best one on the selection split is taken.
-        seeds: each gives its own splits and initial weights.
-        registry: ``module:name`` of the mapping from method name to `Method`.
-
-    Raises:
-        ValueError: naming the argument.
-    """
+    """Arguments of `dnis compare`."""
 
     recipe: str
     data: Path | None
@@ -83,39 +65,40 @@ class Comparison(CompareSettings):
             check(seed >= 0, "seeds", "integers >= 0", seed)
         is_file = self.out.exists() and not self.out.is_dir()
         check(not is_file, f"folder {self.out}", "a folder", "a file", "choose another name")
-        is_ours = not self.out.exists() or (self.out / "cells").is_dir() or not any(self.out.iterdir())
+        is_ours = (
+            not self.out.exists() or (self.out / "cells").is_dir() or not any(self.out.iterdir())
+        )
         remedy = "choose another folder"
-        check(is_ours, f"folder {self.out}", "a new folder or one of a comparison", "another one", remedy)
+        check(
+            is_ours,
+            f"folder {self.out}",
+            "a new folder or one of a comparison",
+            "another one",
+            remedy,
+        )
         check_plain(self.out, f"folder {self.out}")
         self.check_rules(self.rules())
 
     def cells(self) -> tuple[Cell, ...]:
-        """All cells, seed by seed, so that early results can be compared; the uncompressed model comes first."""
+        """All cells, seed by seed, so that early results can be compared; the uncompressed model
+        comes first."""
         methods, cells = load_registry(self.registry), []
         for seed in self.seeds:
             for method in (DENSE, *(name for name in self.methods if name != DENSE)):
                 for size in (None,) if method in (DENSE, NO_EMBEDDINGS) else self.sizes:
                     own_split = (False,) if needs_validation(methods[method]) else (False, True)
-                    cells += [Cell(method=method, size=size, seed=seed, with_validation=on) for on in own_split]
+                    cells += [
+                        Cell(method=method, size=size, seed=seed, with_validation=on)
+                        for on in own_split
+                    ]
         return tuple(cells)
 
     def folder(self, cell: Cell) -> Path:
-        """Folder of a cell.
-
-        Args:
-            cell: any; its folder need not exist.
-        """
+        """Folder of a cell."""
         return self.out / "cells" / cell.name
 
     def task(self, cell: Cell, rules: Mapping[str, Any], *, cells_at_once: int) -> CellTask:
-        """Returns the task of the process that runs a cell.
-
-        Args:
-            cell: one of `cells`.
-            rules: settings that all cells share, see `CellTask.rules`.
-            cells_at_once: how many cells run at a time, at least 1; each has an equal share of `num_jobs`, one process
-                at least.
-        """
+        """Returns the task of the process that runs a cell."""
         return CellTask(
             cell=cell,
             rules=rules,
@@ -142,7 +125,8 @@ class Comparison(CompareSettings):
         return default_jobs() if self.jobs is None else self.jobs
 
     def rules(self) -> dict[str, Any]:
-        """Returns the settings that all cells share. Results under other rules are never compared with these."""
+        """Returns the settings that all cells share. Results under other rules are never compared
+        with these."""
         return {
             "recipe": self.recipe,
             "data": self.data_address or self._local_data,
@@ -156,15 +140,7 @@ class Comparison(CompareSettings):
         return {cell: result for cell, result in found.items() if result is not None}
 
     def check_rules(self, rules: Mapping[str, Any]) -> None:
-        """Checks that no finished cell below `out` was run under other rules.
-
-        Args:
-            rules: name -> value, as it is read back from JSON. A rule, or one of the recipe's settings, that an older
-                version did not know is not compared, but for `RULES_OF_OLDER`.
-
-        Raises:
-            ValueError: naming the cell, the rule and both values.
-        """
+        """Checks that no finished cell below `out` was run under other rules."""
         for folder in sorted((self.out / "cells").glob("*")):
             result = read_result(folder)
             for name, value in rules.items():
@@ -172,20 +148,16 @@ class Comparison(CompareSettings):
                 there = value if result is None else result.rules.get(name, older)
                 remedy = "give the arguments of the older comparison, or another --out"
                 for part, before, now in _parts(name, there, value):
-                    check(before == now, f"{folder}, {part}", f"{before!r} as when it was run", repr(now), remedy)
+                    check(
+                        before == now,
+                        f"{folder}, {part}",
+                        f"{before!r} as when it was run",
+                        repr(now),
+                        remedy,
+                    )
 
     def check_first_seed(self, facts: RecipeFacts) -> None:
-        """Checks that no finished cell of the first seed had other tables or other test samples.
-
-        Another environment may make other tables, and data may change where it lies. Those of different seeds may
-        differ, because their splits do.
-
-        Args:
-            facts: of the recipe as it is now.
-
-        Raises:
-            ValueError: naming the cell and what differs.
-        """
+        """Checks that no finished cell of the first seed had other tables or other test samples."""
         for cell, result in self.finished().items():
             trained = result.trained
             if cell.seed != self.seeds[0] or trained is None:
@@ -196,22 +168,18 @@ class Comparison(CompareSettings):
             check(there == here, place, f"{there} bytes as when it was run", here, remedy)
             is_same = trained.test_fingerprint in (None, facts.test_fingerprint)
             remedy = "give another --out for other data"
-            check(is_same, f"{self.folder(cell)}, test split", "the samples that it was evaluated on", "others", remedy)
+            check(
+                is_same,
+                f"{self.folder(cell)}, test split",
+                "the samples that it was evaluated on",
+                "others",
+                remedy,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeFacts:
-    """The facts about a recipe that its comparison needs.
-
-    Attributes:
-        embedding_dims: table -> D.
-        dense_bytes: of the uncompressed float32 tables, with the comparison's first seed.
-        primary_metric: the metric it is judged by.
-        higher_is_better: its direction.
-        test_fingerprint: of the samples of the test split of that seed, see `NotedBatches`.
-        settings: all other settings that decide how its model is trained and searched, JSON-able.
-        notes: limits of the data.
-    """
+    """The facts about a recipe that its comparison needs."""
 
     embedding_dims: Mapping[str, int]
     dense_bytes: int
@@ -222,22 +190,14 @@ class RecipeFacts:
     notes: tuple[str, ...]
 
     def rules(self) -> dict[str, Any]:
-        """Returns the rules of a cell that come from the recipe: its rates, blocks and embedding_dims."""
+        """Returns the rules of a cell that come from the recipe: its rates, blocks and
+        embedding_dims."""
         return {"embedding_dims": dict(self.embedding_dims), SETTINGS: dict(self.settings)}
 
 
 def recipe_facts(comparison: Comparison) -> RecipeFacts:
-    """Builds the recipe once and reads all of its splits, so that no method is trained on data that another refuses.
-
-    Args:
-        comparison: names recipe and data; the recipe is built with the first of its seeds.
-
-    Raises:
-        ValueError: if the recipe cannot be found or refuses the data, its model could not be evaluated (see
-            `check_pooling`), a split is empty, a label is outside the loss's domain, or a query of a ranking has fewer
-            candidates than the largest k.
-        TypeError: if the function returns no Recipe.
-    """
+    """Builds the recipe once and reads all of its splits, so that no method is trained on data that
+    another refuses."""
     place = f"recipe {comparison.recipe!r}"
     recipe = build_recipe(comparison.recipe, comparison.data, seed=comparison.seeds[0])
     check_pooling(recipe.model, world_size=1)  # as every cell is trained
@@ -269,7 +229,8 @@ def recipe_facts(comparison: Comparison) -> RecipeFacts:
 
 
 def _parts(name: str, there: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(name, what it was, what it is) of a rule; of the recipe's settings, of which there may be more now, of each."""
+    """(name, what it was, what it is) of a rule; of the recipe's settings, of which there may be
+    more now, of each."""
     if name != SETTINGS:
         yield name, there, value
         return
@@ -279,76 +240,47 @@ def _parts(name: str, there: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _settings_of(recipe: Recipe) -> dict[str, Any]:
-    """Collects the settings that decide how a recipe's model is trained and searched, as JSON gives them back.
-
-    They are all fields of the recipe but data, redraw and notes. The loss, or the task, stands there as its type, the
-    model as names and shapes of the weights beside its tables. A shape goes without its first size, which may be a
-    number of rows that a seed's split has. A layer's first size is the next layer's second.
-    """
+    """Collects the settings that decide how a recipe's model is trained and searched, as JSON gives
+    them back."""
     others = ("model", "data", "loss", "task", "redraw", "notes")
     names = [part.name for part in fields(recipe) if part.name not in others]
     own = {name: getattr(recipe, name) for name in names}
-    of_tables = {id(weight) for module in collections(recipe.model).values() for weight in module.parameters()}
-    network = {name: list(w.shape[1:]) for name, w in recipe.model.named_parameters() if id(w) not in of_tables}
+    of_tables = {
+        id(weight)
+        for module in collections(recipe.model).values()
+        for weight in module.parameters()
+    }
+    network = {
+        name: list(w.shape[1:])
+        for name, w in recipe.model.named_parameters()
+        if id(w) not in of_tables
+    }
     loss = recipe.task if recipe.loss is None else recipe.loss
     lists = {"row_weights": list(recipe.row_weights), "leave_alone": list(recipe.leave_alone)}
     return own | lists | {"loss": type(loss).__name__, "network": network}
 
 
-def parse_names(text: str, place: str, requirement: str = "names with commas between them") -> tuple[str, ...]:
-    """Words between commas.
-
-    Args:
-        text: the words.
-        place: where they stand, for the error.
-        requirement: expected values, for the error.
-
-    Raises:
-        ValueError: if one is empty.
-
-    Example:
-        >>> parse_names("uniform, dnis", "--methods")
-        ('uniform', 'dnis')
-    """
+def parse_names(
+    text: str, place: str, requirement: str = "names with commas between them"
+) -> tuple[str, ...]:
+    """Words between commas."""
     names = tuple(part.strip() for part in text.split(","))
     check(all(names), place, requirement, repr(text))
     return names
 
 
 def parse_sizes(text: str, place: str) -> tuple[float, ...]:
-    """Numbers between commas.
-
-    Args:
-        text: the user's text; blanks around numbers are allowed.
-        place: where it stands, for the error.
-
-    Raises:
-        ValueError: if a part is empty or no number; sizes as such are checked by `Comparison`.
-
-    Example:
-        >>> parse_sizes("2,4.5", "--sizes")
-        (2.0, 4.5)
-    """
+    """Numbers between commas."""
     requirement = "numbers with commas between them"
     return tuple(_numbers(parse_names(text, place, requirement), float, place, requirement))
 
 
 def parse_seeds(text: str, place: str) -> tuple[int, ...]:
-    """Parses a number of seeds, counted from 0, or with a comma in it the seeds themselves.
-
-    Args:
-        text: the user's text; a comma at the end makes a single number a seed.
-        place: where it stands, for the error.
-
-    Raises:
-        ValueError: if one is no integer, or there is none.
-
-    Example:
-        >>> parse_seeds("3", "--seeds"), parse_seeds("0,5,7", "--seeds"), parse_seeds("5,", "--seeds")
-        ((0, 1, 2), (0, 5, 7), (5,))
-    """
+    """Parses a number of seeds, counted from 0, or with a comma in it the seeds themselves."""
     requirement = "a number of seeds, or seeds with commas between them"
-    seeds = _numbers(parse_names(text.strip().removesuffix(","), place, requirement), int, place, requirement)
+    seeds = _numbers(
+        parse_names(text.strip().removesuffix(","), place, requirement), int, place, requirement
+    )
     if "," in text:
         return tuple(seeds)
     check(seeds[0] >= 1, place, "at least one seed", seeds[0])

@@ -1,7 +1,5 @@
-"""Cells in processes of their own, several at a time; a crash leaves the others alone, an interrupt ends them all.
-
-When no cell is left to begin, processes that are free help those cells whose methods have trials left to train.
-"""
+"""Cells in processes of their own, several at a time; a crash leaves the others alone, an interrupt
+ends them all."""
 
 from __future__ import annotations
 
@@ -17,23 +15,33 @@ from pathlib import Path
 
 import torch
 
-from dnis_torchrec.comparison.cells import HELPS, WORK, forget_crash, read_crash, read_result, write_crash
+from dnis_torchrec.comparison.cells import (
+    HELPS,
+    WORK,
+    forget_crash,
+    read_crash,
+    read_result,
+    write_crash,
+)
 from dnis_torchrec.comparison.methods.shared_trials import unclaimed_trials
 from dnis_torchrec.storage.foreign_folders import open_log
 
 COMMAND = (sys.executable, "-m", "dnis_torchrec.comparison.worker")
-"""Leads a cell: it is given the folder, and `HELPS` if it is to help; its input stays open while this process lives."""
+"""Leads a cell: it is given the folder, and `HELPS` if it is to help; its input stays open while
+this process lives."""
 SECONDS_TO_END = 15
 """Longer than a worker gives itself."""
 SECONDS_BETWEEN_LOOKS = 1
-"""Between looks for trials to help with, and for an interrupt: one that comes just before a wait does not wake it."""
+"""Between looks for trials to help with, and for an interrupt: one that comes just before a wait
+does not wake it."""
 
 TORCHRUN_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 """Beginnings of the names of torchrun's environment variables."""
 
 
 def default_jobs() -> int:
-    """Cells at a time if nothing is said: one per GPU, else one per core, of those that are left to this rank."""
+    """Cells at a time if nothing is said: one per GPU, else one per core, of those that are left to
+    this rank."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, (torch.cuda.device_count() or len(os.sched_getaffinity(0))) // ranks_here)
 
@@ -44,20 +52,7 @@ def run_cells(
     jobs: int,
     on_done: Callable[[Path], None],
 ) -> None:
-    """Runs cells, each led by a process of its own, and waits for all of them.
-
-    Every folder ends with a result.json or a crash.txt. Cells that run at once share the threads that torch has in this
-    process, which are as many as cores, or OMP_NUM_THREADS; GPUs are dealt out, one per process, in turn.
-
-    Args:
-        folders: of the cells, each with its task.json.
-        jobs: processes at a time.
-        on_done: called with each folder when its cell has ended.
-
-    Raises:
-        BaseException: whatever `on_done` raises, an interrupt, or a process or its log that cannot be begun; all
-            processes have been ended then.
-    """
+    """Runs cells, each led by a process of its own, and waits for all of them."""
     cells_at_once = min(jobs, len(folders))
     free = deque(_environment(slot, cells_at_once) for slot in range(jobs))
     schedule, processes = _Schedule(folders), _Processes()
@@ -93,7 +88,8 @@ class _Job:
 
 
 class _Schedule:
-    """Says what is next: cells in their order, then help for those at work that have trials nobody has begun."""
+    """Says what is next: cells in their order, then help for those at work that have trials nobody
+    has begun."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._waiting = deque(folders)
@@ -104,7 +100,11 @@ class _Schedule:
             folder = self._waiting.popleft()
             self._helpers[folder] = 0
             return _Job(folder)
-        wanting = [folder for folder, number in self._helpers.items() if number < unclaimed_trials(folder / WORK)]
+        wanting = [
+            folder
+            for folder, number in self._helpers.items()
+            if number < unclaimed_trials(folder / WORK)
+        ]
         if not wanting:
             return None
         folder = min(wanting, key=lambda folder: self._helpers[folder])
@@ -127,7 +127,9 @@ class _Processes:
         """Runs a job and waits for it."""
         folder = job.folder
         with open_log(folder / "log.txt", anew=not job.helps) as log:
-            with self._lock:  # an interrupt finds a process among the running ones, or it is never started
+            with (
+                self._lock
+            ):  # an interrupt finds a process among the running ones, or it is never started
                 if self._stopping.is_set():
                     return
                 if not job.helps:
@@ -152,7 +154,11 @@ class _Processes:
     def end_helpers(self, folder: Path) -> None:
         """Ends processes that help a cell which needs no help any more."""
         with self._lock:
-            helpers = [process for job, process in self._running.items() if job.helps and job.folder == folder]
+            helpers = [
+                process
+                for job, process in self._running.items()
+                if job.helps and job.folder == folder
+            ]
         _end(helpers)
 
     def end_all(self) -> None:
@@ -164,17 +170,20 @@ class _Processes:
 
 
 def _environment(slot: int, cells_at_once: int) -> Mapping[str, str]:
-    """The environment of the processes that run in one slot, one after the other.
-
-    What torchrun told this process is left out: a cell is a job of one rank, of its own.
-    """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN_PREFIXES)}
+    """The environment of the processes that run in one slot, one after the other."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN_PREFIXES)
+    }
     if cells_at_once > 1:
         environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // cells_at_once))
     if count := torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        devices = visible.split(",")[:count] if visible else [str(device) for device in range(count)]
-        ranks_here, rank = (int(os.environ.get(name, n)) for name, n in (("LOCAL_WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+        devices = (
+            visible.split(",")[:count] if visible else [str(device) for device in range(count)]
+        )
+        ranks_here, rank = (
+            int(os.environ.get(name, n)) for name, n in (("LOCAL_WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+        )
         environment["CUDA_VISIBLE_DEVICES"] = devices[(slot * ranks_here + rank) % count]
     return environment
 
@@ -190,7 +199,12 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _silent_end(folder: Path, returncode: int) -> str:
-    """Describes the end of a process without result or traceback, such as one that ran out of memory."""
+    """Describes the end of a process without result or traceback, such as one that ran out of
+    memory."""
     tail = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-4000:]
-    end = f"was killed by signal {-returncode}" if returncode < 0 else f"ended with exit status {returncode}"
+    end = (
+        f"was killed by signal {-returncode}"
+        if returncode < 0
+        else f"ended with exit status {returncode}"
+    )
     return f"{tail}\nthe process {end}"

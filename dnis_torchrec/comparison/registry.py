@@ -12,15 +12,8 @@ REGISTRY = "dnis_torchrec.comparison.methods:METHODS"
 
 
 def load_registry(spec: str) -> Mapping[str, Method]:
-    """The mapping from method name to method that stands at ``module:name``; a process finds it by that name again.
-
-    Args:
-        spec: ``module:name``; the module has to be importable.
-
-    Raises:
-        ValueError: if the spec has another form, there is no such module, or what stands there is no mapping.
-        ModuleNotFoundError: if the module itself imports one that is missing.
-    """
+    """The mapping from method name to method that stands at ``module:name``; a process finds it by
+    that name again."""
     module, _, name = spec.partition(":")
     place, remedy = f"registry {spec!r}", f"name one such as {REGISTRY!r}"
     check(bool(module and name), place, "'module:name'", repr(spec), remedy)
@@ -31,5 +24,7 @@ def load_registry(spec: str) -> Mapping[str, Method]:
             raise  # a module that the registry's own imports
         raise ValueError(describe(place, f"a module {module!r}", "none", remedy)) from error
     if not isinstance(found, Mapping):
-        raise ValueError(describe(place, "a mapping from name to method", type(found).__name__, remedy))
+        raise ValueError(
+            describe(place, "a mapping from name to method", type(found).__name__, remedy)
+        )
     return found

@@ -1,4 +1,5 @@
-"""The whole comparison: cells that have not finished are run, then all results are put side by side."""
+"""The whole comparison: cells that have not finished are run, then all results are put side by
+side."""
 
 from __future__ import annotations
 
@@ -33,36 +34,15 @@ from dnis_torchrec.training.process_group import launched_ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """Results of a comparison.
-
-    Attributes:
-        content: the rows, as OUT/comparison.json, comparison.csv and comparison.html hold them.
-        crashes: cells that crashed -> the file with the traceback.
-    """
+    """Results of a comparison."""
 
     content: ComparisonContent
     crashes: Mapping[Cell, Path]
 
 
 def run_comparison(comparison: Comparison) -> Compared:
-    """Runs the cells that have not finished, each in its own process, and writes tables and page into `out`.
-
-    Distributed: every rank calls it, on a folder that all of them see. A cell is trained by one process of one rank,
-    alone: rank r of W runs cells r, r + W, ... of those that have not finished. Rank 0 alone plans and writes.
-
-    Args:
-        comparison: its plan. Cells that have finished in its `out` are taken as they are, crashed ones run again.
-
-    Returns:
-        The rows, and the cells that crashed, which leave the others alone; the same on all ranks.
-
-    Raises:
-        ValueError: before anything is trained, if the recipe cannot be found, refuses the data or lacks a split, if
-            cells in `out` were run under other rules, or if another comparison is at work there; on all ranks, as is
-            another folder on one of them.
-        TypeError: before anything is trained, if the recipe's function returns no Recipe.
-        Stopped: on a signal (see `dnis_torchrec.training.signals`); the processes have ended, finished cells stay.
-    """
+    """Runs the cells that have not finished, each in its own process, and writes tables and page
+    into `out`."""
     with launched_ranks() as ranks, ExitStack() as stack:
         step = Step.now("compare", comparison.out)
         check_shared(comparison.out.parent, ranks.group)
@@ -79,7 +59,8 @@ def run_comparison(comparison: Comparison) -> Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class _Begun:
-    """What ranks have to know of a comparison: the metric to tell of, names of cells that wait, how many there are."""
+    """What ranks have to know of a comparison: the metric to tell of, names of cells that wait, how
+    many there are."""
 
     metric: str
     waiting: Sequence[str]
@@ -88,7 +69,8 @@ class _Begun:
 
 @contextmanager
 def _planned(comparison: Comparison) -> Iterator[RecipeFacts]:
-    """The facts of the recipe, once nothing stands in the way; no other comparison is at work in `out` meanwhile."""
+    """The facts of the recipe, once nothing stands in the way; no other comparison is at work in
+    `out` meanwhile."""
     with errors_of_its_code(comparison.recipe):
         facts = recipe_facts(comparison)
     comparison.check_rules(_rules(comparison, facts))
@@ -100,7 +82,8 @@ def _planned(comparison: Comparison) -> Iterator[RecipeFacts]:
 
 @contextmanager
 def _begun(comparison: Comparison, facts: RecipeFacts, world_size: int) -> Iterator[_Begun]:
-    """The cells that wait, with the tasks of their processes written, and an empty folder for what they share."""
+    """The cells that wait, with the tasks of their processes written, and an empty folder for what
+    they share."""
     finished, rules = comparison.finished(), _rules(comparison, facts)
     waiting = [cell for cell in comparison.cells() if cell not in finished]
     at_once = max(1, min(comparison.num_jobs, -(-len(waiting) // world_size)))
@@ -117,11 +100,15 @@ def _rules(comparison: Comparison, facts: RecipeFacts) -> dict[str, Any]:
 
 def _run(comparison: Comparison, begun: _Begun, ranks: Ranks) -> None:
     """Runs this rank's cells, and tells of each."""
-    own = [comparison.out / "cells" / name for name in begun.waiting[ranks.rank :: ranks.world_size]]
+    own = [
+        comparison.out / "cells" / name for name in begun.waiting[ranks.rank :: ranks.world_size]
+    ]
     elsewhere = len(begun.waiting) - len(own)
     total, finished = begun.num_cells - elsewhere, begun.num_cells - len(begun.waiting)
     ended, speaker = count(finished + 1), "" if ranks.world_size == 1 else f"rank {ranks.rank} "
-    with tqdm(total=total, initial=finished, unit="cell", disable=None if ranks.is_first else True) as bar:
+    with tqdm(
+        total=total, initial=finished, unit="cell", disable=None if ranks.is_first else True
+    ) as bar:
 
         def on_done(folder: Path) -> None:
             bar.update()
@@ -134,7 +121,11 @@ def _run(comparison: Comparison, begun: _Begun, ranks: Ranks) -> None:
 def _written(comparison: Comparison, facts: RecipeFacts, step: Step) -> Compared:
     """Gathers all cells and writes comparison.json, .csv and .html."""
     finished = comparison.finished()
-    crashes = {cell: read_crash(comparison.folder(cell)) for cell in comparison.cells() if cell not in finished}
+    crashes = {
+        cell: read_crash(comparison.folder(cell))
+        for cell in comparison.cells()
+        if cell not in finished
+    }
     rows = comparison_rows(
         comparison.cells(),
         finished,
@@ -155,7 +146,9 @@ def _written(comparison: Comparison, facts: RecipeFacts, step: Step) -> Compared
     write_comparison_json(comparison.out / "comparison.json", content)
     write_frame(comparison.out / "comparison.csv", rows)
     write_comparison(comparison.out / "comparison.html", content)
-    return Compared(content=content, crashes={cell: comparison.folder(cell) / "crash.txt" for cell in crashes})
+    return Compared(
+        content=content, crashes={cell: comparison.folder(cell) / "crash.txt" for cell in crashes}
+    )
 
 
 def _told(folder: Path, metric: str) -> str:
@@ -182,7 +175,14 @@ def _fresh_folder(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
-    """Keeps a second comparison out of the folder, which would run the same cells; the lock goes with the process."""
+    """Keeps a second comparison out of the folder, which would run the same cells; the lock goes
+    with the process."""
     with file_lock(out / "lock") as owner:
-        check(owner is None, f"folder {out}", "no comparison at work", "one", "wait for it, or choose another --out")
+        check(
+            owner is None,
+            f"folder {out}",
+            "no comparison at work",
+            "one",
+            "wait for it, or choose another --out",
+        )
         yield

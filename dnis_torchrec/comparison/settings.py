@@ -9,7 +9,8 @@ from typing import Annotated, Any
 from dnis_torchrec.checks import check
 
 COMPARED_PRECISIONS = ("fp32", "int8", "int4")
-"""Precisions in which rivals are served unless others are asked for: those that a user has for nothing."""
+"""Precisions in which rivals are served unless others are asked for: those that a user has for
+nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,9 @@ class TrainingRules:
 
     patience: Annotated[int, "Epochs without a better selection loss before a training stops."] = 3
     max_epochs: Annotated[int, "Epochs of one training at most."] = 60
-    trials: Annotated[int | None, "Of methods that need several; each method's own number if not given."] = None
+    trials: Annotated[
+        int | None, "Of methods that need several; each method's own number if not given."
+    ] = None
 
     def __post_init__(self) -> None:
         for place, value in training_rules(vars(self)).items():
@@ -42,9 +45,5 @@ class CompareSettings(TrainingRules):
 
 
 def training_rules(rules: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `TrainingRules` among others.
-
-    Args:
-        rules: all rules of a comparison, by name.
-    """
+    """The fields of `TrainingRules` among others."""
     return {part.name: rules[part.name] for part in fields(TrainingRules)}

@@ -15,17 +15,7 @@ from dnis_torchrec.data.recipe import Recipe
 
 
 class InterleavedBatches:
-    """Several streams as one: every batch of each, spread evenly over the epoch.
-
-    Iterating again iterates the streams again, so an epoch has the new order that they give it.
-
-    Args:
-        streams: each can be iterated again and again.
-
-    Example:
-        >>> "".join(InterleavedBatches("abcdef", "XY"))
-        'abXcdeYf'
-    """
+    """Several streams as one: every batch of each, spread evenly over the epoch."""
 
     def __init__(self, *streams: Iterable[Batch]) -> None:
         self._streams = streams
@@ -34,7 +24,10 @@ class InterleavedBatches:
     def __iter__(self) -> Iterator[Batch]:
         if not self._lengths:
             self._lengths = [sum(1 for _ in stream) for stream in self._streams]
-        placed = (_placed(stream, length) for stream, length in zip(self._streams, self._lengths, strict=True))
+        placed = (
+            _placed(stream, length)
+            for stream, length in zip(self._streams, self._lengths, strict=True)
+        )
         return map(itemgetter(1), heapq.merge(*placed, key=itemgetter(0)))
 
 
@@ -44,20 +37,8 @@ def _placed(stream: Iterable[Batch], length: int) -> Iterator[tuple[float, Batch
 
 
 class CountedAs:
-    """Training batches whose rows are counted in others: blocks are those of the training split alone.
-
-    Counted with the validation split ids would no longer be in the order of their frequencies, and blocks would pay
-    four bytes a row for saying which row is where: a third of a small table's bytes, which methods that learn on that
-    split do not pay.
-
-    Args:
-        batches: batches to train on.
-        counted: batches to count, see `dnis_torchrec.data.over_ranks.all_samples`.
-
-    Example:
-        >>> list(CountedAs("abX", "ab")), list(all_samples(CountedAs("abX", "ab")))
-        (['a', 'b', 'X'], ['a', 'b'])
-    """
+    """Training batches whose rows are counted in others: blocks are those of the training split
+    alone."""
 
     def __init__(self, batches: Iterable[Batch], counted: Iterable[Batch]) -> None:
         self._batches, self._counted = batches, counted
@@ -72,28 +53,20 @@ class CountedAs:
 
 @runtime_checkable
 class JoinsItself(Protocol):
-    """A training stream whose samples depend on what else is trained on, such as one that draws negatives."""
+    """A training stream whose samples depend on what else is trained on, such as one that draws
+    negatives."""
 
     def joined_with(self, validation: Iterable[Batch]) -> Iterable[Batch]:
-        """The training stream of both splits together.
-
-        Args:
-            validation: the validation split of the same recipe.
-        """
+        """The training stream of both splits together."""
 
 
 def train_on_validation(recipe: Recipe) -> Recipe:
-    """The recipe with its validation samples among the training samples; selection and test stay as they are.
-
-    A training stream that can (see `JoinsItself`) takes the validation stream in; batches of others stand between its
-    own. Rows are counted in the training samples alone, see `CountedAs`.
-
-    Args:
-        recipe: stays as it is; its model and streams are shared, not copied.
-
-    Returns:
-        A new recipe, whose validation split is still what it was.
-    """
+    """The recipe with its validation samples among the training samples; selection and test stay as
+    they are."""
     train, validation = recipe.data.train, recipe.data.validation
-    joined = train.joined_with(validation) if isinstance(train, JoinsItself) else InterleavedBatches(train, validation)
+    joined = (
+        train.joined_with(validation)
+        if isinstance(train, JoinsItself)
+        else InterleavedBatches(train, validation)
+    )
     return replace(recipe, data=replace(recipe.data, train=CountedAs(joined, train)))

@@ -1,4 +1,5 @@
-"""Summary of finished cells in rows: means and spread over seeds, differences within each seed, the Pareto front."""
+"""Summary of finished cells in rows: means and spread over seeds, differences within each seed, the
+Pareto front."""
 
 from __future__ import annotations
 
@@ -24,42 +25,36 @@ def comparison_rows(
     primary_metric: str,
     higher_is_better: bool,
 ) -> tuple[ComparisonRow, ...]:
-    """One row per method and size, in the order of the cells.
-
-    Args:
-        cells: of the whole comparison.
-        finished: results; a cell without one, or whose method cannot do it, leaves its seed out.
-        crashes: cell without a result -> the reason to show.
-        primary_metric: metric of the Pareto front.
-        higher_is_better: its direction.
-    """
+    """One row per method and size, in the order of the cells."""
     by_row: dict[tuple[str, float | None], list[Cell]] = {}
     for cell in cells:
         by_row.setdefault((cell.row_name, cell.size), []).append(cell)
-    measured = {cell: result.trained for cell, result in finished.items() if result.trained is not None}
+    measured = {
+        cell: result.trained for cell, result in finished.items() if result.trained is not None
+    }
     trained = {cell: with_ranking_mean(value) for cell, value in measured.items()}
     dense = {cell.seed: value for cell, value in trained.items() if cell.row_name == DENSE}
-    reasons = {cell: _missing_reason(cell, finished, crashes) for cell in cells if cell not in trained}
+    reasons = {
+        cell: _missing_reason(cell, finished, crashes) for cell in cells if cell not in trained
+    }
     rows = [_row(group, trained, dense, reasons) for group in by_row.values()]
     return _marked(rows, primary_metric, higher_is_better)
 
 
 def with_ranking_mean(trained: TrainedCell) -> TrainedCell:
-    """Puts `RANKING_MEAN` in front of a cell's metrics, if they are those of a ranking, which has several.
-
-    Args:
-        trained: of one cell; stays as it is.
-
-    Returns:
-        `trained` itself where it has no ranking metric.
-    """
+    """Puts `RANKING_MEAN` in front of a cell's metrics, if they are those of a ranking, which has
+    several."""
     mean = ranking_mean(trained.row.metrics)
     if mean is None:
         return trained
-    return replace(trained, row=replace(trained.row, metrics={RANKING_MEAN: mean, **trained.row.metrics}))
+    return replace(
+        trained, row=replace(trained.row, metrics={RANKING_MEAN: mean, **trained.row.metrics})
+    )
 
 
-def _missing_reason(cell: Cell, finished: Mapping[Cell, CellResult], crashes: Mapping[Cell, str]) -> str:
+def _missing_reason(
+    cell: Cell, finished: Mapping[Cell, CellResult], crashes: Mapping[Cell, str]
+) -> str:
     return finished[cell].reason if cell in finished else f"crashed: {crashes[cell]}"
 
 
@@ -87,7 +82,9 @@ def _row(
         trials=statistics.fmean(value.trials for value in measured),
         seconds_of_trials=statistics.fmean(value.seconds_of_trials for value in measured),
         cells_at_once=max(value.cells_at_once for value in measured),
-        difference=_differences(group, RowGroup(method=DENSE, rows=tuple(value.row for value in dense.values()))),
+        difference=_differences(
+            group, RowGroup(method=DENSE, rows=tuple(value.row for value in dense.values()))
+        ),
     )
 
 
@@ -115,11 +112,19 @@ def _differences(group: RowGroup, dense: RowGroup) -> dict[str, Difference]:
     }
 
 
-def _marked(rows: Sequence[ComparisonRow], metric: str, higher_is_better: bool) -> tuple[ComparisonRow, ...]:
-    """Marks the Pareto front, equal rows alike; nothing is smaller than no embeddings at all, so these stand aside."""
-    sized = ((index, row) for index, row in enumerate(rows) if base_method(row.method) != NO_EMBEDDINGS)
+def _marked(
+    rows: Sequence[ComparisonRow], metric: str, higher_is_better: bool
+) -> tuple[ComparisonRow, ...]:
+    """Marks the Pareto front, equal rows alike; nothing is smaller than no embeddings at all, so
+    these stand aside."""
+    sized = (
+        (index, row) for index, row in enumerate(rows) if base_method(row.method) != NO_EMBEDDINGS
+    )
     points = {index: point for index, row in sized if (point := row.point(metric)) is not None}
     drawn = list(points.values())
-    front = {(drawn[at].bytes, drawn[at].mean) for at in pareto_front(drawn, higher_is_better=higher_is_better)}
+    front = {
+        (drawn[at].bytes, drawn[at].mean)
+        for at in pareto_front(drawn, higher_is_better=higher_is_better)
+    }
     marked = {index for index, point in points.items() if (point.bytes, point.mean) in front}
     return tuple(replace(row, pareto=index in marked) for index, row in enumerate(rows))

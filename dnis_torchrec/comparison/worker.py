@@ -1,7 +1,5 @@
-"""A process of one cell: ``python -m dnis_torchrec.comparison.worker OUT/cells/CELL [helps]``. It ends with its parent.
-
-The first process of a cell leads: it comes to the result. Others may help it, where its method has several trials.
-"""
+"""A process of one cell: ``python -m dnis_torchrec.comparison.worker OUT/cells/CELL [helps]``. It
+ends with its parent."""
 
 from __future__ import annotations
 
@@ -23,7 +21,14 @@ from torch import nn
 from dnis_torchrec._dependencies import versions
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.artifact.predictions import predict_forms
-from dnis_torchrec.comparison.cells import HELPS, WORK, CellResult, CellTask, TrainedCell, write_crash
+from dnis_torchrec.comparison.cells import (
+    HELPS,
+    WORK,
+    CellResult,
+    CellTask,
+    TrainedCell,
+    write_crash,
+)
 from dnis_torchrec.comparison.methods.method import (
     HelpIsOverError,
     Method,
@@ -53,16 +58,7 @@ _SECONDS_TO_END = 10
 
 
 def run_cell(folder: Path) -> CellResult:
-    """Runs one cell in this process and writes its result.json.
-
-    The test split is evaluated once, after the method has returned.
-
-    Args:
-        folder: of the cell, with its task.json.
-
-    Raises:
-        Exception: whatever the method raises, except that it cannot meet the size or cannot work on the model.
-    """
+    """Runs one cell in this process and writes its result.json."""
     task = CellTask.read(folder)
     cell, rules = task.cell, task.rules
     with process_group() as device, _work_folder(folder) as work:
@@ -75,18 +71,16 @@ def run_cell(folder: Path) -> CellResult:
             recipe = method_task.build(None)
             trained = _measure(task, made, recipe, device)
             result = CellResult(cell=cell, rules=rules, versions=versions(), trained=trained)
-            if task.artifact and made.scheme.parameters:  # without embeddings there is nothing to serve
+            if (
+                task.artifact and made.scheme.parameters
+            ):  # without embeddings there is nothing to serve
                 _export(folder / "artifact", result, trained, made, recipe)
     result.write(folder)
     return result
 
 
 def help_cell(folder: Path) -> None:
-    """Trains trials of a cell that another process leads, as long as some are left.
-
-    Args:
-        folder: of the cell.
-    """
+    """Trains trials of a cell that another process leads, as long as some are left."""
     with process_group() as device, suppress(HelpIsOverError):
         task = CellTask.read(folder)
         method, method_task = _method(task, device, folder / WORK)
@@ -103,10 +97,14 @@ def _method(task: CellTask, device: torch.device, work: Path) -> tuple[Method, M
     cell, rules = task.cell, task.rules
 
     data = None if task.data is None else Path(task.data)
-    build = SharedRecipe(lambda dim: build_recipe(rules["recipe"], data, seed=cell.seed, embedding_dim=dim))
+    build = SharedRecipe(
+        lambda dim: build_recipe(rules["recipe"], data, seed=cell.seed, embedding_dim=dim)
+    )
     torch.manual_seed(cell.seed)
     return load_registry(task.registry)[cell.method], MethodTask(
-        build=(lambda embedding_dim: train_on_validation(build(embedding_dim))) if cell.with_validation else build,
+        build=(lambda embedding_dim: train_on_validation(build(embedding_dim)))
+        if cell.with_validation
+        else build,
         build_for_search=build if cell.with_validation else None,
         compression=1 if cell.size is None else cell.size,
         seed=cell.seed,
@@ -130,7 +128,9 @@ def _work_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(work)
 
 
-def _measure(task: CellTask, made: MethodResult, recipe: Recipe, device: torch.device) -> TrainedCell:
+def _measure(
+    task: CellTask, made: MethodResult, recipe: Recipe, device: torch.device
+) -> TrainedCell:
     """Evaluates on the test split, and gathers the costs of the method."""
     test = NotedBatches(recipe.data.test)
     row = result_row(task.cell.row_name, made, recipe, test, seed=task.cell.seed, device=device)
@@ -147,18 +147,26 @@ def _measure(task: CellTask, made: MethodResult, recipe: Recipe, device: torch.d
         device=device.type,
         cells_at_once=task.cells_at_once,
         network_bytes=_weights_beside_tables(made.model) - made.extra_bytes,
-        resident_bytes={p.form: p.resident_bytes for p in predict_forms(made.scheme) if p.resident_bytes is not None},
+        resident_bytes={
+            p.form: p.resident_bytes
+            for p in predict_forms(made.scheme)
+            if p.resident_bytes is not None
+        },
         test_fingerprint=test.fingerprint,
     )
 
 
 def _weights_beside_tables(model: nn.Module) -> int:
     """Float32 bytes of every parameter that is no table's."""
-    of_tables = {id(table) for module in collections(model).values() for table in module.parameters()}
+    of_tables = {
+        id(table) for module in collections(model).values() for table in module.parameters()
+    }
     return 4 * sum(weight.numel() for weight in model.parameters() if id(weight) not in of_tables)
 
 
-def _export(out: Path, result: CellResult, trained: TrainedCell, made: MethodResult, recipe: Recipe) -> None:
+def _export(
+    out: Path, result: CellResult, trained: TrainedCell, made: MethodResult, recipe: Recipe
+) -> None:
     """Exports a result with all that `dnis evaluate`, `verify` and `package` need to know of it."""
     run = {
         "recipe": result.rules["recipe"],
@@ -167,7 +175,11 @@ def _export(out: Path, result: CellResult, trained: TrainedCell, made: MethodRes
         "projected": is_projected(made.model),
         "partitioned": is_partitioned(made.model),
         "form": made.form,
-        "configuration": {"method": result.cell.row_name, "size": result.cell.size, **trained.settings},
+        "configuration": {
+            "method": result.cell.row_name,
+            "size": result.cell.size,
+            **trained.settings,
+        },
         "versions": dict(result.versions),
         "metrics": dict(trained.row.metrics),
         "notes": list(recipe.notes),
@@ -179,7 +191,8 @@ def _export(out: Path, result: CellResult, trained: TrainedCell, made: MethodRes
 
 
 def run_process() -> None:
-    """Entry point of the process: exit code 0 with a result.json, 1 with a crash.txt; one that helps leaves neither."""
+    """Entry point of the process: exit code 0 with a result.json, 1 with a crash.txt; one that
+    helps leaves neither."""
     folder = Path(sys.argv[1])
     helps = sys.argv[2:] == [HELPS]
     try:
@@ -191,14 +204,16 @@ def run_process() -> None:
     except Exception as error:
         if helps:
             raise
-        # What the recipe itself raised says more here, in full, than what a command would say of it in short.
+        # What the recipe itself raised says more here, in full, than what a command would say of it
+        # in short.
         told = error.__cause__ if isinstance(error, RecipeError) and error.__cause__ else error
         write_crash(folder, "".join(traceback.format_exception(told)))
         sys.exit(1)
 
 
 def _end_with_parent() -> None:
-    """Ends this process when the comparison that started it is gone, however it went: its end of the pipe closes."""
+    """Ends this process when the comparison that started it is gone, however it went: its end of
+    the pipe closes."""
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_SECONDS_TO_END)

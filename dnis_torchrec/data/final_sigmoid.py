@@ -1,4 +1,5 @@
-"""Warning, before training, of a model that ends in a sigmoid, which a loss of logits applies once more."""
+"""Warning, before training, of a model that ends in a sigmoid, which a loss of logits applies once
+more."""
 
 from __future__ import annotations
 
@@ -37,16 +38,7 @@ _SIGMOIDS = ("Sigmoid", "Hardsigmoid")
 
 
 def warn_of_sigmoid(model: nn.Module, loss: nn.Module, batch: Batch) -> None:
-    """Warns of a model that ends in a sigmoid under BCEWithLogitsLoss, which takes logits.
-
-    One forward pass of the batch, in evaluation mode; nothing of the model changes. A model that does not run as it is,
-    on one process, is not judged.
-
-    Args:
-        model: plain, called as `Recipe.model` is.
-        loss: other losses than nn.BCEWithLogitsLoss may have any predictions.
-        batch: some samples.
-    """
+    """Warns of a model that ends in a sigmoid under BCEWithLogitsLoss, which takes logits."""
     if isinstance(loss, nn.BCEWithLogitsLoss) and ends_in_sigmoid(model, batch):
         logger.warning(
             "the model ends in a sigmoid, and BCEWithLogitsLoss applies another: its predictions all lie between 0.5 "
@@ -55,32 +47,18 @@ def warn_of_sigmoid(model: nn.Module, loss: nn.Module, batch: Batch) -> None:
 
 
 def ends_in_sigmoid(model: nn.Module, batch: Batch) -> bool:
-    """Returns whether what a model returns comes out of a sigmoid, as autograd has noted it.
-
-    Args:
-        model: see `warn_of_sigmoid`.
-        batch: see `warn_of_sigmoid`.
-
-    Example:
-        >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-        >>> class Last(nn.Module):
-        ...     def __init__(self, last: nn.Module) -> None:
-        ...         super().__init__()
-        ...         self.linear, self.last = nn.Linear(2, 1), last
-        ...     def forward(self, dense_features, sparse_features):
-        ...         return self.last(self.linear(dense_features)).squeeze(1)
-        >>> batch = Batch(torch.zeros(3, 2), KeyedJaggedTensor.empty(), torch.zeros(3))
-        >>> ends_in_sigmoid(Last(nn.Sigmoid()), batch), ends_in_sigmoid(Last(nn.Identity()), batch)
-        (True, False)
-    """
+    """Returns whether what a model returns comes out of a sigmoid, as autograd has noted it."""
     modes = [(module, module.training) for module in model.modules()]
     device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
     batch = for_lookup(batch).to(device)
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            # A KeyedJaggedTensor keeps what it has once been split into; the batch itself is left as it was.
+            # A KeyedJaggedTensor keeps what it has once been split into; the batch itself is left
+            # as it was.
             features = copy.copy(batch.sparse_features)
-            predictions = model.eval()(dense_features=batch.dense_features, sparse_features=features)
+            predictions = model.eval()(
+                dense_features=batch.dense_features, sparse_features=features
+            )
     except Exception:  # whatever it is: training says it in its own place
         return False
     finally:

@@ -1,7 +1,5 @@
-"""Columns of a data frame or of its file: numbers, ids of any type, bags of ids, times. No Python runs per row of ids.
-
-Shapes: n rows of the frame.
-"""
+"""Columns of a data frame or of its file: numbers, ids of any type, bags of ids, times. No Python
+runs per row of ids."""
 
 from __future__ import annotations
 
@@ -47,15 +45,7 @@ _WHOLE_FLOAT = re.compile(r"(-?(?:0|[1-9][0-9]*))\.0")
 
 @dataclass(frozen=True, kw_only=True)
 class FrameColumns:
-    """Which columns of a frame are what.
-
-    Attributes:
-        label: what is predicted.
-        dense: numbers.
-        ids: one id a row.
-        bags: any number of ids a row.
-        time: by which samples are split, or None.
-    """
+    """Which columns of a frame are what."""
 
     label: Hashable
     dense: tuple[Hashable, ...]
@@ -65,16 +55,34 @@ class FrameColumns:
 
     def __post_init__(self) -> None:
         features = (*self.ids, *self.bags)
-        check(bool(features), "from_frame", "at least one column in ids or bags", "none", "tables are made of them")
+        check(
+            bool(features),
+            "from_frame",
+            "at least one column in ids or bags",
+            "none",
+            "tables are made of them",
+        )
         for name in features:
             is_fit = isinstance(name, str) and name != "" and "." not in name
             remedy = "rename it, as frame.rename(columns={...}) does"
-            check(is_fit, f"column {name!r}", "a name of a feature: text without a dot", repr(name), remedy)
+            check(
+                is_fit,
+                f"column {name!r}",
+                "a name of a feature: text without a dot",
+                repr(name),
+                remedy,
+            )
         for kind, names in (("ids and bags", features), ("dense", self.dense)):
             twice = [name for name in names if names.count(name) > 1]
             check(not twice, f"{kind} columns", "every column once", repr(twice[:1])[1:-1])
         is_leaked = self.label in (*self.dense, *features)
-        check(not is_leaked, f"column {self.label!r}", "a label that is no feature", "both", "leave it out of them")
+        check(
+            not is_leaked,
+            f"column {self.label!r}",
+            "a label that is no feature",
+            "both",
+            "leave it out of them",
+        )
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -89,48 +97,35 @@ class FrameColumns:
 
 
 def names_of(place: str, given: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns names of columns as a tuple.
-
-    Args:
-        place: of the argument, for the error.
-        given: a list of names.
-
-    Raises:
-        TypeError: for a text, which would be taken for a list of its letters.
-    """
+    """Returns names of columns as a tuple."""
     if isinstance(given, str):
         raise TypeError(describe(place, "a list of columns", repr(given), f"give [{given!r}]"))
     return tuple(given)
 
 
 def frame_of(source: Frame, columns: Sequence[Hashable], texts: Iterable[str]) -> pd.DataFrame:
-    """A frame, or the columns of a file that are needed.
-
-    Args:
-        source: a data frame; or the path of a Parquet file, a folder of them, or a CSV file, compressed or not.
-        columns: that have to be there.
-        texts: columns that a CSV file holds as text, whatever they look like: of ids.
-
-    Returns:
-        The rows, with the index left out.
-
-    Raises:
-        ValueError: for a column that is missing or there twice, no rows, or a file of another kind.
-        FileNotFoundError: if there is no such file.
-        TypeError: if it is no frame.
-    """
+    """A frame, or the columns of a file that are needed."""
     if isinstance(source, pd.DataFrame):
         frame, place = source, "frame"
     elif isinstance(source, str | os.PathLike):
         place = os.fspath(source)
         frame = _file(place, columns, set(texts))
     else:
-        requirement, remedy = "a pandas DataFrame or the path of a file", "call its to_pandas() if it has one"
+        requirement, remedy = (
+            "a pandas DataFrame or the path of a file",
+            "call its to_pandas() if it has one",
+        )
         raise TypeError(describe("frame", requirement, type(source).__name__, remedy))
     _check_columns(place, frame.columns, columns)
     for name in columns:
         found = list(frame.columns).count(name)
-        check(found == 1, f"column {name!r}", "a name that one column has", f"{found} of them", "rename the others")
+        check(
+            found == 1,
+            f"column {name!r}",
+            "a name that one column has",
+            f"{found} of them",
+            "rename the others",
+        )
     check(len(frame) > 0, place, "at least one row", "none")
     return frame.loc[:, list(columns)].reset_index(drop=True)
 
@@ -141,17 +136,34 @@ def _file(place: str, columns: Sequence[Hashable], texts: set[str]) -> pd.DataFr
         raise FileNotFoundError(describe(place, "a file", "none", "check the path"))
     is_known = is_folder or ".csv" in kinds or kinds[-1:] in ([".parquet"], [".pq"])
     received = "".join(kinds) or "no ending"
-    check(is_known, place, "a file that ends in .parquet or .csv", received, "read it, and give its frame")
+    check(
+        is_known,
+        place,
+        "a file that ends in .parquet or .csv",
+        received,
+        "read it, and give its frame",
+    )
     try:
-        return _csv(place, columns, texts) if ".csv" in kinds and not is_folder else _parquet(place, columns)
+        return (
+            _csv(place, columns, texts)
+            if ".csv" in kinds and not is_folder
+            else _parquet(place, columns)
+        )
     except _DAMAGED as error:
-        requirement, told = "whole files of Parquet, or one of CSV in UTF-8", str(error).split("\n")[0]
-        raise ValueError(describe(place, requirement, told, "read it, and give its frame")) from error
+        requirement, told = (
+            "whole files of Parquet, or one of CSV in UTF-8",
+            str(error).split("\n")[0],
+        )
+        raise ValueError(
+            describe(place, requirement, told, "read it, and give its frame")
+        ) from error
 
 
 def _csv(place: str, columns: Sequence[Hashable], texts: set[str]) -> pd.DataFrame:
     _check_columns(place, pd.read_csv(place, nrows=0).columns, columns)
-    return pd.read_csv(place, usecols=list(columns), dtype=dict.fromkeys(texts, "string"), low_memory=False)
+    return pd.read_csv(
+        place, usecols=list(columns), dtype=dict.fromkeys(texts, "string"), low_memory=False
+    )
 
 
 def _parquet(place: str, columns: Sequence[Hashable]) -> pd.DataFrame:
@@ -164,23 +176,18 @@ def _check_columns(place: str, there: Iterable[Hashable], wanted: Sequence[Hasha
     known = list(there)
     for name in wanted:
         if name not in known:
-            raise ValueError(describe(place, f"a column {name!r}", "none", nearest(str(name), map(str, known))))
+            raise ValueError(
+                describe(place, f"a column {name!r}", "none", nearest(str(name), map(str, known)))
+            )
 
 
 def numbers_of(column: pd.Series) -> np.ndarray:
-    """A column as numbers; booleans are 0 and 1.
-
-    Args:
-        column: of numbers of any type, or of objects that are numbers.
-
-    Returns:
-        ``(n,)`` float64, NaN where one is missing.
-
-    Raises:
-        ValueError: naming column and row, for text, dates, or a number that is infinite or too large.
-    """
+    """A column as numbers; booleans are 0 and 1."""
     is_plain = types.is_numeric_dtype(column.dtype) and not types.is_complex_dtype(column.dtype)
-    values, remedy = column if is_plain else column.astype(object), "map it to numbers, or name it in ids"
+    values, remedy = (
+        column if is_plain else column.astype(object),
+        "map it to numbers, or name it in ids",
+    )
     try:
         numbers = values.to_numpy(dtype=np.float64, na_value=np.nan)
     except (TypeError, ValueError, OverflowError) as error:
@@ -190,7 +197,9 @@ def numbers_of(column: pd.Series) -> np.ndarray:
     bad = np.flatnonzero(np.abs(numbers) >= LARGEST_NUMBER)
     if len(bad):
         place = f"column {column.name!r}, row {bad[0]}"
-        raise ValueError(describe(place, f"a number below {LARGEST_NUMBER:g}", numbers[bad[0]], "clean the data"))
+        raise ValueError(
+            describe(place, f"a number below {LARGEST_NUMBER:g}", numbers[bad[0]], "clean the data")
+        )
     return numbers
 
 
@@ -202,38 +211,24 @@ def _is_number(value: Any) -> bool:
 
 
 def labels_of(column: pd.Series) -> np.ndarray:
-    """A column of labels.
-
-    Args:
-        column: of numbers, none missing.
-
-    Returns:
-        ``(n,)`` float64.
-
-    Raises:
-        ValueError: as `numbers_of`; also for a missing label, or one label everywhere.
-    """
+    """A column of labels."""
     labels, place = numbers_of(column), f"label column {column.name!r}"
     missing = np.flatnonzero(np.isnan(labels))
     received = f"{len(missing)} missing, the first in row {missing[0]}" if len(missing) else ""
     check(not len(missing), place, "a label in every row", received, "leave those rows out")
     is_one = bool((labels == labels[0]).all())
-    check(not is_one, place, "labels that differ", f"{labels[0]:g} in all rows", "there is nothing to predict")
+    check(
+        not is_one,
+        place,
+        "labels that differ",
+        f"{labels[0]:g} in all rows",
+        "there is nothing to predict",
+    )
     return labels
 
 
 def order_in_time(column: pd.Series) -> np.ndarray:
-    """The rows from the earliest to the latest; those of one time keep their order.
-
-    Args:
-        column: of numbers, dates, or texts as ISO 8601 has them; none missing.
-
-    Returns:
-        ``(n,)`` int64.
-
-    Raises:
-        ValueError: for a missing time, or none of these.
-    """
+    """The rows from the earliest to the latest; those of one time keep their order."""
     place, remedy = f"time column {column.name!r}", "convert it, as pd.to_datetime does"
     missing = int(column.isna().sum())
     check(missing == 0, place, "a time in every row", f"{missing} missing", "leave those rows out")
@@ -248,26 +243,14 @@ def order_in_time(column: pd.Series) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Ids:
-    """Entries of a column.
-
-    Attributes:
-        codes: ``(n,)`` index into `texts`, -1 of a missing entry.
-        texts: the distinct ids, see `text_of`.
-    """
+    """Entries of a column."""
 
     codes: np.ndarray
     texts: Sequence[str]
 
 
 def ids_of(column: pd.Series) -> Ids:
-    """A column with one id a row, of any type. Python looks at each distinct value once.
-
-    Args:
-        column: of numbers, texts, categories, booleans, dates, or of all of them.
-
-    Raises:
-        ValueError: for lists.
-    """
+    """A column with one id a row, of any type. Python looks at each distinct value once."""
     try:
         codes, values = pd.factorize(column)
     except (TypeError, NotImplementedError) as error:
@@ -278,21 +261,7 @@ def ids_of(column: pd.Series) -> Ids:
 
 
 def text_of(value: Any) -> str | None:
-    """The text by which an id is known, whatever type its column has.
-
-    An integer, a whole float and their texts are the same id: 7, 7.0, ``"7"`` and ``"7.0"``; so are True and 1. White
-    space of ASCII around a text does not count; a text of nothing else is missing. A time is itself in every zone.
-
-    Args:
-        value: not missing.
-
-    Returns:
-        The text, None for a missing value.
-
-    Example:
-        >>> [text_of(value) for value in (7, 7.0, " 7 ", "007", True, 0.5, "", "é")]
-        ['7', '7', '7', '007', '1', '0.5', None, 'é']
-    """
+    """The text by which an id is known, whatever type its column has."""
     if isinstance(value, bool | np.bool_):
         return str(int(value))
     if isinstance(value, float | np.floating):
@@ -308,29 +277,23 @@ def text_of(value: Any) -> str | None:
 
 
 def id_bags_of(column: pd.Series) -> tuple[Ids, np.ndarray]:
-    """A column with any number of ids a row.
-
-    Args:
-        column: of lists, tuples, sets or arrays; of texts with `SEPARATOR` between the ids; or of single ids. A row
-            without a list has none.
-
-    Returns:
-        The ids of all rows, one after the other, none missing; and the number of each row's, ``(n,)`` int64.
-
-    Raises:
-        ValueError: for lists of lists.
-    """
+    """A column with any number of ids a row."""
     entries = column.reset_index(drop=True)
     kind = entries.dtype
     if not (isinstance(kind, pd.ArrowDtype) and pa.types.is_nested(kind.pyarrow_dtype)):
-        split = [value.split(SEPARATOR) if isinstance(value, str) else value for value in entries.astype(object)]
+        split = [
+            value.split(SEPARATOR) if isinstance(value, str) else value
+            for value in entries.astype(object)
+        ]
         entries = pd.Series(split, dtype=object)
     entries = entries.explode()
     try:
         found = ids_of(entries)
     except ValueError as error:
         place = f"column {column.name!r}"
-        raise ValueError(describe(place, "lists of ids", "lists of lists", "flatten them")) from error
+        raise ValueError(
+            describe(place, "lists of ids", "lists of lists", "flatten them")
+        ) from error
     is_there = found.codes >= 0
     lengths = np.bincount(entries.index.to_numpy()[is_there], minlength=len(column))
     return Ids(found.codes[is_there], found.texts), lengths

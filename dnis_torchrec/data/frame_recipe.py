@@ -1,7 +1,5 @@
-"""A recipe of a data frame, for who has no model yet: one of TorchRec's own, on one table for each column of ids.
-
-Shapes: N rows of a table, D embedding_dim.
-"""
+"""A recipe of a data frame, for who has no model yet: one of TorchRec's own, on one table for each
+column of ids."""
 
 from __future__ import annotations
 
@@ -42,13 +40,15 @@ def recipe_from_frame(
 ) -> Recipe:
     """Makes a recipe of a data frame, with one of TorchRec's models as it is.
 
-    Every column of ids or bags has a table of its own, with SUM pooling; the row of ids that training never saw is
-    zero. Learning rates and L2 are the defaults of `Recipe`: replace them by ``dataclasses.replace``. The loss is
-    BCEWithLogitsLoss where all labels are 0 or 1, else MSELoss.
+    Every column of ids or bags has a table of its own, with SUM pooling; the row of ids that
+    training never saw is zero. Learning rates and L2 are the defaults of `Recipe`: replace them by
+    ``dataclasses.replace``. The loss is BCEWithLogitsLoss where all labels are 0 or 1, else
+    MSELoss.
 
     Args:
         frame: see `DataSplits.from_frame`, as all columns.
-        model: ``"dlrm"``, ``"dlrm_dcn"``, or ``"deepfm"``, torchrec's SimpleDeepFMNN without its last sigmoid.
+        model: ``"dlrm"``, ``"dlrm_dcn"``, or ``"deepfm"``, torchrec's SimpleDeepFMNN without its
+            last sigmoid.
         label: what is predicted.
         dense: numbers.
         ids: columns with one id a row.
@@ -62,7 +62,8 @@ def recipe_from_frame(
         The recipe; its data are `FrameSplits`.
 
     Raises:
-        ValueError: as `DataSplits.from_frame`; also for an unknown model, or an `embedding_dim` below 1.
+        ValueError: as `DataSplits.from_frame`; also for an unknown model, or an `embedding_dim`
+            below 1.
         TypeError: as `DataSplits.from_frame`.
         FileNotFoundError: if there is no such file.
 
@@ -77,10 +78,19 @@ def recipe_from_frame(
     dim = EMBEDDING_DIM if embedding_dim is None else embedding_dim
     check(dim >= 1, "embedding_dim", "an integer >= 1", dim)
     data = DataSplits.from_frame(
-        frame, label=label, dense=dense, ids=ids, bags=bags, time=time, batch_size=batch_size, seed=seed
+        frame,
+        label=label,
+        dense=dense,
+        ids=ids,
+        bags=bags,
+        time=time,
+        batch_size=batch_size,
+        seed=seed,
     )
     encoder = data.encoder
-    draw = draws(lambda: MODELS[model](_tables(encoder.num_embeddings, dim), encoder.num_dense), seed)
+    draw = draws(
+        lambda: MODELS[model](_tables(encoder.num_embeddings, dim), encoder.num_dense), seed
+    )
     loss = nn.BCEWithLogitsLoss() if data.is_binary else nn.MSELoss()
     return Recipe(model=draw(0), redraw=draw, data=data, loss=loss)
 
@@ -89,7 +99,10 @@ def _tables(num_embeddings: Mapping[str, int], embedding_dim: int) -> EmbeddingB
     """One table a feature; its name is no attribute that a module has, as ``"type"`` is."""
     tables = [
         EmbeddingBagConfig(
-            name=f"{feature}_table", num_embeddings=rows, embedding_dim=embedding_dim, feature_names=[feature]
+            name=f"{feature}_table",
+            num_embeddings=rows,
+            embedding_dim=embedding_dim,
+            feature_names=[feature],
         )
         for feature, rows in num_embeddings.items()
     ]
@@ -107,12 +120,18 @@ def _dlrm(tables: EmbeddingBagCollection, num_dense: int) -> nn.Module:
 
 def _dlrm_dcn(tables: EmbeddingBagCollection, num_dense: int) -> nn.Module:
     layers = [*DENSE_LAYERS, _embedding_dim(tables)]
-    return DLRM_DCN(tables, num_dense, layers, [*OVER_LAYERS, 1], dcn_num_layers=2, dcn_low_rank_dim=32)
+    return DLRM_DCN(
+        tables, num_dense, layers, [*OVER_LAYERS, 1], dcn_num_layers=2, dcn_low_rank_dim=32
+    )
 
 
 def _deepfm(tables: EmbeddingBagCollection, num_dense: int) -> nn.Module:
-    model = SimpleDeepFMNN(num_dense, tables, hidden_layer_size=DENSE_LAYERS[0], deep_fm_dimension=OVER_LAYERS[-1])
-    model.over_arch.model = model.over_arch.model[:1]  # behind it comes a sigmoid, and losses here take logits
+    model = SimpleDeepFMNN(
+        num_dense, tables, hidden_layer_size=DENSE_LAYERS[0], deep_fm_dimension=OVER_LAYERS[-1]
+    )
+    model.over_arch.model = model.over_arch.model[
+        :1
+    ]  # behind it comes a sigmoid, and losses here take logits
     return model
 
 

@@ -1,9 +1,5 @@
-"""A data frame as batches: columns of any type become dense features, rows of tables and labels, in four splits.
-
-Which row of a table an id has, and how dense features are scaled, is learned of the training samples alone.
-
-Shapes: n rows of the frame, N rows of a table, F1 single-id features.
-"""
+"""A data frame as batches: columns of any type become dense features, rows of tables and labels, in
+four splits."""
 
 from __future__ import annotations
 
@@ -37,12 +33,7 @@ UNSEEN_ROW = 0
 
 @dataclass(frozen=True, kw_only=True)
 class FrameSplits(DataSplits):
-    """The splits of a frame, see `DataSplits.from_frame`.
-
-    Attributes:
-        encoder: knows the sizes of tables, and turns further frames into what a model reads.
-        is_binary: whether all labels are 0 or 1.
-    """
+    """The splits of a frame, see `DataSplits.from_frame`."""
 
     encoder: FrameEncoder
     is_binary: bool
@@ -59,19 +50,12 @@ def splits_of_frame(
     batch_size: int,
     seed: int,
 ) -> FrameSplits:
-    """See `DataSplits.from_frame`.
-
-    Args:
-        frame: data, or their file.
-        label: a column.
-        dense: columns.
-        ids: columns.
-        bags: columns.
-        time: a column, or None.
-        batch_size: B of every split.
-        seed: of the split, and of the order of every epoch.
-    """
-    lists = {"dense": names_of("dense", dense), "ids": names_of("ids", ids), "bags": names_of("bags", bags)}
+    """See `DataSplits.from_frame`."""
+    lists = {
+        "dense": names_of("dense", dense),
+        "ids": names_of("ids", ids),
+        "bags": names_of("bags", bags),
+    }
     columns = FrameColumns(label=label, time=time, **lists)
     frame = frame_of(frame, columns.all, columns.features)
     labels, parsed = labels_of(frame[columns.label]), _Parsed.of(frame, columns)
@@ -80,13 +64,22 @@ def splits_of_frame(
     encoded, shuffled = encoder.encoded(parsed), (True, True, False, False)
     train, validation, selection, test = (
         encoded.batches(
-            torch.from_numpy(labels.astype(np.float32)), rows=rows, batch_size=batch_size, shuffle=shuffle, seed=seed
+            torch.from_numpy(labels.astype(np.float32)),
+            rows=rows,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
         )
         for rows, shuffle in zip(splits, shuffled, strict=True)
     )
     is_binary = bool(np.isin(labels, (0, 1)).all())
     return FrameSplits(
-        train=train, validation=validation, selection=selection, test=test, encoder=encoder, is_binary=is_binary
+        train=train,
+        validation=validation,
+        selection=selection,
+        test=test,
+        encoder=encoder,
+        is_binary=is_binary,
     )
 
 
@@ -99,12 +92,7 @@ def _split(frame: pd.DataFrame, time: Hashable | None, seed: int) -> Sequence[Te
 
 
 class FrameEncoder:
-    """What turns rows of a frame into what a model reads, as learned of training samples.
-
-    Attributes:
-        num_embeddings: feature -> N of its table, in the order of the KJT's keys.
-        num_dense: width of the dense features; 1, of zeros, where there are none.
-    """
+    """What turns rows of a frame into what a model reads, as learned of training samples."""
 
     def __init__(self, columns: FrameColumns, parsed: _Parsed, training: Tensor) -> None:
         chosen = np.zeros(parsed.num_rows, bool)
@@ -116,21 +104,15 @@ class FrameEncoder:
         self.num_dense = max(1, len(self._scaled))
 
     def __call__(self, frame: Frame) -> tuple[Tensor, KeyedJaggedTensor]:
-        """What a model reads of a frame, such as new samples to be served.
-
-        Args:
-            frame: data or their file, with the columns of all features; neither label nor time is needed.
-
-        Returns:
-            ``(dense_features (n, num_dense), sparse_features)``, in the order of the rows.
-
-        Raises:
-            ValueError: as `DataSplits.from_frame`, for a column that is missing or of another kind.
-        """
+        """What a model reads of a frame, such as new samples to be served."""
         columns = self._columns
-        parsed = _Parsed.of(frame_of(frame, (*columns.dense, *columns.features), columns.features), columns)
+        parsed = _Parsed.of(
+            frame_of(frame, (*columns.dense, *columns.features), columns.features), columns
+        )
         labels, all_rows = torch.zeros(parsed.num_rows), parsed.num_rows
-        batches = self.encoded(parsed).batches(labels, rows=None, batch_size=all_rows, shuffle=False, seed=0)
+        batches = self.encoded(parsed).batches(
+            labels, rows=None, batch_size=all_rows, shuffle=False, seed=0
+        )
         batch = next(iter(batches))
         return batch.dense_features, batch.sparse_features
 
@@ -144,9 +126,14 @@ class FrameEncoder:
         nothing = torch.zeros(parsed.num_rows, 1)
         return _Encoded(
             dense=torch.stack(dense, dim=1) if dense else nothing,
-            ids=torch.stack([rows[name] for name in single], dim=1) if single else nothing[:, :0].int(),
+            ids=torch.stack([rows[name] for name in single], dim=1)
+            if single
+            else nothing[:, :0].int(),
             feature_names=tuple(single),
-            multi_hot={name: Bags.of_lengths(rows[name], torch.from_numpy(of_bags)) for name, of_bags in bags.items()},
+            multi_hot={
+                name: Bags.of_lengths(rows[name], torch.from_numpy(of_bags))
+                for name, of_bags in bags.items()
+            },
         )
 
 
@@ -204,7 +191,8 @@ class _Parsed:
 
 
 class _Scaled:
-    """A dense feature: mean 0 and variance 1 over the training samples, 0 where a number is missing."""
+    """A dense feature: mean 0 and variance 1 over the training samples, 0 where a number is
+    missing."""
 
     def __init__(self, training: np.ndarray) -> None:
         known = training[~np.isnan(training)]
@@ -217,13 +205,16 @@ class _Scaled:
 
 
 class _Rows:
-    """Which row of a table an id has: row 1 is that of the most frequent one. Missing is an id like any other."""
+    """Which row of a table an id has: row 1 is that of the most frequent one. Missing is an id like
+    any other."""
 
     def __init__(self, feature: _Feature, chosen: np.ndarray) -> None:
         names = (None, *feature.ids.texts)
         counts = np.bincount(feature.codes_of(chosen) + 1, minlength=len(names))
         order = np.argsort(-counts, kind="stable")
-        self._rows = {names[index]: row for row, index in enumerate(order[counts[order] > 0], UNSEEN_ROW + 1)}
+        self._rows = {
+            names[index]: row for row, index in enumerate(order[counts[order] > 0], UNSEEN_ROW + 1)
+        }
 
     def __len__(self) -> int:
         """N."""

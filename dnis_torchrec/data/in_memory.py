@@ -1,7 +1,4 @@
-"""Samples held in memory, cut into TorchRec Batches without any Python per row.
-
-Shapes: n samples, B batch, F1 single-id features.
-"""
+"""Samples held in memory, cut into TorchRec Batches without any Python per row."""
 
 from __future__ import annotations
 
@@ -18,17 +15,13 @@ from dnis_torchrec.checks import check
 from dnis_torchrec.data.labels import RankingBatch
 
 SPLIT_RATIOS = (0.8, 0.05, 0.05, 0.1)
-"""train, validation, selection, test: 8:1:1, with the middle part halved between the upper level and early stopping."""
+"""train, validation, selection, test: 8:1:1, with the middle part halved between the upper level
+and early stopping."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bags:
-    """The bags of one multi-hot feature for all samples, in CSR form.
-
-    Attributes:
-        values: ids of all bags, one after the other, int64.
-        offsets: ``(n + 1,)`` int64: bag i holds ``values[offsets[i] : offsets[i + 1]]``.
-    """
+    """The bags of one multi-hot feature for all samples, in CSR form."""
 
     values: Tensor
     offsets: Tensor
@@ -44,32 +37,11 @@ class Bags:
 
     @classmethod
     def of_lengths(cls, values: Tensor, lengths: Tensor) -> Bags:
-        """The bags that `select` returns.
-
-        Args:
-            values: ids of all bags, one after the other, int64.
-            lengths: of the bags, int64.
-
-        Example:
-            >>> Bags.of_lengths(torch.tensor([7, 8, 9]), torch.tensor([2, 0, 1])).offsets.tolist()
-            [0, 2, 2, 3]
-        """
+        """The bags that `select` returns."""
         return cls(values, torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]))
 
     def select(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The bags of some samples.
-
-        Args:
-            rows: ``(B,)`` int64.
-
-        Returns:
-            ``(values, lengths)``, lengths ``(B,)`` int64.
-
-        Example:
-            >>> bags = Bags(torch.tensor([7, 8, 9]), torch.tensor([0, 2, 2, 3]))
-            >>> [part.tolist() for part in bags.select(torch.tensor([2, 0, 1]))]
-            [[9, 7, 8], [1, 2, 0]]
-        """
+        """The bags of some samples."""
         starts = self.offsets.index_select(0, rows)
         lengths = self.offsets.index_select(0, rows + 1) - starts
         ends = lengths.cumsum(0)
@@ -78,70 +50,32 @@ class Bags:
         return self.values.index_select(0, shift + torch.arange(total)), lengths
 
 
-def split_rows(num_samples: int, *, seed: int, group_size: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cuts the samples at random into train, validation, selection and test, in the ratios of `SPLIT_RATIOS`.
-
-    Args:
-        num_samples: n.
-        seed: of the permutation.
-        group_size: so many samples, one after the other, stay together; n is a multiple of it.
-
-    Returns:
-        Four disjoint int64 tensors of rows, together all of ``0..n - 1``, each in rising order.
-
-    Raises:
-        ValueError: if there are too few samples for four splits.
-
-    Example:
-        >>> [part.numel() for part in split_rows(100, seed=0)]
-        [80, 5, 5, 10]
-        >>> split_rows(60, seed=0, group_size=3)[1].tolist()
-        [45, 46, 47]
-    """
+def split_rows(
+    num_samples: int, *, seed: int, group_size: int = 1
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cuts the samples at random into train, validation, selection and test, in the ratios of
+    `SPLIT_RATIOS`."""
     num_groups = num_samples // group_size
-    check(num_groups >= 20, "split_rows", "at least 20 samples, or groups of them, for four splits", num_groups)
+    check(
+        num_groups >= 20,
+        "split_rows",
+        "at least 20 samples, or groups of them, for four splits",
+        num_groups,
+    )
     order = torch.randperm(num_groups, generator=torch.Generator().manual_seed(seed))
     held_out = [int(ratio * num_groups) for ratio in SPLIT_RATIOS[1:]]
     split_of_group = torch.empty(num_groups, dtype=torch.uint8)
     for split, part in enumerate(order.split([num_groups - sum(held_out), *held_out])):
         split_of_group[part] = split
     split_of_row = split_of_group.repeat_interleave(group_size)
-    train, validation, selection, test = ((split_of_row == split).nonzero().squeeze(1) for split in range(4))
+    train, validation, selection, test = (
+        (split_of_row == split).nonzero().squeeze(1) for split in range(4)
+    )
     return train, validation, selection, test
 
 
 class InMemoryBatches:
-    """Batches of a data set in memory, to be iterated again and again: each time is the next epoch.
-
-    The order of an epoch depends on `seed` and `epoch` only, so a resumed run sees the order it would have seen.
-
-    Args:
-        dense: ``(n, num_dense)`` float32.
-        ids: ``(n, F1)`` integers (int32 halves the memory), one column per single-id feature.
-        labels: ``(n,)`` float32, or ``(n, T)`` for a recipe of T labels.
-        feature_names: names of the columns of `ids`.
-        batch_size: B.
-        shuffle: a new order every epoch; otherwise always in the order of `rows`.
-        seed: of the shuffling.
-        multi_hot: feature -> its bags; these keys follow `feature_names` in the KJT.
-        scalar_names: one name per column of `dense` to serve these as weighted bags too: scalar j is a bag of the one
-            id j, weighted by its value. The keys come last in the KJT, whose other ids then weigh 1.
-        queries: ``(n,)`` the query that each sample is a candidate of; the batches are of type `RankingBatch` then.
-        rows: the samples served, int64; all of them by default.
-        drop_last: leave out a last batch smaller than B.
-
-    Attributes:
-        epoch: number of the next epoch, from 0; set it to resume.
-
-    Raises:
-        ValueError: if the tensors do not have one row per sample, or there is nothing to serve.
-
-    Example:
-        >>> batches = InMemoryBatches(torch.zeros(5, 0), torch.arange(10).view(5, 2), torch.ones(5),
-        ...     feature_names=["user", "movie"], batch_size=2, shuffle=False, seed=0)
-        >>> len(batches), next(iter(batches)).sparse_features.values().tolist(), batches.epoch
-        (3, [0, 2, 1, 3], 1)
-    """
+    """Batches of a data set in memory, to be iterated again and again: each time is the next epoch."""
 
     def __init__(
         self,
@@ -167,7 +101,12 @@ class InMemoryBatches:
             shape = tuple(tensor.shape)
             matches = len(shape) == 2 and shape[0] == num_samples
             check(matches, f"{place}.{name}", f"{num_samples} rows, one per label", shape)
-        check(ids.shape[1] == len(feature_names), f"{place}.ids", f"{len(feature_names)} columns", ids.shape[1])
+        check(
+            ids.shape[1] == len(feature_names),
+            f"{place}.ids",
+            f"{len(feature_names)} columns",
+            ids.shape[1],
+        )
         for name, bags in multi_hot.items():
             received = bags.offsets.numel() - 1
             check(received == num_samples, f"feature {name!r}", f"{num_samples} bags", received)
@@ -180,7 +119,12 @@ class InMemoryBatches:
         self._num_scalars, self._queries = len(scalar_names), queries
         self._keys = keys
         self._rows = torch.arange(num_samples) if rows is None else rows
-        self._batch_size, self._shuffle, self._seed, self._drop_last = batch_size, shuffle, seed, drop_last
+        self._batch_size, self._shuffle, self._seed, self._drop_last = (
+            batch_size,
+            shuffle,
+            seed,
+            drop_last,
+        )
         self.epoch = 0
         check(len(self) > 0, place, "at least one batch", f"{self._rows.numel()} samples")
 
@@ -197,7 +141,8 @@ class InMemoryBatches:
     def __iter__(self) -> Iterator[Batch]:
         order = self._rows
         if self._shuffle:
-            # Torch's CPU generator reads 32 bits of a seed, so the two numbers are mixed before, not put side by side.
+            # Torch's CPU generator reads 32 bits of a seed, so the two numbers are mixed before,
+            # not put side by side.
             mixed = int(np.random.SeedSequence((self._seed, self.epoch)).generate_state(1)[0])
             generator = torch.Generator().manual_seed(mixed)
             order = order[torch.randperm(order.numel(), generator=generator)]

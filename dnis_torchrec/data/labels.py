@@ -15,53 +15,30 @@ from dnis_torchrec.data.batches import WholeBatch
 
 @dataclass
 class RankingBatch(WholeBatch):
-    """A batch of candidates to be ranked within their queries: a split of such batches is judged by ranking metrics.
-
-    Attributes:
-        dense_features: ``(B, num_dense)``.
-        sparse_features: stride B.
-        labels: ``(B,)``, 1 for candidates that should rank first and 0 for the rest.
-        queries: ``(B,)`` int64, the query of each sample; a query may go on in the next batch, or on another rank.
-    """
+    """A batch of candidates to be ranked within their queries: a split of such batches is judged by
+    ranking metrics."""
 
     queries: Tensor
 
 
 def check_labels_are_there(batch: Batch, place: str) -> None:
-    """Checks that a batch has labels, one row for each sample; how many samples there are is read from them.
-
-    Args:
-        batch: TorchRec's Batch, or another object with attributes.
-        place: which split and batch it is, for the error.
-
-    Raises:
-        ValueError: naming the place.
-    """
+    """Checks that a batch has labels, one row for each sample; how many samples there are is read
+    from them."""
     labels: object = getattr(batch, "labels", None)
     shape = tuple(labels.shape) if isinstance(labels, Tensor) else ()
     check(bool(shape), f"{place}, labels", "a tensor with one row for each sample", shape or "none")
 
 
 def check_labels(labels: Tensor, loss: Callable[..., Tensor], place: str) -> None:
-    """Checks that there is one label per sample, and that it lies in the domain of the loss.
-
-    Args:
-        labels: ``(B,)``.
-        loss: nn.BCEWithLogitsLoss needs labels in [0, 1]; every loss needs finite ones.
-        place: which split and batch the labels come from, for the error.
-
-    Raises:
-        ValueError: naming the place and the offending value.
-
-    Example:
-        >>> check_labels(torch.tensor([0.0, 1.0]), nn.BCEWithLogitsLoss(), "train batch 0")
-    """
+    """Checks that there is one label per sample, and that it lies in the domain of the loss."""
     remedy = "flatten them: a loss of (B,) and (B, 1) is one of B times B differences"
     check(labels.dim() == 1, place, "labels of shape (B,)", tuple(labels.shape), remedy)
     values = labels.float()
     finite = torch.isfinite(values)
     if not bool(finite.all()):
-        raise ValueError(describe(place, "finite labels", float(values[~finite][0]), "clean the data"))
+        raise ValueError(
+            describe(place, "finite labels", float(values[~finite][0]), "clean the data")
+        )
     if isinstance(loss, nn.BCEWithLogitsLoss):
         outside = (values < 0) | (values > 1)
         if bool(outside.any()):
@@ -75,20 +52,11 @@ def check_labels(labels: Tensor, loss: Callable[..., Tensor], place: str) -> Non
             )
 
 
-def check_classes(labels: Tensor, place: str, remedy: str = "smooth labels in the train split alone") -> None:
-    """Checks that labels are classes, which AUC, NE and calibration are defined for; a loss may take shares of them.
-
-    Args:
-        labels: ``(B,)``.
-        place: which split or batch the labels come from, for the error.
-        remedy: what to do about others, for the error.
-
-    Raises:
-        ValueError: naming the place and the offending value.
-
-    Example:
-        >>> check_classes(torch.tensor([0.0, 1.0]), "test batch 0")
-    """
+def check_classes(
+    labels: Tensor, place: str, remedy: str = "smooth labels in the train split alone"
+) -> None:
+    """Checks that labels are classes, which AUC, NE and calibration are defined for; a loss may
+    take shares of them."""
     other = (labels != 0) & (labels != 1)
     if bool(other.any()):
         raise ValueError(describe(place, "labels 0 or 1", float(labels[other][0]), remedy))
@@ -99,22 +67,17 @@ RANKING_KS = (1, 5, 10)
 
 
 def check_candidates(queries: Tensor, k: int = max(RANKING_KS), place: str = "ranking") -> None:
-    """Checks that every query has enough candidates for a cut-off: recall@k of fewer than k candidates is always 1.
-
-    Args:
-        queries: ``(n,)`` the query of each candidate.
-        k: the cut-off.
-        place: what is ranked, for the error.
-
-    Raises:
-        ValueError: naming the query with the fewest candidates, k, and their number.
-
-    Example:
-        >>> check_candidates(torch.tensor([3, 3, 8, 8]), k=2)
-    """
+    """Checks that every query has enough candidates for a cut-off: recall@k of fewer than k
+    candidates is always 1."""
     check(queries.numel() > 0, place, "at least one query", 0)
     names, sizes = queries.unique(return_counts=True)
     fewest = int(sizes.argmin())
     requirement = f"at least k={k} candidates"
     remedy = "add negatives, or leave the query out"
-    check(int(sizes[fewest]) >= k, f"{place}, query {int(names[fewest])}", requirement, int(sizes[fewest]), remedy)
+    check(
+        int(sizes[fewest]) >= k,
+        f"{place}, query {int(names[fewest])}",
+        requirement,
+        int(sizes[fewest]),
+        remedy,
+    )

@@ -1,4 +1,5 @@
-"""Batches as lookups take them: ids as int32 or int64, weights as float32, whatever the data holds them in."""
+"""Batches as lookups take them: ids as int32 or int64, weights as float32, whatever the data holds
+them in."""
 
 from __future__ import annotations
 
@@ -18,45 +19,28 @@ ID_TYPES = (torch.int64, torch.int32)
 
 
 class LookupBatches(CutBatches):
-    """The batches of a stream that is learned on, each as `for_lookup` gives it. Local.
-
-    Args:
-        batches: can be iterated again and again; its attribute ``epoch``, if it has one, is passed on.
-        name: of the split, for errors.
-    """
+    """The batches of a stream that is learned on, each as `for_lookup` gives it. Local."""
 
     def __init__(self, batches: Iterable[Batch], name: str) -> None:
         super().__init__(batches)
         self._name = name
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches.
-
-        Raises:
-            ValueError: for a batch without samples, whose mean loss there is none of, or ids that are no integers.
-        """
+        """The batches."""
         for index, batch in enumerate(self._batches):
-            check(len(batch.labels) > 0, f"{self._name} batch {index}", SOME_SAMPLES, "none", NO_EMPTY_BATCHES)
+            check(
+                len(batch.labels) > 0,
+                f"{self._name} batch {index}",
+                SOME_SAMPLES,
+                "none",
+                NO_EMPTY_BATCHES,
+            )
             yield for_lookup(batch)
 
 
 def for_lookup(batch: Batch) -> Batch:
-    """A batch whose ids and weights are of types that kernels take; the batch itself where they are so already.
-
-    One of TorchRec's own class without dense features, which could not be moved, becomes a `WholeBatch`.
-
-    Args:
-        batch: TorchRec's Batch, or another object with attributes.
-
-    Raises:
-        ValueError: naming the features, if their ids are no integers.
-
-    Example:
-        >>> ids = torch.tensor([3, 200], dtype=torch.uint8)
-        >>> kjt = KeyedJaggedTensor(keys=["f"], values=ids, lengths=torch.tensor([2]))
-        >>> for_lookup(Batch(torch.zeros(1, 2), kjt, torch.ones(1))).sparse_features.values().dtype
-        torch.int64
-    """
+    """A batch whose ids and weights are of types that kernels take; the batch itself where they are
+    so already."""
     if type(batch) is Batch and batch.dense_features is None:
         batch = WholeBatch(batch.dense_features, batch.sparse_features, batch.labels)
     bags = _bags_of(batch)
@@ -70,19 +54,8 @@ def for_lookup(batch: Batch) -> Batch:
 
 
 def with_ids_counted(batch: Batch) -> Batch:
-    """A batch that knows, on the CPU, how many ids each feature has: it needs not ask the GPU that it goes to.
-
-    Args:
-        batch: as for `for_lookup`, or of another class, which is left alone, as is one that lies on a GPU already.
-
-    Returns:
-        `batch`.
-
-    Example:
-        >>> kjt = KeyedJaggedTensor(["f", "g"], torch.tensor([3, 0, 1]), lengths=torch.tensor([2, 1]))
-        >>> with_ids_counted(Batch(torch.zeros(1, 2), kjt, torch.ones(1))).sparse_features.length_per_key_or_none()
-        [2, 1]
-    """
+    """A batch that knows, on the CPU, how many ids each feature has: it needs not ask the GPU that
+    it goes to."""
     for part in _bags_of(batch).values() if hasattr(batch, "__dict__") else ():
         if part.keys() and part.values().device.type == "cpu":
             part.sync()
@@ -90,45 +63,40 @@ def with_ids_counted(batch: Batch) -> Batch:
 
 
 def features_of(batch: Batch) -> KeyedJaggedTensor:
-    """All bags of a batch in one KeyedJaggedTensor; of several of them without the weights of their ids.
-
-    Args:
-        batch: TorchRec's Batch, or another object with attributes.
-
-    Raises:
-        ValueError: for a feature that two of them have.
-
-    Example:
-        >>> bags = [KeyedJaggedTensor([key], torch.tensor([3, 0]), lengths=torch.tensor([1, 1])) for key in "fg"]
-        >>> from types import SimpleNamespace
-        >>> features_of(SimpleNamespace(sparse_features=bags[0], candidates=bags[1])).keys()
-        ['f', 'g']
-    """
+    """All bags of a batch in one KeyedJaggedTensor; of several of them without the weights of their
+    ids."""
     bags = list(_bags_of(batch).values())
     if len(bags) == 1:
         return bags[0]
     keys = [key for part in bags for key in part.keys()]  # noqa: SIM118
     twice = sorted({key for key in keys if keys.count(key) > 1})
-    check(not twice, "batch", "features in one KeyedJaggedTensor each", twice, "give them names of their own")
-    bare = (KeyedJaggedTensor(own.keys(), own.values(), lengths=own.lengths(), stride=own.stride()) for own in bags)
+    check(
+        not twice,
+        "batch",
+        "features in one KeyedJaggedTensor each",
+        twice,
+        "give them names of their own",
+    )
+    bare = (
+        KeyedJaggedTensor(own.keys(), own.values(), lengths=own.lengths(), stride=own.stride())
+        for own in bags
+    )
     return KeyedJaggedTensor.concat(list(bare))
 
 
 def _bags_of(batch: Batch) -> dict[str, KeyedJaggedTensor]:
-    return {name: part for name, part in parts_of(batch).items() if isinstance(part, KeyedJaggedTensor)}
+    return {
+        name: part for name, part in parts_of(batch).items() if isinstance(part, KeyedJaggedTensor)
+    }
 
 
 def features_for_lookup(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Bags whose ids and weights are of types that kernels take; `features` itself where they are so already.
-
-    Args:
-        features: the bags.
-
-    Raises:
-        ValueError: naming the features, if their ids are no integers.
-    """
+    """Bags whose ids and weights are of types that kernels take; `features` itself where they are
+    so already."""
     ids, weights = features.values(), features.weights_or_none()
-    if not features.keys() or (ids.dtype in ID_TYPES and (weights is None or weights.dtype == torch.float32)):
+    if not features.keys() or (
+        ids.dtype in ID_TYPES and (weights is None or weights.dtype == torch.float32)
+    ):
         return features
     check_ids_are_integers(ids, f"features {', '.join(map(repr, features.keys()))}")
     varies = features.variable_stride_per_key()

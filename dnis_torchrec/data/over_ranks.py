@@ -1,16 +1,4 @@
-"""Splits a recipe's data over ranks: each rank takes its slice of every batch.
-
-    batch of B samples, W ranks       rank r takes                            left out
-    train, validation                 samples r (B // W) .. (r + 1) (B // W)   the last B mod W
-    train, where nothing learns       samples r B // W .. (r + 1) B // W       batches of B < W
-    selection, test, counting         samples r B // W .. (r + 1) B // W       nothing
-
-So all ranks make the same number of steps; a step over W ranks with equal slices is that of one process with the whole
-batch, because TorchRec averages gradients over ranks; and metrics and counts are those of all samples. Every rank reads
-all batches: data that is too large for that splits itself (see `SplitsItself`).
-
-Shapes: B batch, W ranks.
-"""
+"""Splits a recipe's data over ranks: each rank takes its slice of every batch."""
 
 from __future__ import annotations
 
@@ -41,34 +29,19 @@ FINGERPRINTS = 1 << 40
 """Number of fingerprints, small enough that those of many ranks can be added up."""
 SAME_BATCHES = "as many batches on every rank"
 OVERLAP = 0.5
-"""Share of a split's samples, beyond what repeats anyway, that another split may have too before a warning says so.
-
-Data whose samples repeat within one of its splits, as those of a panel that is asked every day do, repeats between
-them, too.
-"""
+"""Share of a split's samples, beyond what repeats anyway, that another split may have too before a
+warning says so."""
 
 
 class SplitsItself(Protocol):
-    """Batches that are this rank's own already, as many on every rank, and say so; others need not say anything."""
+    """Batches that are this rank's own already, as many on every rank, and say so; others need not
+    say anything."""
 
     is_split_over_ranks: bool
 
 
 class SlicedBatches(CutBatches):
-    """This rank's slices of the batches of a split.
-
-    Every rank has to see the same batches in the same order: their order may depend on the recipe's seed, not on the
-    process. `check_same` finds out.
-
-    Args:
-        batches: of the whole split, to be iterated again and again.
-        ranks: to split them over.
-        name: of the split, for errors.
-        equal: give every rank as many samples, and leave the rest out; otherwise leave nothing out.
-
-    Attributes:
-        fingerprint: of the whole batches, once they have been read to the end; None before.
-    """
+    """This rank's slices of the batches of a split."""
 
     def __init__(self, batches: Iterable[Batch], ranks: Ranks, name: str, *, equal: bool) -> None:
         super().__init__(batches)
@@ -76,11 +49,7 @@ class SlicedBatches(CutBatches):
         self.fingerprint: int | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        """This rank's slice of every batch.
-
-        Raises:
-            ValueError: on all ranks, for a batch of fewer samples than there are ranks that may not be left out.
-        """
+        """This rank's slice of every batch."""
         rank, world_size = self._ranks.rank, self._ranks.world_size
         for index, batch in enumerate(self._whole()):
             size = len(batch.labels)
@@ -94,7 +63,8 @@ class SlicedBatches(CutBatches):
                 yield slice_of(batch, size * rank // world_size, size * (rank + 1) // world_size)
 
     def counted(self) -> Iterator[Batch]:
-        """Slices that leave nothing out, however small a batch is; some ranks may get fewer of them."""
+        """Slices that leave nothing out, however small a batch is; some ranks may get fewer of
+        them."""
         rank, world_size = self._ranks.rank, self._ranks.world_size
         for batch in self._whole():
             size = len(batch.labels)
@@ -103,16 +73,19 @@ class SlicedBatches(CutBatches):
                 yield slice_of(batch, first, last)
 
     def measured(self) -> Iterable[Batch]:
-        """The same batches for what only measures: all samples, and as many batches on every rank.
-
-        Left out are batches of fewer samples than there are ranks.
-        """
+        """The same batches for what only measures: all samples, and as many batches on every rank."""
         return _Measured(self._batches, self._ranks, self._name, equal=False)
 
     def _whole(self) -> Iterator[Batch]:
         seen = 0
         for index, batch in enumerate(self._batches):
-            check(len(batch.labels) > 0, f"{self._name} batch {index}", SOME_SAMPLES, "none", NO_EMPTY_BATCHES)
+            check(
+                len(batch.labels) > 0,
+                f"{self._name} batch {index}",
+                SOME_SAMPLES,
+                "none",
+                NO_EMPTY_BATCHES,
+            )
             if self.fingerprint is None:
                 seen += _fingerprint(batch, index)
             yield batch
@@ -125,15 +98,7 @@ class _Measured(SlicedBatches):
 
 
 def split_over_ranks(data: DataSplits, ranks: Ranks) -> DataSplits:
-    """The part of every split that this rank learns on and is judged on. Local, no collective.
-
-    Args:
-        data: of the recipe: the same on every rank, or split over ranks by itself.
-        ranks: to split it over; one rank gets `data` back.
-
-    Returns:
-        Splits of this rank.
-    """
+    """The part of every split that this rank learns on and is judged on. Local, no collective."""
     if ranks.world_size == 1:
         return data
     learned_on = {"train": True, "validation": True, "selection": False, "test": False}
@@ -146,38 +111,20 @@ def split_over_ranks(data: DataSplits, ranks: Ranks) -> DataSplits:
 
 
 def all_samples(batches: Iterable[Batch]) -> Iterable[Batch]:
-    """Returns the batches that this rank counts and checks, once, of a split that is learned on. Local, no collective.
-
-    Together the ranks count every sample: one that an epoch leaves out may come in the next, or in part of a batch.
-
-    Args:
-        batches: of a split from `split_over_ranks`. Where they leave samples out, their method ``counted()`` gives all
-            samples; where they have no such method, one epoch is counted.
-    """
+    """Returns the batches that this rank counts and checks, once, of a split that is learned on.
+    Local, no collective."""
     counted = getattr(batches, "counted", None)
     return batches if counted is None else counted()
 
 
 def measured_samples(batches: Iterable[Batch]) -> Iterable[Batch]:
-    """Returns the batches that this rank measures a model on, of a split that is learned on. Local, no collective.
-
-    Args:
-        batches: of a split from `split_over_ranks`. Those that are this rank's own slices leave none of their samples
-            out; any others are taken as they are.
-    """
+    """Returns the batches that this rank measures a model on, of a split that is learned on. Local,
+    no collective."""
     return batches.measured() if isinstance(batches, SlicedBatches) else batches
 
 
 def check_same(data: DataSplits, ranks: Ranks) -> None:
-    """Checks that all ranks have read the same batches. One reduction of two numbers per split.
-
-    Args:
-        data: from `split_over_ranks`, after each split was read to its end.
-        ranks: that it is split over.
-
-    Raises:
-        ValueError: on all ranks, naming the split.
-    """
+    """Checks that all ranks have read the same batches. One reduction of two numbers per split."""
     for name in SPLITS:
         batches = getattr(data, name)
         if isinstance(batches, SlicedBatches):
@@ -198,19 +145,8 @@ def _fingerprint(batch: Batch, index: int) -> int:
 
 
 class NotedBatches:
-    """Batches that note, while they are read anyway, which samples there are: other data in as many batches is found.
-
-    Args:
-        batches: of a split from `split_over_ranks`.
-
-    Attributes:
-        fingerprint: of the samples of the last pass, below `FINGERPRINTS`: another label, id or bag changes it, the
-            order of the samples and how batches and ranks share them do not. Dense features, to which some streams add
-            noise, have no part in it.
-        sizes: samples of every batch of the last pass.
-        sketch: of the samples of the last pass; there dense features have a part, and weights of ids have none.
-        batches: those of the last pass that are still there, by their id.
-    """
+    """Batches that note, while they are read anyway, which samples there are: other data in as many
+    batches is found."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self._batches = batches
@@ -239,42 +175,32 @@ class NotedBatches:
 
 
 def with_notes(data: DataSplits) -> DataSplits:
-    """The same splits, which note their samples while they are read.
-
-    Args:
-        data: from `split_over_ranks`.
-    """
+    """The same splits, which note their samples while they are read."""
     return DataSplits(**{name: NotedBatches(getattr(data, name)) for name in SPLITS})
 
 
 def fingerprints(noted: DataSplits, ranks: Ranks) -> dict[str, int]:
-    """Fingerprint of every split, of the samples of all ranks. One reduction of four numbers.
-
-    Args:
-        noted: from `with_notes`, after each split was read to its end.
-        ranks: that the data is split over.
-    """
-    sums = ranks.sum_(torch.tensor([getattr(noted, name).fingerprint for name in SPLITS])) % FINGERPRINTS
+    """Fingerprint of every split, of the samples of all ranks. One reduction of four numbers."""
+    sums = (
+        ranks.sum_(torch.tensor([getattr(noted, name).fingerprint for name in SPLITS]))
+        % FINGERPRINTS
+    )
     return dict(zip(SPLITS, sums.tolist(), strict=True))
 
 
 def check_steps(data: DataSplits, noted: DataSplits, ranks: Ranks) -> None:
-    """Checks that data which splits itself gives every rank as many batches, and as large ones to learn on.
-
-    Otherwise one rank would wait for another in the midst of training. Two gathers of a number per batch and split.
-
-    Args:
-        data: from `split_over_ranks`. Batches that say what is counted of them (see `all_samples`) have another number
-            of steps, and are taken at their word.
-        noted: the same from `with_notes`, after each split was read to its end.
-        ranks: that the data is split over.
-
-    Raises:
-        ValueError: on all ranks, naming split, batch and ranks.
-    """
+    """Checks that data which splits itself gives every rank as many batches, and as large ones to
+    learn on."""
     for name in SPLITS:
-        batches, sizes = getattr(data, name), torch.tensor(getattr(noted, name).sizes, dtype=torch.int64)
-        if isinstance(batches, SlicedBatches) or hasattr(batches, "counted") or ranks.world_size == 1:
+        batches, sizes = (
+            getattr(data, name),
+            torch.tensor(getattr(noted, name).sizes, dtype=torch.int64),
+        )
+        if (
+            isinstance(batches, SlicedBatches)
+            or hasattr(batches, "counted")
+            or ranks.world_size == 1
+        ):
             continue
         numbers = ranks.concatenate(torch.tensor([len(sizes)])).tolist()
         of_ranks = [of_rank.tolist() for of_rank in ranks.concatenate(sizes).split(numbers)]
@@ -282,21 +208,22 @@ def check_steps(data: DataSplits, noted: DataSplits, ranks: Ranks) -> None:
         for rank, of_one in enumerate(of_ranks):
             received = f"{len(of_one)} on rank {rank}, {len(of_ranks[0])} on rank 0"
             check(len(of_one) == len(of_ranks[0]), f"{name} stream", SAME_BATCHES, received, remedy)
-        for index, of_batch in enumerate(zip(*of_ranks, strict=True) if name in ("train", "validation") else ()):
+        for index, of_batch in enumerate(
+            zip(*of_ranks, strict=True) if name in ("train", "validation") else ()
+        ):
             other = next((rank for rank, size in enumerate(of_batch) if size != of_batch[0]), 0)
             received = f"{of_batch[other]} on rank {other}, {of_batch[0]} on rank 0"
-            check(not other, f"{name} batch {index}", "as many samples on every rank", received, remedy)
+            check(
+                not other,
+                f"{name} batch {index}",
+                "as many samples on every rank",
+                received,
+                remedy,
+            )
 
 
 def warn_of_overlaps(noted: DataSplits, ranks: Ranks) -> None:
-    """Warns of splits that have batches or many samples in common: metrics on such data say little.
-
-    Some reductions of a sample of bounded size per split; the warnings come from rank 0, one per pair of splits.
-
-    Args:
-        noted: from `with_notes`, after each split was read to its end.
-        ranks: that the data is split over.
-    """
+    """Warns of splits that have batches or many samples in common: metrics on such data say little."""
     splits = {name: getattr(noted, name) for name in SPLITS}
     sketches = {name: split.sketch.over_ranks(ranks) for name, split in splits.items()}
     repeating = max(share_repeated(sketch) for sketch in sketches.values())
@@ -304,14 +231,22 @@ def warn_of_overlaps(noted: DataSplits, ranks: Ranks) -> None:
         for one, other in (pair, reversed(pair)):
             found = share_found(sketches[one], sketches[other])
             if found - repeating > OVERLAP:
-                message = f"about {found:.0%} of the {one} split's samples are in the {other} split, too"
+                message = (
+                    f"about {found:.0%} of the {one} split's samples are in the {other} split, too"
+                )
                 break
         else:
-            if not any(splits[pair[1]].batches.get(key) is batch for key, batch in splits[pair[0]].batches.items()):
+            if not any(
+                splits[pair[1]].batches.get(key) is batch
+                for key, batch in splits[pair[0]].batches.items()
+            ):
                 continue
             message = f"a batch of the {pair[0]} split is one of the {pair[1]} split, too"
         if ranks.is_first:
-            logger.warning("%s: no sample should be in two splits, or what is measured on one says little", message)
+            logger.warning(
+                "%s: no sample should be in two splits, or what is measured on one says little",
+                message,
+            )
 
 
 def _with_dense(samples: np.ndarray, batch: Batch) -> np.ndarray:
@@ -325,7 +260,9 @@ def _mixed_columns(values: torch.Tensor, num_samples: int, *, first_column: int 
     """The numbers of each sample mixed into one, ``(B,)`` uint64."""
     rows = values.detach().cpu().float().reshape(num_samples, -1).contiguous()
     bits = rows.view(torch.int32).numpy().astype(np.uint64)
-    columns = np.arange(first_column, first_column + bits.shape[1], dtype=np.uint64) << np.uint64(32)
+    columns = np.arange(first_column, first_column + bits.shape[1], dtype=np.uint64) << np.uint64(
+        32
+    )
     mixed: np.ndarray = mix(bits + columns).sum(axis=1, dtype=np.uint64)
     return mixed
 
@@ -336,6 +273,10 @@ def _samples(batch: Batch) -> np.ndarray:
     factors = np.array([2 * zlib.crc32(key.encode()) + 1 for key in features.keys()], np.uint64)  # noqa: SIM118
     ids = features.values().detach().cpu().numpy().astype(np.uint64)
     offsets = features.offsets().cpu().numpy()
-    sums = np.concatenate([zero, np.cumsum(mix(ids + np.uint64(1)))])  # a bag of row 0 is no empty one
+    sums = np.concatenate(
+        [zero, np.cumsum(mix(ids + np.uint64(1)))]
+    )  # a bag of row 0 is no empty one
     bags = np.diff(sums[offsets]).reshape(len(factors), features.stride())
-    return mix((bags * factors[:, None]).sum(axis=0) + _mixed_columns(batch.labels, features.stride()))
+    return mix(
+        (bags * factors[:, None]).sum(axis=0) + _mixed_columns(batch.labels, features.stride())
+    )

@@ -1,7 +1,5 @@
-"""Outputs of a model's embedding collections, recorded during a forward pass, and the L2 penalty on them.
-
-Shapes: B batch, F (feature, table) pairs, D embedding_dim.
-"""
+"""Outputs of a model's embedding collections, recorded during a forward pass, and the L2 penalty on
+them."""
 
 from __future__ import annotations
 
@@ -27,12 +25,7 @@ SEQUENCES = (EmbeddingCollectionInterface, ShardedEmbeddingCollection)
 
 @dataclass(frozen=True, eq=False)
 class UnpooledOutput:
-    """The output of an EmbeddingCollection.
-
-    Attributes:
-        by_key: output key -> embeddings of its ids; perhaps a proxy, which a tracer does not let iterate.
-        keys: of all of them.
-    """
+    """The output of an EmbeddingCollection."""
 
     by_key: Mapping[str, JaggedTensor]
     keys: Sequence[str]
@@ -49,11 +42,7 @@ _COLLECTIONS = (
 
 
 def table_names(model: nn.Module) -> list[str]:
-    """Names of the tables of a model's collections, pooled or not, which nobody has sharded yet.
-
-    Args:
-        model: plain.
-    """
+    """Names of the tables of a model's collections, pooled or not, which nobody has sharded yet."""
     names: list[str] = []
     for module in model.modules():
         if isinstance(module, EmbeddingBagCollectionInterface):
@@ -65,36 +54,15 @@ def table_names(model: nn.Module) -> list[str]:
 
 @contextmanager
 def pooled_outputs(model: nn.Module) -> Iterator[list[Output]]:
-    """Collects the outputs of a model's collections in the block. Local, no collective.
-
-    Of nested collections the outermost counts: what the model reads is what a wrapper, as soft selection is one, made
-    of its child's output. Sharded collections return awaitables, which the reader of `KeyedTensor.values` waits for.
-
-    The hooks last as long as the block: a pipeline that traces the model in between finds none.
-
-    Args:
-        model: sharded or not, prepared or not.
-
-    Yields:
-        One output per call of a collection, in the order of the calls: a KeyedTensor where bags are pooled.
-
-    Example:
-        >>> import torch
-        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
-        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
-        >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
-        >>> collection = EmbeddingBagCollection(tables=[table])
-        >>> with pooled_outputs(collection) as outputs:
-        ...     bags = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 0]), lengths=torch.tensor([1, 1]))
-        ...     _ = collection(bags)
-        >>> [tuple(output.values().shape) for output in outputs]
-        [(2, 8)]
-    """
+    """Collects the outputs of a model's collections in the block. Local, no collective."""
     outputs: list[Output] = []
 
-    def note(module: nn.Module, bags: object, output: KeyedTensor | Mapping[str, JaggedTensor]) -> None:
-        outputs.append(UnpooledOutput(output, _keys_of(module)) if isinstance(module, SEQUENCES) else output)
+    def note(
+        module: nn.Module, bags: object, output: KeyedTensor | Mapping[str, JaggedTensor]
+    ) -> None:
+        outputs.append(
+            UnpooledOutput(output, _keys_of(module)) if isinstance(module, SEQUENCES) else output
+        )
 
     with ExitStack() as stack:
         for collection in _outermost_collections(model):
@@ -104,24 +72,17 @@ def pooled_outputs(model: nn.Module) -> Iterator[list[Output]]:
 
 
 def squared_norm(outputs: Sequence[Output]) -> Tensor | float:
-    """Returns the mean squared norm of a batch's looked-up embeddings: ``1/B sum over b, f of |v_bf|^2``.
-
-    v_bf is the pooled embedding of feature f of sample b; where nothing is pooled, every id of the sample has one, and
-    all of them are added up. Differentiable; in float32 where embeddings are narrower.
-
-    Args:
-        outputs: as `pooled_outputs` collects them.
-
-    Returns:
-        A scalar; 0 of no outputs.
-    """
+    """Returns the mean squared norm of a batch's looked-up embeddings: ``1/B sum over b, f of
+    |v_bf|^2``."""
     return sum((_squared_norm(output) for output in outputs), 0.0)
 
 
 def _squared_norm(output: Output) -> Tensor | float:
     if isinstance(output, UnpooledOutput):
         own = [output.by_key[key] for key in output.keys]
-        return sum(jagged.values().float().square().sum() / jagged.lengths().numel() for jagged in own)
+        return sum(
+            jagged.values().float().square().sum() / jagged.lengths().numel() for jagged in own
+        )
     return output.values().float().square().sum(dim=1).mean()
 
 

@@ -1,9 +1,5 @@
-"""SampleSketch: which samples a stream has, and how often each, of a small part that is the same in all streams.
-
-Samples are known by their hashes. A sketch keeps the smallest distinct ones, so that two sketches, as far as both go,
-have looked at the same samples: what they have in common says what the streams have (bottom-k sketches, Cohen and
-Kaplan, 2007).
-"""
+"""SampleSketch: which samples a stream has, and how often each, of a small part that is the same in
+all streams."""
 
 from __future__ import annotations
 
@@ -21,18 +17,7 @@ LEAST = 10
 
 
 class SampleSketch:
-    """The smallest distinct hashes of a stream, with how often each occurred.
-
-    Args:
-        size: how many to keep.
-
-    Example:
-        >>> sketch = SampleSketch()
-        >>> sketch.add(np.array([7, 3, 7], np.uint64))
-        >>> ids, times = sketch.up_to(sketch.limit)
-        >>> ids.tolist(), times.tolist()
-        ([3, 7], [1, 2])
-    """
+    """The smallest distinct hashes of a stream, with how often each occurred."""
 
     def __init__(self, size: int = SIZE) -> None:
         self._size, self._limit = size, np.uint64(np.iinfo(np.uint64).max)
@@ -40,11 +25,7 @@ class SampleSketch:
         self._pending: list[np.ndarray] = []
 
     def add(self, hashes: np.ndarray) -> None:
-        """Takes in samples.
-
-        Args:
-            hashes: ``(n,)`` uint64.
-        """
+        """Takes in samples."""
         self._pending.append(hashes[hashes <= self._limit])
         if sum(map(len, self._pending)) >= self._size:
             self._settle()
@@ -56,21 +37,14 @@ class SampleSketch:
         return int(self._limit)
 
     def up_to(self, limit: int) -> tuple[np.ndarray, np.ndarray]:
-        """(distinct hashes up to a limit, how often each occurred), the hashes rising.
-
-        Args:
-            limit: at most the sketch's own.
-        """
+        """(distinct hashes up to a limit, how often each occurred), the hashes rising."""
         self._settle()
         end = int(np.searchsorted(self._ids, np.uint64(limit), side="right"))
         return self._ids[:end], self._times[:end]
 
     def over_ranks(self, ranks: Ranks) -> SampleSketch:
-        """The sketch of the samples of all ranks, the same on each. Three reductions of at most the sketch's size.
-
-        Args:
-            ranks: that have a share of the stream each.
-        """
+        """The sketch of the samples of all ranks, the same on each. Three reductions of at most the
+        sketch's size."""
         if ranks.world_size == 1:
             return self
         limit = -int(ranks.max_(torch.tensor([-(self.limit >> 1)])))
@@ -96,15 +70,7 @@ class SampleSketch:
 
 
 def share_found(of: SampleSketch, among: SampleSketch) -> float:
-    """Estimates the share of one stream's samples that another stream has too.
-
-    Args:
-        of: the stream whose samples are looked for.
-        among: where they are looked for.
-
-    Returns:
-        Their share, 0 where there is too little to tell.
-    """
+    """Estimates the share of one stream's samples that another stream has too."""
     limit = min(of.limit, among.limit)
     ids, times = of.up_to(limit)
     known, _ = among.up_to(limit)
@@ -114,16 +80,8 @@ def share_found(of: SampleSketch, among: SampleSketch) -> float:
 
 
 def share_repeated(stream: SampleSketch) -> float:
-    """Estimates the share of samples that a stream would have of another stream drawn in the same way.
-
-    By Good and Turing's estimate it is the share of its own samples that occur in it more than once.
-
-    Args:
-        stream: the stream.
-
-    Returns:
-        Their share, 0 for a stream without samples.
-    """
+    """Estimates the share of samples that a stream would have of another stream drawn in the same
+    way."""
     _, times = stream.up_to(stream.limit)
     return float(1 - (times == 1).sum() / times.sum()) if len(times) else 0.0
 

@@ -1,7 +1,5 @@
-"""Checks of every batch of every split while the data is read before training: no batch is empty, no value not finite.
-
-Shapes: B batch, F features.
-"""
+"""Checks of every batch of every split while the data is read before training: no batch is empty,
+no value not finite."""
 
 from __future__ import annotations
 
@@ -22,52 +20,60 @@ SOME_SAMPLES, NO_EMPTY_BATCHES = "at least one sample", "leave empty batches out
 
 
 def check_batch(batch: Batch, place: str) -> None:
-    """Checks that a batch has samples, and that its dense features and the weights of its ids are finite.
-
-    Args:
-        batch: with labels ``(B,)`` or ``(B, T)``; every other tensor of floats in it, and of its KeyedJaggedTensors, is
-            looked at.
-        place: which split and batch it is, for the error.
-
-    Raises:
-        ValueError: naming the place, the feature, and the offending value; also for ids that are no integers.
-
-    Example:
-        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3]), lengths=torch.tensor([1]))
-        >>> check_batch(Batch(torch.zeros(1, 2), kjt, torch.ones(1)), "train batch 0")
-    """
+    """Checks that a batch has samples, and that its dense features and the weights of its ids are
+    finite."""
     check(len(batch.labels) > 0, place, SOME_SAMPLES, "none", NO_EMPTY_BATCHES)
     _check_num_samples(batch, place)
     for name, value in parts_of(batch).items():
         if isinstance(value, KeyedJaggedTensor):
-            check_ids_are_integers(value.values(), f"{place}, feature {value.keys()[0]!r}" if value.keys() else place)
+            check_ids_are_integers(
+                value.values(), f"{place}, feature {value.keys()[0]!r}" if value.keys() else place
+            )
             _check_weights(value, place)
         elif isinstance(value, Tensor) and name != "labels" and not _is_finite(value):
             sample, *column = (~value.isfinite()).nonzero()[0].tolist()
-            at = f"{place}, {name}, sample {sample}" + "".join(f", column {index}" for index in column)
+            at = f"{place}, {name}, sample {sample}" + "".join(
+                f", column {index}" for index in column
+            )
             raise ValueError(describe(at, "finite numbers", float(value[sample, *column]), CLEAN))
 
 
 def _check_num_samples(batch: Any, place: str) -> None:
-    """Checks that there is one label for each sample, and that lengths are of a type that lookups take."""
+    """Checks that there is one label for each sample, and that lengths are of a type that lookups
+    take."""
     features, dense, num_labels = batch.sparse_features, batch.dense_features, len(batch.labels)
-    requirement, remedy = f"{num_labels} samples, one for each label", "leave incomplete samples out"
-    if isinstance(features, KeyedJaggedTensor) and features.keys() and not features.variable_stride_per_key():
-        check(features.stride() == num_labels, f"{place}, sparse_features", requirement, features.stride(), remedy)
+    requirement, remedy = (
+        f"{num_labels} samples, one for each label",
+        "leave incomplete samples out",
+    )
+    if (
+        isinstance(features, KeyedJaggedTensor)
+        and features.keys()
+        and not features.variable_stride_per_key()
+    ):
+        check(
+            features.stride() == num_labels,
+            f"{place}, sparse_features",
+            requirement,
+            features.stride(),
+            remedy,
+        )
         lengths = features.lengths_or_none()
         kind = torch.int64 if lengths is None else lengths.dtype
         place_of_first = f"{place}, feature {features.keys()[0]!r}"
         check(kind in (torch.int32, torch.int64), place_of_first, "int32 or int64 lengths", kind)
     if isinstance(dense, Tensor) and dense.dim():
-        check(dense.numel() % num_labels == 0, f"{place}, dense_features", requirement, len(dense), remedy)
+        check(
+            dense.numel() % num_labels == 0,
+            f"{place}, dense_features",
+            requirement,
+            len(dense),
+            remedy,
+        )
 
 
 def parts_of(batch: Batch) -> dict[str, Any]:
-    """Returns the fields of a batch by name.
-
-    Args:
-        batch: a dataclass, as TorchRec's Batch is, or another object with attributes.
-    """
+    """Returns the fields of a batch by name."""
     if dataclasses.is_dataclass(batch):
         return {part.name: getattr(batch, part.name) for part in dataclasses.fields(batch)}
     return dict(vars(batch))

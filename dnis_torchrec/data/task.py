@@ -1,12 +1,4 @@
-"""Task: how a batch becomes a loss, and which predictions of which kinds a model is judged by.
-
-kind           values                         metrics, the first of which stands for the kind
-binary         logits                         auc (exact, no bins), logloss, ne, calibration
-regression     in units of the labels         mse
-ranking        any, higher first              ndcg@k, recall@k, mrr@k
-
-Shapes: B batch.
-"""
+"""Task: how a batch becomes a loss, and which predictions of which kinds a model is judged by."""
 
 from __future__ import annotations
 
@@ -32,7 +24,8 @@ METRICS: Mapping[str, Mapping[str, bool | None]] = {
     REGRESSION: {"mse": False},
     RANKING: dict.fromkeys(_RANKING, True),
 }
-"""Kind -> metric -> whether higher is better; None where neither is. The first one stands for the kind."""
+"""Kind -> metric -> whether higher is better; None where neither is. The first one stands for the
+kind."""
 
 Outputs: TypeAlias = Tensor | Mapping[str, Any]
 """What a model returns: a tensor with one row per sample, or such tensors by name."""
@@ -45,8 +38,8 @@ class Predictions:
     Attributes:
         values: ``(B,)`` or ``(B, 1)``, see the module for what each kind holds.
         labels: ``(B,)`` or ``(B, 1)``; 0 or 1 where the kind is binary or a ranking.
-        weights: ``(B,)`` or ``(B, 1)``, how much each sample counts, >= 0; 0 leaves a sample without a label out. None
-            for samples that all count the same, as those of a ranking do.
+        weights: ``(B,)`` or ``(B, 1)``, how much each sample counts, >= 0; 0 leaves a sample
+            without a label out. None for samples that all count the same, as those of a ranking do.
         queries: ``(B,)``, the query that each sample is a candidate of; for a ranking alone.
     """
 
@@ -57,17 +50,18 @@ class Predictions:
 
 
 class Task(nn.Module):
-    """A loss of one's own, on a model of any number of outputs: the long way, where `Recipe.loss` is the short one.
+    """A loss of one's own, on a model of any number of outputs: the long way, where `Recipe.loss`
+    is the short one.
 
-    `TrainTask` makes a module of model and task that TorchRec's pipelines call with a batch. A task itself holds no
-    model, so that the model it is asked about may be a prepared, sharded or served one, and no weights: what learns
-    belongs to the model, which is saved. The loss is a function of the outputs: their second derivatives in it say
-    what columns are worth.
+    `TrainTask` makes a module of model and task that TorchRec's pipelines call with a batch. A task
+    itself holds no model, so that the model it is asked about may be a prepared, sharded or served
+    one, and no weights: what learns belongs to the model, which is saved. The loss is a function of
+    the outputs: their second derivatives in it say what columns are worth.
 
     Attributes:
-        kinds: name of each prediction -> its kind, ``"binary"``, ``"regression"`` or ``"ranking"``. Metrics have
-            the name in front, as in ``"click_auc"``. The first metric of the first name is the one that a recipe is
-            judged by.
+        kinds: name of each prediction -> its kind, ``"binary"``, ``"regression"`` or ``"ranking"``.
+            Metrics have the name in front, as in ``"click_auc"``. The first metric of the first
+            name is the one that a recipe is judged by.
 
     Example:
         >>> class ClickAndRating(Task):
@@ -96,26 +90,33 @@ class Task(nn.Module):
         return self.kinds
 
     def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
-        """Calls the model, as ``model(dense_features=..., sparse_features=...)``; override it for any other call.
+        """Calls the model, as ``model(dense_features=..., sparse_features=...)``; override it for
+        any other call.
 
         Args:
             model: the recipe's, or what takes its place.
             batch: on the model's device.
         """
-        outputs: Outputs = model(dense_features=batch.dense_features, sparse_features=batch.sparse_features)
+        outputs: Outputs = model(
+            dense_features=batch.dense_features, sparse_features=batch.sparse_features
+        )
         return outputs
 
     def loss(self, batch: Batch, outputs: Any) -> Tensor:
-        """Computes the loss of a batch, a scalar: a mean over samples, which may be weighted, since ranks average it.
+        """Computes the loss of a batch, a scalar: a mean over samples, which may be weighted, since
+        ranks average it.
 
-        It is called with other values in place of the outputs, too, so it takes all that comes from the model from
-        there. The loss of a sample depends on the outputs of no other one, and can be derived twice in them.
+        It is called with other values in place of the outputs, too, so it takes all that comes from
+        the model from there. The loss of a sample depends on the outputs of no other one, and can
+        be derived twice in them.
 
         Args:
             batch: on the model's device.
             outputs: of the model.
         """
-        raise NotImplementedError(describe(f"task {type(self).__name__}", "a method 'loss'", "none"))
+        raise NotImplementedError(
+            describe(f"task {type(self).__name__}", "a method 'loss'", "none")
+        )
 
     def predictions(self, batch: Batch, outputs: Any) -> Mapping[str, Predictions]:
         """Returns what is judged: for each name of `kinds` its predictions.
@@ -124,15 +125,13 @@ class Task(nn.Module):
             batch: on the model's device.
             outputs: of the model.
         """
-        raise NotImplementedError(describe(f"task {type(self).__name__}", "a method 'predictions'", "none"))
+        raise NotImplementedError(
+            describe(f"task {type(self).__name__}", "a method 'predictions'", "none")
+        )
 
 
 class LossTask(Task):
-    """The task of a model with one prediction per sample: the short way, `Recipe.loss`.
-
-    Args:
-        criterion: called with (predictions, labels), both ``(B,)``.
-    """
+    """The task of a model with one prediction per sample: the short way, `Recipe.loss`."""
 
     def __init__(self, criterion: nn.Module) -> None:
         super().__init__()
@@ -161,125 +160,97 @@ class LossTask(Task):
 
 
 def task_of(loss: nn.Module | Callable[..., Tensor]) -> Task:
-    """The task that a loss stands for; a task itself.
-
-    Args:
-        loss: `Recipe.task` or `Recipe.loss`.
-
-    Example:
-        >>> task_of(nn.MSELoss()).kinds
-        {'': 'regression'}
-    """
+    """The task that a loss stands for; a task itself."""
     return loss if isinstance(loss, Task) else LossTask(loss)  # type: ignore[arg-type]
 
 
 def detached(outputs: Outputs) -> Outputs:
-    """Outputs without their graph, as TorchRec's pipelines hand them on.
-
-    Args:
-        outputs: of a model; anything in them that is no tensor stays as it is.
-
-    Example:
-        >>> detached({"click": torch.ones(2, requires_grad=True)})["click"].requires_grad
-        False
-    """
+    """Outputs without their graph, as TorchRec's pipelines hand them on."""
     if not isinstance(outputs, Mapping):
         return outputs.detach()
-    return {name: part.detach() if hasattr(part, "detach") else part for name, part in outputs.items()}
+    return {
+        name: part.detach() if hasattr(part, "detach") else part for name, part in outputs.items()
+    }
 
 
 def metric_name(prediction: str, metric: str) -> str:
-    """The name of a metric among those of all predictions.
-
-    Example:
-        >>> metric_name("click", "auc"), metric_name("", "auc")
-        ('click_auc', 'auc')
-    """
+    """The name of a metric among those of all predictions."""
     return f"{prediction}_{metric}" if prediction else metric
 
 
 def possible_metrics(task: Task) -> list[str]:
-    """All metrics that a recipe may have, the loss first.
-
-    Args:
-        task: of the recipe. What `Recipe.loss` stands for may have a ranking's, too, by the kind of its batches.
-    """
+    """All metrics that a recipe may have, the loss first."""
     kinds = [*task.kinds.items(), *([("", RANKING)] if isinstance(task, LossTask) else [])]
     return [LOSS, *(metric_name(name, metric) for name, kind in kinds for metric in METRICS[kind])]
 
 
 def direction_of(task: Task, metric: str) -> bool | None:
-    """Whether higher is better of a metric; None where neither is.
-
-    Args:
-        task: of the recipe.
-        metric: among `possible_metrics`.
-
-    Raises:
-        ValueError: for another name; it lists those that there are.
-    """
+    """Whether higher is better of a metric; None where neither is."""
     known = possible_metrics(task)
     check(metric in known, f"metric {metric!r}", f"one of {', '.join(known)}", repr(metric))
     if metric == LOSS:
         return False
     kinds = [*task.kinds.items(), ("", RANKING)]
-    return next(METRICS[k][own] for name, k in kinds for own in METRICS[k] if metric_name(name, own) == metric)
+    return next(
+        METRICS[k][own]
+        for name, k in kinds
+        for own in METRICS[k]
+        if metric_name(name, own) == metric
+    )
 
 
 def check_task_is_one(task: object) -> None:
-    """Checks what a recipe is given for a task, and what that says of itself.
-
-    Args:
-        task: of a recipe.
-
-    Raises:
-        TypeError: for anything but a `Task`.
-        ValueError: naming the prediction of an unknown kind, or weights that the task holds.
-    """
+    """Checks what a recipe is given for a task, and what that says of itself."""
     if not isinstance(task, Task):
         requirement, remedy = "a dnis_torchrec.Task", "derive it from that class"
         raise TypeError(describe("Recipe.task", requirement, type(task).__name__, remedy))
     place = f"task {type(task).__name__}"
     check(bool(task.kinds), f"{place}.kinds", "at least one name with its kind", dict(task.kinds))
     for name, kind in task.kinds.items():
-        check(kind in METRICS, f"{place}, prediction {name!r}", f"a kind of {', '.join(METRICS)}", repr(kind))
+        check(
+            kind in METRICS,
+            f"{place}, prediction {name!r}",
+            f"a kind of {', '.join(METRICS)}",
+            repr(kind),
+        )
     names = [name for name, _ in task.named_parameters()]
-    check(not names, place, "no weights of its own", names, "hold in the model what learns: it is what is saved")
+    check(
+        not names,
+        place,
+        "no weights of its own",
+        names,
+        "hold in the model what learns: it is what is saved",
+    )
 
 
 def check_outputs(outputs: object, place: str) -> None:
-    """Checks that outputs are a tensor, or tensors by name.
-
-    Args:
-        outputs: of a model.
-        place: which split or batch they are of, for the error.
-
-    Raises:
-        TypeError: for anything else.
-    """
+    """Checks that outputs are a tensor, or tensors by name."""
     if not isinstance(outputs, Tensor | Mapping):
         requirement = "a tensor, or tensors by name, of the model"
-        raise TypeError(describe(f"{place}, outputs", requirement, type(outputs).__name__, "return a dict"))
+        raise TypeError(
+            describe(f"{place}, outputs", requirement, type(outputs).__name__, "return a dict")
+        )
 
 
-def checked_predictions(task: Task, batch: Batch, outputs: Any, place: str) -> dict[str, Predictions]:
-    """What a model is judged by in a batch, each ``(B,)``, checked.
-
-    Args:
-        task: of the recipe.
-        batch: on the model's device.
-        outputs: of the model.
-        place: which split or batch it is, for errors.
-
-    Raises:
-        ValueError: naming the prediction, if it is missing or not known, has another shape than one value, label and
-            weight for each sample, a label that is not finite or no class, or a weight that is negative or not finite.
-    """
+def checked_predictions(
+    task: Task, batch: Batch, outputs: Any, place: str
+) -> dict[str, Predictions]:
+    """What a model is judged by in a batch, each ``(B,)``, checked."""
     found, kinds = task.predictions(batch, outputs), task.kinds_of(batch)
-    names, requirement = sorted({*found, *kinds}), f"the predictions {list(kinds)}, as its kinds have them"
-    check(len(names) == len(found) == len(kinds), f"{place}, task {type(task).__name__}", requirement, list(found))
+    names, requirement = (
+        sorted({*found, *kinds}),
+        f"the predictions {list(kinds)}, as its kinds have them",
+    )
+    check(
+        len(names) == len(found) == len(kinds),
+        f"{place}, task {type(task).__name__}",
+        requirement,
+        list(found),
+    )
     return {
-        name: _checked(found[name], kind, len(batch.labels), f"{place}, prediction {name!r}" if name else place)
+        name: _checked(
+            found[name], kind, len(batch.labels), f"{place}, prediction {name!r}" if name else place
+        )
         for name, kind in kinds.items()
     }
 
@@ -301,12 +272,18 @@ def _checked(predictions: Predictions, kind: str, num_samples: int, place: str) 
         check(kind != RANKING, place, "no weights of candidates that are ranked", "some")
         unfit = ~(weights.isfinite() & (weights >= 0))
         if bool(unfit.any()):
-            raise ValueError(describe(place, "weights that are finite and >= 0", float(weights[unfit][0])))
+            raise ValueError(
+                describe(place, "weights that are finite and >= 0", float(weights[unfit][0]))
+            )
         counted = weights > 0
         labels = labels[counted]
-        if not bool(counted.all()):  # a label that is missing, as NaN, would not vanish with a weight of 0
+        if not bool(
+            counted.all()
+        ):  # a label that is missing, as NaN, would not vanish with a weight of 0
             zero = torch.zeros((), dtype=checked.labels.dtype, device=labels.device)
-            checked = Predictions(checked.values, torch.where(counted, checked.labels, zero), weights, None)
+            checked = Predictions(
+                checked.values, torch.where(counted, checked.labels, zero), weights, None
+            )
     finite = labels.isfinite()
     if not bool(finite.all()):
         remedy = "give samples without a label a weight of 0"
@@ -318,18 +295,8 @@ def _checked(predictions: Predictions, kind: str, num_samples: int, place: str) 
 
 @torch.no_grad()
 def check_task(model: nn.Module, task: Task, batch: Batch, place: str) -> None:
-    """Tries a task of one's own out on a batch, before any training: one forward pass in evaluation mode.
-
-    Args:
-        model: plain; one on the meta device cannot be tried.
-        task: of the recipe.
-        batch: as lookups take it.
-        place: which batch it is, for errors.
-
-    Raises:
-        ValueError: for a loss that is no finite scalar, and as `checked_predictions`.
-        TypeError: if the model returns neither a tensor nor tensors by name.
-    """
+    """Tries a task of one's own out on a batch, before any training: one forward pass in evaluation
+    mode."""
     weights = list(model.parameters())
     if any(weight.is_meta for weight in weights):
         return
@@ -343,5 +310,11 @@ def check_task(model: nn.Module, task: Task, batch: Batch, place: str) -> None:
     check_outputs(outputs, place)
     loss: object = task.loss(batch, outputs)
     received = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-    check(received == (), f"{place}, task {type(task).__name__}", "a loss that is a scalar", received, "take its mean")
+    check(
+        received == (),
+        f"{place}, task {type(task).__name__}",
+        "a loss that is a scalar",
+        received,
+        "take its mean",
+    )
     checked_predictions(task, batch, outputs, place)

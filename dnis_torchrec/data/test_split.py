@@ -1,4 +1,5 @@
-"""What a test split itself says about results on it: how many samples there are, and what their mean would score."""
+"""What a test split itself says about results on it: how many samples there are, and what their
+mean would score."""
 
 from __future__ import annotations
 
@@ -14,13 +15,7 @@ from dnis_torchrec.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class TestSplit:
-    """A test split in two numbers.
-
-    Attributes:
-        num_samples: of all ranks.
-        variance: of its labels, which is the squared error of whoever always predicts their mean; None where a sample
-            has several labels.
-    """
+    """A test split in two numbers."""
 
     __test__ = False  # for pytest, which takes the name for a test's
 
@@ -29,21 +24,14 @@ class TestSplit:
 
 
 class CountedLabels:
-    """Batches whose labels are counted while they are read anyway.
-
-    Args:
-        batches: this rank's share of a split.
-
-    Example:
-        >>> from torchrec.datasets.utils import Batch
-        >>> batches = CountedLabels([Batch(None, None, torch.tensor([0.0, 2.0]))])
-        >>> _ = list(batches)
-        >>> batches.of(Ranks())
-        TestSplit(num_samples=2, variance=1.0)
-    """
+    """Batches whose labels are counted while they are read anyway."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
-        self._batches, self._sums, self._is_single = batches, torch.zeros(3, dtype=torch.float64), True
+        self._batches, self._sums, self._is_single = (
+            batches,
+            torch.zeros(3, dtype=torch.float64),
+            True,
+        )
 
     def __iter__(self) -> Iterator[Batch]:
         self._sums.zero_()
@@ -51,14 +39,14 @@ class CountedLabels:
             yield batch
             labels = batch.labels.detach().cpu().double()
             self._is_single &= labels.dim() == 1
-            self._sums += torch.stack([torch.tensor(float(len(labels))).double(), labels.sum(), labels.square().sum()])
+            self._sums += torch.stack(
+                [torch.tensor(float(len(labels))).double(), labels.sum(), labels.square().sum()]
+            )
 
     def of(self, ranks: Ranks) -> TestSplit:
-        """What the last pass has counted, over all ranks. One all_reduce.
-
-        Args:
-            ranks: that have read a share each.
-        """
+        """What the last pass has counted, over all ranks. One all_reduce."""
         count, total, squares = (float(value) for value in ranks.sum_(self._sums.clone()))
         variance = squares / count - (total / count) ** 2 if count and self._is_single else math.nan
-        return TestSplit(num_samples=int(count), variance=variance if math.isfinite(variance) else None)
+        return TestSplit(
+            num_samples=int(count), variance=variance if math.isfinite(variance) else None
+        )

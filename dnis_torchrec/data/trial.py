@@ -1,4 +1,5 @@
-"""A recipe tried out on a batch before any training: what would stop it after an epoch stops it in a second."""
+"""A recipe tried out on a batch before any training: what would stop it after an epoch stops it in
+a second."""
 
 from __future__ import annotations
 
@@ -9,16 +10,8 @@ from dnis_torchrec.data.task import check_task
 
 
 def try_out(recipe: Recipe, *, warns: bool = True) -> None:
-    """Runs a recipe's model on its first selection batch, in evaluation mode; nothing of the model changes. Local.
-
-    Args:
-        recipe: its model is plain.
-        warns: whether to warn of a model that ends in a sigmoid under a loss of logits.
-
-    Raises:
-        ValueError: for a task whose loss, predictions, labels or weights are not as it says.
-        TypeError: for outputs that are no tensors.
-    """
+    """Runs a recipe's model on its first selection batch, in evaluation mode; nothing of the model
+    changes. Local."""
     batch = next(iter(recipe.data.selection))
     if recipe.loss is None:
         check_task(recipe.model, recipe.task, for_lookup(batch), "selection batch 0")

@@ -1,4 +1,5 @@
-"""Whose code a file holds, and errors of a recipe told by its user's own frames, without those of this package."""
+"""Whose code a file holds, and errors of a recipe told by its user's own frames, without those of
+this package."""
 
 from __future__ import annotations
 
@@ -21,24 +22,14 @@ _OWN = Path(os.path.realpath(__file__)).parents[1]
 
 
 class RecipeError(ValueError):
-    """A recipe that failed where its user can mend it; the message names it and shows the user's frames alone."""
+    """A recipe that failed where its user can mend it; the message names it and shows the user's
+    frames alone."""
 
 
 @contextmanager
 def errors_of_recipe(spec: str) -> Iterator[None]:
-    """Whatever the block raises, the import or the call of a recipe, becomes one error that names the recipe.
-
-    Args:
-        spec: ``module:function``.
-
-    Raises:
-        RecipeError: for every exception, an exit included, but not for an interrupt. A refusal that already names the
-            recipe is told as it is.
-
-    Example:
-        >>> with errors_of_recipe("shop:small"):
-        ...     answer = 42
-    """
+    """Whatever the block raises, the import or the call of a recipe, becomes one error that names
+    the recipe."""
     try:
         yield
     except RecipeError:
@@ -49,17 +40,8 @@ def errors_of_recipe(spec: str) -> Iterator[None]:
 
 @contextmanager
 def errors_of_its_code(spec: str) -> Iterator[None]:
-    """Adds a note that names the recipe to errors from its data or model at work, see `named_errors`.
-
-    Errors that this package raises get no note, even where the user's code has called it.
-
-    Args:
-        spec: ``module:function``.
-
-    Example:
-        >>> with errors_of_its_code("shop:small"):
-        ...     answer = 42
-    """
+    """Adds a note that names the recipe to errors from its data or model at work, see
+    `named_errors`."""
     try:
         yield
     except Exception as error:
@@ -72,15 +54,8 @@ def errors_of_its_code(spec: str) -> Iterator[None]:
 
 @contextmanager
 def named_errors() -> Iterator[None]:
-    """Errors with the note of `errors_of_its_code` leave the block as those of the recipe; all others as they are.
-
-    Raises:
-        RecipeError: for an error that has the note.
-
-    Example:
-        >>> with named_errors():
-        ...     answer = 42
-    """
+    """Errors with the note of `errors_of_its_code` leave the block as those of the recipe; all
+    others as they are."""
     try:
         yield
     except Exception as error:
@@ -91,42 +66,18 @@ def named_errors() -> Iterator[None]:
 
 
 def lies_in(file: Path | str, folders: tuple[Path, ...]) -> bool:
-    """Returns whether a file, or a folder, is one of these folders or lies in one.
-
-    Args:
-        file: an absolute path.
-        folders: absolute paths. Links are followed nowhere here.
-
-    Example:
-        >>> lies_in("/a/b/c.py", (Path("/a/b"),)), lies_in("/a/bc.py", (Path("/a/b"),))
-        (True, False)
-    """
+    """Returns whether a file, or a folder, is one of these folders or lies in one."""
     return any(Path(file).is_relative_to(folder) for folder in folders)
 
 
 def is_of_python(file: Path | str) -> bool:
-    """Returns whether a file belongs to Python's standard library.
-
-    Args:
-        file: an absolute path without links.
-
-    Example:
-        >>> is_of_python(os.path.realpath(os.__file__))
-        True
-    """
+    """Returns whether a file belongs to Python's standard library."""
     return lies_in(file, _of_python()) and not lies_in(file, _of_packages())
 
 
 def is_of_package(file: Path | str) -> bool:
-    """Returns whether a file lies where packages are installed; those installed as links to a checkout do not.
-
-    Args:
-        file: an absolute path, without links or as Python's own paths have them.
-
-    Example:
-        >>> is_of_package(os.path.realpath(os.__file__))
-        False
-    """
+    """Returns whether a file lies where packages are installed; those installed as links to a
+    checkout do not."""
     return lies_in(file, _of_packages())
 
 
@@ -138,7 +89,9 @@ def editable_folders() -> tuple[Path, ...]:
         try:
             described = json.loads(package.read_text("direct_url.json") or "null")
             if described and described.get("dir_info", {}).get("editable"):
-                folders.append(Path(os.path.realpath(url2pathname(urlsplit(described["url"]).path))))
+                folders.append(
+                    Path(os.path.realpath(url2pathname(urlsplit(described["url"]).path)))
+                )
         except (AttributeError, KeyError, OSError, TypeError, ValueError):
             continue  # a record that cannot be read speaks for nothing
     return tuple(folders)
@@ -152,7 +105,12 @@ def _of_python() -> tuple[Path, ...]:
 @cache
 def _of_packages() -> tuple[Path, ...]:
     users = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
-    named = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages(), *users)
+    named = (
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("platlib"),
+        *site.getsitepackages(),
+        *users,
+    )
     return tuple(dict.fromkeys((*_real(*named), *map(Path, map(os.path.abspath, named)))))
 
 
@@ -165,13 +123,15 @@ def _is_own(file: str) -> bool:
 
 
 def _is_users(file: str) -> bool:
-    """Returns whether a frame's file is the user's own: neither a library's nor code without a file."""
+    """Returns whether a frame's file is the user's own: neither a library's nor code without a
+    file."""
     real = os.path.realpath(file)
     return not (file.startswith("<") or _is_own(file) or is_of_python(real) or is_of_package(real))
 
 
 def _package_of(spec: str) -> tuple[Path, ...]:
-    """Files and folders of the outermost package that a recipe lies in, which may be an installed one."""
+    """Files and folders of the outermost package that a recipe lies in, which may be an installed
+    one."""
     package = sys.modules.get(spec.partition(":")[0].partition(".")[0])
     found = [*getattr(package, "__path__", ()), getattr(package, "__file__", None)]
     return tuple(Path(file) for file in found if file)
@@ -191,7 +151,9 @@ def _told(place: str, error: BaseException) -> str:
         seen.add(id(current))
         lines += [before + _summary(current), *_frames(current)]
         before = "  because of "
-        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+        current = current.__cause__ or (
+            None if current.__suppress_context__ else current.__context__
+        )
     return "\n".join(lines)
 
 
@@ -204,10 +166,13 @@ def _summary(error: BaseException) -> str:
 
 
 def _frames(error: BaseException) -> list[str]:
-    """The user's frames, those of installed packages where there is none, and the line of a syntax error."""
+    """The user's frames, those of installed packages where there is none, and the line of a syntax
+    error."""
     found = traceback.extract_tb(error.__traceback__)
     shown = [frame for frame in found if _is_users(frame.filename)] or [
-        frame for frame in found if is_of_package(os.path.realpath(frame.filename)) and not _is_own(frame.filename)
+        frame
+        for frame in found
+        if is_of_package(os.path.realpath(frame.filename)) and not _is_own(frame.filename)
     ]
     lines = traceback.StackSummary.from_list(shown).format()
     if isinstance(error, SyntaxError):

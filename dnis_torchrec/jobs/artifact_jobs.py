@@ -11,7 +11,13 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dnis_torchrec.allocation.torchrec_models import has_axes, with_axes_
-from dnis_torchrec.artifact import load, load_dense_state, read_manifest, read_scheme, write_artifact
+from dnis_torchrec.artifact import (
+    load,
+    load_dense_state,
+    read_manifest,
+    read_scheme,
+    write_artifact,
+)
 from dnis_torchrec.artifact.over_ranks import write_over_ranks
 from dnis_torchrec.artifact.regrouping import regroup_table
 from dnis_torchrec.artifact.writing import forms_of
@@ -44,27 +50,7 @@ def run_export(
     overwrite: bool = False,
     num_groups: int | None = None,
 ) -> Path:
-    """Exports a finished run as an artifact.
-
-    Distributed: every rank calls it, on folders that all of them see. Each reads and writes its part of the rows of
-    every table, rank 0 the manifest (see `write_over_ranks`).
-
-    Args:
-        run_path: a finished run.
-        out: artifact folder to write.
-        forms: see `write_artifact`.
-        scipy_formats: see `write_artifact`.
-        overwrite: replace an artifact that stands at `out`.
-        num_groups: regroup the rows of tables that are not block-structured into so many groups; see `regroup_table`.
-
-    Returns:
-        `out`.
-
-    Raises:
-        ValueError: if the run is none or not finished, a form would round a table that the recipe wants left alone, or
-            `out` exists; on all ranks, for what is wrong on one.
-        NotImplementedError: for `scipy_formats` on several ranks.
-    """
+    """Exports a finished run as an artifact."""
     with launched_ranks() as ranks:
         with together(ranks.group):
             run = RunFolder.open(run_path)
@@ -78,7 +64,16 @@ def run_export(
                 scheme = MixedDimensionScheme(regrouped)
             chosen = forms_of(scheme) if forms is None else tuple(forms)
             dense = run.dense_state()
-        names = ("recipe", "seed", "embedding_dim", "configuration", "versions", "metrics", "notes", PROVENANCE)
+        names = (
+            "recipe",
+            "seed",
+            "embedding_dim",
+            "configuration",
+            "versions",
+            "metrics",
+            "notes",
+            PROVENANCE,
+        )
         described = {key: head[key] for key in names if key in head}
         if ranks.world_size == 1:
             return write_artifact(
@@ -93,11 +88,22 @@ def run_export(
             )
         if scipy_formats:
             supported, received = "supported is one process", f"{ranks.world_size} ranks"
-            raise NotImplementedError(describe("scipy_formats", supported, received, "export on one process"))
+            raise NotImplementedError(
+                describe("scipy_formats", supported, received, "export on one process")
+            )
         with together(ranks.group):
-            shards = {name: [_shard_of_rank(name, stored, ranks)] for name, stored in tables.items()}
+            shards = {
+                name: [_shard_of_rank(name, stored, ranks)] for name, stored in tables.items()
+            }
         return write_over_ranks(
-            shards, scheme, out, ranks, forms=chosen, dense_state=dense, run=described, overwrite=overwrite
+            shards,
+            scheme,
+            out,
+            ranks,
+            forms=chosen,
+            dense_state=dense,
+            run=described,
+            overwrite=overwrite,
         )
 
 
@@ -117,23 +123,7 @@ def _shard_of_rank(table: str, stored: StoredTensor, ranks: Ranks) -> TableShard
 
 
 def run_evaluate(path: Path, data: Path | None, *, recipe: str | None = None) -> dict[str, Any]:
-    """Evaluates a finished run, or an artifact loaded into its model, on the test split.
-
-    Distributed: every rank calls it and evaluates its slices. The tables of a run are spread over the ranks; those of
-    an artifact every rank maps into memory.
-
-    Args:
-        path: run folder or artifact.
-        data: folder of the data.
-        recipe: ``module:function``; None for the recorded one, where that is the user's own code.
-
-    Returns:
-        ``{"path", "kind", "recipe", "seed", "compression", "parameters", "bytes", "metrics"}``; compression in the form
-        that the scheme is served in, see `MixedDimensionScheme.compression`.
-
-    Raises:
-        ValueError: if `path` is neither, is damaged, or does not fit the recipe's model, and as `load_recorded`.
-    """
+    """Evaluates a finished run, or an artifact loaded into its model, on the test split."""
     stored = None
     with process_group() as device:
         with together():
@@ -148,9 +138,15 @@ def run_evaluate(path: Path, data: Path | None, *, recipe: str | None = None) ->
                 check_state(built.model, stored, str(path))
         with errors_of_its_code(spec):
             ranks = Ranks.everyone()
-            model = built.model.to(device) if stored is None else spread_filled(built.model, stored, device)
+            model = (
+                built.model.to(device)
+                if stored is None
+                else spread_filled(built.model, stored, device)
+            )
             own = split_over_ranks(built.data, ranks)
-            metrics = evaluate(TrainTask(get_unwrapped_module(model), built.task), own.test, built.task, device)
+            metrics = evaluate(
+                TrainTask(get_unwrapped_module(model), built.task), own.test, built.task, device
+            )
             check_same(own, ranks)
     return {
         "path": str(path),
@@ -165,30 +161,15 @@ def run_evaluate(path: Path, data: Path | None, *, recipe: str | None = None) ->
 
 
 def recorded_run(path: Path) -> Any:
-    """Reads the record of a finished run, or of the run that an artifact came from. It may be JSON of anybody's making.
-
-    Args:
-        path: run folder or artifact.
-
-    Raises:
-        ValueError: if `path` is neither, or is damaged.
-    """
+    """Reads the record of a finished run, or of the run that an artifact came from. It may be JSON
+    of anybody's making."""
     is_artifact = (path / "manifest.json").is_file()
     return read_manifest(path)["run"] if is_artifact else RunFolder.open(path).read_head()
 
 
 def recipe_of_artifact(artifact: Path, data: Path | None, *, recipe: str | None = None) -> Recipe:
-    """The recipe that an artifact's model was trained by, its fresh model of the kind that `drop_in_` takes.
-
-    Args:
-        artifact: folder that `dnis export` or a cell of `dnis compare` wrote.
-        data: folder of the data.
-        recipe: ``module:function``; None for the one that the manifest names, where that is the user's own code.
-
-    Raises:
-        ValueError: if the artifact is damaged or names no recipe that may be used (see docs/security.md), or the recipe
-            refuses the data.
-    """
+    """The recipe that an artifact's model was trained by, its fresh model of the kind that
+    `drop_in_` takes."""
     run = read_manifest(artifact)["run"]
     built = build_recorded(artifact, run, data, recipe)
     if run.get("projected"):
@@ -198,32 +179,32 @@ def recipe_of_artifact(artifact: Path, data: Path | None, *, recipe: str | None 
     return built
 
 
-def _check_features(collection: nn.Module, scheme: MixedDimensionScheme, fqn: str, artifact: Path) -> None:
-    """Refuses tables that read other features than the model's: the model would miss some, or take one for another."""
+def _check_features(
+    collection: nn.Module, scheme: MixedDimensionScheme, fqn: str, artifact: Path
+) -> None:
+    """Refuses tables that read other features than the model's: the model would miss some, or take
+    one for another."""
     of_model = {config.name: tuple(config.feature_names) for config in table_configs_of(collection)}
-    held = {table.name: tuple(table.feature_names) for table in scheme.tables.values() if table.collection == fqn}
+    held = {
+        table.name: tuple(table.feature_names)
+        for table in scheme.tables.values()
+        if table.collection == fqn
+    }
     for name in sorted({*of_model, *held}):
         requirement = f"the features of the model's table, {list(of_model.get(name, ()))}"
         fits = of_model.get(name) == held.get(name)
-        check(fits, f"{artifact}, table {name!r}", requirement, list(held.get(name, ())), "use the model of the run")
+        check(
+            fits,
+            f"{artifact}, table {name!r}",
+            requirement,
+            list(held.get(name, ())),
+            "use the model of the run",
+        )
 
 
 def drop_in_(model: nn.Module, artifact: Path, *, form: str | None = None) -> nn.Module:
-    """Puts an artifact's serving modules and dense weights into a model in place of its embedding collections.
-
-    A model of TorchRec's whose tables were turned has axes beside its weights; a fresh one gets them (`with_axes_`).
-
-    Args:
-        model: a model of the kind that was searched; changed in place.
-        artifact: folder that `export` wrote.
-        form: how its tables are served, see `dnis_torchrec.load`.
-
-    Returns:
-        `model`, or the serving module if the model itself is a collection.
-
-    Raises:
-        ValueError: if the artifact is damaged or the model has other collections or dense weights.
-    """
+    """Puts an artifact's serving modules and dense weights into a model in place of its embedding
+    collections."""
     scheme, of_model = read_scheme(artifact), collections(model)
     names = {table.collection for table in scheme.tables.values()}
     for name in sorted(names):
@@ -242,7 +223,9 @@ def drop_in_(model: nn.Module, artifact: Path, *, form: str | None = None) -> nn
             return served
         setattr(model.get_submodule(parent), child, served)
     kept = {
-        key: value for key, value in model.state_dict().items() if not any(key.startswith(f"{name}.") for name in names)
+        key: value
+        for key, value in model.state_dict().items()
+        if not any(key.startswith(f"{name}.") for name in names)
     }
     missing = sorted(set(kept) ^ set(dense))
     remedy = "use the model of the run" if dense else "export again with dense_state"

@@ -59,18 +59,7 @@ KIND = FolderKind("compression", COMPRESSION_FILE, FORMAT)
 
 @dataclass(frozen=True, kw_only=True)
 class CompressJob(CompressSettings):
-    """A request to compress one model to some sizes, beside its settings.
-
-    Attributes:
-        run: a finished run; None for a recipe and its weights.
-        recipe: ``module:function``; None for the one that the run names, where that is the user's own code.
-        data: folder of the data, or None for a recipe that makes its own.
-        out: folder to make.
-        compressions: bytes of the float32 tables over bytes served, each above 1; empty with `max_loss`.
-        weights: file of the recipe's model, see `weights_for_`; None takes the model as the recipe makes it.
-        baselines: measure the model with its rows in int8 and int4 beside, see `in_rows`; on one process alone.
-        overwrite: replace what `dnis compress` wrote to `out`, once this is complete.
-    """
+    """A request to compress one model to some sizes, beside its settings."""
 
     run: Path | None
     recipe: str | None
@@ -85,17 +74,37 @@ class CompressJob(CompressSettings):
         super().__post_init__()
         is_clear = bool(self.compressions) != (self.max_loss is not None)
         received = "both" if self.compressions else "neither"
-        check(is_clear, "size", "compressions or a largest loss", received, "say --compression 8,20,40, for example")
+        check(
+            is_clear,
+            "size",
+            "compressions or a largest loss",
+            received,
+            "say --compression 8,20,40, for example",
+        )
         names = [_name(size) for size in self.compressions]
         twice = sorted({name for name in names if names.count(name) > 1})
         check(not twice, "compression", "each size once", twice)
         for size in self.compressions:
             check(1 < size < float("inf"), "compression", "finite numbers above 1", size)
-        check(self.run is not None or self.recipe is not None, "model", "a run or a recipe", "neither")
+        check(
+            self.run is not None or self.recipe is not None, "model", "a run or a recipe", "neither"
+        )
         if self.run is not None:
             remedy = "give --weights to a recipe"
-            check(self.weights is None, f"run folder {self.run}", "its own weights", "--weights", remedy)
-            check(self.seed is None, f"run folder {self.run}", "its own seed", f"--seed {self.seed}", "leave it out")
+            check(
+                self.weights is None,
+                f"run folder {self.run}",
+                "its own weights",
+                "--weights",
+                remedy,
+            )
+            check(
+                self.seed is None,
+                f"run folder {self.run}",
+                "its own seed",
+                f"--seed {self.seed}",
+                "leave it out",
+            )
 
     @property
     def sizes(self) -> dict[str, dict[str, float]]:
@@ -110,28 +119,8 @@ def _name(size: float) -> str:
 
 
 def run_compress(job: CompressJob) -> CompressionContent:
-    """Measures a trained model once, and writes an artifact in packed form for each size, with a page about all.
-
-    Nothing at `out` is touched before all of it is written beside it.
-
-    Distributed: every rank calls it, on a folder that all of them see. Tables are spread over the ranks; each reads its
-    shards, measures its slices of the batches and writes its rows. Files are those of one process. What is served is
-    looked up in the artifact, which every rank maps into memory, by each for its slices of selection and test. Rank 0
-    alone writes rows and page.
-
-    Args:
-        job: what is asked for, the same on every rank.
-
-    Returns:
-        What `out` holds as compress.json; on other ranks than the first, of their own seconds.
-
-    Raises:
-        ValueError: for a bad argument, data, weights or place, NaN in a table, or a size that cannot be met; before
-            anything is written. On all ranks, for what is wrong on one.
-        RuntimeError: if turning the tables changes predictions.
-        NonFiniteError: if a prediction is NaN or infinite.
-        RunWriteError: if it could not be written; what stood at `out` is as it was.
-    """
+    """Measures a trained model once, and writes an artifact in packed form for each size, with a
+    page about all."""
     with process_group() as device:
         step = Step.now("compress", job.out)
         with together():
@@ -145,15 +134,22 @@ def _compress(job: CompressJob, spec: str, step: Step, device: torch.device) -> 
     check_shared(job.out.parent)
     with together():
         recipe, stored, head = _trained(job, spec)
-        steps = (*(() if job.run is None else steps_of(RunFolder(job.run).read_head(), job.run)), step)
+        steps = (
+            *(() if job.run is None else steps_of(RunFolder(job.run).read_head(), job.run)),
+            step,
+        )
         dense_bytes = 4 * dense_parameters(recipe.model)
     loss, ranks = recipe.task, Ranks.everyone()
-    data, counts, _ = read_before_training(recipe, table_configs(recipe.model), ranks, CountLimits())
+    data, counts, _ = read_before_training(
+        recipe, table_configs(recipe.model), ranks, CountLimits()
+    )
     model = spread_filled(recipe.model, stored, device)
     test = CountedLabels(data.test)
     before = _evaluated(model, replace(data, test=test), loss, device)
     uncertain = _doubts(job, test.of(ranks), before[1])
-    beside = _beside(job, model, recipe, data, device) if job.baselines and ranks.world_size == 1 else []
+    beside = (
+        _beside(job, model, recipe, data, device) if job.baselines and ranks.world_size == 1 else []
+    )
     started = time.monotonic()
     measured = measure_(
         model,
@@ -180,31 +176,33 @@ def _compress(job: CompressJob, spec: str, step: Step, device: torch.device) -> 
                 "configuration": _configuration(job, name),
             }
             with measured.shifted(allocation):
-                export(model, allocation.scheme, folder / name, forms=(_FORM,), run=head | described)
+                export(
+                    model, allocation.scheme, folder / name, forms=(_FORM,), run=head | described
+                )
                 taken = seconds + time.monotonic() - writing
                 metrics = _served(model, folder / name, data, loss, device)
             on_rank_zero(partial(_note_metrics, folder / name, metrics[1]))
-            rows.append(_row(COMPRESS, metrics, head["seed"], allocation=allocation, seconds=taken, name=name))
+            rows.append(
+                _row(
+                    COMPRESS, metrics, head["seed"], allocation=allocation, seconds=taken, name=name
+                )
+            )
         primary = primary_metric(loss, data.test)
         told = head | {"doubts": uncertain, PROVENANCE: steps}
         content = _content(job, spec, measured, [*rows, *beside], told, primary)
         with together():
             if ranks.is_first:
-                write_json(folder / COMPRESSION_FILE, {"format": FORMAT, "format_version": 1} | content.to_json())
+                write_json(
+                    folder / COMPRESSION_FILE,
+                    {"format": FORMAT, "format_version": 1} | content.to_json(),
+                )
                 write_compression(folder / "report.html", content)
     return content
 
 
 def check_free(out: Path, *, overwrite: bool) -> None:
-    """Refuses an `out` that something stands at, unless `dnis compress` wrote it and it may be replaced.
-
-    Args:
-        out: folder to make.
-        overwrite: whether it may be replaced.
-
-    Raises:
-        ValueError: naming the folder.
-    """
+    """Refuses an `out` that something stands at, unless `dnis compress` wrote it and it may be
+    replaced."""
     is_ours, remedy = (out / COMPRESSION_FILE).is_file(), "choose another --out"
     is_free = not out.exists() or (overwrite and is_ours)
     remedy += " or --overwrite it" if is_ours else ""
@@ -212,22 +210,19 @@ def check_free(out: Path, *, overwrite: bool) -> None:
 
 
 def recipe_of(job: CompressJob) -> str:
-    """The name of the recipe: the one that the user gives, or the run's, where that is the user's own code.
-
-    Args:
-        job: what is asked for.
-
-    Raises:
-        ValueError: if the run is none or not finished, and as `load_recorded` or `load_recipe`.
-    """
+    """The name of the recipe: the one that the user gives, or the run's, where that is the user's
+    own code."""
     if job.run is None:
         load_recipe(str(job.recipe))
         return str(job.recipe)
     return load_recorded(job.run, RunFolder.open(job.run).read_head(), job.data, job.recipe)
 
 
-def _trained(job: CompressJob, spec: str) -> tuple[Recipe, dict[str, StoredTensor] | None, dict[str, Any]]:
-    """The recipe, the weights of its model where they are in files, and what an artifact tells of where it is from."""
+def _trained(
+    job: CompressJob, spec: str
+) -> tuple[Recipe, dict[str, StoredTensor] | None, dict[str, Any]]:
+    """The recipe, the weights of its model where they are in files, and what an artifact tells of
+    where it is from."""
     if job.run is None:
         seed = job.seed or 0
         recipe = build_recipe(spec, job.data, seed=seed)
@@ -250,7 +245,8 @@ def _note_metrics(path: Path, metrics: dict[str, float]) -> None:
 def _served(
     model: nn.Module, artifact: Path, data: DataSplits, loss: nn.Module, device: torch.device
 ) -> list[dict[str, float]]:
-    """Metrics on selection and test with the artifact's modules in the model, which gets its own back afterwards."""
+    """Metrics on selection and test with the artifact's modules in the model, which gets its own
+    back afterwards."""
     own, plain = collections(model), get_unwrapped_module(model)
     with together():
         drop_in_(plain, artifact, form=_FORM)
@@ -281,11 +277,15 @@ def _beside(
         with made.served(device) as served:
             metrics = _evaluated(served, data, recipe.task, device)
         compression, num_bytes = made.scheme.compression(made.form), made.embedding_bytes()
-        rows.append(_row(name, metrics, job.seed or 0, compression=compression, num_bytes=num_bytes))
+        rows.append(
+            _row(name, metrics, job.seed or 0, compression=compression, num_bytes=num_bytes)
+        )
     return rows
 
 
-def _evaluated(model: nn.Module, data: DataSplits, loss: nn.Module, device: torch.device) -> list[dict[str, float]]:
+def _evaluated(
+    model: nn.Module, data: DataSplits, loss: nn.Module, device: torch.device
+) -> list[dict[str, float]]:
     """Metrics on selection and test."""
     task = TrainTask(get_unwrapped_module(model), loss)
     return [evaluate(task, getattr(data, split), loss, device) for split in ("selection", "test")]
@@ -351,4 +351,6 @@ def _written(job: CompressJob, ranks: Ranks) -> Iterator[Path]:
             yield folder
     except OSError as error:
         requirement = "to write the compressed model"
-        raise RunWriteError(describe(f"folder {job.out}", requirement, str(error), "make room for it")) from error
+        raise RunWriteError(
+            describe(f"folder {job.out}", requirement, str(error), "make room for it")
+        ) from error

@@ -1,4 +1,5 @@
-"""The trained model that a search begins with: that of a run, or weights in files. Nothing is unpickled."""
+"""The trained model that a search begins with: that of a run, or weights in files. Nothing is
+unpickled."""
 
 from __future__ import annotations
 
@@ -24,33 +25,20 @@ from dnis_torchrec.training.checkpoint import LocalCheckpointFolder, Manifest
 from dnis_torchrec.training.checkpoint.manifest import chunk_name
 
 TRAINED_EPOCHS = "trained_epochs"
-"""Field of a run's configuration: epochs of plain training that the model had behind it with which a search began."""
+"""Field of a run's configuration: epochs of plain training that the model had behind it with which
+a search began."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GivenModel:
-    """A trained model of a recipe; one of the two is given.
-
-    Attributes:
-        run: folder of a run of `dnis train`, whose model it is, or of a `dnis search`, of which it is the model as
-            plain training left it, whether the search has finished or not.
-        weights: see `weights_for_`.
-    """
+    """A trained model of a recipe; one of the two is given."""
 
     run: Path | None = None
     weights: Path | None = None
 
     @staticmethod
     def of(run: Path | None, weights: Path | None) -> GivenModel | None:
-        """The model that the options of a command give; None if they give none.
-
-        Args:
-            run: see `GivenModel`.
-            weights: see `GivenModel`.
-
-        Raises:
-            ValueError: for both.
-        """
+        """The model that the options of a command give; None if they give none."""
         check(run is None or weights is None, "--from", "no --weights", "both", "give one of them")
         return None if run is None and weights is None else GivenModel(run=run, weights=weights)
 
@@ -58,32 +46,14 @@ class GivenModel:
         return f"weights {self.weights}" if self.run is None else f"run folder {self.run}"
 
     def check_apart(self, out: Path) -> None:
-        """Refuses a search that would write to the run that it begins with.
-
-        Args:
-            out: run folder of the search.
-
-        Raises:
-            ValueError: if it is the given run.
-        """
+        """Refuses a search that would write to the run that it begins with."""
         is_apart = self.run is None or self.run.resolve() != out.resolve()
-        check(is_apart, "--from", "another folder than --out", str(self.run), "choose another --out")
+        check(
+            is_apart, "--from", "another folder than --out", str(self.run), "choose another --out"
+        )
 
     def fill_(self, model: nn.Module, identity: Mapping[str, Any], epochs: int) -> int:
-        """Gives a recipe's model the trained weights. Local, no collective.
-
-        Args:
-            model: plain; gets its axes where the weights have them, see `with_axes_`.
-            identity: fields of run.json that a run has to share with the search.
-            epochs: at most, that weights are taken to have been trained.
-
-        Returns:
-            Epochs of plain training behind the weights; of weights in files `USUAL_EPOCHS`, as nobody knows.
-
-        Raises:
-            ValueError: for no such run or file, a run of another recipe, seed or D, a search whose plain training is
-                not over, or weights that do not fit, which are named.
-        """
+        """Gives a recipe's model the trained weights. Local, no collective."""
         if self.run is None:
             assert self.weights is not None
             fill_(model, weights_for_(model, self.weights))
@@ -91,7 +61,13 @@ class GivenModel:
         head = _head(self.run)
         for name, wanted in identity.items():
             requirement = f"a run of {name} {wanted!r}, as this search is"
-            check(head.get(name) == wanted, str(self), requirement, repr(head.get(name)), "repeat the run's own")
+            check(
+                head.get(name) == wanted,
+                str(self),
+                requirement,
+                repr(head.get(name)),
+                "repeat the run's own",
+            )
         if head.get("kind") == TRAINED:
             stored, trained = RunFolder.open(self.run).stored(), int(head["best_epoch"]) + 1
         else:
@@ -104,32 +80,54 @@ class GivenModel:
 def _head(run: Path) -> dict[str, Any]:
     place = f"run folder {run}"
     requirement = "a folder written by `dnis train` or `dnis search`"
-    check((run / "run.json").is_file(), place, requirement, "no run.json in it" if run.is_dir() else "no such folder")
+    check(
+        (run / "run.json").is_file(),
+        place,
+        requirement,
+        "no run.json in it" if run.is_dir() else "no such folder",
+    )
     check_plain(run, place)
     return RunFolder(run).read_head()
 
 
-def _after_plain_training(model: nn.Module, run: Path, head: Mapping[str, Any]) -> tuple[dict[str, StoredTensor], int]:
-    """The best weights of the phase that a search began with, by the names that a model has, and epochs behind them."""
+def _after_plain_training(
+    model: nn.Module, run: Path, head: Mapping[str, Any]
+) -> tuple[dict[str, StoredTensor], int]:
+    """The best weights of the phase that a search began with, by the names that a model has, and
+    epochs behind them."""
     with_axes_(model)  # as every search has them
-    place, remedy = f"run folder {run}", "let it go on with --resume, or begin with a run of `dnis train`"
+    place, remedy = (
+        f"run folder {run}",
+        "let it go on with --resume, or begin with a run of `dnis train`",
+    )
     folder = LocalCheckpointFolder(run / "checkpoints")
     latest = folder.latest()
     check(latest is not None, place, "a search with checkpoints", "none", remedy)
     values = Manifest.read(str(latest)).values
     conform(values, SearchValues, f"checkpoint {latest}, values", remedy="begin with another run")
     finished, steps_per_epoch = values["search"]["finished"], values["search"]["steps_per_epoch"]
-    check(bool(finished), place, "a search whose plain training is over", "one that is still in it", remedy)
+    check(
+        bool(finished),
+        place,
+        "a search whose plain training is over",
+        "one that is still in it",
+        remedy,
+    )
     best = finished[0]["best"]
     path = folder.path_of(best["step"])
-    trained = head["configuration"].get(TRAINED_EPOCHS) or max(1, round(best["lower_step"] / steps_per_epoch))
+    trained = head["configuration"].get(TRAINED_EPOCHS) or max(
+        1, round(best["lower_step"] / steps_per_epoch)
+    )
     return _stored_in(model, Path(path)), int(trained)
 
 
 def _stored_in(model: nn.Module, checkpoint: Path) -> dict[str, StoredTensor]:
-    """The weights of a model in a checkpoint of its search; nothing but names and shapes is read yet."""
+    """The weights of a model in a checkpoint of its search; nothing but names and shapes is read
+    yet."""
     manifest, own = Manifest.read(checkpoint), model.state_dict()
-    keys: dict[int, str] = {}  # what several modules share stands in a checkpoint once, under one of its names
+    keys: dict[
+        int, str
+    ] = {}  # what several modules share stands in a checkpoint once, under one of its names
     for name, value in own.items():
         if _key(name) in manifest.tensors:
             keys[value.data_ptr() or id(value)] = _key(name)
@@ -142,7 +140,8 @@ def _stored_in(model: nn.Module, checkpoint: Path) -> dict[str, StoredTensor]:
 
 
 def _key(name: str) -> str:
-    """The key in a checkpoint of a parameter of a recipe's model, which stands in a `TrainTask` there."""
+    """The key in a checkpoint of a parameter of a recipe's model, which stands in a `TrainTask`
+    there."""
     _, is_table, table = f".{name}".rpartition(".embedding_bags.")
     return f"table/{table.removesuffix('.weight')}" if is_table else f"model/model.{name}"
 
@@ -158,4 +157,8 @@ def _stored(checkpoint: Path, key: str, entry: Mapping[str, Any], own: Tensor) -
     )
     stored = StoredTensor(f"checkpoint {checkpoint}, {key}", tuple(entry["size"]), chunks)
     # A single number stands in a checkpoint as a tensor of one.
-    return stored if own.dim() or stored.shape != (1,) else StoredTensor.of(stored.place, stored.whole().view(()))
+    return (
+        stored
+        if own.dim() or stored.shape != (1,)
+        else StoredTensor.of(stored.place, stored.whole().view(()))
+    )

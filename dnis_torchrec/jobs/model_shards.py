@@ -1,10 +1,4 @@
-"""A merged and pruned model on disk, in a file per rank: what a rank holds is what it writes.
-
-model.rank0.safetensors, model.rank1.safetensors, ...     table shards, named by where they belong, and in the first
-                                                           file everything that is no table
-
-Read by one process, which puts the tables together, or by several, each of which reads its shards of another sharding.
-"""
+"""A merged and pruned model on disk, in a file per rank: what a rank holds is what it writes."""
 
 from __future__ import annotations
 
@@ -48,36 +42,36 @@ class _Part(TypedDict):
 
 
 def save_shards(folder: Address, model: nn.Module, ranks: Ranks) -> None:
-    """Writes this rank's part of a merged model.
-
-    Distributed: every rank calls it, on storage that whoever reads sees whole; no tensor is exchanged. A table that all
-    ranks hold is written by one of them.
-
-    Args:
-        folder: existing folder, or a URL: then each rank puts its part there.
-        model: merged and sharded (see `merge_`).
-        ranks: that hold it.
-
-    Raises:
-        OSError: on all ranks, if one of them cannot write.
-        StorageError: if storage does not answer; RuntimeError on the other ranks.
-    """
+    """Writes this rank's part of a merged model."""
     found = collections(model)
-    configs = {config.name: (fqn, config) for fqn, module in found.items() for config in table_configs_of(module)}
+    configs = {
+        config.name: (fqn, config)
+        for fqn, module in found.items()
+        for config in table_configs_of(module)
+    }
     shards: dict[str, list[TableShard]] = {name: [] for name in configs}
     for shard in (shard for module in found.values() for shard in local_shards(module)):
         shards[shard.table].append(shard)
-    copies = num_copies(shards, {n: (c.num_embeddings, c.embedding_dim) for n, (_, c) in configs.items()}, ranks)
+    copies = num_copies(
+        shards, {n: (c.num_embeddings, c.embedding_dim) for n, (_, c) in configs.items()}, ranks
+    )
     tensors: dict[str, Tensor] = {}
     for index, (name, held) in enumerate(shards.items()):
         if copies[name] == 1 or index % ranks.world_size == ranks.rank:
             fqn = configs[name][0]
             key = f"{fqn}.{tables_under(found[fqn])}.{name}.weight".removeprefix(".")
-            tensors |= {f"table/{s.first_row}/{s.first_column}/{key}": s.weight.contiguous() for s in held}
+            tensors |= {
+                f"table/{s.first_row}/{s.first_column}/{key}": s.weight.contiguous() for s in held
+            }
     if ranks.is_first:
-        tensors |= {f"dense/{name}": value.detach().clone() for name, value in dense_state(model).items()}
+        tensors |= {
+            f"dense/{name}": value.detach().clone() for name, value in dense_state(model).items()
+        }
     with together(ranks.group):
-        target, header = inside(folder, shard_name(ranks.rank)), {_HEADER: json.dumps({"world_size": ranks.world_size})}
+        target, header = (
+            inside(folder, shard_name(ranks.rank)),
+            {_HEADER: json.dumps({"world_size": ranks.world_size})},
+        )
         try:
             put_file(target, lambda path: save_file(tensors, path, metadata=header))
         except SafetensorError as error:
@@ -90,46 +84,21 @@ def has_shards(folder: Path) -> bool:
 
 
 def delete_shards(folder: Address) -> None:
-    """Deletes what several ranks have written, so that nobody takes it for the model of a later attempt.
-
-    Args:
-        folder: path or URL; it need not exist.
-
-    Raises:
-        StorageError: if storage does not answer.
-    """
+    """Deletes what several ranks have written, so that nobody takes it for the model of a later
+    attempt."""
     for name in file_names(folder):
         if fnmatchcase(name, shard_name("*")):
             remove_file(inside(folder, name))
 
 
 def load_shards(folder: Path) -> dict[str, Tensor]:
-    """Reads the model that all ranks have written.
-
-    Args:
-        folder: given to `save_shards`.
-
-    Returns:
-        The state_dict of the plain model. Memory: that of all tables.
-
-    Raises:
-        ValueError: if a rank's file is missing or damaged, or tables have holes.
-    """
+    """Reads the model that all ranks have written."""
     return {name: stored.whole() for name, stored in stored_shards(folder).items()}
 
 
 def stored_shards(folder: Path) -> dict[str, StoredTensor]:
-    """The model that all ranks have written, of which nothing but headers is read yet. Local, no collective.
-
-    Args:
-        folder: given to `save_shards`.
-
-    Returns:
-        The tensors by their names in the plain model.
-
-    Raises:
-        ValueError: as `load_shards`.
-    """
+    """The model that all ranks have written, of which nothing but headers is read yet. Local, no
+    collective."""
     chunks: dict[str, list[StoredChunk]] = {}
     for rank in range(_world_size(folder / shard_name(0))):
         file = folder / shard_name(rank)
@@ -140,10 +109,15 @@ def stored_shards(folder: Path) -> dict[str, StoredTensor]:
                 shape = tuple(tensors.get_slice(name).get_shape())
                 row, column, key = rest.split("/", 2) if kind == "table" else ("", "", rest)
                 first = (int(row), int(column)) if kind == "table" else (0,) * len(shape)
-                chunks.setdefault(key, []).append(StoredChunk(first, shape, partial(open_tensor, file, name)))
+                chunks.setdefault(key, []).append(
+                    StoredChunk(first, shape, partial(open_tensor, file, name))
+                )
     found = {}
     for key, of_tensor in chunks.items():
-        shapes = [[at + size for at, size in zip(chunk.first, chunk.shape, strict=True)] for chunk in of_tensor]
+        shapes = [
+            [at + size for at, size in zip(chunk.first, chunk.shape, strict=True)]
+            for chunk in of_tensor
+        ]
         shape = tuple(max(ends) for ends in zip(*shapes, strict=True))
         held = sum(torch.Size(chunk.shape).numel() for chunk in of_tensor)
         is_whole = held == torch.Size(shape).numel()
@@ -153,24 +127,14 @@ def stored_shards(folder: Path) -> dict[str, StoredTensor]:
 
 
 def open_tensor(file: Path, name: str) -> Cut:
-    """Opens a tensor of a safetensors file, mapped into memory.
-
-    Args:
-        file: the file.
-        name: of the tensor in it.
-    """
+    """Opens a tensor of a safetensors file, mapped into memory."""
     with safe_open(file, framework="pt") as tensors:
         mapped: Tensor = tensors.get_tensor(name)
     return mapped.__getitem__
 
 
 def shard_name(rank: int | str) -> str:
-    """The file of a rank, or the pattern of all of them for ``"*"``.
-
-    Example:
-        >>> shard_name(1)
-        'model.rank1.safetensors'
-    """
+    """The file of a rank, or the pattern of all of them for ``"*"``."""
     return f"model.rank{rank}.safetensors"
 
 
@@ -190,35 +154,23 @@ def _world_size(file: Path) -> int:
 _REMEDY = "use the recipe and data of the run"
 
 
-def check_shapes(expected: Mapping[str, Tensor], state: Mapping[str, Tensor | StoredTensor], place: str) -> None:
-    """Checks that weights have the shapes of the model that they are meant for.
-
-    Args:
-        expected: the model's, by name.
-        state: those to load, by the same names or more.
-        place: where the weights come from, for the error.
-
-    Raises:
-        ValueError: for the first parameter of another shape, as another recipe or data set has it.
-    """
+def check_shapes(
+    expected: Mapping[str, Tensor], state: Mapping[str, Tensor | StoredTensor], place: str
+) -> None:
+    """Checks that weights have the shapes of the model that they are meant for."""
     for name, value in expected.items():
         shape = tuple(state[name].shape)
-        check(shape == tuple(value.shape), f"{place}, {name}", f"shape {tuple(value.shape)}", shape, _REMEDY)
+        check(
+            shape == tuple(value.shape),
+            f"{place}, {name}",
+            f"shape {tuple(value.shape)}",
+            shape,
+            _REMEDY,
+        )
 
 
 def check_state(model: nn.Module, state: Mapping[str, Tensor | StoredTensor], place: str) -> None:
-    """Checks that weights fit a model, naming what does not.
-
-    A model of TorchRec's gets its axes, if the weights have them (`with_axes_`).
-
-    Args:
-        model: plain.
-        state: name -> tensor; must name exactly what the model has.
-        place: where the weights come from, for the error.
-
-    Raises:
-        ValueError: if names or shapes differ, as they do for another recipe, seed or data set.
-    """
+    """Checks that weights fit a model, naming what does not."""
     if has_axes(state):
         with_axes_(model)
     expected = model.state_dict()
@@ -228,35 +180,21 @@ def check_state(model: nn.Module, state: Mapping[str, Tensor | StoredTensor], pl
 
 
 def load_state_(model: nn.Module, state: Mapping[str, Tensor], place: str) -> None:
-    """Loads a run's or artifact's weights into a model, naming what does not fit.
-
-    Args:
-        model: plain, changed in place.
-        state: see `check_state`.
-        place: see `check_state`.
-
-    Raises:
-        ValueError: as `check_state`.
-    """
+    """Loads a run's or artifact's weights into a model, naming what does not fit."""
     check_state(model, state, place)
-    fill_(model, {name: StoredTensor.of(f"{place}, {name}", value) for name, value in state.items()})
+    fill_(
+        model, {name: StoredTensor.of(f"{place}, {name}", value) for name, value in state.items()}
+    )
 
 
 @torch.no_grad()
 def fill_(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
-    """Fills a model with weights that fit it; of a table no more is read than the shards that this rank holds.
-
-    Local, no collective.
-
-    Args:
-        model: plain or sharded, changed in place.
-        stored: by the names that the plain model has.
-
-    Raises:
-        ValueError: if a file is missing or damaged.
-    """
+    """Fills a model with weights that fit it; of a table no more is read than the shards that this
+    rank holds."""
     for name, value in dense_state(model).items():
-        if not isinstance(value, ShardedTensor):  # a collection that the model holds under a second name
+        if not isinstance(
+            value, ShardedTensor
+        ):  # a collection that the model holds under a second name
             stored[name].copy_to_(value)
     with writing_to_tables(model):
         for fqn, module in collections(model).items():
@@ -265,19 +203,10 @@ def fill_(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
                 stored[key].copy_to_(shard.weight, (shard.first_row, shard.first_column))
 
 
-def spread_filled(model: nn.Module, stored: Mapping[str, StoredTensor] | None, device: torch.device) -> nn.Module:
-    """Spreads the tables of a model over all ranks, each of which then reads its shards.
-
-    Distributed: every rank calls it; see `spread_tables`. On one rank nothing is sharded.
-
-    Args:
-        model: plain, used up; its tables may be on the meta device, if there are weights.
-        stored: weights that fit it, see `fill_`; None if it has them already, the same on every rank.
-        device: where the model is to be.
-
-    Raises:
-        ValueError: on all ranks alike, as `spread_tables` and `fill_`.
-    """
+def spread_filled(
+    model: nn.Module, stored: Mapping[str, StoredTensor] | None, device: torch.device
+) -> nn.Module:
+    """Spreads the tables of a model over all ranks, each of which then reads its shards."""
     if stored is None:
         return spread_tables(model, device)
     forget_tables_(model)
@@ -288,13 +217,8 @@ def spread_filled(model: nn.Module, stored: Mapping[str, StoredTensor] | None, d
 
 
 def forget_tables_(model: nn.Module) -> None:
-    """Frees the tables of a plain model that are to be sharded, so that no rank holds whole ones meanwhile.
-
-    Those that are not, on one process, get memory if they are on the meta device. Local, no collective.
-
-    Args:
-        model: plain, to be filled when it is sharded (see `fill_`).
-    """
+    """Frees the tables of a plain model that are to be sharded, so that no rank holds whole ones
+    meanwhile."""
     device = "cpu" if world_size_of() == 1 else "meta"
     for module in collections(model).values():
         for holder in holders_of_tables(module).values():

@@ -18,21 +18,8 @@ from dnis_torchrec.soft_selection.swap import unshard_
 
 @contextmanager
 def new_run(out: Path, *, overwrite: bool = False) -> Iterator[RunFolder]:
-    """`RunFolder.whole` of rank 0, for all ranks to fill; it appears when all of them have, and all wait for that.
-
-    Distributed: every rank enters and leaves it; some texts are gathered. Of what is wrong on one rank within, the
-    others have to learn there (see `dnis_torchrec.ranks.together`).
-
-    Args:
-        out: where the run is to stand; all ranks see it.
-        overwrite: see `RunFolder.whole`.
-
-    Yields:
-        The run to fill, the same on all ranks.
-
-    Raises:
-        ValueError: on all ranks, as `RunFolder.whole`.
-    """
+    """`RunFolder.whole` of rank 0, for all ranks to fill; it appears when all of them have, and all
+    wait for that."""
     with ExitStack() as stack:
 
         def make() -> str:
@@ -44,9 +31,6 @@ def new_run(out: Path, *, overwrite: bool = False) -> Iterator[RunFolder]:
 
 
 def task_of_trained(model: nn.Module) -> TrainTask:
-    """The task around a trained model: plain on one process, with its collections sharded still on several ranks.
-
-    Args:
-        model: as `dnis_torchrec.training.sharded.shard` made it. Not usable afterwards except through what is returned.
-    """
+    """The task around a trained model: plain on one process, with its collections sharded still on
+    several ranks."""
     return cast(TrainTask, get_unwrapped_module(model) if world_size_of() > 1 else unshard_(model))

@@ -1,4 +1,5 @@
-"""Progress of a search or training for people: lines, curves, images in TensorBoard, and how to stop it."""
+"""Progress of a search or training for people: lines, curves, images in TensorBoard, and how to
+stop it."""
 
 from __future__ import annotations
 
@@ -40,22 +41,14 @@ CURVES = {
     "alpha_mean": "alpha/mean",
     "alpha_density": "alpha/density",
 }
-"""Field of an epoch's record -> its curve in TensorBoard, which groups curves by what stands before the slash."""
+"""Field of an epoch's record -> its curve in TensorBoard, which groups curves by what stands before
+the slash."""
 
 
 @contextmanager
 def console_events(run: RunFolder, recipe: Recipe) -> Iterator[SearchEvents]:
-    """Progress on standard error (tqdm), TensorBoard events in RUN/tensorboard, and signals that stop it after a step.
-
-    Only rank 0 shows and writes anything. The signals are those of `dnis_torchrec.training.signals`.
-
-    Args:
-        run: the folder of the run.
-        recipe: that is searched.
-
-    Yields:
-        Events to hand to `search`.
-    """
+    """Progress on standard error (tqdm), TensorBoard events in RUN/tensorboard, and signals that
+    stop it after a step."""
     stop = _StopRequest()
     if rank_of() != 0:
         with stop:
@@ -74,7 +67,9 @@ def console_events(run: RunFolder, recipe: Recipe) -> Iterator[SearchEvents]:
         def on_phase(phase: Phase, done: int, steps_per_epoch: int) -> None:
             of_step.append(of_epoch[-1] / steps_per_epoch)
             epochs, may_stop = phase.steps / steps_per_epoch, phase.patience is not None
-            steps.begin(phase.name, epochs, of_epoch[-1], done=done * of_step[-1], may_stop=may_stop)
+            steps.begin(
+                phase.name, epochs, of_epoch[-1], done=done * of_step[-1], may_stop=may_stop
+            )
 
         def on_resume(done: int, history: Sequence[EpochRecord]) -> None:
             bar.write(f"resumed after lower step {done}, in epoch {len(history)}", file=sys.stderr)
@@ -90,7 +85,9 @@ def console_events(run: RunFolder, recipe: Recipe) -> Iterator[SearchEvents]:
             on_start=on_start,
             on_resume=on_resume,
             on_phase=on_phase,
-            on_step=lambda loss, density: steps.take(of_step[-1], loss, f"alpha density {density:.3f}"),
+            on_step=lambda loss, density: steps.take(
+                of_step[-1], loss, f"alpha density {density:.3f}"
+            ),
             on_epoch=on_epoch,
             on_alpha=curves.draw_alpha,
             should_stop=stop.is_requested,
@@ -101,17 +98,7 @@ def console_events(run: RunFolder, recipe: Recipe) -> Iterator[SearchEvents]:
 def plain_progress(
     recipe: Recipe, samples: int, max_epochs: int, notes: Sequence[str] = ()
 ) -> Iterator[tuple[PlainEvents, Iterable[Batch]]]:
-    """Progress of a plain training on standard error (tqdm). Only rank 0 shows anything.
-
-    Args:
-        recipe: that is trained; its training split is this rank's share.
-        samples: of an epoch, of all ranks.
-        max_epochs: epochs at most.
-        notes: notes to show its user before it begins.
-
-    Yields:
-        Events to hand to `train_plainly`, and the training split to train on.
-    """
+    """Progress of a plain training on standard error (tqdm). Only rank 0 shows anything."""
     if rank_of() != 0:
         yield PlainEvents(), recipe.data.train
         return
@@ -134,55 +121,39 @@ def plain_progress(
 
 
 def curves_of(record: EpochRecord) -> dict[str, float]:
-    """The curves of an epoch by their names in TensorBoard.
-
-    Args:
-        record: of the epoch.
-    """
+    """The curves of an epoch by their names in TensorBoard."""
     return {CURVES[name]: value for name, value in asdict(record).items() if name in CURVES}
 
 
-def tell_tensorboard(run: RunFolder, settings: Mapping[str, Any], metrics: Mapping[str, float], step: int) -> None:
-    """Puts settings and test metrics beside a run's curves, where TensorBoard compares runs by them.
-
-    Args:
-        run: the folder of the run.
-        settings: name -> value.
-        metrics: of the test split.
-        step: lower steps of the search.
-    """
+def tell_tensorboard(
+    run: RunFolder, settings: Mapping[str, Any], metrics: Mapping[str, float], step: int
+) -> None:
+    """Puts settings and test metrics beside a run's curves, where TensorBoard compares runs by
+    them."""
     with _Curves(run) as curves:
         curves.tell(settings, metrics, step)
 
 
 def progress_bar() -> tqdm:
-    """A bar on standard error that counts samples, and says from its first moment on what is being done.
-
-    Where standard error is no terminal it shows nothing.
-    """
-    return tqdm(desc="reading the data", unit=" samples", unit_scale=True, dynamic_ncols=True, disable=None)
+    """A bar on standard error that counts samples, and says from its first moment on what is being
+    done."""
+    return tqdm(
+        desc="reading the data", unit=" samples", unit_scale=True, dynamic_ncols=True, disable=None
+    )
 
 
 class _Steps:
-    """Steps of one phase after the other on a bar: its name, the epoch of how many, samples a second, time left.
-
-    The time left is that of the phase, at most where it may stop early.
-    """
+    """Steps of one phase after the other on a bar: its name, the epoch of how many, samples a
+    second, time left."""
 
     def __init__(self, bar: tqdm) -> None:
         self._bar, self._smoothed = bar, _Smoothed()
         self._name, self._epochs, self._of_epoch, self._done = "", "", 1.0, 0.0
 
-    def begin(self, name: str, epochs: float, of_epoch: float, *, done: float = 0.0, may_stop: bool) -> None:
-        """Begins a phase, or goes on in the middle of it.
-
-        Args:
-            name: of the phase.
-            epochs: that it takes.
-            of_epoch: samples of an epoch, of all ranks.
-            done: samples of it that are done; they say nothing about the speed of those to come.
-            may_stop: whether it may be over earlier.
-        """
+    def begin(
+        self, name: str, epochs: float, of_epoch: float, *, done: float = 0.0, may_stop: bool
+    ) -> None:
+        """Begins a phase, or goes on in the middle of it."""
         self._name, self._epochs = name, f"{'at most ' if may_stop else ''}{math.ceil(epochs)}"
         self._of_epoch, self._done = of_epoch, done
         self._bar.reset(total=round(epochs * of_epoch))
@@ -190,13 +161,7 @@ class _Steps:
         self._describe(0.0)
 
     def take(self, samples: float, loss: float, told: str = "") -> None:
-        """Takes a step.
-
-        Args:
-            samples: of it, of all ranks.
-            loss: of its batch.
-            told: more about it.
-        """
+        """Takes a step."""
         shown = f"loss {self._smoothed.update(loss):.4f}" + (f", {told}" if told else "")
         self._bar.set_postfix_str(shown, refresh=False)
         self._describe(samples / 2)
@@ -205,15 +170,13 @@ class _Steps:
 
     def _describe(self, ahead: float) -> None:
         epoch = int((self._done + ahead) / self._of_epoch) + 1
-        self._bar.set_description(f"{self._name}, epoch {epoch} of {self._epochs}", refresh=not ahead)
+        self._bar.set_description(
+            f"{self._name}, epoch {epoch} of {self._epochs}", refresh=not ahead
+        )
 
 
 class _Watched:
-    """Batches that count their samples while they are read.
-
-    Attributes:
-        samples: read so far.
-    """
+    """Batches that count their samples while they are read."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self._batches, self.samples = batches, 0
@@ -240,7 +203,9 @@ class _Curves:
     """Curves and images in TensorBoard. A disk without room for them ends them, not the search."""
 
     def __init__(self, run: RunFolder) -> None:
-        self._folder = run.path / "tensorboard" / run.path.resolve().name  # TensorBoard calls a run as its folder
+        self._folder = (
+            run.path / "tensorboard" / run.path.resolve().name
+        )  # TensorBoard calls a run as its folder
         self._writer: SummaryWriter | None = None
         self._images: SearchImages | None = None
 
@@ -255,7 +220,10 @@ class _Curves:
         from torch.utils.tensorboard.summary import hparams
 
         named = {f"test/{name}": value for name, value in metrics.items()}
-        plain = {name: value if isinstance(value, int | float) else str(value) for name, value in settings.items()}
+        plain = {
+            name: value if isinstance(value, int | float) else str(value)
+            for name, value in settings.items()
+        }
         with self._surviving():
             self._writer = self._opened()
             for summary in hparams(plain, named):
@@ -268,7 +236,9 @@ class _Curves:
 
         make_folder(self._folder.parent, within=self._folder.parents[1])
         folder = make_folder(self._folder, within=self._folder.parent)
-        return SummaryWriter(str(folder), filename_suffix=f".{uuid4().hex}")  # a name nobody can guess
+        return SummaryWriter(
+            str(folder), filename_suffix=f".{uuid4().hex}"
+        )  # a name nobody can guess
 
     def draw(self, record: EpochRecord) -> None:
         """Adds an epoch to every curve."""
@@ -304,7 +274,10 @@ class _StopRequest(StopRequest):
     """Tells a search that was stopped which signal it was."""
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if isinstance(error, SearchInterrupted):
             error.signal = self.number

@@ -48,30 +48,19 @@ from dnis_torchrec.training.sharded import shard
 
 
 def check_source_kept(run: Address, out: Address) -> None:
-    """Refuses to write a pruned run over the run to prune.
-
-    Args:
-        run: the run to prune, a path or the URL that it was fetched from.
-        out: run folder to make, a path or the URL that it goes to.
-
-    Raises:
-        ValueError: if `out` is the run to prune, or a folder that holds it.
-    """
+    """Refuses to write a pruned run over the run to prune."""
     expected = "another folder than that of the run to prune"
-    check(not holds(out, run), f"run folder {out}", expected, f"the one that holds {run}", "choose another --out")
+    check(
+        not holds(out, run),
+        f"run folder {out}",
+        expected,
+        f"the one that holds {run}",
+        "choose another --out",
+    )
 
 
 def check_prune_out(run_path: Path, out: Path, *, overwrite: bool = False) -> None:
-    """Refuses to write a pruned run where it may not stand.
-
-    Args:
-        run_path: the run to prune.
-        out: run folder to make.
-        overwrite: replace a run that stands at `out`.
-
-    Raises:
-        ValueError: if something stands at `out` that may not be overwritten, or the run to prune, or a folder of it.
-    """
+    """Refuses to write a pruned run where it may not stand."""
     check_source_kept(run_path, out)
     RunFolder.check_free(out, overwrite=overwrite, can_resume=False)
 
@@ -86,34 +75,8 @@ def run_prune(
     settings: PruneSettings | None = None,
     overwrite: bool = False,
 ) -> ReportRow:
-    """Prunes a finished run further, fine-tunes what is left with the mask held, and writes a new run folder.
-
-    Nothing at `out` is touched before a whole run is written beside it; fine-tuning keeps its best epoch in a folder
-    there, too.
-
-    Distributed: every rank calls it, on folders that all of them see. Tables are spread over the ranks; each reads,
-    prunes, trains and writes its shards. What is retained is what one process retains, bit for bit. Rank 0 writes the
-    rest.
-
-    Args:
-        run_path: a finished run.
-        data: folder of its data.
-        out: run folder to make.
-        recipe: ``module:function``; None for the run's own, where that is the user's own code.
-        size: see `prune`; None where the settings have a threshold.
-        settings: how to prune and fine-tune; the default ones if not given.
-        overwrite: replace a run that stands at `out`.
-
-    Returns:
-        The row of the pruned model; the new report.json holds it in front of the source's rows. On other ranks than the
-        first, of their own seconds.
-
-    Raises:
-        ValueError: for a bad size or data, or if the run cannot be written to `out` (see `check_prune_out`), and as
-            `load_recorded`; before training. On all ranks, for what is wrong on one.
-        NotImplementedError: for a recipe with tables to leave alone.
-        RunWriteError: if the pruned run could not be written; what stood at `out` is as it was.
-    """
+    """Prunes a finished run further, fine-tunes what is left with the mask held, and writes a new
+    run folder."""
     how = settings or PruneSettings()
     with process_group() as device:
         step = Step.now("prune", out)
@@ -132,7 +95,9 @@ def run_prune(
             task, scheme = _pruned(source, size, how, device, out)
             metrics = evaluate(task.to(device), read.test, task.task, device)
         form = DEFAULT_FORM if size is None else size.form
-        row = scheme_row("dnis", scheme, metrics, source.head["seed"], time.monotonic() - started, form)
+        row = scheme_row(
+            "dnis", scheme, metrics, source.head["seed"], time.monotonic() - started, form
+        )
         _write(source, step, task.model, scheme, row, out, overwrite=overwrite)
     return row
 
@@ -154,17 +119,31 @@ class _Source:
         head, stored = run.read_head() | {"recipe": spec}, run.stored()
         recipe = build_recorded(run.path, head, data, spec)
         if recipe.leave_alone:
-            supported, remedy = "supported are recipes without tables to leave alone", "search at the smaller size"
-            raise NotImplementedError(describe(f"recipe {spec!r}", supported, recipe.leave_alone, remedy))
+            supported, remedy = (
+                "supported are recipes without tables to leave alone",
+                "search at the smaller size",
+            )
+            raise NotImplementedError(
+                describe(f"recipe {spec!r}", supported, recipe.leave_alone, remedy)
+            )
         check_state(recipe.model, stored, str(run.path))
         blocks, counts, alpha = run.blocks(), run.counts(), run.alpha()
-        return _Source(run=run, head=head, recipe=recipe, stored=stored, blocks=blocks, counts=counts, alpha=alpha)
+        return _Source(
+            run=run,
+            head=head,
+            recipe=recipe,
+            stored=stored,
+            blocks=blocks,
+            counts=counts,
+            alpha=alpha,
+        )
 
 
 def _pruned(
     source: _Source, size: Size | None, how: PruneSettings, device: torch.device, out: Path
 ) -> tuple[TrainTask, MixedDimensionScheme]:
-    """The model pruned and fine-tuned: plain on one process, else sharded as it was for the training."""
+    """The model pruned and fine-tuned: plain on one process, else sharded as it was for the
+    training."""
     prune_ = partial(
         prune,
         blocks=source.blocks,
@@ -227,7 +206,11 @@ def _write(
     *,
     overwrite: bool,
 ) -> None:
-    kept = {name: value for name, value in source.head.items() if name not in ("format", "format_version", "status")}
+    kept = {
+        name: value
+        for name, value in source.head.items()
+        if name not in ("format", "format_version", "status")
+    }
     steps = [one.to_json() for one in (*steps_of(source.head, source.run.path), step)]
     head = kept | {"scheme": scheme.to_json(), "metrics": dict(row.metrics), PROVENANCE: steps}
     try:
@@ -240,4 +223,6 @@ def _write(
                     run.write_head("finished", head)
     except (OSError, SafetensorError) as error:
         remedy = "make room for it"
-        raise RunWriteError(describe(f"run folder {out}", "to write the pruned run", str(error), remedy)) from error
+        raise RunWriteError(
+            describe(f"run folder {out}", "to write the pruned run", str(error), remedy)
+        ) from error

@@ -29,19 +29,7 @@ from dnis_torchrec.storage.json_files import conform
 
 
 def run_report(run_path: Path, others: Sequence[Path] = ()) -> Path:
-    """Writes RUN/report.html.
-
-    Args:
-        run_path: the finished run that the report is about.
-        others: further finished runs of the same recipe. Those that differ in size or seed add rows; those that differ
-            in embedding_dim or in the number of blocks make the charts of the metric against D and against S.
-
-    Returns:
-        The path of the page.
-
-    Raises:
-        ValueError: if a run is none, is not finished, or differs from the first in something else.
-    """
+    """Writes RUN/report.html."""
     run = RunFolder.open_searched(run_path)
     head, scheme, blocks = run.read_head(), run.scheme(), run.blocks()
     runs = read_runs([run_path, *others])
@@ -73,12 +61,7 @@ def run_report(run_path: Path, others: Sequence[Path] = ()) -> Path:
 
 
 def verdict_of(run_path: Path, rows: Sequence[ReportRow]) -> tuple[str, list[str]]:
-    """What a search has gained, in one sentence, and what is uncertain about it.
-
-    Args:
-        run_path: its finished run.
-        rows: of its report.json, the search's own first.
-    """
+    """What a search has gained, in one sentence, and what is uncertain about it."""
     head, groups = RunFolder.open_searched(run_path).read_head(), seed_groups(rows)
     subject = next(group for group in groups if rows[0] in group.rows)
     metric, higher = head["primary_metric"], head["higher_is_better"]
@@ -87,25 +70,27 @@ def verdict_of(run_path: Path, rows: Sequence[ReportRow]) -> tuple[str, list[str
 
 
 def read_runs(paths: Sequence[Path]) -> SeveralRuns:
-    """Reads what a report shows of several finished runs. The report is about the first one.
-
-    Args:
-        paths: run folders, at least one.
-
-    Raises:
-        ValueError: as `run_report`.
-    """
+    """Reads what a report shows of several finished runs. The report is about the first one."""
     return combine([_run_results(path) for path in paths])
 
 
 def _commands(head: Mapping[str, Any]) -> tuple[str, ...]:
-    """The command of a search, as its settings tell it; none where it began with a model that lies elsewhere."""
+    """The command of a search, as its settings tell it; none where it began with a model that lies
+    elsewhere."""
     told = head["configuration"]
-    options = {"compression": told.get("compression"), "seed": head["seed"], "embedding_dim": head.get("embedding_dim")}
+    options = {
+        "compression": told.get("compression"),
+        "seed": head["seed"],
+        "embedding_dim": head.get("embedding_dim"),
+    }
     options |= {field.name: told.get(field.name) for field in fields(SearchSettings)}
     for name, value in options.items():
         conform(value, int | float | None, f"run.json, configuration.{name}")
-    given = [(f"--{name.replace('_', '-')}", f"{value:g}") for name, value in options.items() if value is not None]
+    given = [
+        (f"--{name.replace('_', '-')}", f"{value:g}")
+        for name, value in options.items()
+        if value is not None
+    ]
     if told.get("compression") is None or "given" in told:
         return ()
     words = ["dnis", "search", head["recipe"], *(word for pair in given for word in pair)]
@@ -117,7 +102,11 @@ def _run_results(path: Path) -> RunResults:
     head = run.read_head()
     remedy = "it was damaged; run `dnis search` again"
     check(
-        "num_blocks" in head["configuration"], f"run folder {path}", "num_blocks in its configuration", "none", remedy
+        "num_blocks" in head["configuration"],
+        f"run folder {path}",
+        "num_blocks in its configuration",
+        "none",
+        remedy,
     )
     return RunResults(
         name=str(path),

@@ -1,22 +1,5 @@
-"""RunFolder: the files that a search or a training leaves, and the way in which later commands find them.
-
-run.json               recipe, seed, configuration, status, history, provenance, versions
-counts.safetensors     training frequencies
-blocks.safetensors     row blocks
-alpha.safetensors      alpha before merging
-scheme.safetensors     retained dims (described in run.json)
-model.safetensors      the plain model, merged and pruned; model.rank<r>.safetensors if several ranks have searched
-report.json            rows of results
-checkpoints/           the last states while training, and the best one
-lock                   held by the job that writes the run
-replaced.partial/      the run that stood here before, until this one has a checkpoint
-
-A training has neither blocks nor alpha, a scheme that retains everything, and no checkpoints: it appears when it is
-complete.
-
-Where ranks on several hosts search and the run is to lie at a URL, they share no folder: rank 0 has one, and what
-every rank writes (`WRITTEN_BY_RANKS`) each puts at the URL by itself.
-"""
+"""RunFolder: the files that a search or a training leaves, and the way in which later commands find
+them."""
 
 from __future__ import annotations
 
@@ -37,7 +20,13 @@ from torch import Tensor, nn
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.jobs.model_shards import delete_shards, has_shards, save_shards, shard_name, stored_shards
+from dnis_torchrec.jobs.model_shards import (
+    delete_shards,
+    has_shards,
+    save_shards,
+    shard_name,
+    stored_shards,
+)
 from dnis_torchrec.jobs.stored_tensors import StoredTensor
 from dnis_torchrec.ranks import rank_of, together
 from dnis_torchrec.report import ReportRow, read_report_rows, write_rows
@@ -101,57 +90,42 @@ class _FinishedHead(_Head):
 
 
 class RunWriteError(RuntimeError):
-    """Error of a job whose results could not be written; what was there, such as checkpoints, is as it was."""
+    """Error of a job whose results could not be written; what was there, such as checkpoints, is as
+    it was."""
 
 
 class RunFolder:
-    """A run on disk. Every file is written whole or not at all; a run that says it has finished survives the machine.
-
-    Args:
-        path: the folder.
-        url: where ranks put their files, if they do not all see the folder; only rank 0 may then use anything else.
-    """
+    """A run on disk. Every file is written whole or not at all; a run that says it has finished
+    survives the machine."""
 
     def __init__(self, path: Path, *, url: str | None = None) -> None:
         self.path, self._url = path, url
 
     @staticmethod
     def check_free(path: Path, *, overwrite: bool = False, can_resume: bool = True) -> None:
-        """Refuses a folder that `create` would.
-
-        Args:
-            path: where a run is to be made.
-            overwrite: see `create`.
-            can_resume: whether whoever asks could go on with a run that stands there; named as a remedy.
-
-        Raises:
-            ValueError: if something stands there already and may not be overwritten, or a link is in it.
-        """
+        """Refuses a folder that `create` would."""
         if not path.exists() or _is_unused(path):
             check_plain(path, f"run folder {path}")
             return
         is_run = (path / "run.json").is_file()
         remedy = "choose another --out"
         if is_run:
-            remedy += ", --resume the run or --overwrite it" if can_resume else " or --overwrite the run"
-        check(overwrite and is_run, f"run folder {path}", "a folder that does not exist", "an existing one", remedy)
+            remedy += (
+                ", --resume the run or --overwrite it" if can_resume else " or --overwrite the run"
+            )
+        check(
+            overwrite and is_run,
+            f"run folder {path}",
+            "a folder that does not exist",
+            "an existing one",
+            remedy,
+        )
         check_outside(path, f"run folder {path}")
         check_plain(path, f"run folder {path}")
 
     @staticmethod
     def create(path: Path, *, url: str | None = None, overwrite: bool = False) -> RunFolder:
-        """Makes the folder of a new run.
-
-        Args:
-            path: where; parents are made.
-            url: see `RunFolder`. What ranks have put there is removed: it is of a run that is no more.
-            overwrite: replace a run that stands there. It is kept within the new one until `drop_replaced`, and
-                `delete` puts it back; with a URL, where parts of it are removed, it is deleted at once. Nothing but a
-                run is replaced.
-
-        Raises:
-            ValueError: if something stands there already and may not be overwritten.
-        """
+        """Makes the folder of a new run."""
         RunFolder.check_free(path, overwrite=overwrite)
         run = RunFolder(path, url=url)
         if path.exists() and not _is_unused(path):
@@ -165,18 +139,8 @@ class RunFolder:
     @staticmethod
     @contextmanager
     def whole(path: Path, *, overwrite: bool = False) -> Iterator[RunFolder]:
-        """A new run whose folder appears complete, or not at all: for what is written at once, and not searched for.
-
-        Args:
-            path: where; parents are made.
-            overwrite: replace a run that stands there, in one step and only when the new one is complete.
-
-        Yields:
-            The run to fill, in a hidden folder beside `path`.
-
-        Raises:
-            ValueError: if something stands there already and may not be overwritten, or another job is at work in it.
-        """
+        """A new run whose folder appears complete, or not at all: for what is written at once, and
+        not searched for."""
         RunFolder.check_free(path, overwrite=overwrite, can_resume=False)
         with ExitStack() as stack:
             if path.exists():
@@ -187,14 +151,7 @@ class RunFolder:
 
     @staticmethod
     def open(path: Path) -> RunFolder:
-        """Opens the folder of a finished run.
-
-        Args:
-            path: the folder.
-
-        Raises:
-            ValueError: if it is none, was written by a newer version, did not finish, or a link is in it.
-        """
+        """Opens the folder of a finished run."""
         place = f"run folder {path}"
         file = path / "run.json"
         is_compressed, remedy = (
@@ -202,7 +159,12 @@ class RunFolder:
             "its page is report.html; artifacts are the folders in it",
         )
         check(not is_compressed, place, "a run", "what `dnis compress` wrote", remedy)
-        check(file.is_file(), place, "a folder written by `dnis search` or `dnis train`", "no run.json in it")
+        check(
+            file.is_file(),
+            place,
+            "a folder written by `dnis search` or `dnis train`",
+            "no run.json in it",
+        )
         check_plain(path, place)
         run = RunFolder(path)
         status = run.read_head()["status"]
@@ -212,18 +174,17 @@ class RunFolder:
 
     @staticmethod
     def open_searched(path: Path) -> RunFolder:
-        """Opens the folder of a finished search, for what wants its blocks and its alpha.
-
-        Args:
-            path: the folder.
-
-        Raises:
-            ValueError: as `open`, and for a run of `dnis train`.
-        """
+        """Opens the folder of a finished search, for what wants its blocks and its alpha."""
         run = RunFolder.open(path)
         remedy = "`dnis evaluate` and `dnis export` take it; its row is in its report.json"
         kind = _kind(run.read_head())
-        check(kind == SEARCHED_RUN, f"run folder {path}", "a run of `dnis search`", f"a {kind} one", remedy)
+        check(
+            kind == SEARCHED_RUN,
+            f"run folder {path}",
+            "a run of `dnis search`",
+            f"a {kind} one",
+            remedy,
+        )
         return run
 
     @property
@@ -246,17 +207,18 @@ class RunFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keeps other jobs from writing this run. The system lets go of it when this process ends, however it ends.
-
-        Works on local disks, and on NFS and other shared ones that pass flock on.
-
-        Raises:
-            ValueError: if another job, here or on another host, holds it, or there is a link in the run.
-        """
+        """Keeps other jobs from writing this run. The system lets go of it when this process ends,
+        however it ends."""
         place = f"run folder {self.path}"
         check_plain(self.path, place)
         with file_lock(self.path / "lock") as owner:
-            check(owner is None, place, "no other job at work in it", owner, "wait for it, or choose another --out")
+            check(
+                owner is None,
+                place,
+                "no other job at work in it",
+                owner,
+                "wait for it, or choose another --out",
+            )
             yield
 
     def status(self) -> str | None:
@@ -264,14 +226,8 @@ class RunFolder:
         return self.read_head()["status"] if (self.path / "run.json").is_file() else None
 
     def check_same(self, fields: Mapping[str, Any]) -> None:
-        """Checks that the run was started with the recipe and settings that it is to be resumed with.
-
-        Args:
-            fields: fields to resume the run with, as `write_head` takes them; JSON-able.
-
-        Raises:
-            ValueError: naming every difference.
-        """
+        """Checks that the run was started with the recipe and settings that it is to be resumed
+        with."""
         head, wanted = _settings(self.read_head()), _settings(json.loads(json.dumps(fields)))
         differences = [
             f"{name} {head.get(name)} instead of {wanted.get(name)}"
@@ -279,10 +235,17 @@ class RunFolder:
             if head.get(name) != wanted.get(name)
         ]
         remedy = "repeat the run's own arguments to --resume it"
-        check(not differences, f"run folder {self.path}", "a run with these settings", ", ".join(differences), remedy)
+        check(
+            not differences,
+            f"run folder {self.path}",
+            "a run with these settings",
+            ", ".join(differences),
+            remedy,
+        )
 
     def delete(self) -> None:
-        """Deletes the folder and everything in it; the run that it has replaced is put back, if it is still there."""
+        """Deletes the folder and everything in it; the run that it has replaced is put back, if it
+        is still there."""
         if (self.path / REPLACED).is_dir():
             self._put_back()
         else:
@@ -291,12 +254,16 @@ class RunFolder:
             self._remove_what_ranks_wrote(self._url)
 
     def drop_replaced(self) -> None:
-        """Deletes the run that this one has replaced, if this one has finished or can be gone on with."""
-        if (self.path / REPLACED).is_dir() and (self.status() == "finished" or self.has_checkpoint()):
+        """Deletes the run that this one has replaced, if this one has finished or can be gone on
+        with."""
+        if (self.path / REPLACED).is_dir() and (
+            self.status() == "finished" or self.has_checkpoint()
+        ):
             shutil.rmtree(self.path / REPLACED, ignore_errors=True)
 
     def _set_aside(self) -> None:
-        """Moves the run that stands here into a folder of the new one; deletes it if ranks write to a URL."""
+        """Moves the run that stands here into a folder of the new one; deletes it if ranks write to
+        a URL."""
         if self._url is not None:
             shutil.rmtree(self.path)
             return
@@ -319,64 +286,47 @@ class RunFolder:
         delete_shards(url)
 
     def read_head(self) -> dict[str, Any]:
-        """The content of run.json.
-
-        Raises:
-            ValueError: if it is no such file, of a newer version, or damaged; names the field.
-        """
+        """The content of run.json."""
         file, place = self.path / "run.json", f"run folder {self.path}"
         head: dict[str, Any] = read_json(file, dict[str, Any], remedy=_DAMAGED)
         check(head.get("format") == _FORMAT, place, f"format {_FORMAT!r}", repr(head.get("format")))
         version = head.get("format_version")
         check(version == _FORMAT_VERSION, place, f"format version {_FORMAT_VERSION}", version)
-        conform(head, _FinishedHead if head.get("status") == "finished" else _Head, str(file), remedy=_DAMAGED)
+        conform(
+            head,
+            _FinishedHead if head.get("status") == "finished" else _Head,
+            str(file),
+            remedy=_DAMAGED,
+        )
         return head
 
     def write_head(self, status: str, fields: Mapping[str, Any]) -> None:
-        """Writes run.json.
-
-        Args:
-            status: ``"searching"``, ``"interrupted"`` or ``"finished"``.
-            fields: everything else; JSON-able.
-        """
+        """Writes run.json."""
         head = {"format": _FORMAT, "format_version": _FORMAT_VERSION, "status": status, **fields}
         text = json.dumps(head, indent=1, allow_nan=False) + "\n"
         put_file(self.path / "run.json", lambda file: file.write_text(text, encoding="utf-8"))
 
     def announce(self) -> None:
-        """Puts run.json at the URL at once, if ranks write there: without it their checkpoints are nobody's."""
+        """Puts run.json at the URL at once, if ranks write there: without it their checkpoints are
+        nobody's."""
         if self._url is not None:
-            put_file(inside(self._url, "run.json"), partial(shutil.copyfile, self.path / "run.json"))
+            put_file(
+                inside(self._url, "run.json"), partial(shutil.copyfile, self.path / "run.json")
+            )
 
     def save_stages(self, counts: FrequencyCounts, blocks: RowBlocks | None = None) -> None:
-        """Writes counts and blocks, as soon as they are known.
-
-        Args:
-            counts: training frequencies.
-            blocks: row blocks; None for a training, which has none.
-        """
+        """Writes counts and blocks, as soon as they are known."""
         counts.save(self.path / "counts.safetensors")
         if blocks is not None:
             blocks.save(self.path / "blocks.safetensors")
 
     def save_model(
-        self, model: nn.Module, scheme: MixedDimensionScheme, alpha: Mapping[int, Tensor] | None = None
+        self,
+        model: nn.Module,
+        scheme: MixedDimensionScheme,
+        alpha: Mapping[int, Tensor] | None = None,
     ) -> None:
-        """Writes a model, merged and pruned after a search, its scheme and the alpha it came from.
-
-        Distributed: all ranks of a sharded model call it; each writes its own shards, rank 0 the rest.
-
-        Args:
-            model: plain or sharded, merged and pruned.
-            scheme: its retained dims, the same on every rank.
-            alpha: embedding_dim -> ``(A, D)`` before merging; None for a training, which has none.
-
-        Raises:
-            OSError: on all ranks, if one of them cannot write.
-            SafetensorError: on rank 0, if it is one of its own files that cannot be written; RuntimeError on the other
-                ranks.
-            StorageError: if storage does not answer; RuntimeError on the other ranks.
-        """
+        """Writes a model, merged and pruned after a search, its scheme and the alpha it came from."""
         ranks = ranks_of(*collections(model).values())
         with together(ranks.group):
             if rank_of() == 0:
@@ -401,14 +351,24 @@ class RunFolder:
         return RowBlocks.load(self.path / "blocks.safetensors")
 
     def left_alone(self) -> frozenset[str]:
-        """Tables that the recipe of a search wanted left alone; none of a training, whose tables all stay."""
-        return self.blocks().left_alone if (self.path / "blocks.safetensors").is_file() else frozenset()
+        """Tables that the recipe of a search wanted left alone; none of a training, whose tables
+        all stay."""
+        return (
+            self.blocks().left_alone
+            if (self.path / "blocks.safetensors").is_file()
+            else frozenset()
+        )
 
     def alpha(self) -> dict[int, Tensor]:
         """alpha before merging, embedding_dim -> ``(A, D)``."""
         tensors, place = self._tensors("alpha"), str(self.path / "alpha.safetensors")
         for name in tensors:
-            check(re.fullmatch("dim[1-9][0-9]{0,8}", name) is not None, place, "names like 'dim8'", repr(name))
+            check(
+                re.fullmatch("dim[1-9][0-9]{0,8}", name) is not None,
+                place,
+                "names like 'dim8'",
+                repr(name),
+            )
         return {int(name.removeprefix("dim")): value for name, value in tensors.items()}
 
     def scheme(self) -> MixedDimensionScheme:
@@ -418,7 +378,9 @@ class RunFolder:
         try:
             return MixedDimensionScheme.from_parts(described, tensors)
         except ValueError as error:
-            raise ValueError(f"{self.path / 'run.json'}, field scheme: {error}; {_DAMAGED}") from error
+            raise ValueError(
+                f"{self.path / 'run.json'}, field scheme: {error}; {_DAMAGED}"
+            ) from error
 
     def state(self) -> dict[str, Tensor]:
         """state_dict of the plain model."""
@@ -429,7 +391,10 @@ class RunFolder:
         if has_shards(self.path):
             return stored_shards(self.path)
         place = str(self.path / "model.safetensors")
-        return {name: StoredTensor.of(f"{place}, {name}", value) for name, value in self._tensors("model").items()}
+        return {
+            name: StoredTensor.of(f"{place}, {name}", value)
+            for name, value in self._tensors("model").items()
+        }
 
     def tables(self) -> dict[str, StoredTensor]:
         """Merged and pruned tables by name, ``(N, D)`` each, of which nothing is read yet."""
@@ -437,7 +402,13 @@ class RunFolder:
         keys = {name: _key_of_table(table) for name, table in tables.items()}
         missing = [key for key in keys.values() if key not in stored]
         place = f"run folder {self.path}"
-        check(not missing, place, "the model to hold the tables of run.json", f"no {missing[:3]}", _DAMAGED)
+        check(
+            not missing,
+            place,
+            "the model to hold the tables of run.json",
+            f"no {missing[:3]}",
+            _DAMAGED,
+        )
         return {name: stored[key] for name, key in keys.items()}
 
     def dense_state(self) -> dict[str, Tensor]:
@@ -454,11 +425,7 @@ class RunFolder:
         return read_report_rows(self.path / "report.json")
 
     def write_rows(self, rows: list[ReportRow]) -> None:
-        """Writes report.json.
-
-        Args:
-            rows: in the order in which they should be read.
-        """
+        """Writes report.json."""
         write_rows(self.path / "report.json", rows)
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
@@ -473,14 +440,22 @@ class RunFolder:
 def _is_unused(path: Path) -> bool:
     """Returns whether a folder holds no more than what a job makes before it writes run.json."""
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else {""}
-    names -= {name for name in names if name.endswith(PARTIAL)}  # a kill leaves what was being written
-    is_before_head = bool(names) and names <= {"checkpoints", "lock", FETCHED}  # of a URL, which has no empty folders
+    names -= {
+        name for name in names if name.endswith(PARTIAL)
+    }  # a kill leaves what was being written
+    is_before_head = bool(names) and names <= {
+        "checkpoints",
+        "lock",
+        FETCHED,
+    }  # of a URL, which has no empty folders
     return is_before_head and not any((path / "checkpoints").glob("*"))
 
 
 def _settings(head: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings that decide the outcome of a run, by name."""
-    settings = {name: head.get(name) for name in ("recipe", "seed", "embedding_dim")} | dict(head["configuration"])
+    settings = {name: head.get(name) for name in ("recipe", "seed", "embedding_dim")} | dict(
+        head["configuration"]
+    )
     return {"kind": _kind(head)} | settings
 
 

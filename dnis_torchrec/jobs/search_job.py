@@ -54,27 +54,7 @@ BASELINES = ("dense", "uniform", "magnitude")
 
 @dataclass(frozen=True, kw_only=True)
 class SearchJob:
-    """Arguments of `dnis search`.
-
-    Attributes:
-        recipe: ``module:function``.
-        data: folder of the data, or None for a recipe that makes its own.
-        out: run folder to make, or to go on with. All ranks have to see it, unless `url` says where else they write.
-        url: where ranks on several hosts put their checkpoints and shards. Only rank 0 then uses `out`, which the
-            caller publishes at this URL.
-        compression: bytes of the float32 tables over bytes served.
-        settings: how to search.
-        embedding_dim: D to start from, or None for the recipe's own.
-        seed: of weights, splits and batch order.
-        given: the trained model that the search begins with; None trains one plainly first.
-        baselines: methods to train beside, at the same size: of ``"dense"``, ``"uniform"``, ``"magnitude"``; each in
-            the precision, of those that `dnis compare` tries, that serves best on the selection split.
-        stored_rows: measure the model of plain training beside: as it is, and with its rows in int8 and int4, see
-            `in_rows`; on one process alone.
-        log_to: of `dnis_torchrec.jobs.tracking.TRACKERS`, those that are told of the finished search.
-        overwrite: replace a run that stands at `out`. It is put back if this one fails before its first checkpoint.
-        saving: when to save, and whether to go on with a run that stands at `out`.
-    """
+    """Arguments of `dnis search`."""
 
     recipe: str
     data: Path | None
@@ -94,7 +74,13 @@ class SearchJob:
     def __post_init__(self) -> None:
         check(self.seed >= 0, "seed", "an integer >= 0", self.seed)
         dim = self.embedding_dim
-        check(dim is None or dim >= 1, "embedding_dim", "an integer >= 1", dim, "leave it out for the recipe's")
+        check(
+            dim is None or dim >= 1,
+            "embedding_dim",
+            "an integer >= 1",
+            dim,
+            "leave it out for the recipe's",
+        )
         contradiction = self.overwrite and self.saving.resume
         check(not contradiction, "--resume", "no --overwrite", "both", "give one of them")
         if self.given is not None:
@@ -106,44 +92,35 @@ class SearchJob:
 
 
 def run_search(job: SearchJob) -> list[ReportRow]:
-    """Searches, evaluates on the test split and writes the run folder; trains baselines if asked.
-
-    Distributed: every rank calls it, on a folder that all of them see, or with a URL that all of them reach. Rank 0
-    alone shows progress and writes the run, but for tables: each rank writes its shards.
-
-    With `Saving.resume`, a run that was interrupted goes on from its latest checkpoint, and of one that has finished
-    only the missing baselines are trained.
-
-    Args:
-        job: arguments of the command, the same on every rank.
-
-    Returns:
-        The rows of report.json, the search's own first.
-
-    Raises:
-        ValueError: for a bad argument, data or size; before training. If another job writes the same run, or ranks do
-            not see the same folder.
-        NotImplementedError: for baselines on several ranks.
-        SearchInterrupted: on SIGINT, SIGTERM or SIGHUP, after the state was saved; if nothing could be, the run is
-            gone.
-        CheckpointWriteError: if a checkpoint could not be written, and that is to stop the search.
-        RunWriteError: if what was found could not be written; the checkpoints stay, and it can be resumed.
-        NonFiniteError: if training diverges; the last good checkpoint stays.
-    """
+    """Searches, evaluates on the test split and writes the run folder; trains baselines if asked."""
     with process_group() as device, errors_of_its_code(job.recipe):
         with together():
             _check_baselines(job)
-            recipe = build_recipe(job.recipe, job.data, seed=job.seed, embedding_dim=job.embedding_dim)
-            trained = None if job.given is None else job.given.fill_(recipe.model, _identity(job), job.settings.epochs)
+            recipe = build_recipe(
+                job.recipe, job.data, seed=job.seed, embedding_dim=job.embedding_dim
+            )
+            trained = (
+                None
+                if job.given is None
+                else job.given.fill_(recipe.model, _identity(job), job.settings.epochs)
+            )
             head = _head(job, recipe, trained)
         with _run_folder(job, head) as run:
             if on_rank_zero(run.status) != "finished":
                 _search(job, recipe, trained, head, run, device)
             rows = list(on_rank_zero(run.rows))
-            if job.stored_rows and world_size_of() == 1 and UNCOMPRESSED not in {row.method for row in rows}:
+            if (
+                job.stored_rows
+                and world_size_of() == 1
+                and UNCOMPRESSED not in {row.method for row in rows}
+            ):
                 rows += _stored_rows(job, run, device)
                 run.write_rows(rows)
-            missing = [name for name in BASELINES if name in job.baselines and name not in {r.method for r in rows}]
+            missing = [
+                name
+                for name in BASELINES
+                if name in job.baselines and name not in {r.method for r in rows}
+            ]
             if missing:  # on one process, as was checked
                 for row in _baselines(job, missing, run.scheme(), device):
                     rows.append(row)
@@ -155,7 +132,9 @@ def _check_baselines(job: SearchJob) -> None:
     world_size = world_size_of()
     if world_size > 1 and job.baselines:
         remedy = "train them with dnis compare"
-        raise NotImplementedError(describe("baselines", "supported is one process", f"{world_size} ranks", remedy))
+        raise NotImplementedError(
+            describe("baselines", "supported is one process", f"{world_size} ranks", remedy)
+        )
 
 
 @contextmanager
@@ -170,7 +149,9 @@ def _run_folder(job: SearchJob, head: dict[str, Any]) -> Iterator[RunFolder]:
                 stack.enter_context(run.lock())
                 if run.status():
                     run.check_same(head)
-                    begun = steps_of(run.read_head(), run.path)  # what is resumed comes of the command that began it
+                    begun = steps_of(
+                        run.read_head(), run.path
+                    )  # what is resumed comes of the command that began it
                     head[PROVENANCE] = [step.to_json() for step in begun]
         with _left_in_order(run, head):
             if run.is_shared:
@@ -218,24 +199,37 @@ def _search(
                 settings = {"recipe": job.recipe, "seed": job.seed} | head["configuration"]
                 tell_tensorboard(run, settings, metrics, outcome.history[-1].step)
                 run.write_rows(rows)
-                run.write_head("finished", head | found | _results(recipe, head["notes"], outcome, metrics))
+                run.write_head(
+                    "finished", head | found | _results(recipe, head["notes"], outcome, metrics)
+                )
                 run.drop_replaced()
                 curves = [(record.step, curves_of(record)) for record in outcome.history]
-                name, told = run.path.resolve().name, {f"test/{metric}": value for metric, value in metrics.items()}
-                track(job.log_to, TrackedRun(name=name, settings=settings, history=curves, metrics=told))
+                name, told = (
+                    run.path.resolve().name,
+                    {f"test/{metric}": value for metric, value in metrics.items()},
+                )
+                track(
+                    job.log_to,
+                    TrackedRun(name=name, settings=settings, history=curves, metrics=told),
+                )
     except (OSError, SafetensorError, StorageError) as error:
         requirement, remedy = "to write what the search found", "make room for it, then --resume"
-        raise RunWriteError(describe(f"run folder {run.path}", requirement, str(error), remedy)) from error
+        raise RunWriteError(
+            describe(f"run folder {run.path}", requirement, str(error), remedy)
+        ) from error
 
 
 @contextmanager
 def _left_in_order(run: RunFolder, head: Mapping[str, Any]) -> Iterator[None]:
-    """Leaves a run to resume after an error in the block, or what was there before if nothing was trained."""
+    """Leaves a run to resume after an error in the block, or what was there before if nothing was
+    trained."""
     try:
         yield
     except BaseException:
         if rank_of() == 0:
-            with suppress(OSError, StorageError):  # a full disk, or storage that is away, must not hide what went wrong
+            with suppress(
+                OSError, StorageError
+            ):  # a full disk, or storage that is away, must not hide what went wrong
                 _keep_or_delete(run, head)
         raise
 
@@ -253,10 +247,13 @@ def _keep_or_delete(run: RunFolder, head: Mapping[str, Any]) -> None:
 def _baselines(
     job: SearchJob, names: list[str], scheme: MixedDimensionScheme, device: torch.device
 ) -> Iterator[ReportRow]:
-    """Rows of the baselines at the bytes that the search came to, each as soon as it is trained in all precisions."""
+    """Rows of the baselines at the bytes that the search came to, each as soon as it is trained in
+    all precisions."""
 
     def build(embedding_dim: int | None) -> Recipe:
-        return build_recipe(job.recipe, job.data, seed=job.seed, embedding_dim=embedding_dim or job.embedding_dim)
+        return build_recipe(
+            job.recipe, job.data, seed=job.seed, embedding_dim=embedding_dim or job.embedding_dim
+        )
 
     for name in names:
         recipe = build(None)
@@ -271,7 +268,9 @@ def _baselines(
                 patience=job.settings.patience,
             )
             try:
-                result = best_precision(METHODS[name], task, precisions_of(METHODS[name], COMPARED_PRECISIONS))
+                result = best_precision(
+                    METHODS[name], task, precisions_of(METHODS[name], COMPARED_PRECISIONS)
+                )
             except (NotApplicableError, SizeNotMetError) as error:
                 logger.warning("baseline %s has no row: %s", name, error)
                 continue
@@ -279,11 +278,14 @@ def _baselines(
 
 
 def _stored_rows(job: SearchJob, run: RunFolder, device: torch.device) -> list[ReportRow]:
-    """Rows of the model that plain training ended with, or that was given: as it is, and in fewer bits a value."""
+    """Rows of the model that plain training ended with, or that was given: as it is, and in fewer
+    bits a value."""
     recipe = build_recipe(job.recipe, job.data, seed=job.seed, embedding_dim=job.embedding_dim)
     trained = job.given or GivenModel(run=run.path)
     trained.fill_(recipe.model, _identity(job), job.settings.epochs)
-    metrics = evaluate(TrainTask(recipe.model.to(device), recipe.task), recipe.data.test, recipe.task, device)
+    metrics = evaluate(
+        TrainTask(recipe.model.to(device), recipe.task), recipe.data.test, recipe.task, device
+    )
     rows = [uncompressed_row(recipe.model, metrics, job.seed)]
     for name, precision in NARROW.items():
         made = in_rows(recipe.model, precision, recipe.leave_alone)
@@ -324,7 +326,9 @@ def _note_of_origin(recipe: Recipe, outcome: SearchOutcome) -> list[str]:
     ]
 
 
-def _results(recipe: Recipe, notes: list[str], outcome: SearchOutcome, metrics: dict[str, float]) -> dict[str, Any]:
+def _results(
+    recipe: Recipe, notes: list[str], outcome: SearchOutcome, metrics: dict[str, float]
+) -> dict[str, Any]:
     return {
         "notes": [*notes, *outcome.counts.notes(), *_note_of_origin(recipe, outcome)],
         "origin": outcome.origin,

@@ -1,12 +1,5 @@
-"""Folders of torch.distributed.checkpoint, read without unpickling: what a sharded model was saved as.
-
-.metadata              a pickle: names, shapes, and where in which file each chunk of a tensor stands
-__0_0.distcp, ..       chunks, each as torch.save writes a tensor, one after the other
-
-A pickle is a program that makes objects by calling what it names. Here its opcodes are walked through by the standard
-library's disassembler and nothing is called: what the pickle would have made by a call becomes a `_Made`, a record of
-what was named and with which arguments. Chunks are read by torch.load with weights_only, and mapped into memory.
-"""
+"""Folders of torch.distributed.checkpoint, read without unpickling: what a sharded model was saved
+as."""
 
 from __future__ import annotations
 
@@ -65,7 +58,9 @@ class _Content(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self._at = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._content)}[whence] + offset
+        self._at = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._content)}[
+            whence
+        ] + offset
         return self._at
 
     def tell(self) -> int:
@@ -79,14 +74,7 @@ class _Content(io.RawIOBase):
 
 
 class ShardedCheckpoint(Mapping[str, StoredTensor]):
-    """The tensors of a checkpoint, read as they are asked for; what is no tensor is passed over.
-
-    Args:
-        folder: what ``torch.distributed.checkpoint.save`` wrote.
-
-    Raises:
-        ValueError: if it is damaged, links or leads out of the folder, or is in a layout that is not known.
-    """
+    """The tensors of a checkpoint, read as they are asked for; what is no tensor is passed over."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -96,8 +84,13 @@ class ShardedCheckpoint(Mapping[str, StoredTensor]):
         try:
             self._read(_walked(file.read_bytes()))
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            requirement, remedy = "metadata of torch.distributed.checkpoint", "save it again, or as a .safetensors file"
-            raise ValueError(describe(place, requirement, str(error) or type(error).__name__, remedy)) from error
+            requirement, remedy = (
+                "metadata of torch.distributed.checkpoint",
+                "save it again, or as a .safetensors file",
+            )
+            raise ValueError(
+                describe(place, requirement, str(error) or type(error).__name__, remedy)
+            ) from error
 
     def _read(self, metadata: _Made) -> None:
         places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
@@ -114,7 +107,10 @@ class ShardedCheckpoint(Mapping[str, StoredTensor]):
             chunks = []
             for described in stored["chunks"]:
                 first, size = _numbers(described["offsets"]), _numbers(described["sizes"])
-                if any(begin + extent > whole for begin, extent, whole in zip(first, size, shape, strict=True)):
+                if any(
+                    begin + extent > whole
+                    for begin, extent, whole in zip(first, size, shape, strict=True)
+                ):
                     raise ValueError(f"a chunk of {name!r} that ends outside of {shape}")
                 open_chunk = partial(self._open, place, size, *places[str(name), first])
                 chunks.append(StoredChunk(first, size, open_chunk))
@@ -130,8 +126,11 @@ class ShardedCheckpoint(Mapping[str, StoredTensor]):
         """The tensor of that name, of which nothing was read yet."""
         return self._tensors[name]
 
-    def _open(self, place: str, shape: tuple[int, ...], name: str, first_byte: int, num_bytes: int) -> Cut:
-        """Maps a chunk into memory; torch's loader, which is given no storage, says where in it the values stand."""
+    def _open(
+        self, place: str, shape: tuple[int, ...], name: str, first_byte: int, num_bytes: int
+    ) -> Cut:
+        """Maps a chunk into memory; torch's loader, which is given no storage, says where in it the
+        values stand."""
         file = self._folder / name
         is_inside = Path(name).name == name and is_plain_file(file)
         check(is_inside, place, "plain files of the folder", repr(name), "copy all files of it")
@@ -139,16 +138,28 @@ class ShardedCheckpoint(Mapping[str, StoredTensor]):
         try:
             # Private to this process: torch takes no memory that must not be written.
             content = np.memmap(file, np.uint8, "c", first_byte, (num_bytes,))
-            described = torch.load(cast(IO[bytes], _Content(content)), map_location="meta", weights_only=True)
+            described = torch.load(
+                cast(IO[bytes], _Content(content)), map_location="meta", weights_only=True
+            )
             size, first = described.element_size(), described.untyped_storage()._checkpoint_offset
             values = torch.from_numpy(content[first : first + described.untyped_storage().nbytes()])
             strides = (*(size * stride for stride in described.stride()), 1)
-            parts = values.as_strided((*described.shape, size), strides, size * described.storage_offset())
+            parts = values.as_strided(
+                (*described.shape, size), strides, size * described.storage_offset()
+            )
         except Exception as error:  # of damaged bytes torch says so in many ways
             raise ValueError(describe(place, requirement, type(error).__name__, remedy)) from error
-        check(tuple(described.shape) == shape, place, f"a tensor of shape {shape}", tuple(described.shape), remedy)
+        check(
+            tuple(described.shape) == shape,
+            place,
+            f"a tensor of shape {shape}",
+            tuple(described.shape),
+            remedy,
+        )
         # Values may begin at any byte of the file, and are aligned when they are copied.
-        return lambda at: parts[at].clone(memory_format=torch.contiguous_format).view(described.dtype).squeeze(-1)
+        return lambda at: (
+            parts[at].clone(memory_format=torch.contiguous_format).view(described.dtype).squeeze(-1)
+        )
 
 
 def _numbers(size: Any) -> tuple[int, ...]:
@@ -226,8 +237,12 @@ def _with_item(pairs: _Pairs, key: Any, value: Any) -> _Pairs:
 
 
 _VALUES: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE"), lambda text: text),
-    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "INT", "BINFLOAT"), lambda number: number),
+    **dict.fromkeys(
+        ("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE"), lambda text: text
+    ),
+    **dict.fromkeys(
+        ("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "INT", "BINFLOAT"), lambda number: number
+    ),
     "GLOBAL": lambda name: name.replace(" ", "."),
     "NEWTRUE": lambda _: True,
     "NEWFALSE": lambda _: False,

@@ -1,4 +1,5 @@
-"""A trained model with its rows in int8 or int4: what users try first, and what a search has to be compared with."""
+"""A trained model with its rows in int8 or int4: what users try first, and what a search has to be
+compared with."""
 
 from __future__ import annotations
 
@@ -22,20 +23,13 @@ NARROW = {rows_name(precision): precision for precision in ("int8", "int4")}
 
 
 def in_rows(model: nn.Module, precision: str, leave_alone: Collection[str] = ()) -> MethodResult:
-    """A trained model whose rows are stored in a precision; nothing is trained. Local, no collective.
-
-    FBGEMM's own rows, a scale for each, where all tables fit them. Else every column has its scale (form ``"packed"``).
-
-    Args:
-        model: trained, plain, or sharded over one process; it does not change.
-        precision: what values are stored in.
-        leave_alone: names of tables that stay in float32.
-
-    Returns:
-        What is served; it was not evaluated.
-    """
+    """A trained model whose rows are stored in a precision; nothing is trained. Local, no
+    collective."""
     plain = get_unwrapped_module(model)
-    scheme, form = uncompressed_scheme(plain), uniform_form(table_configs(plain), precision, is_cut=False)
+    scheme, form = (
+        uncompressed_scheme(plain),
+        uniform_form(table_configs(plain), precision, is_cut=False),
+    )
     if form == PACKED.name or leave_alone:
         shards = [shard for module in collections(plain).values() for shard in local_shards(module)]
         rows: dict[str, Rows] = {shard.table: rows_of(shard.weight) for shard in shards}
@@ -43,4 +37,11 @@ def in_rows(model: nn.Module, precision: str, leave_alone: Collection[str] = ())
         floats = dict(with_uniform_bits(kept, rows, PRECISIONS["fp32"].bits).tables)
         scheme, form = MixedDimensionScheme({**scheme.tables, **floats}), PACKED.name
         scheme = with_uniform_bits(scheme, rows, PRECISIONS[precision].bits)
-    return MethodResult(model=plain, scheme=scheme, form=form, selection_loss=0.0, seconds=0.0, seconds_of_trials=0.0)
+    return MethodResult(
+        model=plain,
+        scheme=scheme,
+        form=form,
+        selection_loss=0.0,
+        seconds=0.0,
+        seconds_of_trials=0.0,
+    )

@@ -1,8 +1,4 @@
-"""Tensors in files, read as far as they are asked for: of a table, a rank reads its own shards.
-
-A tensor stands in chunks, as the ranks wrote them that it was spread over. Files are mapped into memory, so what is cut
-out of a chunk is all that is read of it.
-"""
+"""Tensors in files, read as far as they are asked for: of a table, a rank reads its own shards."""
 
 from __future__ import annotations
 
@@ -22,13 +18,7 @@ VALUES_AT_A_TIME = 1 << 20
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A chunk of a tensor.
-
-    Attributes:
-        first: its first place in the tensor.
-        shape: of the chunk.
-        open: opens its file.
-    """
+    """A chunk of a tensor."""
 
     first: tuple[int, ...]
     shape: tuple[int, ...]
@@ -37,19 +27,7 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in files.
-
-    Attributes:
-        place: where it stands, for errors.
-        shape: of the whole tensor.
-        chunks: that make it up, none over another.
-
-    Example:
-        >>> stored = StoredTensor.of("t", torch.arange(6).view(3, 2))
-        >>> stored.copy_to_(found := torch.zeros(2, 1, dtype=torch.int64), (1, 1))
-        >>> found.tolist(), stored.rows(1, 3).tolist(), stored.whole().shape
-        ([[3], [5]], [[2, 3], [4, 5]], torch.Size([3, 2]))
-    """
+    """A tensor in files."""
 
     place: str
     shape: tuple[int, ...]
@@ -57,28 +35,20 @@ class StoredTensor:
 
     @classmethod
     def of(cls, place: str, tensor: Tensor) -> StoredTensor:
-        """A tensor that is there as a whole, mapped from its file or not.
-
-        Args:
-            place: see `StoredTensor`.
-            tensor: of any shape.
-        """
+        """A tensor that is there as a whole, mapped from its file or not."""
         shape = tuple(tensor.shape)
-        return cls(place, shape, (StoredChunk((0,) * len(shape), shape, lambda: tensor.__getitem__),))
+        return cls(
+            place, shape, (StoredChunk((0,) * len(shape), shape, lambda: tensor.__getitem__),)
+        )
 
     def copy_to_(self, target: Tensor, first: Sequence[int] | None = None) -> None:
-        """Copies the part of the tensor that is as large as `target`. Local; no more than that part is read.
-
-        Args:
-            target: changed in place.
-            first: where the part begins in the tensor; its beginning if None.
-
-        Raises:
-            ValueError: if the chunks do not cover the part, or a file is missing or damaged.
-        """
+        """Copies the part of the tensor that is as large as `target`. Local; no more than that part
+        is read."""
         begin, copied = tuple(first or (0,) * len(self.shape)), 0
         for chunk in self.chunks:
-            low = [max(of_part, of_chunk) for of_part, of_chunk in zip(begin, chunk.first, strict=True)]
+            low = [
+                max(of_part, of_chunk) for of_part, of_chunk in zip(begin, chunk.first, strict=True)
+            ]
             ends = zip(begin, target.shape, chunk.first, chunk.shape, strict=True)
             high = [min(at + extent, of_chunk + size) for at, extent, of_chunk, size in ends]
             if all(start < stop for start, stop in zip(low, high, strict=True)):
@@ -88,27 +58,20 @@ class StoredTensor:
                     part.copy_(cut(_within(span, chunk.first)))
                     copied += part.numel()
         check(
-            copied == target.numel(), self.place, f"chunks of {target.numel()} values", copied, "copy all files of it"
+            copied == target.numel(),
+            self.place,
+            f"chunks of {target.numel()} values",
+            copied,
+            "copy all files of it",
         )
 
     def rows(self, first: int, last: int) -> Tensor:
-        """Rows ``first <= i < last``, and no more of it is read; mapped from their file where that is one chunk's.
-
-        Args:
-            first: the first of them.
-            last: the one after the last.
-
-        Raises:
-            ValueError: as `copy_to_`.
-        """
+        """Rows ``first <= i < last``, and no more of it is read; mapped from their file where that
+        is one chunk's."""
         return self._part((slice(first, last), *self._everything[1:]))
 
     def whole(self) -> Tensor:
-        """The whole tensor; mapped from its file where that holds it in one chunk.
-
-        Raises:
-            ValueError: as `copy_to_`.
-        """
+        """The whole tensor; mapped from its file where that holds it in one chunk."""
         return self._part(self._everything)
 
     @property
@@ -139,4 +102,6 @@ def _in_pieces(low: Sequence[int], high: Sequence[int]) -> list[tuple[tuple[int,
 
 def _within(span: Sequence[tuple[int, int]], first: Sequence[int]) -> tuple[slice, ...]:
     """Places of a tensor as those of a part or chunk that begins at `first`."""
-    return tuple(slice(start - at, stop - at) for (start, stop), at in zip(span, first, strict=True))
+    return tuple(
+        slice(start - at, stop - at) for (start, stop), at in zip(span, first, strict=True)
+    )

@@ -1,8 +1,5 @@
-"""A finished search in MLflow or Weights & Biases, for who compares runs there; TensorBoard has every run anyway.
-
-The packages are not installed with this one, and imported only where they are asked for. Where they send what they get
-is theirs to know, from their own environment variables.
-"""
+"""A finished search in MLflow or Weights & Biases, for who compares runs there; TensorBoard has
+every run anyway."""
 
 from __future__ import annotations
 
@@ -20,14 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """A search as trackers get it.
-
-    Attributes:
-        name: of the run, that of its folder.
-        settings: name -> value.
-        history: an entry per epoch: its step, and the curves at it.
-        metrics: of the test split.
-    """
+    """A search as trackers get it."""
 
     name: str
     settings: Mapping[str, Any]
@@ -36,27 +26,22 @@ class TrackedRun:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuses trackers that are not known or not installed.
-
-    Args:
-        names: of `TRACKERS`.
-
-    Raises:
-        ValueError: naming the tracker, and the command that installs it.
-    """
+    """Refuses trackers that are not known or not installed."""
     for name in names:
         check_known("--log-to", name, TRACKERS)
         remedy = f"install it: pip install {name}"
-        check(find_spec(name) is not None, "--log-to", f"the package {name}", "an environment without it", remedy)
+        check(
+            find_spec(name) is not None,
+            "--log-to",
+            f"the package {name}",
+            "an environment without it",
+            remedy,
+        )
 
 
 def track(names: Sequence[str], run: TrackedRun) -> None:
-    """Tells trackers of a finished search. A tracker that fails is warned of: the run lies in its folder.
-
-    Args:
-        names: as `check_trackers` takes them.
-        run: what it was and what it came to.
-    """
+    """Tells trackers of a finished search. A tracker that fails is warned of: the run lies in its
+    folder."""
     for name in names:
         try:
             TRACKERS[name](run)

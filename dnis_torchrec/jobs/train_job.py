@@ -1,4 +1,5 @@
-"""`dnis train`: from a recipe to a run folder that holds its plain model, trained to its own early stop."""
+"""`dnis train`: from a recipe to a run folder that holds its plain model, trained to its own early
+stop."""
 
 from __future__ import annotations
 
@@ -38,14 +39,7 @@ from dnis_torchrec.training.sharded import shard
 
 @dataclass(frozen=True, kw_only=True)
 class TrainJob(TrainSettings):
-    """Arguments of `dnis train`, with its settings.
-
-    Attributes:
-        recipe: ``module:function``.
-        data: folder of the data, or None for a recipe that makes its own.
-        out: run folder to make; all ranks have to see it.
-        overwrite: replace a run that stands at `out`, once this one is complete.
-    """
+    """Arguments of `dnis train`, with its settings."""
 
     recipe: str
     data: Path | None
@@ -54,38 +48,28 @@ class TrainJob(TrainSettings):
 
 
 def run_train(job: TrainJob) -> ReportRow:
-    """Trains a recipe's plain model, evaluates it on the test split and writes the run folder.
-
-    It is the training of the baseline `dense`: the model as the recipe has it, to its own early stop. Nothing at `out`
-    is touched before the whole run is written beside it.
-
-    Distributed: every rank calls it, on a folder that all of them see. Each writes its shards of the tables, rank 0 the
-    rest; it alone shows progress.
-
-    Args:
-        job: arguments of the command, the same on every rank.
-
-    Returns:
-        The row of report.json.
-
-    Raises:
-        ValueError: for a bad argument, data or place; before training. If ranks do not see the same folder.
-        NonFiniteError: if training diverges.
-        RunWriteError: if the run could not be written; what stood at `out` is as it was.
-    """
+    """Trains a recipe's plain model, evaluates it on the test split and writes the run folder."""
     with process_group() as device, errors_of_its_code(job.recipe):
         with together():
-            recipe = build_recipe(job.recipe, job.data, seed=job.seed, embedding_dim=job.embedding_dim)
+            recipe = build_recipe(
+                job.recipe, job.data, seed=job.seed, embedding_dim=job.embedding_dim
+            )
             if job.embedding_l2 is not None:
                 recipe = replace(recipe, embedding_l2=job.embedding_l2)
-        on_rank_zero(lambda: RunFolder.check_free(job.out, overwrite=job.overwrite, can_resume=False))
+        on_rank_zero(
+            lambda: RunFolder.check_free(job.out, overwrite=job.overwrite, can_resume=False)
+        )
         check_shared(job.out.parent)
-        data, counts, _ = read_before_training(recipe, table_configs(recipe.model), Ranks.everyone(), CountLimits())
+        data, counts, _ = read_before_training(
+            recipe, table_configs(recipe.model), Ranks.everyone(), CountLimits()
+        )
         recipe = replace(recipe, data=data)
         return _train(job, recipe, counts, device)
 
 
-def _train(job: TrainJob, recipe: Recipe, counts: FrequencyCounts, device: torch.device) -> ReportRow:
+def _train(
+    job: TrainJob, recipe: Recipe, counts: FrequencyCounts, device: torch.device
+) -> ReportRow:
     scheme = uncompressed_scheme(recipe.model)
     notes = [*recipe.notes, *counts.notes()]
     torch.manual_seed(job.seed)
@@ -108,7 +92,11 @@ def _train(job: TrainJob, recipe: Recipe, counts: FrequencyCounts, device: torch
         )
     metrics = evaluate(model, recipe.data.test, recipe.task, device)
     row = uncompressed_row(model, metrics, job.seed, time.monotonic() - started)
-    head = _head(job, recipe, trained) | {"notes": notes, "scheme": scheme.to_json(), "metrics": metrics}
+    head = _head(job, recipe, trained) | {
+        "notes": notes,
+        "scheme": scheme.to_json(),
+        "metrics": metrics,
+    }
     try:
         with new_run(job.out, overwrite=job.overwrite) as run:
             run.save_model(task_of_trained(model).model, scheme)
@@ -119,19 +107,16 @@ def _train(job: TrainJob, recipe: Recipe, counts: FrequencyCounts, device: torch
                     run.write_head("finished", head)
     except (OSError, SafetensorError) as error:
         requirement = "to write the trained run"
-        raise RunWriteError(describe(f"run folder {job.out}", requirement, str(error), "make room for it")) from error
+        raise RunWriteError(
+            describe(f"run folder {job.out}", requirement, str(error), "make room for it")
+        ) from error
     return row
 
 
-def uncompressed_row(model: nn.Module, metrics: dict[str, float], seed: int, seconds: float = 0.0) -> ReportRow:
-    """The row of a model whose tables are as training left them.
-
-    Args:
-        model: plain or sharded; no value of it is read.
-        metrics: metric -> value on the test split.
-        seed: of splits and initial weights.
-        seconds: wall time of the training; 0 where nothing was trained.
-    """
+def uncompressed_row(
+    model: nn.Module, metrics: dict[str, float], seed: int, seconds: float = 0.0
+) -> ReportRow:
+    """The row of a model whose tables are as training left them."""
     parameters = uncompressed_scheme(model).parameters
     return ReportRow(
         method=UNCOMPRESSED,

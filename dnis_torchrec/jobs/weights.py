@@ -22,23 +22,8 @@ _SHOWN = 3
 
 
 def weights_for_(model: nn.Module, path: Path) -> dict[str, StoredTensor]:
-    """Finds the weights of a model in files, naming what does not fit. Nothing but names and shapes is read yet.
-
-    Names are the model's own, or stand behind one prefix, such as ``"model."`` beside an optimizer's states; what does
-    not stand behind it is passed over. A model of TorchRec's gets its axes, if the weights have them (`with_axes_`).
-
-    Args:
-        model: plain; changed where it gets axes.
-        path: a ``.safetensors`` file; what ``torch.save(model.state_dict())`` wrote, read with weights_only (in the
-            format before torch 1.6 as a whole); or what torch.distributed.checkpoint did, a folder, see
-            `ShardedCheckpoint`.
-
-    Returns:
-        The weights by the names that the model has, for `dnis_torchrec.jobs.model_shards.fill_`.
-
-    Raises:
-        ValueError: for no such file, another kind of file, or names or shapes that do not fit, which are named.
-    """
+    """Finds the weights of a model in files, naming what does not fit. Nothing but names and shapes
+    is read yet."""
     state = _state(path)
     if has_axes(state):
         with_axes_(model)
@@ -51,7 +36,9 @@ def weights_for_(model: nn.Module, path: Path) -> dict[str, StoredTensor]:
         if names
     )
     remedy = "use the weights of the recipe's model"
-    check(not received, f"weights {path}", "the names of the model's own parameters", received, remedy)
+    check(
+        not received, f"weights {path}", "the names of the model's own parameters", received, remedy
+    )
     for name, value in own.items():
         shape, wanted = found[name].shape, tuple(value.shape)
         check(shape == wanted, f"weights {path}, {name}", f"shape {wanted}", shape, remedy)
@@ -68,14 +55,21 @@ def _state(path: Path) -> Mapping[str, StoredTensor]:
         if path.suffix == ".safetensors":
             loaded = load_file(path)
         else:
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            loaded = torch.load(
+                path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+            )
     except SafetensorError as error:
         raise ValueError(describe(place, "a whole safetensors file", str(error))) from error
     except Exception as error:  # what is wrong with a file of any kind, torch says in many ways
-        requirement, remedy = "a state_dict, read with weights_only", "save model.state_dict(), or a .safetensors file"
+        requirement, remedy = (
+            "a state_dict, read with weights_only",
+            "save model.state_dict(), or a .safetensors file",
+        )
         raise ValueError(describe(place, requirement, f"{type(error).__name__}", remedy)) from error
     check(isinstance(loaded, Mapping), place, "a state_dict", type(loaded).__name__)
-    return {name: StoredTensor.of(f"{place}, {name}", value) for name, value in _flat(loaded).items()}
+    return {
+        name: StoredTensor.of(f"{place}, {name}", value) for name, value in _flat(loaded).items()
+    }
 
 
 def _flat(state: Mapping[Any, object], prefix: str = "") -> dict[str, Tensor]:
@@ -88,11 +82,17 @@ def _flat(state: Mapping[Any, object], prefix: str = "") -> dict[str, Tensor]:
     return tensors
 
 
-def _behind_prefix(own: Mapping[str, Tensor], state: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _behind_prefix(
+    own: Mapping[str, Tensor], state: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
     """Drops the prefix behind which most of the model's names stand; the shortest one of several."""
     first = next(iter(own), "")
-    prefixes = [name.removesuffix(first) for name in state if name == first or name.endswith(f".{first}")]
+    prefixes = [
+        name.removesuffix(first) for name in state if name == first or name.endswith(f".{first}")
+    ]
     prefix = min(
-        prefixes, key=lambda prefix: (sum(prefix + name not in state for name in own), len(prefix)), default=""
+        prefixes,
+        key=lambda prefix: (sum(prefix + name not in state for name in own), len(prefix)),
+        default="",
     )
     return {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}

@@ -1,7 +1,5 @@
-"""The check of a batch's bags on a GPU: one Triton kernel for all keys, and nobody waits for what it finds.
-
-Shapes: B batch, I ids of a batch.
-"""
+"""The check of a batch's bags on a GPU: one Triton kernel for all keys, and nobody waits for what
+it finds."""
 
 from __future__ import annotations
 
@@ -19,22 +17,14 @@ if triton_bags.triton is not None:
 BAGS_PER_CHECK, IDS_PER_CHECK = 256, 256
 
 
-def bad_bags(ids: Tensor, lengths: Tensor, offsets: Tensor, bounds: Tensor, longest: Tensor, unlimited: int) -> Tensor:
-    """Looks for lengths and ids that may not be. Local; the GPU alone waits for it.
-
-    Args:
-        ids: ``(I,)`` int32 or int64, the bags of one key after those of another; this and all that follows on the GPU.
-        lengths: ``(keys * B,)`` int32 or int64.
-        offsets: ``(keys * B + 1,)``: their sums, which are to rise from 0 to I.
-        bounds: ``(keys,)`` int64: ids are at least 0 and below it.
-        longest: ``(keys,)`` int64, ids that a bag of the key may hold.
-        unlimited: the bound of a key whose ids may be any numbers.
-
-    Returns:
-        ``(1,)`` int32, 0 where all is well.
-    """
+def bad_bags(
+    ids: Tensor, lengths: Tensor, offsets: Tensor, bounds: Tensor, longest: Tensor, unlimited: int
+) -> Tensor:
+    """Looks for lengths and ids that may not be. Local; the GPU alone waits for it."""
     has_no_bags, num_keys = lengths.numel() == 0, len(bounds)
-    fault = torch.full((1,), int(has_no_bags and ids.numel() > 0), dtype=torch.int32, device=ids.device)
+    fault = torch.full(
+        (1,), int(has_no_bags and ids.numel() > 0), dtype=torch.int32, device=ids.device
+    )
     batch_size = lengths.numel() // max(num_keys, 1)
     if not has_no_bags:
         _check_kernel[(triton_bags.triton.cdiv(batch_size, BAGS_PER_CHECK), num_keys)](
@@ -72,7 +62,11 @@ def _check_bags(  # type: ignore[no-untyped-def]  # Triton takes every name in a
     first = tl.program_id(0).to(tl.int64) * bags_per_program
     key, last = tl.program_id(1), tl.minimum(first + bags_per_program, batch_size)
     own = first + tl.arange(0, bags_per_program)
-    is_bag, bag, begin_of_key = own < last, key.to(tl.int64) * batch_size + own, key.to(tl.int64) * batch_size
+    is_bag, bag, begin_of_key = (
+        own < last,
+        key.to(tl.int64) * batch_size + own,
+        key.to(tl.int64) * batch_size,
+    )
     length = tl.load(lengths + bag, mask=is_bag, other=0).to(tl.int64)
     begin = tl.load(offsets + bag, mask=is_bag, other=0).to(tl.int64)
     end = tl.load(offsets + bag + 1, mask=is_bag, other=0).to(tl.int64)
@@ -90,7 +84,9 @@ def _check_bags(  # type: ignore[no-untyped-def]  # Triton takes every name in a
     for start in range(low, high, ids_per_step):
         place = start + tl.arange(0, ids_per_step)
         id_there = tl.load(ids + place, mask=place < high, other=0).to(tl.int64)
-        bad |= tl.max(tl.where((place < high) & ((id_there < 0) | (id_there >= bound)), 1, 0), axis=0)
+        bad |= tl.max(
+            tl.where((place < high) & ((id_there < 0) | (id_there >= bound)), 1, 0), axis=0
+        )
     tl.store(fault, 1, mask=bad != 0)
 
 

@@ -1,10 +1,4 @@
-"""BagSplitter: from a KeyedJaggedTensor to one whose keys are (feature, block) pairs.
-
-A bag that mixes blocks cannot be multiplied by one row of alpha. Split by block, each part can; the parts are summed
-again after pooling.
-
-Shapes: B batch, F features, S blocks, I ids of a batch.
-"""
+"""BagSplitter: from a KeyedJaggedTensor to one whose keys are (feature, block) pairs."""
 
 from __future__ import annotations
 
@@ -24,21 +18,7 @@ from dnis_torchrec.ops.block_operators import are_compiled, split_bags
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FeatureSplit:
-    """The rule by which the bags of one feature are split.
-
-    Attributes:
-        feature: KJT key to read.
-        keys: one output key per block, None for a block that is left out; a single key and no routing
-            passes the bags on.
-        routing: row -> block, or None.
-
-    Raises:
-        ValueError: if `keys` is not one per block, or one where there is no routing.
-
-    Example:
-        >>> FeatureSplit(feature="user", keys=("user",)).routing is None
-        True
-    """
+    """The rule by which the bags of one feature are split."""
 
     feature: str
     keys: tuple[str | None, ...]
@@ -46,34 +26,16 @@ class FeatureSplit:
 
     def __post_init__(self) -> None:
         num_blocks = 1 if self.routing is None else self.routing.num_blocks
-        check(len(self.keys) == num_blocks, f"feature {self.feature!r}", f"{num_blocks} keys", len(self.keys))
+        check(
+            len(self.keys) == num_blocks,
+            f"feature {self.feature!r}",
+            f"{num_blocks} keys",
+            len(self.keys),
+        )
 
 
 class BagSplitter(nn.Module):
-    """Splits bags by block: key f becomes one key per block, in the order given.
-
-    Ids keep their order within a bag, so sums are reproducible. Ids of no block (or of a block that is left out)
-    disappear, which leaves shorter or empty bags. Holds no parameters; TorchRec's train pipeline runs it as a
-    postproc, one batch ahead.
-
-    Args:
-        splits: one entry per (feature, table) pair, in the order of the output keys.
-
-    Shape:
-        - Input: at least the keys that the splits read, in any order, stride B.
-        - Output: one key per non-None entry of `splits[i].keys`, stride B.
-
-    Raises:
-        ValueError: if two output keys are equal.
-
-    Example:
-        >>> routing = RowRouting(4, 2, boundaries=torch.tensor([0, 2, 4]))
-        >>> splitter = BagSplitter([FeatureSplit(feature="f", keys=("f/b0", "f/b1"), routing=routing)])
-        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 0, 1]), lengths=torch.tensor([2, 1]))
-        >>> out = splitter(kjt)
-        >>> out.keys(), out.values().tolist(), out.lengths().tolist()
-        (['f/b0', 'f/b1'], [0, 1, 3], [1, 1, 1, 0])
-    """
+    """Splits bags by block: key f becomes one key per block, in the order given."""
 
     _slots: Tensor
 
@@ -81,7 +43,12 @@ class BagSplitter(nn.Module):
         super().__init__()
         self._splits = tuple(splits)
         self._keys: list[str] = [key for split in splits for key in split.keys if key is not None]
-        check(len(set(self._keys)) == len(self._keys), "BagSplitter", "distinct output keys", self._keys)
+        check(
+            len(set(self._keys)) == len(self._keys),
+            "BagSplitter",
+            "distinct output keys",
+            self._keys,
+        )
         # Features that share a routing (several on one table) share its tensors.
         self._routers = nn.ModuleList()
         self._router_of_split: list[int | None] = []
@@ -97,10 +64,8 @@ class BagSplitter(nn.Module):
         self.register_buffer("_slots", self._slot_of_block(), persistent=False)
 
     def _slot_of_block(self) -> Tensor:
-        """Index of the output key of every (split, block), one past the last key for what is dropped.
-
-        Shape: ``(sum of (S + 1),)``; int16 where that is enough, because a stable sort of it is four times as fast.
-        """
+        """Index of the output key of every (split, block), one past the last key for what is
+        dropped."""
         none, slots, slot = len(self._keys), [], 0
         for split in self._splits:
             for key in split.keys:
@@ -110,27 +75,22 @@ class BagSplitter(nn.Module):
         return torch.tensor(slots, dtype=torch.int16 if none < 2**15 else torch.int64)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Splits every bag.
-
-        Args:
-            features: the bags; keys that no split reads are dropped. Ids lie in 0..N-1 (the caller checks).
-
-        Returns:
-            The split bags; weights follow their ids.
-
-        Raises:
-            ValueError: if a feature is missing.
-            NotImplementedError: if the features of the batch differ in stride.
-        """
+        """Splits every bag."""
         bags = select_features(features, [split.feature for split in self._splits])
         weights = bags.weights_or_none()
         learns = weights is not None and weights.requires_grad and torch.is_grad_enabled()
-        if bags.values().device.type == "cpu" and are_compiled() and not learns:  # the operator knows no gradient
+        if (
+            bags.values().device.type == "cpu" and are_compiled() and not learns
+        ):  # the operator knows no gradient
             values, lengths, weights = self._split_at_once(bags)
         else:
             values, lengths, weights = self._split_by_sorting(bags)
         return KeyedJaggedTensor(
-            keys=self._keys, values=values, weights=weights, lengths=lengths, stride=features.stride()
+            keys=self._keys,
+            values=values,
+            weights=weights,
+            lengths=lengths,
+            stride=features.stride(),
         )
 
     def _split_at_once(self, bags: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -154,37 +114,35 @@ class BagSplitter(nn.Module):
 
     def _split_by_sorting(self, bags: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Splits bags by torch's own operators, on any device; returns the same."""
-        slot = self._slots.index_select(0, self._blocks_of(bags.values().split(bags.length_per_key())))
+        slot = self._slots.index_select(
+            0, self._blocks_of(bags.values().split(bags.length_per_key()))
+        )
         return sort_by_slot(bags, slot, len(self._keys))
 
     def _blocks_of(self, values: Sequence[Tensor]) -> Tensor:
         """Returns, for each id, the index of its pair of split and block, ``(I,)``."""
         blocks, first = [], 0
         for split, router, ids in zip(self._splits, self._router_of_split, values, strict=True):
-            block = torch.zeros_like(ids, dtype=torch.int64) if router is None else self._routers[router](ids)
+            block = (
+                torch.zeros_like(ids, dtype=torch.int64)
+                if router is None
+                else self._routers[router](ids)
+            )
             blocks.append(block + first)
             first += len(split.keys) + 1
         return torch.cat(blocks)
 
 
-def sort_by_slot(bags: KeyedJaggedTensor, slot: Tensor, num_keys: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Splits bags by the key that each id goes to; ids keep their order within a bag.
-
-    Args:
-        bags: of one batch size B.
-        slot: ``(I,)`` integers: index of the key; `num_keys` drops the id.
-        num_keys: number of keys of the split bags.
-
-    Returns:
-        Ids, lengths ``(num_keys * B,)`` and weights of the split bags.
-
-    Example:
-        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 0, 1]), lengths=torch.tensor([2, 1]))
-        >>> ids, lengths, _ = sort_by_slot(kjt, torch.tensor([1, 0, 0]), 2)
-        >>> ids.tolist(), lengths.tolist()
-        ([0, 1, 3], [1, 1, 1, 0])
-    """
-    batch_size, values, weights, lengths = bags.stride(), bags.values(), bags.weights_or_none(), bags.lengths()
+def sort_by_slot(
+    bags: KeyedJaggedTensor, slot: Tensor, num_keys: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Splits bags by the key that each id goes to; ids keep their order within a bag."""
+    batch_size, values, weights, lengths = (
+        bags.stride(),
+        bags.values(),
+        bags.weights_or_none(),
+        bags.lengths(),
+    )
     order = torch.argsort(slot, stable=True)[: int((slot < num_keys).sum())]
     bag = torch.arange(batch_size, device=slot.device).repeat(len(bags.keys()))
     bag = torch.repeat_interleave(bag, lengths, output_size=slot.numel())
@@ -196,24 +154,7 @@ def sort_by_slot(bags: KeyedJaggedTensor, slot: Tensor, num_keys: int) -> tuple[
 
 
 def select_features(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedTensor:
-    """The bags of the named features, in that order; a name may occur twice.
-
-    Args:
-        features: bags of at least the named features, in any order.
-        names: KJT keys.
-
-    Returns:
-        `features` itself if its keys are `names` already.
-
-    Raises:
-        ValueError: if a feature is missing.
-        NotImplementedError: if the batch holds one stride per key or inverse indices (TorchRec's variable batch size).
-
-    Example:
-        >>> kjt = KeyedJaggedTensor(keys=["a", "b"], values=torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
-        >>> select_features(kjt, ["b", "a"]).values().tolist()
-        [2, 1]
-    """
+    """The bags of the named features, in that order; a name may occur twice."""
     check_one_batch_size(features)
     if features.keys() == list(names):
         return features
@@ -224,18 +165,10 @@ def select_features(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJ
 
 
 def check_one_batch_size(features: KeyedJaggedTensor) -> None:
-    """Refuses batches of TorchRec's variable batch size.
-
-    Args:
-        features: a batch.
-
-    Raises:
-        NotImplementedError: if it holds one stride per key, or inverse indices.
-
-    Example:
-        >>> check_one_batch_size(KeyedJaggedTensor(keys=["a"], values=torch.tensor([1]), lengths=torch.tensor([1])))
-    """
+    """Refuses batches of TorchRec's variable batch size."""
     if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
         requirement = "one batch size for all features (stride), the only kind supported"
         remedy = "expand the bags to one per sample first"
-        raise NotImplementedError(describe("KeyedJaggedTensor", requirement, "a batch size per feature", remedy))
+        raise NotImplementedError(
+            describe("KeyedJaggedTensor", requirement, "a batch size per feature", remedy)
+        )

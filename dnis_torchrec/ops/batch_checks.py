@@ -1,10 +1,4 @@
-"""Checks that a batch holds as many ids as its lengths ask for, before anything reads them.
-
-Kernels trust lengths and offsets: where these ask for more ids than there are, they read beyond the batch. So what
-comes from outside passes here, or through an operator that checks as much by itself, and errors name the feature.
-
-Shapes: B batch, F features (keys of the batch), I ids of a batch.
-"""
+"""Checks that a batch holds as many ids as its lengths ask for, before anything reads them."""
 
 from __future__ import annotations
 
@@ -27,34 +21,13 @@ _RAISES, _NO_WARNING = 0, torch.zeros(1, dtype=torch.int64)
 
 
 def named(features: Sequence[str]) -> str:
-    """Features as errors name them: ``"feature 'f'"``, ``"features 'f', 'g'"``.
-
-    Args:
-        features: one at least.
-
-    Example:
-        >>> named(["f", "g"])
-        "features 'f', 'g'"
-    """
+    """Features as errors name them: ``"feature 'f'"``, ``"features 'f', 'g'"``."""
     listed = ", ".join(map(repr, features[:SHOWN])) + (", ..." if len(features) > SHOWN else "")
     return f"features {listed}" if len(features) > 1 else f"feature {listed}"
 
 
 def check_bags(features: KeyedJaggedTensor) -> None:
-    """Checks that lengths, offsets and weights of a batch are those of its ids.
-
-    Nothing is looked at under torch.export and torch.compile; on a GPU, where looking would stop the stream, an
-    assertion runs there.
-
-    Args:
-        features: the batch; keys that nobody reads are checked, too, because theirs shift all others.
-
-    Raises:
-        ValueError: naming the feature, or all of them where no single one is at fault.
-
-    Example:
-        >>> check_bags(KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 5]), lengths=torch.tensor([0, 2])))
-    """
+    """Checks that lengths, offsets and weights of a batch are those of its ids."""
     if torch.compiler.is_compiling():
         return
     lengths, ids, weights = features.lengths(), features.values(), features.weights_or_none()
@@ -73,32 +46,23 @@ def check_bags(features: KeyedJaggedTensor) -> None:
 
 
 def offsets_of_rows(features: KeyedJaggedTensor, limits: Tensor) -> Tensor | None:
-    """Returns the offsets of a sound batch, in which every id is a row, in one pass: the usual case.
-
-    FBGEMM's compiled operator is there wherever TorchRec is. torch's own operators would take several passes and as
-    many calls, which cost small batches time.
-
-    Args:
-        features: the batch, of one batch size.
-        limits: ``(keys,)`` int64, the number of rows that ids of each key may name.
-
-    Returns:
-        ``(keys * B + 1,)``, or None where the batch has to be looked at more closely; it may still be sound.
-
-    Example:
-        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 5]), lengths=torch.tensor([0, 2]))
-        >>> offsets_of_rows(kjt, torch.tensor([6])).tolist(), offsets_of_rows(kjt, torch.tensor([5]))
-        ([0, 0, 2], None)
-    """
+    """Returns the offsets of a sound batch, in which every id is a row, in one pass: the usual
+    case."""
     ids, weights = features.values(), features.weights_or_none()
     if torch.compiler.is_compiling() or ids.device.type != "cpu":
         return None
-    lengths, given, num_bags = features.lengths(), features.offsets_or_none(), len(limits) * features.stride()
+    lengths, given, num_bags = (
+        features.lengths(),
+        features.offsets_or_none(),
+        len(limits) * features.stride(),
+    )
     fits = ids.dim() == lengths.dim() == 1 and lengths.numel() == num_bags > 0
     fits = fits and ids.dtype in INTEGERS and lengths.dtype in INTEGERS
     if not fits or not (weights is None or weights.numel() == ids.numel()):
         return None
-    offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths)  # where their sum overflows, they fall
+    offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(
+        lengths
+    )  # where their sum overflows, they fall
     if given is not None and not (given.dtype == offsets.dtype and torch.equal(given, offsets)):
         return None
     try:
@@ -110,51 +74,40 @@ def offsets_of_rows(features: KeyedJaggedTensor, limits: Tensor) -> Tensor | Non
 
 
 def are_sound(lengths: Tensor, num_bags: int, num_ids: int) -> bool:
-    """Returns whether no length is below 0, and they add up to the number of ids.
-
-    Args:
-        lengths: of any shape, on the CPU.
-        num_bags: how many there should be.
-        num_ids: I.
-
-    Example:
-        >>> are_sound(torch.tensor([2, 0]), 2, 2), are_sound(torch.tensor([3, -1]), 2, 2)
-        (True, False)
-    """
+    """Returns whether no length is below 0, and they add up to the number of ids."""
     if lengths.dtype not in INTEGERS or lengths.numel() != num_bags:
         return False
     if num_bags <= _FEW_BAGS:
         listed = lengths.flatten().tolist()
         return sum(listed) == num_ids and min(listed, default=0) >= 0
-    lowest, highest = torch.aminmax(lengths)  # no length above the number of ids: their sum does not overflow
+    lowest, highest = torch.aminmax(
+        lengths
+    )  # no length above the number of ids: their sum does not overflow
     return int(lowest) >= 0 and int(highest) <= num_ids and int(lengths.sum()) == num_ids
 
 
 def refuse_bags(
-    names: Sequence[str], lengths: Tensor, strides: Sequence[int], ids: Tensor, weights: Tensor | None = None
+    names: Sequence[str],
+    lengths: Tensor,
+    strides: Sequence[int],
+    ids: Tensor,
+    weights: Tensor | None = None,
 ) -> None:
-    """Says what is wrong with the bags of a batch; looks at one after the other.
-
-    Args:
-        names: keys of the batch.
-        lengths: ``(F * B,)``, on the CPU.
-        strides: how many bags each key has: B, as the batch has it.
-        ids: ``(I,)``.
-        weights: ``(I,)``, or None.
-
-    Raises:
-        ValueError: as `check_bags`. Nothing is wrong if it does not raise.
-
-    Example:
-        >>> refuse_bags(["f", "g"], torch.tensor([1, 0, 3, 0]), [2, 2], torch.tensor([7, 7]))
-        Traceback (most recent call last):
-        ValueError: feature 'g': expected no more ids than there are, got a bag of 3 in sample 0, with 1 left
-    """
+    """Says what is wrong with the bags of a batch; looks at one after the other."""
     everywhere, num_ids, num_bags = named(names), ids.numel(), sum(strides)
     check(lengths.dtype in INTEGERS, everywhere, "int32 or int64 lengths", lengths.dtype)
-    check(lengths.numel() == num_bags, everywhere, f"{num_bags} lengths, one for each bag", lengths.numel())
+    check(
+        lengths.numel() == num_bags,
+        everywhere,
+        f"{num_bags} lengths, one for each bag",
+        lengths.numel(),
+    )
     check(ids.dim() == 1, everywhere, "ids of one dimension", tuple(ids.shape))
-    bags = [(name, number) for name, stride in zip(names, strides, strict=True) for number in range(stride)]
+    bags = [
+        (name, number)
+        for name, stride in zip(names, strides, strict=True)
+        for number in range(stride)
+    ]
     left = num_ids
     for (name, number), length in zip(bags, lengths.flatten().tolist(), strict=True):
         place, sample = named([name]), f"in sample {number}"
@@ -162,61 +115,33 @@ def refuse_bags(
         received = f"a bag of {length} {sample}, with {left} left"
         check(length <= left, place, "no more ids than there are", received)
         left -= length
-    check(left == 0, everywhere, f"as many ids as their lengths add up to, {num_ids - left}", num_ids)
+    check(
+        left == 0, everywhere, f"as many ids as their lengths add up to, {num_ids - left}", num_ids
+    )
     if weights is not None:
         received = f"{weights.numel()} weights"
-        check(weights.numel() == num_ids, everywhere, f"a weight for each of {num_ids} ids", received)
+        check(
+            weights.numel() == num_ids, everywhere, f"a weight for each of {num_ids} ids", received
+        )
 
 
 def readable_bags(
     names: Sequence[str], ids: Tensor, offsets: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Checks bags that an operator has refused, and converts them to dtypes that it takes.
-
-    Args:
-        names: keys of the batch.
-        ids: ``(I,)``, on the CPU.
-        offsets: ``(F * B + 1,)``.
-        weights: ``(I,)``, or None.
-
-    Returns:
-        The ids and weights themselves, if an operator takes them as they are.
-
-    Raises:
-        ValueError: if the bags are at fault, as `check_bags`.
-        TypeError: if ids are no integers.
-
-    Example:
-        >>> ids, _ = readable_bags(["f"], torch.tensor([3], dtype=torch.uint8), torch.tensor([0, 1]), None)
-        >>> ids.dtype
-        torch.int64
-    """
+    """Checks bags that an operator has refused, and converts them to dtypes that it takes."""
     everywhere = named(names)
     check(offsets.dtype in INTEGERS, everywhere, "int32 or int64 offsets", offsets.dtype)
     first = int(offsets[0]) if offsets.numel() else None
     check(first == 0, everywhere, "offsets that rise from 0", first)
     num_bags = offsets.numel() - 1
-    refuse_bags(names, offsets.long().diff(), [num_bags // max(len(names), 1)] * len(names), ids, weights)
+    refuse_bags(
+        names, offsets.long().diff(), [num_bags // max(len(names), 1)] * len(names), ids, weights
+    )
     return integer_ids(ids, names), weights if weights is None else weights.float()
 
 
 def integer_ids(ids: Tensor, names: Sequence[str]) -> Tensor:
-    """Ids as operators take them; others than integers would be rounded, or read as something else.
-
-    Args:
-        ids: of a batch.
-        names: keys of the batch.
-
-    Returns:
-        `ids` if they are int32 or int64, else int64; what does not fit becomes a number below 0, which no table has.
-
-    Raises:
-        TypeError: if they are no integers.
-
-    Example:
-        >>> integer_ids(torch.tensor([200], dtype=torch.uint8), ["f"])
-        tensor([200])
-    """
+    """Ids as operators take them; others than integers would be rounded, or read as something else."""
     if ids.dtype in INTEGERS:
         return ids
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:

@@ -1,11 +1,5 @@
-"""The operator ``dnis_torchrec::csr_embedding_bag``: all features of a collection, from compressed sparse rows.
-
-Three implementations of one meaning: compiled for the CPU (csrc/lookups/csr_embedding_bag.cpp), a Triton
-kernel for CUDA (csr_triton.py), and from torch's own operators for every other device, for tables of several shards on
-CUDA, and where nothing can be compiled. A fake one lets torch.export through.
-
-Shapes: B batch, F features, I ids of a batch, D embedding_dim, n rows and V values of a shard.
-"""
+"""The operator ``dnis_torchrec::csr_embedding_bag``: all features of a collection, from compressed
+sparse rows."""
 
 from __future__ import annotations
 
@@ -35,27 +29,16 @@ CSR_SCHEMA = (
 
 @once
 def load_operator() -> bool:
-    """Makes the operators of lookups there, compiling them if need be; modules do so by themselves.
-
-    They are ``csr_embedding_bag``, ``mixed_dimension_bag`` and ``bag_offsets`` of ``torch.ops.dnis_torchrec``. Call it
-    before running an exported program in a process that builds no serving module. Further calls do nothing. Without a
-    compiler, or with ``DNIS_NO_COMPILE=1``, torch's own operators do the work: same results, many times slower.
-
-    Returns:
-        Whether the compiled implementation is used on the CPU.
-
-    Warns:
-        RuntimeWarning: if it could not be compiled, with the reason.
-
-    Example:
-        >>> load_operator() in (True, False)
-        True
-    """
+    """Makes the operators of lookups there, compiling them if need be; modules do so by themselves."""
     compiled = LOOKUPS.is_there()
     if not compiled:
-        torch.library.define(f"{NAMESPACE}::{CSR_EMBEDDING_BAG}", CSR_SCHEMA.removeprefix(CSR_EMBEDDING_BAG))
+        torch.library.define(
+            f"{NAMESPACE}::{CSR_EMBEDDING_BAG}", CSR_SCHEMA.removeprefix(CSR_EMBEDDING_BAG)
+        )
     # on the CPU the compiled implementation goes before this one
-    torch.library.impl(f"{NAMESPACE}::{CSR_EMBEDDING_BAG}", "CompositeExplicitAutograd", torch_csr_embedding_bag)
+    torch.library.impl(
+        f"{NAMESPACE}::{CSR_EMBEDDING_BAG}", "CompositeExplicitAutograd", torch_csr_embedding_bag
+    )
     if torch.cuda.is_available():
         from dnis_torchrec.ops import csr_triton, triton_bags  # Triton takes seconds to load
 
@@ -81,56 +64,25 @@ def torch_csr_embedding_bag(
     width: int,
     zero_unknown: bool,
 ) -> Tensor:
-    """The operator's meaning, from torch's own operators; same arguments and result as the compiled one.
-
-    For feature f read from table t, with ids i_1 .. i_L of a bag and weights w (1 if there are none),
-    ``out[bag, first_column + columns[p]] = sum over i, p of w_i * scale_i * values[p]``, p running from
-    ``row_pointers[i]`` to ``row_pointers[i + 1]``; MEAN divides by L.
-
-    Args:
-        ids: ``(I,)`` int32 or int64, the bags of one key after those of another.
-        offsets: ``(keys * B + 1,)`` int32 or int64: bag b of key k holds ids ``offsets[k * B + b]`` up to the next.
-        per_sample_weights: ``(I,)`` float32, or None.
-        tables: for each table its shards (consecutive rows, most often all of them), and for each shard its rows,
-            uint8, interleaved (see interleaved_rows.py), and its row_pointers, ``(n + 1,)`` int32 or int64 or, as
-            uint8, compact (see compact_pointers.py). One list, because torch takes longer to hand two over than to
-            look a bag up.
-        layout: ``(F, 7)`` int64, on the CPU for lookups there: per feature the first shard of its table and how many
-            there are, its first output column, D, 1 for MEAN, and the bytes of a value (4 float32, 2 float16, 1 int8
-            with scales) and of a column (1 or 2).
-        keys: per feature the position of its key among those of `offsets`; None: the features in order.
-        batch_size: B.
-        width: output columns, the sum of D over features.
-        zero_unknown: ids outside a table contribute zero (and count in L); otherwise they raise.
-
-    Returns:
-        ``(B, width)`` float32.
-
-    Raises:
-        ValueError: for an id outside its table, for offsets, row pointers or columns that point out of theirs, and for
-            ids that are no int32 or int64.
-
-    Example:
-        >>> from dnis_torchrec.ops.interleaved_rows import interleaved
-        >>> columns, row_pointers = torch.tensor([1, 0, 1], dtype=torch.uint8), torch.tensor([0, 1, 1, 3])
-        >>> rows = interleaved(torch.tensor([2.0, 3.0, 4.0]), columns, row_pointers)
-        >>> table, layout = [rows, row_pointers], torch.tensor([[0, 1, 0, 2, 0, 4, 1]])
-        >>> ids, offsets = torch.tensor([0, 2, 1]), torch.tensor([0, 2, 3])
-        >>> torch_csr_embedding_bag(ids, offsets, None, table, layout, None, 2, 2, False).tolist()
-        [[3.0, 6.0], [0.0, 0.0]]
-    """
+    """The operator's meaning, from torch's own operators; same arguments and result as the compiled
+    one."""
     check(ids.dtype in INTEGERS, f"{CSR_EMBEDDING_BAG}: ids", "int32 or int64", ids.dtype)
     shards, bounds = split_shards(tables), offsets.long()
     ends = (int(bounds[0]), int(bounds[-1])) if bounds.numel() else None
     rises = ends == (0, ids.numel()) and bool((bounds.diff() >= 0).all())
-    check(rises, f"{CSR_EMBEDDING_BAG}: offsets", "them to rise from 0 to the number of ids", "others")
+    check(
+        rises, f"{CSR_EMBEDDING_BAG}: offsets", "them to rise from 0 to the number of ids", "others"
+    )
     num_bags = bounds.numel() - 1
     fits = keys is not None or not batch_size or num_bags == len(layout) * batch_size
     check(fits, f"{CSR_EMBEDDING_BAG}: offsets", "bags for each feature and for no other", num_bags)
     out = torch.zeros(batch_size, width, device=ids.device)
     for feature, fields in enumerate(layout.tolist()):
         first_shard, num_shards, first_column, embedding_dim, is_mean, *row_layout = fields
-        key, place = feature if keys is None else keys[feature], f"{CSR_EMBEDDING_BAG}: feature {feature}"
+        key, place = (
+            feature if keys is None else keys[feature],
+            f"{CSR_EMBEDDING_BAG}: feature {feature}",
+        )
         table = shards[first_shard : first_shard + num_shards]
         bags = bounds[key * batch_size : (key + 1) * batch_size + 1]
         first, last, lengths = int(bags[0]), int(bags[-1]), bags.diff()
@@ -141,7 +93,9 @@ def torch_csr_embedding_bag(
             _check_all(is_row, place, f"ids in 0..{num_rows - 1}", row)
         known = is_row.nonzero().squeeze(1)
         weights = None if per_sample_weights is None else per_sample_weights[first:last][known]
-        entry, column, value = _values_of_table(table, RowLayout(*row_layout), row[known], weights, place)
+        entry, column, value = _values_of_table(
+            table, RowLayout(*row_layout), row[known], weights, place
+        )
         _check_all(column < embedding_dim, place, "columns below embedding_dim", column)
         pooled = out.new_zeros(batch_size * embedding_dim)
         pooled.index_add_(0, bag[known][entry] * embedding_dim + column, value)
@@ -159,14 +113,7 @@ def _cuda_csr_embedding_bag(by_triton: Callable[..., Tensor], *arguments: Any) -
 
 
 def split_shards(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Rows and row pointers of each shard, from the operator's list.
-
-    Args:
-        tensors: rows and row pointers of every shard in turn, see `tables` of `torch_csr_embedding_bag`.
-
-    Raises:
-        ValueError: if the last shard lacks its row pointers.
-    """
+    """Rows and row pointers of each shard, from the operator's list."""
     return list(zip(tensors[::2], tensors[1::2], strict=True))
 
 
@@ -177,9 +124,14 @@ def _check_all(condition: Tensor, place: str, requirement: str, values: Tensor) 
 
 
 def _values_of_table(
-    shards: Sequence[tuple[Tensor, Tensor]], layout: RowLayout, rows: Tensor, weights: Tensor | None, place: str
+    shards: Sequence[tuple[Tensor, Tensor]],
+    layout: RowLayout,
+    rows: Tensor,
+    weights: Tensor | None,
+    place: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_values_of_rows`, of a table that may lie in several shards; in the order of the rows that were asked for."""
+    """`_values_of_rows`, of a table that may lie in several shards; in the order of the rows that
+    were asked for."""
     if len(shards) == 1:
         return _values_of_rows(shards[0], layout, rows, weights, place)
     parts, first = [], 0
@@ -187,7 +139,9 @@ def _values_of_table(
         num_rows = num_rows_of(shard[1])
         inside = ((rows >= first) & (rows < first + num_rows)).nonzero().squeeze(1)
         own_weights = None if weights is None else weights[inside]
-        entry, column, value = _values_of_rows(shard, layout, rows[inside] - first, own_weights, place)
+        entry, column, value = _values_of_rows(
+            shard, layout, rows[inside] - first, own_weights, place
+        )
         parts.append((inside[entry], column, value))
         first += num_rows
     entry, column, value = (torch.cat(found) for found in zip(*parts, strict=True))
@@ -196,9 +150,14 @@ def _values_of_table(
 
 
 def _values_of_rows(
-    shard: tuple[Tensor, Tensor], layout: RowLayout, rows: Tensor, weights: Tensor | None, place: str
+    shard: tuple[Tensor, Tensor],
+    layout: RowLayout,
+    rows: Tensor,
+    weights: Tensor | None,
+    place: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All values of the given rows, one row after the other: which row (by position), which column, and the value."""
+    """All values of the given rows, one row after the other: which row (by position), which column,
+    and the value."""
     interleaved_rows, row_pointers = shard
     begin, end = row_bounds(row_pointers, rows)
     # the first part keeps the second from overflowing

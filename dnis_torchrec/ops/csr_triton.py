@@ -1,7 +1,4 @@
-"""The CSR lookup on a GPU: a Triton kernel with the bits of the CPU's operator.
-
-Shapes: B batch, F features, I ids of a batch, n rows of a shard, D embedding_dim, V values of a shard.
-"""
+"""The CSR lookup on a GPU: a Triton kernel with the bits of the CPU's operator."""
 
 from __future__ import annotations
 
@@ -14,7 +11,12 @@ from torch import Tensor
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.ops import triton_bags
-from dnis_torchrec.ops.compact_pointers import RECORD_BYTES, ROWS_PER_RECORD, START_BYTES, num_rows_of
+from dnis_torchrec.ops.compact_pointers import (
+    RECORD_BYTES,
+    ROWS_PER_RECORD,
+    START_BYTES,
+    num_rows_of,
+)
 from dnis_torchrec.ops.interleaved_rows import RowLayout
 from dnis_torchrec.ops.triton_bags import bag_bounds, check_keys, column_programs, jitted, on_device
 
@@ -24,11 +26,13 @@ if triton_bags.triton is not None:
 VALUES_PER_STEP = 4
 """Values of a row that a program takes at a time."""
 WARPS_PER_PROGRAM = 1
-"""A bag is a chain of loads that wait for each other: many small programs hide that, large ones do not."""
+"""A bag is a chain of loads that wait for each other: many small programs hide that, large ones do
+not."""
 
 
 class _Encoding(NamedTuple):
-    """Sizes of stored numbers, for which the kernel is compiled. Features of equal sizes share a launch."""
+    """Sizes of stored numbers, for which the kernel is compiled. Features of equal sizes share a
+    launch."""
 
     value_bytes: int
     column_bytes: int
@@ -58,32 +62,7 @@ def triton_csr_embedding_bag(
     width: int,
     zero_unknown: bool,
 ) -> Tensor:
-    """`torch_csr_embedding_bag` for tables that lie on a GPU, in one shard each.
-
-    One program per bag and feature adds the rows of the bag in the order of its ids; nothing is added atomically, so
-    the result is the same every time. Where a row's values belong is found by comparing its columns with all of the
-    output's: no two threads ever write to one place. All features whose tables are encoded alike take one launch.
-
-    Args:
-        ids: ``(I,)``; this and all that follows as for `torch_csr_embedding_bag`, every tensor on the GPU.
-        offsets: ``(keys * B + 1,)``, rising from 0 to I.
-        per_sample_weights: ``(I,)`` or None.
-        tables: buffers of all tables.
-        layout: ``(F, 7)``; rather on the CPU, because reading it from the GPU waits for the GPU.
-        keys: positions of keys, or None.
-        batch_size: B.
-        width: output columns.
-        zero_unknown: whether unknown ids give zeros; else they are an error.
-
-    Returns:
-        ``(B, width)`` float32.
-
-    Raises:
-        ValueError: if a feature has no bags.
-        RuntimeError: for offsets that do not rise from 0 to I, and an unknown id unless `zero_unknown`; on a GPU later
-            and for the whole process, as an asynchronous assertion is.
-        NotImplementedError: for tables of several shards.
-    """
+    """`torch_csr_embedding_bag` for tables that lie on a GPU, in one shard each."""
     out = torch.empty(batch_size, width, device=ids.device)
     fault = torch.zeros(1, dtype=torch.int32, device=ids.device)
     for encoding, features in _by_encoding(tables, layout, keys).items():
@@ -91,10 +70,15 @@ def triton_csr_embedding_bag(
             break
         num_keys = (offsets.numel() - 1) // batch_size
         check(
-            keys is not None or num_keys == len(layout), "offsets", "bags for each feature", f"those of {num_keys} keys"
+            keys is not None or num_keys == len(layout),
+            "offsets",
+            "bags for each feature",
+            f"those of {num_keys} keys",
         )
         check_keys([feature.key for feature in features], num_keys)
-        columns_per_program, programs_per_bag = column_programs([feature.embedding_dim for feature in features])
+        columns_per_program, programs_per_bag = column_programs(
+            [feature.embedding_dim for feature in features]
+        )
         _kernel[(batch_size, len(features), programs_per_bag)](
             ids,
             offsets,
@@ -132,7 +116,9 @@ def _by_encoding(
     for index, fields in enumerate(layout.tolist()):
         first_shard, num_shards, first_column, embedding_dim, is_mean, *row_layout = fields
         if num_shards != 1:
-            raise NotImplementedError(f"feature {index}: supported on a GPU is one shard per table, got {num_shards}")
+            raise NotImplementedError(
+                f"feature {index}: supported on a GPU is one shard per table, got {num_shards}"
+            )
         rows, row_pointers = tables[2 * first_shard : 2 * first_shard + 2]
         value_bytes, column_bytes = row_layout
         features[_Encoding(value_bytes, column_bytes, row_pointers.element_size())].append(
@@ -166,9 +152,11 @@ def _row_bounds(  # type: ignore[no-untyped-def]
     start_bytes: tl.constexpr,
     rows_per_record: tl.constexpr,
 ):
-    """Row pointer of a row, and of the next, from the address of all; of an id that is no row 0 and 0."""
+    """Row pointer of a row, and of the next, from the address of all; of an id that is no row 0 and
+    0."""
     if pointer_bytes == 1:
-        # compact: the bytes of the record's start, little-endian, and the lengths of the rows before this one
+        # compact: the bytes of the record's start, little-endian, and the lengths of the rows
+        # before this one
         records = row_pointers.to(tl.pointer_type(tl.uint8))
         record = row // rows_per_record * record_bytes
         place = tl.arange(0, record_bytes)
@@ -229,8 +217,14 @@ def _pool_bag(  # type: ignore[no-untyped-def]  # Triton takes every name in an 
     feature = features + tl.program_id(1) * fields_per_feature  # fields in the order of _Feature
     rows = tl.load(feature).to(tl.pointer_type(tl.uint8))
     row_pointers, num_rows = tl.load(feature + 1), tl.load(feature + 2)
-    first_column, embedding_dim, is_mean = tl.load(feature + 4), tl.load(feature + 5), tl.load(feature + 6)
-    begin, end, is_sound = bag_bounds(offsets, tl.load(feature + 3) * batch_size + bag, num_bags, num_ids)
+    first_column, embedding_dim, is_mean = (
+        tl.load(feature + 4),
+        tl.load(feature + 5),
+        tl.load(feature + 6),
+    )
+    begin, end, is_sound = bag_bounds(
+        offsets, tl.load(feature + 3) * batch_size + bag, num_bags, num_ids
+    )
     tl.store(fault, 1, mask=is_sound == 0)
     own_columns = tl.program_id(2) * columns_per_program + tl.arange(0, columns_per_program)
     pooled = tl.zeros((columns_per_program,), tl.float32)
@@ -239,14 +233,18 @@ def _pool_bag(  # type: ignore[no-untyped-def]  # Triton takes every name in an 
         is_row = (row >= 0) & (row < num_rows)
         if checks_ids:
             tl.store(fault, 1, mask=is_row == 0)
-        first, last = _bounds(row_pointers, row, is_row, pointer_bytes, record_bytes, start_bytes, rows_per_record)
+        first, last = _bounds(
+            row_pointers, row, is_row, pointer_bytes, record_bytes, start_bytes, rows_per_record
+        )
         count = last - first
         start = rows + first * (value_bytes + column_bytes) + tl.where(is_row, row, 0) * scale_bytes
         factor = 1.0
         if has_weights:
             factor = tl.load(weights + i)
         if scale_bytes > 0:  # a bfloat16 is the upper half of a float32
-            factor = factor * (_number(start, is_row, scale_bytes) << 16).to(tl.float32, bitcast=True)
+            factor = factor * (_number(start, is_row, scale_bytes) << 16).to(
+                tl.float32, bitcast=True
+            )
         columns = start + scale_bytes + count * value_bytes
         for k in range(0, count, values_per_step):
             position = k + tl.arange(0, values_per_step)
@@ -255,12 +253,15 @@ def _pool_bag(  # type: ignore[no-untyped-def]  # Triton takes every name in an 
             value = _float(bits, value_bytes) * factor
             column = _number(columns + position * column_bytes, inside, column_bytes)
             hit = (column[:, None] == own_columns[None, :]) & inside[:, None]
-            # columns differ within a row, so at most one value is added to each: no order of additions to choose
+            # columns differ within a row, so at most one value is added to each: no order of
+            # additions to choose
             pooled += tl.sum(tl.where(hit, value[:, None], 0.0), axis=0)
     if is_mean != 0:
         length = tl.maximum(end - begin, 1).to(tl.float32)
         pooled = tl.div_rn(pooled, tl.zeros_like(pooled) + length)
-    tl.store(out + bag * width + first_column + own_columns, pooled, mask=own_columns < embedding_dim)
+    tl.store(
+        out + bag * width + first_column + own_columns, pooled, mask=own_columns < embedding_dim
+    )
 
 
 _kernel: Any = jitted(_pool_bag)

@@ -1,14 +1,5 @@
-"""Interleaved rows: whatever a lookup reads of a CSR row stands in one place, so that it waits for memory once.
-
-In canonical CSR a row's values, columns and scale lie in three arrays, a cache line each. Here a row of c values is
-
-    scale (bfloat16, with int8 values only) | c values | c columns
-
-and rows follow each other without gaps: a row begins at byte ``first * (bytes of a value and its column) + row * (bytes
-of a scale)``, `first` being its row pointer. Same bytes altogether; numbers are little-endian and not aligned.
-
-Shapes: n rows, V values, I rows that are looked up, E values of those.
-"""
+"""Interleaved rows: whatever a lookup reads of a CSR row stands in one place, so that it waits for
+memory once."""
 
 from __future__ import annotations
 
@@ -23,28 +14,14 @@ _DTYPE_OF_BYTES = {4: torch.float32, 2: torch.float16, 1: torch.int8}
 
 
 class RowLayout(NamedTuple):
-    """Sizes of the values and column indices that rows are interleaved of.
-
-    Attributes:
-        value_bytes: 4 (float32), 2 (float16) or 1 (int8).
-        column_bytes: 1 (uint8) or 2 (uint16).
-
-    Example:
-        >>> RowLayout.of(torch.int8, torch.uint16).num_bytes(num_rows=3, num_values=10)
-        36
-    """
+    """Sizes of the values and column indices that rows are interleaved of."""
 
     value_bytes: int
     column_bytes: int
 
     @classmethod
     def of(cls, values: torch.dtype, columns: torch.dtype) -> RowLayout:
-        """The layout of values and columns of these dtypes.
-
-        Args:
-            values: float32, float16 or int8.
-            columns: uint8 or uint16.
-        """
+        """The layout of values and columns of these dtypes."""
         return cls(values.itemsize, columns.itemsize)
 
     @property
@@ -58,38 +35,19 @@ class RowLayout(NamedTuple):
         return self.value_bytes + self.column_bytes
 
     def num_bytes(self, num_rows: int, num_values: int) -> int:
-        """Bytes of n rows with V values together.
-
-        Args:
-            num_rows: n; with int8 values each has a scale.
-            num_values: V, of all rows together.
-        """
+        """Bytes of n rows with V values together."""
         return num_rows * self.scale_bytes + num_values * self.entry_bytes
 
 
 def interleaved(
-    values: Tensor, columns: Tensor, row_pointers: Tensor, scales: Tensor | None = None, *, rows_per_chunk: int = 2**16
+    values: Tensor,
+    columns: Tensor,
+    row_pointers: Tensor,
+    scales: Tensor | None = None,
+    *,
+    rows_per_chunk: int = 2**16,
 ) -> Tensor:
-    """Interleaves rows, a chunk at a time.
-
-    Args:
-        values: ``(V,)`` float32, float16, or int8 with scales.
-        columns: ``(V,)`` uint8 or uint16.
-        row_pointers: ``(n + 1,)`` int32 or int64, rising from 0 to V.
-        scales: ``(n,)`` bfloat16.
-        rows_per_chunk: rows at a time; a value takes about 80 bytes meanwhile.
-
-    Returns:
-        uint8, as many bytes as the arguments without row pointers have.
-
-    Raises:
-        ValueError: if row pointers do not rise.
-
-    Example:
-        >>> columns, pointers = torch.tensor([1, 0, 1], dtype=torch.uint8), torch.tensor([0, 1, 1, 3])
-        >>> interleaved(torch.tensor([2, 3, 4], dtype=torch.int8), columns, pointers, torch.ones(3).bfloat16()).tolist()
-        [128, 63, 2, 1, 128, 63, 128, 63, 3, 4, 0, 1]
-    """
+    """Interleaves rows, a chunk at a time."""
     layout, num_rows = RowLayout.of(values.dtype, columns.dtype), row_pointers.numel() - 1
     rows = torch.empty(layout.num_bytes(num_rows, values.numel()), dtype=torch.uint8)
     for first in range(0, num_rows, rows_per_chunk):
@@ -99,8 +57,12 @@ def interleaved(
         start = first * layout.scale_bytes + begin * layout.entry_bytes
         chunk = rows[start : start + layout.num_bytes(last - first, end - begin)]
         count = pointers.diff()
-        check(bool((count >= 0).all()), "row pointers", "rising ones", f"others from row {first} on")
-        row_start = (pointers[:-1] - begin) * layout.entry_bytes + torch.arange(last - first) * layout.scale_bytes
+        check(
+            bool((count >= 0).all()), "row pointers", "rising ones", f"others from row {first} on"
+        )
+        row_start = (pointers[:-1] - begin) * layout.entry_bytes + torch.arange(
+            last - first
+        ) * layout.scale_bytes
         if scales is not None:
             _scatter(chunk, row_start, scales[first:last])
         row, place = _entries(count)
@@ -114,30 +76,13 @@ def interleaved(
 def read_rows(
     rows: Tensor, layout: RowLayout, index: Tensor, first: Tensor, count: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Takes rows apart: what a lookup gathers, one row after the other.
-
-    Args:
-        rows: interleaved.
-        layout: sizes of the values and columns.
-        index: ``(I,)`` int64, which rows.
-        first: ``(I,)`` int64, their row pointers.
-        count: ``(I,)`` int64, how many values each has; all of them within `rows`.
-
-    Returns:
-        Which of the I rows (``(E,)`` int64), the columns (``(E,)`` int64), the values (``(E,)`` float32) and the scales
-        (``(I,)`` float32, one without int8 values).
-
-    Example:
-        >>> columns, pointers = torch.tensor([1, 0, 1], dtype=torch.uint8), torch.tensor([0, 1, 1, 3])
-        >>> rows = interleaved(torch.tensor([2.0, 3.0, 4.0]), columns, pointers)
-        >>> one = torch.tensor([2]), torch.tensor([1]), torch.tensor([2])
-        >>> [part.tolist() for part in read_rows(rows, RowLayout(4, 1), *one)]
-        [[0, 0], [0, 1], [3.0, 4.0], [1.0]]
-    """
+    """Takes rows apart: what a lookup gathers, one row after the other."""
     row_start = first * layout.entry_bytes + index * layout.scale_bytes
     row, place = _entries(count)
     value_start = row_start[row] + layout.scale_bytes
-    values = _gather(rows, value_start + place * layout.value_bytes, _DTYPE_OF_BYTES[layout.value_bytes])
+    values = _gather(
+        rows, value_start + place * layout.value_bytes, _DTYPE_OF_BYTES[layout.value_bytes]
+    )
     column_start = value_start + count[row] * layout.value_bytes + place * layout.column_bytes
     column_bytes = _bytes_at(rows, column_start, layout.column_bytes).long()
     columns = sum(part << 8 * byte for byte, part in enumerate(column_bytes.unbind(1)))

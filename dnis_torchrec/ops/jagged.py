@@ -6,22 +6,12 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 
 def jagged_by_key(features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-    """The bags of every key: what `KeyedJaggedTensor.to_dict` gives, on the device where the batch is.
-
-    A KeyedJaggedTensor keeps the dict that it has once given, and ``to(device)`` hands it on to the copy, so that
-    `to_dict` of a batch that was read on the CPU gives the CPU's bags on a GPU. And it takes no batch of 0 samples.
-
-    Args:
-        features: the bags, perhaps none.
-
-    Example:
-        >>> import torch
-        >>> none = torch.empty(0, dtype=torch.int64)
-        >>> jagged_by_key(KeyedJaggedTensor(keys=["f"], values=none, lengths=none, stride=0))["f"].lengths().tolist()
-        []
-    """
+    """The bags of every key: what `KeyedJaggedTensor.to_dict` gives, on the device where the batch
+    is."""
     if not features.lengths().numel():
-        nothing = JaggedTensor(values=features.values(), lengths=features.lengths(), weights=features.weights_or_none())
+        nothing = JaggedTensor(
+            values=features.values(), lengths=features.lengths(), weights=features.weights_or_none()
+        )
         return dict.fromkeys(features.keys(), nothing)
     jagged = features.to_dict()
     if any(bags.values().device != features.device() for bags in jagged.values()):

@@ -1,11 +1,5 @@
-"""The operator ``dnis_torchrec::mixed_dimension_bag``: all features of a collection, from a table per block of rows.
-
-Compiled for the CPU (csrc/lookups/mixed_dimension_bag.cpp); it reads stock tables where they lie, so nothing is stored
-for it. Without it, on other devices, and while training, the same modules go through TorchRec's and FBGEMM's own
-kernels.
-
-Shapes: B batch, F features, I ids of a batch, N rows of a table, D embedding_dim, S blocks, R retained dims of a block.
-"""
+"""The operator ``dnis_torchrec::mixed_dimension_bag``: all features of a collection, from a table
+per block of rows."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Builds the compiled operators once per machine, with the C++ compiler that is there.
-
-The first module of a process that needs an operator builds its library. Sources are written against torch's stable
-ABI, so a build takes seconds and needs neither ninja nor the whole of torch's headers.
-"""
+"""Builds the compiled operators once per machine, with the C++ compiler that is there."""
 
 from __future__ import annotations
 
@@ -40,10 +36,12 @@ FLAGS = (
     "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the oldest torch of dnis_torchrec._dependencies: 2.11
 )
 NO_COMPILE = "DNIS_NO_COMPILE"
-"""Environment variable: set to anything but 0, nothing is compiled or loaded, and torch's own operators do the work."""
+"""Environment variable: set to anything but 0, nothing is compiled or loaded, and torch's own
+operators do the work."""
 SECONDS_TO_COMPILE = 300
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
-"""Instruction sets from narrow to wide. A library holds its loops for each, so that one serves every machine."""
+"""Instruction sets from narrow to wide. A library holds its loops for each, so that one serves
+every machine."""
 ELF_MAGIC = b"\x7fELF"
 ELF_HEADER = struct.Struct("=40xQ10xHH2x")
 """Header of a 64-bit ELF file: offset of the section headers, size of one, and their number."""
@@ -55,15 +53,7 @@ _built_elsewhere: ContextVar[tuple[Path, ...]] = ContextVar("built_elsewhere", d
 
 @dataclass(frozen=True, kw_only=True)
 class NativeLibrary:
-    """A shared library, and the sources that it is compiled from.
-
-    Attributes:
-        name: of the library.
-        place: name of the library, for errors.
-        sources: folder of the ``.cpp`` files that are compiled, and of all that they include.
-        without: what happens where it cannot be built, for a warning.
-        instruction_set_function: the function of the library that tells or sets the instruction set.
-    """
+    """A shared library, and the sources that it is compiled from."""
 
     name: str
     place: str
@@ -72,47 +62,36 @@ class NativeLibrary:
     instruction_set_function: str
 
     def is_there(self) -> bool:
-        """Loads the operators, building them if need be; False where they cannot be, or `NO_COMPILE` forbids it.
-
-        Warns:
-            RuntimeWarning: if they could not be compiled, with the reason.
-        """
+        """Loads the operators, building them if need be; False where they cannot be, or
+        `NO_COMPILE` forbids it."""
         if os.environ.get(NO_COMPILE, "0") not in ("", "0"):
             return False
         try:
             self.load()
         except (OSError, RuntimeError) as error:
-            warnings.warn(f"{error}\n{self.without}; {NO_COMPILE}=1 silences this", RuntimeWarning, stacklevel=5)
+            warnings.warn(
+                f"{error}\n{self.without}; {NO_COMPILE}=1 silences this",
+                RuntimeWarning,
+                stacklevel=5,
+            )
             return False
         return True
 
     def load(self) -> None:
-        """Makes the operators there in this process. A library that cannot be loaded is built again, once.
-
-        Raises:
-            RuntimeError: as `build`.
-            OSError: as `build`, or if what was built cannot be loaded either.
-        """
+        """Makes the operators there in this process. A library that cannot be loaded is built
+        again, once."""
         library = self.build()
         try:
             torch.ops.load_library(library)
-        except OSError as error:  # of another machine, most often: its C library or its torch are others
+        except (
+            OSError
+        ) as error:  # of another machine, most often: its C library or its torch are others
             logger.info("building %s again, for it cannot be loaded: %s", library, error)
             torch.ops.load_library(self.build(again=True))
 
     def instruction_set(self, *, limit: str | None = None) -> str:
-        """The instruction set that its loops run on: the widest that the machine has. All give the same bits.
-
-        Args:
-            limit: from now on use at most this one of `INSTRUCTION_SETS`; None leaves it as it is.
-
-        Returns:
-            One of `INSTRUCTION_SETS`.
-
-        Raises:
-            ValueError: for an unknown limit.
-            RuntimeError, OSError: as `build`.
-        """
+        """The instruction set that its loops run on: the widest that the machine has. All give the
+        same bits."""
         if limit is not None:
             check_known("instruction set", limit, INSTRUCTION_SETS)
         function = getattr(ctypes.CDLL(str(self.build())), self.instruction_set_function)
@@ -120,24 +99,8 @@ class NativeLibrary:
         return function(None if limit is None else limit.encode()).decode()
 
     def build(self, *, again: bool = False) -> Path:
-        """Gives the library, building it if there is none for these sources and this torch yet, or no whole one.
-
-        Where that fails, one that was built elsewhere does, see `built_elsewhere`.
-
-        Several processes may build at once: each compiles to a file of its own and renames it, so a library is there
-        whole or not at all.
-
-        Args:
-            again: replace the library that is there.
-
-        Returns:
-            Path of the library, in ``$XDG_CACHE_HOME/dnis_torchrec`` (default ``~/.cache/dnis_torchrec``).
-
-        Raises:
-            RuntimeError: if there is no compiler, it fails (its last words are quoted), or the library that is there
-                belongs to, or can be written by, somebody else.
-            OSError: if the cache folder cannot be written.
-        """
+        """Gives the library, building it if there is none for these sources and this torch yet, or
+        no whole one."""
         try:
             return self._build(again)
         except (OSError, RuntimeError) as error:
@@ -154,7 +117,9 @@ class NativeLibrary:
             if compiler is None:
                 requirement = f"a C++ compiler: CXX or one of {COMPILERS}"
                 raise RuntimeError(
-                    describe(self.place, requirement, "none", "install one, for example the package g++")
+                    describe(
+                        self.place, requirement, "none", "install one, for example the package g++"
+                    )
                 )
             library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._compile(compiler, library)
@@ -165,26 +130,46 @@ class NativeLibrary:
         root = Path(torch.__file__).parent
         sources = [str(source) for source in sorted(self.sources.glob("*.cpp"))]
         where = ["-isystem", str(root / "include"), f"-L{root / 'lib'}"]
-        logger.info("compiling operators, once for this machine, which takes up to a minute: %s", library)
-        from dnis_torchrec.storage.workplaces import workplace  # serving mostly finds what is built, and needs none
+        logger.info(
+            "compiling operators, once for this machine, which takes up to a minute: %s", library
+        )
+        from dnis_torchrec.storage.workplaces import (
+            workplace,
+        )  # serving mostly finds what is built, and needs none
 
         with workplace(library) as place:
-            command = [compiler, *FLAGS, *where, *sources, "-o", str(place.new), "-ltorch_cpu", "-lc10"]
+            command = [
+                compiler,
+                *FLAGS,
+                *where,
+                *sources,
+                "-o",
+                str(place.new),
+                "-ltorch_cpu",
+                "-lc10",
+            ]
             try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_TO_COMPILE)
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=SECONDS_TO_COMPILE
+                )
             except subprocess.TimeoutExpired as error:
                 requirement = f"{compiler} to compile it within {SECONDS_TO_COMPILE} s"
                 remedy = f"set {NO_COMPILE}=1"
-                raise RuntimeError(describe(self.place, requirement, "nothing by then", remedy)) from error
+                raise RuntimeError(
+                    describe(self.place, requirement, "nothing by then", remedy)
+                ) from error
             if done.returncode:
                 words = "\n".join(done.stderr.strip().splitlines()[-20:])
                 remedy = f"try another compiler with CXX=..., or set {NO_COMPILE}=1 and go without"
-                raise RuntimeError(describe(self.place, f"{compiler} to compile it", f"\n{words}\n", remedy))
+                raise RuntimeError(
+                    describe(self.place, f"{compiler} to compile it", f"\n{words}\n", remedy)
+                )
             os.chmod(place.new, 0o755)
             os.replace(place.new, library)
 
     def _key(self) -> str:
-        """Hash of the sources, not of the compiler, so that a library outlives it, as in a slim serving image."""
+        """Hash of the sources, not of the compiler, so that a library outlives it, as in a slim
+        serving image."""
         parts = [str(torch.__version__), platform.machine(), *FLAGS]
         digest = hashlib.sha256("\0".join(parts).encode())
         for source in sorted(self.sources.iterdir()):
@@ -196,11 +181,14 @@ class NativeLibrary:
         status = library.stat()
         if status.st_uid not in (0, os.getuid()) or status.st_mode & 0o022:
             requirement = "a library that only you or root can write"
-            raise RuntimeError(describe(f"{self.place} {str(library)!r}", requirement, "another", "remove it"))
+            raise RuntimeError(
+                describe(f"{self.place} {str(library)!r}", requirement, "another", "remove it")
+            )
 
 
 def _is_cut_off(library: Path) -> bool:
-    """Returns whether an ELF file ends before its section headers do, its last part. Loading it would raise SIGBUS."""
+    """Returns whether an ELF file ends before its section headers do, its last part. Loading it
+    would raise SIGBUS."""
     with library.open("rb") as stream:
         header = stream.read(ELF_HEADER.size)
     if not ELF_MAGIC.startswith(header[: len(ELF_MAGIC)]):
@@ -213,11 +201,8 @@ def _is_cut_off(library: Path) -> bool:
 
 @contextmanager
 def built_elsewhere(libraries: Sequence[Path]) -> Iterator[None]:
-    """Has `NativeLibrary.build` give libraries that were built elsewhere, where it cannot build them itself.
-
-    Args:
-        libraries: files that `build` gave there, under the names that they had; code that the caller trusts.
-    """
+    """Has `NativeLibrary.build` give libraries that were built elsewhere, where it cannot build
+    them itself."""
     token = _built_elsewhere.set(tuple(library.resolve() for library in libraries))
     try:
         yield
@@ -228,11 +213,14 @@ def built_elsewhere(libraries: Sequence[Path]) -> Iterator[None]:
 def find_compiler() -> str | None:
     """Command of the C++ compiler that builds, or None."""
     named = os.environ.get("CXX")
-    return next((path for name in ([named] if named else COMPILERS) if (path := shutil.which(name))), None)
+    return next(
+        (path for name in ([named] if named else COMPILERS) if (path := shutil.which(name))), None
+    )
 
 
 def library_folder() -> Path:
-    """Returns the folder of libraries: ``$XDG_CACHE_HOME/dnis_torchrec``, by default ``~/.cache/dnis_torchrec``."""
+    """Returns the folder of libraries: ``$XDG_CACHE_HOME/dnis_torchrec``, by default
+    ``~/.cache/dnis_torchrec``."""
     # serving needs nothing else of storage, and this only where no library was loaded yet
     from dnis_torchrec.storage.user_folders import user_cache_folder
 
@@ -240,11 +228,8 @@ def library_folder() -> Path:
 
 
 def once(function: Callable[[], bool]) -> Callable[[], bool]:
-    """Runs a function in the first call of a process, whatever thread that is in; later calls give what it gave.
-
-    Args:
-        function: makes operators there, and tells whether they are compiled.
-    """
+    """Runs a function in the first call of a process, whatever thread that is in; later calls give
+    what it gave."""
     lock, remembered = threading.Lock(), functools.cache(function)
 
     @functools.wraps(function)

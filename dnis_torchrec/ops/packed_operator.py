@@ -1,17 +1,5 @@
-"""The operator ``dnis_torchrec::packed_embedding_bag``: all features of a collection, from rows of bit fields.
-
-Three implementations of one meaning: compiled for the CPU (csrc/lookups/packed_rows.cpp), a Triton kernel for CUDA
-(packed_triton.py), and from torch's own operators for every other device and where nothing can be compiled. A fake one
-lets torch.export through.
-
-A value of k bits is a number q in 0 .. 2^k - 1 that stands for ``scale * (q + shift / 2)``. A lookup masks the bytes in
-which the field begins, which gives ``q * 2^s`` where the field begins at bit s of a byte, and computes ``(q * 2^s) *
-(scale / 2^s) + scale * shift / 2``: the same in float32, because powers of two and q below 2^16 times a bfloat16 are
-exact.
-
-Shapes: B batch, F features, T tables, N rows of a table, S blocks, K of them that occur, G groups of 16 columns, I ids
-of a batch, D embedding_dim.
-"""
+"""The operator ``dnis_torchrec::packed_embedding_bag``: all features of a collection, from rows of
+bit fields."""
 
 from __future__ import annotations
 
@@ -42,11 +30,7 @@ _WINDOW_BYTES, _QUAD_BYTES = 64, 16
 
 
 def register_packed_embedding_bag(*, compiled: bool) -> None:
-    """Makes the operator there; `load_operator` does so, once in a process.
-
-    Args:
-        compiled: whether the library is loaded, which defines it.
-    """
+    """Makes the operator there; `load_operator` does so, once in a process."""
     name = f"dnis_torchrec::{PACKED_EMBEDDING_BAG}"
     if not compiled:
         torch.library.define(name, PACKED_SCHEMA.removeprefix(PACKED_EMBEDDING_BAG))
@@ -61,31 +45,8 @@ def register_packed_embedding_bag(*, compiled: bool) -> None:
 
 
 def field_groups(bits: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Describes the columns of blocks for a lookup, 16 columns in a group, 24 bytes for each column.
-
-    A group is 96 int32: sixteen for each of the first five numbers below, then seven, then zeros.
-
-    - bytes of the field within the 64 from the group's first on, four to a number, lowest first;
-    - mask of the field in these, all bits for a float32, 0 for a dropped column;
-    - scale of what is masked and bias, as the bits of float32;
-    - the bytes of the field again, within the 16 from the first of its four columns on;
-    - first byte of the group from the row's; first byte of its four times four columns from the group's;
-    - 0 if no column is retained, 2 if one is a float32, else 1;
-    - bytes from the group's first on up to the last that a field has.
-
-    Args:
-        bits: ``(S, D)`` integers among `WIDTHS`.
-        scale: ``(S, D)`` float32, above 0 and exact in bfloat16; read where there are codes.
-        shift: ``(S, D)`` int16; read where there are codes.
-
-    Returns:
-        ``(S * ceil(D / 16), 96)`` int32.
-
-    Example:
-        >>> groups = field_groups(torch.tensor([[3, 6]]), torch.ones(1, 2), torch.tensor([[0, -63]]))
-        >>> groups[0, 16:18].tolist(), groups[0, 32:50].view(torch.float32)[[0, 1, 16, 17]].tolist()
-        ([7, 504], [1.0, 0.125, 0.0, -31.5])
-    """
+    """Describes the columns of blocks for a lookup, 16 columns in a group, 24 bytes for each
+    column."""
     missing = (0, -bits.shape[1] % COLUMNS_PER_GROUP)
     offset, width = pad(field_offsets(bits), missing), pad(bits.long(), missing)
     is_code = (width > 0) & (width < FLOAT_BITS)
@@ -127,7 +88,9 @@ def _first(start: Tensor, retained: Tensor) -> Tensor:
 
 def _bytes_from(start: Tensor, num_bytes: int) -> Tensor:
     """Four bytes from `start` on, in one number; beyond the window stands what is masked out."""
-    return sum(((start + byte) % num_bytes << 8 * byte for byte in range(4)), start=torch.zeros_like(start))
+    return sum(
+        ((start + byte) % num_bytes << 8 * byte for byte in range(4)), start=torch.zeros_like(start)
+    )
 
 
 def torch_packed_embedding_bag(
@@ -144,47 +107,8 @@ def torch_packed_embedding_bag(
     width: int,
     zero_unknown: bool,
 ) -> Tensor:
-    """The operator's meaning, from torch's own operators; same arguments and result as the compiled one.
-
-    For feature f read from table t, with ids i_1 .. i_L of a bag and weights w (1 if there are none), ``out[bag,
-    first_column + d] = sum over i of w_i * value(i, d)``. A value is scale * (q + shift / 2), the float32 that is
-    stored, or 0 where column d of the block of row i is dropped; MEAN divides by L. The compiled one adds ids in their
-    order, so its result depends neither on the number of threads nor on the instruction set.
-
-    Args:
-        ids: ``(I,)`` int32 or int64, the bags of one key after those of another.
-        offsets: ``(keys * B + 1,)`` int32 or int64: bag b of key k holds ids ``offsets[k * B + b]`` up to the next.
-        per_sample_weights: ``(I,)`` float32, or None.
-        tables: rows of tables, ``(bytes,)`` uint8, the rows of a block one after another, and directories, see
-            `RowDirectory.directory`, in any order.
-        feature_layout: ``(F, 4)`` int64, this and the next three on the CPU for lookups there: per feature its table,
-            its first output column, D, and 1 for MEAN.
-        table_layout: ``(T, 5)`` int64: per table N, its first block, how many it has, and the places of its rows and
-            its directory in `tables` (-1: none). Blocks are those of `RowDirectory.blocks`, or where the directory
-            holds boundaries all S and one more for rows of none; there is one where there is no directory.
-        block_layout: ``(blocks, 4)`` int64: per block the byte of its table's rows where its own begin, how many there
-            are, the bytes of one, and its first group (-1: nothing is stored).
-        groups: ``(groups, 96)`` int32, see `field_groups`; ceil(D / 16) for each block.
-        keys: per feature the position of its key among those of `offsets`; None: the features in order.
-        batch_size: B.
-        width: output columns, the sum of D over features.
-        zero_unknown: ids outside a table contribute zero (and count in L); otherwise they raise.
-
-    Returns:
-        ``(B, width)`` float32.
-
-    Raises:
-        ValueError: for an id outside its table, for offsets or a layout that point out of theirs, and for ids that are
-            no int32 or int64.
-
-    Example:
-        >>> groups = field_groups(torch.tensor([[4, 4]]), torch.ones(1, 2), torch.zeros(1, 2))
-        >>> rows = torch.tensor([0x21, 0x43], dtype=torch.uint8)
-        >>> layout = [torch.tensor([fields]) for fields in ([0, 0, 2, 0], [2, 0, 1, 0, -1], [0, 2, 1, 0])]
-        >>> ids, offsets = torch.tensor([0, 1, 1]), torch.tensor([0, 2, 3])
-        >>> torch_packed_embedding_bag(ids, offsets, None, [rows], *layout, groups, None, 2, 2, False).tolist()
-        [[4.0, 6.0], [3.0, 4.0]]
-    """
+    """The operator's meaning, from torch's own operators; same arguments and result as the compiled
+    one."""
     place = PACKED_EMBEDDING_BAG
     check(ids.dtype in INTEGERS, f"{place}: ids", "int32 or int64", ids.dtype)
     bounds = offsets.long()
@@ -195,7 +119,9 @@ def torch_packed_embedding_bag(
     fits = keys is not None or not batch_size or num_bags == len(feature_layout) * batch_size
     check(fits, f"{place}: offsets", "bags for each feature and for no other", num_bags)
     out = torch.zeros(batch_size, width, device=ids.device)
-    for feature, (table, first_column, embedding_dim, is_mean) in enumerate(feature_layout.tolist()):
+    for feature, (table, first_column, embedding_dim, is_mean) in enumerate(
+        feature_layout.tolist()
+    ):
         key = feature if keys is None else keys[feature]
         bags = bounds[key * batch_size : (key + 1) * batch_size + 1]
         first, last, lengths = int(bags[0]), int(bags[-1]), bags.diff()
@@ -203,7 +129,9 @@ def torch_packed_embedding_bag(
         is_row = (rows >= 0) & (rows < fields[0])
         if not zero_unknown and not bool(is_row.all()):
             requirement = f"ids in 0..{fields[0] - 1}"
-            raise ValueError(describe(f"{place}: feature {feature}", requirement, int(rows[~is_row][0])))
+            raise ValueError(
+                describe(f"{place}: feature {feature}", requirement, int(rows[~is_row][0]))
+            )
         known = is_row.nonzero().squeeze(1)
         values = _rows_of_table(tables, fields, block_layout, groups, rows[known], embedding_dim)
         if per_sample_weights is not None:
@@ -217,7 +145,12 @@ def torch_packed_embedding_bag(
 
 
 def _rows_of_table(
-    tables: Sequence[Tensor], fields: Sequence[int], block_layout: Tensor, groups: Tensor, rows: Tensor, dim: int
+    tables: Sequence[Tensor],
+    fields: Sequence[int],
+    block_layout: Tensor,
+    groups: Tensor,
+    rows: Tensor,
+    dim: int,
 ) -> Tensor:
     """The given rows of a table, ``(rows, D)`` float32."""
     # most lookups are compiled, and need none of it
@@ -227,7 +160,10 @@ def _rows_of_table(
     directory = rows.new_empty(0, dtype=torch.uint8) if of_directory < 0 else tables[of_directory]
     num_known = num_blocks - 1 if directory.dtype == torch.int64 else num_blocks
     found = RowDirectory(
-        num_embeddings=num_rows, num_blocks=num_known, blocks=tuple(range(num_blocks)), directory=directory
+        num_embeddings=num_rows,
+        num_blocks=num_known,
+        blocks=tuple(range(num_blocks)),
+        directory=directory,
     )
     blocks, positions = found.locate(rows)
     values = torch.zeros(len(rows), dim, device=rows.device)
@@ -238,7 +174,9 @@ def _rows_of_table(
         own = (blocks == block).nonzero().squeeze(1)
         position = positions[own]
         is_there = (position >= 0) & (position < size)
-        check(bool(is_there.all()), PACKED_EMBEDDING_BAG, "a directory of rows that exist", "others")
+        check(
+            bool(is_there.all()), PACKED_EMBEDDING_BAG, "a directory of rows that exist", "others"
+        )
         of_block = groups[first_group : first_group + -(-dim // COLUMNS_PER_GROUP)].to(rows.device)
         values[own] = _values(tables[of_rows], begin + position * stride, of_block)[:, :dim]
     return values
@@ -251,9 +189,16 @@ def _values(rows: Tensor, start: Tensor, groups: Tensor) -> Tensor:
     byte = (window.unsqueeze(1) + (wide & 0xFF)).flatten().long()
     four = start.view(-1, 1, 1) + byte.unsqueeze(1) + torch.arange(4, device=rows.device)
     # what lies beyond the last row is masked out
-    field = rows[four.clamp(max=rows.numel() - 1)].int() << torch.arange(0, 32, 8, device=rows.device).int()
+    field = (
+        rows[four.clamp(max=rows.numel() - 1)].int()
+        << torch.arange(0, 32, 8, device=rows.device).int()
+    )
     field = field.sum(2, dtype=torch.int64).to(torch.int32)
-    masks, scales, biases = masks.flatten(), scales.view(torch.float32).flatten(), biases.view(torch.float32).flatten()
+    masks, scales, biases = (
+        masks.flatten(),
+        scales.view(torch.float32).flatten(),
+        biases.view(torch.float32).flatten(),
+    )
     values = (field & masks).float() * scales + biases
     return torch.where(masks == -1, field.view(torch.float32), values)
 

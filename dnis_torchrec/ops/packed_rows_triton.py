@@ -1,10 +1,5 @@
-"""Where the rows of a batch's ids stand in packed tables: the first of the two kernels of packed_triton.py.
-
-An id is a lane: it finds its row's block and its place there alone, and thousands of ids do so side by side. What comes
-out is one number an id, so that the kernel that pools has nothing to search for.
-
-Shapes: I ids of a batch, N rows of a table, K blocks of a table.
-"""
+"""Where the rows of a batch's ids stand in packed tables: the first of the two kernels of
+packed_triton.py."""
 
 from __future__ import annotations
 
@@ -23,7 +18,8 @@ NO_DIRECTORY, SORTED, RANKS = 0, 1, 2
 BAGS_PER_SEGMENT, IDS_PER_STEP, WARPS_PER_SEARCH = 64, 128, 4
 """Bags whose ids, side by side in memory, one program takes, and how many ids at a time."""
 GROUP_BITS = 24
-"""Of what is found about an id: the lowest bits are its row's first group, those above count bytes to the row."""
+"""Of what is found about an id: the lowest bits are its row's first group, those above count bytes
+to the row."""
 
 
 class Directory(NamedTuple):
@@ -35,11 +31,7 @@ class Directory(NamedTuple):
 
 
 class Feature(NamedTuple):
-    """The numbers that the kernels read about a feature. Addresses are of the GPU's memory.
-
-    Attributes:
-        layer: of what is found about ids: features that read the same key write to layers of their own.
-    """
+    """The numbers that the kernels read about a feature. Addresses are of the GPU's memory."""
 
     rows: int
     directory: int
@@ -67,20 +59,7 @@ def find_rows_(
     *,
     checks_ids: bool,
 ) -> None:
-    """Finds the rows of all ids of some features. Local; the GPU alone waits for it.
-
-    Args:
-        found: ``(layers, I)`` int64, written: `GROUP_BITS` of the row's first group, above them its first byte, counted
-            from the table's; -1 where nothing is to be read.
-        fault: ``(1,)`` int32, set to 1 for a bad id or offset, and for a directory of rows that do not exist.
-        ids: ``(I,)``.
-        offsets: ``(keys * B + 1,)``.
-        features: ``(F, fields)``, of `Feature`.
-        block_layout: ``(blocks, 4)``.
-        sizes: I, bags, B.
-        directory: of all these features.
-        checks_ids: whether an unknown id is a fault.
-    """
+    """Finds the rows of all ids of some features. Local; the GPU alone waits for it."""
     _search_kernel[(triton_bags.triton.cdiv(sizes[2], BAGS_PER_SEGMENT), len(features))](
         ids,
         offsets,
@@ -114,7 +93,9 @@ def _place_in_record(  # type: ignore[no-untyped-def]  # as above
     record, place, is_row, num_blocks, num_planes: tl.constexpr, rows_per_record: tl.constexpr
 ):
     """The block of each row by its record, and how many rows of that block stand before it there."""
-    number = tl.arange(0, rows_per_record // 16)  # of 16 bits of a plane: records begin at even bytes
+    number = tl.arange(
+        0, rows_per_record // 16
+    )  # of 16 bits of a plane: records begin at even bytes
     planes = (record + 2 * num_blocks)[:, None] + number[None, :] * 2
     left = place[:, None] - number[None, :] * 16
     inside = tl.minimum(tl.maximum(left, 0), 16)
@@ -155,7 +136,9 @@ def _where_rows_stand(  # type: ignore[no-untyped-def]  # as above
         place = (row % rows_per_record).to(tl.int32)
         block, before = _place(record, place, is_row, num_blocks, num_planes, rows_per_record)
         is_block = is_row & (block < num_blocks)
-        starts = tl.load(feature + 1).to(tl.pointer_type(tl.int64)) + row // rows_per_start * num_blocks
+        starts = (
+            tl.load(feature + 1).to(tl.pointer_type(tl.int64)) + row // rows_per_start * num_blocks
+        )
         start = tl.load(starts + block, mask=is_block, other=0)
         count = tl.load((record + 2 * block).to(tl.pointer_type(tl.uint16)), mask=is_block, other=0)
         position = start + count.to(tl.int64) + before
@@ -166,7 +149,10 @@ def _segment_of_bags(  # type: ignore[no-untyped-def]  # as above
     offsets, feature, segment, num_ids, num_bags, batch_size, bags_per_segment: tl.constexpr
 ):
     """Where the ids of a segment begin and end, and whether that can be: where not, both are 0."""
-    first, last = segment * bags_per_segment, tl.minimum((segment + 1) * bags_per_segment, batch_size)
+    first, last = (
+        segment * bags_per_segment,
+        tl.minimum((segment + 1) * bags_per_segment, batch_size),
+    )
     bags = offsets + tl.load(feature + 7) * batch_size
     begin, end = tl.load(bags + first).to(tl.int64), tl.load(bags + last).to(tl.int64)
     is_sound = (begin >= 0) & (begin <= end) & (end <= num_ids)
@@ -174,7 +160,11 @@ def _segment_of_bags(  # type: ignore[no-untyped-def]  # as above
     return tl.where(is_sound, begin, 0), tl.where(is_sound, end, 0), is_sound
 
 
-_count, _place, _locate = jitted(_count_of_bits), jitted(_place_in_record), jitted(_where_rows_stand)
+_count, _place, _locate = (
+    jitted(_count_of_bits),
+    jitted(_place_in_record),
+    jitted(_where_rows_stand),
+)
 segment_of_bags = jitted(_segment_of_bags)
 
 
@@ -198,22 +188,34 @@ def _find_rows(  # type: ignore[no-untyped-def]  # as above
     ids_per_step: tl.constexpr,
     group_bits: tl.constexpr,
 ):
-    """Writes, for every id of a segment, where its row's bytes begin and its first group; -1 for nothing to read."""
+    """Writes, for every id of a segment, where its row's bytes begin and its first group; -1 for
+    nothing to read."""
     feature = features + tl.program_id(1) * fields_per_feature  # fields in the order of Feature
     segment = tl.program_id(0).to(tl.int64)
-    begin, end, is_sound = segment_of_bags(offsets, feature, segment, num_ids, num_bags, batch_size, bags_per_segment)
+    begin, end, is_sound = segment_of_bags(
+        offsets, feature, segment, num_ids, num_bags, batch_size, bags_per_segment
+    )
     bad, layer = tl.where(is_sound, 0, 1), found + tl.load(feature + 11) * num_ids
-    of_blocks, num_rows, num_blocks = blocks + tl.load(feature + 5) * 4, tl.load(feature + 4), tl.load(feature + 6)
+    of_blocks, num_rows, num_blocks = (
+        blocks + tl.load(feature + 5) * 4,
+        tl.load(feature + 4),
+        tl.load(feature + 6),
+    )
     for first in range(begin, end, ids_per_step):
         position = first + tl.arange(0, ids_per_step)
         is_id = position < end
         row = tl.load(ids + position, mask=is_id, other=0).to(tl.int64)
         is_row = is_id & (row >= 0) & (row < num_rows)
         row = tl.where(is_row, row, 0)
-        block, within = _locate(feature, row, is_row, kind, num_planes, rows_per_record, rows_per_start)
+        block, within = _locate(
+            feature, row, is_row, kind, num_planes, rows_per_record, rows_per_start
+        )
         is_block = is_row & (block >= 0) & (block < num_blocks)
         of_block = of_blocks + block * 4
-        first_byte, size = tl.load(of_block, mask=is_block, other=0), tl.load(of_block + 1, mask=is_block, other=0)
+        first_byte, size = (
+            tl.load(of_block, mask=is_block, other=0),
+            tl.load(of_block + 1, mask=is_block, other=0),
+        )
         stride = tl.load(of_block + 2, mask=is_block, other=0)
         group = tl.load(of_block + 3, mask=is_block, other=-1)
         exists = is_block & ((group < 0) | ((within >= 0) & (within < size)))

@@ -1,14 +1,4 @@
-"""The lookup of packed tables on a GPU: Triton kernels with the bits of the CPU's operator.
-
-Two kernels, one after the other. The first finds where the row of every id stands, an id a lane
-(packed_rows_triton.py); the second pools bags, a column a lane, and has nothing to search for. Between them lies a
-number of 8 bytes an id.
-
-Tests run them, and compare them with that operator, in Triton's interpreter and without Triton on numpy
-(tests/triton_on_numpy.py).
-
-Shapes: B batch, F features, I ids of a batch, T tables, N rows of a table, K blocks of a table, D embedding_dim.
-"""
+"""The lookup of packed tables on a GPU: Triton kernels with the bits of the CPU's operator."""
 
 from __future__ import annotations
 
@@ -42,7 +32,8 @@ if triton_bags.triton is not None:
     import triton.language as tl
 
 BAGS_PER_PROGRAM, NUM_WARPS = 8, 4
-"""Bags that a program pools side by side: their rows are asked of memory together. They divide a segment."""
+"""Bags that a program pools side by side: their rows are asked of memory together. They divide a
+segment."""
 
 
 def triton_packed_embedding_bag(
@@ -59,39 +50,23 @@ def triton_packed_embedding_bag(
     width: int,
     zero_unknown: bool,
 ) -> Tensor:
-    """`torch_packed_embedding_bag` for tables that lie on a GPU.
-
-    A program pools some bags of one feature side by side, each in the order of its ids; nothing is added atomically, so
-    the result is the same every time. All features whose directories are alike take one launch of each kernel.
-
-    Args:
-        ids: ``(I,)``; this and all that follows as for `torch_packed_embedding_bag`, every tensor on the GPU.
-        offsets: ``(keys * B + 1,)``, rising from 0 to I.
-        per_sample_weights: ``(I,)`` or None.
-        tables: rows and directories of all tables.
-        feature_layout: ``(F, 4)``; this and the next rather on the CPU, because reading them from the GPU waits for it.
-        table_layout: ``(T, 5)``.
-        block_layout: ``(blocks, 4)``.
-        groups: ``(groups, 96)``.
-        keys: positions of keys, or None.
-        batch_size: B.
-        width: output columns.
-        zero_unknown: whether unknown ids give zeros; else they are an error.
-
-    Returns:
-        ``(B, width)`` float32.
-
-    Raises:
-        ValueError: if a feature has no bags, or for more than 16,777,216 groups.
-        RuntimeError: for offsets that do not rise from 0 to I, a directory of rows that do not exist, and an unknown id
-            unless `zero_unknown`; on a GPU later and for the whole process, as an asynchronous assertion is.
-    """
+    """`torch_packed_embedding_bag` for tables that lie on a GPU."""
     out = torch.empty(batch_size, width, device=ids.device)
     if batch_size == 0:
         return out
     num_keys, num_features = (offsets.numel() - 1) // batch_size, len(feature_layout)
-    check(keys is not None or num_keys == num_features, "offsets", "bags for each feature", f"those of {num_keys} keys")
-    check(len(groups) <= 1 << GROUP_BITS, "tables", f"at most {1 << GROUP_BITS:,} groups of columns", len(groups))
+    check(
+        keys is not None or num_keys == num_features,
+        "offsets",
+        "bags for each feature",
+        f"those of {num_keys} keys",
+    )
+    check(
+        len(groups) <= 1 << GROUP_BITS,
+        "tables",
+        f"at most {1 << GROUP_BITS:,} groups of columns",
+        len(groups),
+    )
     launches = _launches(
         tuple((table.data_ptr(), table.dtype == torch.int64) for table in tables),
         tuple(map(tuple, feature_layout.tolist())),
@@ -99,16 +74,32 @@ def triton_packed_embedding_bag(
         tuple(range(num_features) if keys is None else keys),
     )
     check_keys([feature.key for features in launches.values() for feature in features], num_keys)
-    layers = 1 + max((feature.layer for features in launches.values() for feature in features), default=0)
+    layers = 1 + max(
+        (feature.layer for features in launches.values() for feature in features), default=0
+    )
     found = torch.empty(layers, ids.numel(), dtype=torch.int64, device=ids.device)
     fault = torch.zeros(1, dtype=torch.int32, device=ids.device)
     block_layout, columns = block_layout.to(ids.device), _column_constants(groups, ids.device)
     sizes = (ids.numel(), offsets.numel() - 1, batch_size)
     for directory, features in launches.items():
         of_features = on_device(features, ids.device)
-        find_rows_(found, fault, ids, offsets, of_features, block_layout, sizes, directory, checks_ids=not zero_unknown)
-        columns_per_program, programs_per_bag = column_programs([feature.embedding_dim for feature in features])
-        _kernel[(triton_bags.triton.cdiv(batch_size, BAGS_PER_PROGRAM), len(features), programs_per_bag)](
+        find_rows_(
+            found,
+            fault,
+            ids,
+            offsets,
+            of_features,
+            block_layout,
+            sizes,
+            directory,
+            checks_ids=not zero_unknown,
+        )
+        columns_per_program, programs_per_bag = column_programs(
+            [feature.embedding_dim for feature in features]
+        )
+        _kernel[
+            (triton_bags.triton.cdiv(batch_size, BAGS_PER_PROGRAM), len(features), programs_per_bag)
+        ](
             found,
             offsets,
             found if per_sample_weights is None else per_sample_weights,
@@ -138,22 +129,24 @@ _columns_of_groups: Any = WeakTensorKeyDictionary()
 
 
 def _column_constants(groups: Tensor, device: torch.device) -> Tensor:
-    """All that a lookup reads about a column, ``(groups, 16, 2)`` int32; of groups as `field_groups` has them.
-
-    From the lowest bit on: where its field begins in the row (24 bits), 32 less its width (5), whether it is a float32
-    (1) and whether it is there (1); then shift (16) and scale (16, a bfloat16). Of a dropped column all are 0. Made
-    anew where a module's groups have changed.
-    """
+    """All that a lookup reads about a column, ``(groups, 16, 2)`` int32; of groups as
+    `field_groups` has them."""
     version = (device, None if groups.is_inference() else groups._version)
     known = _columns_of_groups.get(groups)
     if known is None or known[0] != version or version[1] is None:
         columns = torch.empty(len(groups), COLUMNS_PER_GROUP, 2, dtype=torch.int32, device=device)
         if len(groups):
             _constants_kernel[(len(groups),)](
-                groups.to(device), columns, group_fields=GROUP_FIELDS, columns_per_group=COLUMNS_PER_GROUP, num_warps=1
+                groups.to(device),
+                columns,
+                group_fields=GROUP_FIELDS,
+                columns_per_group=COLUMNS_PER_GROUP,
+                num_warps=1,
             )
         if columns.is_cuda:
-            torch.cuda.current_stream(device).synchronize()  # once: another stream may be the next to read them
+            torch.cuda.current_stream(
+                device
+            ).synchronize()  # once: another stream may be the next to read them
         known = _columns_of_groups[groups] = (version, columns)
     return known[1]
 
@@ -165,14 +158,8 @@ def _launches(
     table_layout: tuple[tuple[int, ...], ...],
     keys: tuple[int, ...],
 ) -> dict[Directory, tuple[Feature, ...]]:
-    """Features of equal directories; a module's stay where they are, so few calls find out anything.
-
-    Args:
-        tables: address of each tensor, and whether it holds int64, as directories of sorted rows do.
-        feature_layout: as numbers.
-        table_layout: as numbers.
-        keys: of the features.
-    """
+    """Features of equal directories; a module's stay where they are, so few calls find out
+    anything."""
     found: dict[Directory, list[Feature]] = defaultdict(list)
     for index, (table, first_column, embedding_dim, is_mean) in enumerate(feature_layout):
         num_rows, first_block, num_blocks, of_rows, of_directory = table_layout[table]
@@ -211,13 +198,16 @@ def _bags_of_program(  # type: ignore[no-untyped-def]  # Triton takes every name
     bags_per_program: tl.constexpr,
     columns_per_program: tl.constexpr,
 ):
-    """Bags of a program, and where the ids of each begin and end: in their segment, or nowhere, and then not sound."""
+    """Bags of a program, and where the ids of each begin and end: in their segment, or nowhere, and
+    then not sound."""
     first = tl.program_id(0).to(tl.int64) * bags_per_program
     segment = first // bags_per_segment
     lowest, highest, is_segment = segment_of_bags(
         offsets, feature, segment, num_ids, num_bags, batch_size, bags_per_segment
     )
-    bag = tl.broadcast_to((first + tl.arange(0, bags_per_program))[:, None], (bags_per_program, columns_per_program))
+    bag = tl.broadcast_to(
+        (first + tl.arange(0, bags_per_program))[:, None], (bags_per_program, columns_per_program)
+    )
     place = offsets + tl.load(feature + 7) * batch_size + tl.minimum(bag, batch_size - 1)
     begin, end = tl.load(place).to(tl.int64), tl.load(place + 1).to(tl.int64)
     is_sound = (begin >= lowest) & (begin <= end) & (end <= highest) & is_segment
@@ -226,7 +216,8 @@ def _bags_of_program(  # type: ignore[no-untyped-def]  # Triton takes every name
 
 
 def _words_of_rows(low, byte):  # type: ignore[no-untyped-def]  # as above
-    """The two aligned words that each field of rows may lie in, the second where it reaches there, and its bit."""
+    """The two aligned words that each field of rows may lie in, the second where it reaches there,
+    and its bit."""
     first, is_there = ((byte & 3) * 8).to(tl.int32) + (low & 0xFFFFFF), (low & (1 << 30)) != 0
     place, bit = (byte >> 2 << 2).to(tl.pointer_type(tl.int32)) + (first >> 5), first & 31
     # neighbouring columns load the same word: to the memory it is one
@@ -235,16 +226,16 @@ def _words_of_rows(low, byte):  # type: ignore[no-untyped-def]  # as above
 
 
 def _values_of_words(low, high, word, next_word, bit):  # type: ignore[no-untyped-def]  # as above
-    """The values of some columns of rows; 0 where both constants are.
-
-    ``scale * (q + shift / 2)`` is calculated as ``(2 q + shift) / 2 * scale``, which rounds once, as the CPU's operator
-    does: all that it adds up is exact.
-    """
+    """The values of some columns of rows; 0 where both constants are."""
     unused = low >> 24 & 31
     both = (word.to(tl.int64) & 0xFFFFFFFF) | (next_word.to(tl.int64) << 32)
-    field = ((both >> bit).to(tl.int32) << unused).to(tl.uint32, bitcast=True) >> unused.to(tl.uint32)
+    field = ((both >> bit).to(tl.int32) << unused).to(tl.uint32, bitcast=True) >> unused.to(
+        tl.uint32
+    )
     field = field.to(tl.int32, bitcast=True)
-    scale = (high & -65536).to(tl.float32, bitcast=True)  # a bfloat16 is the upper half of a float32
+    scale = (high & -65536).to(
+        tl.float32, bitcast=True
+    )  # a bfloat16 is the upper half of a float32
     value = ((field << 1) + (high << 16 >> 16)).to(tl.float32) * 0.5 * scale
     return tl.where((low & (1 << 29)) != 0, field.to(tl.float32, bitcast=True), value)
 
@@ -259,11 +250,14 @@ def _constants_of_group(  # type: ignore[no-untyped-def]  # as above
     mask = tl.load(group + columns_per_group + column)
     scale = tl.load(group + 2 * columns_per_group + column).to(tl.float32, bitcast=True)
     bias = tl.load(group + 3 * columns_per_group + column).to(tl.float32, bitcast=True)
-    lowest = tl.where(mask == 0, 1, mask & -mask).to(tl.float32)  # a power of two: its exponent is the field's bit
+    lowest = tl.where(mask == 0, 1, mask & -mask).to(
+        tl.float32
+    )  # a power of two: its exponent is the field's bit
     bit = (lowest.to(tl.int32, bitcast=True) >> 23) - 127
     width = (((mask >> bit) + 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
     is_float = mask == -1
-    # bits of a word that the field leaves unused, whether it is a float32, and whether there is a field at all
+    # bits of a word that the field leaves unused, whether it is a float32, and whether there is a
+    # field at all
     kind = tl.where(is_float, 3 << 5, tl.where(mask == 0, 0, (2 << 5) + 32 - width))
     scale = scale * lowest
     shift = tl.div_rn(bias * 2.0, tl.where(scale == 0.0, 1.0, scale)).to(tl.int32)
@@ -297,14 +291,18 @@ def _pool_bags(  # type: ignore[no-untyped-def]  # as above
     columns_per_program: tl.constexpr,
     group_bits: tl.constexpr,
 ):
-    """Pools `bags_per_program` bags of one feature, into `columns_per_program` columns of the output.
-
-    Whatever is known of a bag is there once for each of its columns: to hand it from a lane to the others would cost
-    more than to load it again.
-    """
+    """Pools `bags_per_program` bags of one feature, into `columns_per_program` columns of the
+    output."""
     feature = features + tl.program_id(1) * fields_per_feature  # fields in the order of Feature
     bag, begin, length, is_sound = _bags(
-        offsets, feature, num_ids, num_bags, batch_size, bags_per_segment, bags_per_program, columns_per_program
+        offsets,
+        feature,
+        num_ids,
+        num_bags,
+        batch_size,
+        bags_per_segment,
+        bags_per_program,
+        columns_per_program,
     )
     bad = tl.max(tl.max(tl.where(is_sound, 0, 1), axis=1), axis=0)
     tl.store(fault, 1, mask=bad != 0)
@@ -335,7 +333,9 @@ def _pool_bags(  # type: ignore[no-untyped-def]  # as above
         if has_weights:
             value *= tl.load(weights + begin + step, mask=place >= 0, other=0.0)
         pooled += value
-    count = tl.where(tl.load(feature + 10) != 0, tl.maximum(length, 1), 1).to(tl.float32)  # MEAN divides
+    count = tl.where(tl.load(feature + 10) != 0, tl.maximum(length, 1), 1).to(
+        tl.float32
+    )  # MEAN divides
     to = out + bag * width + tl.load(feature + 8) + column[None, :]
     tl.store(to, tl.div_rn(pooled, count), mask=(bag < batch_size) & is_column)
 

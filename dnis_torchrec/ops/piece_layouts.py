@@ -1,7 +1,4 @@
-"""Layouts of pieces on a GPU, in the form that the kernels of select_triton.py read.
-
-Shapes: K pieces, D embedding_dim, C columns of all outputs.
-"""
+"""Layouts of pieces on a GPU, in the form that the kernels of select_triton.py read."""
 
 from __future__ import annotations
 
@@ -41,17 +38,7 @@ class PieceFields(NamedTuple):
 
 
 class PieceLayout(NamedTuple):
-    """A layout of pieces as the kernels read it. Tensors lie on the GPU.
-
-    Attributes:
-        output_of_column: ``(C,)`` int32.
-        outputs: ``(outputs, 7)``, fields of `OutputFields`.
-        piece_of_column: ``(sum of D over pieces,)`` int32.
-        pieces: ``(K, 8)``, fields of `PieceFields`.
-        alpha_of_sum: ``(sums,)`` int64: to which element of alpha each sum belongs.
-        most_rows: rows of alpha that one piece may take.
-        in_order: whether every output is one piece, at the same columns.
-    """
+    """A layout of pieces as the kernels read it. Tensors lie on the GPU."""
 
     output_of_column: Tensor
     outputs: Tensor
@@ -63,20 +50,8 @@ class PieceLayout(NamedTuple):
 
 
 def layout_of(layout: Tensor, device: torch.device) -> PieceLayout:
-    """Returns a layout as the kernels read it; a module's stays the same, so it is copied to the device once.
-
-    Args:
-        layout: ``(K, 7)`` int64, see `dnis_torchrec.ops.block_operators.select_pieces`.
-        device: where it is read.
-
-    Raises:
-        ValueError: if pieces of one output disagree about its columns or its alpha.
-
-    Example:
-        >>> layout = torch.tensor([[0, 0, 2, 0, 0, 0, 3], [2, 2, 1, 6, 1, 0, 1]])
-        >>> layout_of(layout, torch.device("cpu")).output_of_column.tolist()
-        [0, 0, 1]
-    """
+    """Returns a layout as the kernels read it; a module's stays the same, so it is copied to the
+    device once."""
     return _described(tuple(map(tuple, layout.tolist())), device)
 
 
@@ -88,16 +63,32 @@ def _described(fields: tuple[tuple[int, ...], ...], device: torch.device) -> Pie
     for in_column, out_column, dim, alpha_offset, output, first_row, num_rows in fields:
         if outputs and outputs[-1].output == output:
             last = outputs[-1]
-            agrees = (last.out_column, last.dim, last.alpha_offset) == (out_column, dim, alpha_offset)
-            check(agrees, "layout", f"pieces of output {output} at the same columns and of one alpha", "others")
+            agrees = (last.out_column, last.dim, last.alpha_offset) == (
+                out_column,
+                dim,
+                alpha_offset,
+            )
+            check(
+                agrees,
+                "layout",
+                f"pieces of output {output} at the same columns and of one alpha",
+                "others",
+            )
             outputs[-1] = last._replace(num_pieces=last.num_pieces + 1)
         else:
             begins = outputs[-1].begin + outputs[-1].dim if outputs else 0
-            outputs.append(OutputFields(len(pieces), 1, out_column, begins, dim, alpha_offset, output))
-        pieces.append(PieceFields(in_column, out_column, begin, dim, first_row, num_rows, num_sums, output))
+            outputs.append(
+                OutputFields(len(pieces), 1, out_column, begins, dim, alpha_offset, output)
+            )
+        pieces.append(
+            PieceFields(in_column, out_column, begin, dim, first_row, num_rows, num_sums, output)
+        )
         alphas.append(torch.arange(num_rows * dim) + alpha_offset + first_row * dim)
         begin, num_sums = begin + dim, num_sums + num_rows * dim
-    by_output, by_piece = torch.tensor(outputs, dtype=torch.int32), torch.tensor(pieces, dtype=torch.int32)
+    by_output, by_piece = (
+        torch.tensor(outputs, dtype=torch.int32),
+        torch.tensor(pieces, dtype=torch.int32),
+    )
     return PieceLayout(
         output_of_column=_numbered([output.dim for output in outputs], device),
         outputs=by_output.to(device),
@@ -105,7 +96,8 @@ def _described(fields: tuple[tuple[int, ...], ...], device: torch.device) -> Pie
         pieces=by_piece.to(device),
         alpha_of_sum=torch.cat([torch.empty(0, dtype=torch.int64), *alphas]).to(device),
         most_rows=max((piece.num_rows for piece in pieces), default=0),
-        in_order=all(p.in_column == p.out_column == p.begin for p in pieces) and len(pieces) == len(outputs),
+        in_order=all(p.in_column == p.out_column == p.begin for p in pieces)
+        and len(pieces) == len(outputs),
     )
 
 

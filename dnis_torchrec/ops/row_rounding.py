@@ -1,12 +1,5 @@
-r"""Rows rounded in place to the values that they are served as, beside a residual that keeps what they lack.
-
-.. math:: v = w + r, \quad w \leftarrow s (q(v) + m / 2), \quad r \leftarrow v - w
-
-for the scale s, the shift m and the nearest code q, see `dnis_torchrec.blocks.column_codes`. The compiled operator goes
-through both tensors once. Without it, and on every other device, torch's own operators do the same, bit for bit.
-
-Shapes: N rows of a shard, n of them that are rounded, D its columns, S blocks of the table.
-"""
+r"""Rows rounded in place to the values that they are served as, beside a residual that keeps what
+they lack."""
 
 from __future__ import annotations
 
@@ -19,54 +12,38 @@ from dnis_torchrec.blocks.row_routing import RowRouter, RowRouting
 from dnis_torchrec.ops.block_operators import are_compiled
 
 ROUNDED_AT_A_TIME = 1 << 18
-"""Values that torch's operators work on at a time, so that what lies between them stays in the cache."""
+"""Values that torch's operators work on at a time, so that what lies between them stays in the
+cache."""
 
 
 class RowRounding:
-    """Rounds rows of a shard: `decode_rows` of `encode_rows`, bit for bit.
-
-    A residual is half a step at most. What a value outside of its codes' range lacks beyond that is lost, as are
-    dropped columns and rows of no block. Columns of 32 bits lack nothing.
-
-    Args:
-        codes: of the whole table.
-        routing: of its rows.
-        first_row: row of the table that the shard begins with.
-        columns: of the table that the shard has.
-        device: where it is.
-
-    Example:
-        >>> codes = ColumnCodes(torch.tensor([[2, 32]]).byte(), torch.ones(1, 2), torch.tensor([[-3, 0]]).short())
-        >>> routing = RowRouting(2, 1, boundaries=torch.tensor([0, 2]))
-        >>> rounding = RowRounding(codes, routing, 0, slice(0, 2), torch.device("cpu"))
-        >>> weight, residual = torch.tensor([[0.25, 7.0], [9.0, 7.0]]), torch.zeros(2, 2)
-        >>> rounding.round_(weight, residual)
-        >>> weight.tolist(), residual.tolist()
-        ([[0.5, 7.0], [1.5, 7.0]], [[-0.25, 0.0], [0.5, 0.0]])
-    """
+    """Rounds rows of a shard: `decode_rows` of `encode_rows`, bit for bit."""
 
     def __init__(
-        self, codes: ColumnCodes, routing: RowRouting, first_row: int, columns: slice, device: torch.device
+        self,
+        codes: ColumnCodes,
+        routing: RowRouting,
+        first_row: int,
+        columns: slice,
+        device: torch.device,
     ) -> None:
         # the largest code of a float32 column is infinite: that tells it
         largest = largest_codes(codes.bits).masked_fill_(codes.bits == FLOAT_BITS, torch.inf)
         half_step = torch.where(is_coded(codes.bits), codes.scale / 2, 0.0)
-        fields = torch.stack([codes.scale, codes.shift / 2, largest, half_step], dim=1)[:, :, columns]
+        fields = torch.stack([codes.scale, codes.shift / 2, largest, half_step], dim=1)[
+            :, :, columns
+        ]
         of_no_block = torch.tensor([1.0, 0.0, 0.0, 0.0]).view(1, 4, 1).expand(1, 4, fields.shape[2])
         self._codes = torch.cat([fields, of_no_block]).to(device)
         self._router, self._first_row = RowRouter(routing).to(device), first_row
 
     def round_(self, weight: Tensor, residual: Tensor, rows: Tensor | None = None) -> None:
-        """Rounds rows. Local.
-
-        Args:
-            weight: ``(N, D)`` float32, the shard.
-            residual: ``(N, D)`` float32.
-            rows: ``(n,)`` int64, counted from the shard's first, none of them twice; None rounds all.
-        """
+        """Rounds rows. Local."""
         if weight.device.type == "cpu" and weight.is_contiguous() and are_compiled():
             routing = self._router.routing_tensor()
-            torch.ops.dnis_torchrec.round_rows(self._codes, routing, rows, self._first_row, weight, residual)
+            torch.ops.dnis_torchrec.round_rows(
+                self._codes, routing, rows, self._first_row, weight, residual
+            )
             return
         step = max(1, ROUNDED_AT_A_TIME // max(1, weight.shape[1]))
         chosen = torch.arange(len(weight), device=weight.device) if rows is None else rows
@@ -74,7 +51,11 @@ class RowRounding:
             latent = weight.index_select(0, chunk) + residual.index_select(0, chunk)
             of_rows = self._codes.index_select(0, self._router(chunk + self._first_row))
             scale, half_shift, largest, half_step = of_rows.unbind(1)
-            rounded = nearest_codes(latent, scale, half_shift, largest).mul_(scale).add_(scale * half_shift)
+            rounded = (
+                nearest_codes(latent, scale, half_shift, largest)
+                .mul_(scale)
+                .add_(scale * half_shift)
+            )
             rounded = torch.where(largest.isinf(), latent, rounded)
             weight.index_copy_(0, chunk, rounded)
             residual.index_copy_(0, chunk, (latent - rounded).clamp_(-half_step, half_step))

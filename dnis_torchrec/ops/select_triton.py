@@ -1,11 +1,5 @@
-"""Soft selection on a GPU: Triton kernels that mean what the compiled operators of block_operators.py mean on a CPU.
-
-Programs take tiles of *columns*, whatever tables they belong to: an embedding_dim that is no power of two wastes no
-lane, and any number of tables takes one launch. Pooled embeddings are read once and outputs written once; rows of alpha
-and what is known of a column stay in the caches.
-
-Shapes: B batch, K pieces, D embedding_dim, C columns of all outputs, S blocks, I ids of a batch.
-"""
+"""Soft selection on a GPU: Triton kernels that mean what the compiled operators of
+block_operators.py mean on a CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +21,8 @@ SELECTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SAMPLES_PER_PROGRAM, COLUMNS_PER_PROGRAM, WARPS_PER_TILE = 16, 128, 4
 """A thread has 16 numbers on their way from memory at a time."""
 SAMPLES_PER_STEP, COLUMNS_PER_SUM, MOST_BLOCKS_PER_SUM = 8, 64, 16
-"""Of a program that sums alpha's gradient: up to 16 blocks, comparing a number with each is hidden behind its load."""
+"""Of a program that sums alpha's gradient: up to 16 blocks, comparing a number with each is hidden
+behind its load."""
 MOST_SUMS, LEAST_SAMPLES_PER_SUM = 2048, 64
 """Programs that fill a GPU, and samples that are worth one."""
 ZEROS_PER_STEP = 1024
@@ -37,21 +32,15 @@ SAMPLES_PER_FILL, ENDS_PER_STEP = 256, 16
 
 
 def select_pooled(
-    pooled: Tensor, alpha: Tensor, rows: Tensor, divisors: Tensor | None, layout: Tensor, out: Tensor
+    pooled: Tensor,
+    alpha: Tensor,
+    rows: Tensor,
+    divisors: Tensor | None,
+    layout: Tensor,
+    out: Tensor,
 ) -> None:
-    """Writes pooled embeddings times alpha, summed over the pieces of an output, with the bits of the CPU's operator.
-
-    Args:
-        pooled: ``(B, sum of D over pieces)``, of one of `SELECTED_DTYPES`; this and the others as for `select_pieces`.
-        alpha: float32.
-        rows: ``(B, K)`` int32.
-        divisors: ``(B, outputs)`` float32, or None.
-        layout: ``(K, 7)`` int64, on the CPU.
-        out: ``(B, C)`` of the dtype of `pooled`; it may be `pooled` itself where columns stay where they are.
-
-    Raises:
-        ValueError: if pieces of one output disagree about its columns or its alpha.
-    """
+    """Writes pooled embeddings times alpha, summed over the pieces of an output, with the bits of
+    the CPU's operator."""
     columns = layout_of(layout, out.device)
     _for_tiles(_select_kernel, columns, pooled, alpha, rows, divisors, out)
 
@@ -65,22 +54,23 @@ def spread_gradient(
     keep_empty: bool,
     grad_pooled: Tensor,
 ) -> Tensor:
-    """Writes the gradient of the pooled embeddings, with the bits of the CPU's operator, and tests it on the way.
-
-    Args:
-        grad: of the outputs, ``(B, C)``; this and what follows as for `select_pooled`.
-        alpha: float32.
-        rows: ``(B, K)`` int32.
-        divisors: ``(B, outputs)`` float32, or None.
-        layout: ``(K, 7)`` int64, on the CPU.
-        keep_empty: whether what belongs to empty bags stays as it is; else it becomes zero.
-        grad_pooled: ``(B, sum of D over pieces)``.
-
-    Returns:
-        ``(1,)`` bool on the GPU, so that nobody waits: whether every number of `grad` is finite.
-    """
-    columns, fault = layout_of(layout, grad.device), torch.zeros(1, dtype=torch.int32, device=grad.device)
-    _for_tiles(_spread_kernel, columns, grad_pooled, alpha, rows, divisors, grad, fault, keep_empty=keep_empty)
+    """Writes the gradient of the pooled embeddings, with the bits of the CPU's operator, and tests
+    it on the way."""
+    columns, fault = (
+        layout_of(layout, grad.device),
+        torch.zeros(1, dtype=torch.int32, device=grad.device),
+    )
+    _for_tiles(
+        _spread_kernel,
+        columns,
+        grad_pooled,
+        alpha,
+        rows,
+        divisors,
+        grad,
+        fault,
+        keep_empty=keep_empty,
+    )
     return fault == 0
 
 
@@ -95,7 +85,8 @@ def _for_tiles(
     *more: Tensor,
     **fixed: bool,
 ) -> None:
-    """Runs a kernel on tiles of outputs: those side by side in memory follow one another, for they share its pages."""
+    """Runs a kernel on tiles of outputs: those side by side in memory follow one another, for they
+    share its pages."""
     num_columns = len(columns.output_of_column)
     column_tiles = triton_bags.triton.cdiv(num_columns, COLUMNS_PER_PROGRAM)
     sample_tiles = triton_bags.triton.cdiv(len(narrow), SAMPLES_PER_PROGRAM)
@@ -131,18 +122,15 @@ def _for_tiles(
 
 
 def sum_alpha_gradient(
-    grad: Tensor, pooled: Tensor, rows: Tensor, divisors: Tensor | None, layout: Tensor, grad_alpha: Tensor
+    grad: Tensor,
+    pooled: Tensor,
+    rows: Tensor,
+    divisors: Tensor | None,
+    layout: Tensor,
+    grad_alpha: Tensor,
 ) -> None:
-    """Writes the gradient of alpha, the same in every run: programs sum chunks of samples, then chunks are summed.
-
-    Args:
-        grad: of the outputs, ``(B, C)``; this and what follows as for `select_pooled`.
-        pooled: ``(B, sum of D over pieces)``.
-        rows: ``(B, K)`` int32.
-        divisors: ``(B, outputs)`` float32, or None.
-        layout: ``(K, 7)`` int64, on the CPU.
-        grad_alpha: float32, of alpha's shape.
-    """
+    """Writes the gradient of alpha, the same in every run: programs sum chunks of samples, then
+    chunks are summed."""
     columns = layout_of(layout, grad.device)
     grad_alpha.zero_()
     num_columns, batch_size, cdiv = len(columns.piece_of_column), len(grad), triton_bags.triton.cdiv
@@ -176,16 +164,14 @@ def sum_alpha_gradient(
         columns_per_program=COLUMNS_PER_SUM,
         num_warps=WARPS_PER_TILE,
     )
-    grad_alpha.index_put_((columns.alpha_of_sum,), sums.sum(0), accumulate=True)  # a GPU sorts, and adds in that order
+    grad_alpha.index_put_(
+        (columns.alpha_of_sum,), sums.sum(0), accumulate=True
+    )  # a GPU sorts, and adds in that order
 
 
 def zero_unless_(values: Tensor, is_kept: Tensor) -> None:
-    """Makes values zero unless a flag says that they are to be kept: then no memory but the flag's is read or written.
-
-    Args:
-        values: contiguous, changed in place.
-        is_kept: bool of no dimension, on the same GPU, so that nobody waits.
-    """
+    """Makes values zero unless a flag says that they are to be kept: then no memory but the flag's
+    is read or written."""
     num_programs = min(MOST_SUMS, triton_bags.triton.cdiv(values.numel(), ZEROS_PER_STEP))
     if num_programs:
         _zero_kernel[(num_programs,)](
@@ -198,16 +184,11 @@ def zero_unless_(values: Tensor, is_kept: Tensor) -> None:
         )
 
 
-def fill_rows(ids: Tensor, lengths: Tensor, routings: Sequence[Tensor], places: Sequence[int], rows: Tensor) -> None:
-    """Writes rows of alpha of single-id features, -1 for empty bags and for ids that a map does not have.
-
-    Args:
-        ids: ``(I,)``; this and what follows as for `fill_rows_`, on the GPU.
-        lengths: ``(keys * B,)``, of single-id features 0 or 1.
-        routings: per feature.
-        places: three for each feature.
-        rows: ``(B, K)`` int32.
-    """
+def fill_rows(
+    ids: Tensor, lengths: Tensor, routings: Sequence[Tensor], places: Sequence[int], rows: Tensor
+) -> None:
+    """Writes rows of alpha of single-id features, -1 for empty bags and for ids that a map does not
+    have."""
     if not rows.numel() or not routings:
         return
     features = [
@@ -245,15 +226,28 @@ def _tile_of_outputs(  # type: ignore[no-untyped-def]  # Triton takes every name
     samples_per_program: tl.constexpr,
     columns_per_program: tl.constexpr,
 ):
-    """Samples and columns of a program, where both are inside, and what is known of the columns' outputs."""
-    sample = (tl.program_id(0) // column_tiles).to(tl.int64) * samples_per_program + tl.arange(0, samples_per_program)
-    column = tl.program_id(0) % column_tiles * columns_per_program + tl.arange(0, columns_per_program)
+    """Samples and columns of a program, where both are inside, and what is known of the columns'
+    outputs."""
+    sample = (tl.program_id(0) // column_tiles).to(tl.int64) * samples_per_program + tl.arange(
+        0, samples_per_program
+    )
+    column = tl.program_id(0) % column_tiles * columns_per_program + tl.arange(
+        0, columns_per_program
+    )
     is_column = column < num_columns
-    fields = outputs + tl.load(output_of_column + column, mask=is_column, other=0) * fields_per_output
+    fields = (
+        outputs + tl.load(output_of_column + column, mask=is_column, other=0) * fields_per_output
+    )
     inside = (sample < batch_size)[:, None] & is_column[None, :]
-    within, dim = column - tl.load(fields + 3, mask=is_column, other=0), tl.load(fields + 4, mask=is_column, other=0)
+    within, dim = (
+        column - tl.load(fields + 3, mask=is_column, other=0),
+        tl.load(fields + 4, mask=is_column, other=0),
+    )
     first_alpha = tl.load(fields + 5, mask=is_column, other=0) + within
-    first_piece, count = tl.load(fields, mask=is_column, other=0), tl.load(fields + 1, mask=is_column, other=0)
+    first_piece, count = (
+        tl.load(fields, mask=is_column, other=0),
+        tl.load(fields + 1, mask=is_column, other=0),
+    )
     output, place = tl.load(fields + 6, mask=is_column, other=0), column
     if not in_order:
         place = tl.load(fields + 2, mask=is_column, other=0) + within
@@ -261,12 +255,17 @@ def _tile_of_outputs(  # type: ignore[no-untyped-def]  # Triton takes every name
 
 
 def _place_of_piece(  # type: ignore[no-untyped-def]  # as above
-    pieces, piece, inside, number, count, column, within, in_order: tl.constexpr, fields_per_piece: tl.constexpr
+    pieces,
+    piece,
+    inside,
+    number,
+    count,
+    column,
+    within,
+    in_order: tl.constexpr,
+    fields_per_piece: tl.constexpr,
 ):
-    """Columns of the pooled embeddings that a piece has, and where there are any.
-
-    In order, neighbours are loaded four at a time, which a mask of loaded numbers would prevent.
-    """
+    """Columns of the pooled embeddings that a piece has, and where there are any."""
     place, is_there = column, inside
     if not in_order:
         is_there = inside & (number < count)[None, :]
@@ -283,7 +282,11 @@ def _rows_and_factors(  # type: ignore[no-untyped-def]  # as above
     return row, factor
 
 
-_tile, _factors, _place = jitted(_tile_of_outputs), jitted(_rows_and_factors), jitted(_place_of_piece)
+_tile, _factors, _place = (
+    jitted(_tile_of_outputs),
+    jitted(_rows_and_factors),
+    jitted(_place_of_piece),
+)
 
 
 def _select_tile(  # type: ignore[no-untyped-def]  # as above
@@ -324,12 +327,16 @@ def _select_tile(  # type: ignore[no-untyped-def]  # as above
     total = tl.zeros((samples_per_program, columns_per_program), tl.float32)
     for number in range(0, tl.max(count, axis=0)):
         piece = first_piece + number
-        at, is_there = _place(pieces, piece, inside, number, count, column, within, in_order, fields_per_piece)
+        at, is_there = _place(
+            pieces, piece, inside, number, count, column, within, in_order, fields_per_piece
+        )
         value = tl.load(pooled + sample[:, None] * in_width + at[None, :], mask=is_there, other=0.0)
         row, factor = _factors(alpha, rows, sample, num_pieces, piece, first_alpha, dim, is_there)
         total += tl.where(row >= 0, value.to(tl.float32) * factor, 0.0)
     if has_divisors:
-        divisor = tl.load(divisors + sample[:, None] * num_outputs + output[None, :], mask=inside, other=1.0)
+        divisor = tl.load(
+            divisors + sample[:, None] * num_outputs + output[None, :], mask=inside, other=1.0
+        )
         total = tl.div_rn(total, divisor)
     tl.store(out + sample[:, None] * out_width + place[None, :], total, mask=inside)
 
@@ -359,7 +366,8 @@ def _spread_tile(  # type: ignore[no-untyped-def]  # as above
     samples_per_program: tl.constexpr,
     columns_per_program: tl.constexpr,
 ):
-    """Reads one tile of the output's gradient once, and writes the gradient of all pieces of those outputs."""
+    """Reads one tile of the output's gradient once, and writes the gradient of all pieces of those
+    outputs."""
     sample, column, inside, within, dim, first_alpha, first_piece, count, output, place = _tile(
         output_of_column,
         outputs,
@@ -371,12 +379,18 @@ def _spread_tile(  # type: ignore[no-untyped-def]  # as above
         samples_per_program,
         columns_per_program,
     )
-    own = tl.load(grad + sample[:, None] * out_width + place[None, :], mask=inside, other=0.0).to(tl.float32)
+    own = tl.load(grad + sample[:, None] * out_width + place[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
     if has_divisors:
-        divisor = tl.load(divisors + sample[:, None] * num_outputs + output[None, :], mask=inside, other=1.0)
+        divisor = tl.load(
+            divisors + sample[:, None] * num_outputs + output[None, :], mask=inside, other=1.0
+        )
     for number in range(0, tl.max(count, axis=0)):
         piece = first_piece + number
-        at, is_there = _place(pieces, piece, inside, number, count, column, within, in_order, fields_per_piece)
+        at, is_there = _place(
+            pieces, piece, inside, number, count, column, within, in_order, fields_per_piece
+        )
         row, factor = _factors(alpha, rows, sample, num_pieces, piece, first_alpha, dim, is_there)
         value = own * factor
         if has_divisors:
@@ -423,17 +437,25 @@ def _sum_chunk(  # type: ignore[no-untyped-def]  # as above
     block = first_block + tl.arange(0, blocks_per_program)
     begin = tl.program_id(1).to(tl.int64) * samples_per_chunk
     end = tl.minimum(begin + samples_per_chunk, batch_size)
-    end = tl.where(first_block < tl.max(num_rows, axis=0), end, begin)  # none of these columns has such blocks
+    end = tl.where(
+        first_block < tl.max(num_rows, axis=0), end, begin
+    )  # none of these columns has such blocks
     total = tl.zeros((blocks_per_program, columns_per_program), tl.float32)
     for first in range(begin, end, samples_per_step):
         sample = first + tl.arange(0, samples_per_step)
         inside = (sample < end)[:, None] & is_column[None, :]
-        left = tl.load(grad + sample[:, None] * out_width + out_column[None, :], mask=inside, other=0.0)
-        right = tl.load(pooled + sample[:, None] * in_width + in_column[None, :], mask=inside, other=0.0)
+        left = tl.load(
+            grad + sample[:, None] * out_width + out_column[None, :], mask=inside, other=0.0
+        )
+        right = tl.load(
+            pooled + sample[:, None] * in_width + in_column[None, :], mask=inside, other=0.0
+        )
         row = tl.load(rows + sample[:, None] * num_pieces + piece[None, :], mask=inside, other=-1)
         product = left.to(tl.float32) * right.to(tl.float32)
         if has_divisors:
-            divisor = tl.load(divisors + sample[:, None] * num_outputs + output[None, :], mask=inside, other=1.0)
+            divisor = tl.load(
+                divisors + sample[:, None] * num_outputs + output[None, :], mask=inside, other=1.0
+            )
             product = product / divisor
         is_own = (row - first_row[None, :])[None, :, :] == block[:, None, None]
         total += tl.sum(tl.where(is_own, product[None, :, :], 0.0), axis=1)
@@ -474,13 +496,20 @@ def _fill_feature(  # type: ignore[no-untyped-def]  # as above
     place = tl.load(ends_of_bags + bag, mask=is_id, other=1) - 1
     own = tl.load(ids + place, mask=is_id, other=0).to(tl.int64)
     is_row = is_id & (own >= 0) & ((width == 0) | (own < size))
-    # a table has a map of one width, or ends: of the other ways nothing is loaded, and none is branched to
-    block = tl.load(routing.to(tl.pointer_type(tl.uint8)) + own, mask=is_row & (width == 1), other=0).to(tl.int32)
-    block += tl.load(routing.to(tl.pointer_type(tl.uint16)) + own, mask=is_row & (width == 2), other=0).to(tl.int32)
+    # a table has a map of one width, or ends: of the other ways nothing is loaded, and none is
+    # branched to
+    block = tl.load(
+        routing.to(tl.pointer_type(tl.uint8)) + own, mask=is_row & (width == 1), other=0
+    ).to(tl.int32)
+    block += tl.load(
+        routing.to(tl.pointer_type(tl.uint16)) + own, mask=is_row & (width == 2), other=0
+    ).to(tl.int32)
     for first in range(0, tl.where(width == 0, size, 0), ends_per_step):
         number = first + tl.arange(0, ends_per_step)
         end = tl.load(routing.to(tl.pointer_type(tl.int64)) + number, mask=number < size, other=0)
-        block += tl.sum(tl.where((end[None, :] <= own[:, None]) & (number < size)[None, :], 1, 0), axis=1)
+        block += tl.sum(
+            tl.where((end[None, :] <= own[:, None]) & (number < size)[None, :], 1, 0), axis=1
+        )
     row = tl.where(is_row, tl.load(feature + 5) + block, -1)
     tl.store(rows + sample * num_pieces + tl.load(feature + 3), row, mask=is_bag)
 

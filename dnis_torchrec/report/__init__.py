@@ -1,10 +1,13 @@
-"""Reports: rows of results as JSON, charts, a self-contained HTML page, and tables for terminal and pandas.
+"""Reports: rows of results as JSON, charts, a self-contained HTML page, and tables for terminal and
+pandas."""
 
-Inside this package, row_distribution, provenance and content come first, then tables, rendering and pareto_points,
-then charts, of_run and several_runs, then the pages and search_images; each file imports only earlier ones.
-"""
-
-from dnis_torchrec.report.content import BlockSummary, ReportContent, ReportRow, read_report_rows, write_rows
+from dnis_torchrec.report.content import (
+    BlockSummary,
+    ReportContent,
+    ReportRow,
+    read_report_rows,
+    write_rows,
+)
 from dnis_torchrec.report.of_run import (
     block_summaries,
     count_rows,

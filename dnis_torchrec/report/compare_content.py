@@ -17,25 +17,7 @@ from dnis_torchrec.report.tables import form_names, metric_names
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
-    """One method at one size, over all seeds; numbers are means over the seeds that finished.
-
-    Attributes:
-        method: its name; ``"<method>+validation"`` trained on the alpha-validation split as well.
-        size: the compression asked for, in bytes; None for a method without size.
-        group: a row per seed that finished; none of them in an empty row.
-        missing: seed -> why it is not in `group`.
-        forms: the export forms whose bytes are compared, one unless seeds differ in it.
-        embedding_bytes: bytes in that form, with everything that serving needs beside it.
-        extra_bytes: how many of them lie beside the form.
-        network_bytes: of the model's other weights, which are not counted among them; 0 if not known.
-        resident_bytes: serving form -> bytes of all tables in memory; a form that cannot hold them is left out.
-        trials: runs that it took to choose the one reported.
-        seconds_of_trials: wall time of all of them, added up; `group.seconds` is that of the one reported.
-        cells_at_once: how many cells at most shared the machine while it was timed.
-        difference: metric -> difference to the uncompressed model.
-        pareto: whether no other row is as good in bytes and primary metric and better in one of them; False for a row
-            without all its seeds.
-    """
+    """One method at one size, over all seeds; numbers are means over the seeds that finished."""
 
     method: str
     size: float | None
@@ -60,7 +42,11 @@ class ComparisonRow:
     @property
     def precision(self) -> str:
         """What values are stored in; several where seeds differ in it, ``""`` of an empty row."""
-        return ", ".join(dict.fromkeys(FORMS[form].precision.name if form in FORMS else form for form in self.forms))
+        return ", ".join(
+            dict.fromkeys(
+                FORMS[form].precision.name if form in FORMS else form for form in self.forms
+            )
+        )
 
     @property
     def reason(self) -> str:
@@ -70,15 +56,22 @@ class ComparisonRow:
             seeds.setdefault(reason, []).append(str(seed))
         if self.is_empty and len(seeds) == 1:
             return next(iter(seeds))
-        return "; ".join(f"seed {', '.join(numbers)}: {reason}" for reason, numbers in seeds.items())
+        return "; ".join(
+            f"seed {', '.join(numbers)}: {reason}" for reason, numbers in seeds.items()
+        )
 
     def num_seeds(self, metric: str) -> int:
         """Returns the number of seeds that have a metric."""
         return sum(metric in row.metrics for row in self.group.rows)
 
     def is_whole(self, metric: str) -> bool:
-        """Returns whether every seed has a metric. A mean over fewer is one of other splits, which differ in level."""
-        return not self.is_empty and not self.missing and self.num_seeds(metric) == len(self.group.rows)
+        """Returns whether every seed has a metric. A mean over fewer is one of other splits, which
+        differ in level."""
+        return (
+            not self.is_empty
+            and not self.missing
+            and self.num_seeds(metric) == len(self.group.rows)
+        )
 
     def point(self, metric: str) -> ParetoPoint | None:
         """The row's place in the Pareto chart, None for a row that is not whole."""
@@ -98,7 +91,10 @@ class ComparisonRow:
 
     def bytes(self) -> dict[str, int]:
         """Export form -> bytes of all tables, mean over the seeds that have it."""
-        sizes = {form: [row.bytes[form] for row in self.group.rows if form in row.bytes] for form in self.form_names()}
+        sizes = {
+            form: [row.bytes[form] for row in self.group.rows if form in row.bytes]
+            for form in self.form_names()
+        }
         return {form: round(statistics.fmean(values)) for form, values in sizes.items()}
 
     def form_names(self) -> list[str]:
@@ -106,13 +102,17 @@ class ComparisonRow:
         return form_names(self.group.rows)
 
     def to_json(self) -> dict[str, Any]:
-        """The row as comparison.json holds it: a row of report.json with means over seeds, and more keys.
-
-        An empty row has its method, size, ``"pareto"`` and ``"reason"``, no seeds, metrics and spread, and 0 trials.
-        """
+        """The row as comparison.json holds it: a row of report.json with means over seeds, and more
+        keys."""
         head = {"method": self.method, "size": self.size, "seeds": list(self.group.seeds)}
         if self.is_empty:
-            return head | {"metrics": {}, "spread": {}, "trials": 0, "pareto": False, "reason": self.reason}
+            return head | {
+                "metrics": {},
+                "spread": {},
+                "trials": 0,
+                "pareto": False,
+                "reason": self.reason,
+            }
         metrics = metric_names(self.group.rows)
         spread = {name: self.group.deviation(name) for name in metrics}
         row = {
@@ -136,27 +136,17 @@ class ComparisonRow:
             "cells_at_once": self.cells_at_once,
             "pareto": self.pareto,
         }
-        missing = {"missing": {str(seed): reason for seed, reason in self.missing.items()}} if self.missing else {}
+        missing = (
+            {"missing": {str(seed): reason for seed, reason in self.missing.items()}}
+            if self.missing
+            else {}
+        )
         return head | row | missing
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonContent:
-    """Everything that the page of a comparison shows.
-
-    Attributes:
-        recipe: ``module:function`` of the model and data.
-        rows: in the order in which they should be read.
-        primary_metric: the metric of the figures and the Pareto front.
-        higher_is_better: its direction.
-        rules: settings that all cells share, JSON-able.
-        notes: limits of the data.
-        provenance: the command that compared.
-        versions: package -> version, several with commas between them if cells differ.
-
-    Raises:
-        ValueError: if there are no rows.
-    """
+    """Everything that the page of a comparison shows."""
 
     recipe: str
     rows: tuple[ComparisonRow, ...]
@@ -177,7 +167,8 @@ class ComparisonContent:
 
     @property
     def metrics(self) -> list[str]:
-        """Metrics to show: the primary one first; ``"loss"`` only where there is nothing else, being one of them."""
+        """Metrics to show: the primary one first; ``"loss"`` only where there is nothing else,
+        being one of them."""
         names = metric_names(row for entry in self.rows for row in entry.group.rows)
         shown = [name for name in names if name != "loss"] or names
         return sorted(shown, key=lambda name: name != self.primary_metric)

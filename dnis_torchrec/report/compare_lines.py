@@ -1,4 +1,5 @@
-"""A comparison as lines of a table, for terminal and page alike: the metrics and the cost of every method."""
+"""A comparison as lines of a table, for terminal and page alike: the metrics and the cost of every
+method."""
 
 from __future__ import annotations
 
@@ -25,24 +26,7 @@ NOTHING = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedLine:
-    """One row of a comparison as it is printed; an empty one has dashes.
-
-    Attributes:
-        row: the row that is printed.
-        size: the compression asked for.
-        parameters: retained values of the tables.
-        megabytes: bytes in the form that is compared.
-        form: that form.
-        precision: what values are stored in.
-        ratio: bytes of the uncompressed tables over its bytes.
-        metrics: text of each metric, and whether it is the best at this size.
-        difference: of the primary metric to the uncompressed model.
-        tone: ``"better"``, ``"worse"`` or ``""``, of the difference.
-        seeds: those that finished.
-        seconds: of the one run that is reported.
-        trials: runs that it took.
-        seconds_of_trials: of all of them.
-    """
+    """One row of a comparison as it is printed; an empty one has dashes."""
 
     row: ComparisonRow
     size: str
@@ -61,7 +45,8 @@ class ComparedLine:
 
 
 def compared_lines(content: ComparisonContent) -> list[ComparedLine]:
-    """The rows as they are printed, size by size, the uncompressed model first; within a size the best one first."""
+    """The rows as they are printed, size by size, the uncompressed model first; within a size the
+    best one first."""
     return [line for size in sizes_of(content) for line in lines_of_size(content, size)]
 
 
@@ -71,42 +56,42 @@ def sizes_of(content: ComparisonContent) -> list[float | None]:
 
 
 def ranked_rows(content: ComparisonContent, size: float | None) -> list[ComparisonRow]:
-    """The rows of a size, the best primary metric first; then those that lack it in some seed, then empty ones.
-
-    A mean over fewer seeds is one of other splits, which differ in level: it has no place among the others.
-
-    Args:
-        content: the comparison.
-        size: one of `sizes_of`.
-    """
+    """The rows of a size, the best primary metric first; then those that lack it in some seed, then
+    empty ones."""
     sign = -1 if content.higher_is_better else 1
 
     def place(row: ComparisonRow) -> tuple[bool, bool, bool, float]:
         mean = row.group.mean(content.primary_metric) if row.group.rows else None
-        return row.is_empty, not row.is_whole(content.primary_metric), mean is None, sign * (mean or 0.0)
+        return (
+            row.is_empty,
+            not row.is_whole(content.primary_metric),
+            mean is None,
+            sign * (mean or 0.0),
+        )
 
     return sorted((row for row in content.rows if row.size == size), key=place)
 
 
 def lines_of_size(content: ComparisonContent, size: float | None) -> list[ComparedLine]:
-    """The rows of one size as they are printed.
-
-    Args:
-        content: the comparison.
-        size: one of `sizes_of`.
-    """
+    """The rows of one size as they are printed."""
     rows, metrics = ranked_rows(content, size), content.metrics
     best = {}
     for name in metrics:
-        higher = content.higher_is_better if name == content.primary_metric else is_higher_better(name)
+        higher = (
+            content.higher_is_better if name == content.primary_metric else is_higher_better(name)
+        )
         whole = [row for row in rows if row.is_whole(name)]
-        positions = best_groups([row.group for row in whole], name, higher) if higher is not None else ()
+        positions = (
+            best_groups([row.group for row in whole], name, higher) if higher is not None else ()
+        )
         best[name] = [whole[position] for position in positions]
     lines = []
     for row in rows:
         asked = NOTHING if row.size is None else f"{row.size:g}"
         if row.is_empty:
-            lines.append(ComparedLine(row=row, size=asked, metrics=((NOTHING, False),) * len(metrics)))
+            lines.append(
+                ComparedLine(row=row, size=asked, metrics=((NOTHING, False),) * len(metrics))
+            )
             continue
         difference, tone = _difference(content, row)
         lines.append(
@@ -133,7 +118,9 @@ def lines_of_size(content: ComparisonContent, size: float | None) -> list[Compar
 def _metric(row: ComparisonRow, name: str) -> str:
     """Text of a metric."""
     num_seeds = row.num_seeds(name)
-    return group_metric(row.group, name) + (of_fewer_seeds(num_seeds, len(row.group.rows)) if num_seeds else "")
+    return group_metric(row.group, name) + (
+        of_fewer_seeds(num_seeds, len(row.group.rows)) if num_seeds else ""
+    )
 
 
 def _difference(content: ComparisonContent, row: ComparisonRow) -> tuple[str, str]:
@@ -149,29 +136,20 @@ def _difference(content: ComparisonContent, row: ComparisonRow) -> tuple[str, st
 
 @dataclass(frozen=True, kw_only=True)
 class CostLine:
-    """The cost of one method at every size.
-
-    Attributes:
-        method: its name.
-        cells: per size, the wall time of all its runs, and the same in words as runs and plain trainings. Both are
-            empty where it has no results.
-    """
+    """The cost of one method at every size."""
 
     method: str
     cells: tuple[tuple[str, str], ...]
 
 
 def cost_lines(content: ComparisonContent) -> list[CostLine]:
-    """Returns the cost of every method at every size of `sizes_of`, methods in the order of the comparison.
-
-    Args:
-        content: the comparison.
-
-    Returns:
-        One line per method that has a row with results, and in it a cell per size.
-    """
+    """Returns the cost of every method at every size of `sizes_of`, methods in the order of the
+    comparison."""
     rows = {(row.method, row.size): row for row in content.rows if not row.is_empty}
-    plain = next((row.group.seconds for row in content.rows if row.method == DENSE and not row.is_empty), None)
+    plain = next(
+        (row.group.seconds for row in content.rows if row.method == DENSE and not row.is_empty),
+        None,
+    )
     lines = []
     for method in dict.fromkeys(row.method for row in rows.values()):
         of_sizes = (rows.get((method, size)) for size in sizes_of(content))
@@ -181,7 +159,11 @@ def cost_lines(content: ComparisonContent) -> list[CostLine]:
 
 
 def _cost(row: ComparisonRow, plain_seconds: float | None) -> tuple[str, str]:
-    told = [f"{row.trials:.0f} runs, the one taken {format_seconds(row.group.seconds)}"] if row.trials > 1 else []
+    told = (
+        [f"{row.trials:.0f} runs, the one taken {format_seconds(row.group.seconds)}"]
+        if row.trials > 1
+        else []
+    )
     if plain_seconds:
         told.append(f"{format_ratio(float(f'{row.seconds_of_trials / plain_seconds:.2g}'))} dense")
     return format_seconds(row.seconds_of_trials), ", ".join(told)

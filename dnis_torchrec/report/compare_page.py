@@ -1,4 +1,5 @@
-"""A comparison as one self-contained HTML page: the metrics of every method at the same bytes, and its cost."""
+"""A comparison as one self-contained HTML page: the metrics of every method at the same bytes, and
+its cost."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from dnis_torchrec.report.compare_lines import (
     ranked_rows,
     sizes_of,
 )
-from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS, WITH_VALIDATION, base_method, json_text
+from dnis_torchrec.report.content import (
+    DENSE,
+    NO_EMBEDDINGS,
+    WITH_VALIDATION,
+    base_method,
+    json_text,
+)
 from dnis_torchrec.report.key_numbers import KeyNumber
 from dnis_torchrec.report.page import quality_caption
 from dnis_torchrec.report.pareto_points import ParetoPoint
@@ -34,38 +41,19 @@ from dnis_torchrec.report.tables import (
 from dnis_torchrec.storage.whole_files import write_text
 
 MANY_METRICS = 3
-"""Number of metrics above which deviations stand below their means, so that the table stays readable."""
+"""Number of metrics above which deviations stand below their means, so that the table stays
+readable."""
 FEW_LINES = 24
 """Up to so many, the table of bytes is open from the start."""
 
 
 def write_comparison(path: Path, content: ComparisonContent) -> Path:
-    """Writes the page as one HTML file, atomically; the same content gives the same bytes.
-
-    Args:
-        path: of the page; an older one is replaced.
-        content: the content of the page.
-
-    Returns:
-        `path`.
-
-    Raises:
-        TypeError: if the rules are not JSON-able.
-        ValueError: if the folder does not exist, or a number of the rules is not finite.
-    """
+    """Writes the page as one HTML file, atomically; the same content gives the same bytes."""
     return write_text(path, render_comparison(content))
 
 
 def render_comparison(content: ComparisonContent) -> str:
-    """The page of `write_comparison` as a string.
-
-    Args:
-        content: the content of the page.
-
-    Raises:
-        TypeError: if the rules are not JSON-able.
-        ValueError: if a number of the rules is not finite.
-    """
+    """The page of `write_comparison` as a string."""
     lines = [line for line in compared_lines(content) if not line.row.is_empty]
     metric, higher = content.primary_metric, content.higher_is_better
     sized = [row for row in content.rows if base_method(row.method) != NO_EMBEDDINGS]
@@ -84,7 +72,9 @@ def render_comparison(content: ComparisonContent) -> str:
         filled=lines,
         missing=[f"{rows}: {reason}" for rows, reason in missing_reasons(content)],
         forms=list(dict.fromkeys(form for row in content.rows for form in row.form_names())),
-        serving_forms=list(dict.fromkeys(form for row in content.rows for form in row.resident_bytes)),
+        serving_forms=list(
+            dict.fromkeys(form for row in content.rows for form in row.resident_bytes)
+        ),
         costs=cost_lines(content),
         reproduce=commands(content.provenance),
         configuration_title="Settings of all cells",
@@ -92,7 +82,9 @@ def render_comparison(content: ComparisonContent) -> str:
         sentence=_sentence(content, winners),
         key_numbers=_tiles(content, winners),
         quality_caption=caption,
-        dense_bytes=next((line.row.embedding_bytes for line in lines if line.row.method == DENSE), None),
+        dense_bytes=next(
+            (line.row.embedding_bytes for line in lines if line.row.method == DENSE), None
+        ),
         has_no_embeddings=len(sized) < len(content.rows),
         cells_at_once=max(row.cells_at_once for row in content.rows),
         num_seeds=max(len(row.group.rows) for row in content.rows),
@@ -105,31 +97,41 @@ def render_comparison(content: ComparisonContent) -> str:
 
 
 def _charts(content: ComparisonContent, points: Sequence[ParetoPoint]) -> dict[str, go.Figure]:
-    """Every method at every size; DNIS beside network pruning by the share of parameters gone, the paper's comparison.
-
-    Rows that lack the primary metric under a seed are not drawn.
-    """
+    """Every method at every size; DNIS beside network pruning by the share of parameters gone, the
+    paper's comparison."""
     metric, higher, drawn = content.primary_metric, content.higher_is_better, {}
     if points:
         drawn["quality"] = charts.quality(points, metric, higher_is_better=higher)
     whole = [row for row in content.rows if row.point(metric) is not None]
-    rows = [row for entry in whole if base_method(entry.method) == entry.method for row in entry.group.rows]
+    rows = [
+        row
+        for entry in whole
+        if base_method(entry.method) == entry.method
+        for row in entry.group.rows
+    ]
     if all(any(row.method.startswith(kind) for row in rows) for kind in ("dnis", "magnitude")):
         drawn["pruning-rate"] = charts.pruning_rate(rows, metric, higher_is_better=higher)
     return drawn
 
 
 def _winners(content: ComparisonContent) -> dict[float, list[ComparisonRow]]:
-    """Size -> its rows, the best one first; a size at which no method has all its seeds is left out."""
+    """Size -> its rows, the best one first; a size at which no method has all its seeds is left
+    out."""
     winners = {}
     for size in sizes_of(content):
-        ranked = [row for row in ranked_rows(content, size) if row.point(content.primary_metric) is not None]
+        ranked = [
+            row
+            for row in ranked_rows(content, size)
+            if row.point(content.primary_metric) is not None
+        ]
         if size is not None and ranked:
             winners[size] = ranked
     return winners
 
 
-def _tiles(content: ComparisonContent, winners: dict[float, list[ComparisonRow]]) -> list[KeyNumber]:
+def _tiles(
+    content: ComparisonContent, winners: dict[float, list[ComparisonRow]]
+) -> list[KeyNumber]:
     """The best method of the smallest size, of the largest one and of one between."""
     sizes = list(winners)
     shown = dict.fromkeys((*sizes[:1], *sizes[len(sizes) // 2 :][:1], *sizes[-1:]))
@@ -145,7 +147,9 @@ def _tile(content: ComparisonContent, size: str, ranked: list[ComparisonRow]) ->
     others = [row for row in ranked if base_method(row.method) != base_method(best.method)]
     if others:
         lead = _told_lead(best, others[0], metric)
-        details.append(f"next: {others[0].method}, {format_metric(others[0].group.mean(metric) or 0.0)}{lead}")
+        details.append(
+            f"next: {others[0].method}, {format_metric(others[0].group.mean(metric) or 0.0)}{lead}"
+        )
     label, value = f"Best at compression {size}: {best.method}", group_metric(best.group, metric)
     return KeyNumber(label=label, value=value, detail="; ".join(details), tone=tone)
 
@@ -153,7 +157,9 @@ def _tile(content: ComparisonContent, size: str, ranked: list[ComparisonRow]) ->
 def _told_lead(best: ComparisonRow, following: ComparisonRow, metric: str) -> str:
     """Says of a lead that it is no more than chance, where seeds do not tell it apart from that."""
     values = {row.seed: row.metrics[metric] for row in following.group.rows}
-    leads = [row.metrics[metric] - values[row.seed] for row in best.group.rows if row.seed in values]
+    leads = [
+        row.metrics[metric] - values[row.seed] for row in best.group.rows if row.seed in values
+    ]
     if len(leads) < 2:
         return ", of one seed alone"
     is_clear = abs(statistics.fmean(leads)) > statistics.stdev(leads)

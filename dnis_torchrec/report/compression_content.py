@@ -1,4 +1,5 @@
-"""The results of compressing a trained model: a row for the model as it was, and one per size. Plain frozen values."""
+"""The results of compressing a trained model: a row for the model as it was, and one per size.
+Plain frozen values."""
 
 from __future__ import annotations
 
@@ -15,19 +16,7 @@ COMPRESS = "compress"
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionRow:
-    """One model as it is served.
-
-    Attributes:
-        method: `UNCOMPRESSED`, `COMPRESS`, or what the model is compared with, such as ``"int8 rows"``.
-        compression: bytes of the float32 tables over bytes served.
-        bytes: served, all tables together.
-        metrics: on the test split.
-        selection: the same on the selection split.
-        predicted_loss_increase: over the uncompressed model, on validation samples, see `LossSample`.
-        seed: of the splits.
-        seconds: from the trained model to the tables on disk, measuring it included; 0 where nothing was done.
-        name: of its artifact's folder; empty for the model as it was.
-    """
+    """One model as it is served."""
 
     method: str
     compression: float
@@ -42,21 +31,7 @@ class CompressionRow:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionContent:
-    """All sizes of one model.
-
-    Attributes:
-        recipe: ``module:function``.
-        rows: the uncompressed model first, then those of `COMPRESS`, then what they are compared with.
-        primary_metric: that the recipe is judged by.
-        higher_is_better: its direction.
-        num_samples: that columns were measured on.
-        relative_error: of the sum of the curvature, over it.
-        notes: limits of the data behind every figure.
-        doubts: what is uncertain about the results.
-        provenance: the commands that led to them, the oldest first.
-        configuration: settings; JSON-able.
-        versions: of the libraries.
-    """
+    """All sizes of one model."""
 
     recipe: str
     rows: tuple[CompressionRow, ...]
@@ -92,18 +67,21 @@ class CompressionContent:
         return tuple(row for row in self.rows if row.method not in (UNCOMPRESSED, COMPRESS))
 
     def loss_increase(self, row: CompressionRow, split: str = "metrics") -> float:
-        """How much loss a row was measured to cost.
-
-        Args:
-            row: one of `rows`.
-            split: ``"metrics"`` (test) or ``"selection"``.
-        """
+        """How much loss a row was measured to cost."""
         return float(getattr(row, split)["loss"] - getattr(self.uncompressed, split)["loss"])
 
     def to_json(self) -> dict[str, Any]:
         """As compress.json holds it; an error that could not be estimated is null."""
-        content = asdict(self) | {"rows": [asdict(row) for row in self.rows], "notes": list(self.notes)}
-        content |= {"doubts": list(self.doubts), PROVENANCE: [step.to_json() for step in self.provenance]}
-        content["relative_error"] = self.relative_error if self.relative_error < float("inf") else None
+        content = asdict(self) | {
+            "rows": [asdict(row) for row in self.rows],
+            "notes": list(self.notes),
+        }
+        content |= {
+            "doubts": list(self.doubts),
+            PROVENANCE: [step.to_json() for step in self.provenance],
+        }
+        content["relative_error"] = (
+            self.relative_error if self.relative_error < float("inf") else None
+        )
         json_text(content, "CompressionContent")
         return content

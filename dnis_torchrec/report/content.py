@@ -1,7 +1,5 @@
-"""Content of a report: rows of results, blocks, alpha, history, as plain frozen values. report.json holds the rows.
-
-Shapes: S blocks, D embedding_dim.
-"""
+"""Content of a report: rows of results, blocks, alpha, history, as plain frozen values. report.json
+holds the rows."""
 
 from __future__ import annotations
 
@@ -23,7 +21,8 @@ from dnis_torchrec.storage.json_files import read_json
 from dnis_torchrec.storage.whole_files import write_text
 
 DENSE, NO_EMBEDDINGS = "dense", "no-embeddings"
-"""The methods that have no size: the uncompressed model, and the model with every embedding zero."""
+"""The methods that have no size: the uncompressed model, and the model with every embedding zero.
+"""
 UNCOMPRESSED = "uncompressed"
 """The very model whose tables another row has made smaller."""
 UNCOMPRESSED_ROWS = (UNCOMPRESSED, DENSE)
@@ -34,32 +33,29 @@ SAME_BYTES = 1.02
 
 
 def rows_name(precision: str) -> str:
-    """A row's name of the uncompressed model with its rows stored in fewer bits.
-
-    Example:
-        >>> rows_name("int8")
-        'int8 rows'
-    """
+    """A row's name of the uncompressed model with its rows stored in fewer bits."""
     return f"{precision} rows"
 
 
 def base_method(name: str) -> str:
-    """A row's method, whether it was trained on the validation split as well or not.
-
-    Example:
-        >>> base_method("uniform+validation")
-        'uniform'
-    """
+    """A row's method, whether it was trained on the validation split as well or not."""
     return name.removesuffix(WITH_VALIDATION)
 
 
-def _check_number(place: str, value: object, *, integer: bool = False, above_zero: bool = False) -> None:
+def _check_number(
+    place: str, value: object, *, integer: bool = False, above_zero: bool = False
+) -> None:
     kinds = (int,) if integer else (int, float)
     kind = "an integer" if integer else "a number"
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise TypeError(describe(place, f"{kind}", f"{value!r} of type {type(value).__name__}"))
     requirement = f"{'a finite number' if not integer else kind} {'>' if above_zero else '>='} 0"
-    check(math.isfinite(value) and (value > 0 if above_zero else value >= 0), place, requirement, value)
+    check(
+        math.isfinite(value) and (value > 0 if above_zero else value >= 0),
+        place,
+        requirement,
+        value,
+    )
 
 
 def _check_name(place: str, value: object) -> None:
@@ -77,28 +73,7 @@ def _check_named_numbers(place: str, values: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportRow:
-    """One trained model: how large its tables are and how well it predicts.
-
-    Attributes:
-        method: ``"dnis"``, ``"uniform"``, ``"magnitude"``, ``"dense"`` (the uncompressed model), or any other name.
-        compression: bytes of the float32 tables over bytes served, in the form in which the method is compared.
-        parameters: retained values of all tables; not what a method learns beside them, such as MDE's projections.
-        dense_parameters: values of the uncompressed tables.
-        bytes: export form -> bytes of all tables, index bytes counted.
-        metrics: metric name -> value; a metric that could not be computed is left out.
-        seed: the seed of the data split and the initial weights.
-        seconds: wall-clock time of the training, search included.
-
-    Raises:
-        TypeError: if a field has the wrong type.
-        ValueError: if a name is empty, a metric is not finite, or a number is below its bound.
-
-    Example:
-        >>> row = ReportRow(method="dnis", compression=4, parameters=10, dense_parameters=90, bytes={"csr_fp32": 90},
-        ...     metrics={"auc": 0.8}, seed=0, seconds=1.5)
-        >>> ReportRow.from_json(row.to_json()) == row
-        True
-    """
+    """One trained model: how large its tables are and how well it predicts."""
 
     method: str
     compression: float
@@ -121,8 +96,16 @@ class ReportRow:
         for name, value in self.metrics.items():
             place = f"ReportRow.metrics[{name!r}]"
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(describe(place, "a number", f"{value!r} of type {type(value).__name__}"))
-            check(math.isfinite(value), place, "a finite number", value, "leave out what was not computed")
+                raise TypeError(
+                    describe(place, "a number", f"{value!r} of type {type(value).__name__}")
+                )
+            check(
+                math.isfinite(value),
+                place,
+                "a finite number",
+                value,
+                "leave out what was not computed",
+            )
         _check_number("ReportRow.seed", self.seed, integer=True)
         _check_number("ReportRow.seconds", self.seconds)
 
@@ -141,15 +124,7 @@ class ReportRow:
 
     @staticmethod
     def from_json(described: object, *, place: str = "report row") -> ReportRow:
-        """Reads a row back; keys that a row does not have are ignored.
-
-        Args:
-            described: what `to_json` gave.
-            place: where the row comes from, for the errors.
-
-        Raises:
-            ValueError: if a key is missing or a value is not what a row demands.
-        """
+        """Reads a row back; keys that a row does not have are ignored."""
         if not isinstance(described, Mapping):
             raise ValueError(describe(place, "an object", type(described).__name__))
         names = tuple(ReportRow.__dataclass_fields__)
@@ -162,21 +137,10 @@ class ReportRow:
 
 
 def write_rows(path: Path, rows: Iterable[ReportRow], **extra: Any) -> Path:
-    """Writes report.json atomically: ``{"rows": [...], **extra}``.
-
-    Args:
-        path: the file; an older one is replaced.
-        rows: results, in the order in which they should be read.
-        extra: further top-level keys, JSON-able.
-
-    Returns:
-        `path`.
-
-    Raises:
-        TypeError: if an extra value is not JSON-able.
-        ValueError: if the folder does not exist or an extra number is not finite.
-    """
-    return write_text(path, json_text({"rows": [row.to_json() for row in rows], **extra}, str(path)) + "\n")
+    """Writes report.json atomically: ``{"rows": [...], **extra}``."""
+    return write_text(
+        path, json_text({"rows": [row.to_json() for row in rows], **extra}, str(path)) + "\n"
+    )
 
 
 class _Rows(TypedDict):
@@ -184,22 +148,14 @@ class _Rows(TypedDict):
 
 
 def read_report_rows(path: Path) -> tuple[ReportRow, ...]:
-    """Reads the rows of a report.json, or of a comparison.json, whose empty rows are left out.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        The rows, in the order of the file.
-
-    Raises:
-        ValueError: if the file is missing, is not JSON, or holds something else than rows; names the file and the row.
-    """
+    """Reads the rows of a report.json, or of a comparison.json, whose empty rows are left out."""
     path = Path(path)
     check(path.is_file(), str(path), "a report.json", "no such file")
     rows = read_json(path, _Rows)["rows"]
     places = {f"{path} rows[{index}]": row for index, row in enumerate(rows)}
-    return tuple(ReportRow.from_json(row, place=place) for place, row in places.items() if not _is_empty(row))
+    return tuple(
+        ReportRow.from_json(row, place=place) for place, row in places.items() if not _is_empty(row)
+    )
 
 
 def _is_empty(row: object) -> bool:
@@ -208,16 +164,7 @@ def _is_empty(row: object) -> bool:
 
 
 def json_text(value: object, place: str) -> str:
-    """Indented JSON of `value`, strict: no NaN, no infinity.
-
-    Args:
-        value: what JSON can hold.
-        place: what it is of, for the error.
-
-    Raises:
-        TypeError: if a value is not JSON-able.
-        ValueError: if a number is not finite.
-    """
+    """Indented JSON of `value`, strict: no NaN, no infinity."""
     try:
         return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -226,12 +173,7 @@ def json_text(value: object, place: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RowGroup:
-    """The same experiment under several seeds: rows of one method and one size.
-
-    Attributes:
-        method: the method of all rows.
-        rows: one per seed.
-    """
+    """The same experiment under several seeds: rows of one method and one size."""
 
     method: str
     rows: tuple[ReportRow, ...]
@@ -272,15 +214,8 @@ class RowGroup:
         return statistics.stdev(values) if len(values) > 1 else None
 
     def difference(self, other: RowGroup, metric: str) -> tuple[float, int] | None:
-        """Mean over the shared seeds of this group's metric minus the other's; levels differ between splits.
-
-        Args:
-            other: the group that is subtracted.
-            metric: its name; seeds that lack it in either group are left out.
-
-        Returns:
-            ``(difference, number of shared seeds)``, or None if no seed is shared.
-        """
+        """Mean over the shared seeds of this group's metric minus the other's; levels differ
+        between splits."""
         theirs = {row.seed: row.metrics[metric] for row in other.rows if metric in row.metrics}
         mine = {row.seed: row.metrics[metric] for row in self.rows if metric in row.metrics}
         pairs = [value - theirs[seed] for seed, value in mine.items() if seed in theirs]
@@ -291,17 +226,8 @@ class RowGroup:
 
 
 def seed_groups(rows: Iterable[ReportRow]) -> tuple[RowGroup, ...]:
-    """Groups rows of one method, of the same bytes within 2 %, and of different seeds; sorted by compression.
-
-    Args:
-        rows: of any methods, sizes and seeds, in any order. Two of the same seed are never in one group.
-
-    Example:
-        >>> row = dict(method="dnis", parameters=1, dense_parameters=8, bytes={}, metrics={}, seconds=0)
-        >>> rows = [ReportRow(compression=r, seed=s, **row) for r, s in ((2.0, 0), (8.0, 0), (2.02, 1))]
-        >>> [(round(group.compression, 2), group.seeds) for group in seed_groups(rows)]
-        [(2.01, (0, 1)), (8.0, (0,))]
-    """
+    """Groups rows of one method, of the same bytes within 2 %, and of different seeds; sorted by
+    compression."""
     groups: dict[str, list[list[ReportRow]]] = {}
     for row in sorted(rows, key=lambda row: (row.compression, row.seed)):
         for group in groups.setdefault(row.method, []):
@@ -311,26 +237,17 @@ def seed_groups(rows: Iterable[ReportRow]) -> tuple[RowGroup, ...]:
                 break
         else:
             groups[row.method].append([row])
-    merged = [RowGroup(method=method, rows=tuple(rows)) for method, parts in groups.items() for rows in parts]
+    merged = [
+        RowGroup(method=method, rows=tuple(rows))
+        for method, parts in groups.items()
+        for rows in parts
+    ]
     return tuple(sorted(merged, key=lambda group: (group.compression, group.method)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSummary:
-    """Rows, occurrences and retained dims of one block of one table.
-
-    Attributes:
-        table: table name.
-        block: number of the block, 0 the most frequent.
-        num_rows: rows of the table in this block.
-        occurrences: how often these rows occur in the training data.
-        retained_dims: R, dims retained of each row; where single values were pruned their mean over rows.
-        embedding_dim: D.
-
-    Raises:
-        TypeError: if a field has the wrong type.
-        ValueError: if the name is empty, a count is negative, or R > D.
-    """
+    """Rows, occurrences and retained dims of one block of one table."""
 
     table: str
     block: int
@@ -357,34 +274,7 @@ class BlockSummary:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReportContent:
-    """Everything that a report shows.
-
-    Attributes:
-        title: heading of the page.
-        recipe: ``module:function`` of the model and data.
-        configuration: configuration of the run, JSON-able.
-        rows: results; the first one of method ``"dnis"`` (else the first one) is what the report is about.
-        primary_metric: the metric that the figures show.
-        higher_is_better: direction of `primary_metric`.
-        alpha: which tables share it, or a table name -> ``(S, D)`` alpha at the end of the search, values in [0, 1].
-        blocks: a summary of every block.
-        history: one mapping per epoch with the keys step, epoch, phase, train_loss, selection_loss, alpha_density and
-            alpha_mean; a key may be missing.
-        stop_on: the metric that selection_loss is, for its name in the chart.
-        stop_on_higher_is_better: its direction; selection_loss is negated where higher is better.
-        row_distribution: rows by frequency and retained dims, None if it is not known.
-        by_embedding_dim: name of a line -> ``(D, row)`` of runs that differ in embedding_dim.
-        by_num_blocks: name of a line -> ``(S, row)`` of runs that differ in the number of blocks.
-        notes: limits of the data, shown beside the figures.
-        doubts: what is uncertain about the results, beside the number of seeds.
-        provenance: the commands that led to them, the oldest first.
-        reproduce: commands that lead to the same results, in the order in which they are typed.
-        versions: package -> version.
-
-    Raises:
-        TypeError: if the configuration is not JSON-able.
-        ValueError: if there are no rows, a name is empty, or an alpha is not a matrix of values in [0, 1].
-    """
+    """Everything that a report shows."""
 
     title: str
     recipe: str
@@ -409,7 +299,13 @@ class ReportContent:
     def __post_init__(self) -> None:
         for name in ("title", "recipe", "primary_metric"):
             _check_name(f"ReportContent.{name}", getattr(self, name))
-        check(len(self.rows) > 0, "ReportContent.rows", "at least one row", "none", "evaluate the model first")
+        check(
+            len(self.rows) > 0,
+            "ReportContent.rows",
+            "at least one row",
+            "none",
+            "evaluate the model first",
+        )
         json_text(self.configuration, "ReportContent.configuration")
         check_alpha(self.alpha)
 
@@ -420,25 +316,21 @@ class ReportContent:
 
     @property
     def subject(self) -> RowGroup:
-        """The group that the report is about: that of the first row of method ``"dnis"``, else of the first row.
-
-        Chosen by position, never by a test metric.
-        """
+        """The group that the report is about: that of the first row of method ``"dnis"``, else of
+        the first row."""
         row = next((row for row in self.rows if row.method == "dnis"), self.rows[0])
         return next(group for group in self.groups if any(row is other for other in group.rows))
 
 
 def check_alpha(alpha: Mapping[str, Tensor]) -> None:
-    """Checks that each alpha is an ``(S, D)`` matrix of values in [0, 1].
-
-    Args:
-        alpha: key -> ``(S, D)``.
-
-    Raises:
-        ValueError: naming the key and what was found.
-    """
+    """Checks that each alpha is an ``(S, D)`` matrix of values in [0, 1]."""
     for key, values in alpha.items():
         place = f"alpha {key!r}"
-        check(values.dim() == 2 and values.numel() > 0, place, "a non-empty (S, D)", tuple(values.shape))
+        check(
+            values.dim() == 2 and values.numel() > 0,
+            place,
+            "a non-empty (S, D)",
+            tuple(values.shape),
+        )
         low, high = (float(bound) for bound in torch.aminmax(values.detach()))
         check(low >= 0 and high <= 1, place, "values in [0, 1]", f"values from {low:g} to {high:g}")

@@ -9,14 +9,7 @@ from dnis_torchrec.report.tables import format_metric
 
 @dataclass(frozen=True, kw_only=True)
 class KeyNumber:
-    """One number at the head of a page.
-
-    Attributes:
-        label: what it is.
-        value: the number as it is printed.
-        detail: what it is compared with, one short line.
-        tone: ``"better"``, ``"worse"`` or ``""``.
-    """
+    """One number at the head of a page."""
 
     label: str
     value: str
@@ -25,18 +18,7 @@ class KeyNumber:
 
 
 def compared_number(label: str, change: float, detail: str, *, higher_is_better: bool) -> KeyNumber:
-    """The number that says how much better or worse a result is than another.
-
-    Args:
-        label: what it is compared with.
-        change: of the metric, the result's minus the other's.
-        detail: of the other.
-        higher_is_better: direction of the metric.
-
-    Example:
-        >>> compared_number("vs uncompressed", -0.01, "0.8000", higher_is_better=True).value
-        '0.0100 worse'
-    """
+    """The number that says how much better or worse a result is than another."""
     size = format_metric(abs(change))
     if float(size) == 0:
         return KeyNumber(label=label, value="equal", detail=detail)

@@ -1,7 +1,5 @@
-"""Content of a report, made of the files of a search: blocks, alpha by name, and the distribution of the rows.
-
-Shapes: N rows of a table, D embedding_dim, S blocks, A rows of alpha for one D.
-"""
+"""Content of a report, made of the files of a search: blocks, alpha by name, and the distribution
+of the rows."""
 
 from __future__ import annotations
 
@@ -23,37 +21,33 @@ from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 def block_summaries(
     scheme: MixedDimensionScheme, blocks: RowBlocks, tables: Mapping[str, Tensor] | None = None
 ) -> tuple[BlockSummary, ...]:
-    """Retained dims and frequency of every block of every table; blocks without rows are left out.
-
-    Args:
-        scheme: the retained dims.
-        blocks: the row blocks.
-        tables: table -> ``(N, D)`` pruned weights; needed only where single elements were pruned, as for `count_rows`:
-            the retained dims of such a block are the mean over the rows that training saw.
-    """
+    """Retained dims and frequency of every block of every table; blocks without rows are left out."""
     summaries = []
     for name, table in scheme.tables.items():
         rows, dims = table.routing.row_counts().tolist(), table.dims.tolist()
         if not table.is_block_structured:
             rows = blocks.seen_rows[name].tolist()
-            dims = _mean_dims(_retained_dims(table, tables or {}), blocks.routings[name], blocks.seen_rows[name])
-        summaries += [_summary(name, s, rows[s], blocks, dims[s]) for s in range(len(rows)) if rows[s]]
+            dims = _mean_dims(
+                _retained_dims(table, tables or {}), blocks.routings[name], blocks.seen_rows[name]
+            )
+        summaries += [
+            _summary(name, s, rows[s], blocks, dims[s]) for s in range(len(rows)) if rows[s]
+        ]
     return tuple(summaries)
 
 
 def _mean_dims(of_rows: Tensor, routing: RowRouting, seen_rows: Tensor) -> list[float]:
-    """Mean of the retained dims of the rows of each block; those never seen retain nothing and do not count."""
-    total = torch.zeros(routing.num_blocks + 1, dtype=torch.int64).index_add_(0, routing.all_blocks(), of_rows)
+    """Mean of the retained dims of the rows of each block; those never seen retain nothing and do
+    not count."""
+    total = torch.zeros(routing.num_blocks + 1, dtype=torch.int64).index_add_(
+        0, routing.all_blocks(), of_rows
+    )
     return (total[: routing.num_blocks] / seen_rows.clamp(min=1)).tolist()
 
 
 def searched_summaries(alpha: Mapping[int, Tensor], blocks: RowBlocks) -> tuple[BlockSummary, ...]:
-    """Summarises blocks as `block_summaries` does, in the middle of a search: pruning would retain alpha that is not 0.
-
-    Args:
-        alpha: embedding_dim -> ``(A, D)``.
-        blocks: the row blocks.
-    """
+    """Summarises blocks as `block_summaries` does, in the middle of a search: pruning would retain
+    alpha that is not 0."""
     summaries = []
     for name, routing in blocks.routings.items():
         dims = _alive(alpha, blocks, name)
@@ -63,7 +57,9 @@ def searched_summaries(alpha: Mapping[int, Tensor], blocks: RowBlocks) -> tuple[
     return tuple(summaries)
 
 
-def _summary(table: str, block: int, num_rows: int, blocks: RowBlocks, retained_dims: float) -> BlockSummary:
+def _summary(
+    table: str, block: int, num_rows: int, blocks: RowBlocks, retained_dims: float
+) -> BlockSummary:
     return BlockSummary(
         table=table,
         block=block,
@@ -75,15 +71,8 @@ def _summary(table: str, block: int, num_rows: int, blocks: RowBlocks, retained_
 
 
 def named_alpha(alpha: Mapping[int, Tensor], blocks: RowBlocks) -> dict[str, Tensor]:
-    """alpha as `ReportContent.alpha` wants it: by the D of tables that share it, or by table where each has its own.
-
-    Args:
-        alpha: embedding_dim -> ``(A, D)``.
-        blocks: the row blocks.
-
-    Returns:
-        ``"tables of D = 8"``, say, or table name -> ``(S, D)``.
-    """
+    """alpha as `ReportContent.alpha` wants it: by the D of tables that share it, or by table where
+    each has its own."""
     if blocks.scope == "global":
         return {f"tables of D = {dim}": values for dim, values in alpha.items()}
     named = {}
@@ -94,21 +83,18 @@ def named_alpha(alpha: Mapping[int, Tensor], blocks: RowBlocks) -> dict[str, Ten
 
 
 def count_rows(
-    scheme: MixedDimensionScheme, counts: FrequencyCounts, tables: Mapping[str, Tensor] | None = None
+    scheme: MixedDimensionScheme,
+    counts: FrequencyCounts,
+    tables: Mapping[str, Tensor] | None = None,
 ) -> RowDistribution:
-    """Rows of all tables by frequency and retained dims.
-
-    Args:
-        scheme: the retained dims.
-        counts: training frequencies.
-        tables: table -> ``(N, D)`` pruned weights; needed only where single elements were pruned, because a scheme
-            knows just the columns of such a block: the retained dims of a row are then its values that are not 0.
-    """
+    """Rows of all tables by frequency and retained dims."""
     dims = {name: _retained_dims(table, tables or {}) for name, table in scheme.tables.items()}
     return _distribution(dims, counts, max(table.embedding_dim for table in scheme.tables.values()))
 
 
-def _distribution(dims: Mapping[str, Tensor], counts: FrequencyCounts, embedding_dim: int) -> RowDistribution:
+def _distribution(
+    dims: Mapping[str, Tensor], counts: FrequencyCounts, embedding_dim: int
+) -> RowDistribution:
     """Counts the rows of tables by frequency and retained dims, in chunks that bound the memory."""
     of_tables = (
         zip(count_chunks(counts.counts[name]), per_row.split(ROWS_AT_A_TIME), strict=True)
@@ -136,21 +122,14 @@ def _retained_dims(table: TableScheme, tables: Mapping[str, Tensor]) -> Tensor:
 
 
 def scheme_row(
-    method: str, scheme: MixedDimensionScheme, metrics: dict[str, float], seed: int, seconds: float, form: str
+    method: str,
+    scheme: MixedDimensionScheme,
+    metrics: dict[str, float],
+    seed: int,
+    seconds: float,
+    form: str,
 ) -> ReportRow:
-    """The row of a model whose tables follow a scheme.
-
-    Args:
-        method: name of the row.
-        scheme: retained dims of all tables: they give parameters and bytes.
-        metrics: metric -> value on the test split.
-        seed: of splits and initial weights.
-        seconds: wall time of the training, search included.
-        form: in which the tables are compared.
-
-    Raises:
-        TypeError, ValueError: as `ReportRow`.
-    """
+    """The row of a model whose tables follow a scheme."""
     return ReportRow(
         method=method,
         compression=scheme.compression(form),

@@ -1,4 +1,5 @@
-"""The report as one self-contained HTML page of about 5 MB, nearly all of it Plotly; nothing is loaded."""
+"""The report as one self-contained HTML page of about 5 MB, nearly all of it Plotly; nothing is
+loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from pathlib import Path
 from plotly import graph_objects as go
 
 from dnis_torchrec.report import charts
-from dnis_torchrec.report.content import SAME_BYTES, UNCOMPRESSED_ROWS, ReportContent, RowGroup, json_text
+from dnis_torchrec.report.content import (
+    SAME_BYTES,
+    UNCOMPRESSED_ROWS,
+    ReportContent,
+    RowGroup,
+    json_text,
+)
 from dnis_torchrec.report.key_numbers import KeyNumber, compared_number
 from dnis_torchrec.report.pareto_points import ParetoPoint, pareto_points, told_beyond
 from dnis_torchrec.report.rendering import render
@@ -30,31 +37,17 @@ from dnis_torchrec.report.verdict import ONE_SEED, group_sentence
 from dnis_torchrec.storage.whole_files import write_text
 
 MOST_KEY_NUMBERS = 3
-"""Numbers at the head of the page: what does not fit there stands in the sentence and in the table."""
+"""Numbers at the head of the page: what does not fit there stands in the sentence and in the table.
+"""
 
 
 def write_report(path: Path, content: ReportContent) -> Path:
-    """Writes the report as one HTML file, atomically; the same content gives the same bytes.
-
-    Args:
-        path: the file, usually ``RUN/report.html``; an older one is replaced.
-        content: the content of the page.
-
-    Returns:
-        `path`.
-
-    Raises:
-        ValueError: if the folder of `path` does not exist.
-    """
+    """Writes the report as one HTML file, atomically; the same content gives the same bytes."""
     return write_text(path, render_report(content))
 
 
 def render_report(content: ReportContent) -> str:
-    """The page of `write_report` as a string.
-
-    Args:
-        content: the content of the page.
-    """
+    """The page of `write_report` as a string."""
     subject, num_seeds = content.subject, max(len(group.rows) for group in content.groups)
     points = pareto_points(content.groups, content.primary_metric)
     return render(
@@ -79,15 +72,14 @@ def render_report(content: ReportContent) -> str:
 
 
 def quality_caption(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> str:
-    """What stands below the first chart of a page.
-
-    Args:
-        points: of the chart.
-        higher_is_better: direction of their metric.
-    """
+    """What stands below the first chart of a page."""
     told = "Point at a mark for its numbers; click a name to hide its line."
     if any(point.num_seeds > 1 for point in points):
-        of_what = "the difference to dense within each seed" if any(p.difference for p in points) else "the metric"
+        of_what = (
+            "the difference to dense within each seed"
+            if any(p.difference for p in points)
+            else "the metric"
+        )
         told += f" A mark is the mean over its seeds, its bar the standard deviation of {of_what}."
     return f"{told} {told_beyond(points, higher_is_better=higher_is_better)}".rstrip()
 
@@ -124,9 +116,16 @@ def _charts(content: ReportContent, points: Sequence[ParetoPoint]) -> dict[str, 
 
 
 def _dense_group(content: ReportContent) -> RowGroup | None:
-    """The uncompressed model: of the very run, else method ``"dense"``, else a uniform table of ratio 1."""
-    groups = [group for name in UNCOMPRESSED_ROWS for group in content.groups if group.method == name]
-    groups += [group for group in content.groups if group.method == "uniform" and group.compression <= 1.001]
+    """The uncompressed model: of the very run, else method ``"dense"``, else a uniform table of
+    ratio 1."""
+    groups = [
+        group for name in UNCOMPRESSED_ROWS for group in content.groups if group.method == name
+    ]
+    groups += [
+        group
+        for group in content.groups
+        if group.method == "uniform" and group.compression <= 1.001
+    ]
     return groups[0] if groups else None
 
 
@@ -156,14 +155,25 @@ def _bytes_served(group: RowGroup) -> str:
 
 def _key_numbers(content: ReportContent) -> list[KeyNumber]:
     subject, metric = content.subject, content.primary_metric
-    numbers = [KeyNumber(label="Compression", value=format_ratio(subject.compression), detail=_bytes_served(subject))]
-    for other, label in ((_dense_group(content), "vs uncompressed"), (_rival_group(content), "vs uniform, same size")):
+    numbers = [
+        KeyNumber(
+            label="Compression",
+            value=format_ratio(subject.compression),
+            detail=_bytes_served(subject),
+        )
+    ]
+    for other, label in (
+        (_dense_group(content), "vs uncompressed"),
+        (_rival_group(content), "vs uniform, same size"),
+    ):
         if other is not None and other != subject:
             numbers += _comparison(content, other, label)
     mean, deviation = subject.mean(metric), subject.deviation(metric)
     direction = f"{'higher' if content.higher_is_better else 'lower'} is better"
     if deviation is not None:
-        direction = f"{PLUS_MINUS} {format_metric(deviation)} over {len(subject.rows)} seeds; {direction}"
+        direction = (
+            f"{PLUS_MINUS} {format_metric(deviation)} over {len(subject.rows)} seeds; {direction}"
+        )
     value = "not measured" if mean is None else format_metric(mean)
     numbers.insert(1, KeyNumber(label=f"Test {metric}", value=value, detail=direction))
     return numbers if len(numbers) <= MOST_KEY_NUMBERS else [numbers[0], *numbers[2:]]
@@ -184,12 +194,15 @@ def _comparison(content: ReportContent, other: RowGroup, label: str) -> list[Key
 
 
 def _quality_table(content: ReportContent) -> dict[str, list]:
-    """Headings and lines of the quality table; a metric is mean, deviation and whether it is the best of its column."""
+    """Headings and lines of the quality table; a metric is mean, deviation and whether it is the
+    best of its column."""
     groups = content.groups
     metrics = sorted(metric_names(content.rows), key=lambda name: name != content.primary_metric)
     best = {}
     for name in metrics:
-        higher = content.higher_is_better if name == content.primary_metric else is_higher_better(name)
+        higher = (
+            content.higher_is_better if name == content.primary_metric else is_higher_better(name)
+        )
         best[name] = best_groups(groups, name, higher) if higher is not None else frozenset()
     lines = [
         {
@@ -198,7 +211,9 @@ def _quality_table(content: ReportContent) -> dict[str, list]:
             "ratio": format_ratio(group.compression),
             "parameters": format_count(group.parameters),
             "smallest": _smallest_form(group),
-            "metrics": [(*_mean_and_deviation(group, name), index in best[name]) for name in metrics],
+            "metrics": [
+                (*_mean_and_deviation(group, name), index in best[name]) for name in metrics
+            ],
             "seeds": format_seeds(group.seeds),
             "time": format_seconds(group.seconds),
         }
@@ -215,7 +230,8 @@ def _mean_and_deviation(group: RowGroup, metric: str) -> tuple[str, str]:
 
 
 def _smallest_form(group: RowGroup) -> tuple[str, str]:
-    """Size and name of the smallest export form, on two lines of a narrow column; a dash if there is none."""
+    """Size and name of the smallest export form, on two lines of a narrow column; a dash if there
+    is none."""
     form, size = min(group.rows[0].bytes.items(), key=lambda item: item[1], default=("", None))
     return ("-" if size is None else format_megabytes(size)), form
 

@@ -9,35 +9,27 @@ from dataclasses import dataclass
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.report.content import RowGroup
-from dnis_torchrec.report.tables import PLUS_MINUS, format_difference, format_metric, format_ratio, of_fewer_seeds
+from dnis_torchrec.report.tables import (
+    PLUS_MINUS,
+    format_difference,
+    format_metric,
+    format_ratio,
+    of_fewer_seeds,
+)
 
 _FAR, _FEW = 5, 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A metric minus that of the uncompressed model within each seed.
-
-    Attributes:
-        mean: over the seeds.
-        deviation: sample standard deviation, None below two seeds.
-        num_seeds: how many seeds both have.
-    """
+    """A metric minus that of the uncompressed model within each seed."""
 
     mean: float
     deviation: float | None
     num_seeds: int
 
     def told(self, num_seeds: int) -> str:
-        """Formats the difference; if the row has more seeds, the text says how many this one has.
-
-        Args:
-            num_seeds: seeds of the row.
-
-        Example:
-            >>> Difference(mean=0.5, deviation=None, num_seeds=1).told(3)
-            '+0.5000 (1 seed)'
-        """
+        """Formats the difference; if the row has more seeds, the text says how many this one has."""
         text = format_difference(self.mean)
         if self.deviation is not None:
             text += f" {PLUS_MINUS} {format_metric(self.deviation)}"
@@ -46,21 +38,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class ParetoPoint:
-    """One point of the chart: a method at a size.
-
-    Attributes:
-        method: the method.
-        bytes: bytes of all embedding tables as served, index bytes counted.
-        mean: mean of the metric over the seeds.
-        deviation: standard deviation over the seeds, None for a single one.
-        compression: bytes of the float32 tables over `bytes`.
-        num_seeds: number of seeds.
-        precision: what its values are stored in; empty to leave it out.
-        difference: of the metric to the uncompressed model, where that was trained under the same seeds.
-
-    Raises:
-        ValueError: if a number is not finite, or a size is not above 0, where a logarithmic axis has no place for it.
-    """
+    """One point of the chart: a method at a size."""
 
     method: str
     bytes: float
@@ -82,24 +60,13 @@ class ParetoPoint:
 
     @property
     def bar(self) -> float | None:
-        """Half the length of the bar that says how sure the mean is, None for a single seed.
-
-        The standard deviation of the difference to the uncompressed model where there is one: splits differ in level,
-        which all methods share and which says nothing about a method.
-        """
+        """Half the length of the bar that says how sure the mean is, None for a single seed."""
         return self.deviation if self.difference is None else self.difference.deviation
 
 
 def pareto_points(groups: Iterable[RowGroup], metric: str) -> tuple[ParetoPoint, ...]:
-    """The points of groups of rows, each at the bytes that it is served in; groups without the metric have none.
-
-    Args:
-        groups: of at least one row each; those whose tables hold nothing have no place on a logarithmic axis.
-        metric: its name.
-
-    Returns:
-        In the order of the groups; sizes are means over the seeds.
-    """
+    """The points of groups of rows, each at the bytes that it is served in; groups without the
+    metric have none."""
     points = []
     for group in groups:
         mean = group.mean(metric)
@@ -117,25 +84,14 @@ def pareto_points(groups: Iterable[RowGroup], metric: str) -> tuple[ParetoPoint,
 
 
 def pareto_front(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> tuple[int, ...]:
-    """Positions of the points that no other one beats: none is as small and better, or smaller and as good.
-
-    Args:
-        points: in any order.
-        higher_is_better: direction of their metric.
-
-    Returns:
-        Positions, by rising bytes; of equal points the first.
-
-    Example:
-        >>> at = dict(method="m", compression=1)
-        >>> points = [ParetoPoint(bytes=b, mean=m, **at) for b, m in ((4, 0.8), (2, 0.7), (3, 0.6), (4, 0.7))]
-        >>> pareto_front(points, higher_is_better=True)
-        (1, 0)
-    """
+    """Positions of the points that no other one beats: none is as small and better, or smaller and
+    as good."""
     sign = 1 if higher_is_better else -1
     front: list[int] = []
     best = -math.inf
-    for index in sorted(range(len(points)), key=lambda i: (points[i].bytes, -sign * points[i].mean)):
+    for index in sorted(
+        range(len(points)), key=lambda i: (points[i].bytes, -sign * points[i].mean)
+    ):
         if sign * points[index].mean > best:
             best = sign * points[index].mean
             front.append(index)
@@ -143,25 +99,7 @@ def pareto_front(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> tu
 
 
 def metric_range(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> tuple[float, float]:
-    """Ends of an axis that shows points and their bars.
-
-    Where a few of more than `_FEW` points are so much worse than the others that they would press them together, the
-    axis ends before them: those more than `_FAR` times as far from the best mean as the median mean is, if that saves a
-    third.
-
-    Args:
-        points: at least one.
-        higher_is_better: direction of their metric.
-
-    Returns:
-        Lower and upper end, the former below the latter.
-
-    Example:
-        >>> at = dict(method="m", bytes=1, compression=1)
-        >>> points = [ParetoPoint(mean=mean, **at) for mean in (0.70, 0.71, 0.72, 0.73, 0.74, 0.74, 0.99)]
-        >>> [round(end, 2) for end in metric_range(points, higher_is_better=False)]
-        [0.7, 0.74]
-    """
+    """Ends of an axis that shows points and their bars."""
     means = sorted((point.mean for point in points), reverse=higher_is_better)
     distances = [abs(mean - means[0]) for mean in means]
     near = [distance for distance in distances if distance <= _FAR * statistics.median(distances)]
@@ -174,12 +112,7 @@ def metric_range(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> tu
 
 
 def told_beyond(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> str:
-    """A sentence that names the points beyond `metric_range`; empty if there are none.
-
-    Args:
-        points: of one chart.
-        higher_is_better: direction of their metric.
-    """
+    """A sentence that names the points beyond `metric_range`; empty if there are none."""
     if not points:
         return ""
     low, high = metric_range(points, higher_is_better=higher_is_better)

@@ -33,15 +33,7 @@ class DescribedStep(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One command on the way to a result.
-
-    Attributes:
-        job: its name, such as ``"train"``.
-        folder: that it wrote, as its user typed it.
-        command: as typed; empty where it was no `dnis` command, or was not recorded.
-        date: when it began, UTC; empty where it was not recorded.
-        machine: system, processor, cores, GPU and ranks; empty where it was not recorded.
-    """
+    """One command on the way to a result."""
 
     job: str
     folder: str
@@ -51,14 +43,11 @@ class Step:
 
     @staticmethod
     def now(job: str, folder: Path) -> Step:
-        """The command that is at work.
-
-        Args:
-            job: its name.
-            folder: that it writes.
-        """
+        """The command that is at work."""
         date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-        return Step(job=job, folder=shown(folder), command=_typed(sys.argv), date=date, machine=_machine())
+        return Step(
+            job=job, folder=shown(folder), command=_typed(sys.argv), date=date, machine=_machine()
+        )
 
     def to_json(self) -> dict[str, str]:
         """The step as files hold it."""
@@ -66,40 +55,26 @@ class Step:
 
 
 def steps_of(head: Mapping[str, Any], folder: Path) -> tuple[Step, ...]:
-    """The steps that a run tells; of an older one, which tells none, its folder alone.
-
-    Args:
-        head: content of run.json.
-        folder: of the run.
-
-    Example:
-        >>> steps_of({"kind": "trained"}, Path("runs/mf"))
-        (Step(job='train', folder='runs/mf', command='', date='', machine=''),)
-    """
+    """The steps that a run tells; of an older one, which tells none, its folder alone."""
     oldest = Step(job="train" if head.get("kind") == "trained" else "search", folder=shown(folder))
-    told = ({field.name: step[field.name] for field in fields(Step)} for step in head.get(PROVENANCE, ()))
+    told = (
+        {field.name: step[field.name] for field in fields(Step)}
+        for step in head.get(PROVENANCE, ())
+    )
     return tuple(Step(**step) for step in told) or (oldest,)
 
 
 def commands(steps: Iterable[Step]) -> tuple[str, ...]:
-    """Commands that lead to the same results when they are typed again; none where one is missing.
-
-    Args:
-        steps: the oldest first.
-
-    Example:
-        >>> commands([Step(job="train", folder="a", command="dnis train m:f --out a")])
-        ('dnis train m:f --out a',)
-        >>> commands([Step(job="train", folder="a"), Step(job="search", folder="b", command="dnis search m:f --out b")])
-        ()
-    """
+    """Commands that lead to the same results when they are typed again; none where one is missing."""
     typed = tuple(step.command for step in steps)
     return typed if all(typed) else ()
 
 
 def _typed(argv: list[str]) -> str:
     script = Path(argv[0]) if argv else Path()
-    is_ours = script.name == "dnis" or (script.name == "__main__.py" and script.parent.name == "dnis_torchrec")
+    is_ours = script.name == "dnis" or (
+        script.name == "__main__.py" and script.parent.name == "dnis_torchrec"
+    )
     return shlex.join(["dnis", *argv[1:]]) if is_ours else ""
 
 

@@ -1,8 +1,4 @@
-"""Templates: every value is escaped, every name that a template uses has to be given.
-
-A page's scripts are Plotly, what draws its charts with it, and what sorts its tables. Its policy names them by their
-hashes, so that no other one runs; charts are JSON, which runs nothing.
-"""
+"""Templates: every value is escaped, every name that a template uses has to be given."""
 
 from __future__ import annotations
 
@@ -22,13 +18,7 @@ from dnis_torchrec.report.tables import format_megabytes
 
 
 def render(template: str, *, charts: Mapping[str, go.Figure], **values: Any) -> str:
-    """Fills a template of ``dnis_torchrec/report/templates``.
-
-    Args:
-        template: file name.
-        charts: name -> what the page draws in its place.
-        values: what the template names; text is escaped unless it is `markupsafe.Markup`.
-    """
+    """Fills a template of ``dnis_torchrec/report/templates``."""
     environment = Environment(
         loader=PackageLoader("dnis_torchrec.report"),
         autoescape=True,
@@ -56,5 +46,11 @@ def _json(figure: go.Figure) -> str:
 def _scripts() -> list[tuple[str, str]]:
     """Plotly, what draws charts, what sorts tables; each with its hash."""
     folder = files("dnis_torchrec.report") / "templates"
-    texts = [get_plotlyjs(), *((folder / name).read_text(encoding="utf-8") for name in ("charts.js", "sort.js"))]
-    return [(text, f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}") for text in texts]
+    texts = [
+        get_plotlyjs(),
+        *((folder / name).read_text(encoding="utf-8") for name in ("charts.js", "sort.js")),
+    ]
+    return [
+        (text, f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}")
+        for text in texts
+    ]

@@ -1,7 +1,5 @@
-"""Joint distribution of the rows over frequency and retained dims; it is small, however large the tables are.
-
-Shapes: N rows, F bins of frequency, D embedding_dim.
-"""
+"""Joint distribution of the rows over frequency and retained dims; it is small, however large the
+tables are."""
 
 from __future__ import annotations
 
@@ -19,20 +17,7 @@ BINS_PER_DECADE = 4
 
 @dataclass(frozen=True, eq=False)
 class RowDistribution:
-    """Number of rows by frequency and retained dims.
-
-    Attributes:
-        num_rows: ``(F, D + 1)`` int64. Line 0 counts rows that never occur, line f > 0 those with
-            ``10^((f - 1) / 4) <= frequency < 10^(f / 4)``; column r those that retain r dims.
-
-    Raises:
-        ValueError: if it is no matrix or counts no rows.
-
-    Example:
-        >>> counts, dims = torch.tensor([0, 1, 12, 12]), torch.tensor([0, 1, 2, 2])
-        >>> RowDistribution.of([(counts, dims)], embedding_dim=2).num_rows.tolist()
-        [[1, 0, 0], [0, 1, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 2]]
-    """
+    """Number of rows by frequency and retained dims."""
 
     num_rows: Tensor
 
@@ -48,21 +33,19 @@ class RowDistribution:
 
     @staticmethod
     def of(tables: Iterable[tuple[Tensor, Tensor]], embedding_dim: int) -> RowDistribution:
-        """Counts the rows of all tables together.
-
-        Args:
-            tables: of each table or piece of one, the frequency of every row, ``(N,)`` int64, and its retained dims,
-                ``(N,)`` int64.
-            embedding_dim: the largest D.
-
-        Raises:
-            ValueError: if two tensors of a table differ in length, or a value lies outside its range.
-        """
+        """Counts the rows of all tables together."""
         total = torch.zeros(1, embedding_dim + 1, dtype=torch.int64)
         for counts, dims in tables:
             same = counts.shape == dims.shape and counts.dim() == 1
-            check(same, "RowDistribution", "a frequency and retained dims per row", tuple(counts.shape))
-            within = bool((counts >= 0).all()) and bool(((dims >= 0) & (dims <= embedding_dim)).all())
+            check(
+                same,
+                "RowDistribution",
+                "a frequency and retained dims per row",
+                tuple(counts.shape),
+            )
+            within = bool((counts >= 0).all()) and bool(
+                ((dims >= 0) & (dims <= embedding_dim)).all()
+            )
             requirement = f"frequencies >= 0 and retained dims in 0..{embedding_dim}"
             check(within, "RowDistribution", requirement, "a value outside")
             total = _add(total, _count(counts, dims, embedding_dim))

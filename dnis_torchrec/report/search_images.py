@@ -1,8 +1,4 @@
-"""SearchImages: how alpha comes along, as images in TensorBoard while the search runs.
-
-TensorBoard shows images, not charts that can be pointed at, so these are drawn by matplotlib, in letters that stay
-readable where it makes them small.
-"""
+"""SearchImages: how alpha comes along, as images in TensorBoard while the search runs."""
 
 from __future__ import annotations
 
@@ -23,7 +19,8 @@ from dnis_torchrec.report.of_run import named_alpha, searched_summaries
 from dnis_torchrec.report.tables import format_count
 
 SHARE_OF_TIME = 0.05
-"""Images may take this share of the time since the start; where epochs are short, some epochs have none."""
+"""Images may take this share of the time since the start; where epochs are short, some epochs have
+none."""
 STYLE: Any = {  # Any: matplotlib types the key as a literal of all its parameters
     "figure.dpi": 150,
     "font.family": "DejaVu Sans",
@@ -38,12 +35,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 class SearchImages:
-    """Draws alpha per block, and retained dims against frequency, into a TensorBoard log.
-
-    Args:
-        writer: a `torch.utils.tensorboard.SummaryWriter`.
-        blocks: the row blocks of the search.
-    """
+    """Draws alpha per block, and retained dims against frequency, into a TensorBoard log."""
 
     def __init__(self, writer: Any, blocks: RowBlocks) -> None:
         self._writer, self._blocks = writer, blocks
@@ -55,26 +47,19 @@ class SearchImages:
         return self._spent <= SHARE_OF_TIME * (time.monotonic() - self._started)
 
     def draw(self, alpha: Mapping[int, Tensor], step: int) -> None:
-        """Writes the images.
-
-        Args:
-            alpha: embedding_dim -> ``(A, D)``.
-            step: lower steps that led to it.
-        """
+        """Writes the images."""
         before = time.monotonic()
         with matplotlib.rc_context(STYLE):
-            self._writer.add_figure("alpha_per_block", alpha_image(named_alpha(alpha, self._blocks)), step)
+            self._writer.add_figure(
+                "alpha_per_block", alpha_image(named_alpha(alpha, self._blocks)), step
+            )
             frequency = frequency_image(searched_summaries(alpha, self._blocks))
             self._writer.add_figure("retained_dims_against_frequency", frequency, step)
         self._spent += time.monotonic() - before
 
 
 def alpha_image(alpha: Mapping[str, Tensor]) -> Figure:
-    """Heat map of alpha: the blocks of every table downwards; values of exactly 0 stay white.
-
-    Args:
-        alpha: which tables share it, or a table -> ``(S, D)`` values in [0, 1].
-    """
+    """Heat map of alpha: the blocks of every table downwards; values of exactly 0 stay white."""
     width = max(values.shape[1] for values in alpha.values())
     rows: list[np.ndarray] = []
     middles = []
@@ -90,22 +75,31 @@ def alpha_image(alpha: Mapping[str, Tensor]) -> Figure:
     image = axis.imshow(cells, cmap=colours, vmin=-0.2, vmax=1, aspect="auto", interpolation="none")
     axis.set_yticks(middles, [_short(name) for name in alpha])
     axis.set_xlabel("dimension, most widely retained first")
-    figure.colorbar(image, label="alpha (white: 0)", boundaries=np.linspace(0, 1, 100), ticks=[0, 0.5, 1], shrink=0.5)
+    figure.colorbar(
+        image,
+        label="alpha (white: 0)",
+        boundaries=np.linspace(0, 1, 100),
+        ticks=[0, 0.5, 1],
+        shrink=0.5,
+    )
     return figure
 
 
 def frequency_image(blocks: Sequence[BlockSummary]) -> Figure:
-    """Retained dims of every block over how often its rows occur; blocks whose rows never occur are left out.
-
-    Args:
-        blocks: of all tables.
-    """
+    """Retained dims of every block over how often its rows occur; blocks whose rows never occur are
+    left out."""
     figure = Figure(figsize=(7, 5), layout="constrained")
     axis = figure.subplots()
     tables = list(dict.fromkeys(block.table for block in blocks))
     for index, table in enumerate(tables):
-        mine = sorted((b for b in blocks if b.table == table and b.occurrences), key=lambda b: b.occurrences_per_row)
-        x, y = [block.occurrences_per_row for block in mine], [block.retained_dims for block in mine]
+        mine = sorted(
+            (b for b in blocks if b.table == table and b.occurrences),
+            key=lambda b: b.occurrences_per_row,
+        )
+        x, y = (
+            [block.occurrences_per_row for block in mine],
+            [block.retained_dims for block in mine],
+        )
         colour, marker = series_style(index)[0], MARKERS[index % len(MARKERS)]
         axis.plot(x, y, color=colour, marker=marker, markersize=8, linewidth=1, label=_short(table))
     axis.set_xscale("log")
@@ -116,7 +110,9 @@ def frequency_image(blocks: Sequence[BlockSummary]) -> Figure:
     axis.grid(axis="y", color="#E4E4E4")
     if 1 < len(tables) <= MOST_IN_A_LEGEND:
         handles, _ = axis.get_legend_handles_labels()
-        axis.legend(handles, [_short(table) for table in tables], fontsize=10, ncols=2)  # names with "_" in front, too
+        axis.legend(
+            handles, [_short(table) for table in tables], fontsize=10, ncols=2
+        )  # names with "_" in front, too
     return figure
 
 

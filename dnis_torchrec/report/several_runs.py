@@ -1,4 +1,5 @@
-"""Several runs of one search, put together: more sizes and seeds, or a metric against a setting that they differ in."""
+"""Several runs of one search, put together: more sizes and seeds, or a metric against a setting
+that they differ in."""
 
 from __future__ import annotations
 
@@ -18,15 +19,7 @@ Series = dict[str, tuple[tuple[float, ReportRow], ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class RunResults:
-    """The results and settings of a run, by which a report puts it beside others.
-
-    Attributes:
-        name: path of the run, for errors.
-        recipe: ``module:function``.
-        configuration: of the search.
-        embedding_dim: D, the largest of its tables.
-        rows: its results.
-    """
+    """The results and settings of a run, by which a report puts it beside others."""
 
     name: str
     recipe: str
@@ -42,15 +35,7 @@ class RunResults:
 
 @dataclass(frozen=True, kw_only=True)
 class SeveralRuns:
-    """Runs of one search, sorted by what they differ in.
-
-    Attributes:
-        rows: results of the runs that differ from the first one in size or seed only, the first one's in front.
-        by_embedding_dim: name of a line -> ``(D, row)`` of the runs with the first one's S; empty for a single D. Rows
-            are of the seeds that every D of the line has, where there are any; so for the next.
-        by_num_blocks: name of a line -> ``(S, row)`` of the runs with the first one's D; empty for a single S.
-        drawn_only: names of the runs of another D or S, whose rows are in the figures only.
-    """
+    """Runs of one search, sorted by what they differ in."""
 
     rows: tuple[ReportRow, ...]
     by_embedding_dim: Series
@@ -59,18 +44,15 @@ class SeveralRuns:
 
 
 def combine(runs: Sequence[RunResults]) -> SeveralRuns:
-    """Puts runs together; the first one is what the report is about.
-
-    Args:
-        runs: at least one.
-
-    Raises:
-        ValueError: if a run has another recipe, or differs from the first in more than size, seed, D and S.
-    """
+    """Puts runs together; the first one is what the report is about."""
     first = runs[0]
     for run in runs[1:]:
         _check_comparable(first, run)
-    alike = [run for run in runs if (run.embedding_dim, run.num_blocks) == (first.embedding_dim, first.num_blocks)]
+    alike = [
+        run
+        for run in runs
+        if (run.embedding_dim, run.num_blocks) == (first.embedding_dim, first.num_blocks)
+    ]
     same_blocks = [run for run in runs if run.num_blocks == first.num_blocks]
     same_dim = [run for run in runs if run.embedding_dim == first.embedding_dim]
     return SeveralRuns(
@@ -83,34 +65,47 @@ def combine(runs: Sequence[RunResults]) -> SeveralRuns:
 
 def _check_comparable(first: RunResults, run: RunResults) -> None:
     place = f"run {run.name}"
-    check(run.recipe == first.recipe, place, f"recipe {first.recipe!r}, as {first.name}", repr(run.recipe))
+    check(
+        run.recipe == first.recipe,
+        place,
+        f"recipe {first.recipe!r}, as {first.name}",
+        repr(run.recipe),
+    )
     names = (first.configuration.keys() | run.configuration.keys()) - set(FREE)
     for name in sorted(names):
         value, expected = run.configuration.get(name), first.configuration.get(name)
-        requirement = f"{name} = {expected}, as {first.name}; runs may differ in size, seed, D and S"
+        requirement = (
+            f"{name} = {expected}, as {first.name}; runs may differ in size, seed, D and S"
+        )
         check(value == expected, place, requirement, value, "leave it out, or report it alone")
 
 
-def _series(runs: Sequence[RunResults], setting: Callable[[RunResults], int], methods: Sequence[str]) -> Series:
+def _series(
+    runs: Sequence[RunResults], setting: Callable[[RunResults], int], methods: Sequence[str]
+) -> Series:
     if len({setting(run) for run in runs}) < 2:
         return {}
-    points = _distinct((setting(run), row) for run in runs for row in run.rows if row.method in methods)
+    points = _distinct(
+        (setting(run), row) for run in runs for row in run.rows if row.method in methods
+    )
     lines: Series = {}
     for method in methods:
-        mine = sorted((point for point in points if point[1].method == method), key=lambda point: _ratio(point[1]))
+        mine = sorted(
+            (point for point in points if point[1].method == method),
+            key=lambda point: _ratio(point[1]),
+        )
         while mine:
             near = [point for point in mine if _ratio(point[1]) <= SAME_BYTES * _ratio(mine[0][1])]
             mine = mine[len(near) :]
             mean = sum(_ratio(row) for _, row in near) / len(near)
-            lines[method if method == "dense" else f"{method} at {format_ratio(mean)}"] = _of_shared_seeds(near)
+            lines[method if method == "dense" else f"{method} at {format_ratio(mean)}"] = (
+                _of_shared_seeds(near)
+            )
     return lines
 
 
 def _of_shared_seeds(points: Sequence[tuple[int, ReportRow]]) -> tuple[tuple[int, ReportRow], ...]:
-    """Those of the seeds that every setting has; all of them if there is none.
-
-    Splits differ in level by more than settings do: a mean over other seeds would draw that.
-    """
+    """Those of the seeds that every setting has; all of them if there is none."""
     seeds: dict[int, set[int]] = {}
     for setting, row in points:
         seeds.setdefault(setting, set()).add(row.seed)

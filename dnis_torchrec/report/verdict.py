@@ -12,55 +12,35 @@ from dnis_torchrec.report.tables import format_count, format_difference, format_
 
 SMALL_TEST_SPLIT = 10_000
 """A test split of fewer is called small."""
-ONE_SEED = "one seed: another one may change the last digits, so repeat with --seed before you trust them"
+ONE_SEED = (
+    "one seed: another one may change the last digits, so repeat with --seed before you trust them"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rival:
-    """A model that a result is compared with.
-
-    Attributes:
-        name: of its row.
-        compression: of its tables.
-        gain: the result's metric minus its metric; None where one of them was not measured.
-    """
+    """A model that a result is compared with."""
 
     name: str
     compression: float
     gain: float | None = None
 
     def has_the_bytes_of(self, compression: float) -> bool:
-        """Whether its tables take the bytes of others, within `SAME_BYTES`.
-
-        Args:
-            compression: of the others.
-        """
+        """Whether its tables take the bytes of others, within `SAME_BYTES`."""
         low, high = sorted((self.compression, compression))
         return high <= SAME_BYTES * low
 
 
 def sentence(
-    compression: float, metric: str, value: float | None, rivals: Sequence[Rival], *, higher_is_better: bool
+    compression: float,
+    metric: str,
+    value: float | None,
+    rivals: Sequence[Rival],
+    *,
+    higher_is_better: bool,
 ) -> str:
-    """Says how much smaller tables are, and what that costs: against the model as it was, and against a rival.
-
-    The rival has the same bytes. Where none has, it is the smallest of the others, which is told with its own size.
-
-    Args:
-        compression: of the result.
-        metric: by which it is judged.
-        value: on the test split; None if it was not measured.
-        rivals: all that the result is compared with, the model as it was among them.
-        higher_is_better: direction of the metric.
-
-    Example:
-        >>> rivals = [Rival(name="uncompressed", compression=1, gain=0.0012)]
-        >>> sentence(20.1, "mse", 0.7156, rivals, higher_is_better=False)
-        '20.1 times smaller: test mse 0.7156, +0.0012 against uncompressed (lower is better).'
-        >>> rivals += [Rival(name="uniform", compression=20, gain=-0.011)]
-        >>> sentence(20.1, "mse", 0.7156, rivals, higher_is_better=False)[-59:]
-        '0.0110 against uniform of the same bytes (lower is better).'
-    """
+    """Says how much smaller tables are, and what that costs: against the model as it was, and
+    against a rival."""
     told = [f"{format_count(compression)} times smaller"]
     if value is None:
         return f"{told[0]}; {metric} was not measured on the test split."
@@ -70,12 +50,16 @@ def sentence(
     if before is not None and before.gain is not None:
         values.append(f"{format_difference(before.gain)} against {before.name}")
     others = [rival for rival in rivals if rival.name not in (*UNCOMPRESSED_ROWS, NO_EMBEDDINGS)]
-    rival = _strongest([one for one in others if one.gain is not None], compression, higher_is_better)
+    rival = _strongest(
+        [one for one in others if one.gain is not None], compression, higher_is_better
+    )
     if rival is not None and rival.gain is not None:
         same = rival.has_the_bytes_of(compression)
         size = "of the same bytes" if same else f"at {format_count(rival.compression)} times"
         values.append(f"{format_difference(rival.gain)} against {rival.name} {size}")
-    return f"{told[0]}: {', '.join(values)} ({'higher' if higher_is_better else 'lower'} is better)."
+    return (
+        f"{told[0]}: {', '.join(values)} ({'higher' if higher_is_better else 'lower'} is better)."
+    )
 
 
 def _strongest(rivals: Sequence[Rival], compression: float, higher_is_better: bool) -> Rival | None:
@@ -87,22 +71,19 @@ def _strongest(rivals: Sequence[Rival], compression: float, higher_is_better: bo
     return max(rivals, key=lambda rival: rival.compression, default=None)
 
 
-def group_sentence(subject: RowGroup, groups: Sequence[RowGroup], metric: str, *, higher_is_better: bool) -> str:
-    """The `sentence` of rows of a report; differences are means over the seeds that both have.
-
-    Args:
-        subject: the result.
-        groups: all rows, the result's among them.
-        metric: by which it is judged.
-        higher_is_better: direction of the metric.
-    """
+def group_sentence(
+    subject: RowGroup, groups: Sequence[RowGroup], metric: str, *, higher_is_better: bool
+) -> str:
+    """The `sentence` of rows of a report; differences are means over the seeds that both have."""
     rivals = []
     for group in groups:
         if group.method != subject.method:
             found = subject.difference(group, metric)
             gain = None if found is None else found[0]
             rivals.append(Rival(name=group.method, compression=group.compression, gain=gain))
-    return sentence(subject.compression, metric, subject.mean(metric), rivals, higher_is_better=higher_is_better)
+    return sentence(
+        subject.compression, metric, subject.mean(metric), rivals, higher_is_better=higher_is_better
+    )
 
 
 def doubts(
@@ -111,29 +92,30 @@ def doubts(
     history: Sequence[Mapping[str, Any]] = (),
     max_epochs: int | None = None,
 ) -> tuple[str, ...]:
-    """What is uncertain about results, beside the number of seeds.
-
-    Args:
-        split: the test split; None if it is not known.
-        metrics: of the trained model on it.
-        history: one mapping per epoch, see `ReportContent.history`; plain training is its first phase.
-        max_epochs: of plain training, at most.
-
-    Example:
-        >>> doubts(TestSplit(num_samples=300, variance=1.0), {"mse": 1.25})
-        ('small test split: 300 samples', 'no better than predicting the mean label, whose test mse is 1.0000')
-    """
+    """What is uncertain about results, beside the number of seeds."""
     found = []
     if split is not None and split.num_samples < SMALL_TEST_SPLIT:
         found.append(f"small test split: {split.num_samples:,} samples")
-    if split is not None and split.variance is not None and metrics.get("mse", 0.0) >= split.variance > 0:
-        found.append(f"no better than predicting the mean label, whose test mse is {format_metric(split.variance)}")
+    if (
+        split is not None
+        and split.variance is not None
+        and metrics.get("mse", 0.0) >= split.variance > 0
+    ):
+        found.append(
+            f"no better than predicting the mean label, whose test mse is {format_metric(split.variance)}"
+        )
     if metrics.get("ne", 0.0) >= 1:
-        found.append(f"no better than predicting the mean label: test ne is {format_metric(metrics['ne'])}")
+        found.append(
+            f"no better than predicting the mean label: test ne is {format_metric(metrics['ne'])}"
+        )
     plain = [epoch for epoch in history if epoch.get("phase", "plain") == "plain"]
     losses = [float(epoch["selection_loss"]) for epoch in plain if "selection_loss" in epoch]
     if len(losses) > 1 and min(losses) == losses[0]:
-        found.append("plain training overfits from its second epoch on: give it more embedding_l2 or smaller rates")
+        found.append(
+            "plain training overfits from its second epoch on: give it more embedding_l2 or smaller rates"
+        )
     if losses and len(losses) == max_epochs and (max_epochs == 1 or min(losses) == losses[-1]):
-        found.append(f"plain training was still improving in its last epoch, {max_epochs}: allow more with --epochs")
+        found.append(
+            f"plain training was still improving in its last epoch, {max_epochs}: allow more with --epochs"
+        )
     return tuple(found)

@@ -1,7 +1,5 @@
-"""Search: both levels in one pipeline, which columns die, what is retained. Import from its modules.
-
-The room can be called: ``dnis_torchrec.search(recipe, compression=20)`` is `one_call.search_once`.
-"""
+"""Search: both levels in one pipeline, which columns die, what is retained. Import from its
+modules."""
 
 from __future__ import annotations
 
@@ -16,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class _Room(ModuleType):
-    """Python makes every folder an attribute of the package: the face has one name for the room and for the call."""
+    """Python makes every folder an attribute of the package: the face has one name for the room and
+    for the call."""
 
     def __call__(
         self, recipe: Recipe, compression: float = 20.0, *, settings: SearchSettings | None = None

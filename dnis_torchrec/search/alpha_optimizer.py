@@ -1,10 +1,4 @@
-"""AlphaOptimizer: the upper level's step: normalise, average, step, clip.
-
-    direction <- averaging * direction + (1 - averaging) * g / (mean_k |g_k| + 1e-7)
-    alpha     <- clip(alpha - learning_rate * direction, floor, 1)
-
-for the gradient g of a row of alpha. Columns that died stay at 0.
-"""
+"""AlphaOptimizer: the upper level's step: normalise, average, step, clip."""
 
 from __future__ import annotations
 
@@ -22,28 +16,22 @@ LEARNING_RATE = 0.01
 
 
 class AlphaOptimizer:
-    """Steps alpha on validation gradients. Local and deterministic: equal gradients give equal alphas on all ranks.
+    """Steps alpha on validation gradients. Local and deterministic: equal gradients give equal
+    alphas on all ranks."""
 
-    NOTE[DIFF]: the paper has neither a running mean (`averaging` 0) nor a floor (0).
-
-    Args:
-        alpha: the alpha that is stepped.
-        blocks: blocks of the tables that alpha multiplies; alpha of tables that they leave alone stays 1.
-        averaging: share of the old average in the running mean of normalised gradients. Under noisy gradients every
-            alpha would random-walk at full speed otherwise.
-        floor: a living alpha goes no lower: which columns die is decided by `retain_` alone.
-
-    Attributes:
-        learning_rate: step length.
-        last_density: share of values whose alpha was not zero after the last step, of no dimension, on alpha's device.
-    """
-
-    def __init__(self, alpha: Alpha, blocks: RowBlocks, *, averaging: float = 0.0, floor: float = 0.0) -> None:
+    def __init__(
+        self, alpha: Alpha, blocks: RowBlocks, *, averaging: float = 0.0, floor: float = 0.0
+    ) -> None:
         check(0 <= averaging < 1, "averaging", "a number in [0, 1)", averaging)
         check(0 <= floor < 1, "floor", "a number in [0, 1)", floor)
         self._alpha, self._averaging, self._floor = alpha, averaging, floor
-        self._rows = {dim: blocks.per_alpha_row(dim, blocks.seen_rows).to(alpha.of(dim).device) for dim in alpha.dims}
-        self._stands = {dim: _rows_left_alone(blocks, dim).to(alpha.of(dim).device) for dim in alpha.dims}
+        self._rows = {
+            dim: blocks.per_alpha_row(dim, blocks.seen_rows).to(alpha.of(dim).device)
+            for dim in alpha.dims
+        }
+        self._stands = {
+            dim: _rows_left_alone(blocks, dim).to(alpha.of(dim).device) for dim in alpha.dims
+        }
         self._averages = {dim: torch.zeros_like(alpha.of(dim)) for dim in alpha.dims}
         self._dead = {dim: torch.zeros_like(alpha.of(dim), dtype=torch.bool) for dim in alpha.dims}
         self.learning_rate = LEARNING_RATE
@@ -59,11 +47,7 @@ class AlphaOptimizer:
 
     @torch.no_grad()
     def retain_(self, columns: Mapping[int, Tensor]) -> None:
-        """Lets all other columns die: their alpha is 0 from now on.
-
-        Args:
-            columns: embedding_dim -> ``(A, D)`` bool. What is dead already stays so.
-        """
+        """Lets all other columns die: their alpha is 0 from now on."""
         for dim, retained in columns.items():
             self._dead[dim] |= ~retained.to(self._dead[dim].device)
             self._alpha.of(dim).masked_fill_(self._dead[dim], 0.0)
@@ -71,12 +55,7 @@ class AlphaOptimizer:
 
     @torch.no_grad()
     def step(self, gradients: Mapping[int, Tensor], hits: Mapping[int, Tensor]) -> None:
-        """One upper step.
-
-        Args:
-            gradients: embedding_dim -> ``(A, D)``, averaged over ranks.
-            hits: embedding_dim -> ``(A,)`` bool; rows of alpha without a hit on any rank do not move.
-        """
+        """One upper step."""
         for dim in self._alpha.dims:
             moves, average = hits[dim] & ~self._stands[dim], self._averages[dim]
             hit, fresh = moves.unsqueeze(1), normalise_gradient(gradients[dim], moves)

@@ -1,8 +1,4 @@
-"""Budget: a requested size as an amount, and the cost of each retained column of a block.
-
-The user names a size once, as a compression or as bytes, of a form; the search and pruning both spend it column by
-column.
-"""
+"""Budget: a requested size as an amount, and the cost of each retained column of a block."""
 
 from __future__ import annotations
 
@@ -30,13 +26,16 @@ class Size:
     """A requested size of all tables together: bytes of a form, told in one of two ways.
 
     Attributes:
-        compression: bytes of the float32 tables over those of the form `form`, index bytes counted; above 1.
+        compression: bytes of the float32 tables over those of the form `form`, index bytes counted;
+            above 1.
         embedding_bytes: the bytes themselves.
-        form: of `dnis_torchrec.forms.FORMS` one in which every column costs the same whatever else is retained.
+        form: of `dnis_torchrec.forms.FORMS` one in which every column costs the same whatever else
+            is retained.
         compression_ratio: the former name of `compression`, for scripts that give it.
 
     Raises:
-        ValueError: if not exactly one of the two is given, it is out of range, or the form is another.
+        ValueError: if not exactly one of the two is given, it is out of range, or the form is
+            another.
 
     Example:
         >>> Size(compression=10).given, Size(compression=10).num_bytes(dense_parameters=1000)
@@ -50,7 +49,12 @@ class Size:
 
     def __post_init__(self, compression_ratio: float | None) -> None:
         if compression_ratio is not None:
-            check(self.compression is None, "size", "compression or compression_ratio, its former name", "both")
+            check(
+                self.compression is None,
+                "size",
+                "compression or compression_ratio, its former name",
+                "both",
+            )
             object.__setattr__(self, "compression", compression_ratio)
         given = self._all_given()
         check(len(given) == 1, "size", "one of compression, embedding_bytes", given or "none")
@@ -74,7 +78,9 @@ class Size:
             dense_parameters: parameters of the uncompressed tables: the sum of N D.
         """
         if self.compression is not None:
-            return round(4 * dense_parameters / self.compression, 6)  # 6864 / 8.8 is 779.9999999999999
+            return round(
+                4 * dense_parameters / self.compression, 6
+            )  # 6864 / 8.8 is 779.9999999999999
         return self.given[1]
 
     def _all_given(self) -> dict[str, float]:
@@ -84,33 +90,19 @@ class Size:
 
 @dataclass(frozen=True, eq=False)
 class Budget:
-    """An amount of parameters or bytes that may be spent, and the cost of each column.
-
-    Attributes:
-        amount: bytes left for columns, those that the tables take without any taken off.
-        column_costs: table -> ``(S,)`` float64, bytes of one retained column of each block: of its seen rows, because
-            never-seen rows are not stored.
-    """
+    """An amount of parameters or bytes that may be spent, and the cost of each column."""
 
     amount: float
     column_costs: Mapping[str, Tensor]
 
     @staticmethod
     def of(size: Size, blocks: RowBlocks) -> Budget:
-        """Turns a size into a budget.
-
-        Args:
-            size: what the user asked for.
-            blocks: the blocks that are retained or dropped.
-
-        Raises:
-            SizeOutOfReachError: if not even one column of the cheapest block fits; the message gives the smallest size
-                that does.
-            ValueError: if training looked up no row at all.
-        """
+        """Turns a size into a budget."""
         budget = Budget.unchecked(size, blocks)
         prices = [cost[blocks.seen_rows[table] > 0] for table, cost in budget.column_costs.items()]
-        check(any(cost.numel() for cost in prices), "blocks", "rows that training looked up", "none")
+        check(
+            any(cost.numel() for cost in prices), "blocks", "rows that training looked up", "none"
+        )
         cheapest = min(float(cost.min()) for cost in prices if cost.numel())
         if budget.amount < cheapest:
             raise out_of_reach(size, blocks, cheapest)
@@ -118,36 +110,18 @@ class Budget:
 
     @staticmethod
     def unchecked(size: Size, blocks: RowBlocks) -> Budget:
-        """Turns a size into a budget as `of` does, even if it pays for nothing.
-
-        Args:
-            size: what the user asked for.
-            blocks: the blocks that are retained or dropped.
-        """
+        """Turns a size into a budget as `of` does, even if it pays for nothing."""
         form, dims = form_named(size.form), blocks.embedding_dims
-        costs = {table: form.bytes_per_column(rows, dims[table]) for table, rows in blocks.seen_rows.items()}
+        costs = {
+            table: form.bytes_per_column(rows, dims[table])
+            for table, rows in blocks.seen_rows.items()
+        }
         return Budget(size.num_bytes(_dense_parameters(blocks)) - _fixed_bytes(size, blocks), costs)
 
 
 def keep_within(scores: Tensor, costs: Tensor, amount: float) -> Tensor:
-    """Chooses what to keep: highest score first, as long as the budget lasts; earlier ones first among equals.
-
-    Goes on past an item that no longer fits, so that small items fill up what a large one leaves. If more than
-    UNSPENT_SHARE of the budget is still left then, one kept item gives way to a dearer dropped one: the pair that
-    spends most of what is left.
-
-    Args:
-        scores: ``(n,)``; items that score 0 are never kept.
-        costs: ``(n,)``.
-        amount: the budget.
-
-    Returns:
-        ``(n,)`` bool.
-
-    Example:
-        >>> keep_within(torch.tensor([3.0, 2.0, 1.0]), torch.tensor([2.0, 3.0, 1.0]), 3.5).tolist()
-        [True, False, True]
-    """
+    """Chooses what to keep: highest score first, as long as the budget lasts; earlier ones first
+    among equals."""
     kept = torch.zeros(scores.numel(), dtype=torch.bool)
     left = amount
     for index in torch.argsort(scores, descending=True, stable=True).tolist():
@@ -161,7 +135,8 @@ def keep_within(scores: Tensor, costs: Tensor, amount: float) -> Tensor:
 
 
 def _exchange_one_(kept: Tensor, scores: Tensor, costs: Tensor, left: float) -> None:
-    """Replaces one kept item by a dropped, dearer one, so that less than before is left of the budget."""
+    """Replaces one kept item by a dropped, dearer one, so that less than before is left of the
+    budget."""
     dropped = (~kept & (scores > 0)).nonzero().flatten().tolist()
     best: tuple[float, float, int, int] | None = None
     for out in kept.nonzero().flatten().tolist():
@@ -176,25 +151,27 @@ def _exchange_one_(kept: Tensor, scores: Tensor, costs: Tensor, left: float) -> 
 def _fixed_bytes(size: Size, blocks: RowBlocks) -> int:
     """Bytes that the tables take if nothing of them is retained."""
     form = form_named(size.form)
-    return sum(form.fixed_bytes(routing, blocks.embedding_dims[t]) for t, routing in blocks.routings.items())
+    return sum(
+        form.fixed_bytes(routing, blocks.embedding_dims[t])
+        for t, routing in blocks.routings.items()
+    )
 
 
 def _dense_parameters(blocks: RowBlocks) -> int:
-    return sum(routing.num_embeddings * blocks.embedding_dims[t] for t, routing in blocks.routings.items())
+    return sum(
+        routing.num_embeddings * blocks.embedding_dims[t] for t, routing in blocks.routings.items()
+    )
 
 
 def out_of_reach(size: Size, blocks: RowBlocks, amount: float) -> SizeOutOfReachError:
-    """The error for a size that retains nothing; names the smallest one, as the user gave it, that retains something.
-
-    Args:
-        size: what the user asked for.
-        blocks: of all tables.
-        amount: the smallest `Budget.amount` that buys a column.
-    """
+    """The error for a size that retains nothing; names the smallest one, as the user gave it, that
+    retains something."""
     name, received = size.given
     smallest = _fixed_bytes(size, blocks) + amount
     if name == "compression":
-        limit = math.floor(100 * 4 * _dense_parameters(blocks) / smallest) / 100  # rounded up, it could not be met
+        limit = (
+            math.floor(100 * 4 * _dense_parameters(blocks) / smallest) / 100
+        )  # rounded up, it could not be met
         requirement = f"at most {limit:.2f} for these tables and blocks"
     else:
         requirement = f"at least {math.ceil(smallest * (1 - 1e-12))} for these tables and blocks"
@@ -202,19 +179,14 @@ def out_of_reach(size: Size, blocks: RowBlocks, amount: float) -> SizeOutOfReach
 
 
 def check_compresses(size: Size, dense_parameters: int) -> None:
-    """Checks that a size in bytes is none above that of the uncompressed tables.
-
-    Args:
-        size: what the user asked for; a compression is above 1 in any case.
-        dense_parameters: of the uncompressed tables: the sum of N D.
-
-    Raises:
-        ValueError: naming the size of the uncompressed tables.
-
-    Example:
-        >>> check_compresses(Size(embedding_bytes=4000), dense_parameters=1000)
-    """
+    """Checks that a size in bytes is none above that of the uncompressed tables."""
     name, value = size.given
     limit = 4 * dense_parameters
     if name == "embedding_bytes":
-        check(value <= limit, name, f"at most {limit}, what the uncompressed tables take", value, "ask for less")
+        check(
+            value <= limit,
+            name,
+            f"at most {limit}, what the uncompressed tables take",
+            value,
+            "ask for less",
+        )

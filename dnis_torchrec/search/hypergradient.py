@@ -1,29 +1,4 @@
-"""The gradient of alpha: first order, and one-step unrolled.
-
-    first order   grad_alpha L_validation(Theta, alpha)
-
-    unrolled      grad_alpha L_validation(Theta', alpha) - xi * grad^2_{alpha,Theta} L_train(Theta, alpha) . v
-                  Theta' = Theta - xi * grad_Theta L_train(Theta, alpha)
-                  v      = grad_{Theta'} L_validation(Theta', alpha)
-
-The unrolled one (DARTS, Liu, Simonyan, Yang 2019, eq. 6 to 8, which the paper takes over) is the exact gradient of
-``alpha -> L_validation(Theta - xi * grad_Theta L_train(Theta, alpha), alpha)``: it also sees what alpha does to the
-weights that the next lower step would reach. xi is the lower level's learning rate, as in DARTS, and the step is plain
-gradient descent, as DARTS trains its weights.
-
-NOTE[DIFF]: a weight (one table, one layer) that Adam trains has a step of its own, xi / sqrt(mean(v^)), where v^ are
-its second moments without their bias. Adam divides by the root of v^, value by value, so it goes about so far; plain
-descent at Adam's rate stands still instead (a row of a table has a gradient of the order of 1 / batch size), and the
-unrolled gradient would be the first order's but for rounding.
-
-NOTE[DIFF]: the paper prints grad_alpha in v; that is a slip, for the chain rule (and the shapes) give grad_{Theta'}.
-
-The mixed second derivative is never formed. Its product with u = xi * v is a central difference of first derivatives:
-
-    (grad_alpha L_train(Theta + eps * u, alpha) - grad_alpha L_train(Theta - eps * u, alpha)) / (2 * eps)
-
-Theta is every parameter that requires a gradient, dense weights and tables alike.
-"""
+"""The gradient of alpha: first order, and one-step unrolled."""
 
 from __future__ import annotations
 
@@ -50,21 +25,8 @@ Gradients = Sequence[Tensor]
 
 
 def difference_radius(dtype: torch.dtype) -> float:
-    """Returns the radius of a central difference in the weights: ``eps * ||xi * v|| = 2 * m^(1/3)``.
-
-    m is the machine epsilon. A central difference of radius r is off by O(r^2) because third derivatives are not zero,
-    and by O(m / r) because gradients are rounded; the cube root of m balances the two. In float32 this is DARTS' 0.01.
-
-    Args:
-        dtype: of the weights.
-
-    Returns:
-        The radius, in the unit of the weights.
-
-    Example:
-        >>> round(difference_radius(torch.float32), 4)
-        0.0098
-    """
+    """Returns the radius of a central difference in the weights: ``eps * ||xi * v|| = 2 *
+    m^(1/3)``."""
     return 2 * float(torch.finfo(dtype).eps) ** (1 / 3)
 
 
@@ -76,41 +38,15 @@ def unrolled_gradient(
     validation_gradients: Callable[[], tuple[Gradients, Gradients]],
     train_alpha_gradient: Callable[[], Gradients],
 ) -> list[Tensor]:
-    """The one-step unrolled gradient of alpha (see the top of this module) from first derivatives alone.
-
-    The functions compute derivatives at the weights as they stand when they are called. In between, the weights are
-    moved in place; in the end, also after an error, they are restored from a copy, bit for bit.
-
-    Args:
-        weights: Theta, leaves of any shapes. One copy of them is held meanwhile.
-        steps: xi of each weight.
-        train_weight_gradient: grad_Theta L_train; called once, and its result used up before the next call.
-        validation_gradients: grad_alpha and grad_Theta of L_validation; called once.
-        train_alpha_gradient: grad_alpha L_train; called twice, or not at all where v is zero.
-
-    Returns:
-        One gradient per alpha, in the order of the functions' results.
-
-    Example:
-        L_train = (w - a)^2 / 2 and L_validation = w^2 / 2, so that w' = w - xi * (w - a) and the gradient is xi * w':
-
-        >>> w, a = torch.tensor([1.0], dtype=torch.float64), torch.tensor([3.0], dtype=torch.float64)
-        >>> gradient = unrolled_gradient(
-        ...     [w],
-        ...     [0.5],
-        ...     train_weight_gradient=lambda: [w - a],
-        ...     validation_gradients=lambda: ([torch.zeros_like(a)], [w.clone()]),
-        ...     train_alpha_gradient=lambda: [a - w],
-        ... )
-        >>> round(gradient[0].item(), 6), w.item()
-        (1.0, 1.0)
-    """
+    """The one-step unrolled gradient of alpha (see the top of this module) from first derivatives
+    alone."""
     original = [weight.detach().clone() for weight in weights]
     try:
         _move_(weights, original, train_weight_gradient(), [-step for step in steps])
         gradient, of_weights = validation_gradients()
         lengths = [
-            step * torch.linalg.vector_norm(v, dtype=torch.float64) for step, v in zip(steps, of_weights, strict=True)
+            step * torch.linalg.vector_norm(v, dtype=torch.float64)
+            for step, v in zip(steps, of_weights, strict=True)
         ]
         length = float(torch.stack(lengths).norm())
         if length == 0:
@@ -128,76 +64,41 @@ def unrolled_gradient(
 
 
 @torch.no_grad()
-def _move_(weights: Sequence[Tensor], original: Gradients, direction: Gradients, scales: Sequence[float]) -> None:
+def _move_(
+    weights: Sequence[Tensor], original: Gradients, direction: Gradients, scales: Sequence[float]
+) -> None:
     for weight, start, change, scale in zip(weights, original, direction, scales, strict=True):
         weight.copy_(start).add_(change, alpha=scale)
 
 
 def first_order_gradient(loss: Tensor, alpha: Alpha) -> list[Tensor]:
-    """d loss / d alpha, one per D; no gradient of a weight is computed.
-
-    Args:
-        loss: of a forward pass with an alpha that required a gradient.
-        alpha: that alpha.
-    """
+    """d loss / d alpha, one per D; no gradient of a weight is computed."""
     alphas = [alpha.of(dim) for dim in alpha.dims]
     return list(torch.autograd.grad(loss.sum(), alphas, materialize_grads=True))
 
 
 class UnrolledHypergradient:
-    """`unrolled_gradient` of a sharded model whose tables are ordinary parameters.
-
-    Distributed: the gradients of Theta are averaged by DistributedDataParallel, as in a lower step, so that every rank
-    moves to the same Theta' and Theta +- eps * v. Alpha's are this rank's: whoever calls averages them over ranks.
-
-    No weight, optimizer state, running statistic or random number generator is changed, and no gradient left behind.
-    Memory: one copy of Theta, beside the gradients that a lower step has too. Time: four passes forward and backward.
-    All of them draw the same random numbers (dropout), else their differences would be noise.
-
-    Args:
-        model: the sharded, prepared model; has made a whole training step before the first call.
-        alpha: of its wrappers.
-        step: xi, above 0: the lower level's learning rate.
-        optimizer: of the lower level; says which weights Adam trains, and how large their gradients are, and where
-            weights learn at several rates, which share of xi each goes: its own rate over the highest. None: plain
-            gradient descent, xi for all.
-
-    Raises:
-        ValueError: if xi is not above 0.
-        UnrollingError: if an optimizer is fused into the backward pass of a parameter, or a table is not sharded
-            data_parallel in the dense compute kernel. Found from the sharding plan, so on all ranks alike.
-    """
+    """`unrolled_gradient` of a sharded model whose tables are ordinary parameters."""
 
     def __init__(self, model: nn.Module, alpha: Alpha, step: float, optimizer: Any = None) -> None:
         self.set_step(step)
         _check_ordinary_gradients(model)
         self._modules, self._alpha = list(model.modules()), alpha
-        self._weights = [parameter for _, parameter in model.named_parameters() if parameter.requires_grad]
+        self._weights = [
+            parameter for _, parameter in model.named_parameters() if parameter.requires_grad
+        ]
         self._optimizer = optimizer
 
     def set_step(self, step: float) -> None:
-        """Sets xi for the next call.
-
-        Args:
-            step: xi, above 0; how much of it each weight goes, the class says.
-
-        Raises:
-            ValueError: if it is not above 0.
-        """
+        """Sets xi for the next call."""
         remedy = "pass the lower level's learning rate, or None for the first order"
         check(step > 0, "unrolled_step", "a number above 0", step, remedy)
         self._step = step
 
-    def __call__(self, train: Callable[[], Tensor], validation: Callable[[], Tensor]) -> list[Tensor]:
-        """The gradient of alpha on one batch of each level.
-
-        Args:
-            train: makes a forward pass of the training batch and returns its loss; called three times.
-            validation: the same for the validation batch; called once, at Theta'.
-
-        Returns:
-            One gradient per D, ``(A, D)``, of this rank's batches.
-        """
+    def __call__(
+        self, train: Callable[[], Tensor], validation: Callable[[], Tensor]
+    ) -> list[Tensor]:
+        """The gradient of alpha on one batch of each level."""
         return unrolled_gradient(
             self._weights,
             self._steps(),
@@ -245,13 +146,15 @@ class UnrolledHypergradient:
 
 
 def _group_of(weight: Tensor, optimizer: Any) -> dict[str, Any]:
-    """Returns the optimizer's param_group of a weight, or an empty dict if the optimizer does not train it."""
+    """Returns the optimizer's param_group of a weight, or an empty dict if the optimizer does not
+    train it."""
     groups = [] if optimizer is None else optimizer.param_groups
     return next((group for group in groups if any(weight is own for own in group["params"])), {})
 
 
 def _size_of_gradients(weight: Tensor, group: dict[str, Any], optimizer: Any) -> float:
-    """Root mean square of a weight's gradients, as Adam keeps it; 1 where the optimizer divides by no such thing."""
+    """Root mean square of a weight's gradients, as Adam keeps it; 1 where the optimizer divides by
+    no such thing."""
     state = optimizer.state.get(weight, {}) if group else {}
     if "exp_avg_sq" not in state:
         return 1.0
@@ -261,7 +164,11 @@ def _size_of_gradients(weight: Tensor, group: dict[str, Any], optimizer: Any) ->
 
 def _gradient_of(leaf: Tensor) -> Tensor:
     """The leaf's gradient; zeros that take no memory where the loss does not depend on it."""
-    return torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape) if leaf.grad is None else leaf.grad
+    return (
+        torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+        if leaf.grad is None
+        else leaf.grad
+    )
 
 
 @contextmanager
@@ -283,8 +190,11 @@ class UnrollingError(NotImplementedError):
 
 
 def _check_ordinary_gradients(model: nn.Module) -> None:
-    """Refuses tables and weights that would be stepped inside the backward pass, or averaged by nobody."""
-    supported = "supported for one-step unrolling is the dense compute kernel in data_parallel sharding"
+    """Refuses tables and weights that would be stepped inside the backward pass, or averaged by
+    nobody."""
+    supported = (
+        "supported for one-step unrolling is the dense compute kernel in data_parallel sharding"
+    )
     remedy = "shard the tables so, as training.shard does for replicated Adam, or take the first order (None)"
     for module in model.modules():
         if not isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
@@ -297,16 +207,15 @@ def _check_ordinary_gradients(model: nn.Module) -> None:
     fused = next(in_backward_optimizer_filter(model.named_parameters(), include=True), None)
     if fused is not None:
         supported = "supported for one-step unrolling are optimizers outside the backward pass"
-        raise UnrollingError(describe(f"parameter {fused[0]!r}", supported, "one that is fused into it"))
+        raise UnrollingError(
+            describe(f"parameter {fused[0]!r}", supported, "one that is fused into it")
+        )
 
 
 @contextmanager
 def without_synchronisation(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """DistributedDataParallel, where it is among the modules of a model, does not prepare for a backward pass.
-
-    Args:
-        modules: all modules of the model.
-    """
+    """DistributedDataParallel, where it is among the modules of a model, does not prepare for a
+    backward pass."""
     with ExitStack() as stack:
         for module in modules:
             if isinstance(module, DistributedDataParallel):
@@ -316,11 +225,8 @@ def without_synchronisation(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def frozen_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Normalisation takes the batch's statistics, as in training, and leaves the running ones alone.
-
-    Args:
-        modules: all modules of the model; those without running statistics are left alone.
-    """
+    """Normalisation takes the batch's statistics, as in training, and leaves the running ones
+    alone."""
     with ExitStack() as stack:
         for module in modules:
             if isinstance(module, _NormBase) and module.track_running_stats:
@@ -330,21 +236,17 @@ def frozen_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def fused_kernels(model: nn.Module) -> list[Any]:
-    """FBGEMM's kernels that count their forward passes, as fused optimizers want for bias correction. Local.
-
-    Args:
-        model: sharded or not.
-    """
-    return [part for lookup in lookups(model) for part in lookup.modules() if hasattr(part, "iter_cpu")]
+    """FBGEMM's kernels that count their forward passes, as fused optimizers want for bias
+    correction. Local."""
+    return [
+        part for lookup in lookups(model) for part in lookup.modules() if hasattr(part, "iter_cpu")
+    ]
 
 
 @contextmanager
 def frozen_counters(kernels: Iterable[Any]) -> Iterator[None]:
-    """Forward passes meanwhile are none of a training step: kernels of `fused_kernels` count them and forget them.
-
-    Args:
-        kernels: from `fused_kernels`.
-    """
+    """Forward passes meanwhile are none of a training step: kernels of `fused_kernels` count them
+    and forget them."""
     counted = [counter for kernel in kernels for counter in (kernel.iter, kernel.iter_cpu)]
     before = [counter.clone() for counter in counted]
     try:

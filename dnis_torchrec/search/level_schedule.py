@@ -1,4 +1,5 @@
-"""Level schedule: which level steps when. Pure, so that every rank and every resumed run agrees without talking."""
+"""Level schedule: which level steps when. Pure, so that every rank and every resumed run agrees
+without talking."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ QUEUE = 4
 
 
 EPOCH_OF_SAMPLES = 1 << 20
-"""Number of the epoch, in data that counts them, that samples begin with: one that no search comes to."""
+"""Number of the epoch, in data that counts them, that samples begin with: one that no search comes
+to."""
 
 
 class Level(enum.Enum):
@@ -39,12 +41,13 @@ class Level(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LevelSchedule:
-    """Schedule that says when the upper level steps: after every lower step, once a warm-up is over.
+    """Schedule that says when the upper level steps: after every lower step, once a warm-up is
+    over.
 
     Attributes:
-        warm_up_steps: lower steps before the first upper step, at least 1 because DistributedDataParallel learns its
-            buckets in the first backward pass, which has to be that of a whole training step. None: no upper step until
-            `BilevelStream.alternate`.
+        warm_up_steps: lower steps before the first upper step, at least 1 because
+            DistributedDataParallel learns its buckets in the first backward pass, which has to be
+            that of a whole training step. None: no upper step until `BilevelStream.alternate`.
 
     Example:
         >>> schedule = LevelSchedule(warm_up_steps=2)
@@ -71,13 +74,7 @@ class LevelSchedule:
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Position up to which one of the two streams has been read.
-
-    Attributes:
-        epoch: times that it was begun.
-        data_epoch: what the iterable itself called that epoch (its attribute ``epoch``), or None if it does not count.
-        batches: batches taken since.
-    """
+    """Position up to which one of the two streams has been read."""
 
     epoch: int = 0
     data_epoch: int | None = None
@@ -97,12 +94,13 @@ class _State(TypedDict):
 class BilevelStream(Generic[_T]):
     """Batches of both levels in the order of a schedule: the one iterator that the pipeline reads.
 
-    Either stream starts again when it ends: the shorter one is cycled, neither is cut short. An iterable that
-    reorders itself (a DataLoader with shuffle) gives a new order each time.
+    Either stream starts again when it ends: the shorter one is cycled, neither is cut short. An
+    iterable that reorders itself (a DataLoader with shuffle) gives a new order each time.
 
-    An interrupted run goes on with the batches that it would have seen, if the order of an epoch depends on nothing but
-    the iterable's attribute ``epoch``, where it has one, and on torch's random numbers of the CPU: each iterable has
-    its own, seeded anew when an epoch begins, whoever else draws some between its batches.
+    An interrupted run goes on with the batches that it would have seen, if the order of an epoch
+    depends on nothing but the iterable's attribute ``epoch``, where it has one, and on torch's
+    random numbers of the CPU: each iterable has its own, seeded anew when an epoch begins, whoever
+    else draws some between its batches.
 
     Args:
         train: batches of the lower level.
@@ -116,7 +114,10 @@ class BilevelStream(Generic[_T]):
     """
 
     def __init__(
-        self, train: Iterable[_T], validation: Iterable[_T], schedule: LevelSchedule = LevelSchedule()
+        self,
+        train: Iterable[_T],
+        validation: Iterable[_T],
+        schedule: LevelSchedule = LevelSchedule(),
     ) -> None:
         self._streams = {Level.LOWER: train, Level.UPPER: validation}
         self._iterators: dict[Level, Iterator[_T]] = {}
@@ -140,7 +141,8 @@ class BilevelStream(Generic[_T]):
         return batch
 
     def alternate(self, step: int) -> None:
-        """Lets upper steps begin, unless they have: `QUEUE` batches later, so that no batch of a queue changes sides.
+        """Lets upper steps begin, unless they have: `QUEUE` batches later, so that no batch of a
+        queue changes sides.
 
         Args:
             step: steps of both levels taken, which a pipeline may have read ahead of.
@@ -149,7 +151,8 @@ class BilevelStream(Generic[_T]):
             self.schedule = LevelSchedule(warm_up_steps=max(1, step + QUEUE))
 
     def sample(self, number: int) -> Iterator[_T]:
-        """Validation batches to measure something on, in an order of their own; leaves the stream as it is.
+        """Validation batches to measure something on, in an order of their own; leaves the stream
+        as it is.
 
         Args:
             number: of the sample: another one has another order, the same one the same.
@@ -174,7 +177,8 @@ class BilevelStream(Generic[_T]):
                 batch, random_numbers = next(batches, None), torch.get_rng_state()
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Returns the position of the stream after the batch of a step, although a pipeline has read ahead since.
+        """Returns the position of the stream after the batch of a step, although a pipeline has
+        read ahead since.
 
         Args:
             step: steps of both levels taken, at most `MAX_AHEAD` fewer than the batches read.
@@ -188,15 +192,21 @@ class BilevelStream(Generic[_T]):
         for passed, positions in self._passed:
             if passed == step:
                 places = {level.value: asdict(position) for level, position in positions.items()}
-                return {"seed": self._seed, "step": step, "warm_up_steps": self.schedule.warm_up_steps, **places}
+                return {
+                    "seed": self._seed,
+                    "step": step,
+                    "warm_up_steps": self.schedule.warm_up_steps,
+                    **places,
+                }
         known = f"a step from {self._passed[0][0]} to {self._passed[-1][0]}"
         raise RuntimeError(describe("BilevelStream.state_dict", known, step))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> _T | None:
-        """Goes to where `state_dict` was taken: begins the interrupted epochs again and skips what had been read.
+        """Goes to where `state_dict` was taken: begins the interrupted epochs again and skips what
+        had been read.
 
-        The batches are not compared with those of the run. That takes a pass over all of them, which a search makes
-        anyway, to count (see `dnis_torchrec.data.over_ranks.fingerprints`).
+        The batches are not compared with those of the run. That takes a pass over all of them,
+        which a search makes anyway, to count (see `dnis_torchrec.data.over_ranks.fingerprints`).
 
         Args:
             state: what `state_dict` gave.
@@ -210,7 +220,9 @@ class BilevelStream(Generic[_T]):
         conform(state, _State, "stream of the checkpoint")
         positions = {level: StreamPosition(**state[level.value]) for level in Level}
         for value in (state["seed"], *(position.epoch for position in positions.values())):
-            check(value >= 0, "stream of the checkpoint", "its seed and its epochs to be >= 0", value)
+            check(
+                value >= 0, "stream of the checkpoint", "its seed and its epochs to be >= 0", value
+            )
         self._seed, self._step = state["seed"], state["step"]
         self.schedule = LevelSchedule(warm_up_steps=state["warm_up_steps"])
         last: dict[Level, _T | None] = {}
@@ -221,7 +233,8 @@ class BilevelStream(Generic[_T]):
         return last[Level.LOWER]
 
     def leave(self) -> None:
-        """Leaves data that counts its epochs in one that does not depend on how far a pipeline had read ahead."""
+        """Leaves data that counts its epochs in one that does not depend on how far a pipeline had
+        read ahead."""
         for level, stream in self._streams.items():
             if self._data_epoch(level) is not None:
                 stream.epoch = EPOCH_OF_SAMPLES  # type: ignore[attr-defined]
@@ -261,18 +274,23 @@ class BilevelStream(Generic[_T]):
                     return self._count(level, batch)
         epoch = self._positions[level].epoch + 1
         data_epoch = self._data_epoch(level)
-        with _seeded((self._seed, list(Level).index(level), epoch)):  # some shuffle when asked for their first batch
+        with _seeded(
+            (self._seed, list(Level).index(level), epoch)
+        ):  # some shuffle when asked for their first batch
             self._iterators[level] = iter(self._streams[level])
             first = next(self._iterators[level], None)
             self._random_numbers[level] = torch.get_rng_state()
         if first is None:
-            raise ValueError(describe(_name(level), "at least one batch", "none", "check the data splits"))
+            raise ValueError(
+                describe(_name(level), "at least one batch", "none", "check the data splits")
+            )
         self._positions = {**self._positions, level: StreamPosition(epoch, data_epoch)}
         return self._count(level, first)
 
     @contextmanager
     def _own_random_numbers(self, level: Level) -> Iterator[None]:
-        """Torch's random numbers of the CPU go on inside where this stream's batch before left them."""
+        """Torch's random numbers of the CPU go on inside where this stream's batch before left
+        them."""
         before = torch.get_rng_state()
         torch.set_rng_state(self._random_numbers[level])
         try:
@@ -283,7 +301,10 @@ class BilevelStream(Generic[_T]):
 
     def _count(self, level: Level, batch: _T) -> _T:
         position = self._positions[level]
-        self._positions = {**self._positions, level: replace(position, batches=position.batches + 1)}
+        self._positions = {
+            **self._positions,
+            level: replace(position, batches=position.batches + 1),
+        }
         return batch
 
 

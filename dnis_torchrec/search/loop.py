@@ -1,10 +1,5 @@
-"""SearchLoop: the phases of a search, saved as they go: a search that is killed goes on as if nothing had been.
-
-after every epoch, and every so many lower steps     a checkpoint: tensors, both streams' places, and the values below
-at the end of a phase that stops early               back to the weights of its best epoch's checkpoint
-
-Which phases there are, and what else changes from one to the next, is a `Plan`.
-"""
+"""SearchLoop: the phases of a search, saved as they go: a search that is killed goes on as if
+nothing had been."""
 
 from __future__ import annotations
 
@@ -47,17 +42,7 @@ STOP_INTERVAL = 8
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRecord:
-    """Results of one epoch of a search: one line of the history.
-
-    Attributes:
-        epoch: from 0.
-        phase: name of the phase that it belongs to.
-        step: lower steps so far.
-        train_loss: mean over the epoch and all ranks.
-        selection_loss: on the selection split, see `dnis_torchrec.training.evaluation.selection_loss`.
-        alpha_mean: mean of alpha over all values of rows that training saw.
-        alpha_density: share of them whose alpha is not zero.
-    """
+    """Results of one epoch of a search: one line of the history."""
 
     epoch: int
     phase: str
@@ -70,24 +55,17 @@ class EpochRecord:
 
 @dataclass
 class SearchEvents:
-    """Callbacks that follow a search; each is optional.
+    """Callbacks that follow a search; each is optional."""
 
-    Attributes:
-        on_start: called with the number of lower steps of an epoch, the counts and the blocks, before training.
-        on_resume: called after that with the number of lower steps and the history that a checkpoint had.
-        on_phase: called before the first step of a phase with it, the lower steps of it that are done, as those of a
-            search that goes on in the middle of it are, and the lower steps of an epoch.
-        on_step: called after every lower step with its loss and the density of alpha; on a GPU after the next one, or
-            at the end of the epoch.
-        on_epoch: called with the record of every epoch.
-        on_alpha: called after that with the record, alpha (embedding_dim -> ``(A, D)``, to be read only) and whether
-            it was the last epoch of its phase.
-        should_stop: asked after every step; True saves the state and ends the search.
-    """
-
-    on_start: Callable[[int, FrequencyCounts, RowBlocks], None] = field(default=lambda steps, counts, blocks: None)
-    on_resume: Callable[[int, Sequence[EpochRecord]], None] = field(default=lambda steps, history: None)
-    on_phase: Callable[[Phase, int, int], None] = field(default=lambda phase, done, steps_per_epoch: None)
+    on_start: Callable[[int, FrequencyCounts, RowBlocks], None] = field(
+        default=lambda steps, counts, blocks: None
+    )
+    on_resume: Callable[[int, Sequence[EpochRecord]], None] = field(
+        default=lambda steps, history: None
+    )
+    on_phase: Callable[[Phase, int, int], None] = field(
+        default=lambda phase, done, steps_per_epoch: None
+    )
     on_step: Callable[[float, float], None] = field(default=lambda loss, density: None)
     on_epoch: Callable[[EpochRecord], None] = field(default=lambda record: None)
     on_alpha: Callable[[EpochRecord, Mapping[int, Tensor], bool], None] = field(
@@ -97,25 +75,15 @@ class SearchEvents:
 
 
 class SearchInterrupted(RuntimeError):
-    """The search was asked to stop; its state was saved first, or the message says that it could not be.
-
-    Attributes:
-        signal: number of the signal that asked this process; None if none did.
-    """
+    """The search was asked to stop; its state was saved first, or the message says that it could
+    not be."""
 
     signal: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """The best epoch of a phase so far, by the selection loss.
-
-    Attributes:
-        epoch: its number; -1 before there is one.
-        step: number of its checkpoint.
-        lower_step: lower steps of the search up to it.
-        loss: selection loss.
-    """
+    """The best epoch of a phase so far, by the selection loss."""
 
     epoch: int = -1
     step: int = -1
@@ -125,15 +93,7 @@ class Best:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A stretch of a search in which the same things learn.
-
-    Attributes:
-        name: shown to people.
-        steps: lower steps, at most.
-        patience: epochs without a better selection loss after which it stops, and goes back to its best epoch. None: it
-            takes all of its steps, and goes on from the last one.
-        starts_best: the state that it starts from may be its best one.
-    """
+    """A stretch of a search in which the same things learn."""
 
     name: str
     steps: int
@@ -143,14 +103,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedPhase:
-    """A phase that is over.
-
-    Attributes:
-        name: its name.
-        first_step: lower steps of the search before it.
-        last_step: lower steps of the search at its end.
-        best: its best epoch; of a phase without patience its last one.
-    """
+    """A phase that is over."""
 
     name: str
     first_step: int
@@ -159,37 +112,22 @@ class FinishedPhase:
 
 
 class Plan(Protocol):
-    """The phases of a search, and what changes at their ends. Everything is called on all ranks alike."""
+    """The phases of a search, and what changes at their ends. Everything is called on all ranks
+    alike."""
 
     def phase_after(self, finished: Sequence[FinishedPhase]) -> Phase | None:
-        """Returns the phase that follows those that are over; None ends the search. Depends on nothing else.
-
-        Args:
-            finished: from the first on.
-        """
+        """Returns the phase that follows those that are over; None ends the search. Depends on
+        nothing else."""
 
     def begin(self, phase: Phase, finished: Sequence[FinishedPhase]) -> None:
-        """Called before the first step of a phase, and before that of a search that goes on in the middle of it.
-
-        Args:
-            phase: the one that begins.
-            finished: those before it.
-        """
+        """Called before the first step of a phase, and before that of a search that goes on in the
+        middle of it."""
 
     def after_step(self, phase: Phase, done: int) -> None:
-        """Called after every lower step.
-
-        Args:
-            phase: the one that the step belongs to.
-            done: lower steps of the phase so far, from 1.
-        """
+        """Called after every lower step."""
 
     def end(self, phase: Phase) -> None:
-        """Called once when a phase is over, with the weights that it leaves.
-
-        Args:
-            phase: the one that ends.
-        """
+        """Called once when a phase is over, with the weights that it leaves."""
 
 
 class _Search(TypedDict):
@@ -216,30 +154,7 @@ class SearchValues(TypedDict):
 
 
 class SearchLoop:
-    """Steps, evaluates and saves a search until its plan has no further phase.
-
-    Distributed: all ranks run the same loop. A step adds nothing to what the pipeline does; every `STOP_INTERVAL` steps
-    ranks exchange one number, and at the end of an epoch two.
-
-    Args:
-        pipeline: before its first step.
-        stream: what it reads.
-        recipe: selection split and loss.
-        plan: the phases.
-        folder: where checkpoints go: a path that all ranks see, or a URL.
-        saving: when, and what to do about errors.
-        steps_per_epoch: lower steps after which a search is evaluated; fewer at the end of a phase.
-        events: who listens.
-        data: fingerprint of every split, see `dnis_torchrec.data.over_ranks.fingerprints`: a search goes on with the
-            data that it was begun with alone.
-        configuration: how to search, JSON-able but for numbers of numpy: a search goes on with the one that it was
-            begun with alone.
-
-    Attributes:
-        history: one record per epoch.
-        finished: the phases that are over.
-        seconds_before: wall time of earlier attempts, up to the checkpoint that this one resumed from.
-    """
+    """Steps, evaluates and saves a search until its plan has no further phase."""
 
     def __init__(
         self,
@@ -255,8 +170,17 @@ class SearchLoop:
         data: Mapping[str, int] | None = None,
         configuration: Mapping[str, Any] | None = None,
     ) -> None:
-        self._pipeline, self._stream, self._recipe, self._plan, self._events = pipeline, stream, recipe, plan, events
-        self._folder, self._saving = checkpoint_folder(folder, keep_last=saving.keep_checkpoints), saving
+        self._pipeline, self._stream, self._recipe, self._plan, self._events = (
+            pipeline,
+            stream,
+            recipe,
+            plan,
+            events,
+        )
+        self._folder, self._saving = (
+            checkpoint_folder(folder, keep_last=saving.keep_checkpoints),
+            saving,
+        )
         self._steps_per_epoch, self._data = steps_per_epoch, dict(data or {})
         self._configuration = json.loads(json.dumps(dict(configuration or {}), default=float))
         self.history: list[EpochRecord] = []
@@ -272,14 +196,8 @@ class SearchLoop:
 
     @flushing_denormals()
     def run(self) -> None:
-        """Runs what is left of the search, and ends with the weights and alpha of its last phase's best epoch.
-
-        Raises:
-            SearchInterrupted: if a rank was asked to stop; the state was saved, or the message says otherwise.
-            CheckpointWriteError: if a checkpoint could not be written, and that is to stop the search.
-            NonFiniteError: if training diverges.
-            ValueError: if the checkpoint to resume from is damaged, or of another search or configuration.
-        """
+        """Runs what is left of the search, and ends with the weights and alpha of its last phase's
+        best epoch."""
         latest = on_rank_zero(self._cleaned_latest) if self._saving.resume else None
         if latest is not None:
             self._restore(latest)
@@ -295,31 +213,22 @@ class SearchLoop:
         self._stream.leave()
 
     def announce(self, phase: Phase, done: int = 0) -> None:
-        """Tells who listens that a phase begins; one behind the plan's own is not told of its steps.
-
-        Args:
-            phase: the one that begins.
-            done: lower steps of it so far.
-        """
+        """Tells who listens that a phase begins; one behind the plan's own is not told of its
+        steps."""
         self._events.on_phase(phase, done, self._steps_per_epoch)
 
     def stop_if_requested(self) -> None:
-        """To be called after every step that is taken behind the last phase, of which nothing is saved, on all ranks.
-
-        Raises:
-            SearchInterrupted: if a rank was asked to stop.
-        """
+        """To be called after every step that is taken behind the last phase, of which nothing is
+        saved, on all ranks."""
         self._steps_behind += 1
         if self._is_stop_requested():
             kept = f"its phases are saved in {self._folder.path}, --resume finishes it"
-            raise SearchInterrupted(f"finishing, step {self._steps_behind}: stopped on request; {kept}")
+            raise SearchInterrupted(
+                f"finishing, step {self._steps_behind}: stopped on request; {kept}"
+            )
 
     def checkpoint_of(self, phase: FinishedPhase) -> Address:
-        """Returns the checkpoint of a phase's best epoch.
-
-        Args:
-            phase: one of `finished`.
-        """
+        """Returns the checkpoint of a phase's best epoch."""
         return self._folder.path_of(phase.best.step)
 
     def _cleaned_latest(self) -> Address | None:
@@ -345,7 +254,9 @@ class SearchLoop:
             is_lower = pipeline.lower_steps > before
             if is_lower:
                 # Over the ranks, so that a step counts as much on another number of them.
-                share = torch.stack([loss.detach().double(), torch.ones_like(loss, dtype=torch.float64)])
+                share = torch.stack(
+                    [loss.detach().double(), torch.ones_like(loss, dtype=torch.float64)]
+                )
                 self._losses += share / world_size_of(pipeline.process_group)
                 self._plan.after_step(phase, pipeline.lower_steps - first)
                 self._tell(loss, pipeline.alpha_optimizer.last_density)
@@ -353,7 +264,12 @@ class SearchLoop:
                 self._save(saver)
                 saver.wait()
                 raise SearchInterrupted(self._how_stopped(saver))
-            if is_lower and every and pipeline.lower_steps % every == 0 and pipeline.lower_steps < until:
+            if (
+                is_lower
+                and every
+                and pipeline.lower_steps % every == 0
+                and pipeline.lower_steps < until
+            ):
                 self._save(saver)
 
     def _tell(self, loss: Tensor, density: Tensor) -> None:
@@ -364,7 +280,9 @@ class SearchLoop:
 
     def _how_stopped(self, saver: CheckpointSaver) -> str:
         """Says where the search was stopped, and from where --resume goes on."""
-        saved = self._resumed_from if saver.last_step is None else self._folder.path_of(saver.last_step)
+        saved = (
+            self._resumed_from if saver.last_step is None else self._folder.path_of(saver.last_step)
+        )
         if saved is None:
             kept = "nothing could be saved"
         elif saver.last_step == self._steps:
@@ -395,25 +313,33 @@ class SearchLoop:
             self._best_before = self._best
             self._best = Best(epoch=epoch, step=self._steps, lower_step=record.step, loss=found)
         is_last = record.step - self._first_step >= phase.steps
-        self._is_over = is_last or (phase.patience is not None and epoch - self._best.epoch >= phase.patience)
+        self._is_over = is_last or (
+            phase.patience is not None and epoch - self._best.epoch >= phase.patience
+        )
         self._save(saver)
         alpha = {dim: pipeline.alpha.of(dim) for dim in pipeline.alpha.dims}
         self._events.on_alpha(record, alpha, self._is_over)
 
     def _end_phase(self, phase: Phase, saver: CheckpointSaver) -> None:
-        """Goes back to the best epoch. Nothing is saved before the next epoch's end: a resumed search does it again."""
+        """Goes back to the best epoch. Nothing is saved before the next epoch's end: a resumed
+        search does it again."""
         self._wait(saver)
         best = self._best
         if phase.patience is not None and best.step not in (-1, self._steps):
             with self._pipeline.detached():
                 self._pipeline.go_back(self._folder.path_of(best.step))
         finished = FinishedPhase(
-            name=phase.name, first_step=self._first_step, last_step=self._pipeline.lower_steps, best=best
+            name=phase.name,
+            first_step=self._first_step,
+            last_step=self._pipeline.lower_steps,
+            best=best,
         )
         self._plan.end(phase)
         self.finished.append(finished)
         following = self._plan.phase_after(self.finished)
-        self._best = self._best_before = best if following is not None and following.starts_best else Best()
+        self._best = self._best_before = (
+            best if following is not None and following.starts_best else Best()
+        )
         self._is_over = False
 
     def _wait(self, saver: CheckpointSaver) -> None:
@@ -456,11 +382,16 @@ class SearchLoop:
             tables=state.tables,
             values={**state.values, "search": entries},
         )
-        kept = [self._best.step, self._best_before.step, *(phase.best.step for phase in self.finished)]
+        kept = [
+            self._best.step,
+            self._best_before.step,
+            *(phase.best.step for phase in self.finished),
+        ]
         saver.save(self._steps, whole, keep=tuple(kept))
 
     def _restore(self, path: Address) -> None:
-        # Of ranks that are no more too: the epoch's mean is that of all samples, whoever has seen them.
+        # Of ranks that are no more too: the epoch's mean is that of all samples, whoever has seen
+        # them.
         written = on_rank_zero(lambda: self._ranks_of(path))
         resumed_ranks = range(rank_of(), written, world_size_of())
         losses = {f"rank{rank}/losses": torch.zeros_like(self._losses) for rank in resumed_ranks}
@@ -468,30 +399,50 @@ class SearchLoop:
         entries = self._pipeline.restore(path, self._stream, placed)["search"]
         self._resumed_from = path
         self._losses += sum(losses.values())
-        self._epoch, self._is_over, self.seconds_before = entries["epoch"], entries["is_over"], entries["seconds"]
+        self._epoch, self._is_over, self.seconds_before = (
+            entries["epoch"],
+            entries["is_over"],
+            entries["seconds"],
+        )
         self._best = self._best_before = Best(**entries["best"] or {})
-        self.finished = [FinishedPhase(**phase | {"best": Best(**phase["best"])}) for phase in entries["finished"]]
+        self.finished = [
+            FinishedPhase(**phase | {"best": Best(**phase["best"])})
+            for phase in entries["finished"]
+        ]
         self.history = [EpochRecord(**record) for record in entries["history"]]
         self._events.on_resume(self._pipeline.lower_steps, tuple(self.history))
 
     def _ranks_of(self, path: Address) -> int:
-        """Ranks that wrote a checkpoint.
-
-        Refuses one whose epochs, and with them warm-up and ramp, were not as long, one of other data, and one of
-        another configuration, as far as it knows: an earlier version wrote none, or one without the fields of today.
-        """
+        """Ranks that wrote a checkpoint."""
         manifest = Manifest.read(path)
-        conform(manifest.values, SearchValues, f"checkpoint {path}, values", remedy="resume from another checkpoint")
+        conform(
+            manifest.values,
+            SearchValues,
+            f"checkpoint {path}, values",
+            remedy="resume from another checkpoint",
+        )
         saved, world_size = manifest.values["search"], manifest.world_size
         steps = saved["steps_per_epoch"]
         requirement = f"one with {self._steps_per_epoch} lower steps per epoch, as many as now"
         remedy = f"resume with the data of the run, and data that splits itself over ranks on {world_size} of them"
         check(steps == self._steps_per_epoch, f"checkpoint {path}", requirement, steps, remedy)
         other = [name for name, found in self._data.items() if saved["data"].get(name) != found]
-        received, remedy = f"one of other samples in: {', '.join(other)}", "resume with the data of the run"
+        received, remedy = (
+            f"one of other samples in: {', '.join(other)}",
+            "resume with the data of the run",
+        )
         check(not other, f"checkpoint {path}", "one of this data", received, remedy)
-        configuration, remedy = saved.get("configuration", {}), "resume with the configuration of the run"
+        configuration, remedy = (
+            saved.get("configuration", {}),
+            "resume with the configuration of the run",
+        )
         for name, wanted in self._configuration.items():
             was = configuration.get(name, wanted)
-            check(was == wanted, f"checkpoint {path}", f"one of a search with {name} {wanted}", was, remedy)
+            check(
+                was == wanted,
+                f"checkpoint {path}",
+                f"one of a search with {name} {wanted}",
+                was,
+                remedy,
+            )
         return world_size

@@ -29,14 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class SearchResult:
-    """What a search has found; prints as a table of a few lines.
-
-    Attributes:
-        outcome: all that the search returns: its model, scheme, history and losses.
-        allocation: bits, bytes and predicted cost of the tables.
-        metrics: of the model as it is served, on the test split.
-        metric: the one that the recipe is judged by.
-    """
+    """What a search has found; prints as a table of a few lines."""
 
     outcome: SearchOutcome
     allocation: Allocation
@@ -68,19 +61,27 @@ class SearchResult:
 
     def _headlines(self) -> list[str]:
         size = f"{self.compression:.2f} times smaller: {self.allocation.num_bytes:,} bytes served"
-        lines = [f"{size}; test {self.metric} {self.metrics[self.metric]:.4f}, loss {self.metrics['loss']:.4f}"]
+        lines = [
+            f"{size}; test {self.metric} {self.metrics[self.metric]:.4f}, loss {self.metrics['loss']:.4f}"
+        ]
         if self.outcome.origin == COMPRESSED:
-            lines.append("The search gained nothing over plain training, compressed, which is what this holds.")
+            lines.append(
+                "The search gained nothing over plain training, compressed, which is what this holds."
+            )
         return lines
 
 
-def search_once(recipe: Recipe, compression: float = 20.0, *, settings: SearchSettings | None = None) -> SearchResult:
-    """Trains a recipe's model so that its tables can be served in a fraction of the bytes: ``dnis.search``.
+def search_once(
+    recipe: Recipe, compression: float = 20.0, *, settings: SearchSettings | None = None
+) -> SearchResult:
+    """Trains a recipe's model so that its tables can be served in a fraction of the bytes:
+    ``dnis.search``.
 
-    On one process: a process group and a folder for checkpoints are made, and gone again when it returns; a process
-    group of one that is there already is used. The recipe is left as it was, so the same call gives the same result as
-    far as torch's random numbers do: the model is copied, and the splits count their epochs anew. For several ranks,
-    progress and resuming there is ``dnis search``. Every epoch is logged at level INFO.
+    On one process: a process group and a folder for checkpoints are made, and gone again when it
+    returns; a process group of one that is there already is used. The recipe is left as it was, so
+    the same call gives the same result as far as torch's random numbers do: the model is copied,
+    and the splits count their epochs anew. For several ranks, progress and resuming there is ``dnis
+    search``. Every epoch is logged at level INFO.
 
     Args:
         recipe: model, data, and loss or task.
@@ -110,11 +111,22 @@ def search_once(recipe: Recipe, compression: float = 20.0, *, settings: SearchSe
     with process_group() as device, tempfile.TemporaryDirectory() as folder:
         if world_size_of() > 1:
             remedy = "run `torchrun -m dnis_torchrec search` with the recipe's name"
-            raise NotImplementedError(describe("search", "supported is one process", f"{world_size_of()}", remedy))
+            raise NotImplementedError(
+                describe("search", "supported is one process", f"{world_size_of()}", remedy)
+            )
         own = replace(recipe, model=copy.deepcopy(recipe.model), data=_from_its_epoch(recipe.data))
         events = SearchEvents(on_epoch=partial(_log, recipe))
-        outcome = search(own, compression, Path(folder), device, settings=settings or SearchSettings(), events=events)
-        metrics = evaluate(TrainTask(outcome.model, recipe.task), recipe.data.test, recipe.task, device)
+        outcome = search(
+            own,
+            compression,
+            Path(folder),
+            device,
+            settings=settings or SearchSettings(),
+            events=events,
+        )
+        metrics = evaluate(
+            TrainTask(outcome.model, recipe.task), recipe.data.test, recipe.task, device
+        )
     metric, _ = primary_metric(recipe.task, recipe.data.test)
     found = Allocation(
         scheme=outcome.scheme,
@@ -122,13 +134,18 @@ def search_once(recipe: Recipe, compression: float = 20.0, *, settings: SearchSe
         num_bytes=sum(PACKED.served_bytes(table) for table in outcome.scheme.tables.values()),
     )
     return SearchResult(
-        outcome=outcome, allocation=found, metrics=metrics, metric=metric if metric in metrics else "loss"
+        outcome=outcome,
+        allocation=found,
+        metrics=metrics,
+        metric=metric if metric in metrics else "loss",
     )
 
 
 def _from_its_epoch(data: DataSplits) -> DataSplits:
     """Streams of the search's own, which begin where those of the recipe stand."""
-    return replace(data, **{part.name: copy.copy(getattr(data, part.name)) for part in fields(DataSplits)})
+    return replace(
+        data, **{part.name: copy.copy(getattr(data, part.name)) for part in fields(DataSplits)}
+    )
 
 
 def _log(recipe: Recipe, record: EpochRecord) -> None:

@@ -1,9 +1,5 @@
-"""The search as in the paper: alpha learns on validation loss alone, then the smallest values are dropped.
-
-Source: Cheng, Shen, Huang, Differentiable Neural Input Search for Recommender Systems, 2020, algorithm 1.
-
-NOTE[DIFF]: the first epoch is one of lower steps alone; the paper alternates from the first step.
-"""
+"""The search as in the paper: alpha learns on validation loss alone, then the smallest values are
+dropped."""
 
 from __future__ import annotations
 
@@ -35,16 +31,7 @@ WARM_UP, BOTH_LEVELS = "warm-up", "both levels"
 
 @dataclass(frozen=True, kw_only=True)
 class PaperSettings:
-    """Settings of the paper's search.
-
-    Attributes:
-        size: of all tables together, pruned to in the end.
-        epochs: at most, the first one of lower steps alone included.
-        patience: epochs without a better selection loss before it stops.
-        num_blocks: S, shared by all tables of one embedding_dim.
-        is_unrolled: second order: alpha's gradient goes through one unrolled step of the weights (see `hypergradient`);
-            needs tables without a fused optimizer.
-    """
+    """Settings of the paper's search."""
 
     size: Size
     epochs: int = 30
@@ -59,14 +46,7 @@ class PaperSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PaperOutcome:
-    """Results of the paper's search.
-
-    Attributes:
-        model: merged and pruned. On several ranks its collections stay sharded.
-        scheme: the retained values.
-        history: one record per epoch.
-        best_epoch: the epoch that was kept.
-    """
+    """Results of the paper's search."""
 
     model: torch.nn.Module
     scheme: MixedDimensionScheme
@@ -82,40 +62,33 @@ def search_as_published(
     events: SearchEvents | None = None,
     saving: Saving | None = None,
 ) -> PaperOutcome:
-    """Finds which values to retain as the paper does.
-
-    Distributed: as `dnis_torchrec.search.search.search`.
-
-    Args:
-        recipe: model, data and loss. Its model is used up.
-        settings: how to search.
-        checkpoints: folder for checkpoints.
-        device: where to train.
-        events: who listens.
-        saving: when to save, and whether to resume.
-
-    Raises:
-        ValueError: as `search`; a size that cannot be met is refused before training.
-        NotImplementedError: for a recipe with tables to leave alone.
-        UnrollingError: for an unrolled search of tables with a fused optimizer.
-    """
+    """Finds which values to retain as the paper does."""
     events = events or SearchEvents()
     if recipe.leave_alone:
         supported = "supported are recipes without tables to leave alone"
-        raise NotImplementedError(describe("Recipe.leave_alone", supported, recipe.leave_alone, "search by `search`"))
+        raise NotImplementedError(
+            describe("Recipe.leave_alone", supported, recipe.leave_alone, "search by `search`")
+        )
     check_compresses(settings.size, dense_parameters(recipe.model))
-    started = StartedSearch.of(recipe, partial(_blocks, settings), device, events, is_unrolled=settings.is_unrolled)
+    started = StartedSearch.of(
+        recipe, partial(_blocks, settings), device, events, is_unrolled=settings.is_unrolled
+    )
     plan = _PaperPlan(started, settings)
     loop = started.loop(plan, checkpoints, events, saving or Saving(), asdict(settings))
     loop.run()
     plain = cast(TrainTask, get_unwrapped_module(merge_(started.model))).model
     scheme = prune(plain, started.blocks, started.counts, size=settings.size, structure="element")
     return PaperOutcome(
-        model=plain, scheme=scheme, history=tuple(loop.history), best_epoch=loop.finished[-1].best.epoch
+        model=plain,
+        scheme=scheme,
+        history=tuple(loop.history),
+        best_epoch=loop.finished[-1].best.epoch,
     )
 
 
-def _blocks(settings: PaperSettings, counts: FrequencyCounts, tables: Sequence[EmbeddingBagConfig]) -> RowBlocks:
+def _blocks(
+    settings: PaperSettings, counts: FrequencyCounts, tables: Sequence[EmbeddingBagConfig]
+) -> RowBlocks:
     blocks = blocks_from_counts(counts, tables, num_blocks=settings.num_blocks, scope="global")
     num_elements(settings.size, blocks)
     return blocks
@@ -129,7 +102,9 @@ class _PaperPlan:
 
     def phase_after(self, finished: Sequence[FinishedPhase]) -> Phase | None:
         settings, steps = self._settings, self._started.steps_per_epoch
-        both = Phase(name=BOTH_LEVELS, steps=(settings.epochs - 1) * steps, patience=settings.patience)
+        both = Phase(
+            name=BOTH_LEVELS, steps=(settings.epochs - 1) * steps, patience=settings.patience
+        )
         return (Phase(name=WARM_UP, steps=steps), both, None)[len(finished)]
 
     def begin(self, phase: Phase, _: Sequence[FinishedPhase]) -> None:

@@ -1,11 +1,4 @@
-"""BilevelTrainPipeline: both levels of the search in one TorchRec train pipeline.
-
-Lower steps are TorchRec's own: forward, backward with fused table optimizers, optimizer. Upper steps must not move a
-weight: the pooled embeddings are detached, only d loss / d alpha is computed, DDP does not synchronise, running
-statistics stand still. An unrolled upper step moves the weights and puts them back (see `hypergradient`). Batches of
-both levels travel through the same queue, so that the copy and input_dist of the next batch, of either level, overlap
-the current one.
-"""
+"""BilevelTrainPipeline: both levels of the search in one TorchRec train pipeline."""
 
 from __future__ import annotations
 
@@ -56,25 +49,19 @@ from dnis_torchrec.training.finite import FiniteGuard
 from dnis_torchrec.training.prefetching_pipeline import PrefetchingTrainPipeline
 
 STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW = 2
-"""Steps after which DistributedDataParallel makes its buckets anew, with a static graph, as TorchRec asks for it."""
+"""Steps after which DistributedDataParallel makes its buckets anew, with a static graph, as
+TorchRec asks for it."""
 
 
 class DenseOptimizer(Protocol):
-    """An optimizer as TorchRec's pipelines call it: torch.optim.Optimizer and KeyedOptimizer both fit."""
+    """An optimizer as TorchRec's pipelines call it: torch.optim.Optimizer and KeyedOptimizer both
+    fit."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients.
-
-        Args:
-            set_to_none: drop gradients, as by default, instead of filling them with zeros.
-        """
+        """Clears gradients."""
 
     def step(self, closure: Any = None) -> Any:
-        """Applies gradients.
-
-        Args:
-            closure: evaluates the model anew; the pipelines give none.
-        """
+        """Applies gradients."""
 
 
 @dataclass
@@ -86,13 +73,7 @@ class BilevelTrainPipelineContext(PrefetchTrainPipelineContext):
 
 @dataclass(frozen=True, kw_only=True)
 class _SharedGradient:
-    """Loss and gradient of an upper step, while they are added up over ranks.
-
-    Attributes:
-        loss: of this rank.
-        flat: for every embedding_dim alpha's gradient and its hits; after them the loss's flags.
-        work: the all_reduce of `flat`; None on one rank.
-    """
+    """Loss and gradient of an upper step, while they are added up over ranks."""
 
     loss: Tensor
     flat: Tensor
@@ -102,37 +83,42 @@ class _SharedGradient:
 class BilevelTrainPipeline(PrefetchingTrainPipeline):
     """Interleaves lower and upper steps of the bi-level problem (paper, eq. 5 and 6).
 
-        min over alpha of L_validation(Theta*(alpha), alpha),   Theta* = argmin over Theta of L_train(Theta, alpha)
+        min over alpha of L_validation(Theta*(alpha), alpha),   Theta* = argmin over Theta of
+        L_train(Theta, alpha)
 
-    L_train is all that the model returns as its loss, a `TrainTask`'s L2 penalty included; L_validation is the data's
-    loss alone.
+    L_train is all that the model returns as its loss, a `TrainTask`'s L2 penalty included;
+    L_validation is the data's loss alone.
 
-    An upper step takes Theta for Theta* (first order), or what one step of gradient descent on the latest training
-    batch would make of Theta (one-step unrolled; `UnrolledHypergradient` has the equations, and what it costs).
-    NOTE[DIFF]: DARTS unrolls the step to come, on the next training batch; here the batch of the last lower step is
-    at hand, already on the device.
+    An upper step takes Theta for Theta* (first order), or what one step of gradient descent on the
+    latest training batch would make of Theta (one-step unrolled; `UnrolledHypergradient` has the
+    equations, and what it costs). NOTE[DIFF]: DARTS unrolls the step to come, on the next training
+    batch; here the batch of the last lower step is at hand, already on the device.
 
-    Distributed: tables and dense weights as TorchRec distributes them; alpha is replicated. An upper step all-reduces
-    one flat tensor (alpha's gradients, hits, and whether the loss is finite) over the model's process group, while the
-    next batch's input_dist begins, so every rank takes the same step, or stops. A lower step adds one all_reduce of W
-    numbers for the loss and one per wrapper for its gradient, for the same reason.
+    Distributed: tables and dense weights as TorchRec distributes them; alpha is replicated. An
+        upper step all-reduces
+    one flat tensor (alpha's gradients, hits, and whether the loss is finite) over the model's
+    process group, while the next batch's input_dist begins, so every rank takes the same step, or
+    stops. A lower step adds one all_reduce of W numbers for the loss and one per wrapper for its
+    gradient, for the same reason.
 
     Tables in host memory behind a cache on the GPU (the ``fused_uvm_caching`` kernel with
-    ``CacheParams(prefetch_pipeline=True)``) have the next batch's rows fetched during the current forward pass. Bags of
-    multi-hot features are split before such tables, not on their ranks (see `on_shards`), since FBGEMM looks up exactly
-    the ids that it was told to prefetch: their output all-to-all is up to S times as large.
+    ``CacheParams(prefetch_pipeline=True)``) have the next batch's rows fetched during the current
+    forward pass. Bags of multi-hot features are split before such tables, not on their ranks (see
+    `on_shards`), since FBGEMM looks up exactly the ids that it was told to prefetch: their output
+    all-to-all is up to S times as large.
 
     Args:
-        model: DistributedModelParallel around a prepared model whose forward takes a batch and returns
-            ``(loss, output)``, as TorchRec's pipelines want it.
+        model: DistributedModelParallel around a prepared model whose forward takes a batch and
+            returns ``(loss, output)``, as TorchRec's pipelines want it.
         optimizer: optimizer of everything that is not fused into the tables' backward.
         device: where the model is.
         alpha_averaging: see `AlphaOptimizer`.
         alpha_floor: see `AlphaOptimizer`.
-        unrolled_step: xi of the one-step unrolled gradient, best the lower level's learning rate, the highest if it has
-            several; None for the first order. The unrolled step is plain gradient descent, about as far as Adam goes
-            where Adam trains the weights (see `hypergradient`). An unrolled upper step returns validation loss and
-            output at the unrolled weights.
+        unrolled_step: xi of the one-step unrolled gradient, best the lower level's learning rate,
+            the highest if it has several; None for the first order. The unrolled step is plain
+            gradient descent, about as far as Adam goes where Adam trains the weights (see
+            `hypergradient`). An unrolled upper step returns validation loss and output at the
+            unrolled weights.
 
     Attributes:
         alpha_optimizer: the upper level's state.
@@ -141,9 +127,9 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
 
     Raises:
         RuntimeError: if the model is not prepared.
-        NotImplementedError: for DMPCollection (2D parallelism), whose replicas of alpha are not synchronised yet; for
-            an `unrolled_step` with tables that have no ordinary gradient (see `UnrolledHypergradient`); for frozen
-            tables that `shard_model` has not sharded.
+        NotImplementedError: for DMPCollection (2D parallelism), whose replicas of alpha are not
+            synchronised yet; for an `unrolled_step` with tables that have no ordinary gradient (see
+            `UnrolledHypergradient`); for frozen tables that `shard_model` has not sharded.
         ValueError: for an `unrolled_step` that is not above 0.
     """
 
@@ -160,28 +146,40 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         wrappers = soft_selection_modules(model)
         if not wrappers:
             remedy = "call prepare_(model, blocks) before DistributedModelParallel"
-            raise RuntimeError(describe("BilevelTrainPipeline", "a prepared model", "no wrapper", remedy))
+            raise RuntimeError(
+                describe("BilevelTrainPipeline", "a prepared model", "no wrapper", remedy)
+            )
         if isinstance(model, DMPCollection):
             supported = "supported is DistributedModelParallel"
-            raise NotImplementedError(describe("BilevelTrainPipeline", supported, "DMPCollection (2D parallelism)"))
-        self._process_group = model._env.process_group if isinstance(model, DistributedModelParallel) else None
+            raise NotImplementedError(
+                describe("BilevelTrainPipeline", supported, "DMPCollection (2D parallelism)")
+            )
+        self._process_group = (
+            model._env.process_group if isinstance(model, DistributedModelParallel) else None
+        )
         for fqn, wrapper in wrappers.items():
             check_frozen_are_held(fqn, wrapper.lookup)
         select_on_shards_(model)
         read_by_name_(model)
         first = next(iter(wrappers.values()))
         self._alpha: Alpha = first.alpha
-        self.alpha_optimizer = AlphaOptimizer(self._alpha, first.blocks, averaging=alpha_averaging, floor=alpha_floor)
+        self.alpha_optimizer = AlphaOptimizer(
+            self._alpha, first.blocks, averaging=alpha_averaging, floor=alpha_floor
+        )
         self.lower_steps = 0
         self.upper_steps = 0
         self._dense_optimizer = optimizer
         self._guard = FiniteGuard(model, self._process_group)
         self._unrolled = (
-            None if unrolled_step is None else UnrolledHypergradient(model, self._alpha, unrolled_step, optimizer)
+            None
+            if unrolled_step is None
+            else UnrolledHypergradient(model, self._alpha, unrolled_step, optimizer)
         )
         self._kernels = fused_kernels(model)
         self._train_batch: Pipelineable | None = None
-        self._world_size = 1 if self._process_group is None else dist.get_world_size(self._process_group)
+        self._world_size = (
+            1 if self._process_group is None else dist.get_world_size(self._process_group)
+        )
         self._shared: _SharedGradient | None = None
         super().__init__(
             model,
@@ -194,7 +192,8 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
 
     @cached_property
     def _modules(self) -> list[nn.Module]:
-        """Modules of the model, found once, in the first upper step: finding them takes longer than their use."""
+        """Modules of the model, found once, in the first upper step: finding them takes longer than
+        their use."""
         return list(self._model.modules())
 
     @property
@@ -213,20 +212,26 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         return self._process_group
 
     def state(self, stream: BilevelStream) -> TrainingState:
-        """Everything that goes on in a run, as `write_checkpoint` and `CheckpointSaver` take it. Local, no collective.
+        """Everything that goes on in a run, as `write_checkpoint` and `CheckpointSaver` take it.
+        Local, no collective.
 
-        Weights, alpha, every optimizer's state, random numbers, and how far both streams were stepped on, whatever the
-        pipeline has read ahead. The tensors are live: copy the state before the next step.
+        Weights, alpha, every optimizer's state, random numbers, and how far both streams were
+        stepped on, whatever the pipeline has read ahead. The tensors are live: copy the state
+        before the next step.
 
         Args:
             stream: what the pipeline reads.
 
         Raises:
-            NonFiniteError: on all ranks alike, if a step on a GPU has met a NaN or an infinity that nobody has read.
+            NonFiniteError: on all ranks alike, if a step on a GPU has met a NaN or an infinity that
+                nobody has read.
         """
         self._guard.settle()
         model, device = self._model, self._device
-        alpha_state = {name: PlacedTensor.of(value) for name, value in self.alpha_optimizer.state_dict().items()}
+        alpha_state = {
+            name: PlacedTensor.of(value)
+            for name, value in self.alpha_optimizer.state_dict().items()
+        }
         return TrainingState(
             tensors=model_tensors(model)
             | optimizer_tensors(model, self._dense_optimizer)
@@ -245,10 +250,10 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
     ) -> Mapping[str, Any]:
         """Goes on from a checkpoint, with any number of ranks and any sharding of the same tables.
 
-        First takes one or two lower steps that the checkpoint then overwrites: they give the optimizers their state,
-        and DistributedDataParallel the buckets that an uninterrupted run has. It makes those anew before its third
-        step, in the order in which gradients came in the second; more than two ranks would otherwise add gradients up
-        in another order.
+        First takes one or two lower steps that the checkpoint then overwrites: they give the
+        optimizers their state, and DistributedDataParallel the buckets that an uninterrupted run
+        has. It makes those anew before its third step, in the order in which gradients came in the
+        second; more than two ranks would otherwise add gradients up in another order.
 
         Distributed: the collectives of these lower steps and of `read_checkpoint`.
 
@@ -266,7 +271,9 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
             NotImplementedError: for row-wise optimizer state of other column shards.
         """
         if self.contexts:
-            raise RuntimeError(describe("restore", "a pipeline before its first step", "one after it"))
+            raise RuntimeError(
+                describe("restore", "a pipeline before its first step", "one after it")
+            )
         taken = on_rank_zero(lambda: Manifest.read(path).values, self._process_group)
         passes = taken["lower_steps"] + (0 if self._unrolled is None else taken["upper_steps"])
         batch = stream.first_train_batch().to(self._device)
@@ -291,7 +298,8 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         return values
 
     def go_back(self, path: Address) -> None:
-        """Takes weights, buffers, alpha and the state of the weights' optimizers from a checkpoint of this run.
+        """Takes weights, buffers, alpha and the state of the weights' optimizers from a checkpoint
+        of this run.
 
         What was read of the batches, random numbers and steps taken stay as they are.
 
@@ -305,7 +313,9 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         """
         tensors = model_tensors(self._model) | optimizer_tensors(self._model, self._dense_optimizer)
         own = TrainingState(tensors=tensors, tables=describe_tables(self._model))
-        read_checkpoint(path, own, self._process_group, kinds=("table", "model", "fused", "optimizer"))
+        read_checkpoint(
+            path, own, self._process_group, kinds=("table", "model", "fused", "optimizer")
+        )
         finish_load_(self._model, own.tensors)
 
     def detach(self) -> nn.Module:
@@ -321,7 +331,8 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         return super().detach()
 
     def set_unrolled_step(self, step: float) -> None:
-        """Takes another xi from the next upper step on, as after a change of learning rates. On all ranks alike.
+        """Takes another xi from the next upper step on, as after a change of learning rates. On all
+        ranks alike.
 
         Args:
             step: see `unrolled_step`.
@@ -332,7 +343,9 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         """
         if self._unrolled is None:
             remedy = "pass unrolled_step to BilevelTrainPipeline"
-            raise RuntimeError(describe("set_unrolled_step", "an unrolled pipeline", "first order", remedy))
+            raise RuntimeError(
+                describe("set_unrolled_step", "an unrolled pipeline", "first order", remedy)
+            )
         self._unrolled.set_step(step)
 
     @property
@@ -354,7 +367,11 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         """
         if not isinstance(dataloader_iter, BilevelStream):
             received = type(dataloader_iter).__name__
-            raise TypeError(describe("progress", "a BilevelStream", received, "BilevelStream(train, validation, ...)"))
+            raise TypeError(
+                describe(
+                    "progress", "a BilevelStream", received, "BilevelStream(train, validation, ...)"
+                )
+            )
         enqueued = super().enqueue_batch(dataloader_iter)
         if enqueued:
             self.contexts[-1].level = dataloader_iter.last_level
@@ -366,7 +383,11 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         if self.level is Level.LOWER:
             self._train_batch = None if self._unrolled is None else batch
             return self._model(batch)
-        return self._first_order_step(batch) if self._unrolled is None else self._unrolled_step(batch, self._unrolled)
+        return (
+            self._first_order_step(batch)
+            if self._unrolled is None
+            else self._unrolled_step(batch, self._unrolled)
+        )
 
     def _first_order_step(self, batch: Pipelineable) -> tuple[Tensor, Any]:
         """A forward pass that leaves no trace, and alpha's gradient on its way to the other ranks."""
@@ -379,11 +400,16 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
             frozen_counters(self._kernels),
         ):
             loss, output = self._model(batch)
-            self._share(loss, first_order_gradient(loss, self._alpha), hits, self._guard.flags(loss))
+            self._share(
+                loss, first_order_gradient(loss, self._alpha), hits, self._guard.flags(loss)
+            )
         return loss, output
 
-    def _unrolled_step(self, batch: Pipelineable, unrolled: UnrolledHypergradient) -> tuple[Tensor, Any]:
-        """Passes of the latest training batch and of the validation batch, and alpha's gradient on its way."""
+    def _unrolled_step(
+        self, batch: Pipelineable, unrolled: UnrolledHypergradient
+    ) -> tuple[Tensor, Any]:
+        """Passes of the latest training batch and of the validation batch, and alpha's gradient on
+        its way."""
         train_batch = self._train_batch
         if train_batch is None:
             remedy = "let a BilevelStream begin with its warm-up"
@@ -402,7 +428,8 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
             return losses[-1]
 
         gradients = unrolled(train, validation)
-        # The forward passes note no hits here; a row of alpha that neither batch hits has a gradient of exact zeros.
+        # The forward passes note no hits here; a row of alpha that neither batch hits has a
+        # gradient of exact zeros.
         hits = {dim: own.any(dim=1) for dim, own in zip(self._alpha.dims, gradients, strict=True)}
         flags = self._guard.flags(torch.stack([loss.detach().sum() for loss in losses]))
         loss, output = results[0]
@@ -410,7 +437,8 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         return loss, output
 
     def _forward_again(self, batch: Pipelineable) -> Tensor:
-        """Loss of a batch that has left the queue: its input_dist is made anew, in a context of its own."""
+        """Loss of a batch that has left the queue: its input_dist is made anew, in a context of its
+        own."""
         context = self._context_type(index=self.contexts[0].index, version=1)
         self.start_sparse_data_dist(batch, context)
         self.wait_sparse_data_dist(context)
@@ -429,17 +457,25 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
             super()._backward(losses)
         self._guard.check_dense_gradients(self._place())
 
-    def _share(self, loss: Tensor, own: list[Tensor], hits: dict[int, Tensor], flags: Tensor) -> None:
-        """Begins the one collective of an upper step, which goes on while the next batch's input_dist begins."""
+    def _share(
+        self, loss: Tensor, own: list[Tensor], hits: dict[int, Tensor], flags: Tensor
+    ) -> None:
+        """Begins the one collective of an upper step, which goes on while the next batch's
+        input_dist begins."""
         dims, work = self._alpha.dims, None
-        parts = [part.flatten() for dim, g in zip(dims, own, strict=True) for part in (g, hits[dim].to(g.dtype))]
+        parts = [
+            part.flatten()
+            for dim, g in zip(dims, own, strict=True)
+            for part in (g, hits[dim].to(g.dtype))
+        ]
         flat = torch.cat([*parts, flags.to(parts[0].dtype)])
         if self._world_size > 1:
             work = dist.all_reduce(flat, group=self._process_group, async_op=True)
         self._shared = _SharedGradient(loss=loss.detach(), flat=flat, work=work)
 
     def _step_alpha(self) -> None:
-        """Alpha's step, the same on every rank: on the mean of the gradients and the union of the hits."""
+        """Alpha's step, the same on every rank: on the mean of the gradients and the union of the
+        hits."""
         shared, self._shared = self._shared, None
         if shared is None:
             return
@@ -453,7 +489,10 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
             start += size + rows
         flags, place = shared.flat[start:], self._place()
         self._guard.check_loss(shared.loss, place, flags)
-        finite = [self._guard.check_alpha_gradient(gradient, dim, place) for dim, gradient in gradients.items()]
+        finite = [
+            self._guard.check_alpha_gradient(gradient, dim, place)
+            for dim, gradient in gradients.items()
+        ]
         may_step = torch.stack(finite).all() & (flags == 0).all()
         self.alpha_optimizer.step(gradients, {dim: own & may_step for dim, own in hits.items()})
 

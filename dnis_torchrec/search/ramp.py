@@ -1,12 +1,4 @@
-"""Ramp: columns die while the weights train on, the least worthwhile for their bytes first.
-
-At share p of the ramp the tables, every value of `COUNTED_BITS` bits, may take what a compression of
-
-    c_p = c_0 (c / c_0)^p,   c_0 = 32 / COUNTED_BITS, less where tables are left alone, in float32
-
-leaves: at p = 0 all columns fit, at p = 1 the size c that was asked for. What a column of a block is worth is its
-curvature H on validation data (`dnis_torchrec.allocation.curvature`), measured anew at every stage, see `num_stages`.
-"""
+"""Ramp: columns die while the weights train on, the least worthwhile for their bytes first."""
 
 from __future__ import annotations
 
@@ -32,7 +24,8 @@ FEWEST_BITS = min(bits for bits in BITS if bits > 0)
 STAGES = 16
 """Times at most that columns die."""
 LEAST_STEPS = 8
-"""Lower steps of a stage at least, in which weights adapt. Where data is small, less is measured so."""
+"""Lower steps of a stage at least, in which weights adapt. Where data is small, less is measured
+so."""
 
 
 class Ramp:
@@ -61,7 +54,8 @@ class Ramp:
         self._followed, self._has_warned = 0, False
 
     def follow(self, done: int, steps: int) -> None:
-        """Lets columns die where a lower step ends a stage. Before the ramp, after it and between its steps none do.
+        """Lets columns die where a lower step ends a stage. Before the ramp, after it and between
+        its steps none do.
 
         Args:
             done: lower steps of the ramp so far, from 1.
@@ -80,7 +74,9 @@ class Ramp:
             return
         with self._pipeline.detached() as model:
             sample = self._stream.sample(stage)
-            worth = curvature(model, sample, self._blocks, loss=self._loss, warns=False, couplings=False)
+            worth = curvature(
+                model, sample, self._blocks, loss=self._loss, warns=False, couplings=False
+            )
             tables = blocked_tables(model, self._blocks)
         if worth.is_zero:
             if rank_of() == 0 and not self._has_warned:
@@ -91,12 +87,17 @@ class Ramp:
                 )
             self._has_warned = True
             return
-        retained = retained_columns(tables, self._blocks, worth.curvature, bits=COUNTED_BITS, compression=size)
+        retained = retained_columns(
+            tables, self._blocks, worth.curvature, bits=COUNTED_BITS, compression=size
+        )
         self._pipeline.alpha_optimizer.retain_(self._per_alpha_row(retained))
 
     def _per_alpha_row(self, retained: dict[str, Tensor]) -> dict[int, Tensor]:
         alpha = self._pipeline.alpha
-        columns = {dim: torch.ones_like(alpha.of(dim), dtype=torch.bool, device="cpu") for dim in alpha.dims}
+        columns = {
+            dim: torch.ones_like(alpha.of(dim), dtype=torch.bool, device="cpu")
+            for dim in alpha.dims
+        }
         for table, of_table in retained.items():
             first = self._blocks.first_alpha_row(table)
             columns[of_table.shape[1]][first : first + len(of_table)] = of_table
@@ -104,38 +105,26 @@ class Ramp:
 
 
 def num_stages(steps: int) -> int:
-    """Returns how many times columns die in a ramp: `STAGES`, fewer in one that is short.
-
-    Args:
-        steps: lower steps of the whole ramp.
-
-    Example:
-        >>> num_stages(1000), num_stages(35), num_stages(3)
-        (16, 4, 1)
-    """
+    """Returns how many times columns die in a ramp: `STAGES`, fewer in one that is short."""
     return max(1, min(STAGES, steps // LEAST_STEPS))
 
 
 def _compression_of_all(blocks: RowBlocks) -> float:
     """c_0: at this compression all columns fit."""
-    values = {name: routing.num_embeddings * blocks.embedding_dims[name] for name, routing in blocks.routings.items()}
+    values = {
+        name: routing.num_embeddings * blocks.embedding_dims[name]
+        for name, routing in blocks.routings.items()
+    }
     bits = {name: 32 if name in blocks.left_alone else COUNTED_BITS for name in values}
     return 32 * sum(values.values()) / sum(values[name] * bits[name] for name in values)
 
 
 def check_reachable(tables: list[BlockedTable], blocks: RowBlocks, compression: float) -> None:
-    """Checks before any training that a size can be met. Local.
-
-    Args:
-        tables: of the model.
-        blocks: of its tables.
-        compression: bytes of the float32 tables over bytes served.
-
-    Raises:
-        SizeOutOfReachError: if it cannot be met; the message names the largest that can be.
-    """
+    """Checks before any training that a size can be met. Local."""
     anything = {
-        table.config.name: torch.ones(blocks.routings[table.config.name].num_blocks, table.config.embedding_dim)
+        table.config.name: torch.ones(
+            blocks.routings[table.config.name].num_blocks, table.config.embedding_dim
+        )
         for table in tables
     }
     try:

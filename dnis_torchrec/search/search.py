@@ -1,20 +1,5 @@
-"""The whole search: train plainly, let columns die while weights train on, spend bits on what is left.
-
-phase     lower level                    upper level
-plain     weights, to their early stop   still
-          tables turn into their principal axes
-ramp      weights                        alpha learns; columns die, the least worthwhile for their bytes first
-release   weights, to their early stop   alpha learns
-          alpha is folded into the tables, which get bits as `dnis_torchrec.compress` spends them
-finish    weights, through the rounding  scales, once weights are done: `allocation.learnt_scales`
-
-A model that is trained already begins with "given" in place of plain training: its weights stand still while their
-optimizers see gradients, for what they average is not stored with weights.
-
-Dense weights have learned what they can by the end of plain training, and overfit first: they go on at `DENSE_SHARE` of
-their rate. What comes out is compared, on the selection split and at the same bytes, with plain training compressed
-without any of it. A search returns it only if it is ahead by more than a standard error, see `is_ahead`.
-"""
+"""The whole search: train plainly, let columns die while weights train on, spend bits on what is
+left."""
 
 from __future__ import annotations
 
@@ -66,7 +51,8 @@ PLAIN, GIVEN, RAMP, RELEASE, FINISH = "plain", "given", "ramp", "release", "fini
 SEARCHED, COMPRESSED = "search", "compress"
 
 GIVEN_STEPS = 1000
-"""Steps at most in which the optimizers of a given model see gradients: as many as Adam's average of squares lasts."""
+"""Steps at most in which the optimizers of a given model see gradients: as many as Adam's average
+of squares lasts."""
 DENSE_SHARE = 0.01
 """Rate of dense weights behind plain training, over the one of before."""
 ALPHA_AVERAGING = 0.98
@@ -76,29 +62,13 @@ ALPHA_FLOOR = 0.005
 PARTS = 2
 """Parts of a validation batch: an upper step takes one, and costs less."""
 FINISHING_EPOCHS, FINISHING_SHARE = 3, 0.3
-"""Epochs at most of training through the rounding, and the tables' rate in them over that of before: small steps add
-up in what rounding leaves out, large ones only overfit."""
+"""Epochs at most of training through the rounding, and the tables' rate in them over that of
+before: small steps add up in what rounding leaves out, large ones only overfit."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class SearchOutcome:
-    """Results of a search.
-
-    Attributes:
-        model: the plain model, merged; its tables hold the values that are served. On several ranks its collections
-            stay sharded.
-        scheme: with bits, scales and shifts of every table.
-        predicted_loss_increase: of rounding, before weights adapt to it, see `Allocation`.
-        origin: `SEARCHED` if it is ahead on the selection split by more than chance; else `COMPRESSED`.
-        selection_loss: of what is returned.
-        selection_losses: of both, by origin.
-        counts: training frequencies.
-        blocks: the row blocks.
-        alpha: embedding_dim -> ``(A, D)`` as it was before merging.
-        history: one record per epoch.
-        best_epoch: the epoch that was kept.
-        seconds_before: wall time of earlier attempts, up to the checkpoint that this one resumed from.
-    """
+    """Results of a search."""
 
     model: nn.Module
     scheme: MixedDimensionScheme
@@ -133,20 +103,22 @@ def search(
 
     Needs a process group, which `dnis_torchrec.training.process_group.process_group` makes.
 
-    Distributed: every rank calls it with the same recipe and settings. Its data is split over ranks (see
-    `data.over_ranks`), counts are added up, tables are sharded as the planner sees fit and stay so, and alpha, blocks,
-    scheme and history are the same on every rank.
+    Distributed: every rank calls it with the same recipe and settings. Its data is split over ranks
+        (see
+    `data.over_ranks`), counts are added up, tables are sharded as the planner sees fit and stay so,
+    and alpha, blocks, scheme and history are the same on every rank.
 
     Args:
         recipe: model, data and loss. Its model is used up: take the one of the outcome.
         compression: bytes of the float32 tables over bytes served, above 1; met from below.
-        checkpoints: folder for the last checkpoints and the best ones, a path that all ranks see or a URL (see
-            `checkpoint_folder`).
+        checkpoints: folder for the last checkpoints and the best ones, a path that all ranks see or
+            a URL (see `checkpoint_folder`).
         device: where to train.
         settings: how to search.
-        trained_epochs: epochs of plain training that the recipe's model has behind it already, up to its best one: the
-            search then begins at the axes, with the weights as they are. They say how long ramp and release may be;
-            `dnis_torchrec.search.settings.USUAL_EPOCHS` where nobody knows them. None trains the model first.
+        trained_epochs: epochs of plain training that the recipe's model has behind it already, up
+            to its best one: the search then begins at the axes, with the weights as they are. They
+            say how long ramp and release may be; `dnis_torchrec.search.settings.USUAL_EPOCHS` where
+            nobody knows them. None trains the model first.
         events: who listens.
         saving: when to save, and whether to resume from a checkpoint in `checkpoints`.
 
@@ -154,20 +126,32 @@ def search(
         The model with its scheme.
 
     Raises:
-        ValueError: for bad data, blocks or a size that cannot be met, a model that could not be evaluated (see
-            `check_pooling`), or other data or other settings than those of the checkpoint to go on from, before
-            training starts; on all ranks alike.
+        ValueError: for bad data, blocks or a size that cannot be met, a model that could not be
+            evaluated (see `check_pooling`), or other data or other settings than those of the
+            checkpoint to go on from, before training starts; on all ranks alike.
         NonFiniteError: if a loss or gradient is NaN or infinite; the last good checkpoint stays.
-        SearchInterrupted: if `events` asked to stop; everything was saved first, or the message says otherwise.
-        CheckpointWriteError: if a checkpoint could not be written, and that is to stop the search, or none of a phase.
+        SearchInterrupted: if `events` asked to stop; everything was saved first, or the message
+            says otherwise.
+        CheckpointWriteError: if a checkpoint could not be written, and that is to stop the search,
+            or none of a phase.
     """
     events = events or SearchEvents()
     with together():
         check(compression > 1, "compression", "a number above 1", compression)
         is_fit = trained_epochs is None or trained_epochs >= 1
-        check(is_fit, "trained_epochs", "an integer >= 1", trained_epochs, "None trains the model first")
+        check(
+            is_fit,
+            "trained_epochs",
+            "an integer >= 1",
+            trained_epochs,
+            "None trains the model first",
+        )
         with_axes_(recipe.model)
-        turned = [table for group in rotation_groups(recipe.model, recipe.leave_alone) for table in group.tables]
+        turned = [
+            table
+            for group in rotation_groups(recipe.model, recipe.leave_alone)
+            for table in group.tables
+        ]
     started = StartedSearch.of(
         recipe,
         partial(_blocks, recipe, compression, settings.num_blocks),
@@ -180,7 +164,10 @@ def search(
         exact_count_rows=settings.exact_count_rows,
     )
     plan = _Plan(started, compression, settings, trained_epochs, is_turned=bool(turned))
-    configuration = asdict(settings) | {"compression": compression, "trained_epochs": trained_epochs}
+    configuration = asdict(settings) | {
+        "compression": compression,
+        "trained_epochs": trained_epochs,
+    }
     loop = started.loop(plan, checkpoints, events, saving or Saving(), configuration)
     loop.run()
     alpha = {dim: value.detach().cpu().clone() for dim, value in _alphas(started).items()}
@@ -210,7 +197,9 @@ def _blocks(
 ) -> RowBlocks:
     """Blocks of every table by itself; rows that were never seen stay in the last one."""
     left_alone = recipe.leave_alone
-    blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, scope="table", leave_alone=left_alone)
+    blocks = blocks_from_counts(
+        counts, tables, num_blocks=num_blocks, scope="table", leave_alone=left_alone
+    )
     check_reachable(blocked_tables(recipe.model, blocks), blocks, compression)
     return blocks
 
@@ -221,10 +210,7 @@ def _alphas(started: StartedSearch) -> dict[int, torch.Tensor]:
 
 
 class _Plan:
-    """The phases of the search, see `dnis_torchrec.search.loop.Plan`.
-
-    A ramp is as long as a share of the way to the best epoch of plain training; a release at most as long as all of it.
-    """
+    """The phases of the search, see `dnis_torchrec.search.loop.Plan`."""
 
     def __init__(
         self,
@@ -236,8 +222,12 @@ class _Plan:
         is_turned: bool,
     ) -> None:
         self._started, self._settings, self._is_turned = started, settings, is_turned
-        self._trained_steps = None if trained_epochs is None else trained_epochs * started.steps_per_epoch
-        self._ramp = Ramp(started.pipeline, started.stream, started.blocks, started.recipe.task, compression)
+        self._trained_steps = (
+            None if trained_epochs is None else trained_epochs * started.steps_per_epoch
+        )
+        self._ramp = Ramp(
+            started.pipeline, started.stream, started.blocks, started.recipe.task, compression
+        )
 
     def phase_after(self, finished: Sequence[FinishedPhase]) -> Phase | None:
         settings, patience = self._settings, self._settings.patience
@@ -247,8 +237,13 @@ class _Plan:
                 return Phase(name=GIVEN, steps=min(GIVEN_STEPS, steps))
             return Phase(name=PLAIN, steps=settings.epochs * steps, patience=patience)
         if min(phase.best.step for phase in finished) < 0:
-            requirement, remedy = "the checkpoint of an epoch, to go back to", "make room for them, then --resume"
-            raise CheckpointWriteError(describe(f"phase {finished[-1].name!r}", requirement, "none", remedy))
+            requirement, remedy = (
+                "the checkpoint of an epoch, to go back to",
+                "make room for them, then --resume",
+            )
+            raise CheckpointWriteError(
+                describe(f"phase {finished[-1].name!r}", requirement, "none", remedy)
+            )
         to_best = self._trained_steps or finished[0].best.lower_step
         ramp = Phase(name=RAMP, steps=max(LEAST_STEPS, round(settings.ramp_share * to_best)))
         release = Phase(name=RELEASE, steps=to_best, patience=patience, starts_best=True)
@@ -280,28 +275,35 @@ def _turn_(started: StartedSearch) -> None:
 def _set_rates_(started: StartedSearch, table_share: float = 1.0) -> None:
     """Slows dense weights down, and tables to a share of their rate."""
     recipe = started.recipe
-    tables, dense = table_share * recipe.table_learning_rate, DENSE_SHARE * recipe.dense_learning_rate
+    tables, dense = (
+        table_share * recipe.table_learning_rate,
+        DENSE_SHARE * recipe.dense_learning_rate,
+    )
     set_learning_rates_(started.model, started.optimizer, tables=tables, dense=dense, rows=tables)
 
 
 class _Finishing:
-    """Bits for the tables that a search, or its plain training, ends with; weights adapt to the rounding.
+    """Bits for the tables that a search, or its plain training, ends with; weights adapt to the
+    rounding."""
 
-    Nothing of it is saved: a search that is stopped meanwhile, or killed, does it again from its last checkpoint.
-    """
-
-    def __init__(self, started: StartedSearch, loop: SearchLoop, compression: float, *, is_turned: bool) -> None:
-        self._started, self._loop, self._compression, self._is_turned = started, loop, compression, is_turned
+    def __init__(
+        self, started: StartedSearch, loop: SearchLoop, compression: float, *, is_turned: bool
+    ) -> None:
+        self._started, self._loop, self._compression, self._is_turned = (
+            started,
+            loop,
+            compression,
+            is_turned,
+        )
         plain, release = loop.finished[0], loop.finished[-1]
-        self._checkpoints = {COMPRESSED: loop.checkpoint_of(plain), SEARCHED: loop.checkpoint_of(release)}
+        self._checkpoints = {
+            COMPRESSED: loop.checkpoint_of(plain),
+            SEARCHED: loop.checkpoint_of(release),
+        }
         self._batch = started.stream.first_train_batch()
 
     def best(self) -> tuple[Allocation, str, dict[str, float]]:
-        """Leaves the better of the two in the model.
-
-        Returns:
-            What was allocated, where from, and the selection losses of both.
-        """
+        """Leaves the better of the two in the model."""
         compressed, compressed_loss = self._compress()
         rival = self._part_losses()
         searched, searched_loss = self._search()
@@ -329,13 +331,18 @@ class _Finishing:
         """Held-out samples, which teach scales and say where the output bias goes."""
         started, recipe = self._started, self._started.recipe
         held_out, bias = measured_samples(recipe.data.validation), self._output_bias()
-        return LossSample(started.model, held_out, started.blocks, loss=recipe.task, is_held_out=True, bias=bias)
+        return LossSample(
+            started.model, held_out, started.blocks, loss=recipe.task, is_held_out=True, bias=bias
+        )
 
     def _output_bias(self) -> OutputBias | None:
-        return output_bias(self._started.model, self._batch, self._started.recipe.task, Ranks.everyone())
+        return output_bias(
+            self._started.model, self._batch, self._started.recipe.task, Ranks.everyone()
+        )
 
     def _served_(self, found: Allocation, bias: OutputBias | None) -> Allocation:
-        """Gives tables the values of their codes, and the output bias its place; returns the codes of these values."""
+        """Gives tables the values of their codes, and the output bias its place; returns the codes
+        of these values."""
         rounded = RoundedTables(self._started.model, found.scheme)
         rounded.stop_()
         if bias is not None:
@@ -343,11 +350,8 @@ class _Finishing:
         return replace(found, scheme=rounded.scheme)
 
     def _search(self) -> tuple[Allocation | None, float]:
-        """Goes back to the end of the release, gives its tables bits, and trains on in them; then scales learn.
-
-        Returns:
-            None for tables of which nothing is left that moves a prediction; and the selection loss.
-        """
+        """Goes back to the end of the release, gives its tables bits, and trains on in them; then
+        scales learn."""
         started = self._started
         started.pipeline.go_back(self._checkpoints[SEARCHED])
         fold_(started.model)
@@ -357,7 +361,9 @@ class _Finishing:
         found = self._allocated(worth)
         rounded = RoundedTables(started.model, found.scheme)
         _set_rates_(started, FINISHING_SHARE)
-        self._loop.announce(Phase(name=FINISH, steps=FINISHING_EPOCHS * started.steps_per_epoch, patience=1))
+        self._loop.announce(
+            Phase(name=FINISH, steps=FINISHING_EPOCHS * started.steps_per_epoch, patience=1)
+        )
         recipe = started.recipe
         with tempfile.TemporaryDirectory() as folder:
             train_plainly(
@@ -381,23 +387,30 @@ class _Finishing:
     def _worth(self, *, warns: bool) -> Curvature:
         started, recipe = self._started, self._started.recipe
         batches, loss = recipe.data.train, recipe.task
-        return curvature_of_read_tables(started.model, batches, started.blocks, loss=loss, warns=warns)
+        return curvature_of_read_tables(
+            started.model, batches, started.blocks, loss=loss, warns=warns
+        )
 
     def _allocated(
         self, worth: Curvature, predict: Callable[[MixedDimensionScheme], Prediction] | None = None
     ) -> Allocation:
         started, size = self._started, self._compression
-        return allocate(started.plain, started.blocks, started.counts, worth, compression=size, predict=predict)
+        return allocate(
+            started.plain, started.blocks, started.counts, worth, compression=size, predict=predict
+        )
 
     def _is_ahead(self, rival: torch.Tensor) -> bool:
-        """Whether the lead over compressed plain training is more than chance; of other metrics any lead counts."""
+        """Whether the lead over compressed plain training is more than chance; of other metrics any
+        lead counts."""
         if self._started.recipe.stop_on != LOSS:
             return True
         return is_ahead(self._part_losses(), rival, Ranks.everyone())
 
     def _part_losses(self) -> torch.Tensor:
         started, recipe = self._started, self._started.recipe
-        return part_losses(started.model, recipe.data.selection, recipe.task, started.pipeline.device)
+        return part_losses(
+            started.model, recipe.data.selection, recipe.task, started.pipeline.device
+        )
 
     def _selection_loss(self) -> float:
         started = self._started

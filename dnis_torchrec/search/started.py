@@ -1,4 +1,5 @@
-"""StartedSearch: what every search makes before its first step: counts, blocks, a sharded model, both levels."""
+"""StartedSearch: what every search makes before its first step: counts, blocks, a sharded model,
+both levels."""
 
 from __future__ import annotations
 
@@ -36,19 +37,7 @@ MakeBlocks = Callable[[FrequencyCounts, Sequence[EmbeddingBagConfig]], RowBlocks
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StartedSearch:
-    """A search before its first step.
-
-    Attributes:
-        recipe: with its data split over ranks, validation batches in parts.
-        model: prepared and sharded.
-        optimizer: of all weights without a fused one.
-        counts: training frequencies.
-        blocks: the row blocks.
-        pipeline: both levels.
-        stream: what it reads.
-        steps_per_epoch: lower steps of a pass over the training data.
-        fingerprints: of every split.
-    """
+    """A search before its first step."""
 
     recipe: Recipe
     model: DistributedModelParallel
@@ -74,23 +63,7 @@ class StartedSearch:
         exact_count_rows: int = CountLimits.exact_rows,
         is_unrolled: bool = False,
     ) -> StartedSearch:
-        """Counts, cuts blocks, prepares and shards.
-
-        Args:
-            recipe: its model is used up.
-            blocks_of: makes blocks of counts and tables, and refuses what cannot be searched in them.
-            device: where to train.
-            events: told of counts and blocks.
-            whole_rows: tables whose rows no plan may cut.
-            parts: that a validation batch is cut into: an upper step takes one.
-            alpha_averaging: see `AlphaOptimizer`.
-            alpha_floor: see `AlphaOptimizer`.
-            exact_count_rows: see `CountLimits`.
-            is_unrolled: alpha's gradient goes through one unrolled step of the weights.
-
-        Raises:
-            ValueError: on all ranks alike, for bad data or a model that could not be evaluated.
-        """
+        """Counts, cuts blocks, prepares and shards."""
         ranks = Ranks.everyone()
         with together():
             tables = table_configs(recipe.model)
@@ -98,13 +71,17 @@ class StartedSearch:
         whole, counts, fingerprints = read_before_training(
             recipe, tables, ranks, CountLimits(exact_rows=exact_count_rows)
         )
-        recipe = replace(recipe, data=replace(whole, validation=_in_parts(recipe.data, parts, ranks)))
+        recipe = replace(
+            recipe, data=replace(whole, validation=_in_parts(recipe.data, parts, ranks))
+        )
         with together():
             blocks = blocks_of(counts, tables)
         steps_per_epoch = sum(1 for _ in recipe.data.train)
         with together():
             events.on_start(steps_per_epoch, counts, blocks)
-        task = TrainTask(prepare_(recipe.model, blocks), recipe.task, embedding_l2=recipe.embedding_l2)
+        task = TrainTask(
+            prepare_(recipe.model, blocks), recipe.task, embedding_l2=recipe.embedding_l2
+        )
         model, optimizer = shard(
             task,
             recipe,
@@ -123,8 +100,13 @@ class StartedSearch:
             unrolled_step=highest_rate(optimizer) if is_unrolled else None,
         )
         data = recipe.data
-        train, validation = LookupBatches(data.train, "train"), LookupBatches(data.validation, "validation")
-        stream = BilevelStream(train, validation, LevelSchedule(warm_up_steps=None))  # the plan says when: `alternate`
+        train, validation = (
+            LookupBatches(data.train, "train"),
+            LookupBatches(data.validation, "validation"),
+        )
+        stream = BilevelStream(
+            train, validation, LevelSchedule(warm_up_steps=None)
+        )  # the plan says when: `alternate`
         model.train()
         return StartedSearch(
             recipe=recipe,
@@ -146,15 +128,7 @@ class StartedSearch:
         saving: Saving,
         configuration: Mapping[str, Any],
     ) -> SearchLoop:
-        """Makes the loop that takes the steps.
-
-        Args:
-            plan: the phases.
-            folder: of checkpoints.
-            events: who listens.
-            saving: when to save.
-            configuration: how to search; a resumed search must have the same.
-        """
+        """Makes the loop that takes the steps."""
         return SearchLoop(
             self.pipeline,
             self.stream,
@@ -175,18 +149,12 @@ class StartedSearch:
 
 
 def highest_rate(optimizer: KeyedOptimizerWrapper) -> float:
-    """Returns the highest learning rate. As xi it moves every weight at its own rate, see `UnrolledHypergradient`.
-
-    Args:
-        optimizer: of the weights.
-    """
+    """Returns the highest learning rate. As xi it moves every weight at its own rate, see
+    `UnrolledHypergradient`."""
     return max(group["lr"] for group in optimizer.param_groups)
 
 
 def _in_parts(data: DataSplits, parts: int, ranks: Ranks) -> Iterable[Batch]:
-    """This rank's share of every part of the validation batches.
-
-    Cut before ranks take their slices: several ranks then step on the samples that one process would step on.
-    """
+    """This rank's share of every part of the validation batches."""
     validation = BatchParts(data.validation, parts, at_least=ranks.world_size)
     return split_over_ranks(replace(data, validation=validation), ranks).validation

@@ -7,7 +7,10 @@ if TYPE_CHECKING:
     from dnis_torchrec.ops.csr_operator import load_operator
     from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
     from dnis_torchrec.serving.csr_table import CsrTable
-    from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection, block_tables
+    from dnis_torchrec.serving.mixed_dimension import (
+        MixedDimensionEmbeddingBagCollection,
+        block_tables,
+    )
     from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
     from dnis_torchrec.serving.packed_table import PackedTable
     from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
@@ -36,7 +39,8 @@ _HOME = {
     "ServedEmbeddingCollection": "dnis_torchrec.serving.sequences",
     "block_tables": "dnis_torchrec.serving.mixed_dimension",
 }
-"""Public name -> its module: a server loads the modules of the form that it serves, and no others."""
+"""Public name -> its module: a server loads the modules of the form that it serves, and no others.
+"""
 
 
 def __getattr__(name: str) -> Any:

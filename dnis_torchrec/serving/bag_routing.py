@@ -1,9 +1,5 @@
-"""BagRouter: from the bags of logical tables to bags of the blocks' tables, with one bucketise call for all features.
-
-FBGEMM's own operator for bags that are cut over row-wise shards does the work: a block is a shard of its own size.
-
-Shapes: B batch, F features, I ids of a batch, N rows of a table, S blocks.
-"""
+"""BagRouter: from the bags of logical tables to bags of the blocks' tables, with one bucketise call
+for all features."""
 
 from __future__ import annotations
 
@@ -15,28 +11,16 @@ from dnis_torchrec.serving.logical_tables import LogicalTables, checked_bags
 
 
 class BagRouter(nn.Module):
-    """Cuts every bag by block and replaces ids by their position within the block's table.
-
-    Ids keep their order within a bag, so sums are reproducible. Ids of rows that retain nothing disappear, which
-    leaves shorter or empty bags. Weights follow their ids but carry no gradient, as in TorchRec's row-wise sharding.
-    TorchRec's train pipeline runs the module as a postproc, one batch ahead.
-
-    Args:
-        logical: the tables and who reads them.
-        stored: (index of a feature, block) of every output key, by block, then feature.
-        unknown_ids: ids below 0 or from N on raise (``"error"``) or disappear (``"zero"``).
-
-    Shape:
-        - Input: at least the collection's features in any order, stride B.
-        - Output: one key ``"<name>/b<s>"`` per entry of `stored`, stride B, ids int64.
-    """
+    """Cuts every bag by block and replaces ids by their position within the block's table."""
 
     limits: Tensor
     cuts: Tensor
     unit: Tensor
     stored: Tensor | None
 
-    def __init__(self, logical: LogicalTables, stored: list[tuple[int, int]], *, unknown_ids: str) -> None:
+    def __init__(
+        self, logical: LogicalTables, stored: list[tuple[int, int]], *, unknown_ids: str
+    ) -> None:
         super().__init__()
         self._logical, self._zero_unknown = logical, unknown_ids == "zero"
         self._keys = [f"{logical.names[feature]}/b{s}" for feature, s in stored]
@@ -46,16 +30,16 @@ class BagRouter(nn.Module):
         slots = [s * num_features + feature for feature, s in stored]
         is_complete = slots == list(range(num_blocks * num_features))
         self.register_buffer(
-            "stored", None if is_complete else torch.tensor(slots, dtype=torch.int32), persistent=False
+            "stored",
+            None if is_complete else torch.tensor(slots, dtype=torch.int32),
+            persistent=False,
         )
         self.register_buffer("unit", torch.ones(num_features, dtype=torch.int64), persistent=False)
         self._map_of_feature = self._register_maps()
 
     def _block_cuts(self) -> Tensor:
-        """Per feature where its blocks end once rows are ordered by block, ``(F, most blocks + 2)`` int64.
-
-        Tables with fewer blocks end in empty ones; last comes a block for rows of no block, and for unknown ids.
-        """
+        """Per feature where its blocks end once rows are ordered by block, ``(F, most blocks + 2)``
+        int64."""
         ends = [table.routing.row_counts().cumsum(0) for table in self._logical.tables]
         most = max(len(of_table) for of_table in ends)
         cuts = torch.zeros(len(ends), most + 2, dtype=torch.int64)
@@ -65,38 +49,35 @@ class BagRouter(nn.Module):
         return cuts
 
     def _register_maps(self) -> list[str | None]:
-        """Registers for each table whose rows are not ordered by block where they stand; names them per feature."""
+        """Registers for each table whose rows are not ordered by block where they stand; names them
+        per feature."""
         names: dict[str, str | None] = {}
         for table in self._logical.tables:
             if table.name not in names:
                 positions = table.routing.positions()
                 names[table.name] = None if positions is None else f"positions_{len(names)}"
                 if positions is not None:
-                    beyond = torch.tensor([table.num_embeddings], dtype=positions.dtype)  # stands for unknown ids
+                    beyond = torch.tensor(
+                        [table.num_embeddings], dtype=positions.dtype
+                    )  # stands for unknown ids
                     self.register_buffer(
-                        f"positions_{len(names) - 1}", torch.cat([positions, beyond]), persistent=False
+                        f"positions_{len(names) - 1}",
+                        torch.cat([positions, beyond]),
+                        persistent=False,
                     )
         return [names[table.name] for table in self._logical.tables]
 
     @property
     def positions(self) -> list[Tensor | None]:
-        """Per feature the map of its table, ``(N + 1,)`` int32: where a row stands once rows are ordered by block."""
+        """Per feature the map of its table, ``(N + 1,)`` int32: where a row stands once rows are
+        ordered by block."""
         return [None if name is None else self.get_buffer(name) for name in self._map_of_feature]
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Cuts every bag.
-
-        Args:
-            features: the bags, with weights if the collection is weighted.
-
-        Returns:
-            The bags of the blocks' tables.
-
-        Raises:
-            ValueError: if a feature or the weights are missing or, on CPU, an id is unknown and has to raise.
-            NotImplementedError: if the features of the batch differ in stride.
-        """
-        bags = checked_bags(features, self._logical, self.limits, self.limits if self._zero_unknown else None)
+        """Cuts every bag."""
+        bags = checked_bags(
+            features, self._logical, self.limits, self.limits if self._zero_unknown else None
+        )
         batch_size, num_blocks = bags.stride(), self.cuts.shape[1] - 1
         lengths, ids, weights, _, _ = torch.ops.fbgemm.block_bucketize_sparse_features(
             bags.lengths(),
@@ -109,10 +90,18 @@ class BagRouter(nn.Module):
             block_bucketize_pos=list(self.cuts.unbind(0)),
         )
         if self.stored is not None:
-            lengths = lengths.view(num_blocks * self.cuts.shape[0], batch_size)  # of 0 samples -1 has no meaning
-            lengths, ids, weights = torch.ops.fbgemm.permute_2D_sparse_data(self.stored, lengths, ids, weights)
+            lengths = lengths.view(
+                num_blocks * self.cuts.shape[0], batch_size
+            )  # of 0 samples -1 has no meaning
+            lengths, ids, weights = torch.ops.fbgemm.permute_2D_sparse_data(
+                self.stored, lengths, ids, weights
+            )
         return KeyedJaggedTensor(
-            keys=self._keys, values=ids, weights=weights, lengths=lengths.view(-1), stride=batch_size
+            keys=self._keys,
+            values=ids,
+            weights=weights,
+            lengths=lengths.view(-1),
+            stride=batch_size,
         )
 
     def _located(self, bags: KeyedJaggedTensor) -> Tensor:

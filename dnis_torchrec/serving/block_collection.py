@@ -1,7 +1,5 @@
-"""BlockCollection: bags of logical tables, looked up in a table per block of rows, whatever module holds these.
-
-Shapes: B batch, D embedding_dim, S blocks, R retained dims of a block.
-"""
+"""BlockCollection: bags of logical tables, looked up in a table per block of rows, whatever module
+holds these."""
 
 from __future__ import annotations
 
@@ -25,27 +23,19 @@ from dnis_torchrec.serving.logical_tables import LogicalTables, OperatorCollecti
 
 
 class BlockCollection(OperatorCollection):
-    """Bags of logical tables, looked up in a stock table per block; see the module that derives from it.
+    """Bags of logical tables, looked up in a stock table per block; see the module that derives
+    from it."""
 
-    With the compiled operator, on a CPU, and where no gradient is wanted, one pass reads the stock tables. Otherwise
-    one bucketise call cuts the bags by block, the stock collection pools them, and the columns are added to their
-    places: so it trains, is sharded, and runs on GPUs.
-
-    Args:
-        scheme: the tables of ONE collection of a model.
-        dim_multiple: widths of the blocks' tables are rounded up to it; the further columns are never read.
-        unknown_ids: ids below 0 or from N on raise (``"error"``) or contribute zero (``"zero"``; they count in L).
-
-    Raises:
-        ValueError: if the scheme holds no table, or tables of several collections; for other `unknown_ids`.
-    """
-
-    def __init__(self, scheme: MixedDimensionScheme, *, dim_multiple: int, unknown_ids: str) -> None:
+    def __init__(
+        self, scheme: MixedDimensionScheme, *, dim_multiple: int, unknown_ids: str
+    ) -> None:
         super().__init__(scheme, unknown_ids=unknown_ids)
         self._scheme = scheme
         shapes = {name: stored_blocks(table) for name, table in scheme.tables.items()}
         most = max(table.routing.num_blocks for table in scheme.tables.values())
-        self._stored = [(name, s) for s in range(most) for name in scheme.tables if s in shapes[name]]
+        self._stored = [
+            (name, s) for s in range(most) for name in scheme.tables if s in shapes[name]
+        ]
         readers = [
             (index, s)
             for s in range(most)
@@ -72,20 +62,7 @@ class BlockCollection(OperatorCollection):
         self._compiled = load_operator()
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks bags up.
-
-        Args:
-            features: the bags, with weights if the collection is weighted.
-
-        Returns:
-            Pooled embeddings, D per key.
-
-        Raises:
-            ValueError: if a feature or the weights are missing or, on CPU, the bags are not those of the ids (see
-                `check_bags`), or an id is unknown and has to raise.
-            TypeError: if ids are no integers.
-            NotImplementedError: if the features of the batch differ in stride.
-        """
+        """Looks bags up."""
         if self._is_compiled_on(features.values()):
             return self._logical.keyed(self._of_batch(features))
         split = self.router(features)
@@ -95,11 +72,13 @@ class BlockCollection(OperatorCollection):
         return self.merge(pooled, features)
 
     def _is_stock_without_samples(self, features: KeyedJaggedTensor) -> bool:
-        """TorchRec's unsharded collection takes no batch of 0 samples; in a sharded one other ranks may wait."""
+        """TorchRec's unsharded collection takes no batch of 0 samples; in a sharded one other ranks
+        may wait."""
         return type(self.blocks) is EmbeddingBagCollection and features.stride() == 0
 
     def _stock_tables(self) -> list[Tensor] | None:
-        """The stored tables in the order of `_stored`; None where no stock module on the CPU holds them."""
+        """The stored tables in the order of `_stored`; None where no stock module on the CPU holds
+        them."""
         raise NotImplementedError
 
     def _wants_gradient(self) -> bool:
@@ -110,31 +89,27 @@ class BlockCollection(OperatorCollection):
             return False
         return ids.device.type == "cpu"
 
-    def lookup(self, ids: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Looks bags up from plain tensors, as nn.EmbeddingBag takes them: for callers that have no KeyedJaggedTensor.
-
-        Args:
-            ids: ``(I,)`` int32 or int64: the bags of the first feature, then those of the second, and so on.
-            offsets: ``(F * B + 1,)`` int32 or int64: where each bag begins, and the number of ids.
-            per_sample_weights: ``(I,)`` float32.
-
-        Returns:
-            ``(B, sum of D over features)`` float32.
-
-        Raises:
-            ValueError: if an id is unknown and has to raise, `offsets` are no whole number of bags per feature or do
-                not rise from 0 to the number of ids, or weights are missing or not wanted.
-            TypeError: if ids are no integers.
-        """
+    def lookup(
+        self, ids: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """Looks bags up from plain tensors, as nn.EmbeddingBag takes them: for callers that have no
+        KeyedJaggedTensor."""
         batch_size = self._logical.batch_size_of(offsets, per_sample_weights)
         if self._is_compiled_on(ids):
-            return self._pooled(ids, offsets, per_sample_weights, None, batch_size, self._logical.features)
+            return self._pooled(
+                ids, offsets, per_sample_weights, None, batch_size, self._logical.features
+            )
         keys = self._logical.features
         bags = KeyedJaggedTensor(keys, ids, per_sample_weights, offsets=offsets, stride=batch_size)
         return self(bags).values()
 
     def _by_operator(
-        self, ids: Tensor, offsets: Tensor, weights: Tensor | None, keys: list[int] | None, batch_size: int
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        keys: list[int] | None,
+        batch_size: int,
     ) -> Tensor:
         return self._layout.lookup(
             ids,
@@ -163,7 +138,8 @@ class BlockCollection(OperatorCollection):
         return self._physical
 
     def table_bytes(self) -> int:
-        """Bytes of all tables on whatever device, of a rank's own shards, and of what tells where values are."""
+        """Bytes of all tables on whatever device, of a rank's own shards, and of what tells where
+        values are."""
         tables = self._stock_tables()
         if tables is None:
             tables = [] if self.blocks is None else list(self.blocks.parameters())
@@ -172,24 +148,15 @@ class BlockCollection(OperatorCollection):
 
 
 class BlockMerge(nn.Module):
-    """Adds what each block's table gave to its columns of the output; divides MEAN tables by L. Local, no parameter.
-
-    A module of its own, so that TorchRec's tracer takes it for a leaf and pipelines the lookup before it.
-
-    Args:
-        logical: the tables and who reads them.
-        stored: (index of a feature, block) of every key that is pooled, in order.
-        dim_multiple: as for `BlockCollection`.
-
-    Shape:
-        - Input: KeyedTensor of the keys, in any order, and the bags that were pooled.
-        - Output: KeyedTensor of ``(B, sum of D over features)``.
-    """
+    """Adds what each block's table gave to its columns of the output; divides MEAN tables by L.
+    Local, no parameter."""
 
     columns: Tensor
     kept: Tensor | None
 
-    def __init__(self, logical: LogicalTables, stored: list[tuple[int, int]], *, dim_multiple: int) -> None:
+    def __init__(
+        self, logical: LogicalTables, stored: list[tuple[int, int]], *, dim_multiple: int
+    ) -> None:
         super().__init__()
         self._logical, self._width = logical, sum(logical.dims)
         self._keys = [f"{logical.names[feature]}/b{s}" for feature, s in stored]
@@ -205,12 +172,7 @@ class BlockMerge(nn.Module):
         self.register_buffer("kept", None if is_whole else torch.cat(kept), persistent=False)
 
     def forward(self, pooled: KeyedTensor | None, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Merges the blocks' parts.
-
-        Args:
-            pooled: what the blocks' tables gave; None if nothing is stored.
-            features: the bags as they came.
-        """
+        """Merges the blocks' parts."""
         merged = torch.zeros(features.stride(), self._width, device=features.values().device)
         if pooled is not None:
             values = self._in_order(pooled)
@@ -220,7 +182,8 @@ class BlockMerge(nn.Module):
         return self._logical.keyed(self._logical.divide_means_(merged, features))
 
     def _in_order(self, pooled: KeyedTensor) -> Tensor:
-        """Values in the order of the keys; a sharded collection may group its keys by sharding type."""
+        """Values in the order of the keys; a sharded collection may group its keys by sharding
+        type."""
         if pooled.keys() == self._keys:
             return pooled.values()
         by_key = pooled.to_dict()
@@ -229,17 +192,7 @@ class BlockMerge(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockLayout:
-    """Layout that the operator reads: tensors on the CPU, small beside the tables.
-
-    Attributes:
-        features: ``(F, 4)`` int64: per feature its table, its first output column, D, and 1 for MEAN.
-        tables: ``(T, 4)`` int64: per table N, its first block, S, and its place among the maps of positions or -1.
-        blocks: ``(blocks, 5)`` int64: where the block ends once rows are ordered by block, its place among the stored
-            tables or -1, R, its first mask, and how many it has, D / 16 rounded up.
-        masks: ``(masks,)`` int16: bit k of a block's mask j is set if column 16 j + k is retained.
-        positions: maps of the tables whose rows are not ordered by block, ``(N,)`` int32 or longer.
-        width: output columns, the sum of D over features.
-    """
+    """Layout that the operator reads: tensors on the CPU, small beside the tables."""
 
     features: Tensor
     tables: Tensor
@@ -249,15 +202,14 @@ class BlockLayout:
     width: int
 
     @staticmethod
-    def of(logical: LogicalTables, stored: Sequence[tuple[str, int]], maps: Sequence[Tensor | None]) -> BlockLayout:
-        """Lays a collection out.
-
-        Args:
-            logical: its tables.
-            stored: (table, block) of every stored table, in the order in which the operator is given them.
-            maps: per feature the map of positions of its table, or None.
-        """
-        index_of, position_of = {block: index for index, block in enumerate(stored)}, dict[str, int]()
+    def of(
+        logical: LogicalTables, stored: Sequence[tuple[str, int]], maps: Sequence[Tensor | None]
+    ) -> BlockLayout:
+        """Lays a collection out."""
+        index_of, position_of = (
+            {block: index for index, block in enumerate(stored)},
+            dict[str, int](),
+        )
         positions: list[Tensor] = []
         table_rows: list[list[int]] = []
         blocks: list[list[int]] = []
@@ -274,7 +226,9 @@ class BlockLayout:
             of_table = _masks(table.retained)
             for s, end in enumerate(table.routing.row_counts().cumsum(0).tolist()):
                 first = sum(map(len, masks))
-                blocks.append([end, index_of.get((table.name, s), -1), dims[s], first, len(of_table[s])])
+                blocks.append(
+                    [end, index_of.get((table.name, s), -1), dims[s], first, len(of_table[s])]
+                )
                 masks.append(of_table[s])
         features = [
             [position_of[table.name], first, table.embedding_dim, int(table.pooling == "mean")]
@@ -285,7 +239,8 @@ class BlockLayout:
             tables=torch.tensor(table_rows),
             blocks=torch.tensor(blocks),
             masks=torch.cat(masks),
-            # never none: AOTInductor hands an empty list of tensors over as None, which no operator takes
+            # never none: AOTInductor hands an empty list of tensors over as None, which no operator
+            # takes
             positions=positions or [torch.zeros(1, dtype=torch.int32)],
             width=sum(logical.dims),
         )
@@ -301,28 +256,7 @@ class BlockLayout:
         batch_size: int,
         zero_unknown: bool,
     ) -> Tensor:
-        """Pools the bags of all features with the compiled operator.
-
-        For feature f read from table t, with ids i_1 .. i_L of a bag and weights w (1 if there are none), ``out[bag] =
-        sum over i of w_i * scatter(row of i)``, where scatter puts the R values of a row on the columns that its block
-        retains; MEAN divides by L. Ids are added in their order, so the result depends neither on the number of threads
-        nor on the instruction set.
-
-        Args:
-            ids: ``(I,)`` int32 or int64, the bags of one key after those of another.
-            offsets: ``(keys * B + 1,)`` int32 or int64: bag b of key k holds ids ``offsets[k * B + b]`` up to the next.
-            weights: ``(I,)`` float32, or None.
-            tables: the stored tables: ``(rows, R or more)`` float32.
-            keys: per feature the position of its key among those of `offsets`; None: the features in order.
-            batch_size: B.
-            zero_unknown: ids outside a table contribute zero (and count in L); otherwise they raise.
-
-        Returns:
-            ``(B, width)`` float32.
-
-        Raises:
-            ValueError: for an id outside its table, and for a layout that does not fit the tables.
-        """
+        """Pools the bags of all features with the compiled operator."""
         return torch.ops.dnis_torchrec.mixed_dimension_bag.default(
             ids.contiguous(),
             offsets.contiguous(),
@@ -346,5 +280,9 @@ def _masks(retained: Tensor) -> Tensor:
     num_masks = -(-dim // LANES)
     padded = torch.zeros(num_blocks, num_masks * LANES, dtype=torch.int32)
     padded[:, :dim] = retained
-    bits = (padded.view(num_blocks, num_masks, LANES) << torch.arange(LANES, dtype=torch.int32)).sum(2)
-    return bits.to(torch.int32).to(torch.int16)  # from 2^15 on it wraps around: the operator reads bits
+    bits = (
+        padded.view(num_blocks, num_masks, LANES) << torch.arange(LANES, dtype=torch.int32)
+    ).sum(2)
+    return bits.to(torch.int32).to(
+        torch.int16
+    )  # from 2^15 on it wraps around: the operator reads bits

@@ -1,7 +1,5 @@
-"""BufferCollection: what collections have in common whose tables are buffers, read by one operator and by nothing else.
-
-Shapes: B batch, F features, I ids of a batch, D embedding_dim.
-"""
+"""BufferCollection: what collections have in common whose tables are buffers, read by one operator
+and by nothing else."""
 
 from __future__ import annotations
 
@@ -18,15 +16,7 @@ from dnis_torchrec.serving.logical_tables import OperatorCollection
 
 
 class BufferCollection(OperatorCollection):
-    """A collection that serves and never trains: its operator runs everywhere, compiled or not.
-
-    Args:
-        scheme: the tables of ONE collection of a model.
-        unknown_ids: ids below 0 or from N on raise (``"error"``) or contribute zero (``"zero"``; they count in L).
-
-    Raises:
-        ValueError: if the scheme holds no table, or tables of several collections; for other `unknown_ids`.
-    """
+    """A collection that serves and never trains: its operator runs everywhere, compiled or not."""
 
     def __init__(self, scheme: MixedDimensionScheme, *, unknown_ids: str) -> None:
         super().__init__(scheme, unknown_ids=unknown_ids)
@@ -36,45 +26,27 @@ class BufferCollection(OperatorCollection):
         self._needs_int64 = any(table.num_embeddings > 2**31 for table in self._logical.tables)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks bags up.
-
-        Args:
-            features: the bags, with weights if the collection is weighted. Keys may stand in any order and need not
-                be permuted; keys that nobody reads are passed over.
-
-        Returns:
-            Pooled embeddings, D per key.
-
-        Raises:
-            ValueError: if a feature or the weights are missing, the bags are not those of the ids (see `check_bags`),
-                or an id is unknown and ``"error"`` wanted.
-            TypeError: if ids are no integers, or int32 and a table has more rows than those can tell apart.
-            NotImplementedError: if the features of the batch differ in stride.
-        """
+        """Looks bags up."""
         pooled = self._of_batch(features)
         return KeyedTensor(keys=self._logical.names, length_per_key=self._dims, values=pooled)
 
-    def lookup(self, ids: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Looks bags up from plain tensors, as nn.EmbeddingBag takes them: for callers that have no KeyedJaggedTensor.
-
-        Args:
-            ids: ``(I,)`` int32 or int64: the bags of the first feature, then those of the second, and so on.
-            offsets: ``(F * B + 1,)`` int32 or int64: where each bag begins, and the number of ids.
-            per_sample_weights: ``(I,)`` float32.
-
-        Returns:
-            ``(B, sum of D over features)`` float32.
-
-        Raises:
-            ValueError: if an id is unknown and ``"error"`` wanted, `offsets` are no whole number of bags per feature
-                or do not rise from 0 to the number of ids, or weights are missing or not wanted.
-            TypeError: if ids are no integers, or int32 and a table has more rows than those can tell apart.
-        """
+    def lookup(
+        self, ids: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """Looks bags up from plain tensors, as nn.EmbeddingBag takes them: for callers that have no
+        KeyedJaggedTensor."""
         batch_size = self._logical.batch_size_of(offsets, per_sample_weights)
-        return self._pooled(ids, offsets, per_sample_weights, None, batch_size, self._logical.features)
+        return self._pooled(
+            ids, offsets, per_sample_weights, None, batch_size, self._logical.features
+        )
 
     def _by_operator(
-        self, ids: Tensor, offsets: Tensor, weights: Tensor | None, keys: list[int] | None, batch_size: int
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        keys: list[int] | None,
+        batch_size: int,
     ) -> Tensor:
         if self._needs_int64 and ids.dtype == torch.int32:
             requirement = "int64 ids, because a table has more than 2^31 rows"
@@ -83,7 +55,12 @@ class BufferCollection(OperatorCollection):
         return self._read(ids.contiguous(), offsets.contiguous(), weights, keys, batch_size)
 
     def _read(
-        self, ids: Tensor, offsets: Tensor, weights: Tensor | None, keys: list[int] | None, batch_size: int
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        keys: list[int] | None,
+        batch_size: int,
     ) -> Tensor:
         raise NotImplementedError
 

@@ -1,10 +1,5 @@
-"""CsrEmbeddingBagCollection: a drop-in for an EmbeddingBagCollection over tables in compressed sparse rows.
-
-The form for rows that retain dims of their own: nothing but the retained values and where they stand is stored, and one
-operator pools the bags of all features, straight into the columns of the output.
-
-Shapes: B batch, F features, I ids of a batch, N rows of a table, D embedding_dim.
-"""
+"""CsrEmbeddingBagCollection: a drop-in for an EmbeddingBagCollection over tables in compressed
+sparse rows."""
 
 from __future__ import annotations
 
@@ -31,44 +26,8 @@ class _Placed(NamedTuple):
 
 
 class CsrEmbeddingBagCollection(BufferCollection):
-    """Looks bags up in tables of compressed sparse rows; same keys, dims and values as the pruned collection.
-
-    For a bag with ids i_1 .. i_L and weights w (1 if unweighted),
-    ``pooled = sum over i of w_i * scatter_i(values of row i)``, where scatter_i puts a row's values on its retained
-    columns of D; MEAN divides by L, the length of the whole bag, as FBGEMM does also for weighted bags.
-
-    A bag of one id gives the bits of the pruned row (float32 values, no weights); longer bags are summed in the order
-    of their ids, so the result depends neither on the number of threads nor on the instruction set. Serving only:
-    tables are buffers, nothing has a gradient. Safe to call from several threads at once.
-
-    Args:
-        scheme: the tables of ONE collection of a model; where their retained dims stand, `tables` says.
-        tables: table name -> its rows, or its shards: consecutive rows each, in order. Buffers are taken as they are,
-            memory-mapped ones too.
-        unknown_ids: ids below 0 or from N on raise (``"error"``) or contribute zero (``"zero"``; they count in L).
-
-    Shape:
-        - Input: at least the collection's features in any order, ids int32 or int64, stride B.
-        - Output: KeyedTensor of ``(B, sum of D over features)``, keys as the pruned collection's: the feature, or
-          ``"feature@table"`` where several tables read it.
-
-    Raises:
-        ValueError: if the scheme holds no table, or tables of several collections; if a table is missing or has
-            other rows or columns than the scheme says.
-
-    Example:
-        >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-        >>> from dnis_torchrec.blocks.row_routing import RowRouting
-        >>> from dnis_torchrec.scheme import TableScheme
-        >>> table = TableScheme(name="t", collection="ebc", num_embeddings=3, embedding_dim=2, pooling="sum",
-        ...     feature_names=("f",), is_weighted=False, routing=RowRouting(3, 1, boundaries=torch.tensor([0, 3])),
-        ...     retained=torch.tensor([[True, True]]), num_retained=3)
-        >>> weight = torch.tensor([[1.0, 0.0], [0.0, 4.0], [0.0, 6.0]])
-        >>> ebc = CsrEmbeddingBagCollection.from_tables(MixedDimensionScheme({"t": table}), {"t": weight})
-        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([0, 2, 1]), lengths=torch.tensor([2, 1]))
-        >>> ebc(kjt).to_dict()["f"].tolist()
-        [[1.0, 6.0], [0.0, 4.0]]
-    """
+    """Looks bags up in tables of compressed sparse rows; same keys, dims and values as the pruned
+    collection."""
 
     def __init__(
         self,
@@ -94,7 +53,10 @@ class CsrEmbeddingBagCollection(BufferCollection):
             placed[name] = _Placed(len(buffers) // 2, len(shards), *layouts)
             for index, shard in enumerate(shards):
                 suffix = f"_{index}" if index else ""
-                buffers |= {f"{name}/{field}{suffix}": buffer for field, buffer in shard.lookup_tensors().items()}
+                buffers |= {
+                    f"{name}/{field}{suffix}": buffer
+                    for field, buffer in shard.lookup_tensors().items()
+                }
         self.tables = HeldBuffers(buffers)
         self.outputs = HeldBuffers({"layout": self._output_layout(placed)}, persistent=False)
 
@@ -104,7 +66,9 @@ class CsrEmbeddingBagCollection(BufferCollection):
         for table in self._logical.tables:
             first_shard, num_shards, row_layout = placed[table.name]
             is_mean = int(table.pooling == "mean")
-            rows.append([first_shard, num_shards, first_column, table.embedding_dim, is_mean, *row_layout])
+            rows.append(
+                [first_shard, num_shards, first_column, table.embedding_dim, is_mean, *row_layout]
+            )
             first_column += table.embedding_dim
         return torch.tensor(rows, dtype=torch.int64)
 
@@ -117,24 +81,22 @@ class CsrEmbeddingBagCollection(BufferCollection):
         value_dtype: torch.dtype = torch.float32,
         unknown_ids: str = "error",
     ) -> CsrEmbeddingBagCollection:
-        """Builds the module from dense tables that were merged and pruned; only retained values are copied.
-
-        Args:
-            scheme: the tables of one collection.
-            tables: table name -> ``(N, D)``; read one at a time.
-            value_dtype: float32, float16 or int8, see `CsrTable.quantized`.
-            unknown_ids: see the class.
-
-        Raises:
-            ValueError: if a table is missing or has another shape.
-        """
+        """Builds the module from dense tables that were merged and pruned; only retained values are
+        copied."""
         for name in scheme.tables:
             check_known("table", name, tables)
-        sparse = {name: CsrTable.from_dense(tables[name]).quantized(value_dtype) for name in scheme.tables}
+        sparse = {
+            name: CsrTable.from_dense(tables[name]).quantized(value_dtype) for name in scheme.tables
+        }
         return cls(scheme, sparse, unknown_ids=unknown_ids)
 
     def _read(
-        self, ids: Tensor, offsets: Tensor, weights: Tensor | None, keys: list[int] | None, batch_size: int
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        keys: list[int] | None,
+        batch_size: int,
     ) -> Tensor:
         # nn.Module takes longer to find a part by attribute than a lookup of one bag takes
         tables: Any = self._modules["tables"]

@@ -1,7 +1,4 @@
-"""CsrTable: one table in compressed sparse rows, with values in float32, float16 or int8.
-
-Shapes: N rows, D embedding_dim, V retained values.
-"""
+"""CsrTable: one table in compressed sparse rows, with values in float32, float16 or int8."""
 
 from __future__ import annotations
 
@@ -22,32 +19,8 @@ CSR_VALUE_DTYPES = (torch.float32, torch.float16, torch.int8)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CsrTable:
-    """A table in compressed sparse rows: row i holds ``values[row_pointers[i] : row_pointers[i + 1]]``.
-
-    Only shapes, dtypes and the two outer row pointers are checked, so that a memory-mapped table is not read before it
-    is used; lookups check whatever else they rely on.
-
-    Attributes:
-        embedding_dim: D.
-        values: ``(V,)`` float32, float16, or int8 times its row's scale.
-        columns: ``(V,)`` uint8 (D <= 256) or uint16, rising within a row.
-        row_pointers: ``(N + 1,)`` int32 or int64.
-        scales: ``(N,)`` bfloat16 with int8 values, else None.
-        compact_row_pointers: `row_pointers` as lookups read them, see compact_pointers.py; None: they are made when
-            they are asked for. Only up to D = 255: above, rows are wide enough for plain ones.
-        interleaved_rows: values, columns and scales as lookups read them, see interleaved_rows.py; None: as above.
-
-    Raises:
-        ValueError: if the arrays do not describe N rows of D columns.
-        TypeError: for other dtypes.
-
-    Example:
-        >>> table = CsrTable.from_dense(torch.tensor([[0.0, 2.0], [0.0, 0.0], [3.0, 4.0]]))
-        >>> table.values.tolist(), table.columns.tolist(), table.row_pointers.tolist()
-        ([2.0, 3.0, 4.0], [1, 0, 1], [0, 1, 1, 3])
-        >>> table.num_bytes
-        26
-    """
+    """A table in compressed sparse rows: row i holds ``values[row_pointers[i] : row_pointers[i +
+    1]]``."""
 
     embedding_dim: int
     values: Tensor
@@ -62,13 +35,22 @@ class CsrTable:
         _check_dtype("columns", self.columns, (torch.uint8, torch.uint16))
         _check_dtype("row_pointers", self.row_pointers, (torch.int32, torch.int64))
         num_values = self.values.numel()
-        outer = (int(self.row_pointers[0]), int(self.row_pointers[-1])) if self.row_pointers.numel() else None
+        outer = (
+            (int(self.row_pointers[0]), int(self.row_pointers[-1]))
+            if self.row_pointers.numel()
+            else None
+        )
         requirement = f"rising row pointers from 0 to {num_values}"
         check(outer == (0, num_values), "CsrTable.row_pointers", requirement, outer)
         received = self.columns.numel()
         check(received == num_values, "CsrTable.columns", f"{num_values} of them", received)
         scaled = self.values.dtype == torch.int8
-        check((self.scales is not None) == scaled, "CsrTable.scales", "scales with int8 values only", "others")
+        check(
+            (self.scales is not None) == scaled,
+            "CsrTable.scales",
+            "scales with int8 values only",
+            "others",
+        )
         if self.scales is not None:
             _check_dtype("scales", self.scales, (torch.bfloat16,))
             received = self.scales.numel()
@@ -76,7 +58,11 @@ class CsrTable:
             check(received == self.num_embeddings, "CsrTable.scales", requirement, received)
         if self.compact_row_pointers is not None:
             _check_dtype("compact_row_pointers", self.compact_row_pointers, (torch.uint8,))
-            size = compact_bytes(self.num_embeddings) if has_compact_pointers(self.embedding_dim) else 0
+            size = (
+                compact_bytes(self.num_embeddings)
+                if has_compact_pointers(self.embedding_dim)
+                else 0
+            )
             received = self.compact_row_pointers.numel()
             check(received == size, "CsrTable.compact_row_pointers", f"{size} bytes", received)
         if self.interleaved_rows is not None:
@@ -87,29 +73,17 @@ class CsrTable:
 
     @classmethod
     def from_dense(cls, weight: Tensor) -> CsrTable:
-        """Gathers the non-zero values of a dense table, a chunk of rows at a time; exact in float32.
-
-        Args:
-            weight: ``(N, D)`` floating point; a view is enough.
-
-        Raises:
-            NotImplementedError: above D = 65,536, the most that uint16 columns can tell apart.
-        """
-        return cls.from_rows(lambda first, last: weight[first:last], 0, len(weight), embedding_dim=weight.shape[1])
+        """Gathers the non-zero values of a dense table, a chunk of rows at a time; exact in
+        float32."""
+        return cls.from_rows(
+            lambda first, last: weight[first:last], 0, len(weight), embedding_dim=weight.shape[1]
+        )
 
     @classmethod
-    def from_rows(cls, rows: Callable[[int, int], Tensor], first: int, last: int, *, embedding_dim: int) -> CsrTable:
-        """Gathers the non-zero values of rows that need not exist as a whole.
-
-        Args:
-            rows: ``rows(i, j)`` gives rows ``i <= row < j`` as ``(j - i, D)`` floating point; each is asked for twice.
-            first: the first row of the table to make.
-            last: the row after its last.
-            embedding_dim: D.
-
-        Raises:
-            NotImplementedError: above D = 65,536.
-        """
+    def from_rows(
+        cls, rows: Callable[[int, int], Tensor], first: int, last: int, *, embedding_dim: int
+    ) -> CsrTable:
+        """Gathers the non-zero values of rows that need not exist as a whole."""
         narrow = column_dtype(embedding_dim)
         step = rows_per_chunk(embedding_dim)
         chunks = [(begin, min(begin + step, last)) for begin in range(first, last, step)]
@@ -124,20 +98,13 @@ class CsrTable:
             values[place] = chunk[row, column].float()
             columns[place] = column.to(narrow)
         pointers = pointers.to(pointer_dtype(num_values))
-        return cls(embedding_dim=embedding_dim, values=values, columns=columns, row_pointers=pointers)
+        return cls(
+            embedding_dim=embedding_dim, values=values, columns=columns, row_pointers=pointers
+        )
 
     @classmethod
     def concatenate(cls, tables: Sequence[CsrTable]) -> CsrTable:
-        """One table of the rows of several, in order; a single one is given as it is.
-
-        Args:
-            tables: at least one, of the same D and dtype of values.
-
-        Example:
-            >>> halves = [CsrTable.from_dense(torch.eye(2)), CsrTable.from_dense(torch.ones(1, 2))]
-            >>> CsrTable.concatenate(halves).row_pointers.tolist()
-            [0, 1, 2, 4]
-        """
+        """One table of the rows of several, in order; a single one is given as it is."""
         first, *others = tables
         if not others:
             return first
@@ -175,43 +142,41 @@ class CsrTable:
     def to_tensors(self) -> dict[str, Tensor]:
         """All arrays by name: the canonical ones, and those of lookups, which are made of them."""
         scales = {} if self.scales is None else {"scales": self.scales}
-        canonical = {"values": self.values, "columns": self.columns, "row_pointers": self.row_pointers}
+        canonical = {
+            "values": self.values,
+            "columns": self.columns,
+            "row_pointers": self.row_pointers,
+        }
         return canonical | scales | self.lookup_tensors()
 
     def lookup_tensors(self) -> dict[str, Tensor]:
-        """The arrays that lookups need, by name, in the order in which the operator takes them.
-
-        Raises:
-            ValueError: if they have to be made of row pointers that do not rise.
-        """
+        """The arrays that lookups need, by name, in the order in which the operator takes them."""
         pointers = {"row_pointers": self.row_pointers}
         if has_compact_pointers(self.embedding_dim):
             made = self.compact_row_pointers
-            pointers = {"compact_row_pointers": compacted(self.row_pointers) if made is None else made}
+            pointers = {
+                "compact_row_pointers": compacted(self.row_pointers) if made is None else made
+            }
         rows = self._interleaved() if self.interleaved_rows is None else self.interleaved_rows
         return {"interleaved_rows": rows} | pointers
 
     def prepared(self) -> CsrTable:
-        """The table together with the arrays that lookups need, which are made now unless they are there.
-
-        Raises:
-            ValueError: see `lookup_tensors`.
-        """
+        """The table together with the arrays that lookups need, which are made now unless they are
+        there."""
         made = self.lookup_tensors()
         compact = made.get("compact_row_pointers")
-        return replace(self, interleaved_rows=made["interleaved_rows"], compact_row_pointers=compact)
+        return replace(
+            self, interleaved_rows=made["interleaved_rows"], compact_row_pointers=compact
+        )
 
     def _interleaved(self) -> Tensor:
         step = rows_per_chunk(self.embedding_dim)
-        return interleaved(self.values, self.columns, self.row_pointers, self.scales, rows_per_chunk=step)
+        return interleaved(
+            self.values, self.columns, self.row_pointers, self.scales, rows_per_chunk=step
+        )
 
     def rows(self, first: int, last: int) -> Tensor:
-        """Rows ``first <= i < last`` as dense ``(last - first, D)`` float32; no others are read.
-
-        Args:
-            first: row to begin with, 0..N.
-            last: the row after the last one, `first`..N.
-        """
+        """Rows ``first <= i < last`` as dense ``(last - first, D)`` float32; no others are read."""
         pointers = self.row_pointers[first : last + 1].long()
         begin, end = int(pointers[0]), int(pointers[-1])
         row = torch.repeat_interleave(torch.arange(last - first), pointers.diff())
@@ -227,22 +192,21 @@ class CsrTable:
         return self.rows(0, self.num_embeddings)
 
     def check_rows(self) -> None:
-        """Reads the whole table and checks what construction leaves to lookups.
-
-        Raises:
-            ValueError: if row pointers fall, or compact ones or interleaved rows say something else, columns lie
-                outside 0..D-1 or do not rise within a row, or a value or scale is NaN or infinite; names the first row.
-        """
+        """Reads the whole table and checks what construction leaves to lookups."""
         falling = self.row_pointers.diff() < 0
         self._check_none(falling, "row_pointers", "rising ones")
         if self.compact_row_pointers is not None:
             same = self.compact_row_pointers.equal(compacted(self.row_pointers))
-            check(same, "CsrTable.compact_row_pointers", "what the row pointers say", "something else")
+            check(
+                same, "CsrTable.compact_row_pointers", "what the row pointers say", "something else"
+            )
         if self.interleaved_rows is not None:
             same = self.interleaved_rows.equal(self._interleaved())
             check(same, "CsrTable.interleaved_rows", "what the other arrays say", "something else")
         row, columns = self._row_of_value(), self.columns.int()
-        self._check_none(columns >= self.embedding_dim, "columns", f"0..{self.embedding_dim - 1}", row)
+        self._check_none(
+            columns >= self.embedding_dim, "columns", f"0..{self.embedding_dim - 1}", row
+        )
         unsorted = (columns.diff() <= 0) & (row.diff() == 0)
         self._check_none(unsorted, "columns", "them to rise within a row", row)
         if self.scales is None:
@@ -250,36 +214,23 @@ class CsrTable:
         else:
             self._check_none(~self.scales.isfinite(), "scales", "finite ones")
 
-    def _check_none(self, wrong: Tensor, field: str, requirement: str, row: Tensor | None = None) -> None:
+    def _check_none(
+        self, wrong: Tensor, field: str, requirement: str, row: Tensor | None = None
+    ) -> None:
         if bool(wrong.any()):
             position = int(wrong.nonzero()[0])
             found = position if row is None else int(row[position])
             check(False, f"CsrTable.{field}", requirement, f"others in row {found}")
 
     def quantized(self, dtype: torch.dtype) -> CsrTable:
-        """The table with smaller values; columns and row pointers are shared.
-
-        - float16: ``value`` rounded to 11 bits, so off by at most ``2^-11 |value|`` (``2^-25`` for the tiniest).
-        - int8: ``round(value / scale)`` with ``scale = max |row| / 127``, rounded up to bfloat16; off by at most
-          ``0.004 max |row|``. bfloat16 takes 2 bytes per row and, unlike float16, knows the range of float32.
-
-        Args:
-            dtype: float32 (no change), float16 or int8.
-
-        Raises:
-            TypeError: for another dtype.
-            ValueError: if the table is quantised already, or holds NaN, infinity or a value beyond float16's 65,504.
-
-        Example:
-            >>> table = CsrTable.from_dense(torch.tensor([[0.0, 2.0], [-1.0, 0.5]])).quantized(torch.int8)
-            >>> table.values.tolist(), table.scales.tolist()
-            ([126, -126, 63], [0.015869140625, 0.0079345703125])
-        """
+        """The table with smaller values; columns and row pointers are shared."""
         if dtype not in CSR_VALUE_DTYPES:
             raise TypeError(describe("values", f"one of {CSR_VALUE_DTYPES}", dtype))
         if dtype == self.values.dtype:
             return self
-        check(self.values.dtype == torch.float32, "values", "float32 to start from", self.values.dtype)
+        check(
+            self.values.dtype == torch.float32, "values", "float32 to start from", self.values.dtype
+        )
         check(bool(self.values.isfinite().all()), "values", "finite values", "NaN or infinity")
         scales = None
         if dtype == torch.int8:
@@ -318,33 +269,16 @@ class CsrTable:
 
 
 def column_dtype(embedding_dim: int) -> torch.dtype:
-    """Smallest dtype for column numbers: uint8 up to D = 256, else uint16.
-
-    Args:
-        embedding_dim: D.
-
-    Raises:
-        NotImplementedError: above D = 65,536.
-
-    Example:
-        >>> column_dtype(256), column_dtype(257)
-        (torch.uint8, torch.uint16)
-    """
+    """Smallest dtype for column numbers: uint8 up to D = 256, else uint16."""
     if embedding_dim > 2**16:
-        raise NotImplementedError(describe("embedding_dim", "supported is up to 65536", embedding_dim))
+        raise NotImplementedError(
+            describe("embedding_dim", "supported is up to 65536", embedding_dim)
+        )
     return torch.uint8 if embedding_dim <= 2**8 else torch.uint16
 
 
 def pointer_dtype(num_values: int) -> torch.dtype:
-    """Smallest dtype for row pointers: int32 below 2^31 values, else int64.
-
-    Args:
-        num_values: V.
-
-    Example:
-        >>> pointer_dtype(2**31 - 1), pointer_dtype(2**31)
-        (torch.int32, torch.int64)
-    """
+    """Smallest dtype for row pointers: int32 below 2^31 values, else int64."""
     return torch.int32 if num_values < 2**31 else torch.int64
 
 
@@ -356,5 +290,6 @@ def _check_dtype(field: str, tensor: Tensor, allowed: tuple[torch.dtype, ...]) -
 
 
 def _bfloat16_rounded_up(positive: Tensor) -> Tensor:
-    """The smallest bfloat16 not below: the upper half of the bits, plus one where the lower half is not zero."""
+    """The smallest bfloat16 not below: the upper half of the bits, plus one where the lower half is
+    not zero."""
     return ((positive.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)

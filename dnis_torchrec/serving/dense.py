@@ -1,10 +1,5 @@
-"""DenseEmbeddingBagCollection: pruned tables D columns wide, in FP32, FP16, INT8 or INT4, without the rows of no value.
-
-The forms that need nothing but FBGEMM's inference kernels: a table as it was, or only its rows that retain something,
-found through FBGEMM's own index remapping.
-
-Shapes: B batch, N rows of a table, D embedding_dim, K kept rows of a table.
-"""
+"""DenseEmbeddingBagCollection: pruned tables D columns wide, in FP32, FP16, INT8 or INT4, without
+the rows of no value."""
 
 from __future__ import annotations
 
@@ -20,15 +15,17 @@ from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.forms import Precision, precision_named
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.serving.logical_tables import LogicalCollection, checked_bags
-from dnis_torchrec.serving.quantized_rows import data_type_of, quantized_collection, quantized_rows, stored_rows
+from dnis_torchrec.serving.quantized_rows import (
+    data_type_of,
+    quantized_collection,
+    quantized_rows,
+    stored_rows,
+)
 
 
 def kept_rows(table: TableScheme) -> Tensor:
-    """Rows that retain something, as the scheme tells: ``(N,)`` bool. A table of which none does keeps its first row.
-
-    Args:
-        table: scheme of the table.
-    """
+    """Rows that retain something, as the scheme tells: ``(N,)`` bool. A table of which none does
+    keeps its first row."""
     retains = torch.cat([table.dims > 0, torch.zeros(1, dtype=torch.bool)])
     kept = retains[table.routing.all_blocks()]
     if not bool(kept.any()):
@@ -37,29 +34,25 @@ def kept_rows(table: TableScheme) -> Tensor:
 
 
 def dense_rows(
-    table: TableScheme, chunks: Iterable[Tensor], *, precision: str, drops_rows: bool, first_row: int = 0
+    table: TableScheme,
+    chunks: Iterable[Tensor],
+    *,
+    precision: str,
+    drops_rows: bool,
+    first_row: int = 0,
 ) -> Tensor:
-    """The rows of one table that `DenseEmbeddingBagCollection` stores, or those among some consecutive rows of it.
-
-    Args:
-        table: scheme of the table.
-        chunks: consecutive rows, merged and pruned, ``(rows, D)`` each; ``weight.split(rows)`` makes them from a table.
-        precision: ``"fp32"``, ``"fp16"``, ``"int8"`` or ``"int4"``.
-        drops_rows: leave out rows that retain nothing.
-        first_row: number of the first row of the first chunk.
-
-    Returns:
-        ``(K or N, bytes)`` uint8, or fewer where the chunks are not the whole table; see `quantized_rows`.
-
-    Raises:
-        ValueError: if the table has another shape, D does not fit the precision, or a value does not.
-    """
+    """The rows of one table that `DenseEmbeddingBagCollection` stores, or those among some
+    consecutive rows of it."""
     stored, place = precision_named(precision), f"table {table.name!r}"
     _check_dim(table, stored)
     kept = kept_rows(table) if drops_rows else torch.ones(table.num_embeddings, dtype=torch.bool)
     parts = []
     for chunk in chunks:
-        fits = chunk.dim() == 2 and chunk.shape[1] == table.embedding_dim and first_row + len(chunk) <= len(kept)
+        fits = (
+            chunk.dim() == 2
+            and chunk.shape[1] == table.embedding_dim
+            and first_row + len(chunk) <= len(kept)
+        )
         requirement = f"rows of shape ({table.num_embeddings}, {table.embedding_dim})"
         check(fits, place, requirement, f"rows from {first_row} on of shape {tuple(chunk.shape)}")
         mask = kept[first_row : first_row + len(chunk)].to(chunk.device)
@@ -69,40 +62,7 @@ def dense_rows(
 
 
 class DenseEmbeddingBagCollection(LogicalCollection):
-    """Looks bags up in tables of D columns that TorchRec's quantised collection holds.
-
-    A row is off by at most `error_bound` of it, zeros of a row that is kept not excepted; a bag by at most the sum of
-    |w_i| times its rows' bounds, over L for MEAN. FP32 is exact, and so are rows that were dropped: they give zero and
-    count in L. Nothing has a gradient. Deterministic, and safe to call from several threads at once.
-
-    Args:
-        scheme: the tables of ONE collection of a model.
-        rows: table name -> rows in this precision, see `dense_rows`.
-        precision: ``"fp32"``, ``"fp16"``, ``"int8"`` (D even) or ``"int4"`` (D a multiple of 4).
-        drops_rows: rows that retain nothing are not stored; FBGEMM's index remapping takes 4 bytes per row for it,
-            in tables that have any, once for every feature that reads the table.
-        device: where to serve.
-        unknown_ids: ids below 0 or from N on raise (``"error"``) or contribute zero (``"zero"``; they count in L).
-
-    Shape:
-        - Input: at least the collection's features in any order, ids int32 or int64, stride B.
-        - Output: KeyedTensor of ``(B, sum of D over features)`` float32, keys as the pruned collection's.
-
-    Raises:
-        ValueError: if the scheme holds no table, or tables of several collections; if rows are missing or have another
-            shape; if D does not fit the precision; for an unknown precision or other `unknown_ids`.
-
-    Example:
-        >>> from dnis_torchrec.blocks.row_routing import RowRouting
-        >>> table = TableScheme(name="t", collection="ebc", num_embeddings=3, embedding_dim=2, pooling="mean",
-        ...     feature_names=("f",), is_weighted=False, routing=RowRouting(3, 1, boundaries=torch.tensor([0, 2])),
-        ...     retained=torch.tensor([[True, True]]), num_retained=4)
-        >>> scheme, weight = MixedDimensionScheme({"t": table}), torch.tensor([[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]])
-        >>> ebc = DenseEmbeddingBagCollection.from_tables(scheme, {"t": weight}, precision="int8", drops_rows=True)
-        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([0, 2, 1]), lengths=torch.tensor([2, 1]))
-        >>> ebc(kjt).to_dict()["f"].round(decimals=3).tolist()
-        [[0.5, 1.0], [3.0, 4.0]]
-    """
+    """Looks bags up in tables of D columns that TorchRec's quantised collection holds."""
 
     limits: Tensor
     unknown: Tensor
@@ -119,17 +79,30 @@ class DenseEmbeddingBagCollection(LogicalCollection):
     ) -> None:
         super().__init__(scheme, unknown_ids=unknown_ids)
         stored = precision_named(precision)
-        remaps = {name: _index_remap(table) if drops_rows else None for name, table in scheme.tables.items()}
-        configs = [self._physical_config(table, stored, remaps[name]) for name, table in scheme.tables.items()]
-        self.tables = quantized_collection(configs, rows, is_weighted=self._logical.is_weighted, device=device)
+        remaps = {
+            name: _index_remap(table) if drops_rows else None
+            for name, table in scheme.tables.items()
+        }
+        configs = [
+            self._physical_config(table, stored, remaps[name])
+            for name, table in scheme.tables.items()
+        ]
+        self.tables = quantized_collection(
+            configs, rows, is_weighted=self._logical.is_weighted, device=device
+        )
         _set_remaps(self.tables, [remaps[table.name] for table in self._logical.tables])
         # FBGEMM passes over index -1; a remap, which is asked first, has it in its last place
-        unknown = [-1 if remaps[table.name] is None else table.num_embeddings for table in self._logical.tables]
+        unknown = [
+            -1 if remaps[table.name] is None else table.num_embeddings
+            for table in self._logical.tables
+        ]
         self.register_buffer("unknown", torch.tensor(unknown), persistent=False)
         self.register_buffer("limits", self._logical.limits(), persistent=False)
         self.to(device)
 
-    def _physical_config(self, table: TableScheme, stored: Precision, remap: Tensor | None) -> EmbeddingBagConfig:
+    def _physical_config(
+        self, table: TableScheme, stored: Precision, remap: Tensor | None
+    ) -> EmbeddingBagConfig:
         _check_dim(table, stored)
         readers = zip(self._logical.names, self._logical.tables, strict=True)
         return EmbeddingBagConfig(
@@ -152,19 +125,7 @@ class DenseEmbeddingBagCollection(LogicalCollection):
         device: torch.device | str = "cpu",
         unknown_ids: str = "error",
     ) -> DenseEmbeddingBagCollection:
-        """Builds the module from dense tables that were merged and pruned.
-
-        Args:
-            scheme: the tables of one collection.
-            tables: table name -> ``(N, D)``; read one at a time.
-            precision: see the class.
-            drops_rows: see the class.
-            device: see the class.
-            unknown_ids: see the class.
-
-        Raises:
-            ValueError: if a table is missing or has another shape, or a value does not fit the precision.
-        """
+        """Builds the module from dense tables that were merged and pruned."""
         for name in scheme.tables:
             check_known("table", name, tables)
         rows = {
@@ -176,30 +137,35 @@ class DenseEmbeddingBagCollection(LogicalCollection):
             )
             for name, table in scheme.tables.items()
         }
-        return cls(scheme, rows, precision=precision, drops_rows=drops_rows, device=device, unknown_ids=unknown_ids)
+        return cls(
+            scheme,
+            rows,
+            precision=precision,
+            drops_rows=drops_rows,
+            device=device,
+            unknown_ids=unknown_ids,
+        )
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks bags up.
-
-        Args:
-            features: the bags, with weights if the collection is weighted.
-
-        Returns:
-            Pooled embeddings, D per key.
-
-        Raises:
-            ValueError: if a feature or the weights are missing or, on CPU, an id is unknown and has to raise.
-            NotImplementedError: if the features of the batch differ in stride.
-        """
-        bags = checked_bags(features, self._logical, self.limits, self.unknown if self._zero_unknown else None)
+        """Looks bags up."""
+        bags = checked_bags(
+            features, self._logical, self.limits, self.unknown if self._zero_unknown else None
+        )
         if features.stride() == 0:  # FBGEMM's remapping refuses a batch of no sample
-            return self._logical.keyed(torch.zeros(0, sum(self._logical.dims), device=features.device()))
-        return self._logical.keyed(self._logical.divide_means_(self.tables(bags).values(), features))
+            return self._logical.keyed(
+                torch.zeros(0, sum(self._logical.dims), device=features.device())
+            )
+        return self._logical.keyed(
+            self._logical.divide_means_(self.tables(bags).values(), features)
+        )
 
     def table_bytes(self) -> int:
         """Bytes of all tables, and of the index remapping."""
         (kernel,) = self.tables._emb_modules
-        return sum(rows.nbytes for rows in stored_rows(self.tables)) + kernel.index_remappings_array.nbytes
+        return (
+            sum(rows.nbytes for rows in stored_rows(self.tables))
+            + kernel.index_remappings_array.nbytes
+        )
 
 
 def _check_dim(table: TableScheme, stored: Precision) -> None:
@@ -211,27 +177,24 @@ def _check_dim(table: TableScheme, stored: Precision) -> None:
 
 
 def _index_remap(table: TableScheme) -> Tensor | None:
-    """Kept row of every row, -1 for dropped ones, and -1 once more for unknown ids: ``(N + 1,)`` int32.
-
-    None where every row is kept.
-
-    Raises:
-        ValueError: if the table has more rows than an int32 can number.
-    """
+    """Kept row of every row, -1 for dropped ones, and -1 once more for unknown ids: ``(N + 1,)``
+    int32."""
     kept = kept_rows(table)
     if bool(kept.all()):
         return None
-    check(len(kept) < 2**31, f"table {table.name!r}", "fewer than 2^31 rows", len(kept), "take another form")
+    check(
+        len(kept) < 2**31,
+        f"table {table.name!r}",
+        "fewer than 2^31 rows",
+        len(kept),
+        "take another form",
+    )
     remap = torch.where(kept, kept.cumsum(0) - 1, -1)
     return torch.cat([remap, torch.tensor([-1])]).to(torch.int32)
 
 
 def _set_remaps(tables: QuantEmbeddingBagCollection, remaps: list[Tensor | None]) -> None:
-    """Gives FBGEMM's kernel a remap per feature.
-
-    `set_index_remappings_array` takes one per table, which the lookup then reads as one per feature: right only where
-    no table is read by several features, so its buffers are filled here.
-    """
+    """Gives FBGEMM's kernel a remap per feature."""
     given = [remap for remap in remaps if remap is not None]
     if not given:
         return
@@ -239,6 +202,10 @@ def _set_remaps(tables: QuantEmbeddingBagCollection, remaps: list[Tensor | None]
     device, rows = kernel.current_device, kernel.rows_per_table.tolist()
     sizes = torch.tensor([0 if remap is None else remap.numel() for remap in remaps])
     kernel.index_remappings_array = torch.cat(given).to(device)
-    kernel.index_remappings_array_offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]).to(device)
-    original = [rows[feature] if remap is None else remap.numel() for feature, remap in enumerate(remaps)]
+    kernel.index_remappings_array_offsets = torch.cat(
+        [torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]
+    ).to(device)
+    original = [
+        rows[feature] if remap is None else remap.numel() for feature, remap in enumerate(remaps)
+    ]
     kernel.original_rows_per_table = torch.tensor(original, device=device)

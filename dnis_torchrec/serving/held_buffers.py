@@ -9,22 +9,7 @@ from torch import Tensor, nn
 
 
 class HeldBuffers(nn.Module):
-    """Buffers that C++ owns, and not Python alone.
-
-    A tensor that nobody but Python owns changes hands when an operator is called and when it returns, each time under
-    the interpreter's lock. For the tables of 26 features that takes longer than to look up a bag of each, and threads
-    that serve wait for each other. A view owns what it is a view of: so there is one of each buffer here, which nobody
-    ever uses. Buffers are what they were, in state dicts too; where they are moved or replaced, the views follow.
-
-    Args:
-        tensors: name -> buffer.
-        persistent: whether state dicts hold them.
-
-    Example:
-        >>> buffers = HeldBuffers({"values": torch.ones(2)})
-        >>> list(buffers.state_dict())
-        ['values']
-    """
+    """Buffers that C++ owns, and not Python alone."""
 
     def __init__(self, tensors: dict[str, Tensor], *, persistent: bool = True) -> None:
         super().__init__()
@@ -34,7 +19,9 @@ class HeldBuffers(nn.Module):
 
     def _hold(self) -> None:
         with torch.inference_mode(False):  # in which views would not own anything
-            self._views = [buffer.view_as(buffer) for buffer in self._buffers.values() if buffer is not None]
+            self._views = [
+                buffer.view_as(buffer) for buffer in self._buffers.values() if buffer is not None
+            ]
 
     def _apply(self, *arguments: Any, **options: Any) -> HeldBuffers:
         moved = super()._apply(*arguments, **options)

@@ -1,7 +1,5 @@
-"""LogicalTables, LogicalCollection: tables as a model sees them, and who serves them, whatever form they have.
-
-Shapes: B batch, F features, I ids of a batch, N rows of a table, D embedding_dim.
-"""
+"""LogicalTables, LogicalCollection: tables as a model sees them, and who serves them, whatever form
+they have."""
 
 from __future__ import annotations
 
@@ -13,7 +11,10 @@ import torch
 from torch import Tensor
 from torch.fx import Proxy, Tracer
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, get_embedding_names_by_table
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    get_embedding_names_by_table,
+)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check, check_known
@@ -34,24 +35,7 @@ UNKNOWN_IDS = ("error", "zero")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LogicalTables:
-    """The tables of ONE collection, and who reads them, in TorchRec's order.
-
-    Attributes:
-        configs: N rows of D, as before pruning; what DLRM and its like read.
-        tables: per feature its table; a table that several features read stands here several times.
-        features: per feature its KJT key.
-        names: per feature its key in the output: the feature, or ``"feature@table"`` where several tables read it.
-        is_weighted: whether bags carry per-sample weights.
-
-    Example:
-        >>> from dnis_torchrec.blocks.row_routing import RowRouting
-        >>> table = TableScheme(name="t", collection="ebc", num_embeddings=3, embedding_dim=2, pooling="sum",
-        ...     feature_names=("f", "g"), is_weighted=False, num_retained=0, retained=torch.zeros(1, 2).bool(),
-        ...     routing=RowRouting(3, 1, boundaries=torch.tensor([0, 3])))
-        >>> logical = LogicalTables.of(MixedDimensionScheme({"t": table}))
-        >>> logical.names, logical.dims
-        (['f', 'g'], [2, 2])
-    """
+    """The tables of ONE collection, and who reads them, in TorchRec's order."""
 
     configs: list[EmbeddingBagConfig]
     tables: list[TableScheme]
@@ -61,22 +45,27 @@ class LogicalTables:
 
     @staticmethod
     def of(scheme: MixedDimensionScheme) -> LogicalTables:
-        """The logical tables of a scheme.
-
-        Args:
-            scheme: the tables of ONE collection.
-
-        Raises:
-            ValueError: if the scheme holds no table, tables of several collections, or one that is not pooled.
-        """
+        """The logical tables of a scheme."""
         tables = list(scheme.tables.values())
         check(bool(tables), "scheme", "at least one table", "none")
         owners = sorted({(table.collection, table.is_weighted) for table in tables})
         remedy = "build one module for each collection"
-        check(len(owners) == 1, "scheme", "the tables of one collection", [name for name, _ in owners], remedy)
+        check(
+            len(owners) == 1,
+            "scheme",
+            "the tables of one collection",
+            [name for name, _ in owners],
+            remedy,
+        )
         remedy = "serve it by a ServedEmbeddingCollection"
         for table in tables:
-            check(table.pooling != "none", f"table {table.name!r}", "a table that is pooled", "none", remedy)
+            check(
+                table.pooling != "none",
+                f"table {table.name!r}",
+                "a table that is pooled",
+                "none",
+                remedy,
+            )
         configs = [torchrec_config(table, table.embedding_dim) for table in tables]
         return LogicalTables(
             configs=configs,
@@ -101,107 +90,87 @@ class LogicalTables:
         return torch.tensor([table.num_embeddings for table in self.tables], dtype=torch.int64)
 
     def keyed(self, pooled: Tensor) -> KeyedTensor:
-        """The output of a lookup, ``(B, sum of D over features)``, by key.
-
-        Args:
-            pooled: in the order of `names`; not copied.
-        """
+        """The output of a lookup, ``(B, sum of D over features)``, by key."""
         return KeyedTensor(keys=self.names, length_per_key=self.dims, values=pooled)
 
     def positions(self, features: KeyedJaggedTensor) -> list[int]:
-        """Position of every feature among the keys of a batch.
-
-        Args:
-            features: at least the collection's features, in any order.
-
-        Returns:
-            One position per entry of `features`.
-
-        Raises:
-            ValueError: if one is missing.
-        """
+        """Position of every feature among the keys of a batch."""
         position_of_key = {key: position for position, key in enumerate(features.keys())}
         for feature in self.features:
             check_known("feature", feature, position_of_key)
         return [position_of_key[feature] for feature in self.features]
 
     def weights_of(self, features: KeyedJaggedTensor) -> Tensor | None:
-        """The per-sample weights, if the collection takes any.
-
-        Args:
-            features: the batch.
-
-        Returns:
-            ``(I,)``, or None where the collection takes none, whatever the batch has.
-
-        Raises:
-            ValueError: if it does and there are none.
-        """
+        """The per-sample weights, if the collection takes any."""
         weights = features.weights_or_none() if self.is_weighted else None
-        check(not self.is_weighted or weights is not None, "KeyedJaggedTensor", "per-sample weights", "none")
+        check(
+            not self.is_weighted or weights is not None,
+            "KeyedJaggedTensor",
+            "per-sample weights",
+            "none",
+        )
         return weights
 
     def batch_size_of(self, offsets: Tensor, weights: Tensor | None) -> int:
-        """The batch size of bags given as plain tensors.
-
-        Args:
-            offsets: ``(F * B + 1,)`` int32 or int64.
-            weights: given if and only if the collection is weighted.
-
-        Raises:
-            ValueError: if that is no whole number of bags per feature, or weights are missing or too many.
-        """
+        """The batch size of bags given as plain tensors."""
         num_features = len(self.features)
         batch_size = (offsets.numel() - 1) // num_features
         if torch.compiler.is_compiling():  # sizes are symbols then, and a check would fix them
             return batch_size
-        is_whole = offsets.dim() == 1 and offsets.numel() == num_features * batch_size + 1 and batch_size >= 0
-        if not is_whole or offsets.dtype not in INTEGERS or (weights is not None) != self.is_weighted:
+        is_whole = (
+            offsets.dim() == 1
+            and offsets.numel() == num_features * batch_size + 1
+            and batch_size >= 0
+        )
+        if (
+            not is_whole
+            or offsets.dtype not in INTEGERS
+            or (weights is not None) != self.is_weighted
+        ):
             self._refuse_plain(offsets, weights, is_whole=is_whole)
         return batch_size
 
     def _refuse_plain(self, offsets: Tensor, weights: Tensor | None, *, is_whole: bool) -> None:
-        """Says what is wrong with bags given as plain tensors: a lookup of one bag has no time for three checks."""
+        """Says what is wrong with bags given as plain tensors: a lookup of one bag has no time for
+        three checks."""
         requirement = f"{len(self.features)} times the batch size and one more"
-        check(is_whole, "offsets", requirement, offsets.numel() if offsets.dim() == 1 else tuple(offsets.shape))
+        check(
+            is_whole,
+            "offsets",
+            requirement,
+            offsets.numel() if offsets.dim() == 1 else tuple(offsets.shape),
+        )
         check(offsets.dtype in INTEGERS, "offsets", "int32 or int64", offsets.dtype)
         given = "some" if weights is not None else "none"
         requirement = "some" if self.is_weighted else "none: the collection is not weighted"
         check(False, "per_sample_weights", requirement, given)
 
     def divide_means_(self, pooled: Tensor, features: KeyedJaggedTensor) -> Tensor:
-        """Divides the sums of MEAN tables by the length of the whole bag, as FBGEMM does also for weighted bags.
-
-        Args:
-            pooled: sums, ``(B, sum of D over features)``; changed in place.
-            features: the batch as it came.
-
-        Returns:
-            `pooled`.
-        """
+        """Divides the sums of MEAN tables by the length of the whole bag, as FBGEMM does also for
+        weighted bags."""
         if all(table.pooling == "sum" for table in self.tables):
             return pooled
         lengths = features.lengths().view(len(features.keys()), -1)
-        for table, first, key in zip(self.tables, self.first_columns, self.positions(features), strict=True):
+        for table, first, key in zip(
+            self.tables, self.first_columns, self.positions(features), strict=True
+        ):
             if table.pooling == "mean":
-                pooled.narrow(1, first, table.embedding_dim).div_(lengths[key].clamp(min=1).unsqueeze(1))
+                pooled.narrow(1, first, table.embedding_dim).div_(
+                    lengths[key].clamp(min=1).unsqueeze(1)
+                )
         return pooled
 
 
 def check_num_bags(names: list[str], offsets: Tensor, batch_size: int) -> None:
-    """Checks that a batch has as many bags as its batch size and its keys say.
-
-    Args:
-        names: its keys.
-        offsets: ``(keys * B + 1,)``.
-        batch_size: B.
-
-    Raises:
-        ValueError: if it has others.
-    """
+    """Checks that a batch has as many bags as its batch size and its keys say."""
     # a batch size that is a symbol would be fixed by looking at it
     if type(batch_size) is int and offsets.numel() != len(names) * batch_size + 1:
-        check(False, named(names), f"{len(names) * batch_size} lengths, one for each bag", max(offsets.numel() - 1, 0))
+        check(
+            False,
+            named(names),
+            f"{len(names) * batch_size} lengths, one for each bag",
+            max(offsets.numel() - 1, 0),
+        )
 
 
 class _Table(Protocol):
@@ -225,12 +194,7 @@ class _Table(Protocol):
 
 
 def torchrec_config(table: _Table, embedding_dim: int) -> EmbeddingBagConfig:
-    """A table as TorchRec describes it.
-
-    Args:
-        table: as this package does.
-        embedding_dim: its columns: D for the logical table, which a model sees.
-    """
+    """A table as TorchRec describes it."""
     return EmbeddingBagConfig(
         name=table.name,
         num_embeddings=table.num_embeddings,
@@ -243,24 +207,7 @@ def torchrec_config(table: _Table, embedding_dim: int) -> EmbeddingBagConfig:
 def checked_bags(
     features: KeyedJaggedTensor, logical: LogicalTables, limits: Tensor, unknown: Tensor | None
 ) -> KeyedJaggedTensor:
-    """The bags that a collection reads, in its order, with int64 ids that stand for rows.
-
-    Args:
-        features: at least the collection's features, in any order.
-        logical: who reads what.
-        limits: `LogicalTables.limits`, on the device of the ids.
-        unknown: ``(F,)`` int64: what an unknown id of a feature becomes; None: it raises (on a GPU, where looking would
-            stop the stream, by an assertion that runs there).
-
-    Returns:
-        One key per feature, without weights if the collection takes none.
-
-    Raises:
-        ValueError: if a feature or the weights are missing or, on CPU, the bags are not those of the ids (see
-            `check_bags`), or an id is unknown and `unknown` None.
-        TypeError: if ids are no integers.
-        NotImplementedError: if the features of the batch differ in stride.
-    """
+    """The bags that a collection reads, in its order, with int64 ids that stand for rows."""
     check_one_batch_size(features)
     keys, batch_size, weights = features.keys(), features.stride(), logical.weights_of(features)
     order, limits_of_keys = None, limits
@@ -272,15 +219,26 @@ def checked_bags(
     if offsets is None:
         check_bags(features)
     # FBGEMM's operators take numbers for neighbours, whatever strides say
-    ids, lengths = integer_ids(features.values(), keys).long().contiguous(), features.lengths().contiguous()
+    ids, lengths = (
+        integer_ids(features.values(), keys).long().contiguous(),
+        features.lengths().contiguous(),
+    )
     if weights is not None:
         weights = weights.float().contiguous()
     if order is not None:
         by_key = lengths.view(len(keys), batch_size)
-        lengths, ids, weights = torch.ops.fbgemm.permute_2D_sparse_data(order.int(), by_key, ids, weights)
+        lengths, ids, weights = torch.ops.fbgemm.permute_2D_sparse_data(
+            order.int(), by_key, ids, weights
+        )
         lengths = lengths.view(-1)
     if offsets is None:
-        ids = _rows_of(ids, lengths.view(len(logical.features), batch_size).sum(dim=1), logical, limits, unknown)
+        ids = _rows_of(
+            ids,
+            lengths.view(len(logical.features), batch_size).sum(dim=1),
+            logical,
+            limits,
+            unknown,
+        )
     return KeyedJaggedTensor(
         keys=logical.names,
         values=ids,
@@ -291,12 +249,16 @@ def checked_bags(
     )
 
 
-def _rows_of(ids: Tensor, counts: Tensor, logical: LogicalTables, limits: Tensor, unknown: Tensor | None) -> Tensor:
+def _rows_of(
+    ids: Tensor, counts: Tensor, logical: LogicalTables, limits: Tensor, unknown: Tensor | None
+) -> Tensor:
     """Ids of which `checked_bags` has to look at each; `counts` says how many every feature has."""
     limit = torch.repeat_interleave(limits, counts, output_size=ids.numel())
     is_row = (ids >= 0) & (ids < limit)
     if unknown is not None:
-        return torch.where(is_row, ids, torch.repeat_interleave(unknown, counts, output_size=ids.numel()))
+        return torch.where(
+            is_row, ids, torch.repeat_interleave(unknown, counts, output_size=ids.numel())
+        )
     if ids.device.type != "cpu":
         torch._assert_async(is_row.all())
     elif not bool(is_row.all()):
@@ -305,33 +267,22 @@ def _rows_of(ids: Tensor, counts: Tensor, logical: LogicalTables, limits: Tensor
 
 
 def name_unknown_id(logical: LogicalTables, ids: tuple[Tensor, ...] | list[Tensor]) -> None:
-    """Raises with table, feature and id if one of the ids is unknown.
-
-    Args:
-        logical: who reads what.
-        ids: per feature its ids.
-
-    Raises:
-        ValueError: for the first unknown id.
-    """
+    """Raises with table, feature and id if one of the ids is unknown."""
     for table, feature, of_feature in zip(logical.tables, logical.features, ids, strict=True):
         unknown = of_feature[(of_feature < 0) | (of_feature >= table.num_embeddings)]
-        requirement = f"ids in 0..{table.num_embeddings - 1} (num_embeddings={table.num_embeddings})"
-        place, remedy = f"table {table.name!r}, feature {feature!r}", "hash ids as before, or take unknown_ids='zero'"
+        requirement = (
+            f"ids in 0..{table.num_embeddings - 1} (num_embeddings={table.num_embeddings})"
+        )
+        place, remedy = (
+            f"table {table.name!r}, feature {feature!r}",
+            "hash ids as before, or take unknown_ids='zero'",
+        )
         if unknown.numel():
             check(False, place, requirement, f"id {int(unknown[0])}", remedy)
 
 
 class LogicalCollection(EmbeddingBagCollectionInterface):
-    """A collection that a model sees as it was before pruning.
-
-    Args:
-        scheme: the tables of ONE collection of a model.
-        unknown_ids: ids below 0 or from N on raise (``"error"``) or contribute zero (``"zero"``; they count in L).
-
-    Raises:
-        ValueError: if the scheme holds no table, or tables of several collections; for other `unknown_ids`.
-    """
+    """A collection that a model sees as it was before pruning."""
 
     def __init__(self, scheme: MixedDimensionScheme, *, unknown_ids: str) -> None:
         super().__init__()
@@ -339,14 +290,16 @@ class LogicalCollection(EmbeddingBagCollectionInterface):
         self._logical, self._zero_unknown = LogicalTables.of(scheme), unknown_ids == "zero"
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Looks bags up. In a graph of torch.fx it is one call of this module: checks of values cannot be traced.
-
-        Not so if TorchRec has sharded what is inside: its pipelines look for that in the graph.
-        """
-        tracer = next((value.tracer for value in (*inputs, *named.values()) if isinstance(value, Proxy)), None)
+        """Looks bags up. In a graph of torch.fx it is one call of this module: checks of values
+        cannot be traced."""
+        tracer = next(
+            (value.tracer for value in (*inputs, *named.values()) if isinstance(value, Proxy)), None
+        )
         if tracer is None or any(hasattr(module, "input_dist") for module in self.modules()):
             return super().__call__(*inputs, **named)
-        return tracer.create_proxy("call_module", cast(Tracer, tracer).path_of_module(self), inputs, named)
+        return tracer.create_proxy(
+            "call_module", cast(Tracer, tracer).path_of_module(self), inputs, named
+        )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The logical tables: N rows of D, as before pruning; what DLRM and its like read."""
@@ -358,20 +311,22 @@ class LogicalCollection(EmbeddingBagCollectionInterface):
 
 
 class OperatorCollection(LogicalCollection):
-    """A collection whose lookups one compiled operator does, which checks ids and offsets on its way.
-
-    What is wrong is put into words only once the operator has stumbled over it: a lookup of one bag has no time to look
-    before.
-    """
+    """A collection whose lookups one compiled operator does, which checks ids and offsets on its
+    way."""
 
     def _of_batch(self, features: KeyedJaggedTensor) -> Tensor:
-        """Pooled embeddings of a batch whose keys may stand in any order, ``(B, sum of D over features)``."""
+        """Pooled embeddings of a batch whose keys may stand in any order, ``(B, sum of D over
+        features)``."""
         logical = self._logical
         names = features.keys()
         keys = None if names == logical.features else logical.positions(features)
         if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
             check_one_batch_size(features)  # says why this is refused
-        weights, offsets, batch_size = logical.weights_of(features), features.offsets(), features.stride()
+        weights, offsets, batch_size = (
+            logical.weights_of(features),
+            features.offsets(),
+            features.stride(),
+        )
         if keys is not None:  # else the operator sees that there are as many as features
             check_num_bags(names, offsets, batch_size)
         return self._pooled(features.values(), offsets, weights, keys, batch_size, names)
@@ -385,7 +340,8 @@ class OperatorCollection(LogicalCollection):
         batch_size: int,
         names: list[str],
     ) -> Tensor:
-        """Pooled embeddings; bags that the operator does not read as they came are made readable, or refused."""
+        """Pooled embeddings; bags that the operator does not read as they came are made readable,
+        or refused."""
         try:
             return self._by_operator(ids, offsets, weights, keys, batch_size)
         except ValueError:
@@ -395,11 +351,19 @@ class OperatorCollection(LogicalCollection):
                 return self._pooled(taken[0], offsets, taken[1], keys, batch_size, names)
             if not self._zero_unknown:
                 positions = range(len(self._logical.features)) if keys is None else keys
-                bounds = [(int(offsets[key * batch_size]), int(offsets[(key + 1) * batch_size])) for key in positions]
+                bounds = [
+                    (int(offsets[key * batch_size]), int(offsets[(key + 1) * batch_size]))
+                    for key in positions
+                ]
                 name_unknown_id(self._logical, [ids[first:last] for first, last in bounds])
             raise
 
     def _by_operator(
-        self, ids: Tensor, offsets: Tensor, weights: Tensor | None, keys: list[int] | None, batch_size: int
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        keys: list[int] | None,
+        batch_size: int,
     ) -> Tensor:
         raise NotImplementedError

@@ -1,10 +1,5 @@
-"""One narrow table per feature: what a search found, for teams that do not want a table per block of rows.
-
-A narrow table keeps one set of R columns for all of its rows. What it gives is put back on these columns of D, or goes
-through a learnt projection that starts as just that, so a model built for tables of one D takes it unchanged.
-
-Shapes: B batch, N rows of a table, D embedding_dim, S blocks, R columns of a narrow table.
-"""
+"""One narrow table per feature: what a search found, for teams that do not want a table per block
+of rows."""
 
 from __future__ import annotations
 
@@ -48,20 +43,7 @@ FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class NarrowTable:
-    """One table as wide as it has to be, and where its columns stand in D.
-
-    Attributes:
-        name: of the table: the searched table's, or ``"<table>/b<s>"`` for block s.
-        num_embeddings: its rows.
-        embedding_dim: R.
-        feature_names: features read from it. Those that shared the searched table go on sharing this one.
-        pooling: ``"sum"`` or ``"mean"``.
-        logical_dim: D of the searched table.
-        columns: the R columns of D that it holds, rising.
-
-    Raises:
-        ValueError: if it has no rows or features, or the columns are not R rising ones of D.
-    """
+    """One table as wide as it has to be, and where its columns stand in D."""
 
     name: str
     num_embeddings: int
@@ -78,7 +60,9 @@ class NarrowTable:
         check(self.pooling in ("sum", "mean"), place, "pooling 'sum' or 'mean'", repr(self.pooling))
         rising = len(columns) == self.embedding_dim >= 1 and columns == sorted(set(columns))
         within = rising and columns[0] >= 0 and columns[-1] < self.logical_dim
-        check(within, place, f"{self.embedding_dim} rising columns below {self.logical_dim}", columns)
+        check(
+            within, place, f"{self.embedding_dim} rising columns below {self.logical_dim}", columns
+        )
 
     def config(self) -> EmbeddingBagConfig:
         """The table as TorchRec describes it, R wide."""
@@ -91,21 +75,7 @@ class NarrowTable:
 
 @dataclass(frozen=True)
 class NarrowTables:
-    """The narrow tables of one collection; as JSON, YAML and Python too.
-
-    Attributes:
-        tables: in the collection's order.
-        is_weighted: whether bags carry per-sample weights.
-
-    Example:
-        >>> table = NarrowTable(name="t", num_embeddings=9, embedding_dim=1, feature_names=("f",), pooling="sum",
-        ...     logical_dim=4, columns=(2,))
-        >>> tables = NarrowTables((table,))
-        >>> tables.configs()[0].embedding_dim, tables.parameters
-        (1, 9)
-        >>> NarrowTables.from_yaml(tables.to_yaml()) == NarrowTables.from_json(tables.to_json()) == tables
-        True
-    """
+    """The narrow tables of one collection; as JSON, YAML and Python too."""
 
     tables: tuple[NarrowTable, ...]
     is_weighted: bool = False
@@ -134,8 +104,13 @@ class NarrowTables:
         return yaml.safe_dump(self._fields(), sort_keys=False, default_flow_style=None, width=120)
 
     def to_python(self) -> str:
-        """Python source of ``tables``, a list of EmbeddingBagConfigs, and of ``columns``, table name -> columns."""
-        lines = ["from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType", "", "tables = ["]
+        """Python source of ``tables``, a list of EmbeddingBagConfigs, and of ``columns``, table
+        name -> columns."""
+        lines = [
+            "from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType",
+            "",
+            "tables = [",
+        ]
         for table in self.tables:
             lines += [
                 "    EmbeddingBagConfig(",
@@ -146,43 +121,46 @@ class NarrowTables:
                 f"        pooling=PoolingType.{table.pooling.upper()},",
                 "    ),",
             ]
-        lines += ["]", "columns = {", *(f"    {t.name!r}: {list(t.columns)!r}," for t in self.tables), "}"]
+        lines += [
+            "]",
+            "columns = {",
+            *(f"    {t.name!r}: {list(t.columns)!r}," for t in self.tables),
+            "}",
+        ]
         return "\n".join(lines) + "\n"
 
     @staticmethod
     def from_json(text: str) -> NarrowTables:
-        """Reads `to_json` back.
-
-        Args:
-            text: JSON.
-
-        Raises:
-            ValueError: if the text is none, of another format version, or describes no tables.
-        """
+        """Reads `to_json` back."""
         return NarrowTables._of_fields(parse_json(text, dict[str, Any], "narrow tables"))
 
     @staticmethod
     def from_yaml(text: str) -> NarrowTables:
-        """Reads `to_yaml` back.
-
-        Args:
-            text: YAML; read as plain lists, mappings and scalars.
-
-        Raises:
-            ValueError: if the text is none, of another format version, or describes no tables.
-        """
+        """Reads `to_yaml` back."""
         try:
             fields = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: dates that there are not
+        except (
+            yaml.YAMLError,
+            ValueError,
+            RecursionError,
+        ) as error:  # ValueError: dates that there are not
             raise ValueError(describe("narrow tables", "YAML", error)) from error
         return NarrowTables._of_fields(fields)
 
     def _fields(self) -> dict[str, Any]:
         tables = [
-            {**asdict(table), "feature_names": list(table.feature_names), "columns": list(table.columns)}
+            {
+                **asdict(table),
+                "feature_names": list(table.feature_names),
+                "columns": list(table.columns),
+            }
             for table in self.tables
         ]
-        return {"format_version": _FORMAT_VERSION, "is_weighted": self.is_weighted, "tables": tables}
+        return {
+            "format_version": _FORMAT_VERSION,
+            "is_weighted": self.is_weighted,
+            "tables": tables,
+        }
 
     @staticmethod
     def _of_fields(fields: Any) -> NarrowTables:
@@ -204,7 +182,12 @@ def _check_entry(entry: Any, place: str) -> None:
     named = sorted(entry) if isinstance(entry, dict) else []
     check(set(named) == set(FIELDS), place, f"fields {sorted(FIELDS)}", named)
     for field, kind in FIELDS.items():
-        check(type(entry[field]) is kind, place, f"{field} to be of type {kind.__name__}", repr(entry[field]))
+        check(
+            type(entry[field]) is kind,
+            place,
+            f"{field} to be of type {kind.__name__}",
+            repr(entry[field]),
+        )
     for field, kind in (("feature_names", str), ("columns", int)):
         fits = all(type(value) is kind for value in entry[field])
         check(fits, place, f"{field} to hold values of type {kind.__name__}", entry[field])
@@ -215,14 +198,18 @@ def embedding_configs(
 ) -> NarrowTables:
     """The tables of a scheme as EmbeddingBagConfigs with embedding_dims of their own.
 
-    - ``per="feature"``: one table per searched table, all rows with the same R columns: those that most rows retain.
-      Features that share a table go on sharing one, so that nothing is stored twice. ``columns="same_size"`` takes as
-      many columns as give at least the scheme's parameters, so what rows retain beyond them is lost; ``"union"``
-      takes every column that any row retains, which loses nothing and may save nothing.
-    - ``per="block"``: one table per block, ``"<table>/b<s>"`` read by ``"<feature>/b<s>"``: lossless, as
-      `MixedDimensionEmbeddingBagCollection` serves and trains it. Blocks without rows or columns have none. A feature
-      that several tables read is cut anew for each, so it is ``"<feature>@<table>/b<s>"`` there. Blocks of a MEAN
-      table are pooled by SUM: no block knows how long the whole bag is, by which the sum over blocks is divided.
+    - ``per="feature"``: one table per searched table, all rows with the same R columns: those that
+    most rows retain.
+      Features that share a table go on sharing one, so that nothing is stored twice.
+      ``columns="same_size"`` takes as many columns as give at least the scheme's parameters, so
+      what rows retain beyond them is lost; ``"union"`` takes every column that any row retains,
+      which loses nothing and may save nothing.
+    - ``per="block"``: one table per block, ``"<table>/b<s>"`` read by ``"<feature>/b<s>"``:
+    lossless, as
+      `MixedDimensionEmbeddingBagCollection` serves and trains it. Blocks without rows or columns
+      have none. A feature that several tables read is cut anew for each, so it is
+      ``"<feature>@<table>/b<s>"`` there. Blocks of a MEAN table are pooled by SUM: no block knows
+      how long the whole bag is, by which the sum over blocks is divided.
 
     Args:
         scheme: the tables of ONE collection.
@@ -230,8 +217,8 @@ def embedding_configs(
         columns: ``"same_size"`` or ``"union"``, for ``per="feature"``.
 
     Returns:
-        The narrow tables, in the collection's order. A table that retains nothing keeps one column, because no
-        EmbeddingBagConfig can have none.
+        The narrow tables, in the collection's order. A table that retains nothing keeps one column,
+        because no EmbeddingBagConfig can have none.
 
     Raises:
         ValueError: for other words, or a scheme of no table or several collections.
@@ -253,46 +240,29 @@ def embedding_configs(
     owners = sorted({(table.collection, table.is_weighted) for table in tables})
     check(len(owners) == 1, "scheme", "the tables of one collection", [name for name, _ in owners])
     narrow = [
-        _narrow(table, table.name, table.num_embeddings, _columns(table, columns), table.feature_names)
+        _narrow(
+            table, table.name, table.num_embeddings, _columns(table, columns), table.feature_names
+        )
         for table in tables
     ]
     if per == "block":
         names = get_embedding_names_by_table([table.config() for table in narrow])
-        narrow = [part for table, own in zip(tables, names, strict=True) for part in _blocks(table, own)]
+        narrow = [
+            part for table, own in zip(tables, names, strict=True) for part in _blocks(table, own)
+        ]
     return NarrowTables(tuple(narrow), tables[0].is_weighted)
 
 
 class NarrowEmbeddingBagCollection(EmbeddingBagCollectionInterface):
-    """A narrow table per feature, behind the interface of tables of one D: trains, and drops into DLRM and its like.
-
-    For a feature of a table with columns c_1 .. c_R, ``out = pooled @ P`` with ``P[r, c_r] = 1``. As a selection P is
-    fixed and never stored; learnt, it is a parameter ``(R, D)`` of its own for each table, which starts there. The
-    stock collection inside, ``.narrow``, is what DistributedModelParallel shards; the rest is local and replicated. It
-    decides what is supported: unsharded, on a CPU, torch refuses weighted means.
-
-    Args:
-        tables: from `embedding_configs` with ``per="feature"``, or read from a file.
-        projection: ``"selection"`` or ``"learned"``.
-        device: where everything goes.
-
-    Shape:
-        - Input: at least the collection's features, stride B.
-        - Output: KeyedTensor of ``(B, sum of D over features)``, keys as those of a collection of D.
-
-    Raises:
-        ValueError: for no tables, or another projection.
-
-    Example:
-        >>> table = NarrowTable(name="t", num_embeddings=3, embedding_dim=1, feature_names=("f",), pooling="sum",
-        ...     logical_dim=3, columns=(1,))
-        >>> ebc = NarrowEmbeddingBagCollection.from_tables(NarrowTables((table,)), {"t": torch.arange(9.0).view(3, 3)})
-        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([0, 2]), lengths=torch.tensor([2]))
-        >>> ebc(kjt)["f"].tolist()
-        [[0.0, 8.0, 0.0]]
-    """
+    """A narrow table per feature, behind the interface of tables of one D: trains, and drops into
+    DLRM and its like."""
 
     def __init__(
-        self, tables: NarrowTables, *, projection: str = "selection", device: torch.device | str = "cpu"
+        self,
+        tables: NarrowTables,
+        *,
+        projection: str = "selection",
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         check(len(tables) > 0, "tables", "at least one", "none")
@@ -300,11 +270,15 @@ class NarrowEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self._tables, place = tables, torch.device(device)
         self._configs = [table.logical_config() for table in tables]
         names = get_embedding_names_by_table(tables.configs())
-        self._readers = [(table, name) for table, own in zip(tables, names, strict=True) for name in own]
+        self._readers = [
+            (table, name) for table, own in zip(tables, names, strict=True) for name in own
+        ]
         self._rows: dict[str, int] = {}
         for table in sorted(tables, key=lambda table: -table.num_embeddings):  # the smallest counts
             self._rows |= dict.fromkeys(table.feature_names, table.num_embeddings)
-        self.narrow = EmbeddingBagCollection(tables=tables.configs(), is_weighted=tables.is_weighted, device=place)
+        self.narrow = EmbeddingBagCollection(
+            tables=tables.configs(), is_weighted=tables.is_weighted, device=place
+        )
         self.projections = nn.ParameterDict()
         if projection == "learned":
             for table in tables:
@@ -328,41 +302,24 @@ class NarrowEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         projection: str = "selection",
         device: torch.device | str = "cpu",
     ) -> NarrowEmbeddingBagCollection:
-        """Builds the collection and copies the narrow tables' columns out of pruned ones.
-
-        Args:
-            tables: see the class.
-            weights: table name -> ``(N, D)``, as ``load_csr(artifact, name).to_dense()`` gives.
-            projection: see the class.
-            device: see the class.
-
-        Raises:
-            ValueError: if a table is missing or has another shape.
-        """
+        """Builds the collection and copies the narrow tables' columns out of pruned ones."""
         module = cls(tables, projection=projection, device=device)
         for table in tables:
             check_known("table", table.name, weights)
             weight, shape = weights[table.name], (table.num_embeddings, table.logical_dim)
-            check(tuple(weight.shape) == shape, f"table {table.name!r}", f"shape {shape}", tuple(weight.shape))
+            check(
+                tuple(weight.shape) == shape,
+                f"table {table.name!r}",
+                f"shape {shape}",
+                tuple(weight.shape),
+            )
             own = module.narrow.embedding_bags[table.name].weight
             with torch.no_grad():
                 own.copy_(weight.index_select(1, torch.tensor(table.columns, device=weight.device)))
         return module
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks bags up and puts them back on D columns.
-
-        Args:
-            features: at least the collection's features, stride B, with weights if the collection is weighted.
-
-        Returns:
-            KeyedTensor of ``(B, sum of D over features)``.
-
-        Raises:
-            ValueError: if a feature or the weights are missing or, on CPU, the bags are not those of the ids (see
-                `check_bags`), or an id is no row.
-            TypeError: if ids are no int32 or int64.
-        """
+        """Looks bags up and puts them back on D columns."""
         _check_batch(features, self._rows, self.is_weighted())
         pooled = self.narrow(features).to_dict()
         dims = [table.logical_dim for table, _ in self._readers]
@@ -372,7 +329,9 @@ class NarrowEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         else:
             narrow = torch.cat([pooled[name] for _, name in self._readers], dim=1)
             values = narrow.new_zeros(len(narrow), sum(dims)).index_copy(1, self._columns, narrow)
-        return KeyedTensor(keys=[name for _, name in self._readers], length_per_key=dims, values=values)
+        return KeyedTensor(
+            keys=[name for _, name in self._readers], length_per_key=dims, values=values
+        )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The logical tables, D wide; what DLRM and its like read."""
@@ -385,7 +344,8 @@ class NarrowEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
 @torch.fx.wrap  # a leaf for TorchRec's tracer
 def _check_batch(features: KeyedJaggedTensor, rows: dict[str, int], is_weighted: bool) -> None:
-    """Checks what is looked up: bags, weights, and ids; `rows` tells how many a feature's smallest table has."""
+    """Checks what is looked up: bags, weights, and ids; `rows` tells how many a feature's smallest
+    table has."""
     keys, ids = features.keys(), features.values()
     for feature in rows:
         check_known("feature", feature, keys)
@@ -404,29 +364,48 @@ def _check_batch(features: KeyedJaggedTensor, rows: dict[str, int], is_weighted:
     for key, of_key in zip(keys, ids.split(counts), strict=False):
         unknown = of_key[(of_key < 0) | (of_key >= rows[key])] if key in rows else of_key[:0]
         if unknown.numel():
-            check(False, named([key]), f"ids in 0..{rows[key] - 1}", f"id {int(unknown[0])}", "hash ids as before")
+            check(
+                False,
+                named([key]),
+                f"ids in 0..{rows[key] - 1}",
+                f"id {int(unknown[0])}",
+                "hash ids as before",
+            )
 
 
 def _columns(table: TableScheme, wanted: str) -> Tensor:
-    """The columns of D that a table keeps for all of its rows, rising; ranked by how many rows retain them."""
+    """The columns of D that a table keeps for all of its rows, rising; ranked by how many rows
+    retain them."""
     rows_of_column = (table.retained * table.routing.row_counts().unsqueeze(1)).sum(dim=0)
-    union, same_size = int((rows_of_column > 0).sum()), -(-table.num_retained // table.num_embeddings)
+    union, same_size = (
+        int((rows_of_column > 0).sum()),
+        -(-table.num_retained // table.num_embeddings),
+    )
     order = torch.argsort(rows_of_column, descending=True, stable=True)
     return order[: max(1, union if wanted == "union" else same_size)].sort().values
 
 
 def _blocks(table: TableScheme, names: list[str]) -> list[NarrowTable]:
-    """A table per block that stores something; `names` are those of what the table gives, one per feature."""
+    """A table per block that stores something; `names` are those of what the table gives, one per
+    feature."""
     rows, dims = table.routing.row_counts().tolist(), table.dims.tolist()
     stored = [s for s in range(table.routing.num_blocks) if rows[s] and dims[s]]
     summed = replace(table, pooling="sum")
     return [
-        _narrow(summed, f"{table.name}/b{s}", rows[s], table.columns(s), tuple(f"{name}/b{s}" for name in names))
+        _narrow(
+            summed,
+            f"{table.name}/b{s}",
+            rows[s],
+            table.columns(s),
+            tuple(f"{name}/b{s}" for name in names),
+        )
         for s in stored
     ]
 
 
-def _narrow(table: TableScheme, name: str, rows: int, columns: Tensor, features: tuple[str, ...]) -> NarrowTable:
+def _narrow(
+    table: TableScheme, name: str, rows: int, columns: Tensor, features: tuple[str, ...]
+) -> NarrowTable:
     return NarrowTable(
         name=name,
         num_embeddings=rows,

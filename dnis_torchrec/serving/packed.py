@@ -1,10 +1,4 @@
-"""PackedEmbeddingBagCollection: a drop-in for an EmbeddingBagCollection over tables of bit fields.
-
-The form for columns of mixed precision: every column of every block of rows takes bits of its own, none where it is
-dropped, and one operator pools the bags of all features, straight into the columns of the output.
-
-Shapes: B batch, F features, T tables, I ids of a batch, N rows of a table, S blocks, D embedding_dim.
-"""
+"""PackedEmbeddingBagCollection: a drop-in for an EmbeddingBagCollection over tables of bit fields."""
 
 from __future__ import annotations
 
@@ -24,7 +18,8 @@ from dnis_torchrec.serving.packed_table import PackedTable, column_bits
 
 
 class _Layout(NamedTuple):
-    """The operator's description of features, tables, blocks and groups of columns; see `packed_operator`."""
+    """The operator's description of features, tables, blocks and groups of columns; see
+    `packed_operator`."""
 
     features: Tensor
     tables: Tensor
@@ -33,48 +28,14 @@ class _Layout(NamedTuple):
 
 
 class PackedEmbeddingBagCollection(BufferCollection):
-    """Looks bags up in tables of bit fields; same keys and dims as the uncompressed collection.
-
-    For a bag with ids i_1 .. i_L and weights w (1 if unweighted), ``pooled = sum over i of w_i * v_i``. Column d of v_i
-    is ``scale * (q + shift / 2)`` with scale and shift of that column in the block of row i, the float32 that is
-    stored, or 0 where the column is dropped. MEAN divides by L, the length of the whole bag, as FBGEMM does also for
-    weighted bags. Rows of no block contribute zero.
-
-    Ids are added in their order, so the result depends neither on the number of threads nor on the instruction set.
-    Serving only: tables are buffers, nothing has a gradient. Safe to call from several threads at once. Beside the
-    tables, 24 bytes for each column of each block are made when the module is built.
-
-    Args:
-        scheme: the tables of ONE collection of a model.
-        tables: table name -> its rows. Buffers are taken as they are, memory-mapped ones too.
-        unknown_ids: ids below 0 or from N on raise (``"error"``) or contribute zero (``"zero"``; they count in L).
-
-    Shape:
-        - Input: at least the collection's features in any order, ids int32 or int64, stride B.
-        - Output: KeyedTensor of ``(B, sum of D over features)``, keys as the uncompressed collection's: the feature, or
-          ``"feature@table"`` where several tables read it.
-
-    Raises:
-        ValueError: if the scheme holds no table, or tables of several collections; if a table is missing or has
-            other rows, columns or bits than the scheme says.
-
-    Example:
-        >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-        >>> from dnis_torchrec.blocks.row_routing import RowRouting
-        >>> table = TableScheme(name="t", collection="ebc", num_embeddings=3, embedding_dim=2, pooling="sum",
-        ...     feature_names=("f",), is_weighted=False, routing=RowRouting(3, 1, boundaries=torch.tensor([0, 3])),
-        ...     retained=torch.ones(1, 2).bool(), num_retained=6, bits=torch.tensor([[4, 4]], dtype=torch.uint8))
-        >>> rows = torch.tensor([0x01, 0x24, 0x48], dtype=torch.uint8)
-        >>> scale, shift = torch.tensor([[1.0, 0.5]]), torch.tensor([[0, -1]])
-        >>> packed = PackedTable.from_rows(table, rows, scale, shift)
-        >>> ebc = PackedEmbeddingBagCollection(MixedDimensionScheme({"t": table}), {"t": packed})
-        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([0, 2, 1]), lengths=torch.tensor([2, 1]))
-        >>> ebc(kjt).to_dict()["f"].tolist()
-        [[9.0, 1.5], [4.0, 0.75]]
-    """
+    """Looks bags up in tables of bit fields; same keys and dims as the uncompressed collection."""
 
     def __init__(
-        self, scheme: MixedDimensionScheme, tables: Mapping[str, PackedTable], *, unknown_ids: str = "error"
+        self,
+        scheme: MixedDimensionScheme,
+        tables: Mapping[str, PackedTable],
+        *,
+        unknown_ids: str = "error",
     ) -> None:
         super().__init__(scheme, unknown_ids=unknown_ids)
         buffers: dict[str, Tensor] = {}
@@ -82,11 +43,16 @@ class PackedEmbeddingBagCollection(BufferCollection):
             check_known("table", name, tables)
             _check_table(table, tables[name])
             parts = {"rows": tables[name].rows, "directory": tables[name].directory.directory}
-            buffers |= {f"{name}/{part}": tensor for part, tensor in parts.items() if tensor.numel()}
+            buffers |= {
+                f"{name}/{part}": tensor for part, tensor in parts.items() if tensor.numel()
+            }
         self._table_bytes = sum(tables[name].num_bytes for name in scheme.tables)
-        # never none: AOTInductor hands an empty list of tensors over as None, which no operator takes
+        # never none: AOTInductor hands an empty list of tensors over as None, which no operator
+        # takes
         self.tables = HeldBuffers(buffers or {"none": torch.zeros(1, dtype=torch.uint8)})
-        self.outputs = HeldBuffers(self._output_layout(tables, list(buffers))._asdict(), persistent=False)
+        self.outputs = HeldBuffers(
+            self._output_layout(tables, list(buffers))._asdict(), persistent=False
+        )
 
     def _output_layout(self, packed: Mapping[str, PackedTable], buffers: list[str]) -> _Layout:
         place_of = {name: place for place, name in enumerate(buffers)}
@@ -119,7 +85,12 @@ class PackedEmbeddingBagCollection(BufferCollection):
         )
 
     def _read(
-        self, ids: Tensor, offsets: Tensor, weights: Tensor | None, keys: list[int] | None, batch_size: int
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        keys: list[int] | None,
+        batch_size: int,
     ) -> Tensor:
         # nn.Module takes longer to find a part by attribute than a lookup of one bag takes
         tables: Any = self._modules["tables"]
@@ -142,7 +113,8 @@ class PackedEmbeddingBagCollection(BufferCollection):
 
 
 def _block_rows(table: PackedTable, first_group: int, groups_per_block: int) -> list[list[int]]:
-    """Rows of the operator's table of blocks: those that a directory may name, and for boundaries that of no rows."""
+    """Rows of the operator's table of blocks: those that a directory may name, and for boundaries
+    that of no rows."""
     begins, counts = table.first_bytes().tolist(), table.row_counts.tolist()
     strides, num_blocks = row_strides(table.bits).tolist(), table.directory.num_blocks
     named = range(num_blocks + 1) if table.directory.is_sorted else table.directory.blocks

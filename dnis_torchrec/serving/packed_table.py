@@ -1,7 +1,4 @@
-"""PackedTable: one table whose blocks store every column in bits of its own.
-
-Shapes: N rows, S blocks, D embedding_dim, C coded columns of all blocks (retained, and not in float32).
-"""
+"""PackedTable: one table whose blocks store every column in bits of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, check_widths, is_coded, packed_rows, row_strides
+from dnis_torchrec.blocks.bit_fields import (
+    FLOAT_BITS,
+    check_widths,
+    is_coded,
+    packed_rows,
+    row_strides,
+)
 from dnis_torchrec.blocks.column_codes import encode_rows
 from dnis_torchrec.blocks.row_directory import RowDirectory
 from dnis_torchrec.checks import check, describe
@@ -20,24 +23,8 @@ from dnis_torchrec.scheme import TableScheme
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedTable:
-    """A table in bit fields: a value of k bits is a number q in 0 .. 2^k - 1 that stands for scale * (q + shift / 2).
-
-    Only shapes and dtypes are checked, and scales and shifts, which are few, so that a memory-mapped table is not read
-    before it is used; lookups check whatever else they rely on.
-
-    Attributes:
-        bits: ``(S, D)`` uint8 among `dnis_torchrec.blocks.bit_fields.WIDTHS`: of a value of column d of block s.
-        directory: where every row stands.
-        rows: ``(bytes,)`` uint8: the rows of block 0, one after another, those of block 1, and so on. A row's fields
-            stand where `dnis_torchrec.blocks.bit_fields.field_offsets` says.
-        scales: ``(C,)`` bfloat16, above 0: of the coded columns of block 0, rising, those of block 1, and so on.
-        shifts: ``(C,)`` int16, in the same order: in half steps.
-        row_counts: ``(S,)`` int64, rows of every block.
-
-    Raises:
-        ValueError: if the arrays do not describe N rows of D columns in S blocks.
-        TypeError: for other dtypes.
-    """
+    """A table in bit fields: a value of k bits is a number q in 0 .. 2^k - 1 that stands for scale
+    * (q + shift / 2)."""
 
     bits: Tensor
     directory: RowDirectory
@@ -47,7 +34,12 @@ class PackedTable:
     row_counts: Tensor
 
     def __post_init__(self) -> None:
-        dtypes = {"bits": torch.uint8, "rows": torch.uint8, "scales": torch.bfloat16, "shifts": torch.int16}
+        dtypes = {
+            "bits": torch.uint8,
+            "rows": torch.uint8,
+            "scales": torch.bfloat16,
+            "shifts": torch.int16,
+        }
         for name, dtype in dtypes.items():
             received = getattr(self, name).dtype
             if received != dtype:
@@ -55,7 +47,12 @@ class PackedTable:
         check_widths(self.bits, "PackedTable.bits")
         num_blocks = self.directory.num_blocks
         received = (*self.bits.shape[:1], *self.row_counts.shape)
-        check(received == (num_blocks,) * 2, "PackedTable", f"bits and row counts of {num_blocks}", received)
+        check(
+            received == (num_blocks,) * 2,
+            "PackedTable",
+            f"bits and row counts of {num_blocks}",
+            received,
+        )
         ends = self.first_bytes()[-1] + self.row_counts[-1:] * row_strides(self.bits)[-1:]
         shapes = {"rows": int(ends), "scales": self.num_coded, "shifts": self.num_coded}
         for name, size in shapes.items():
@@ -65,27 +62,10 @@ class PackedTable:
         check(sound, "PackedTable.scales", "finite ones above 0", "others")
 
     @classmethod
-    def from_rows(cls, table: TableScheme, rows: Tensor, scale: Tensor, shift: Tensor) -> PackedTable:
-        """Takes the rows of all blocks as they are, so that they may lie in a mapped file.
-
-        Args:
-            table: scheme of the table; where it has no bits, all retained columns are float32.
-            rows: see `PackedTable`.
-            scale: ``(S, D)``, above 0 and exact in bfloat16 where a column is coded.
-            shift: ``(S, D)`` integers within int16.
-
-        Raises:
-            ValueError: if there are other bytes than the table's.
-
-        Example:
-            >>> from dnis_torchrec.blocks.row_routing import RowRouting
-            >>> table = TableScheme(name="t", collection="ebc", num_embeddings=2, embedding_dim=2, pooling="sum",
-            ...     feature_names=("f",), is_weighted=False, routing=RowRouting(2, 1, boundaries=torch.tensor([0, 2])),
-            ...     retained=torch.ones(1, 2).bool(), num_retained=4, bits=torch.tensor([[4, 4]], dtype=torch.uint8))
-            >>> rows = torch.tensor([0x21, 0x43], dtype=torch.uint8)
-            >>> PackedTable.from_rows(table, rows, torch.ones(1, 2), torch.zeros(1, 2)).num_bytes
-            12
-        """
+    def from_rows(
+        cls, table: TableScheme, rows: Tensor, scale: Tensor, shift: Tensor
+    ) -> PackedTable:
+        """Takes the rows of all blocks as they are, so that they may lie in a mapped file."""
         bits = column_bits(table)
         is_code = is_coded(bits)
         return cls(
@@ -116,7 +96,8 @@ class PackedTable:
         return sizes.cumsum(0) - sizes
 
     def scale_and_shift(self) -> tuple[Tensor, Tensor]:
-        """Returns scale and shift of every column of every block, ``(S, D)`` float32, int16; 1 and 0 without codes."""
+        """Returns scale and shift of every column of every block, ``(S, D)`` float32, int16; 1 and
+        0 without codes."""
         is_code = is_coded(self.bits)
         scale, shift = torch.ones(self.bits.shape), torch.zeros(self.bits.shape, dtype=torch.int16)
         scale[is_code], shift[is_code] = self.scales.float(), self.shifts
@@ -124,42 +105,25 @@ class PackedTable:
 
 
 def column_bits(table: TableScheme) -> Tensor:
-    """Bits of every column of every block, ``(S, D)`` uint8; float32 for all that is retained where none are given.
-
-    Args:
-        table: scheme of the table.
-    """
+    """Bits of every column of every block, ``(S, D)`` uint8; float32 for all that is retained where
+    none are given."""
     return table.retained.to(torch.uint8) * FLOAT_BITS if table.bits is None else table.bits
 
 
 def split_blocks(rows: Tensor, row_counts: Tensor, bits: Tensor) -> list[Tensor]:
-    """The rows of every block, ``(n, stride)`` each; views.
-
-    Args:
-        rows: those of block 0, one after another, those of block 1, and so on, see `PackedTable`.
-        row_counts: ``(S,)``, n of every block.
-        bits: ``(S, D)``.
-    """
+    """The rows of every block, ``(n, stride)`` each; views."""
     strides = row_strides(bits)
     parts = rows.split((row_counts * strides).tolist())
-    return [part.view(n, stride) for part, n, stride in zip(parts, row_counts.tolist(), strides.tolist(), strict=True)]
+    return [
+        part.view(n, stride)
+        for part, n, stride in zip(parts, row_counts.tolist(), strides.tolist(), strict=True)
+    ]
 
 
-def pack_rows(table: TableScheme, chunks: Iterable[Tensor], row_counts: Tensor, *, first: int = 0) -> Tensor:
-    """Encodes consecutive rows of a table, each of which is read once.
-
-    Args:
-        table: scheme of the table, with codes.
-        chunks: ``(n, D)`` each, from row `first` on.
-        row_counts: ``(S,)``, how many of these rows every block has.
-        first: the first row.
-
-    Returns:
-        ``(bytes,)`` uint8: the rows of block 0, one after another, those of block 1, and so on.
-
-    Raises:
-        ValueError: for NaN or infinity, naming table, block and column.
-    """
+def pack_rows(
+    table: TableScheme, chunks: Iterable[Tensor], row_counts: Tensor, *, first: int = 0
+) -> Tensor:
+    """Encodes consecutive rows of a table, each of which is read once."""
     bits = table.codes.bits
     packed = torch.empty(int(row_counts @ row_strides(bits)), dtype=torch.uint8)
     blocks, filled = split_blocks(packed, row_counts, bits), [0] * len(row_counts)
@@ -169,25 +133,17 @@ def pack_rows(table: TableScheme, chunks: Iterable[Tensor], row_counts: Tensor, 
     return packed
 
 
-def packed_chunks(table: TableScheme, chunks: Iterable[Tensor], *, first: int) -> Iterator[tuple[int, Tensor]]:
-    """Encodes consecutive rows of a table a chunk at a time, each of which is read once.
-
-    Args:
-        table: see `pack_rows`.
-        chunks: see `pack_rows`.
-        first: see `pack_rows`.
-
-    Yields:
-        ``(s, (n, stride) uint8)``: the rows of a chunk that are of block s, in order, for every block that stores any.
-
-    Raises:
-        ValueError: as `pack_rows`.
-    """
+def packed_chunks(
+    table: TableScheme, chunks: Iterable[Tensor], *, first: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Encodes consecutive rows of a table a chunk at a time, each of which is read once."""
     codes = table.codes
     is_stored = (row_strides(codes.bits) > 0).tolist()
     for chunk in chunks:
         of_rows = table.routing.block_of(torch.arange(first, first + len(chunk)))
-        encoded = encode_rows(chunk.detach().cpu().float(), of_rows, codes, place=f"table {table.name!r}")
+        encoded = encode_rows(
+            chunk.detach().cpu().float(), of_rows, codes, place=f"table {table.name!r}"
+        )
         first += len(chunk)
         for s in of_rows.unique().tolist():
             if s < len(is_stored) and is_stored[s]:

@@ -1,7 +1,5 @@
-"""Rows as FBGEMM's inference kernels hold them: float32, float16, int8 or int4, and how far off they may be.
-
-Shapes: n rows, R columns.
-"""
+"""Rows as FBGEMM's inference kernels hold them: float32, float16, int8 or int4, and how far off
+they may be."""
 
 from __future__ import annotations
 
@@ -22,34 +20,15 @@ def data_type_of(precision: Precision) -> DataType:
 
 
 def quantized_rows(weight: Tensor, precision: Precision, *, place: str) -> Tensor:
-    """Stores rows in some precision.
-
-    int8 and int4: ``value = scale * q + bias`` with bias the smallest value of the row and scale its range over 255 or
-    15, both in float16: rounded to the nearest as FBGEMM does or, in rows that come nearer to their values so, bias
-    down and scale up, for then nothing lies beyond what q can say. Those are rows whose range is small: below .004 in
-    int8 and 1.4e-5 in int4, or beside their magnitude. The least scale is 2^-24: rows of a range below 1.5e-5 in int8
-    and 9e-7 in int4 may be off by 2^-25 = 3e-8, however small they are.
-
-    Columns that the kernel's multiple adds repeat the last one, so that no row's range widens.
-
-    Args:
-        weight: ``(n, R)`` float32 on the CPU, R at least 1.
-        precision: how to store it.
-        place: what is stored, as errors name it.
-
-    Returns:
-        ``(n, bytes)`` uint8: the values, then (int8 and int4) scale and bias.
-
-    Raises:
-        ValueError: for NaN or infinite values, or, unless the precision is fp32, values beyond float16's 65,504.
-
-    Example:
-        >>> rows = quantized_rows(torch.tensor([[0.0, 1.0, 2.0, 4.0]]), PRECISIONS["int4"], place="table 't'")
-        >>> rows.shape, rows[0, :2].tolist()  # 0, 4, 8 and 15 of 15, two to a byte
-        (torch.Size([1, 6]), [64, 248])
-    """
+    """Stores rows in some precision."""
     weight = weight.detach().float().contiguous()
-    check(bool(weight.isfinite().all()), place, "finite values", "NaN or infinity", "export the last good state")
+    check(
+        bool(weight.isfinite().all()),
+        place,
+        "finite values",
+        "NaN or infinity",
+        "export the last good state",
+    )
     if precision.bits < 32 and weight.numel():
         largest = float(weight.abs().max())
         check(largest <= 65504, place, f"at most 65504 for {precision.name}", largest, "take fp32")
@@ -66,31 +45,24 @@ def quantized_rows(weight: Tensor, precision: Precision, *, place: str) -> Tenso
 
 
 def values_of_rows(rows: Tensor, precision: Precision) -> Tensor:
-    """The values that stored rows stand for.
-
-    Args:
-        rows: see `quantized_rows`.
-        precision: how they are stored.
-
-    Returns:
-        ``(n, R)`` float32, R rounded up to what the kernel wants.
-
-    Example:
-        >>> stored = quantized_rows(torch.tensor([[0.0, 1.0, 2.2, 15.0]]), PRECISIONS["int4"], place="table 't'")
-        >>> values_of_rows(stored, PRECISIONS["int4"]).tolist()
-        [[0.0, 1.0, 2.0, 15.0]]
-    """
+    """The values that stored rows stand for."""
     if precision.bits >= 16:
         return rows.view(torch.float32 if precision.bits == 32 else torch.float16).float()
-    return torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(rows.contiguous(), precision.bits)
+    return torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(
+        rows.contiguous(), precision.bits
+    )
 
 
 def _mend_cut_rows_(rows: Tensor, weight: Tensor, precision: Precision) -> None:
-    """Quantises again, in place, the rows that FBGEMM's rounding of scale and bias cuts off further than need be."""
+    """Quantises again, in place, the rows that FBGEMM's rounding of scale and bias cuts off further
+    than need be."""
     levels = 2**precision.bits - 1
     smallest, largest = weight.amin(dim=1), weight.amax(dim=1)
     scale, bias = rows[:, -SCALE_BYTES:].view(torch.float16).unbind(1)
-    error, mended = _largest_error(smallest, largest, scale, bias, levels), torch.zeros(len(rows), dtype=torch.bool)
+    error, mended = (
+        _largest_error(smallest, largest, scale, bias, levels),
+        torch.zeros(len(rows), dtype=torch.bool),
+    )
     below = torch.where(bias > smallest, bias.nextafter(bias.new_tensor(-torch.inf)), bias)
     for candidate in (bias, below):
         wider = _rounded_up((largest - candidate) / levels)
@@ -103,12 +75,18 @@ def _mend_cut_rows_(rows: Tensor, weight: Tensor, precision: Precision) -> None:
     quantised = steps.round_().clamp_(0, levels).to(torch.uint8)
     if precision.bits == 4:
         quantised = quantised[:, ::2] | quantised[:, 1::2] << 4
-    rows[again] = torch.cat([quantised, torch.stack([scale, bias], dim=1)[again].view(torch.uint8)], dim=1)
+    rows[again] = torch.cat(
+        [quantised, torch.stack([scale, bias], dim=1)[again].view(torch.uint8)], dim=1
+    )
 
 
-def _largest_error(smallest: Tensor, largest: Tensor, scale: Tensor, bias: Tensor, levels: int) -> Tensor:
-    """Returns each row's largest distance of a value, from its smallest to its largest, to ``scale * q + bias``."""
-    # no further than half a step or from q = 0, except where q would have to be below 0 or above levels
+def _largest_error(
+    smallest: Tensor, largest: Tensor, scale: Tensor, bias: Tensor, levels: int
+) -> Tensor:
+    """Returns each row's largest distance of a value, from its smallest to its largest, to ``scale
+    * q + bias``."""
+    # no further than half a step or from q = 0, except where q would have to be below 0 or above
+    # levels
     within = torch.minimum(scale.float() / 2, largest - bias)
     return within.maximum(bias - smallest).maximum(largest - (bias + levels * scale.float()))
 
@@ -121,24 +99,7 @@ def _rounded_up(scale: Tensor) -> Tensor:
 
 
 def error_bound(weight: Tensor, precision: Precision) -> Tensor:
-    """Returns each row's bound on the error of a stored value.
-
-    With h(x) = max(2^-11 |x|, 2^-25), the rounding of float16, and levels 255 (int8) or 15 (int4): fp32 0; fp16 h of
-    the value; else ``scale / 2 + h(scale)``, with scale ``(range + 2 h(smallest)) / levels``: half a step from the
-    float16 below the row's smallest value to its largest one, rounded up to a float16. To that is added what float32
-    rounds as rows are quantised and looked up, 2^-23 of the row's largest magnitude and 1 % of the rest.
-
-    Args:
-        weight: ``(n, R)`` float32, the values that were stored.
-        precision: how.
-
-    Returns:
-        ``(n,)`` float32.
-
-    Example:
-        >>> round(float(error_bound(torch.tensor([[0.0, 2.55]]), PRECISIONS["int8"])), 4)
-        0.0051
-    """
+    """Returns each row's bound on the error of a stored value."""
     if precision.bits == 32:
         return torch.zeros(len(weight))
     if precision.bits == 16:
@@ -153,13 +114,13 @@ def _half_rounding(value: Tensor) -> Tensor:
 
 
 def stored_rows(collection: QuantEmbeddingBagCollection) -> list[Tensor]:
-    """The bytes of every table of a quantised collection, where FBGEMM keeps them: ``(rows, bytes)`` uint8 each.
-
-    Args:
-        collection: as `quantized_collection` gave it.
-    """
+    """The bytes of every table of a quantised collection, where FBGEMM keeps them: ``(rows,
+    bytes)`` uint8 each."""
     (kernel,) = collection._emb_modules
-    return [rows for rows, _, _ in kernel.split_embedding_weights_with_scale_bias(split_scale_bias_mode=0)]
+    return [
+        rows
+        for rows, _, _ in kernel.split_embedding_weights_with_scale_bias(split_scale_bias_mode=0)
+    ]
 
 
 def quantized_collection(
@@ -169,17 +130,8 @@ def quantized_collection(
     is_weighted: bool,
     device: torch.device | str,
 ) -> QuantEmbeddingBagCollection:
-    """TorchRec's quantised collection of rows that were quantised before; they are copied into FBGEMM's memory.
-
-    Args:
-        configs: the tables, with their data type, pooled by SUM.
-        rows: table name -> what `quantized_rows` gave.
-        is_weighted: whether bags carry per-sample weights.
-        device: where to serve.
-
-    Raises:
-        ValueError: if a table is missing or has another shape than its config says.
-    """
+    """TorchRec's quantised collection of rows that were quantised before; they are copied into
+    FBGEMM's memory."""
     weights = {}
     for config in configs:
         check_known("table", config.name, rows)
@@ -188,7 +140,9 @@ def quantized_collection(
         shape, received = (count, precision.row_bytes(config.embedding_dim)), rows[config.name]
         fits = tuple(received.shape) == shape and received.dtype == torch.uint8
         found = f"{received.dtype} {tuple(received.shape)}"
-        check(fits, f"table {config.name!r}", f"{precision.name} rows: uint8 of shape {shape}", found)
+        check(
+            fits, f"table {config.name!r}", f"{precision.name} rows: uint8 of shape {shape}", found
+        )
         has_scales = precision.bits < 16
         values = received[:, :-SCALE_BYTES] if has_scales else received
         weights[config.name] = (values, received[:, -SCALE_BYTES:] if has_scales else None)

@@ -1,11 +1,5 @@
-"""ServedEmbeddingCollection: a drop-in for an EmbeddingCollection over pruned tables, whatever form they have.
-
-An unpooled lookup is a pooled one of bags of one id: every form that serves an EmbeddingBagCollection serves this one.
-Each table is a collection of its own, read once a batch by the ids of all of its features, so that nothing is padded
-and every output is as long as its feature.
-
-Shapes: I ids of a feature, N rows of a table, D embedding_dim.
-"""
+"""ServedEmbeddingCollection: a drop-in for an EmbeddingCollection over pruned tables, whatever form
+they have."""
 
 from __future__ import annotations
 
@@ -30,57 +24,19 @@ from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 
 def is_unpooled(scheme: MixedDimensionScheme) -> bool:
-    """Whether a scheme is that of an EmbeddingCollection.
-
-    Args:
-        scheme: the tables of ONE collection of a model.
-    """
+    """Whether a scheme is that of an EmbeddingCollection."""
     return any(table.pooling == "none" for table in scheme.tables.values())
 
 
 def table_of_single_ids(table: TableScheme) -> MixedDimensionScheme:
-    """The scheme of a pooled collection of one table, whose only feature has the table's name.
-
-    Args:
-        table: of an EmbeddingCollection.
-    """
-    return MixedDimensionScheme({table.name: replace(table, pooling="sum", feature_names=(table.name,))})
+    """The scheme of a pooled collection of one table, whose only feature has the table's name."""
+    return MixedDimensionScheme(
+        {table.name: replace(table, pooling="sum", feature_names=(table.name,))}
+    )
 
 
 class ServedEmbeddingCollection(EmbeddingCollectionInterface):
-    """Looks ids up in pruned tables; same keys and D as the uncompressed EmbeddingCollection.
-
-    What a row is, and what becomes of an unknown id, is up to the module that serves the table.
-
-    Args:
-        scheme: the tables of ONE EmbeddingCollection of a model.
-        tables: table name -> what serves it, built of `table_of_single_ids`.
-        need_indices: pass ids on as the weights of the outputs, as the uncompressed collection may.
-
-    Attributes:
-        tables: likewise.
-
-    Shape:
-        - Input: at least the collection's features in any order, ids int32 or int64, bags of any length.
-        - Output: one JaggedTensor ``(I, D)`` for each output key: the feature, or ``"feature@table"`` where several
-          tables read it.
-
-    Raises:
-        ValueError: if a table is missing, or is pooled.
-
-    Example:
-        >>> from dnis_torchrec.blocks.row_routing import RowRouting
-        >>> from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection
-        >>> table = TableScheme(name="t", collection="ec", num_embeddings=3, embedding_dim=2, pooling="none",
-        ...     feature_names=("f",), is_weighted=False, routing=RowRouting(3, 1, boundaries=torch.tensor([0, 3])),
-        ...     retained=torch.tensor([[True, False]]), num_retained=3)
-        >>> weight = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]])
-        >>> bags = MixedDimensionEmbeddingBagCollection.from_tables(table_of_single_ids(table), {"t": weight})
-        >>> ec = ServedEmbeddingCollection(MixedDimensionScheme({"t": table}), {"t": bags})
-        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([2, 0, 1]), lengths=torch.tensor([0, 3]))
-        >>> ec(kjt)["f"].values().tolist()
-        [[3.0, 0.0], [1.0, 0.0], [2.0, 0.0]]
-    """
+    """Looks ids up in pruned tables; same keys and D as the uncompressed EmbeddingCollection."""
 
     def __init__(
         self,
@@ -91,7 +47,9 @@ class ServedEmbeddingCollection(EmbeddingCollectionInterface):
     ) -> None:
         super().__init__()
         for name, table in scheme.tables.items():
-            check(table.pooling == "none", f"table {name!r}", "one that is not pooled", table.pooling)
+            check(
+                table.pooling == "none", f"table {name!r}", "one that is not pooled", table.pooling
+            )
             check_known("table", name, tables)
         self._schemes = list(scheme.tables.values())
         self._configs = [
@@ -108,18 +66,7 @@ class ServedEmbeddingCollection(EmbeddingCollectionInterface):
         self.tables = nn.ModuleDict({name: cast(nn.Module, tables[name]) for name in scheme.tables})
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Looks ids up.
-
-        Args:
-            features: the bags; weights are passed over.
-
-        Returns:
-            Embeddings, D per id.
-
-        Raises:
-            ValueError: if a feature is missing, the bags are not those of the ids, or an id is unknown and has to
-                raise.
-        """
+        """Looks ids up."""
         if features.values().device.type == "cpu":
             check_bags(features)
         bags, found = jagged_by_key(features), {}
@@ -129,7 +76,9 @@ class ServedEmbeddingCollection(EmbeddingCollectionInterface):
             own = [bags[feature] for feature in table.feature_names]
             ids = [jagged.values() for jagged in own]
             rows = self._rows(table, ids[0] if len(ids) == 1 else torch.cat(ids))
-            for name, jagged, values in zip(names, own, rows.split([part.shape[0] for part in ids]), strict=True):
+            for name, jagged, values in zip(
+                names, own, rows.split([part.shape[0] for part in ids]), strict=True
+            ):
                 weights = jagged.values() if self._need_indices else None
                 found[name] = JaggedTensor(values=values, lengths=jagged.lengths(), weights=weights)
         return found
@@ -137,11 +86,17 @@ class ServedEmbeddingCollection(EmbeddingCollectionInterface):
     def _rows(self, table: TableScheme, ids: Tensor) -> Tensor:
         """The rows of some ids, ``(I, D)``: bags of one id each."""
         num_ids = ids.shape[0]
-        if not torch.compiler.is_compiling() and not num_ids:  # TorchRec's own modules take no batch of 0 samples
+        if (
+            not torch.compiler.is_compiling() and not num_ids
+        ):  # TorchRec's own modules take no batch of 0 samples
             return torch.zeros(0, table.embedding_dim, device=ids.device)
-        offsets = torch.arange(num_ids + 1, dtype=ids.dtype, device=ids.device)  # else TorchRec reaches for FBGEMM
+        offsets = torch.arange(
+            num_ids + 1, dtype=ids.dtype, device=ids.device
+        )  # else TorchRec reaches for FBGEMM
         lengths = torch.ones_like(ids)
-        bags = KeyedJaggedTensor(keys=[table.name], values=ids, lengths=lengths, offsets=offsets, stride=num_ids)
+        bags = KeyedJaggedTensor(
+            keys=[table.name], values=ids, lengths=lengths, offsets=offsets, stride=num_ids
+        )
         pooled: KeyedTensor = self.tables[table.name](bags)
         return pooled.values()
 
@@ -162,9 +117,6 @@ class ServedEmbeddingCollection(EmbeddingCollectionInterface):
         return self._need_indices
 
     def pass_indices_(self, need_indices: bool) -> None:
-        """Says whether ids are passed on as the weights of the outputs; an artifact does not know it.
-
-        Args:
-            need_indices: as the uncompressed collection has it.
-        """
+        """Says whether ids are passed on as the weights of the outputs; an artifact does not know
+        it."""
         self._need_indices = need_indices

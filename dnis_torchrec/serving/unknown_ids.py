@@ -1,7 +1,5 @@
-"""MeanForUnknownIds: a served collection in which an id that is no row reads the mean of its table's coldest rows.
-
-Shapes: B batch, F features, I ids of a batch, N rows of a table, D embedding_dim.
-"""
+"""MeanForUnknownIds: a served collection in which an id that is no row reads the mean of its
+table's coldest rows."""
 
 from __future__ import annotations
 
@@ -23,36 +21,8 @@ BAGS_AT_A_TIME = 1 << 8
 
 
 class MeanForUnknownIds(LogicalCollection):
-    """Looks bags up as another collection does; an unknown id adds the mean of its table's coldest rows.
-
-    ``m = 1 / n * sum over the rows i of block s of v_i``, where s is the last block that retains a column: rows that
-    training read least, or never, and so the best guess for a row that is not there. A table that retains nothing has
-    m = 0. An unknown id is as any other in its bag: m is multiplied by the id's weight, and it counts in the length.
-
-    Serving only. Every row of these blocks is read once, when the module is built.
-
-    Args:
-        scheme: the tables of ONE collection of a model.
-        collection: what serves them, with ``unknown_ids="zero"``.
-
-    Shape:
-        - Input and output: as `collection`.
-
-    Raises:
-        ValueError: if an unknown id raises in `collection`.
-
-    Example:
-        >>> from dnis_torchrec.blocks.row_routing import RowRouting
-        >>> from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection
-        >>> table = TableScheme(name="t", collection="ebc", num_embeddings=4, embedding_dim=2, pooling="sum",
-        ...     feature_names=("f",), is_weighted=False, routing=RowRouting(4, 2, boundaries=torch.tensor([0, 2, 4])),
-        ...     retained=torch.tensor([[True, True], [True, False]]), num_retained=6)
-        >>> scheme, weight = MixedDimensionScheme({"t": table}), torch.tensor([[1.0, 1], [2, 2], [3, 0], [6, 0]])
-        >>> served = MixedDimensionEmbeddingBagCollection.from_tables(scheme, {"t": weight}, unknown_ids="zero")
-        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([0, 99]), lengths=torch.tensor([1, 1]))
-        >>> MeanForUnknownIds(scheme, served)(kjt).values().tolist()
-        [[1.0, 1.0], [4.5, 0.0]]
-    """
+    """Looks bags up as another collection does; an unknown id adds the mean of its table's coldest
+    rows."""
 
     limits: Tensor
     means: Tensor
@@ -60,37 +30,44 @@ class MeanForUnknownIds(LogicalCollection):
     def __init__(self, scheme: MixedDimensionScheme, collection: LogicalCollection) -> None:
         super().__init__(scheme, unknown_ids="zero")
         remedy = "build it with unknown_ids='zero'"
-        check(collection._zero_unknown, "collection", "one in which unknown ids contribute zero", "an error", remedy)
+        check(
+            collection._zero_unknown,
+            "collection",
+            "one in which unknown ids contribute zero",
+            "an error",
+            remedy,
+        )
         self.collection = collection
-        device = next((own.device for own in [*collection.buffers(), *collection.parameters()]), torch.device("cpu"))
+        device = next(
+            (own.device for own in [*collection.buffers(), *collection.parameters()]),
+            torch.device("cpu"),
+        )
         self.register_buffer("limits", self._logical.limits().to(device), persistent=False)
         of_table = {name: self._mean_of(table, device) for name, table in scheme.tables.items()}
         means = torch.cat([of_table[table.name] for table in self._logical.tables])
         self.register_buffer("means", means, persistent=False)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks bags up.
-
-        Args:
-            features: the bags, with weights if the collection is weighted.
-
-        Returns:
-            Pooled embeddings, D per key.
-
-        Raises:
-            ValueError, TypeError, NotImplementedError: as the collection, but for no unknown id.
-        """
+        """Looks bags up."""
         logical = self._logical
         bags = checked_bags(features, logical, self.limits, self.limits)
         pooled = cast(KeyedTensor, self.collection(features)).values()
         lengths, ids, weights = bags.lengths().long(), bags.values(), bags.weights_or_none()
         per_bag = lengths.view(len(logical.features), bags.stride())
-        is_unknown = ids == torch.repeat_interleave(self.limits, per_bag.sum(1), output_size=ids.numel())
+        is_unknown = ids == torch.repeat_interleave(
+            self.limits, per_bag.sum(1), output_size=ids.numel()
+        )
         added = is_unknown.to(pooled.dtype) if weights is None else is_unknown * weights
         bag_of_id = torch.repeat_interleave(lengths, output_size=ids.numel())
         shares = added.new_zeros(lengths.numel()).index_add_(0, bag_of_id, added).view_as(per_bag)
-        for position, (table, first) in enumerate(zip(logical.tables, logical.first_columns, strict=True)):
-            share = shares[position] / per_bag[position].clamp(min=1) if table.pooling == "mean" else shares[position]
+        for position, (table, first) in enumerate(
+            zip(logical.tables, logical.first_columns, strict=True)
+        ):
+            share = (
+                shares[position] / per_bag[position].clamp(min=1)
+                if table.pooling == "mean"
+                else shares[position]
+            )
             mean = self.means.narrow(0, first, table.embedding_dim)
             pooled.narrow(1, first, table.embedding_dim).addr_(share, mean)
         return logical.keyed(pooled)
@@ -98,7 +75,10 @@ class MeanForUnknownIds(LogicalCollection):
     @torch.no_grad()
     def _mean_of(self, table: TableScheme, device: torch.device) -> Tensor:
         """m of a table, ``(D,)``."""
-        total, keeping = torch.zeros(table.embedding_dim, dtype=torch.float64), table.retained.any(dim=1).nonzero()
+        total, keeping = (
+            torch.zeros(table.embedding_dim, dtype=torch.float64),
+            table.retained.any(dim=1).nonzero(),
+        )
         num_rows = int(table.routing.row_counts()[keeping[-1]]) if len(keeping) else 0
         if not num_rows:
             return total.float().to(device)
@@ -109,12 +89,16 @@ class MeanForUnknownIds(LogicalCollection):
         return (total / num_rows).float().to(device)
 
     def _sum_of(self, table: TableScheme, ids: Tensor) -> Tensor:
-        """The sum of some rows, in bags of the first feature that reads the table; all other features have no ids."""
+        """The sum of some rows, in bags of the first feature that reads the table; all other
+        features have no ids."""
         logical = self._logical
         position = [own.name for own in logical.tables].index(table.name)
         lengths = torch.tensor([len(bag) for bag in ids.split(ROWS_OF_A_BAG)], device=ids.device)
         keys = list(dict.fromkeys(logical.features))
-        of_keys = [lengths if key == logical.features[position] else torch.zeros_like(lengths) for key in keys]
+        of_keys = [
+            lengths if key == logical.features[position] else torch.zeros_like(lengths)
+            for key in keys
+        ]
         weights = torch.ones(len(ids), device=ids.device) if self.is_weighted() else None
         bags = KeyedJaggedTensor(keys, ids, weights, torch.cat(of_keys), stride=len(lengths))
         pooled = cast(KeyedTensor, self.collection(bags)).values()

@@ -17,14 +17,7 @@ UNLIMITED = torch.iinfo(torch.int64).max
 
 
 class BagCheck(nn.Module):
-    """Checks bags before they are looked up, so that a bad id is named and never trains a row.
-
-    A leaf for TorchRec's tracer. On a CPU it raises at once; on a GPU, where looking would stop the stream, it asserts
-    asynchronously.
-
-    Args:
-        outputs: the feature and table behind each output key.
-    """
+    """Checks bags before they are looked up, so that a bad id is named and never trains a row."""
 
     def __init__(self, outputs: tuple[PooledFeature, ...]) -> None:
         super().__init__()
@@ -32,21 +25,19 @@ class BagCheck(nn.Module):
         self._limits: dict[tuple[tuple[str, ...], torch.device], tuple[Tensor, Tensor]] = {}
 
     def forward(self, features: KeyedJaggedTensor) -> None:
-        """Checks lengths of single-id bags and the range of every id.
-
-        Raises:
-            ValueError: naming table, feature and the value received, or for lengths that are not those of the ids.
-            TypeError: naming the features, for ids that are neither int32 nor int64.
-            NotImplementedError: for features of variable batch size.
-        """
+        """Checks lengths of single-id bags and the range of every id."""
         if features.variable_stride_per_key():
-            raise NotImplementedError(describe("features", "supported are batches of one size for all keys", "several"))
+            raise NotImplementedError(
+                describe("features", "supported are batches of one size for all keys", "several")
+            )
         if self._are_good(features):
             return
         ids = features.values()
         if ids.dtype not in INTEGERS:
             remedy = "convert them with .long()"
-            raise TypeError(describe(named(features.keys()), "int32 or int64 ids", ids.dtype, remedy))
+            raise TypeError(
+                describe(named(features.keys()), "int32 or int64 ids", ids.dtype, remedy)
+            )
         if ids.device.type == "cpu":
             check_bags(features)
         for output in self._outputs:
@@ -58,10 +49,13 @@ class BagCheck(nn.Module):
         for output in self._outputs:
             ids, lengths = jagged[output.feature].values(), jagged[output.feature].lengths()
             if ids.numel():
-                _check_on_cpu(output, ids, lengths, f"table {output.table!r}, feature {output.feature!r}")
+                _check_on_cpu(
+                    output, ids, lengths, f"table {output.table!r}, feature {output.feature!r}"
+                )
 
     def _are_good(self, features: KeyedJaggedTensor) -> bool:
-        """The usual case on a CPU, decided for all features at once; False where each has to be looked at."""
+        """The usual case on a CPU, decided for all features at once; False where each has to be
+        looked at."""
         ids, lengths, keys = features.values(), features.lengths(), tuple(features.keys())
         weights = features.weights_or_none()
         has_weights = weights is None or weights.numel() == ids.numel()
@@ -78,7 +72,8 @@ class BagCheck(nn.Module):
         return bool((lowest >= 0).all()) and bool((highest < bounds).all())
 
     def _assert_good(self, features: KeyedJaggedTensor) -> None:
-        """The same on a GPU, for all features at once: nobody waits for what it finds, and launches are few."""
+        """The same on a GPU, for all features at once: nobody waits for what it finds, and launches
+        are few."""
         ids, lengths = features.values(), features.lengths()
         bounds, longest = self._limits_there(tuple(features.keys()), ids.device)
         if ids.is_cuda and can_select(torch.empty(0, device=ids.device)):
@@ -104,10 +99,8 @@ class BagCheck(nn.Module):
         return known
 
     def _limits_of(self, keys: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-        """Returns every key's rows in its smallest table, and the most ids of its bags; keys not read have no limit.
-
-        If a key occurs twice, the later one is read, as TorchRec does.
-        """
+        """Returns every key's rows in its smallest table, and the most ids of its bags; keys not
+        read have no limit."""
         bounds, longest = dict.fromkeys(keys, UNLIMITED), dict.fromkeys(keys, UNLIMITED)
         for output in self._outputs:
             bounds[output.feature] = min(bounds[output.feature], output.num_embeddings)

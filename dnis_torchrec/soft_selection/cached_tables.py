@@ -1,14 +1,5 @@
-"""Tables in host memory behind a cache on the GPU (FBGEMM's UVM caching), and what whoever trains them owes the cache.
-
-Two things that ordinary training needs not care about:
-
-    who writes to the weights past the lookups     has the cache written back before, and emptied after
-    who prefetches, and has no backward pass       unlocks the lines that were prefetched
-
-FBGEMM locks a prefetched line, so that no later batch takes its place, until the backward pass of the batch that it was
-prefetched for. An upper step and an evaluation have none: their lines would stay locked, step by step, until the cache
-is full of lines that nobody may replace.
-"""
+"""Tables in host memory behind a cache on the GPU (FBGEMM's UVM caching), and what whoever trains
+them owes the cache."""
 
 from __future__ import annotations
 
@@ -17,11 +8,16 @@ from contextlib import contextmanager
 from typing import cast
 
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup, GroupedPooledEmbeddingsLookup
+from torchrec.distributed.embedding_lookup import (
+    GroupedEmbeddingsLookup,
+    GroupedPooledEmbeddingsLookup,
+)
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
@@ -32,26 +28,20 @@ TRAINED_LOOKUPS = (GroupedPooledEmbeddingsLookup, GroupedEmbeddingsLookup)
 
 
 def lookups(model: nn.Module) -> list[nn.Module]:
-    """TorchRec's lookups, which a sharded collection keeps in a plain list, unseen by `modules()`. Local.
-
-    Args:
-        model: sharded or not.
-    """
+    """TorchRec's lookups, which a sharded collection keeps in a plain list, unseen by `modules()`.
+    Local."""
     kinds = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
     sharded = [module for module in model.modules() if isinstance(module, kinds)]
     found = [lookup for module in sharded for lookup in module._lookups]
-    return [lookup.module if isinstance(lookup, DistributedDataParallel) else lookup for lookup in found]
+    return [
+        lookup.module if isinstance(lookup, DistributedDataParallel) else lookup for lookup in found
+    ]
 
 
 @contextmanager
 def writing_to_tables(model: nn.Module) -> Iterator[None]:
-    """Lets weights be written to where they lie: caches write back what they hold before, and hold nothing after.
-
-    Does nothing for tables without a cache. Local, no collective.
-
-    Args:
-        model: sharded or not; a pipeline that prefetches is detached meanwhile.
-    """
+    """Lets weights be written to where they lie: caches write back what they hold before, and hold
+    nothing after."""
     of_torchrec = [lookup for lookup in lookups(model) if isinstance(lookup, TRAINED_LOOKUPS)]
     for lookup in of_torchrec:
         lookup.flush()
@@ -62,43 +52,53 @@ def writing_to_tables(model: nn.Module) -> Iterator[None]:
 
 
 def forget_cached_rows(model: nn.Module) -> None:
-    """Empties the caches of a model whose weights were written from outside, what they hold lost. Local.
-
-    Args:
-        model: sharded or not.
-    """
+    """Empties the caches of a model whose weights were written from outside, what they hold lost.
+    Local."""
     for lookup in lookups(model):
         if isinstance(lookup, TRAINED_LOOKUPS):
             lookup.purge()
 
 
 class PrefetchedTables:
-    """The tables of a model whose rows are to be prefetched: ``CacheParams(prefetch_pipeline=True)``. Local.
-
-    Args:
-        model: sharded, or a sharded collection.
-
-    Attributes:
-        names: of the tables, the same on all ranks; ranks without a shard of them have to keep in step, too.
-        kernels: this rank's, which lock what is prefetched. None on a CPU, where TorchRec drops the setting.
-    """
+    """The tables of a model whose rows are to be prefetched:
+    ``CacheParams(prefetch_pipeline=True)``. Local."""
 
     def __init__(self, model: nn.Module) -> None:
-        sharded = [module for module in model.modules() if isinstance(module, ShardedEmbeddingBagCollection)]
-        infos = [info for module in sharded for own in module.sharding_type_to_sharding_infos.values() for info in own]
+        sharded = [
+            module
+            for module in model.modules()
+            if isinstance(module, ShardedEmbeddingBagCollection)
+        ]
+        infos = [
+            info
+            for module in sharded
+            for own in module.sharding_type_to_sharding_infos.values()
+            for info in own
+        ]
         self.names = [info.embedding_config.name for info in infos if _is_prefetched(info)]
         for module in model.modules():
             if isinstance(module, ShardedEmbeddingCollection):
-                self.names += [table for table, own in module.module_sharding_plan.items() if _is_planned_so(own)]
+                self.names += [
+                    table
+                    for table, own in module.module_sharding_plan.items()
+                    if _is_planned_so(own)
+                ]
         parts = (part for lookup in lookups(model) for part in lookup.modules())
-        kernels = [part for part in parts if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen)]
-        self.kernels = [kernel for kernel in kernels if kernel.prefetch_pipeline and kernel.lxu_cache_weights.numel()]
+        kernels = [
+            part for part in parts if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen)
+        ]
+        self.kernels = [
+            kernel
+            for kernel in kernels
+            if kernel.prefetch_pipeline and kernel.lxu_cache_weights.numel()
+        ]
 
     def __bool__(self) -> bool:
         return bool(self.names)
 
     def unlock(self) -> None:
-        """Unlocks the lines of the batch that was looked up last, which has no backward pass to do so."""
+        """Unlocks the lines of the batch that was looked up last, which has no backward pass to do
+        so."""
         for kernel in self.kernels:
             _unlock(kernel, [kernel.lxu_cache_locations])
 
@@ -112,7 +112,9 @@ class PrefetchedTables:
     def unlocking_every_lookup(self) -> Iterator[None]:
         """Unlocks behind every lookup: nothing in here has a backward pass."""
         hooks = [
-            kernel.register_forward_hook(lambda own, _inputs, _output: _unlock(own, [own.lxu_cache_locations]))
+            kernel.register_forward_hook(
+                lambda own, _inputs, _output: _unlock(own, [own.lxu_cache_locations])
+            )
             for kernel in self.kernels
         ]
         try:
@@ -129,15 +131,22 @@ def _is_prefetched(info: EmbeddingShardingInfo) -> bool:
 
 def _is_planned_so(planned: ParameterSharding) -> bool:
     is_cached = planned.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value
-    return is_cached and planned.cache_params is not None and bool(planned.cache_params.prefetch_pipeline)
+    return (
+        is_cached
+        and planned.cache_params is not None
+        and bool(planned.cache_params.prefetch_pipeline)
+    )
 
 
 def _unlock(kernel: nn.Module, locations: list[Tensor]) -> None:
-    """Counts every line's lock down by one, while nothing is prefetched, as FBGEMM does before a backward pass."""
+    """Counts every line's lock down by one, while nothing is prefetched, as FBGEMM does before a
+    backward pass."""
     own = cast(SplitTableBatchedEmbeddingBagsCodegen, kernel)
     if own.prefetch_stream is not None:
         torch.cuda.current_stream().wait_stream(own.prefetch_stream)
     for of_batch in locations:
-        torch.ops.fbgemm.lxu_cache_locking_counter_decrement(own.lxu_cache_locking_counter, of_batch)
+        torch.ops.fbgemm.lxu_cache_locking_counter_decrement(
+            own.lxu_cache_locking_counter, of_batch
+        )
     if own.prefetch_stream is not None:
         own.prefetch_stream.wait_stream(torch.cuda.current_stream())

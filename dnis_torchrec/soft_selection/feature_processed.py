@@ -1,8 +1,5 @@
-"""Soft selection of a FeatureProcessedEmbeddingBagCollection: processors see whole bags, then bags are split by block.
-
-TorchRec's sharded module applies its processors where the shards are, so that their weights learn there, whatever the
-sharding. Soft selection stands between them and the kernels (see `on_shards`), and changes nothing of it.
-"""
+"""Soft selection of a FeatureProcessedEmbeddingBagCollection: processors see whole bags, then bags
+are split by block."""
 
 from __future__ import annotations
 
@@ -29,39 +26,17 @@ from dnis_torchrec.soft_selection.alpha import Alpha
 from dnis_torchrec.soft_selection.features_by_name import read_by_name_
 from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection
 
-FEATURE_PROCESSED = (FeatureProcessedEmbeddingBagCollection, ShardedFeatureProcessedEmbeddingBagCollection)
+FEATURE_PROCESSED = (
+    FeatureProcessedEmbeddingBagCollection,
+    ShardedFeatureProcessedEmbeddingBagCollection,
+)
 """TorchRec's modules that process features in front of the collection that they hold."""
 INNER = "_embedding_bag_collection"
 """The attribute by which they hold it."""
 
 
 class SoftSelectionFeatureProcessedEmbeddingBagCollection(SoftSelectionEmbeddingBagCollection):
-    """Wraps a FeatureProcessedEmbeddingBagCollection and applies soft selection to its output.
-
-    Args:
-        feature_processed: the module to wrap; weights of tables and processors are shared, not copied.
-        blocks: see `SoftSelectionEmbeddingBagCollection`.
-        alpha: see there.
-        multi_hot_features: see there.
-
-    Attributes:
-        feature_processed: the child; DistributedModelParallel shards it.
-
-    Example:
-        >>> import torch
-        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
-        >>> from torchrec.modules.feature_processor_ import PositionWeightedModule
-        >>> from dnis_torchrec.blocks.blocking import blocks_from_counts
-        >>> from dnis_torchrec.blocks.frequency import count_frequencies
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
-        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 0]), lengths=torch.tensor([2]))
-        >>> blocks = blocks_from_counts(count_frequencies([kjt], [table]), [table], num_blocks=2)
-        >>> ebc = EmbeddingBagCollection(tables=[table], is_weighted=True)
-        >>> whole = FeatureProcessedEmbeddingBagCollection(ebc, {"f": PositionWeightedModule(2)})
-        >>> wrapped = SoftSelectionFeatureProcessedEmbeddingBagCollection(whole, blocks)
-        >>> torch.allclose(wrapped(kjt).values(), whole(kjt).values())
-        True
-    """
+    """Wraps a FeatureProcessedEmbeddingBagCollection and applies soft selection to its output."""
 
     child_name = "feature_processed"
 
@@ -74,13 +49,18 @@ class SoftSelectionFeatureProcessedEmbeddingBagCollection(SoftSelectionEmbedding
         multi_hot_features: Collection[str] | None = None,
     ) -> None:
         super().__init__(
-            cast(EmbeddingBagCollection, feature_processed), blocks, alpha=alpha, multi_hot_features=multi_hot_features
+            cast(EmbeddingBagCollection, feature_processed),
+            blocks,
+            alpha=alpha,
+            multi_hot_features=multi_hot_features,
         )
 
     def _take(self, wrapped: nn.Module) -> EmbeddingBagCollection:
         if type(wrapped) is not FeatureProcessedEmbeddingBagCollection:
             received = type(wrapped).__name__
-            raise TypeError(describe("SoftSelection", "a FeatureProcessedEmbeddingBagCollection", received))
+            raise TypeError(
+                describe("SoftSelection", "a FeatureProcessedEmbeddingBagCollection", received)
+            )
         collection = wrapped._embedding_bag_collection
         self.feature_processed = with_processors_of(wrapped, collection)
         return collection
@@ -105,56 +85,40 @@ class SoftSelectionFeatureProcessedEmbeddingBagCollection(SoftSelectionEmbedding
         return self.embedding_bag_collection
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Processes features, looks bags up, and multiplies them by alpha.
-
-        Args:
-            features: the bags; weights that they bring are not read.
-
-        Returns:
-            See the base class.
-
-        Raises:
-            ValueError: see the base class.
-            RuntimeError: if the child is sharded, and bags are still split in front of it.
-        """
+        """Processes features, looks bags up, and multiplies them by alpha."""
         self.bag_check(features)
         if self.bag_splitter is None:
             return self.selection(self.feature_processed(features), features, features)
         if isinstance(self.feature_processed, ShardedModule):
             remedy = "call soft_selection.on_shards.select_on_shards_, as BilevelTrainPipeline does"
-            raise RuntimeError(describe("feature processors", "selection on the shards", "split bags", remedy))
+            raise RuntimeError(
+                describe("feature processors", "selection on the shards", "split bags", remedy)
+            )
         return self.look_up_processed(self.processed(features))
 
     def processed(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Bags with the weights that the processors give them, made here. Local, no collective.
-
-        Args:
-            features: the bags, not changed; weights that they bring are not read.
-        """
+        """Bags with the weights that the processors give them, made here. Local, no collective."""
         processors, bags = self.feature_processed._feature_processors, copy.copy(features)
         bags._weights = bags._jt_dict = None
         is_collection = isinstance(processors, FeatureProcessorsCollection)
         if any(getattr(module, "_pre_processed", False) for module in processors.modules()):
-            modify_input_for_feature_processor(bags, processors, is_collection)  # they now want places as weights
-        return processors(bags) if is_collection else apply_feature_processors_to_kjt(bags, processors)
+            modify_input_for_feature_processor(
+                bags, processors, is_collection
+            )  # they now want places as weights
+        return (
+            processors(bags) if is_collection else apply_feature_processors_to_kjt(bags, processors)
+        )
 
     def look_up_processed(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks bags up that have their weights, and multiplies them by alpha.
-
-        Args:
-            features: result of `processed`, or of bags that were cut out of it.
-        """
+        """Looks bags up that have their weights, and multiplies them by alpha."""
         split = features if self.bag_splitter is None else self.bag_splitter(features)
         return self.selection(self.embedding_bag_collection(split), features, split)
 
 
-def with_processors_of(holder: nn.Module, collection: EmbeddingBagCollection) -> FeatureProcessedEmbeddingBagCollection:
-    """An unsharded module with the processors of another, around a collection.
-
-    Args:
-        holder: one of `FEATURE_PROCESSED`; its processors are shared, and are given whole bags from now on.
-        collection: plain, weighted, of the same features.
-    """
+def with_processors_of(
+    holder: nn.Module, collection: EmbeddingBagCollection
+) -> FeatureProcessedEmbeddingBagCollection:
+    """An unsharded module with the processors of another, around a collection."""
     processors: Any = holder._feature_processors
     for module in processors.modules():
         if hasattr(module, "_pre_processed"):  # set for good where TorchRec shards rows

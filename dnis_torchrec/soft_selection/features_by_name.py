@@ -1,12 +1,5 @@
-"""Sharded collections that read the features of every batch by name, whatever the batch's order and other keys.
-
-TorchRec notes at which places of its first batch a sharded collection finds its features, and takes these places from
-every later batch. A stream that lists its keys otherwise, or has one key more, is then read wrongly, and nothing says
-so. `read_by_name_` puts one step in front of `input_dist`, through which every lookup goes, pipelined or not.
-
-That step also decides about per-sample weights. An unweighted collection that is not sharded ignores them; TorchRec's
-kernels multiply by them. A weighted collection that finds none would count every id once.
-"""
+"""Sharded collections that read the features of every batch by name, whatever the batch's order and
+other keys."""
 
 from __future__ import annotations
 
@@ -28,23 +21,12 @@ from dnis_torchrec.checks import check, check_known, describe
 
 Sharded: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 _MAKES_WEIGHTS = "makes_weights"
-"""Attribute of a weighted collection whose bags get their weights from feature processors, where the shards are."""
+"""Attribute of a weighted collection whose bags get their weights from feature processors, where
+the shards are."""
 
 
 def read_by_name_(model: nn.Module, *, refuse_weights: bool | None = False) -> None:
-    """Lets every sharded collection of a model read features by name. Local, no collective.
-
-    A batch with the same keys as the first one is passed on as it is: that costs a comparison of the keys.
-
-    Args:
-        model: sharded; what of it is not, is left alone. A collection may be given twice: the later call decides.
-        refuse_weights: raise at per-sample weights in front of an unweighted collection, instead of ignoring them as
-            the unsharded collection does. None leaves it to an earlier call, and raises where there was none: there
-            TorchRec's kernels may have learnt by weights.
-
-    Example:
-        >>> read_by_name_(nn.Linear(2, 1))  # nothing is sharded, nothing happens
-    """
+    """Lets every sharded collection of a model read features by name. Local, no collective."""
     for module in model.modules():
         if isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection):
             vars(module._embedding_bag_collection)[_MAKES_WEIGHTS] = True
@@ -52,14 +34,10 @@ def read_by_name_(model: nn.Module, *, refuse_weights: bool | None = False) -> N
             read_collection_by_name_(module, refuse_weights=refuse_weights)
 
 
-def read_collection_by_name_(collection: Sharded, *, refuse_weights: bool | None = False, anew: bool = False) -> None:
-    """`read_by_name_` for one sharded collection.
-
-    Args:
-        collection: the collection, changed in place.
-        refuse_weights: see `read_by_name_`.
-        anew: forget what it has read until now, because it reads other features from now on.
-    """
+def read_collection_by_name_(
+    collection: Sharded, *, refuse_weights: bool | None = False, anew: bool = False
+) -> None:
+    """`read_by_name_` for one sharded collection."""
     if anew:
         vars(collection).pop("input_dist", None)
     step = vars(collection).get("input_dist")
@@ -81,47 +59,37 @@ def _forget_places_(collection: Sharded) -> None:
 
 
 class FeaturesByName:
-    """Replacement of a sharded collection's input_dist: it calls the original one, with the features that it reads.
-
-    Args:
-        collection: the collection.
-        input_dist: the collection's original one.
-
-    Attributes:
-        refuse_weights: see `read_by_name_`.
-    """
+    """Replacement of a sharded collection's input_dist: it calls the original one, with the
+    features that it reads."""
 
     def __init__(self, collection: Sharded, input_dist: Callable[..., Any]) -> None:
         self._collection = collection
         self._input_dist = input_dist
-        self._weighting = getattr(collection, "_is_weighted", None)  # None: sequence embeddings know no weights
+        self._weighting = getattr(
+            collection, "_is_weighted", None
+        )  # None: sequence embeddings know no weights
         self._read: list[str] = []
         self._names: list[str] = []
         self._orders: dict[tuple[str, ...], tuple[list[int], Tensor]] = {}
         self.refuse_weights = True
 
     def __call__(self, ctx: Any, features: KeyedJaggedTensor | TensorDict) -> Any:
-        """Begins the input_dist.
-
-        Args:
-            ctx: TorchRec's.
-            features: the bags; keys in any order, others among them.
-
-        Raises:
-            ValueError: if a feature is missing, a weighted collection gets no weights, or an unweighted one gets some
-                where they are refused.
-            NotImplementedError: for weights that learn, where TorchRec would drop their gradient.
-        """
+        """Begins the input_dist."""
         if isinstance(features, TensorDict):
-            features = maybe_td_to_kjt(features, self._names or [str(key) for key in features.keys()])  # noqa: SIM118
+            features = maybe_td_to_kjt(
+                features, self._names or [str(key) for key in features.keys()]
+            )  # noqa: SIM118
         if not self._names:
             self._note_names(features.keys())
         features = self._with_right_weights(features)
         keys = features.keys()
-        return self._input_dist(ctx, features if keys == self._names else self._in_order(features, tuple(keys)))
+        return self._input_dist(
+            ctx, features if keys == self._names else self._in_order(features, tuple(keys))
+        )
 
     def _note_names(self, keys: list[str]) -> None:
-        """Keeps the order of the first batch where it holds these features and no others, else that of the kernels."""
+        """Keeps the order of the first batch where it holds these features and no others, else that
+        of the kernels."""
         own = getattr(self._collection, "_embedding_shardings", None)
         shardings = self._collection._sharding_type_to_sharding.values() if own is None else own
         self._read = [name for sharding in shardings for name in sharding.feature_names()]
@@ -136,7 +104,10 @@ class FeaturesByName:
             for name in self._names:
                 check_known("feature", name, places)
             order = [places[name] for name in self._names]
-            self._orders[keys] = order, torch.tensor(order, dtype=torch.int32, device=features.device())
+            self._orders[keys] = (
+                order,
+                torch.tensor(order, dtype=torch.int32, device=features.device()),
+            )
         ordered = features.permute(*self._orders[keys])
         inverse = features.inverse_indices_or_none()
         if inverse is not None:  # of a batch size per feature, which `permute` leaves behind
@@ -152,7 +123,9 @@ class FeaturesByName:
         if weights is None and getattr(self._collection, _MAKES_WEIGHTS, False):
             return features
         if weights is None:
-            remedy = "give the KeyedJaggedTensor weights, or build the collection with is_weighted=False"
+            remedy = (
+                "give the KeyedJaggedTensor weights, or build the collection with is_weighted=False"
+            )
             raise ValueError(describe(place, "per-sample weights", "none", remedy))
         if self._weighting:
             if weights.requires_grad and torch.is_grad_enabled():
@@ -167,8 +140,15 @@ class FeaturesByName:
     def _check_gradient_of_weights(self, place: str, keys: list[str]) -> None:
         """Weights that travel, or are put in another order, leave their gradient behind."""
         kinds = set(self._collection._sharding_types)
-        stays = kinds <= {ShardingType.DATA_PARALLEL.value, ShardingType.TABLE_WISE.value} and keys == self._read
+        stays = (
+            kinds <= {ShardingType.DATA_PARALLEL.value, ShardingType.TABLE_WISE.value}
+            and keys == self._read
+        )
         if not stays or self._collection._env.world_size > 1:
             supported = "supported are per-sample weights that learn on one rank, table_wise or data_parallel"
-            remedy = f"detach the weights, or list the features as the kernels read them: {self._read}"
-            raise NotImplementedError(describe(place, supported, f"{sorted(kinds)}, features {keys}", remedy))
+            remedy = (
+                f"detach the weights, or list the features as the kernels read them: {self._read}"
+            )
+            raise NotImplementedError(
+                describe(place, supported, f"{sorted(kinds)}, features {keys}", remedy)
+            )

@@ -1,11 +1,4 @@
-"""Managed collisions: a model that looks up, for an id, the row that the id has now (ZCH, MPZCH).
-
-Raw ids are remapped in front of the collection, which is wrapped, compressed and served as any other. So counts, blocks
-and schemes are of the REMAPPED rows, `remapped` says which these are, and the remapping's state goes with the model's
-dense weights into an artifact. Rows belong to blocks, hence remapping stands still while a model is prepared. Where it
-goes on later, counts are taken anew: a row that was given to another id has the counts of that id alone, so it begins
-in the cold block until that id is read.
-"""
+"""Managed collisions: a model that looks up, for an id, the row that the id has now (ZCH, MPZCH)."""
 
 from __future__ import annotations
 
@@ -30,15 +23,12 @@ from dnis_torchrec.checks import check, check_known, describe
 MANAGED = "_embedding_module"
 """The attribute by which TorchRec's managed collisions hold their collection."""
 MANAGED_COLLISIONS = (ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection)
-"""Modules of TorchRec that remap ids in front of a collection: one that pools, and one that does not."""
+"""Modules of TorchRec that remap ids in front of a collection: one that pools, and one that does
+not."""
 
 
 def managed_collisions(model: nn.Module) -> dict[str, ManagedCollisionCollection]:
-    """FQN of a module with managed collisions -> what remaps its ids. Local.
-
-    Args:
-        model: prepared or not.
-    """
+    """FQN of a module with managed collisions -> what remaps its ids. Local."""
     return {
         fqn: module._managed_collision_collection
         for fqn, module in get_unwrapped_module(model).named_modules()
@@ -47,9 +37,11 @@ def managed_collisions(model: nn.Module) -> dict[str, ManagedCollisionCollection
 
 
 def remapped(model: nn.Module, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """The rows that a model looks up for some bags, as the remapping stands: what to count. Local, no collective.
+    """The rows that a model looks up for some bags, as the remapping stands: what to count. Local,
+    no collective.
 
-    Nothing is learned from the bags. An id that has no row goes where TorchRec's module sends it, as in serving.
+    Nothing is learned from the bags. An id that has no row goes where TorchRec's module sends it,
+    as in serving.
 
     Args:
         model: prepared or not; one without managed collisions gets the bags as they are.
@@ -60,7 +52,8 @@ def remapped(model: nn.Module, features: KeyedJaggedTensor) -> KeyedJaggedTensor
 
     Raises:
         ValueError: if a feature is missing, or no id has a row yet.
-        NotImplementedError: for a feature that several tables read, each of which gives its ids other rows.
+        NotImplementedError: for a feature that several tables read, each of which gives its ids
+            other rows.
 
     Example:
         >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -87,7 +80,9 @@ def remapped(model: nn.Module, features: KeyedJaggedTensor) -> KeyedJaggedTensor
                 names = collection._table_to_features[table]
                 for name in names:
                     check_known(f"feature of table {table!r} in FQN {fqn!r}", name, bags)
-                rows = _rows_of(table, cast(ManagedCollisionModule, remapping), [bags[name] for name in names])
+                rows = _rows_of(
+                    table, cast(ManagedCollisionModule, remapping), [bags[name] for name in names]
+                )
                 bags |= dict(zip(names, rows, strict=True))
     of_keys = [bags[key] for key in list(features.keys())]
     return KeyedJaggedTensor(
@@ -98,15 +93,7 @@ def remapped(model: nn.Module, features: KeyedJaggedTensor) -> KeyedJaggedTensor
 
 
 def check_remapping(model: nn.Module) -> None:
-    """Checks that rows stand for ids already, and for those of one table. Local.
-
-    Args:
-        model: prepared or not.
-
-    Raises:
-        ValueError: if no id has a row yet: counts and blocks would be of one row.
-        NotImplementedError: for a feature that several tables read.
-    """
+    """Checks that rows stand for ids already, and for those of one table. Local."""
     readers = _readers(model)
     for fqn, collection in managed_collisions(model).items():
         for table, remapping in collection._managed_collision_modules.items():
@@ -120,35 +107,27 @@ def check_remapping(model: nn.Module) -> None:
                 supported = f"supported are features of one table, so that the rows of {feature!r} are its own"
                 if others:
                     remedy = "give the other table a feature of its own with the same ids"
-                    raise NotImplementedError(describe(place, supported, f"{others} reads it, too", remedy))
+                    raise NotImplementedError(
+                        describe(place, supported, f"{others} reads it, too", remedy)
+                    )
 
 
 def stand_still_(model: nn.Module) -> None:
-    """Keeps remapping as it is, also while the model trains, until `go_on_`. Local.
-
-    Args:
-        model: changed in place.
-    """
+    """Keeps remapping as it is, also while the model trains, until `go_on_`. Local."""
     for collection in managed_collisions(model).values():
         collection.register_forward_pre_hook(_to_eval)
 
 
 def stands_still(model: nn.Module) -> bool:
-    """Whether no id gets another row until `go_on_`: every rank then maps ids alike. True without managed collisions.
-
-    Args:
-        model: prepared or not.
-    """
-    return all(_to_eval in own._forward_pre_hooks.values() for own in managed_collisions(model).values())
+    """Whether no id gets another row until `go_on_`: every rank then maps ids alike. True without
+    managed collisions."""
+    return all(
+        _to_eval in own._forward_pre_hooks.values() for own in managed_collisions(model).values()
+    )
 
 
 def share_remapping_(model: nn.Module, process_group: dist.ProcessGroup) -> None:
-    """Gives all ranks the remapping of the first. A broadcast of each tensor of its state.
-
-    Args:
-        model: the same on all ranks, changed in place.
-        process_group: the ranks.
-    """
+    """Gives all ranks the remapping of the first. A broadcast of each tensor of its state."""
     first = dist.get_global_rank(process_group, 0)
     for collection in managed_collisions(model).values():
         for state in (*collection.buffers(), *collection.parameters()):
@@ -156,11 +135,7 @@ def share_remapping_(model: nn.Module, process_group: dist.ProcessGroup) -> None
 
 
 def go_on_(model: nn.Module) -> None:
-    """Lets remapping learn ids again where the model trains. Local.
-
-    Args:
-        model: changed in place.
-    """
+    """Lets remapping learn ids again where the model trains. Local."""
     for fqn, collection in managed_collisions(model).items():
         hooks: dict[int, Any] = collection._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if hook is _to_eval]:
@@ -169,16 +144,7 @@ def go_on_(model: nn.Module) -> None:
 
 
 def refuse_managed_collisions(model: nn.Module, what: str, remedy: str) -> None:
-    """Refuses what looks at raw ids, or shards the collection alone.
-
-    Args:
-        model: prepared or not.
-        what: is refused.
-        remedy: what to do instead.
-
-    Raises:
-        NotImplementedError: if the model has managed collisions.
-    """
+    """Refuses what looks at raw ids, or shards the collection alone."""
     for fqn in managed_collisions(model):
         supported = f"supported in {what} are embedding collections that the model calls itself"
         kind = type(get_unwrapped_module(model).get_submodule(fqn)).__name__
@@ -186,21 +152,31 @@ def refuse_managed_collisions(model: nn.Module, what: str, remedy: str) -> None:
         raise NotImplementedError(describe(f"FQN {place!r}", supported, received, remedy))
 
 
-def _rows_of(table: str, remapping: ManagedCollisionModule, bags: list[JaggedTensor]) -> list[JaggedTensor]:
-    """The rows of one table for the bags of each of its features, given to its remapping as TorchRec gives them."""
+def _rows_of(
+    table: str, remapping: ManagedCollisionModule, bags: list[JaggedTensor]
+) -> list[JaggedTensor]:
+    """The rows of one table for the bags of each of its features, given to its remapping as
+    TorchRec gives them."""
     sizes = torch.tensor([own.values().numel() for own in bags])
-    values, lengths = torch.cat([own.values() for own in bags]), torch.cat([own.lengths() for own in bags])
+    values, lengths = (
+        torch.cat([own.values() for own in bags]),
+        torch.cat([own.lengths() for own in bags]),
+    )
     found = remapping({table: JaggedTensor(values=values, lengths=lengths, weights=sizes)})[table]
     of_features = found.lengths().view(len(bags), -1)
     rows = found.values().split(of_features.sum(1).tolist())
-    return [JaggedTensor(own, lengths=lengths) for own, lengths in zip(rows, of_features, strict=True)]
+    return [
+        JaggedTensor(own, lengths=lengths) for own, lengths in zip(rows, of_features, strict=True)
+    ]
 
 
 def _readers(model: nn.Module) -> dict[str, set[str]]:
     """Feature -> the tables of all collections that read it."""
     readers: dict[str, set[str]] = {}
     for module in get_unwrapped_module(model).modules():
-        configs = getattr(module, "embedding_bag_configs", None) or getattr(module, "embedding_configs", None)
+        configs = getattr(module, "embedding_bag_configs", None) or getattr(
+            module, "embedding_configs", None
+        )
         for config in configs() if callable(configs) else ():
             for feature in config.feature_names:
                 readers.setdefault(feature, set()).add(config.name)

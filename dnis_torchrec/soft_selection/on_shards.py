@@ -1,34 +1,5 @@
-"""Soft selection on the ranks that hold the shards, so that the output all-to-all is as large as the plain model's.
-
-A collection with multi-hot features is sharded with a key for every block of such a feature, because that is how its
-kernels are to pool (with compiled operators one for the whole feature will do, see
-`SoftSelectionEmbeddingBagCollection.read_whole_features_`). What travels need not know of blocks:
-
-    input_dist     the user's bags, whole, as in the plain model
-    lookup         on the rank of the shard: bags split by block, pooled, multiplied by alpha, added up
-    output_dist    one pooled embedding per feature, as in the plain model
-
-So `select_on_shards_` leaves TorchRec's lookups where they are and puts a `ShardSelection` around each of their
-kernels, and gives the collection the input_dist and output_dist of whole bags. What a kernel pools for every block is
-added up before the next kernel runs, and in the backward pass its gradient has been used before the next one's is made:
-with a kernel for every table (TorchRec's fused parameter ``use_one_tbe_per_table``) that is the pieces of one table.
-
-Kernels of small tables whose optimizer is not fused may multiply the tables instead, see `whole_tables`.
-
-It does so for every sharding type, kernel and device whose lookup is a GroupedPooledEmbeddingsLookup: all those that
-ShardedEmbeddingBagCollection trains with. Elsewhere (a model that is not sharded, or sharded by a sharder with lookups
-of its own, or whose rows are prefetched, which FBGEMM wants to know the ids of as its kernel will read them) bags are
-split before the collection and selected behind it, with up to S times the volume; collections without a multi-hot
-feature select behind it too, with nothing to save.
-
-Alpha's gradient is formed where the lookup is, from the output gradients that output_dist sends back. A rank sees the
-samples of all ranks but the rows and columns of its own shards alone, so the sum over ranks counts each once; where
-tables are replicated it sees its own samples. TorchRec divides what it sends back by W, which is taken back here:
-summed over ranks, and divided by W there, alpha's gradient is the mean over ranks as for features that are selected
-behind the collection.
-
-Shapes: B batch, of all ranks where a lookup reads; S blocks, D embedding_dim, W ranks.
-"""
+"""Soft selection on the ranks that hold the shards, so that the output all-to-all is as large as
+the plain model's."""
 
 from __future__ import annotations
 
@@ -60,26 +31,23 @@ from dnis_torchrec.soft_selection.features_by_name import read_collection_by_nam
 from dnis_torchrec.soft_selection.pooled_pieces import PooledFeature
 from dnis_torchrec.soft_selection.select_pooled import WatchedOutputs, one_per_bag
 from dnis_torchrec.soft_selection.whole_tables import TableSelection
-from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
+from dnis_torchrec.soft_selection.wrapper import (
+    SoftSelectionEmbeddingBagCollection,
+    soft_selection_modules,
+)
 
 
 def select_on_shards_(model: nn.Module) -> nn.Module:
-    """Moves soft selection of multi-hot features to the ranks that hold the shards; see the top of this module.
-
-    Weights, optimizers and the state_dict stay as they are. Call it on all ranks or on none, before the model is
-    pipelined. Local, no collective, except that TorchRec makes process groups for hosts if it has none yet.
-
-    Args:
-        model: prepared and sharded; whatever it holds that is not is left alone, as is what has been moved before.
-
-    Returns:
-        `model`.
-    """
+    """Moves soft selection of multi-hot features to the ranks that hold the shards; see the top of
+    this module."""
     for wrapper in soft_selection_modules(model).values():
         if not isinstance(wrapper, SoftSelectionEmbeddingBagCollection):
             continue  # an EmbeddingCollection pools nothing: its volume is the plain model's
         collection = wrapper.embedding_bag_collection
-        if isinstance(collection, ShardedEmbeddingBagCollection) and wrapper.bag_splitter is not None:
+        if (
+            isinstance(collection, ShardedEmbeddingBagCollection)
+            and wrapper.bag_splitter is not None
+        ):
             lookups = [_without_ddp(lookup) for lookup in collection._lookups]
             is_torchrecs = all(type(lookup) is GroupedPooledEmbeddingsLookup for lookup in lookups)
             if is_torchrecs and not PrefetchedTables(collection):
@@ -87,8 +55,12 @@ def select_on_shards_(model: nn.Module) -> nn.Module:
     return model
 
 
-def _select_on_shards_(wrapper: SoftSelectionEmbeddingBagCollection, collection: ShardedEmbeddingBagCollection) -> None:
-    routers = _routers(wrapper.outputs, wrapper.blocks, wrapper.alpha.of(wrapper.alpha.dims[0]).device)
+def _select_on_shards_(
+    wrapper: SoftSelectionEmbeddingBagCollection, collection: ShardedEmbeddingBagCollection
+) -> None:
+    routers = _routers(
+        wrapper.outputs, wrapper.blocks, wrapper.alpha.of(wrapper.alpha.dims[0]).device
+    )
     for kind, lookup in zip(collection._sharding_types, collection._lookups, strict=True):
         travels = kind != ShardingType.DATA_PARALLEL.value
         division = collection._env.world_size if travels else 1
@@ -97,14 +69,17 @@ def _select_on_shards_(wrapper: SoftSelectionEmbeddingBagCollection, collection:
             # as TorchRec's pipelines replace forwards: no module, and so no name, changes
             part.forward = ShardSelection(part.forward, features, wrapper.alpha, division, tables)
     collection._embedding_shardings = [
-        _sharding_of_whole_bags(collection, kind, wrapper.outputs) for kind in collection._sharding_types
+        _sharding_of_whole_bags(collection, kind, wrapper.outputs)
+        for kind in collection._sharding_types
     ]
     collection._input_dists, collection._feature_splits, collection._features_order = [], [], []
     collection._has_uninitialized_input_dist = collection._has_features_permute = True
     collection._output_dists, collection._embedding_names, collection._embedding_dims = [], [], []
     collection._uncombined_embedding_names, collection._uncombined_embedding_dims = [], []
     collection._create_output_dist()
-    read_collection_by_name_(collection, anew=True)  # it may have been called before, with a key for every block
+    read_collection_by_name_(
+        collection, anew=True
+    )  # it may have been called before, with a key for every block
     wrapper.bag_splitter = None
     wrapper.selection = SelectedPooled(wrapper.outputs, wrapper.alpha)
 
@@ -112,14 +87,13 @@ def _select_on_shards_(wrapper: SoftSelectionEmbeddingBagCollection, collection:
 def _parts_of(
     lookup: nn.Module, outputs: Sequence[PooledFeature], routers: dict[str, RowRouter]
 ) -> list[tuple[nn.Module, list[ShardFeature]]]:
-    """Returns the modules of a lookup that select for themselves, which are its kernels, and the features they read.
-
-    So the pieces of one kernel are added up before the next kernel looks up its own. Their gradients, too, are used
-    before those of the next are made. Two lookups select as a whole: one in DistributedDataParallel, and one that holds
-    nothing on this rank.
-    """
+    """Returns the modules of a lookup that select for themselves, which are its kernels, and the
+    features they read."""
     grouped = _without_ddp(lookup)
-    of_kernels = [_features_of(config.embedding_tables, outputs, routers) for config in grouped.grouped_configs]
+    of_kernels = [
+        _features_of(config.embedding_tables, outputs, routers)
+        for config in grouped.grouped_configs
+    ]
     if isinstance(lookup, DistributedDataParallel) or not of_kernels:
         return [(lookup, list(itertools.chain.from_iterable(of_kernels)))]
     grouped._feature_splits = [len(features) for features in of_kernels]  # of whole bags
@@ -130,18 +104,27 @@ def _without_ddp(lookup: nn.Module) -> GroupedPooledEmbeddingsLookup:
     return lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
 
 
-def _routers(outputs: Sequence[PooledFeature], blocks: RowBlocks, device: torch.device) -> dict[str, RowRouter]:
-    return {table: RowRouter(blocks.routings[table]).to(device) for table in {output.table for output in outputs}}
+def _routers(
+    outputs: Sequence[PooledFeature], blocks: RowBlocks, device: torch.device
+) -> dict[str, RowRouter]:
+    return {
+        table: RowRouter(blocks.routings[table]).to(device)
+        for table in {output.table for output in outputs}
+    }
 
 
 def _sharding_of_whole_bags(
     collection: ShardedEmbeddingBagCollection, kind: str, outputs: Sequence[PooledFeature]
 ) -> Any:
-    """Builds the sharding that makes one sharding type's input_dist and output_dist for the user's own features."""
+    """Builds the sharding that makes one sharding type's input_dist and output_dist for the user's
+    own features."""
     infos = []
     for info in collection.sharding_type_to_sharding_infos[kind]:
         own = [output for output in outputs if output.table == info.embedding_config.name]
-        names = {"feature_names": [o.feature for o in own], "embedding_names": [o.name for o in own]}
+        names = {
+            "feature_names": [o.feature for o in own],
+            "embedding_names": [o.name for o in own],
+        }
         infos.append(replace(info, embedding_config=replace(info.embedding_config, **names)))
     return collection.create_embedding_bag_sharding(
         infos,
@@ -154,17 +137,7 @@ def _sharding_of_whole_bags(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardFeature:
-    """A feature, as the lookup of one shard knows it.
-
-    Attributes:
-        output: what stands behind the feature.
-        router: row of the table -> block.
-        first_row: row of the table that the shard begins with: what id 0 is here.
-        num_rows: rows of the shard.
-        first_column: column of the table that the shard begins with.
-        num_columns: its columns.
-        keys: that the lookup reads for it: one; or one per block of a multi-hot feature.
-    """
+    """A feature, as the lookup of one shard knows it."""
 
     output: PooledFeature
     router: RowRouter
@@ -181,13 +154,19 @@ class ShardFeature:
 
 
 def _features_of(
-    tables: Sequence[ShardedEmbeddingTable], outputs: Sequence[PooledFeature], routers: dict[str, RowRouter]
+    tables: Sequence[ShardedEmbeddingTable],
+    outputs: Sequence[PooledFeature],
+    routers: dict[str, RowRouter],
 ) -> list[ShardFeature]:
-    """Returns the features in the order in which the lookup reads them: a table's features follow one another."""
+    """Returns the features in the order in which the lookup reads them: a table's features follow
+    one another."""
     features = []
     for table in tables:
         row, column = (0, 0) if table.local_metadata is None else table.local_metadata.shard_offsets
-        own, keys = [output for output in outputs if output.table == table.name], iter(table.feature_names)
+        own, keys = (
+            [output for output in outputs if output.table == table.name],
+            iter(table.feature_names),
+        )
         is_whole = len(own) == len(table.feature_names)
         features += [
             ShardFeature(
@@ -205,38 +184,32 @@ def _features_of(
 
 
 def _table_selection(part: nn.Module, features: Sequence[ShardFeature]) -> TableSelection | None:
-    """Returns the selection on whole tables, or None for a kernel without it.
-
-    The kernel is not fused, the operators are compiled, and all of its tables have the same columns.
-    """
+    """Returns the selection on whole tables, or None for a kernel without it."""
     if not isinstance(part, BatchedDenseEmbeddingBag) or not are_compiled():
         return None
     weights = part.emb_module.weights
     columns = {(own.output.embedding_dim, own.first_column, own.num_columns) for own in features}
-    if weights.device.type != "cpu" or weights.dtype not in (torch.float32, torch.float64) or len(columns) != 1:
+    if (
+        weights.device.type != "cpu"
+        or weights.dtype not in (torch.float32, torch.float64)
+        or len(columns) != 1
+    ):
         return None
     rows, first_rows, num_rows = [], [], 0
     for own, last in zip(features, [None, *features], strict=False):
         if last is None or (own.output.table, own.first_row) != (last.output.table, last.first_row):
             blocks = own.router(torch.arange(own.first_row, own.first_row + own.num_rows))
-            rows.append(torch.where(blocks < own.output.num_blocks, own.output.first_alpha_row + blocks, -1))
+            rows.append(
+                torch.where(blocks < own.output.num_blocks, own.output.first_alpha_row + blocks, -1)
+            )
             num_rows += own.num_rows
         first_rows.append(num_rows - own.num_rows)
     return TableSelection(part.emb_module, torch.cat(rows), first_rows, features[0].num_columns)
 
 
 class ShardSelection:
-    """Soft selection around a kernel, or around the whole lookup of a sharding type: what its forward is replaced by.
-
-    A plain callable, so that it adds no name to the state_dict.
-
-    Args:
-        lookup: that forward, which pools split bags.
-        features: of whole bags, in the order in which it reads them.
-        alpha: of the model.
-        gradient_division: by how much TorchRec divides the gradients that come back to this lookup.
-        tables: multiplies the tables instead of what is looked up; None where that is not wanted or cannot be.
-    """
+    """Soft selection around a kernel, or around the whole lookup of a sharding type: what its
+    forward is replaced by."""
 
     def __init__(
         self,
@@ -269,21 +242,15 @@ class ShardSelection:
         return torch.tensor(fields, dtype=torch.int64).view(-1, 6)
 
     def __call__(self, features: KeyedJaggedTensor) -> Tensor:
-        """Looks bags up and multiplies them by alpha.
-
-        Args:
-            features: whole bags, ids counted from the first row of the shard.
-
-        Returns:
-            ``(B, sum of the shards' columns over features)``, as the plain model's lookup.
-        """
+        """Looks bags up and multiplies them by alpha."""
         if self._tables is not None:
             return self._select_on_tables(features, self._tables)
         is_for_compiled = features.values().device.type == "cpu" and are_compiled()
         return self._select_packed(features) if is_for_compiled else self._select_by_torch(features)
 
     def _pool(self, features: KeyedJaggedTensor) -> Tensor:
-        """Looks up; in an upper step without gradients, for the lookup would learn from validation data."""
+        """Looks up; in an upper step without gradients, for the lookup would learn from validation
+        data."""
         pooled = self._lookup(features)
         return pooled.detach() if self._alpha.is_upper else pooled
 
@@ -295,7 +262,10 @@ class ShardSelection:
     def _select_on_tables(self, features: KeyedJaggedTensor, tables: TableSelection) -> Tensor:
         """Selects by multiplying the tables themselves."""
         first = self._features[0]
-        dim, columns = first.output.embedding_dim, slice(first.first_column, first.first_column + first.num_columns)
+        dim, columns = (
+            first.output.embedding_dim,
+            slice(first.first_column, first.first_column + first.num_columns),
+        )
         alpha = self._alphas()[dim][:, columns]
         if self._alpha.is_upper:
             self._alpha.record_hits(dim, tables.rows_of(features))
@@ -315,14 +285,24 @@ class ShardSelection:
         ]
         values, lengths, weights = features.values(), features.lengths(), features.weights_or_none()
         weights = None if weights is None else weights.contiguous()
-        bags = pack_bags(values.contiguous(), lengths.contiguous(), weights, packings, features.stride())
+        bags = pack_bags(
+            values.contiguous(), lengths.contiguous(), weights, packings, features.stride()
+        )
         packed = KeyedJaggedTensor(
-            keys=self._keys, values=bags.ids, weights=bags.weights, lengths=bags.lengths, stride=bags.num_rows
+            keys=self._keys,
+            values=bags.ids,
+            weights=bags.weights,
+            lengths=bags.lengths,
+            stride=bags.num_rows,
         )
         pooled = self._pool(packed)
         if self._alpha.is_upper:
             for dim in {feature.output.embedding_dim for feature in self._features}:
-                of_dim = [f for f, feature in enumerate(self._features) if feature.output.embedding_dim == dim]
+                of_dim = [
+                    f
+                    for f, feature in enumerate(self._features)
+                    if feature.output.embedding_dim == dim
+                ]
                 self._alpha.record_hits(dim, bags.rows_of(of_dim))
         exact = pooled if pooled.dtype in (torch.float32, torch.float64) else pooled.float()
         alphas = torch.cat([alpha.to(exact.dtype).flatten() for alpha in self._alphas().values()])
@@ -339,18 +319,28 @@ class ShardSelection:
             first_slot += feature.num_keys
         slot = torch.cat(slots) if slots else features.values().new_empty(0)
         values, lengths, weights = sort_by_slot(features, slot, len(self._keys))
-        split = KeyedJaggedTensor(keys=self._keys, values=values, weights=weights, lengths=lengths, stride=batch_size)
+        split = KeyedJaggedTensor(
+            keys=self._keys, values=values, weights=weights, lengths=lengths, stride=batch_size
+        )
         pooled, alphas, parts = self._pool(split), self._alphas(), []
         widths = [feature.num_keys * feature.num_columns for feature in self._features]
         lengths_of = features.lengths().view(len(self._features), batch_size)
         for index, part in enumerate(pooled.split(widths, dim=1) if widths else ()):
-            parts.append(self._select(self._features[index], part, blocks[index], lengths_of[index], alphas))
-        # Also where this rank holds nothing: the ranks that do need it in the collectives of alpha's backward pass.
+            parts.append(
+                self._select(self._features[index], part, blocks[index], lengths_of[index], alphas)
+            )
+        # Also where this rank holds nothing: the ranks that do need it in the collectives of
+        # alpha's backward pass.
         nothing = torch.stack([alpha.sum() for alpha in alphas.values()]).sum() * 0
         return (torch.cat(parts, dim=1) if parts else pooled) + nothing.to(pooled.dtype)
 
     def _select(
-        self, feature: ShardFeature, part: Tensor, blocks: Tensor, lengths: Tensor, alphas: dict[int, Tensor]
+        self,
+        feature: ShardFeature,
+        part: Tensor,
+        blocks: Tensor,
+        lengths: Tensor,
+        alphas: dict[int, Tensor],
     ) -> Tensor:
         """Pooled pieces of one feature, ``(B, keys * columns)``, added up: ``(B, columns)``."""
         output = feature.output
@@ -358,7 +348,8 @@ class ShardSelection:
         columns = slice(feature.first_column, feature.first_column + feature.num_columns)
         alpha = alphas[output.embedding_dim][rows, columns].to(part.dtype)
         self._alpha.record_hits(
-            output.embedding_dim, torch.where(blocks < output.num_blocks, output.first_alpha_row + blocks, -1)
+            output.embedding_dim,
+            torch.where(blocks < output.num_blocks, output.first_alpha_row + blocks, -1),
         )
         pieces = part.view(len(part), feature.num_keys, feature.num_columns)
         if output.is_multi_hot:
@@ -370,7 +361,8 @@ class ShardSelection:
         """Block of every id, feature by feature."""
         ids = features.values().split(features.length_per_key()) if self._features else ()
         return [
-            feature.router(own.long() + feature.first_row) for feature, own in zip(self._features, ids, strict=True)
+            feature.router(own.long() + feature.first_row)
+            for feature, own in zip(self._features, ids, strict=True)
         ]
 
 
@@ -388,30 +380,17 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 class SelectedPooled(WatchedOutputs):
-    """The part of a wrapper behind lookups that have multiplied by alpha: local, no collective, no parameter.
-
-    Puts the output keys in order and divides MEAN by the length of the whole bag, which no shard alone knows.
-
-    Args:
-        outputs: the feature and table behind each output key.
-        alpha: the wrapper's alpha.
-    """
+    """The part of a wrapper behind lookups that have multiplied by alpha: local, no collective, no
+    parameter."""
 
     def __init__(self, outputs: tuple[PooledFeature, ...], alpha: Alpha) -> None:
         super().__init__(outputs)
         self._alpha = [alpha]  # in a list: the wrapper registers it, once
 
-    def forward(self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor) -> KeyedTensor:
-        """Orders and divides.
-
-        Args:
-            pooled: what the child returned.
-            features: the bags as the user gave them.
-            split: the same.
-
-        Returns:
-            One key per output, in order.
-        """
+    def forward(
+        self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor
+    ) -> KeyedTensor:
+        """Orders and divides."""
         values = pooled.values()
         if pooled.keys() != self._keys or any(output.divides for output in self._outputs):
             by_key, jagged = pooled.to_dict(), jagged_by_key(features)

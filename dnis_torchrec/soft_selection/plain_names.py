@@ -1,12 +1,5 @@
-"""Names of the plain model for a model with wrappers: state_dict, parameters and optimizers know no wrapper.
-
-    the plain model                    prepared, sharded or not
-    ebc.embedding_bags.t.weight        ebc.embedding_bags.t.weight
-                                       ebc.soft_selection.dim8        what a wrapper adds, apart
-
-So a checkpoint of the plain model is one of the prepared model, and the other way round. TorchRec does the same for its
-own wrapper, PipelinedPostproc. Paths of modules stay what they are: plans say ``ebc.embedding_bag_collection``.
-"""
+"""Names of the plain model for a model with wrappers: state_dict, parameters and optimizers know no
+wrapper."""
 
 from __future__ import annotations
 
@@ -27,12 +20,7 @@ SOFT_SELECTION = "soft_selection"
 
 
 class PlainNames(FusedOptimizerModule, nn.Module):
-    """Base of a wrapper whose child stands under the wrapper's own name.
-
-    Attributes:
-        child_name: attribute that holds the child.
-        soft_selection: what the wrapper adds: alpha. A state_dict without it is that of a model whose alpha is 1.
-    """
+    """Base of a wrapper whose child stands under the wrapper's own name."""
 
     child_name: ClassVar[str]
     _FORCE_STATE_DICT_LOAD = True  # DistributedModelParallel then loads wrapper and child as one
@@ -46,7 +34,8 @@ class PlainNames(FusedOptimizerModule, nn.Module):
         self.register_load_state_dict_post_hook(_shorten_differences)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute; whoever replaces children by `named_children` sets the child under no name."""
+        """Sets an attribute; whoever replaces children by `named_children` sets the child under no
+        name."""
         super().__setattr__(name or self.child_name, value)
 
     @property
@@ -55,9 +44,13 @@ class PlainNames(FusedOptimizerModule, nn.Module):
         return CombinedOptimizer(list(_fused_in(getattr(self, self.child_name), "")))
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules in it; a sharded child has no name: DistributedModelParallel joins names by this."""
+        """The modules in it; a sharded child has no name: DistributedModelParallel joins names by
+        this."""
         for name, child in super().named_children():
-            yield "" if name == self.child_name and isinstance(child, ShardedModule) else name, child
+            yield (
+                "" if name == self.child_name and isinstance(child, ShardedModule) else name,
+                child,
+            )
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -76,9 +69,11 @@ class PlainNames(FusedOptimizerModule, nn.Module):
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state_dict without what soft selection adds: names, and live values, as the plain model has them.
+    """The state_dict without what soft selection adds: names, and live values, as the plain model
+    has them.
 
-    What ``torch.distributed.checkpoint.load`` fills from a checkpoint of the plain model, and what to save for one.
+    What ``torch.distributed.checkpoint.load`` fills from a checkpoint of the plain model, and what
+    to save for one.
 
     Args:
         model: prepared, sharded or not; of another it is the state_dict.
@@ -117,7 +112,10 @@ def _lengthen(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
     for name in of_child:
         state[f"{prefix}{wrapper.child_name}.{name.removeprefix(prefix)}"] = state.pop(name)
     if of_child and not any(name.startswith(added) for name in state):
-        ones = {name: torch.ones_like(alpha) for name, alpha in wrapper.soft_selection.state_dict().items()}
+        ones = {
+            name: torch.ones_like(alpha)
+            for name, alpha in wrapper.soft_selection.state_dict().items()
+        }
         state.update({added + name: value for name, value in ones.items()})
 
 
@@ -125,4 +123,7 @@ def _shorten_differences(wrapper: nn.Module, differences: Any) -> None:
     wrapper = cast(PlainNames, wrapper)
     own = f"{wrapper._prefix}{wrapper.child_name}."
     for names in differences:
-        names[:] = [name.replace(own, wrapper._prefix, 1) if name.startswith(own) else name for name in names]
+        names[:] = [
+            name.replace(own, wrapper._prefix, 1) if name.startswith(own) else name
+            for name in names
+        ]

@@ -1,4 +1,5 @@
-"""Under which FQNs TorchRec shards a model's collections, and by which sharders: in front of some stand processors."""
+"""Under which FQNs TorchRec shards a model's collections, and by which sharders: in front of some
+stand processors."""
 
 from __future__ import annotations
 
@@ -11,27 +12,24 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from dnis_torchrec.soft_selection.feature_processed import SoftSelectionFeatureProcessedEmbeddingBagCollection
+from dnis_torchrec.soft_selection.feature_processed import (
+    SoftSelectionFeatureProcessedEmbeddingBagCollection,
+)
 from dnis_torchrec.soft_selection.managed_collisions import refuse_managed_collisions, stands_still
 from dnis_torchrec.soft_selection.table_shards import collections, lookup_of, whole_module_of
 from dnis_torchrec.soft_selection.wrapper import SoftSelectionModule
 
 
 def planned_fqns(model: nn.Module) -> dict[str, str]:
-    """FQN of every collection of an unsharded model -> that of the module which TorchRec shards.
-
-    Args:
-        model: prepared or not.
-
-    Raises:
-        NotImplementedError: for managed collisions that learn ids, which every rank would do for itself.
-    """
+    """FQN of every collection of an unsharded model -> that of the module which TorchRec shards."""
     if not stands_still(model):
         remedy = "call prepare_ first: then rows keep their ids; to train it as it is, take TorchRec's own sharder"
         refuse_managed_collisions(model, "sharding", remedy)
     planned = {}
     for fqn, module in collections(model).items():
-        is_processed = isinstance(whole_module_of(model, fqn), FeatureProcessedEmbeddingBagCollection)
+        is_processed = isinstance(
+            whole_module_of(model, fqn), FeatureProcessedEmbeddingBagCollection
+        )
         if is_processed or isinstance(module, SoftSelectionFeatureProcessedEmbeddingBagCollection):
             own = fqn.rpartition(".")[0]
         else:
@@ -42,24 +40,22 @@ def planned_fqns(model: nn.Module) -> dict[str, str]:
 
 
 def planned_collections(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns an unsharded model's collections, also inside wrappers, by the FQN under which TorchRec shards them.
-
-    Args:
-        model: prepared or not.
-    """
+    """Returns an unsharded model's collections, also inside wrappers, by the FQN under which
+    TorchRec shards them."""
     planned = planned_fqns(model)
     return {planned[fqn]: lookup_of(module) for fqn, module in collections(model).items()}
 
 
-def with_processors(sharders: Sequence[ModuleSharder[nn.Module]]) -> Sequence[ModuleSharder[nn.Module]]:
-    """The sharders, and one for what processes features in front of a collection, made of the collection's sharder.
-
-    Args:
-        sharders: of a plan.
-    """
+def with_processors(
+    sharders: Sequence[ModuleSharder[nn.Module]],
+) -> Sequence[ModuleSharder[nn.Module]]:
+    """The sharders, and one for what processes features in front of a collection, made of the
+    collection's sharder."""
     kinds = {sharder.module_type: sharder for sharder in sharders}
     inner = kinds.get(EmbeddingBagCollection)
     if inner is None or FeatureProcessedEmbeddingBagCollection in kinds:
         return sharders
-    processed = FeatureProcessedEmbeddingBagCollectionSharder(inner, qcomm_codecs_registry=inner.qcomm_codecs_registry)
+    processed = FeatureProcessedEmbeddingBagCollectionSharder(
+        inner, qcomm_codecs_registry=inner.qcomm_codecs_registry
+    )
     return [*sharders, cast(ModuleSharder[nn.Module], processed)]

@@ -1,4 +1,5 @@
-"""The part of the wrapper behind the lookup: pooled embeddings times alpha, and who is told of their gradient."""
+"""The part of the wrapper behind the lookup: pooled embeddings times alpha, and who is told of
+their gradient."""
 
 from __future__ import annotations
 
@@ -22,23 +23,15 @@ JaggedByKey = dict[str, JaggedTensor]
 
 
 OnGradient = Callable[[Tensor, Callable[[Tensor], str]], Tensor | None]
-"""Told of a gradient by bool on its device, and by what names the table once they are read; see `WatchedOutputs`."""
+"""Told of a gradient by bool on its device, and by what names the table once they are read; see
+`WatchedOutputs`."""
 
 _FINITE = torch.ones(1, dtype=torch.bool)
 
 
 class WatchedOutputs(nn.Module):
-    """Base of the modules that make a wrapper's outputs: it reports the gradient of the outputs to a listener.
-
-    Args:
-        outputs: the feature and table behind each output key.
-
-    Attributes:
-        on_gradient: called in every backward with what of the gradient is finite, column by column (or row by row, or
-            of all of it in one bool), and a function that names, by that, a table whose part is not. It may return
-            whether the gradient is finite, of no dimension: the tables then learn by zeros if it is not. None does not
-            look.
-    """
+    """Base of the modules that make a wrapper's outputs: it reports the gradient of the outputs to
+    a listener."""
 
     _across = 0
     """Dimension of the gradient across which values are of one table."""
@@ -54,7 +47,8 @@ class WatchedOutputs(nn.Module):
         values.register_hook(self._watched)
 
     def _watched(self, gradient: Tensor) -> Tensor | None:
-        """Runs before the tables' own backward, hence before a fused optimizer applies the gradient."""
+        """Runs before the tables' own backward, hence before a fused optimizer applies the
+        gradient."""
         if self.on_gradient is None:
             return None
         on_cpu = gradient.device.type == "cpu"
@@ -63,25 +57,22 @@ class WatchedOutputs(nn.Module):
         return None if may_learn is None else torch.where(may_learn, gradient, 0.0)
 
     def _check_gradient(self, is_finite: bool | Tensor, gradient: Tensor) -> Tensor | None:
-        """Tells the listener of a gradient.
-
-        Args:
-            is_finite: whether the gradient is surely finite throughout; on a GPU as `on_gradient` takes it.
-            gradient: of the outputs.
-
-        Returns:
-            None; or whether the tables may learn by the gradient, of no dimension, on its device.
-        """
+        """Tells the listener of a gradient."""
         if self.on_gradient is None:
             return None
         if isinstance(is_finite, bool):
             is_finite = _FINITE if is_finite else self._finite_parts(gradient)
-        return self.on_gradient(is_finite, partial(_table_with_bad, self._outputs, self._sizes_of_parts()))
+        return self.on_gradient(
+            is_finite, partial(_table_with_bad, self._outputs, self._sizes_of_parts())
+        )
 
     def _finite_parts(self, gradient: Tensor) -> Tensor:
-        """Of every column, or row, whether all of it is finite: its largest magnitude is then, and only then."""
+        """Of every column, or row, whether all of it is finite: its largest magnitude is then, and
+        only then."""
         if not gradient.numel():
-            return torch.ones(gradient.shape[1 - self._across], dtype=torch.bool, device=gradient.device)
+            return torch.ones(
+                gradient.shape[1 - self._across], dtype=torch.bool, device=gradient.device
+            )
         return torch.isfinite(torch.linalg.vector_norm(gradient, math.inf, dim=self._across))
 
     def _sizes_of_parts(self) -> list[int]:
@@ -90,7 +81,8 @@ class WatchedOutputs(nn.Module):
 
 
 def _table_with_bad(outputs: tuple[PooledFeature, ...], sizes: list[int], finite: Tensor) -> str:
-    """Names the first table with a part that is not finite; all of them where the parts are not told apart."""
+    """Names the first table with a part that is not finite; all of them where the parts are not
+    told apart."""
     tables = list(dict.fromkeys(output.table for output in outputs))
     if len(finite) == sum(sizes):
         parts = zip(outputs, finite.split(sizes), strict=True)
@@ -101,15 +93,7 @@ def _table_with_bad(outputs: tuple[PooledFeature, ...], sizes: list[int], finite
 
 
 class SelectPooled(WatchedOutputs):
-    """The part of the wrapper behind the lookup: local, no collective, no parameter.
-
-    A module of its own, so that TorchRec's tracer takes it for a leaf and pipelines the lookup before it.
-
-    Args:
-        outputs: the feature and table behind each output key.
-        blocks: row -> block of every table.
-        alpha: the wrapper's alpha.
-    """
+    """The part of the wrapper behind the lookup: local, no collective, no parameter."""
 
     def __init__(self, outputs: tuple[PooledFeature, ...], blocks: RowBlocks, alpha: Alpha) -> None:
         super().__init__(outputs)
@@ -120,32 +104,40 @@ class SelectPooled(WatchedOutputs):
         self._router_of = {table: index for index, table in enumerate(tables)}
         self._routers = nn.ModuleList(RowRouter(blocks.routings[table]) for table in tables)
 
-    def forward(self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor) -> KeyedTensor:
-        """Multiplies pooled embeddings by alpha.
-
-        Args:
-            pooled: what the child returned for `split`.
-            features: the bags as the user gave them.
-            split: the bags as the child read them.
-
-        Returns:
-            One key per output, in order.
-        """
+    def forward(
+        self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor
+    ) -> KeyedTensor:
+        """Multiplies pooled embeddings by alpha."""
         select = self._select_at_once if can_select(pooled.values()) else self._select_in_runs
-        return KeyedTensor(keys=self._keys, values=select(pooled, features, split), length_per_key=self._dims)
+        return KeyedTensor(
+            keys=self._keys, values=select(pooled, features, split), length_per_key=self._dims
+        )
 
     def _may_learn(self, values: Tensor) -> Tensor:
-        """Cuts off gradients in an upper step: the tables behind the lookup would learn from validation data."""
+        """Cuts off gradients in an upper step: the tables behind the lookup would learn from
+        validation data."""
         return values.detach() if self._alpha[0].is_upper else values
 
-    def _select_at_once(self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor) -> Tensor:
-        """Selects by the operators on blocks, for all outputs in one pass. On a GPU nothing waits for it."""
+    def _select_at_once(
+        self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor
+    ) -> Tensor:
+        """Selects by the operators on blocks, for all outputs in one pass. On a GPU nothing waits
+        for it."""
         alpha, pieces = self._alpha[0], self._pieces
-        values, layout = self._may_learn(pooled.values()), pieces.layout(pooled.keys(), pooled.length_per_key())
+        values, layout = (
+            self._may_learn(pooled.values()),
+            pieces.layout(pooled.keys(), pooled.length_per_key()),
+        )
         rows = pieces.rows_of_multi_hot(split, len(values))
         if pieces.single_id:
             routings = [self._router(output).routing_tensor() for _, output in pieces.single_id]
-            fill_rows_(rows, features.values(), features.lengths(), routings, pieces.places(features.keys()))
+            fill_rows_(
+                rows,
+                features.values(),
+                features.lengths(),
+                routings,
+                pieces.places(features.keys()),
+            )
         if alpha.is_upper:
             for dim, columns in pieces.of_dim.items():
                 alpha.record_hits(dim, rows if len(columns) == rows.shape[1] else rows[:, columns])
@@ -153,10 +145,15 @@ class SelectPooled(WatchedOutputs):
         divisors = pieces.divisors(features, exact)
         flat = [alpha.of(dim).to(exact).flatten() for dim in alpha.dims]
         alphas = flat[0] if len(flat) == 1 else torch.cat(flat)
-        return select_pieces(values, alphas, rows, divisors, layout, sum(self._dims), watch=self._check_gradient)
+        return select_pieces(
+            values, alphas, rows, divisors, layout, sum(self._dims), watch=self._check_gradient
+        )
 
-    def _select_in_runs(self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor) -> Tensor:
-        """Selects by torch's own operators, one run of outputs after the other, where `can_select` says no."""
+    def _select_in_runs(
+        self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor
+    ) -> Tensor:
+        """Selects by torch's own operators, one run of outputs after the other, where `can_select`
+        says no."""
         values = self._may_learn(self._in_order(pooled))
         jagged, split_jagged = jagged_by_key(features), jagged_by_key(split)
         widths = [sum(self._width(output) for output in run) for run in self._runs]
@@ -180,7 +177,9 @@ class SelectPooled(WatchedOutputs):
     def _width(output: PooledFeature) -> int:
         return output.embedding_dim * len(output.block_keys)
 
-    def _select_per_sample(self, part: Tensor, run: list[PooledFeature], jagged: JaggedByKey, _: JaggedByKey) -> Tensor:
+    def _select_per_sample(
+        self, part: Tensor, run: list[PooledFeature], jagged: JaggedByKey, _: JaggedByKey
+    ) -> Tensor:
         alpha, dim = self._alpha[0], run[0].embedding_dim
         rows_of_ids = [self._alpha_rows(output, jagged[output.feature]) for output in run]
         if alpha.is_upper:
@@ -198,9 +197,13 @@ class SelectPooled(WatchedOutputs):
     ) -> Tensor:
         output, alpha = run[0], self._alpha[0]
         dim, num_blocks, first = output.embedding_dim, output.num_blocks, output.first_alpha_row
-        selected = select_per_block(part.view(len(part), num_blocks, dim), alpha.of(dim)[first : first + num_blocks])
+        selected = select_per_block(
+            part.view(len(part), num_blocks, dim), alpha.of(dim)[first : first + num_blocks]
+        )
         if alpha.is_upper:
-            used = [first + s for s, key in enumerate(output.block_keys) if split[key].values().numel()]
+            used = [
+                first + s for s, key in enumerate(output.block_keys) if split[key].values().numel()
+            ]
             alpha.record_hits(dim, torch.tensor(used, dtype=torch.int64, device=part.device))
         if output.divides:
             selected = selected / jagged[output.feature].lengths().clamp(min=1).unsqueeze(1)
@@ -215,20 +218,7 @@ class SelectPooled(WatchedOutputs):
 
 
 def one_per_bag(rows: Tensor, lengths: Tensor, row_of_empty: int) -> Tensor:
-    """Row of alpha of each single-id bag; an empty bag, whose embedding is zero, takes any.
-
-    Args:
-        rows: of the ids, int64.
-        lengths: ``(B,)``, 0 or 1.
-        row_of_empty: what empty bags take.
-
-    Returns:
-        ``(B,)`` int64.
-
-    Example:
-        >>> one_per_bag(torch.tensor([5]), torch.tensor([0, 1]), 0).tolist()
-        [0, 5]
-    """
+    """Row of alpha of each single-id bag; an empty bag, whose embedding is zero, takes any."""
     if rows.numel() == lengths.numel():
         return rows
     filled = torch.full_like(lengths, row_of_empty, dtype=torch.int64)
@@ -236,7 +226,8 @@ def one_per_bag(rows: Tensor, lengths: Tensor, row_of_empty: int) -> Tensor:
 
 
 def _runs(outputs: tuple[PooledFeature, ...]) -> list[list[PooledFeature]]:
-    """Neighbouring outputs that one operation can select: single-id features of equal D; each multi-hot one alone."""
+    """Neighbouring outputs that one operation can select: single-id features of equal D; each
+    multi-hot one alone."""
     runs: list[list[PooledFeature]] = []
     for output in outputs:
         if runs and _are_selected_together(runs[-1][-1], output):

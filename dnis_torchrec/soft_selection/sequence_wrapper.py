@@ -1,16 +1,5 @@
-"""SoftSelectionEmbeddingCollection: an EmbeddingCollection whose embeddings are multiplied by alpha, block by block.
-
-An EmbeddingCollection pools nothing: every id has an embedding of its own, which comes back to the rank that asked for
-it, whatever the sharding type. So alpha multiplies behind the collection, sharded or not, by the ids of that rank:
-
-    e~_i = e_i * alpha[block(i)]        (paper, eq. 3)
-
-It is what a single-id feature of a pooled collection is to `dnis_torchrec.soft_selection.select_pooled`, with an id in
-the place of a sample. The user's EmbeddingCollection stays a child, so any sharder, planner and kernel works on it
-unchanged, and no volume is added.
-
-Shapes: I ids of all output keys of a batch, D embedding_dim, A rows of alpha.
-"""
+"""SoftSelectionEmbeddingCollection: an EmbeddingCollection whose embeddings are multiplied by
+alpha, block by block."""
 
 from __future__ import annotations
 
@@ -37,43 +26,16 @@ from dnis_torchrec.soft_selection.wrapper import SoftSelectionModule, check_bloc
 
 
 class SoftSelectionEmbeddingCollection(SoftSelectionModule, EmbeddingCollectionInterface):
-    """Wraps an EmbeddingCollection and applies soft selection (paper, eq. 3) to its output.
-
-    With alpha at 1 the output is the wrapped collection's.
-
-    Args:
-        embedding_collection: the collection to wrap; its tables' weights are shared, not copied.
-        blocks: blocks of at least its tables.
-        alpha: alpha to share with other wrappers of the model; a new one of ones if None.
-
-    Attributes:
-        embedding_collection: the child; DistributedModelParallel shards it.
-        blocks: the blocks it was built with.
-
-    Shape:
-        - Input: KeyedJaggedTensor, keys in any order, bags of any length.
-        - Output: one JaggedTensor for each output key, ``(ids of the feature, D)``, keys as the wrapped collection's.
-
-    Raises:
-        ValueError: for an unknown table, or blocks that do not match num_embeddings or embedding_dim.
-        TypeError: if the first argument is no EmbeddingCollection.
-
-    Example:
-        >>> from dnis_torchrec.blocks.blocking import blocks_from_counts
-        >>> from dnis_torchrec.blocks.frequency import count_frequencies
-        >>> table = EmbeddingConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
-        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 0, 3]), lengths=torch.tensor([1, 2]))
-        >>> counts = count_frequencies([kjt], [as_bags(table)])
-        >>> blocks = blocks_from_counts(counts, [as_bags(table)], num_blocks=2)
-        >>> ec = EmbeddingCollection(tables=[table])
-        >>> SoftSelectionEmbeddingCollection(ec, blocks)(kjt)["f"].values().equal(ec(kjt)["f"].values())
-        True
-    """
+    """Wraps an EmbeddingCollection and applies soft selection (paper, eq. 3) to its output."""
 
     child_name = "embedding_collection"
 
     def __init__(
-        self, embedding_collection: EmbeddingCollection, blocks: RowBlocks, *, alpha: Alpha | None = None
+        self,
+        embedding_collection: EmbeddingCollection,
+        blocks: RowBlocks,
+        *,
+        alpha: Alpha | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(embedding_collection, EmbeddingCollection):
@@ -85,24 +47,16 @@ class SoftSelectionEmbeddingCollection(SoftSelectionModule, EmbeddingCollectionI
         tables = [as_bags(table) for table in self._tables]
         check_blocks(tables, blocks)
         self._outputs = pooled_features(tables, blocks, ())
-        self.bag_check = BagCheck(tuple(replace(output, is_multi_hot=True) for output in self._outputs))
+        self.bag_check = BagCheck(
+            tuple(replace(output, is_multi_hot=True) for output in self._outputs)
+        )
         self.bag_splitter = None
         self.embedding_collection = embedding_collection
         self.soft_selection = alpha if alpha is not None else Alpha(blocks.alpha_shapes)
         self.selection = SelectSequences(self._outputs, blocks, self.alpha)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Looks ids up and multiplies their embeddings by alpha.
-
-        Args:
-            features: the bags.
-
-        Returns:
-            Embeddings, one key per (feature, table).
-
-        Raises:
-            ValueError: if an id lies outside its table (found at once on a CPU; on a GPU an asynchronous assert trips).
-        """
+        """Looks ids up and multiplies their embeddings by alpha."""
         self.bag_check(features)
         embeddings = self.embedding_collection(features)
         return self.selection(embeddings, features)
@@ -121,7 +75,10 @@ class SoftSelectionEmbeddingCollection(SoftSelectionModule, EmbeddingCollectionI
 
     def embedding_names_by_table(self) -> list[list[str]]:
         """Returns the output keys of each table."""
-        return [[output.name for output in self._outputs if output.table == table.name] for table in self._tables]
+        return [
+            [output.name for output in self._outputs if output.table == table.name]
+            for table in self._tables
+        ]
 
     @property
     def embeddings(self) -> nn.ModuleDict:
@@ -140,15 +97,7 @@ class SoftSelectionEmbeddingCollection(SoftSelectionModule, EmbeddingCollectionI
 
 
 class SelectSequences(WatchedOutputs):
-    """The part of the wrapper behind the lookup: local, no collective, no parameter.
-
-    A module of its own, so that TorchRec's tracer takes it for a leaf and pipelines the lookup before it.
-
-    Args:
-        outputs: the feature and table behind each output key.
-        blocks: row -> block of every table.
-        alpha: the wrapper's alpha.
-    """
+    """The part of the wrapper behind the lookup: local, no collective, no parameter."""
 
     _across = 1
 
@@ -160,34 +109,41 @@ class SelectSequences(WatchedOutputs):
         self._routers = nn.ModuleList(RowRouter(blocks.routings[table]) for table in tables)
         self._sizes: list[int] = []
 
-    def forward(self, embeddings: dict[str, JaggedTensor], features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Multiplies embeddings by alpha, those of all output keys at once.
-
-        Args:
-            embeddings: what the child returned.
-            features: the bags.
-
-        Returns:
-            One JaggedTensor per output, in order.
-        """
-        own, bags, alpha = [embeddings[key] for key in self._keys], jagged_by_key(features), self._alpha[0]
+    def forward(
+        self, embeddings: dict[str, JaggedTensor], features: KeyedJaggedTensor
+    ) -> dict[str, JaggedTensor]:
+        """Multiplies embeddings by alpha, those of all output keys at once."""
+        own, bags, alpha = (
+            [embeddings[key] for key in self._keys],
+            jagged_by_key(features),
+            self._alpha[0],
+        )
         ids = [bags[output.feature].values() for output in self._outputs]
         rows = torch.cat([self._alpha_rows(*pair) for pair in zip(self._outputs, ids, strict=True)])
-        values = own[0].values() if len(own) == 1 else torch.cat([jagged.values() for jagged in own])
+        values = (
+            own[0].values() if len(own) == 1 else torch.cat([jagged.values() for jagged in own])
+        )
         self._sizes = [len(of_output) for of_output in ids]
         if alpha.is_upper:
             alpha.record_hits(self._dims[0], rows)
-            values = values.detach()  # the tables behind the lookup would learn from validation data
+            values = (
+                values.detach()
+            )  # the tables behind the lookup would learn from validation data
         selected = self._select(values, rows).split(self._sizes)
         return {
-            key: JaggedTensor(values=part, lengths=jagged.lengths(), weights=jagged.weights_or_none())
+            key: JaggedTensor(
+                values=part, lengths=jagged.lengths(), weights=jagged.weights_or_none()
+            )
             for key, part, jagged in zip(self._keys, selected, own, strict=True)
         }
 
     def _select(self, values: Tensor, rows: Tensor) -> Tensor:
         dim, alpha = self._dims[0], self._alpha[0].of(self._dims[0])
         if can_select(values):
-            layout, own = torch.tensor([[0, 0, dim, 0, 0, 0, len(alpha)]]), rows.to(torch.int32).unsqueeze(1)
+            layout, own = (
+                torch.tensor([[0, 0, dim, 0, 0, 0, len(alpha)]]),
+                rows.to(torch.int32).unsqueeze(1),
+            )
             flat = alpha.to(torch.promote_types(values.dtype, torch.float32)).flatten()
             return select_pieces(values, flat, own, None, layout, dim, watch=self._check_gradient)
         selected = select_per_sample(values.unsqueeze(1), alpha, rows.unsqueeze(1)).squeeze(1)

@@ -1,14 +1,5 @@
-"""Sharding for a search: every sharding type on every device, plans that all ranks agree on, weights that stay.
-
-    sharded = shard_model(model, device)  # DistributedModelParallel, with the weights of `model`
-
-Any sharder and plan of TorchRec's does for a search; `CpuEmbeddingBagCollectionSharder` and `make_sharding_plan`, which
-`shard_model` takes by itself, also serve a DistributedModelParallel of your own. What these add: on a CPU TorchRec's
-sharder leaves the row-wise family out, a plan that cannot be made or does not fit leaves ranks hanging, and a model on
-a CPU loses its weights when it is sharded.
-
-Shapes: N rows of a table, D its embedding_dim, W ranks.
-"""
+"""Sharding for a search: every sharding type on every device, plans that all ranks agree on,
+weights that stay."""
 
 from __future__ import annotations
 
@@ -25,7 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+)
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
@@ -44,9 +38,17 @@ from dnis_torchrec.checks import check, check_known, describe, nearest
 from dnis_torchrec.ranks import on_rank_zero, together
 from dnis_torchrec.soft_selection.dense_sequences import read_rows_in_order_
 from dnis_torchrec.soft_selection.features_by_name import read_by_name_
-from dnis_torchrec.soft_selection.frozen_tables import freeze_before_sharding_, frozen_tables, hold_frozen_
+from dnis_torchrec.soft_selection.frozen_tables import (
+    freeze_before_sharding_,
+    frozen_tables,
+    hold_frozen_,
+)
 from dnis_torchrec.soft_selection.managed_collisions import share_remapping_
-from dnis_torchrec.soft_selection.planned_modules import planned_collections, planned_fqns, with_processors
+from dnis_torchrec.soft_selection.planned_modules import (
+    planned_collections,
+    planned_fqns,
+    with_processors,
+)
 from dnis_torchrec.soft_selection.planned_shards import (
     ON_ONE_HOST,
     ROW_WISE_FAMILY,
@@ -73,9 +75,10 @@ Constraints = Mapping[str, ParameterConstraints]
 class CpuEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     """TorchRec's sharder, which on CPUs offers row_wise, table_row_wise and grid_shard as well.
 
-    TorchRec lists these three on GPUs only, though gloo and FBGEMM's CPU kernels run them. On a GPU it is the same as
-    its base class, so one program serves both. Takes what `EmbeddingBagCollectionSharder` takes, quantised
-    communication (`qcomm_codecs_registry`) included.
+    TorchRec lists these three on GPUs only, though gloo and FBGEMM's CPU kernels run them. On a GPU
+    it is the same as its base class, so one program serves both. Takes what
+    `EmbeddingBagCollectionSharder` takes, quantised communication (`qcomm_codecs_registry`)
+    included.
 
     Example:
         >>> sorted(CpuEmbeddingBagCollectionSharder().sharding_types("cpu"))[:4]
@@ -91,14 +94,12 @@ class CpuEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
 def default_sharders(
     fused_params: dict[str, Any] | None = None, *, of_bags: dict[str, Any] | None = None
 ) -> list[ModuleSharder[nn.Module]]:
-    """A sharder for each kind of collection: pooled ones and sequences of embeddings. Local.
-
-    Args:
-        fused_params: optimizer and settings of fused kernels; None leaves them to TorchRec.
-        of_bags: further settings of those of pooled collections.
-    """
+    """A sharder for each kind of collection: pooled ones and sequences of embeddings. Local."""
     for_bags = fused_params if of_bags is None else {**(fused_params or {}), **of_bags}
-    sharders = [CpuEmbeddingBagCollectionSharder(for_bags), EmbeddingCollectionSharder(fused_params)]
+    sharders = [
+        CpuEmbeddingBagCollectionSharder(for_bags),
+        EmbeddingCollectionSharder(fused_params),
+    ]
     return [cast(ModuleSharder[nn.Module], sharder) for sharder in sharders]
 
 
@@ -113,12 +114,13 @@ def make_sharding_plan(
 ) -> ShardingPlan:
     """Plans with TorchRec's EmbeddingShardingPlanner on rank 0, for all ranks.
 
-    When ``planner.collective_plan`` raises on rank 0, all others wait for a broadcast that never comes. When every rank
-    plans for itself, options of equal cost may be chosen differently, because the planner walks through sets of
-    strings, whose order is another one in every process. Here all ranks get rank 0's plan, or its error.
+    When ``planner.collective_plan`` raises on rank 0, all others wait for a broadcast that never
+    comes. When every rank plans for itself, options of equal cost may be chosen differently,
+    because the planner walks through sets of strings, whose order is another one in every process.
+    Here all ranks get rank 0's plan, or its error.
 
-    On a CPU tables that FBGEMM's fused kernels do not take, such as first-order weights in one column, get the dense
-    kernel. Their optimizer is then that of dense weights.
+    On a CPU tables that FBGEMM's fused kernels do not take, such as first-order weights in one
+    column, get the dense kernel. Their optimizer is then that of dense weights.
 
     Distributed: one all_gather_object and one broadcast_object_list.
 
@@ -127,15 +129,16 @@ def make_sharding_plan(
         device: where it will be sharded to; its memory is what a GPU is planned with.
         sharders: what may be sharded and how.
         constraints: table -> what the planner has to keep to.
-        topology: the machines; made from the process group, LOCAL_WORLD_SIZE and the memory of `device` if None.
+        topology: the machines; made from the process group, LOCAL_WORLD_SIZE and the memory of
+            `device` if None.
         process_group: the ranks; all of them if None.
 
     Returns:
         The plan.
 
     Raises:
-        ValueError: on all ranks, for a constraint on a table that there is not, a sharding type or compute kernel that
-            no sharder offers, or constraints that do not fit the machines.
+        ValueError: on all ranks, for a constraint on a table that there is not, a sharding type or
+            compute kernel that no sharder offers, or constraints that do not fit the machines.
         RuntimeError: without a process group.
     """
     world_size, sharders = _world_size(process_group), with_processors(sharders)
@@ -144,7 +147,9 @@ def make_sharding_plan(
     def plan() -> ShardingPlan:
         possible = _possible_constraints(model, device, sharders, topology, constraints or {})
         try:
-            made = EmbeddingShardingPlanner(topology=topology, constraints=possible).plan(model, list(sharders))
+            made = EmbeddingShardingPlanner(topology=topology, constraints=possible).plan(
+                model, list(sharders)
+            )
         except (PlannerError, RuntimeError) as error:
             requirement = f"constraints that can be met on {world_size} ranks"
             remedy = "loosen the constraints, or take more ranks"
@@ -159,23 +164,13 @@ def make_sharding_plan(
 
 
 def check_sharding_plan(
-    plan: ShardingPlan, model: nn.Module, device: torch.device, world_size: int, local_world_size: int
+    plan: ShardingPlan,
+    model: nn.Module,
+    device: torch.device,
+    world_size: int,
+    local_world_size: int,
 ) -> None:
-    """Checks that a plan is one for this model on this many ranks. Local, no collective.
-
-    Args:
-        plan: made by any planner, here or elsewhere.
-        model: unsharded.
-        device: where to train.
-        world_size: ranks that the model will be sharded over.
-        local_world_size: ranks of one host.
-
-    Raises:
-        NotImplementedError: if the plan shards other modules than EmbeddingBagCollections and EmbeddingCollections.
-        ValueError: naming the table, if the plan leaves it out, was made for other ranks or for a table of another
-            shape, gives a rank no row of it on a CPU, or cuts the rows of a MEAN table where TorchRec then divides
-            wrongly; or naming the FQN, if the model has no such module.
-    """
+    """Checks that a plan is one for this model on this many ranks. Local, no collective."""
     tables, lookups = _tables_by_fqn(model), planned_collections(model)
     for fqn in plan.plan:
         if not _has(model, fqn):
@@ -183,11 +178,17 @@ def check_sharding_plan(
             raise ValueError(describe(place, requirement, "none", nearest(fqn, tables)))
     for fqn in plan.plan:
         module = model.get_submodule(fqn)
-        kinds = (EmbeddingBagCollection, EmbeddingCollection, FeatureProcessedEmbeddingBagCollection)
+        kinds = (
+            EmbeddingBagCollection,
+            EmbeddingCollection,
+            FeatureProcessedEmbeddingBagCollection,
+        )
         if not isinstance(module, kinds):
             supported = "supported are EmbeddingBagCollections and EmbeddingCollections"
             remedy = "take its sharder away; its weights would be drawn anew"
-            raise NotImplementedError(describe(f"sharding plan, FQN {fqn!r}", supported, type(module).__name__, remedy))
+            raise NotImplementedError(
+                describe(f"sharding plan, FQN {fqn!r}", supported, type(module).__name__, remedy)
+            )
     for fqn, shapes in tables.items():
         planned = cast(Mapping[str, ParameterSharding], plan.plan.get(fqn, {}))
         for table, shape in shapes.items():
@@ -215,15 +216,17 @@ def shard_model(
 ) -> DistributedModelParallel:
     """DistributedModelParallel that keeps the weights which the model came with.
 
-    TorchRec initialises tables anew when it takes them from a CPU. Here each rank copies the rows and columns of its
-    own shards back; a data_parallel table is that of the first rank on all of them, as dense weights are. So is the
-    remapping of managed collisions. Tables on the "meta" device have no weights to keep: TorchRec initialises those. In
-    a process group of one, data_parallel tables are not in DistributedDataParallel, which would copy their gradients
-    for nothing.
+    TorchRec initialises tables anew when it takes them from a CPU. Here each rank copies the rows
+    and columns of its own shards back; a data_parallel table is that of the first rank on all of
+    them, as dense weights are. So is the remapping of managed collisions. Tables on the "meta"
+    device have no weights to keep: TorchRec initialises those. In a process group of one,
+    data_parallel tables are not in DistributedDataParallel, which would copy their gradients for
+    nothing.
 
-    Distributed: two all_gather_object of a short string, so that a plan that does not fit raises everywhere, one
-    broadcast per data_parallel table and per tensor of a remapping, what DistributedModelParallel itself needs, and
-    without a plan the collectives of `make_sharding_plan`.
+    Distributed: two all_gather_object of a short string, so that a plan that does not fit raises
+        everywhere, one
+    broadcast per data_parallel table and per tensor of a remapping, what DistributedModelParallel
+    itself needs, and without a plan the collectives of `make_sharding_plan`.
 
     Args:
         model: unsharded, prepared or not. Used up.
@@ -236,8 +239,8 @@ def shard_model(
         The sharded model.
 
     Raises:
-        ValueError: on all ranks alike, for a plan that does not fit (see `check_sharding_plan`), or that is not the
-            same on all of them.
+        ValueError: on all ranks alike, for a plan that does not fit (see `check_sharding_plan`), or
+            that is not the same on all of them.
         RuntimeError: without a process group.
     """
     world_size = _world_size(process_group)
@@ -252,7 +255,9 @@ def shard_model(
     unsharded, planned = _every_lookup(model), planned_fqns(model)
     frozen = {fqn: _freeze_before_sharding_(lookup) for fqn, lookup in unsharded.items()}
     weights = _take_weights(model)
-    group = process_group if process_group is not None else cast(dist.ProcessGroup, dist.group.WORLD)
+    group = (
+        process_group if process_group is not None else cast(dist.ProcessGroup, dist.group.WORLD)
+    )
     sharded = DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(group),
@@ -263,9 +268,13 @@ def shard_model(
     _share_again_(sharded, unsharded)
     for fqn, module in collections(sharded).items():
         replicated = _replicated_tables(plan, planned[fqn])
-        by_table = itertools.groupby(sorted(local_shards(module), key=lambda part: part.table), lambda part: part.table)
+        by_table = itertools.groupby(
+            sorted(local_shards(module), key=lambda part: part.table), lambda part: part.table
+        )
         for table, parts in by_table:
-            weight = weights.pop((fqn, table))  # so that tables are held twice one after the other, not all at once
+            weight = weights.pop(
+                (fqn, table)
+            )  # so that tables are held twice one after the other, not all at once
             for part in parts:
                 if not weight.is_meta:
                     _copy_weight_(part, weight)
@@ -286,10 +295,7 @@ def shard_model(
 
 
 def _reduce_no_tables_(model: nn.Module) -> None:
-    """Takes data_parallel tables out of DistributedDataParallel, for a process group of one.
-
-    There it only copies their whole gradients into buckets in every step, and divides them by one.
-    """
+    """Takes data_parallel tables out of DistributedDataParallel, for a process group of one."""
     for module in model.modules():
         if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
             for i, lookup in enumerate(module._lookups):
@@ -312,10 +318,7 @@ def _freeze_before_sharding_(lookup: nn.Module) -> frozenset[str]:
 
 
 def _share_again_(model: nn.Module, unsharded: Mapping[str, nn.Module]) -> None:
-    """Puts sharded collections wherever those that they were made of are.
-
-    Of a module that a parent holds under several names, TorchRec shards what is under the first alone.
-    """
+    """Puts sharded collections wherever those that they were made of are."""
     plain = get_unwrapped_module(model)
     sharded = {id(lookup): lookup_of(plain.get_submodule(fqn)) for fqn, lookup in unsharded.items()}
     for parent in list(plain.modules()):
@@ -325,17 +328,16 @@ def _share_again_(model: nn.Module, unsharded: Mapping[str, nn.Module]) -> None:
 
 
 def _take_weights(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:
-    """Takes the weights out of a model: (FQN, table) -> weight; parameters on the meta device stay in their place.
-
-    TorchRec keeps what it has sharded for as long as the sharded collection lives: with weights, that would be twice
-    the memory. Of sequence collections that are not on the meta device it would copy the weights itself.
-    """
+    """Takes the weights out of a model: (FQN, table) -> weight; parameters on the meta device stay
+    in their place."""
     weights = {}
     for fqn, lookup in _every_lookup(model).items():
         for table, holder in holders_of_tables(lookup).items():
             weight = cast(nn.Parameter, holder.weight)
             weights[fqn, table] = weight.detach()
-            holder.weight = nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
+            holder.weight = nn.Parameter(
+                weight.detach().to("meta"), requires_grad=weight.requires_grad
+            )
             vars(holder.weight).update(vars(weight))  # the optimizers that are noted there
         if isinstance(lookup, EmbeddingCollection):
             lookup._device = torch.device("meta")
@@ -345,7 +347,11 @@ def _take_weights(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:
 def _replicated_tables(plan: ShardingPlan, fqn: str) -> set[str]:
     """Tables that every rank holds whole, of what a plan says under an FQN."""
     planned = cast(Mapping[str, ParameterSharding], plan.plan.get(fqn, {}))
-    return {table for table, own in planned.items() if own.sharding_type == ShardingType.DATA_PARALLEL.value}
+    return {
+        table
+        for table, own in planned.items()
+        if own.sharding_type == ShardingType.DATA_PARALLEL.value
+    }
 
 
 def _copy_weight_(shard: TableShard, weight: torch.Tensor) -> None:
@@ -362,8 +368,11 @@ def _world_size(process_group: dist.ProcessGroup | None) -> int:
 
 
 def _topology(device: torch.device, world_size: int) -> Topology:
-    """Returns a topology of as many hosts as the launcher says; each GPU has the memory of this one."""
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    """Returns a topology of as many hosts as the launcher says; each GPU has the memory of this
+    one."""
+    memory = (
+        torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    )
     return Topology(
         world_size=world_size,
         local_world_size=get_local_size(world_size),
@@ -375,7 +384,10 @@ def _topology(device: torch.device, world_size: int) -> Topology:
 def _tables_by_fqn(model: nn.Module) -> dict[str, dict[str, tuple[int, int]]]:
     """FQN of every plain collection -> table -> (N, D)."""
     return {
-        fqn: {table.name: (table.num_embeddings, table.embedding_dim) for table in table_configs_of(module)}
+        fqn: {
+            table.name: (table.num_embeddings, table.embedding_dim)
+            for table in table_configs_of(module)
+        }
         for fqn, module in planned_collections(model).items()
     }
 
@@ -389,10 +401,18 @@ def _has(model: nn.Module, fqn: str) -> bool:
 
 
 def _possible_constraints(
-    model: nn.Module, device: torch.device, sharders: Sharders, topology: Topology, constraints: Constraints
+    model: nn.Module,
+    device: torch.device,
+    sharders: Sharders,
+    topology: Topology,
+    constraints: Constraints,
 ) -> dict[str, ParameterConstraints]:
     """The constraints, narrowed to the sharding types that a table can have."""
-    of_model = [config for module in planned_collections(model).values() for config in table_configs_of(module)]
+    of_model = [
+        config
+        for module in planned_collections(model).values()
+        for config in table_configs_of(module)
+    ]
     for table in constraints:
         check_known("table", table, [config.name for config in of_model])
     possible: dict[str, ParameterConstraints] = {}
@@ -401,7 +421,9 @@ def _possible_constraints(
         kind = EmbeddingCollection if config.pooling == PoolingType.NONE else EmbeddingBagCollection
         sharder = next((own for own in sharders if own.module_type is kind), None)
         if sharder is not None:
-            possible[config.name] = _possible_constraint(config, constraint, sharder, device, topology)
+            possible[config.name] = _possible_constraint(
+                config, constraint, sharder, device, topology
+            )
         elif constraint is not None:
             possible[config.name] = constraint
     return possible
@@ -422,7 +444,9 @@ def _possible_constraint(
     check(bool(types), place, requirement, wanted)
     if table.pooling == PoolingType.MEAN:  # see _check_pooling
         types = [kind for kind in types if kind not in ROW_WISE_FAMILY] or types
-    types = [kind for kind in types if not _has_empty_shard(kind, table.num_embeddings, device, topology)]
+    types = [
+        kind for kind in types if not _has_empty_shard(kind, table.num_embeddings, device, topology)
+    ]
     remedy = "shard it table_wise or column_wise"
     rows = f"{table.num_embeddings} rows"
     check(bool(types), place, f"a row on every rank of {', '.join(wanted)}", rows, remedy)
@@ -434,7 +458,8 @@ def _possible_constraint(
 
 
 def _choose_dense_kernels_(plan: ShardingPlan, constraints: Constraints) -> None:
-    """Gives shards whose columns fused kernels do not take the dense one, which the planner knows for data_parallel."""
+    """Gives shards whose columns fused kernels do not take the dense one, which the planner knows
+    for data_parallel."""
     for planned in cast(Mapping[str, Mapping[str, ParameterSharding]], plan.plan).values():
         for table, sharding in planned.items():
             is_free = table not in constraints or not constraints[table].compute_kernels
@@ -443,7 +468,8 @@ def _choose_dense_kernels_(plan: ShardingPlan, constraints: Constraints) -> None
 
 
 def _has_empty_shard(kind: str, rows: int, device: torch.device, topology: Topology) -> bool:
-    """Returns whether rows run out before ranks do: FBGEMM's CPU kernels take no table without rows."""
+    """Returns whether rows run out before ranks do: FBGEMM's CPU kernels take no table without
+    rows."""
     rank_numbers = {ShardingType.ROW_WISE.value: topology.world_size} | dict.fromkeys(
         ON_ONE_HOST, topology.local_world_size
     )
@@ -454,25 +480,34 @@ def _has_empty_shard(kind: str, rows: int, device: torch.device, topology: Topol
 
 
 def _check_pooling(plan: ShardingPlan, model: nn.Module) -> None:
-    """Refuses MEAN tables where TorchRec computes something else.
-
-    Row-wise parts of a bag are summed and divided by its length at last. TorchRec 1.8 divides the other tables of
-    the collection too, unless they are sharded row_wise or table_row_wise themselves, and divides nothing under
-    grid_shard. A prepared model sums everywhere and divides on its own, so any plan does for it.
-    """
+    """Refuses MEAN tables where TorchRec computes something else."""
     divided = ROW_WISE_FAMILY - {ShardingType.GRID_SHARD.value}
     for fqn, module in planned_collections(model).items():
         if fqn not in plan.plan:
             continue
         planned = cast(Mapping[str, ParameterSharding], plan.plan[fqn])
         kinds = {name: sharding.sharding_type for name, sharding in planned.items()}
-        means = [table.name for table in table_configs_of(module) if table.pooling == PoolingType.MEAN]
+        means = [
+            table.name for table in table_configs_of(module) if table.pooling == PoolingType.MEAN
+        ]
         for table in means:
             place, remedy = f"sharding plan, table {table!r}", "shard it table_wise or column_wise"
-            check(kinds[table] not in ROW_WISE_FAMILY - divided, place, "SUM under grid_shard", "MEAN", remedy)
+            check(
+                kinds[table] not in ROW_WISE_FAMILY - divided,
+                place,
+                "SUM under grid_shard",
+                "MEAN",
+                remedy,
+            )
             others = sorted(name for name, kind in kinds.items() if kind not in divided)
             requirement = f"all tables of {fqn!r} row-wise beside a row-wise MEAN table"
-            check(kinds[table] not in divided or not others, place, requirement, f"others: {others}", remedy)
+            check(
+                kinds[table] not in divided or not others,
+                place,
+                requirement,
+                f"others: {others}",
+                remedy,
+            )
 
 
 def _check_same(plan: ShardingPlan, process_group: dist.ProcessGroup | None) -> None:
@@ -481,7 +516,11 @@ def _check_same(plan: ShardingPlan, process_group: dist.ProcessGroup | None) -> 
     if world_size == 1:
         return
     digests = [""] * world_size
-    dist.all_gather_object(digests, hashlib.sha256(str(plan).encode()).hexdigest(), group=process_group)
+    dist.all_gather_object(
+        digests, hashlib.sha256(str(plan).encode()).hexdigest(), group=process_group
+    )
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     remedy = "make it with make_sharding_plan"
-    check(not others, "sharding plan", "the same on every rank", f"another on ranks {others}", remedy)
+    check(
+        not others, "sharding plan", "the same on every rank", f"another on ranks {others}", remedy
+    )

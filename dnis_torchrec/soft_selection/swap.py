@@ -58,12 +58,14 @@ def prepare_(
     fqns: list[str] | None = None,
     multi_hot_features: list[str] | None = None,
 ) -> nn.Module:
-    """Wraps the embedding collections of a model for the search; call it before DistributedModelParallel.
+    """Wraps the embedding collections of a model for the search; call it before
+    DistributedModelParallel.
 
-    Of an EmbeddingBagCollection and of an EmbeddingCollection alike: pooled or not, all tables have one budget.
+    Of an EmbeddingBagCollection and of an EmbeddingCollection alike: pooled or not, all tables have
+    one budget.
 
-    The weights stay where they are. All wrappers share one alpha per embedding_dim. Managed collisions give no id
-    another row until `merge_`, because rows belong to blocks.
+    The weights stay where they are. All wrappers share one alpha per embedding_dim. Managed
+    collisions give no id another row until `merge_`, because rows belong to blocks.
 
     Args:
         model: any model, changed in place.
@@ -75,9 +77,10 @@ def prepare_(
         `model`, or the wrapper if the model itself is a collection.
 
     Raises:
-        ValueError: for an unknown FQN, table or feature, blocks that do not fit, nothing to wrap, or a table whose
-            weights are those of another table or layer too.
-        NotImplementedError: for a collection inside a module that changes what it reads, see `collections`.
+        ValueError: for an unknown FQN, table or feature, blocks that do not fit, nothing to wrap,
+            or a table whose weights are those of another table or layer too.
+        NotImplementedError: for a collection inside a module that changes what it reads, see
+            `collections`.
         RuntimeError: if the model is prepared or sharded already.
 
     Example:
@@ -93,12 +96,16 @@ def prepare_(
         'EmbeddingBagCollection'
     """
     if soft_selection_modules(model):
-        raise RuntimeError(describe("prepare_", "a model not yet prepared", "wrapped collections", "merge_ it"))
+        raise RuntimeError(
+            describe("prepare_", "a model not yet prepared", "wrapped collections", "merge_ it")
+        )
     kinds = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
     sharded = [fqn for fqn, module in model.named_modules() if isinstance(module, kinds)]
     if sharded:
         remedy = "call prepare_ before DistributedModelParallel"
-        raise RuntimeError(describe(f"FQN {sharded[0]!r}", "an unsharded collection", "a sharded one", remedy))
+        raise RuntimeError(
+            describe(f"FQN {sharded[0]!r}", "an unsharded collection", "a sharded one", remedy)
+        )
     found = cast(dict[str, Plain], collections(model))
     check(bool(found), "prepare_", "a model with an embedding collection", type(model).__name__)
     remedy = f"leave it out to wrap all collections: {', '.join(map(repr, found))}"
@@ -122,7 +129,11 @@ def prepare_(
 
 
 def _wrapped(
-    whole: nn.Module, collection: Plain, blocks: RowBlocks, alpha: Alpha, multi_hot_features: list[str] | None
+    whole: nn.Module,
+    collection: Plain,
+    blocks: RowBlocks,
+    alpha: Alpha,
+    multi_hot_features: list[str] | None,
 ) -> SoftSelectionModule:
     """A wrapper around a collection, or around what processes features in front of it."""
     if isinstance(collection, EmbeddingCollection):
@@ -133,86 +144,93 @@ def _wrapped(
         return SoftSelectionFeatureProcessedEmbeddingBagCollection(
             whole, blocks, alpha=alpha, multi_hot_features=multi_hot
         )
-    return SoftSelectionEmbeddingBagCollection(collection, blocks, alpha=alpha, multi_hot_features=multi_hot)
+    return SoftSelectionEmbeddingBagCollection(
+        collection, blocks, alpha=alpha, multi_hot_features=multi_hot
+    )
 
 
 def merge_(model: nn.Module) -> nn.Module:
     """Folds alpha into the tables and gives the user's plain model back.
 
-    ``E~ = alpha[block] * E`` in place, shard by shard; the model then computes what it computed before, without
-    wrappers. Local, no collective. In a model that DistributedModelParallel shards over several ranks the tables are
-    folded where they are, alpha becomes 1 and the sharded model itself is returned, because no rank may hold a foreign
-    shard; managed collisions give no id another row there, or ranks would not agree.
+    ``E~ = alpha[block] * E`` in place, shard by shard; the model then computes what it computed
+    before, without wrappers. Local, no collective. In a model that DistributedModelParallel shards
+    over several ranks the tables are folded where they are, alpha becomes 1 and the sharded model
+    itself is returned, because no rank may hold a foreign shard; managed collisions give no id
+    another row there, or ranks would not agree.
 
     Args:
-        model: a prepared model, wrapped in DistributedModelParallel or not. Changed in place; not usable afterwards
-            except through what is returned.
+        model: a prepared model, wrapped in DistributedModelParallel or not. Changed in place; not
+            usable afterwards except through what is returned.
 
     Returns:
-        The plain model (world size 1) or the sharded one, whose pipeline has to be detached before it is called.
+        The plain model (world size 1) or the sharded one, whose pipeline has to be detached before
+        it is called.
 
     Raises:
         RuntimeError: if the model is not prepared.
     """
     wrappers = soft_selection_modules(model)
     if not wrappers:
-        raise RuntimeError(describe("merge_", "a prepared model", "no wrapped collection", "call prepare_ first"))
+        raise RuntimeError(
+            describe("merge_", "a prepared model", "no wrapped collection", "call prepare_ first")
+        )
     fold_(model)
     if _spans_ranks(wrappers):
         return model
     model = get_unwrapped_module(model)
     go_on_(model)
-    for pipelined in [module for module in model.modules() if isinstance(module, PipelinedPostproc)]:
-        model = replace_(model, pipelined, pipelined.postproc_module)  # it would give the bags of an older batch
+    for pipelined in [
+        module for module in model.modules() if isinstance(module, PipelinedPostproc)
+    ]:
+        model = replace_(
+            model, pipelined, pipelined.postproc_module
+        )  # it would give the bags of an older batch
     for wrapper in wrappers.values():
         plain = _plain_around(wrapper)
         if isinstance(wrapper, SoftSelectionFeatureProcessedEmbeddingBagCollection):
-            plain = with_processors_of(wrapper.feature_processed, cast(EmbeddingBagCollection, plain))
+            plain = with_processors_of(
+                wrapper.feature_processed, cast(EmbeddingBagCollection, plain)
+            )
         model = replace_(model, wrapper, plain)
     return unshard_(model)  # collections that were not wrapped are sharded still
 
 
 def unshard_(model: nn.Module) -> nn.Module:
-    """Gives the plain model back from DistributedModelParallel at world size 1, around the live weights.
-
-    EmbeddingBagCollections and EmbeddingCollections become plain; about other sharded modules a warning tells.
-
-    Args:
-        model: a sharded model without wrappers. Not usable afterwards except through what is returned.
-
-    Raises:
-        NotImplementedError: if tables are spread over several ranks.
-    """
+    """Gives the plain model back from DistributedModelParallel at world size 1, around the live
+    weights."""
     plain = get_unwrapped_module(model)
     for fqn, module in collections(model).items():
         if not isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
             continue
         if module._env.world_size > 1:
-            raise NotImplementedError(describe(f"FQN {fqn!r}", "supported is world size 1", module._env.world_size))
+            raise NotImplementedError(
+                describe(f"FQN {fqn!r}", "supported is world size 1", module._env.world_size)
+            )
         around, whole = _plain_around(module), whole_module_of(plain, fqn)
         if whole is not module:
             around = with_processors_of(whole, cast(EmbeddingBagCollection, around))
         plain = replace_(plain, whole, around)
-    left = {fqn: type(module).__name__ for fqn, module in plain.named_modules() if isinstance(module, ShardedModule)}
+    left = {
+        fqn: type(module).__name__
+        for fqn, module in plain.named_modules()
+        if isinstance(module, ShardedModule)
+    }
     if left:
         remedy = "copy their weights yourself: only embedding collections become plain again"
-        warnings.warn(f"the plain model: some modules stay sharded, got {left}; {remedy}", stacklevel=3)
+        warnings.warn(
+            f"the plain model: some modules stay sharded, got {left}; {remedy}", stacklevel=3
+        )
     return plain
 
 
 @torch.no_grad()
 def fold_(model: nn.Module) -> None:
-    """Folds alpha into the tables and sets alpha to 1; the wrappers stay. Local, no collective.
-
-    Args:
-        model: prepared, sharded or not; changed in place.
-
-    Raises:
-        RuntimeError: if the model is not prepared.
-    """
+    """Folds alpha into the tables and sets alpha to 1; the wrappers stay. Local, no collective."""
     wrappers = soft_selection_modules(model)
     if not wrappers:
-        raise RuntimeError(describe("fold_", "a prepared model", "no wrapped collection", "call prepare_ first"))
+        raise RuntimeError(
+            describe("fold_", "a prepared model", "no wrapped collection", "call prepare_ first")
+        )
     with writing_to_tables(model):
         for wrapper in wrappers.values():
             multiply_by_alpha_(wrapper)
@@ -232,25 +250,35 @@ def _check_features(chosen: dict[str, Plain], multi_hot_features: list[str] | No
 
 
 def _check_weights(model: nn.Module, found: dict[str, Plain], chosen: dict[str, Plain]) -> None:
-    """Refuses shared weights: each holder would need its own alpha, and weights are multiplied by one alone."""
-    tables = {id(holder) for collection in found.values() for holder in holders_of_tables(collection).values()}
+    """Refuses shared weights: each holder would need its own alpha, and weights are multiplied by
+    one alone."""
+    tables = {
+        id(holder)
+        for collection in found.values()
+        for holder in holders_of_tables(collection).values()
+    }
     holders: dict[int, list[str]] = {}
     for fqn, module in model.named_modules():
         if id(module) not in tables:  # a collection speaks for its own: two may hold one table
             is_collection = isinstance(module, EmbeddingBagCollection | EmbeddingCollection)
-            for name, weight in module.named_parameters(fqn, recurse=is_collection, remove_duplicate=False):
+            for name, weight in module.named_parameters(
+                fqn, recurse=is_collection, remove_duplicate=False
+            ):
                 holders.setdefault(_memory(weight), []).append(name)
     remedy = "let one table read the features of both (feature_names), or copy the weights"
     for fqn, collection in chosen.items():
         for table, holder in holders_of_tables(collection).items():
             own = f"{fqn}.{tables_under(collection)}.{table}.weight".removeprefix(".")
-            others = [name for name in holders[_memory(cast(torch.Tensor, holder.weight))] if name != own]
+            others = [
+                name for name in holders[_memory(cast(torch.Tensor, holder.weight))] if name != own
+            ]
             received = f"those of {others[0]!r} too" if others else ""
             check(not others, f"table {table!r}", "weights of its own", received, remedy)
 
 
 def _memory(weight: torch.Tensor) -> int:
-    """Returns the address of weights; on the meta device, where they have none, the identity of their Parameter."""
+    """Returns the address of weights; on the meta device, where they have none, the identity of
+    their Parameter."""
     return weight.data_ptr() or id(weight)
 
 
@@ -260,17 +288,22 @@ def _spans_ranks(wrappers: dict[str, SoftSelectionModule]) -> bool:
 
 
 def _plain_around(holder: nn.Module) -> nn.Module:
-    """A plain collection around the live weights of a sharded or wrapped one; only column-wise shards are joined."""
+    """A plain collection around the live weights of a sharded or wrapped one; only column-wise
+    shards are joined."""
     if is_pooled(holder):
         bags, weighted = table_configs_of(holder), is_weighted(holder)
-        plain = EmbeddingBagCollection(tables=bags, is_weighted=weighted, device=torch.device("meta"))
+        plain = EmbeddingBagCollection(
+            tables=bags, is_weighted=weighted, device=torch.device("meta")
+        )
         return _take_live_weights_(plain, holder)
     if isinstance(holder, ShardedEmbeddingCollection):
         sequences, need_indices = list(holder._embedding_configs), holder._need_indices
     else:
         interface = cast(EmbeddingCollectionInterface, holder)
         sequences, need_indices = interface.embedding_configs(), interface.need_indices()
-    tables = EmbeddingCollection(tables=sequences, need_indices=need_indices, device=torch.device("meta"))
+    tables = EmbeddingCollection(
+        tables=sequences, need_indices=need_indices, device=torch.device("meta")
+    )
     return _take_live_weights_(tables, holder)
 
 
@@ -284,23 +317,17 @@ def _take_live_weights_(plain: PlainCollection, holder: nn.Module) -> PlainColle
             weight = weight.new_empty(whole)
             for shard in parts:
                 rows = slice(shard.first_row, shard.first_row + shard.weight.shape[0])
-                weight[rows, shard.first_column : shard.first_column + shard.weight.shape[1]] = shard.weight
+                weight[rows, shard.first_column : shard.first_column + shard.weight.shape[1]] = (
+                    shard.weight
+                )
         target.weight = nn.Parameter(weight, requires_grad=table not in frozen)
         plain._device = weight.device
     return plain.train(holder.training)
 
 
 def replace_(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
-    """Puts a module wherever another is: a model may hold one collection under several names. Local.
-
-    Args:
-        model: changed in place.
-        old: what is in it, or it itself.
-        new: what takes its place.
-
-    Returns:
-        `model`, or `new` if the model itself was `old`.
-    """
+    """Puts a module wherever another is: a model may hold one collection under several names.
+    Local."""
     if model is old:
         return new
     for parent in list(model.modules()):

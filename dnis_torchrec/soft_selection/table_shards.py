@@ -1,8 +1,5 @@
-"""Local shards of tables, whatever holds them: a plain embedding collection, pooled or not, or any sharded one.
-
-Merging, pruning, masking and export all work on these views, one shard at a time, so that no table is ever copied and
-no rank ever holds a foreign shard.
-"""
+"""Local shards of tables, whatever holds them: a plain embedding collection, pooled or not, or any
+sharded one."""
 
 from __future__ import annotations
 
@@ -35,7 +32,11 @@ from dnis_torchrec.soft_selection.feature_processed import (
     SoftSelectionFeatureProcessedEmbeddingBagCollection,
 )
 from dnis_torchrec.soft_selection.frozen_tables import frozen_tables
-from dnis_torchrec.soft_selection.managed_collisions import MANAGED, MANAGED_COLLISIONS, refuse_managed_collisions
+from dnis_torchrec.soft_selection.managed_collisions import (
+    MANAGED,
+    MANAGED_COLLISIONS,
+    refuse_managed_collisions,
+)
 from dnis_torchrec.soft_selection.plain_names import plain_state_dict
 from dnis_torchrec.soft_selection.sequence_tables import as_bags
 from dnis_torchrec.soft_selection.wrapper import SoftSelectionModule
@@ -43,14 +44,24 @@ from dnis_torchrec.soft_selection.wrapper import SoftSelectionModule
 ROWS_PER_CHUNK = 1 << 16
 """Rows that one in-place operation touches, at most."""
 VALUES_PER_OPERATION = 1 << 18
-"""Values that one in-place operation touches: bounds temporary memory to a few MB, however large the table."""
+"""Values that one in-place operation touches: bounds temporary memory to a few MB, however large
+the table."""
 
 HOLDERS_OF_COLLECTIONS = ("torchrec.modules.", "torchrec.distributed.")
-"""Packages in which TorchRec defines modules that hold a collection and change its inputs or outputs."""
-INTERFACES = {EmbeddingBagCollectionInterface, EmbeddingCollectionInterface, DistributedModelParallel, CopyableMixin}
+"""Packages in which TorchRec defines modules that hold a collection and change its inputs or
+outputs."""
+INTERFACES = {
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollectionInterface,
+    DistributedModelParallel,
+    CopyableMixin,
+}
 """Classes from there that may hold a collection: they do neither."""
 PLAIN_HOLDERS = (
-    *(f"torchrec.modules.{name}" for name in ("activation", "crossnet", "deepfm", "embedding_tower", "lazy_extension")),
+    *(
+        f"torchrec.modules.{name}"
+        for name in ("activation", "crossnet", "deepfm", "embedding_tower", "lazy_extension")
+    ),
     *("torchrec.modules.mlp", "torchrec.modules.regroup", "torchrec.distributed.test_utils."),
 )
 """Modules from there whose classes do neither, nor do those that a user derives from them."""
@@ -61,14 +72,7 @@ NO_HOOKS = "remove the hooks: neither sharded nor merged collections keep them"
 
 @dataclass(frozen=True, eq=False)
 class TableShard:
-    """A view of the part of one table that this rank holds.
-
-    Attributes:
-        table: table name.
-        weight: ``(rows, columns)``, the live storage.
-        first_row: row of the table that the shard begins with.
-        first_column: column of the table that the shard begins with.
-    """
+    """A view of the part of one table that this rank holds."""
 
     table: str
     weight: Tensor
@@ -76,11 +80,7 @@ class TableShard:
     first_column: int = 0
 
     def chunks(self) -> Iterator[tuple[Tensor, slice, slice]]:
-        """Walks the shard a few rows at a time.
-
-        Yields:
-            ``(view of the weights, rows of the table, columns of the table)``.
-        """
+        """Walks the shard a few rows at a time."""
         columns = slice(self.first_column, self.first_column + self.weight.shape[1])
         num_rows = max(1, min(ROWS_PER_CHUNK, VALUES_PER_OPERATION // max(1, self.weight.shape[1])))
         for start in range(0, self.weight.shape[0], num_rows):
@@ -89,21 +89,8 @@ class TableShard:
 
 
 def collections(model: nn.Module) -> dict[str, nn.Module]:
-    """The collections in a model by FQN, pooled or not: wrapped, sharded or plain, the outermost of each.
-
-    Args:
-        model: sharded or not.
-
-    Returns:
-        FQN inside DistributedModelParallel and DDP -> collection, in the model's order; the FQN is empty where the
-        model itself is one.
-
-    Raises:
-        NotImplementedError: for a collection that does not look up what it is given: inside one of TorchRec's modules
-            that change features or embeddings (feature processors and managed collisions aside), of
-            a subclass with a forward of its own, or with forward hooks. Soft selection, counts and schemes would be of
-            other rows.
-    """
+    """The collections in a model by FQN, pooled or not: wrapped, sharded or plain, the outermost of
+    each."""
     found: dict[str, nn.Module] = {}
     plain_model = get_unwrapped_module(model)
     kinds = (
@@ -113,7 +100,9 @@ def collections(model: nn.Module) -> dict[str, nn.Module]:
     for fqn, module in plain_model.named_modules():
         if isinstance(module, SoftSelectionFeatureProcessedEmbeddingBagCollection):
             fqn = f"{fqn}.{INNER}".removeprefix(".")
-        if isinstance(module, kinds) and not any(fqn == outer or _is_inside(fqn, outer) for outer in found):
+        if isinstance(module, kinds) and not any(
+            fqn == outer or _is_inside(fqn, outer) for outer in found
+        ):
             _check_plain_lookup(plain_model, fqn, module)
             found[fqn] = module
     return found
@@ -121,16 +110,23 @@ def collections(model: nn.Module) -> dict[str, nn.Module]:
 
 def _check_plain_lookup(model: nn.Module, fqn: str, collection: nn.Module) -> None:
     kind_of = EmbeddingBagCollection if is_pooled(collection) else EmbeddingCollection
-    place, supported = f"FQN {fqn!r}", f"supported are {kind_of.__name__}s that the model calls themselves"
+    place, supported = (
+        f"FQN {fqn!r}",
+        f"supported are {kind_of.__name__}s that the model calls themselves",
+    )
     parts = fqn.split(".") if fqn else []
     for holder in (".".join(parts[:depth]) for depth in range(len(parts))):
         kind = type(model.get_submodule(holder))
-        if kind in FEATURE_PROCESSED and parts[len(holder.split(".")) if holder else 0 :] == [INNER]:
+        if kind in FEATURE_PROCESSED and parts[len(holder.split(".")) if holder else 0 :] == [
+            INNER
+        ]:
             continue
         if kind in MANAGED_COLLISIONS and fqn == f"{holder}.{MANAGED}".removeprefix("."):
             continue
         if any(_changes_lookups(base) for base in kind.__mro__):
-            raise NotImplementedError(describe(place, supported, f"one inside the {kind.__name__} {holder!r}"))
+            raise NotImplementedError(
+                describe(place, supported, f"one inside the {kind.__name__} {holder!r}")
+            )
     if not isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
         return
     if getattr(collection.forward, "__func__", None) is not kind_of.forward:
@@ -149,85 +145,73 @@ def _changes_lookups(kind: type) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
     return any(hooks)
 
 
 def _check_plain_table(place: str, holder: nn.Module) -> None:
-    """Refuses a table with anything beside its config and weight, which TorchRec would lose in sharding."""
+    """Refuses a table with anything beside its config and weight, which TorchRec would lose in
+    sharding."""
     supported = "supported are tables as TorchRec makes them"
     if not (type(holder) is nn.EmbeddingBag or type(holder) is nn.Embedding):
         remedy = "move what it adds into a module around a plain collection"
         raise NotImplementedError(describe(place, supported, type(holder).__name__, remedy))
     if _has_hooks(holder) or holder.weight._backward_hooks:
         raise NotImplementedError(describe(place, supported, "one with hooks", NO_HOOKS))
-    changed = {name: getattr(holder, name) for name in ("max_norm", "padding_idx") if getattr(holder, name) is not None}
+    changed = {
+        name: getattr(holder, name)
+        for name in ("max_norm", "padding_idx")
+        if getattr(holder, name) is not None
+    }
     if changed or holder.scale_grad_by_freq:
-        received = ", ".join(f"{name}={value}" for name, value in (changed or {"scale_grad_by_freq": True}).items())
-        remedy = "leave it out: sharded collections do not know it; empty bags need no id for padding"
+        received = ", ".join(
+            f"{name}={value}" for name, value in (changed or {"scale_grad_by_freq": True}).items()
+        )
+        remedy = (
+            "leave it out: sharded collections do not know it; empty bags need no id for padding"
+        )
         raise NotImplementedError(describe(place, supported, received, remedy))
 
 
 def is_pooled(collection: nn.Module) -> bool:
-    """Returns whether a collection pools bags, as an EmbeddingBagCollection does and an EmbeddingCollection does not.
-
-    Args:
-        collection: either, sharded or not, or a wrapper around it.
-    """
+    """Returns whether a collection pools bags, as an EmbeddingBagCollection does and an
+    EmbeddingCollection does not."""
     return not isinstance(collection, EmbeddingCollectionInterface | ShardedEmbeddingCollection)
 
 
 def check_pooled(model: nn.Module, what: str) -> None:
-    """Refuses a model with an EmbeddingCollection, for what takes pooled ones alone.
-
-    Args:
-        model: any.
-        what: that takes none, for the error.
-
-    Raises:
-        NotImplementedError: naming the collection.
-    """
+    """Refuses a model with an EmbeddingCollection, for what takes pooled ones alone."""
     for fqn, collection in collections(model).items():
         if not is_pooled(collection):
             supported = f"supported by {what} are EmbeddingBagCollections"
             remedy = "leave the method out of the comparison"
-            raise NotImplementedError(describe(f"FQN {fqn!r}", supported, type(collection).__name__, remedy))
+            raise NotImplementedError(
+                describe(f"FQN {fqn!r}", supported, type(collection).__name__, remedy)
+            )
 
 
 def lookup_of(collection: nn.Module) -> nn.Module:
-    """The collection itself, or the child of a wrapper.
-
-    Args:
-        collection: plain, sharded or wrapped.
-    """
+    """The collection itself, or the child of a wrapper."""
     return collection.lookup if isinstance(collection, SoftSelectionModule) else collection
 
 
 def tables_under(collection: nn.Module) -> str:
-    """The name under which TorchRec's collections of a kind hold their tables.
-
-    Args:
-        collection: plain, sharded or wrapped.
-    """
+    """The name under which TorchRec's collections of a kind hold their tables."""
     return "embedding_bags" if is_pooled(collection) else "embeddings"
 
 
 def holders_of_tables(collection: nn.Module) -> nn.ModuleDict:
-    """Table -> the module whose `weight` it is.
-
-    Args:
-        collection: an EmbeddingBagCollection or an EmbeddingCollection, sharded or not.
-    """
+    """Table -> the module whose `weight` it is."""
     return cast(nn.ModuleDict, getattr(collection, tables_under(collection)))
 
 
 def frozen_tables_of(collection: nn.Module) -> frozenset[str]:
-    """Tables of a collection that no step may change.
-
-    Args:
-        collection: an EmbeddingBagCollection or an EmbeddingCollection, or a wrapper around it; sharded by
-            `dnis_torchrec.shard_model`, or not.
-    """
+    """Tables of a collection that no step may change."""
     collection = lookup_of(collection)
     if isinstance(collection, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
         return cast(frozenset[str], getattr(collection, "frozen_tables", frozenset()))
@@ -235,24 +219,16 @@ def frozen_tables_of(collection: nn.Module) -> frozenset[str]:
 
 
 def local_shards(collection: nn.Module) -> list[TableShard]:
-    """Local shards of every table of a collection, plain or sharded. Local, no collective.
-
-    Args:
-        collection: an EmbeddingBagCollection or an EmbeddingCollection, sharded or not, or a wrapper around it.
-
-    Returns:
-        Views of the live weights: writing to them changes the model.
-
-    Raises:
-        TypeError: if it is neither.
-    """
+    """Local shards of every table of a collection, plain or sharded. Local, no collective."""
     collection = lookup_of(collection)
     if isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
         holders = holders_of_tables(collection).items()
         return [TableShard(name, cast(Tensor, holder.weight).detach()) for name, holder in holders]
     if not isinstance(collection, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
         received = type(collection).__name__
-        raise TypeError(describe("local_shards", "an EmbeddingBagCollection, plain or sharded", received))
+        raise TypeError(
+            describe("local_shards", "an EmbeddingBagCollection, plain or sharded", received)
+        )
     shards = []
     for key, value in collection.state_dict().items():
         parts = key.split(".")
@@ -269,11 +245,8 @@ def local_shards(collection: nn.Module) -> list[TableShard]:
 
 
 def ranks_of(*modules: nn.Module) -> Ranks:
-    """The ranks that hold the shards of some collections; this process alone if none of them is sharded.
-
-    Args:
-        modules: collections, plain or sharded, or wrappers around them, all of one model.
-    """
+    """The ranks that hold the shards of some collections; this process alone if none of them is
+    sharded."""
     for module in modules:
         inner = lookup_of(module)
         if not isinstance(inner, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
@@ -284,12 +257,8 @@ def ranks_of(*modules: nn.Module) -> Ranks:
 
 
 def whole_module_of(model: nn.Module, fqn: str) -> nn.Module:
-    """The module that takes the place of a collection in its model: itself, or what processes features in front of it.
-
-    Args:
-        model: in DistributedModelParallel and DDP or not.
-        fqn: of a plain or sharded collection in it, as `collections` has it.
-    """
+    """The module that takes the place of a collection in its model: itself, or what processes
+    features in front of it."""
     model = get_unwrapped_module(model)
     holder, _, name = fqn.rpartition(".")
     if name == INNER and isinstance(model.get_submodule(holder), FEATURE_PROCESSED):
@@ -298,12 +267,8 @@ def whole_module_of(model: nn.Module, fqn: str) -> nn.Module:
 
 
 def table_configs_of(collection: nn.Module) -> list[EmbeddingBagConfig]:
-    """Tables of a collection as its user wrote them: whole, with the features that the model names. Local.
-
-    Args:
-        collection: an EmbeddingBagCollection or an EmbeddingCollection, sharded or not, or a wrapper around it. The
-            pooling of unpooled tables is NONE.
-    """
+    """Tables of a collection as its user wrote them: whole, with the features that the model names.
+    Local."""
     if isinstance(collection, ShardedEmbeddingBagCollection):
         return list(collection._embedding_bag_configs)
     if isinstance(collection, ShardedEmbeddingCollection):
@@ -314,11 +279,7 @@ def table_configs_of(collection: nn.Module) -> list[EmbeddingBagConfig]:
 
 
 def is_weighted(collection: nn.Module) -> bool:
-    """Returns whether a collection takes per-sample weights; unpooled ones never do.
-
-    Args:
-        collection: plain, sharded or wrapped.
-    """
+    """Returns whether a collection takes per-sample weights; unpooled ones never do."""
     if not is_pooled(collection):
         return False
     if isinstance(collection, ShardedEmbeddingBagCollection):
@@ -327,54 +288,42 @@ def is_weighted(collection: nn.Module) -> bool:
 
 
 def check_merged(fqn: str, collection: nn.Module, ranks: Ranks) -> None:
-    """Checks that alpha has been folded into a collection. Local, no collective.
-
-    On one rank `merge_` leaves a plain collection; on several a sharded one, in a wrapper whose alpha is 1.
-
-    Args:
-        fqn: of the collection, for the error.
-        collection: plain, sharded or wrapped.
-        ranks: that hold the model.
-
-    Raises:
-        RuntimeError: if it is not merged.
-    """
+    """Checks that alpha has been folded into a collection. Local, no collective."""
     place, received = f"FQN {fqn!r}", type(collection).__name__
-    if ranks.world_size == 1 and not isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
-        raise RuntimeError(describe(place, "a merged, unsharded collection", received, "call merge_ first"))
+    if ranks.world_size == 1 and not isinstance(
+        collection, EmbeddingBagCollection | EmbeddingCollection
+    ):
+        raise RuntimeError(
+            describe(place, "a merged, unsharded collection", received, "call merge_ first")
+        )
     if isinstance(collection, SoftSelectionModule):
         alpha = collection.alpha
         if not all(bool((alpha.of(dim) == 1).all()) for dim in alpha.dims):
-            raise RuntimeError(describe(place, "a merged collection", "alpha below 1", "call merge_ first"))
+            raise RuntimeError(
+                describe(place, "a merged collection", "alpha below 1", "call merge_ first")
+            )
 
 
 def dense_state(model: nn.Module) -> dict[str, Tensor]:
-    """Everything in a model's state_dict that is no table and no alpha, named as in the plain model. Local.
-
-    Args:
-        model: sharded or not.
-    """
+    """Everything in a model's state_dict that is no table and no alpha, named as in the plain
+    model. Local."""
     holders = list(collections(model))
     state = plain_state_dict(get_unwrapped_module(model))
-    return {name: value for name, value in state.items() if not any(_is_inside(name, fqn) for fqn in holders)}
+    return {
+        name: value
+        for name, value in state.items()
+        if not any(_is_inside(name, fqn) for fqn in holders)
+    }
 
 
 def num_copies(
     shards: Mapping[str, Sequence[TableShard]], shapes: Mapping[str, tuple[int, int]], ranks: Ranks
 ) -> dict[str, int]:
-    """On how many ranks each value of a table is held: 1 where tables are spread, W where they are replicated.
-
-    One all_reduce of a number per table.
-
-    Args:
-        shards: table -> what this rank holds of it, perhaps nothing; the same tables in the same order on every rank.
-        shapes: table -> ``(N, D)``.
-        ranks: that hold the tables.
-
-    Raises:
-        NotImplementedError: on all ranks, if a table is neither spread over the ranks nor whole on each.
-    """
-    held = torch.tensor([sum(shard.weight.numel() for shard in of_table) for of_table in shards.values()])
+    """On how many ranks each value of a table is held: 1 where tables are spread, W where they are
+    replicated."""
+    held = torch.tensor(
+        [sum(shard.weight.numel() for shard in of_table) for of_table in shards.values()]
+    )
     ranks.sum_(held)
     copies = {}
     for name, values in zip(shards, held.tolist(), strict=True):
@@ -389,11 +338,8 @@ def num_copies(
 
 @torch.no_grad()
 def multiply_by_alpha_(collection: SoftSelectionModule) -> None:
-    """Merges alpha into the local shards: ``E~ = alpha[block] * E`` (design: merging). Local, no collective.
-
-    Args:
-        collection: a wrapper, its child sharded or not; its tables change, its alpha does not.
-    """
+    """Merges alpha into the local shards: ``E~ = alpha[block] * E`` (design: merging). Local, no
+    collective."""
     blocks = collection.blocks
     for shard in local_shards(collection):
         alpha = collection.alpha.of(blocks.embedding_dims[shard.table])
@@ -405,17 +351,15 @@ def multiply_by_alpha_(collection: SoftSelectionModule) -> None:
 
 
 def table_weight_names(model: nn.Module) -> set[str]:
-    """Names of the weights of all tables, as the model's state_dict has them.
-
-    Args:
-        model: sharded or not, prepared or not.
-    """
+    """Names of the weights of all tables, as the model's state_dict has them."""
     holders = {id(lookup_of(collection)): collection for collection in collections(model).values()}
     names = set()
     for fqn, module in get_unwrapped_module(model).named_modules(remove_duplicate=False):
         if id(module) in holders:
             under = f"{fqn}.{tables_under(module)}".removeprefix(".")
-            names |= {f"{under}.{table.name}.weight" for table in table_configs_of(holders[id(module)])}
+            names |= {
+                f"{under}.{table.name}.weight" for table in table_configs_of(holders[id(module)])
+            }
     return names
 
 
@@ -424,19 +368,7 @@ def _is_inside(fqn: str, outer: str) -> bool:
 
 
 def table_configs(model: nn.Module) -> list[EmbeddingBagConfig]:
-    """Configs of all tables of an unsharded model.
-
-    Args:
-        model: not sharded, with any number of collections.
-
-    Returns:
-        In the model's order.
-
-    Raises:
-        TypeError: if a collection of it is sharded.
-        ValueError: if several tables have one name, by which schemes, counts and checkpoints know them.
-        NotImplementedError: as `collections`; for managed collisions, whose raw ids are no rows of these tables.
-    """
+    """Configs of all tables of an unsharded model."""
     remedy = "count `remapped` bags and call prepare_, compress or prune, which take such a model"
     refuse_managed_collisions(model, "jobs that count a recipe's ids", remedy)
     configs: list[EmbeddingBagConfig] = []
@@ -445,24 +377,19 @@ def table_configs(model: nn.Module) -> list[EmbeddingBagConfig]:
             received = type(module).__name__
             raise TypeError(describe(f"FQN {fqn!r}", "an unsharded collection", received))
         configs += table_configs_of(module)
-    repeated = sorted(name for name, times in Counter(config.name for config in configs).items() if times > 1)
-    check(not repeated, "table names", "distinct names over all collections", repeated, "rename tables")
+    repeated = sorted(
+        name for name, times in Counter(config.name for config in configs).items() if times > 1
+    )
+    check(
+        not repeated,
+        "table names",
+        "distinct names over all collections",
+        repeated,
+        "rename tables",
+    )
     return configs
 
 
 def dense_parameters(model: nn.Module) -> int:
-    """Parameters of all tables of an unsharded model: the sum of N D.
-
-    Args:
-        model: not sharded.
-
-    Raises:
-        TypeError: if a collection of it is sharded.
-
-    Example:
-        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=5, embedding_dim=8, feature_names=["f"])
-        >>> dense_parameters(EmbeddingBagCollection(tables=[table]))
-        40
-    """
+    """Parameters of all tables of an unsharded model: the sum of N D."""
     return sum(table.num_embeddings * table.embedding_dim for table in table_configs(model))

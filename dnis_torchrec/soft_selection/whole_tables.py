@@ -1,16 +1,5 @@
-"""Soft selection on whole tables: every row times its alpha, before a kernel looks anything up. CPU, compiled.
-
-A bag's embedding is a sum of rows, so alpha may multiply each row as well as the sum of each block's rows:
-
-    sum over s of alpha_s * (sum of the bag's rows in block s)  =  sum over the bag's rows of (alpha * row)
-
-Multiplied tables are read by whole bags, as in the plain model: no bag is split, nothing is pooled per block. In return
-every step multiplies every row, and the gradient of every row. That pays where tables hold fewer numbers than the
-pooled embeddings of a batch, and only kernels without a fused optimizer allow it: a fused one would step the multiplied
-tables, and the gradient of the others has to go over all rows anyway.
-
-Shapes: N rows of all tables of a kernel, C columns of each, A rows of alpha, F features, I ids of a batch.
-"""
+"""Soft selection on whole tables: every row times its alpha, before a kernel looks anything up.
+CPU, compiled."""
 
 from __future__ import annotations
 
@@ -24,15 +13,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 class _MultiplyRows(torch.autograd.Function):
-    """out[n] = weights[n] * alpha[rows[n]], zero where rows[n] is -1.
-
-    Not `select_pieces`, which may take the memory of what it is given for its result: these are the weights.
-    """
+    """out[n] = weights[n] * alpha[rows[n]], zero where rows[n] is -1."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
         num_rows, dim = alpha.shape
-        flat, layout = alpha.flatten(), torch.tensor([[0, 0, dim, 0, 0, 0, num_rows]])  # one piece, see `select_pieces`
+        flat, layout = (
+            alpha.flatten(),
+            torch.tensor([[0, 0, dim, 0, 0, 0, num_rows]]),
+        )  # one piece, see `select_pieces`
         ctx.save_for_backward(flat, rows, layout, weights if ctx.needs_input_grad[1] else None)
         ctx.alpha_shape = alpha.shape
         out = torch.empty_like(weights)
@@ -55,36 +44,16 @@ class _MultiplyRows(torch.autograd.Function):
 
 
 def multiply_rows(weights: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
-    """Every row of a table times its row of alpha: ``weights[n] * alpha[rows[n]]``. CPU, compiled.
-
-    Args:
-        weights: ``(N, C)``, float32 or float64.
-        alpha: ``(A, C)``, of the same dtype.
-        rows: ``(N, 1)`` int32, row of alpha, or -1 for a row that counts as zeros.
-
-    Returns:
-        ``(N, C)``, new memory.
-
-    Example:
-        >>> from dnis_torchrec.ops.block_operators import are_compiled
-        >>> if are_compiled():
-        ...     rows = torch.tensor([[0], [-1]], dtype=torch.int32)
-        ...     assert multiply_rows(torch.ones(2, 2), torch.tensor([[1.0, 0.5]]), rows).tolist() == [[1, 0.5], [0, 0]]
-    """
+    """Every row of a table times its row of alpha: ``weights[n] * alpha[rows[n]]``. CPU, compiled."""
     return _MultiplyRows.apply(weights, alpha, rows)
 
 
 class TableSelection:
-    """Looks bags up in multiplied tables. Local, no collective.
+    """Looks bags up in multiplied tables. Local, no collective."""
 
-    Args:
-        kernel: FBGEMM's, without a fused optimizer; its `weights` hold table after table, all of C columns.
-        rows: ``(N,)`` row of alpha of every row of the tables, -1 for a row of no block.
-        first_rows: per feature, in the order in which the kernel reads them, where its table begins among the N.
-        num_columns: C.
-    """
-
-    def __init__(self, kernel: nn.Module, rows: Tensor, first_rows: Sequence[int], num_columns: int) -> None:
+    def __init__(
+        self, kernel: nn.Module, rows: Tensor, first_rows: Sequence[int], num_columns: int
+    ) -> None:
         self._kernel = kernel
         self._rows = rows.to(torch.int32).unsqueeze(1)
         self._first_rows = list(first_rows)
@@ -98,20 +67,12 @@ class TableSelection:
         *,
         weights_learn: bool,
     ) -> Tensor:
-        """Soft selection of whole bags.
-
-        Args:
-            lookup: pools bags with the kernel.
-            features: whole bags, ids counted from the first row of the shard.
-            alpha: ``(A, C)``.
-            weights_learn: False in an upper step, in which no weight may learn.
-
-        Returns:
-            ``(B, F * C)``.
-        """
+        """Soft selection of whole bags."""
         own = cast(Tensor, self._kernel.weights)
         weights = own if weights_learn else own.detach()
-        multiplied = multiply_rows(weights.view(-1, self._num_columns), alpha.to(weights.dtype), self._rows)
+        multiplied = multiply_rows(
+            weights.view(-1, self._num_columns), alpha.to(weights.dtype), self._rows
+        )
         if not features.stride():  # no kernel takes an empty batch
             nothing = multiplied.new_empty(0, len(self._first_rows) * self._num_columns)
             return nothing + multiplied.sum() * 0
@@ -119,18 +80,17 @@ class TableSelection:
             return lookup(features)
 
     def rows_of(self, features: KeyedJaggedTensor) -> Tensor:
-        """Row of alpha of every id, ``(I,)``, -1 for an id of no block.
-
-        Args:
-            features: as the lookup takes them.
-        """
+        """Row of alpha of every id, ``(I,)``, -1 for an id of no block."""
         ids = features.values().split(features.length_per_key())
-        rows = [self._rows[own.long() + first] for own, first in zip(ids, self._first_rows, strict=True)]
+        rows = [
+            self._rows[own.long() + first] for own, first in zip(ids, self._first_rows, strict=True)
+        ]
         return torch.cat(rows).squeeze(1)
 
     @contextmanager
     def _in_place_of_weights(self, multiplied: Tensor) -> Iterator[None]:
-        """Puts a product in place of the weights, as `functional_call` does, for a kernel that its owner calls."""
+        """Puts a product in place of the weights, as `functional_call` does, for a kernel that its
+        owner calls."""
         own = self._kernel._parameters["weights"]
         self._kernel._parameters["weights"] = multiplied  # type: ignore[assignment]  # no parameter, and none is wanted
         try:

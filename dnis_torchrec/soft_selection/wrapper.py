@@ -1,15 +1,5 @@
-"""SoftSelectionEmbeddingBagCollection: an EmbeddingBagCollection whose output is multiplied by alpha, block by block.
-
-The user's EmbeddingBagCollection stays a child, so any sharder, planner and kernel works on it unchanged. Two kinds of
-features, told apart when the wrapper is built:
-
-- a *single-id* feature (bags of at most one id): pooled output times the alpha row of the bag's one block;
-- a *multi-hot* feature: BagSplitter turns its bags into one per block, each is pooled alone, and the wrapper adds up
-  alpha_s * pooled_s. Costs up to S times the output volume of that feature; in a sharded model on_shards.py moves
-  both to the ranks that hold the shards, and the volume is the plain model's.
-
-Shapes: B batch, D embedding_dim, S blocks, A rows of alpha of one D.
-"""
+"""SoftSelectionEmbeddingBagCollection: an EmbeddingBagCollection whose output is multiplied by
+alpha, block by block."""
 
 from __future__ import annotations
 
@@ -45,13 +35,8 @@ from dnis_torchrec.soft_selection.select_pooled import SelectPooled, WatchedOutp
 
 
 class SoftSelectionModule(PlainNames):
-    """Base of the wrappers around a model's collections, pooled or not: what the search and the tables' readers need.
-
-    Attributes:
-        blocks: the blocks it was built with.
-        selection: makes the wrapper's outputs of its child's.
-        bag_splitter: turns bags into one per block, before the child; None where nothing is split.
-    """
+    """Base of the wrappers around a model's collections, pooled or not: what the search and the
+    tables' readers need."""
 
     blocks: RowBlocks
     selection: WatchedOutputs
@@ -73,9 +58,12 @@ class SoftSelectionModule(PlainNames):
         raise NotImplementedError
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A child that is sharded reads by name from then on: pipelines call it without the wrapper."""
+        """A child that is sharded reads by name from then on: pipelines call it without the
+        wrapper."""
         before = vars(self).get("_modules", {}).get(name or self.child_name)
-        if isinstance(value, ShardedEmbeddingCollection) and isinstance(before, EmbeddingCollection):
+        if isinstance(value, ShardedEmbeddingCollection) and isinstance(
+            before, EmbeddingCollection
+        ):
             note_frozen_(value, frozen_tables(before.embeddings))
         super().__setattr__(name, value)
         if isinstance(value, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
@@ -85,42 +73,7 @@ class SoftSelectionModule(PlainNames):
 
 
 class SoftSelectionEmbeddingBagCollection(SoftSelectionModule, EmbeddingBagCollectionInterface):
-    """Wraps an EmbeddingBagCollection and applies soft selection (paper, eq. 3) to its output.
-
-    For a bag that mixes blocks, ``pooled = sum over s of alpha_s * (sum of the bag's rows in block s)``; MEAN divides
-    by the length of the whole bag; per-sample weights multiply each row. With alpha at 1 the output is the wrapped
-    collection's.
-
-    Args:
-        embedding_bag_collection: the collection to wrap; its tables' weights are shared, not copied.
-        blocks: blocks of at least its tables.
-        alpha: alpha to share with other wrappers of the model; a new one of ones if None.
-        multi_hot_features: features whose bags may hold several ids; None takes those whose longest bag in the counted
-            training data exceeds one. Naming a feature that is single-id in truth only costs speed.
-
-    Attributes:
-        embedding_bag_collection: the child; DistributedModelParallel shards it.
-        blocks: the blocks it was built with.
-        multiplies_tables: see `read_whole_features_`.
-
-    Shape:
-        - Input: KeyedJaggedTensor, keys in any order, stride B.
-        - Output: KeyedTensor ``(B, sum of D over output keys)``, keys, order and dims as the wrapped collection's.
-
-    Raises:
-        ValueError: for an unknown table or feature, or blocks that do not match num_embeddings or embedding_dim.
-        TypeError: if the first argument is no EmbeddingBagCollection.
-
-    Example:
-        >>> from dnis_torchrec.blocks.blocking import blocks_from_counts
-        >>> from dnis_torchrec.blocks.frequency import count_frequencies
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
-        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 0]), lengths=torch.tensor([1, 1]))
-        >>> blocks = blocks_from_counts(count_frequencies([kjt], [table]), [table], num_blocks=2)
-        >>> ebc = EmbeddingBagCollection(tables=[table])
-        >>> SoftSelectionEmbeddingBagCollection(ebc, blocks)(kjt).values().equal(ebc(kjt).values())
-        True
-    """
+    """Wraps an EmbeddingBagCollection and applies soft selection (paper, eq. 3) to its output."""
 
     child_name = "embedding_bag_collection"
 
@@ -141,7 +94,9 @@ class SoftSelectionEmbeddingBagCollection(SoftSelectionModule, EmbeddingBagColle
         self._outputs = pooled_features(self._tables, blocks, multi_hot_features)
         self.bag_check = BagCheck(self._outputs)
         self.bag_splitter = _bag_splitter(self._outputs, blocks)
-        self.embedding_bag_collection = _child(plain, self._tables, self._outputs, self.bag_splitter)
+        self.embedding_bag_collection = _child(
+            plain, self._tables, self._outputs, self.bag_splitter
+        )
         self.soft_selection = alpha if alpha is not None else Alpha(blocks.alpha_shapes)
         self.selection = SelectPooled(self._outputs, blocks, self.alpha)
         self.multiplies_tables = False
@@ -149,41 +104,27 @@ class SoftSelectionEmbeddingBagCollection(SoftSelectionModule, EmbeddingBagColle
     def _take(self, wrapped: nn.Module) -> EmbeddingBagCollection:
         """Returns the collection of what is to be wrapped."""
         if not isinstance(wrapped, EmbeddingBagCollection):
-            raise TypeError(describe("SoftSelection", "an EmbeddingBagCollection", type(wrapped).__name__))
+            raise TypeError(
+                describe("SoftSelection", "an EmbeddingBagCollection", type(wrapped).__name__)
+            )
         return wrapped
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks bags up and multiplies them by alpha.
-
-        Args:
-            features: the bags.
-
-        Returns:
-            Pooled embeddings, one key per (feature, table).
-
-        Raises:
-            ValueError: if a bag of a single-id feature holds several ids, or an id lies outside its table (found at
-                once on a CPU; on a GPU a single-id violation trips an asynchronous assert).
-        """
+        """Looks bags up and multiplies them by alpha."""
         self.bag_check(features)
         split = features if self.bag_splitter is None else self.bag_splitter(features)
         pooled = self.embedding_bag_collection(split)
         return self.selection(pooled, features, split)
 
     def read_whole_features_(self, *, multiply_tables: bool = False) -> None:
-        """Gives the child one key per feature, whatever its blocks, for lookups that split bags for themselves.
-
-        FBGEMM's CPU kernels learn a table that several keys read by a slower path. Call it before sharding, and
-        `dnis_torchrec.soft_selection.on_shards.select_on_shards_` right after: in between the wrapper cannot be called.
-
-        Args:
-            multiply_tables: let kernels whose optimizer is not fused multiply whole tables by alpha, where they can:
-                quicker for tables of fewer numbers than a batch's pooled embeddings (`soft_selection.whole_tables`).
-        """
+        """Gives the child one key per feature, whatever its blocks, for lookups that split bags for
+        themselves."""
         self.multiplies_tables = multiply_tables
         if self.bag_splitter is not None:
             keys = {output.name: (output.whole_key,) for output in self._outputs}
-            self.embedding_bag_collection = _reading(self.embedding_bag_collection, self._tables, self._outputs, keys)
+            self.embedding_bag_collection = _reading(
+                self.embedding_bag_collection, self._tables, self._outputs, keys
+            )
 
     @property
     def embedding_bags(self) -> nn.ModuleDict:
@@ -210,16 +151,7 @@ class SoftSelectionEmbeddingBagCollection(SoftSelectionModule, EmbeddingBagColle
 
 
 def check_blocks(tables: list[EmbeddingBagConfig], blocks: RowBlocks) -> None:
-    """Checks that blocks are of these tables, and that their pooling is known.
-
-    Args:
-        tables: of a collection, as its user wrote them.
-        blocks: of at least these tables.
-
-    Raises:
-        ValueError: for a table without blocks, or whose blocks are of another num_embeddings or embedding_dim.
-        NotImplementedError: for a pooling other than SUM and MEAN, or NONE of a table that is not pooled at all.
-    """
+    """Checks that blocks are of these tables, and that their pooling is known."""
     for table in tables:
         check_known("table", table.name, blocks.routings)
         place, remedy = f"table {table.name!r}", "make the blocks from counts of this table"
@@ -227,24 +159,23 @@ def check_blocks(tables: list[EmbeddingBagConfig], blocks: RowBlocks) -> None:
         fits = blocked == table.num_embeddings
         check(fits, place, f"blocks of num_embeddings={table.num_embeddings} rows", blocked, remedy)
         dim = blocks.embedding_dims[table.name]
-        check(dim == table.embedding_dim, place, f"blocks of embedding_dim={table.embedding_dim}", dim, remedy)
+        check(
+            dim == table.embedding_dim,
+            place,
+            f"blocks of embedding_dim={table.embedding_dim}",
+            dim,
+            remedy,
+        )
         if table.pooling not in (PoolingType.SUM, PoolingType.MEAN, PoolingType.NONE):
-            raise NotImplementedError(describe(place, "supported pooling is SUM or MEAN", table.pooling))
+            raise NotImplementedError(
+                describe(place, "supported pooling is SUM or MEAN", table.pooling)
+            )
 
 
 def pooled_features(
     tables: list[EmbeddingBagConfig], blocks: RowBlocks, multi_hot_features: Collection[str] | None
 ) -> tuple[PooledFeature, ...]:
-    """Everything that stands behind the output keys of a collection, in their order.
-
-    Args:
-        tables: of the collection, as its user wrote them.
-        blocks: of at least these tables.
-        multi_hot_features: see `SoftSelectionEmbeddingBagCollection`.
-
-    Raises:
-        ValueError: for an unknown feature.
-    """
+    """Everything that stands behind the output keys of a collection, in their order."""
     all_features = {feature for table in tables for feature in table.feature_names}
     for feature in multi_hot_features or ():
         check_known("feature", feature, all_features)
@@ -286,15 +217,20 @@ def _child(
     outputs: tuple[PooledFeature, ...],
     splitter: BagSplitter | None,
 ) -> EmbeddingBagCollection:
-    """The collection that reads split bags: the same tables, under the same names, with the same weights.
-
-    It always sums: MEAN is divided by the length of the whole bag afterwards, and a bag of one id is its own mean.
-    nn.EmbeddingBag refuses weights with MEAN, and TorchRec pools MEAN wrongly in some sharding plans (see `sharding`).
-    """
-    is_torchrecs = type(wrapped) is EmbeddingBagCollection  # sharders look up what to do by this very type
-    if is_torchrecs and splitter is None and all(table.pooling == PoolingType.SUM for table in tables):
+    """The collection that reads split bags: the same tables, under the same names, with the same
+    weights."""
+    is_torchrecs = (
+        type(wrapped) is EmbeddingBagCollection
+    )  # sharders look up what to do by this very type
+    if (
+        is_torchrecs
+        and splitter is None
+        and all(table.pooling == PoolingType.SUM for table in tables)
+    ):
         return wrapped
-    return _reading(wrapped, tables, outputs, {output.name: output.block_keys for output in outputs})
+    return _reading(
+        wrapped, tables, outputs, {output.name: output.block_keys for output in outputs}
+    )
 
 
 def _reading(
@@ -306,9 +242,13 @@ def _reading(
     """The tables of a collection, read by other keys and summed: output -> its keys."""
     configs = []
     for table in tables:
-        keys = [key for output in outputs if output.table == table.name for key in keys_of[output.name]]
+        keys = [
+            key for output in outputs if output.table == table.name for key in keys_of[output.name]
+        ]
         configs.append(replace(table, feature_names=keys, pooling=PoolingType.SUM))
-    child = EmbeddingBagCollection(tables=configs, is_weighted=wrapped.is_weighted(), device=torch.device("meta"))
+    child = EmbeddingBagCollection(
+        tables=configs, is_weighted=wrapped.is_weighted(), device=torch.device("meta")
+    )
     for name, bag in wrapped.embedding_bags.items():
         child.embedding_bags[name].weight = bag.weight
     child._device = wrapped.device
@@ -316,11 +256,7 @@ def _reading(
 
 
 def soft_selection_modules(model: nn.Module) -> dict[str, SoftSelectionModule]:
-    """The wrappers in a model by their FQN inside DistributedModelParallel and DDP.
-
-    Args:
-        model: prepared, sharded or not; one that is not prepared has none.
-    """
+    """The wrappers in a model by their FQN inside DistributedModelParallel and DDP."""
     return {
         fqn: module
         for fqn, module in get_unwrapped_module(model).named_modules()

@@ -1,8 +1,4 @@
-"""Access to storage: addresses, file systems, attempts; nothing is copied to this machine.
-
-An address is a path of this machine, or a URL that fsspec knows: ``s3://bucket/run``, ``gs://bucket/run``,
-``memory://run``, ``file:///run``.
-"""
+"""Access to storage: addresses, file systems, attempts; nothing is copied to this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +22,14 @@ Result = TypeVar("Result")
 ATTEMPTS = 5
 FIRST_WAIT_SECONDS = 0.5
 """The wait before each further attempt is twice the one before: 0.5, 1, 2 and 4 seconds."""
-PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "abfss": "adlfs"}
+PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+}
 """Protocol -> the package that fsspec needs for it; none of them is installed with this one."""
 
 _PERMANENT = (PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)
@@ -40,28 +43,12 @@ class StorageError(RuntimeError):
 
 
 def is_url(address: str | os.PathLike[str]) -> bool:
-    """Returns whether an address names storage through fsspec, and not a path of this machine.
-
-    Args:
-        address: path or URL.
-
-    Example:
-        >>> is_url("s3://bucket/run"), is_url("/data/run"), is_url("run")
-        (True, False, False)
-    """
+    """Returns whether an address names storage through fsspec, and not a path of this machine."""
     return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)", os.fspath(address)))
 
 
 def local_path(address: str | os.PathLike[str]) -> Path | None:
-    """The path that an address names on this machine, or None for one on storage.
-
-    Args:
-        address: path or URL.
-
-    Example:
-        >>> local_path("run"), local_path("file:///run"), local_path("s3://bucket/run")
-        (PosixPath('run'), PosixPath('/run'), None)
-    """
+    """The path that an address names on this machine, or None for one on storage."""
     text = os.fspath(address)
     if text.startswith(("file://", "local://")):
         return Path(LocalFileSystem._strip_protocol(text))
@@ -69,14 +56,7 @@ def local_path(address: str | os.PathLike[str]) -> Path | None:
 
 
 def filesystem(address: str | os.PathLike[str]) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system of an address, and the path in it.
-
-    Args:
-        address: path or URL; relative paths begin at the current folder.
-
-    Raises:
-        ValueError: if the protocol is unknown, or its package is not installed; the package is named.
-    """
+    """The file system of an address, and the path in it."""
     text = os.fspath(address)
     if not is_url(text):
         return LocalFileSystem(), os.path.abspath(text)
@@ -87,26 +67,19 @@ def filesystem(address: str | os.PathLike[str]) -> tuple[fsspec.AbstractFileSyst
         package = PACKAGES.get(protocol, str(error))
         remedy = f"pip install {package}" if protocol in PACKAGES else "install it"
         requirement = f"the package for {protocol}:// to be installed"
-        raise ValueError(describe(f"address {text}", requirement, f"no {package}", remedy)) from error
+        raise ValueError(
+            describe(f"address {text}", requirement, f"no {package}", remedy)
+        ) from error
     except ValueError as error:
         known = "file, memory, s3 (package s3fs), gs (package gcsfs), abfs (package adlfs)"
         requirement = "a protocol that fsspec knows"
-        raise ValueError(describe(f"address {text}", requirement, repr(protocol), f"use {known}")) from error
+        raise ValueError(
+            describe(f"address {text}", requirement, repr(protocol), f"use {known}")
+        ) from error
 
 
 def retrying(action: Callable[[], Result], place: str) -> Result:
-    """Does what may fail for a moment, up to `ATTEMPTS` times, waiting twice as long each time.
-
-    What waiting cannot mend (a file that is missing, a right that is lacking) is not tried again.
-
-    Args:
-        action: what to do; may be done more than once.
-        place: what it is about, for the error.
-
-    Raises:
-        StorageError: naming the place and the last error.
-        FileNotFoundError: if what is to be read does not exist.
-    """
+    """Does what may fail for a moment, up to `ATTEMPTS` times, waiting twice as long each time."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return action()
@@ -126,64 +99,47 @@ def retrying(action: Callable[[], Result], place: str) -> Result:
 
 
 def read_bytes(address: str | os.PathLike[str], start: int = 0, end: int | None = None) -> bytes:
-    """Reads a file or a range of its bytes.
-
-    Args:
-        address: of the file.
-        start: first byte.
-        end: byte after the last one; None reads to the end.
-
-    Raises:
-        StorageError: if storage does not answer.
-        FileNotFoundError: if there is no such file.
-    """
+    """Reads a file or a range of its bytes."""
     files, path = filesystem(address)
-    return retrying(lambda: files.cat_file(path, start=start, end=end), f"address {os.fspath(address)}")
+    return retrying(
+        lambda: files.cat_file(path, start=start, end=end), f"address {os.fspath(address)}"
+    )
 
 
 def version_of(info: dict[str, Any]) -> str:
-    """Returns a text that differs between versions of a file: its size and checksum, or time where there is none.
-
-    Args:
-        info: what fsspec's ``info`` or ``find(detail=True)`` says about the file.
-    """
-    names = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "updated", "last_modified", "created")
+    """Returns a text that differs between versions of a file: its size and checksum, or time where
+    there is none."""
+    names = (
+        "ETag",
+        "etag",
+        "md5Hash",
+        "content_md5",
+        "mtime",
+        "LastModified",
+        "updated",
+        "last_modified",
+        "created",
+    )
     version = next((str(info[name]) for name in names if info.get(name) is not None), "")
     return f"{info.get('size')}:{version}"
 
 
 def exists(address: str | os.PathLike[str]) -> bool:
-    """Returns whether a file or folder is there.
-
-    Args:
-        address: of the file or folder.
-
-    Raises:
-        StorageError: if storage does not answer.
-    """
+    """Returns whether a file or folder is there."""
     files, path = filesystem(address)
     return retrying(lambda: files.exists(path), f"address {os.fspath(address)}")
 
 
 def expand(addresses: Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
-    """The files that addresses and globs stand for, each once, in the order given, those of a glob or a folder by name.
-
-    Args:
-        addresses: files, folders (their files, not those of folders in them) and globs (``*``, ``?``, ``[..]``). What
-            is there under that very name is no glob.
-
-    Returns:
-        Absolute paths of this machine, URLs of what lies on storage.
-
-    Raises:
-        ValueError: if an address or a glob stands for no file.
-        StorageError: if storage does not answer.
-    """
+    """The files that addresses and globs stand for, each once, in the order given, those of a glob
+    or a folder by name."""
     expanded: dict[str, None] = {}
     for address in addresses:
         files, path = filesystem(address)
         place = f"address {os.fspath(address)}"
-        is_glob = any(sign in path for sign in "*?[") and not retrying(partial(files.isfile, path), place)
+        is_glob = any(sign in path for sign in "*?[") and not retrying(
+            partial(files.isfile, path), place
+        )
         if retrying(partial(files.isdir, path), place):
             is_glob, path = True, glob.escape(path.rstrip("/")) + "/*"
         found = [path]
@@ -192,5 +148,7 @@ def expand(addresses: Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
         here = [name for name in found if retrying(partial(files.isfile, name), place)]
         check(bool(here), place, "at least one file", "none")
         is_local = local_path(address) is not None
-        expanded |= dict.fromkeys(name if is_local else files.unstrip_protocol(name) for name in here)
+        expanded |= dict.fromkeys(
+            name if is_local else files.unstrip_protocol(name) for name in here
+        )
     return tuple(expanded)

@@ -1,15 +1,5 @@
-"""Keeps two jobs from writing to one URL. Storage has no locks: a small file beside the folder says who writes there.
-
-    memory://bucket/run           the folder
-    memory://bucket/run.writer    {"writer": .., "job": .., "sign": ..}, every `RENEW_SECONDS` with another sign
-
-Whoever wants to write and finds the file watches it. If it changes, its writer is alive, and the newcomer is refused;
-if it does not for `DEAD_SECONDS`, the writer is dead, and the newcomer takes its place. No clocks are compared. Two
-jobs that begin within the same moment may both look before either has written: each looks again when it has, and the
-one whose sign is gone is refused. A writer looks before each sign of life: one that was taken for dead, as after a
-suspended machine or a network that was away, has lost its claim and does not take it back. A sign of life that was on
-its way while the newcomer wrote goes over the newcomer's claim: then that one is refused, or loses what it had.
-"""
+"""Keeps two jobs from writing to one URL. Storage has no locks: a small file beside the folder says
+who writes there."""
 
 from __future__ import annotations
 
@@ -29,30 +19,21 @@ from dnis_torchrec.storage.access import StorageError, filesystem, retrying
 from dnis_torchrec.storage.json_files import parse_json
 
 RENEW_SECONDS, DEAD_SECONDS, SETTLE_SECONDS = 10.0, 45.0, 1.0
-"""Between two signs of life; without one until a writer is taken for dead; until a new claim is looked at again."""
+"""Between two signs of life; without one until a writer is taken for dead; until a new claim is
+looked at again."""
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def claimed(url: str, *, job: str = "") -> Iterator[Claim]:
-    """Claims a URL for this process while the block runs.
-
-    Args:
-        url: of the folder to write.
-        job: a word that earlier attempts of the same job on this machine had too: their claim is taken over at once.
-
-    Yields:
-        The claim, which knows whether it has been lost meanwhile.
-
-    Raises:
-        ValueError: if another job writes there.
-        StorageError: if storage does not answer.
-    """
+    """Claims a URL for this process while the block runs."""
     claim = Claim(url, job or uuid4().hex)
     claim.take()
     done = threading.Event()
-    thread = threading.Thread(target=claim.renew_until, args=(done,), name="dnis-claim", daemon=True)
+    thread = threading.Thread(
+        target=claim.renew_until, args=(done,), name="dnis-claim", daemon=True
+    )
     thread.start()
     try:
         yield claim
@@ -68,12 +49,7 @@ class _Told(TypedDict):
 
 
 class Claim:
-    """This process's claim to a URL.
-
-    Args:
-        url: of the folder to write.
-        job: see `claimed`.
-    """
+    """This process's claim to a URL."""
 
     def __init__(self, url: str, job: str) -> None:
         self._url = url.rstrip("/")
@@ -99,11 +75,8 @@ class Claim:
             self._refuse(now, unless=now == self._told)
 
     def renew_until(self, done: threading.Event) -> None:
-        """Shows that this process is alive, until it is done; what fails is tried again the next time.
-
-        Args:
-            done: set by another thread when the claim is to end.
-        """
+        """Shows that this process is alive, until it is done; what fails is tried again the next
+        time."""
         while self._lost_to is None and not done.wait(RENEW_SECONDS):
             try:
                 found = self._read()
@@ -115,18 +88,17 @@ class Claim:
                 logger.warning("%s; the claim is renewed later", error)
 
     def check_kept(self) -> None:
-        """Checks that nobody has taken the URL over.
-
-        Raises:
-            StorageError: naming who has.
-        """
+        """Checks that nobody has taken the URL over."""
         if self._lost_to is not None:
             requirement = "to keep the claim to it, which was not renewed in time"
             remedy = "end one of the two jobs"
-            raise StorageError(describe(self._place, requirement, f"taken over by {self._lost_to}", remedy))
+            raise StorageError(
+                describe(self._place, requirement, f"taken over by {self._lost_to}", remedy)
+            )
 
     def release(self) -> None:
-        """Lets go of the URL, if it is ours still. If storage does not answer, the claim dies by itself."""
+        """Lets go of the URL, if it is ours still. If storage does not answer, the claim dies by
+        itself."""
         with suppress(StorageError, FileNotFoundError, ValueError):
             found = self._read()
             if found and self._is_own(found):
@@ -134,7 +106,13 @@ class Claim:
 
     def _refuse(self, found: bytes | None, *, unless: bool) -> None:
         writer = self._parsed(found)["writer"] if found else "nobody"
-        check(unless, self._place, "no other job at work there", writer, "wait for it, or choose another --out")
+        check(
+            unless,
+            self._place,
+            "no other job at work there",
+            writer,
+            "wait for it, or choose another --out",
+        )
 
     def _is_own(self, told: bytes) -> bool:
         return self._parsed(told)["job"] == self._job
@@ -157,7 +135,9 @@ class Claim:
         def write() -> None:
             try:
                 self._files.pipe_file(self._path, self._told)
-            except FileNotFoundError:  # object stores need no folders, and may forbid to ask for the bucket's
+            except (
+                FileNotFoundError
+            ):  # object stores need no folders, and may forbid to ask for the bucket's
                 self._files.makedirs(os.path.dirname(self._path), exist_ok=True)
                 self._files.pipe_file(self._path, self._told)
 

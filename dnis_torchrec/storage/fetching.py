@@ -23,51 +23,27 @@ from dnis_torchrec.storage.whole_files import write_json, written_whole
 
 CACHE_VARIABLE = "DNIS_CACHE"
 FETCHED = ".fetched.json"
-"""File in which a copy keeps the versions of its files. A file of that name on storage is left where it is."""
+"""File in which a copy keeps the versions of its files. A file of that name on storage is left
+where it is."""
 
 
 def cache_folder() -> Path:
-    """Returns the folder of copies from storage: ``$DNIS_CACHE``, or dnis_torchrec in the user's cache folder.
-
-    Raises:
-        OSError: if the user has no cache folder.
-    """
+    """Returns the folder of copies from storage: ``$DNIS_CACHE``, or dnis_torchrec in the user's
+    cache folder."""
     chosen = os.environ.get(CACHE_VARIABLE)
     return Path(chosen) if chosen else user_cache_folder() / "dnis_torchrec"
 
 
 def local_copy_of(url: str) -> Path:
-    """The folder of the cache that stands for a URL; it need not exist.
-
-    Args:
-        url: of a folder or file; a slash at its end does not matter.
-    """
+    """The folder of the cache that stands for a URL; it need not exist."""
     name = re.sub(r"[^A-Za-z0-9._-]", "_", url.rstrip("/").rsplit("/", 1)[-1]) or "root"
     return cache_folder() / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16] / name
 
 
-def fetch(address: str | os.PathLike[str], into: Path | None = None, *, skip: Collection[str] = ()) -> Path:
-    """A local path with the content of an address: itself if it is local, else a copy in the cache.
-
-    Files that have not changed since they were last fetched are not copied again; files that are gone are removed.
-
-    Args:
-        address: of a file or a folder.
-        into: copy to this path instead of the cache.
-        skip: patterns (``*``, ``?``) of names in the folder that are left where they are.
-
-    Returns:
-        The local path.
-
-    Raises:
-        ValueError: if there is nothing at the address, a name in it leads out of its folder or is the copy's own, or
-            somebody has put a link into the copy.
-        StorageError: if storage does not answer.
-
-    Example:
-        >>> fetch("data")
-        PosixPath('data')
-    """
+def fetch(
+    address: str | os.PathLike[str], into: Path | None = None, *, skip: Collection[str] = ()
+) -> Path:
+    """A local path with the content of an address: itself if it is local, else a copy in the cache."""
     here, text = local_path(address), os.fspath(address)
     if here is not None:
         return here
@@ -82,7 +58,11 @@ def fetch(address: str | os.PathLike[str], into: Path | None = None, *, skip: Co
     root = path.rstrip("/") + "/"
     relative = {name: name.removeprefix(root).lstrip("/") for name in found}
     left = (FETCHED, *skip)
-    relative = {name: own for name, own in relative.items() if not any(fnmatchcase(own, pattern) for pattern in left)}
+    relative = {
+        name: own
+        for name, own in relative.items()
+        if not any(fnmatchcase(own, pattern) for pattern in left)
+    }
     _fetch_files(files, relative, found, target, place)
     return target
 
@@ -97,15 +77,28 @@ def _fetch_files(
     """Copies files (remote name -> name in the folder) that are not there in their present version."""
     for name in names.values():
         check(_is_inside(name), place, "names inside the folder", repr(name))
-        check(posixpath.normpath(name) != FETCHED, place, f"no {FETCHED}, which a copy keeps for itself", repr(name))
+        check(
+            posixpath.normpath(name) != FETCHED,
+            place,
+            f"no {FETCHED}, which a copy keeps for itself",
+            repr(name),
+        )
     if not names:
         return  # all was to be left where it is: no folder stands for none
     record = folder / FETCHED
     make_folder(folder, within=cache_folder() if folder.is_relative_to(cache_folder()) else folder)
     check_plain(folder, f"copy {folder}")
-    known = read_json(record, dict[str, str], remedy="remove the folder") if record.is_file() else {}
+    known = (
+        read_json(record, dict[str, str], remedy="remove the folder") if record.is_file() else {}
+    )
     for name in known:
-        check(_is_inside(name), f"file {record}", "names inside the folder", repr(name), "remove the folder")
+        check(
+            _is_inside(name),
+            f"file {record}",
+            "names inside the folder",
+            repr(name),
+            "remove the folder",
+        )
     for gone in sorted(set(known) - set(names.values())):
         (folder / gone).unlink(missing_ok=True)
     present = {}

@@ -1,8 +1,5 @@
-"""Single files at an address, on this machine or on storage: what each of many writers puts there by itself.
-
-A file is whole or not there, on both: here it gets its name once it is written, and storage shows an object only when
-all of it has arrived.
-"""
+"""Single files at an address, on this machine or on storage: what each of many writers puts there
+by itself."""
 
 from __future__ import annotations
 
@@ -23,31 +20,14 @@ Address = str | os.PathLike[str]
 
 
 def inside(folder: Address, name: str) -> Path | str:
-    """The address of a file in a folder.
-
-    Args:
-        folder: path or URL.
-        name: of the file, slashes between the folders that lead to it.
-
-    Example:
-        >>> inside("s3://bucket/run", "a.json"), inside(Path("run"), "a.json")
-        ('s3://bucket/run/a.json', PosixPath('run/a.json'))
-    """
+    """The address of a file in a folder."""
     here = local_path(folder)
     return f"{os.fspath(folder).rstrip('/')}/{name}" if here is None else here / name
 
 
 def holds(folder: Address, address: Address) -> bool:
-    """Returns whether an address names a folder or something in it; links on this machine are followed.
-
-    Args:
-        folder: path or URL.
-        address: path or URL.
-
-    Example:
-        >>> holds("memory://jobs", "memory://jobs/run/"), holds("memory://jobs/run", "memory://jobs/run2")
-        (True, False)
-    """
+    """Returns whether an address names a folder or something in it; links on this machine are
+    followed."""
     outer, inner = local_path(folder), local_path(address)
     if outer is not None and inner is not None:
         return inner.resolve().is_relative_to(outer.resolve())
@@ -58,19 +38,8 @@ def holds(folder: Address, address: Address) -> bool:
 
 
 def put_file(address: Address, write: Callable[[Path], object]) -> int:
-    """Writes a file, through a local one where the address is a URL, and sees to it that it survives the machine.
-
-    Args:
-        address: of the file; a local folder must exist.
-        write: writes the file to the path that it is given.
-
-    Returns:
-        Its size in bytes.
-
-    Raises:
-        StorageError: if storage does not answer.
-        OSError: if there is no room, here or for the local file.
-    """
+    """Writes a file, through a local one where the address is a URL, and sees to it that it
+    survives the machine."""
     here = local_path(address)
     if here is not None:
         with written_whole(here, durable=True) as unfinished:
@@ -84,23 +53,14 @@ def put_file(address: Address, write: Callable[[Path], object]) -> int:
 
 
 def upload(files: AbstractFileSystem, local: Path, remote: str, place: str) -> None:
-    """Copies a local file to storage, making the folder that it belongs in where there are folders.
-
-    Args:
-        files: the file system.
-        local: what to copy.
-        remote: its path there.
-        place: what it is about, for the error.
-
-    Raises:
-        StorageError: if storage does not answer.
-        FileNotFoundError: if the local file is gone, or there is no such bucket.
-    """
+    """Copies a local file to storage, making the folder that it belongs in where there are folders."""
 
     def put() -> None:
         try:
             files.put_file(str(local), remote)
-        except FileNotFoundError:  # object stores need no folders, and may forbid to ask for the bucket's
+        except (
+            FileNotFoundError
+        ):  # object stores need no folders, and may forbid to ask for the bucket's
             files.makedirs(posixpath.dirname(remote), exist_ok=True)
             files.put_file(str(local), remote)
 
@@ -109,18 +69,7 @@ def upload(files: AbstractFileSystem, local: Path, remote: str, place: str) -> N
 
 @contextmanager
 def local_file(address: Address) -> Iterator[Path]:
-    """A local path with a file's content while the block runs: itself if it is local.
-
-    Args:
-        address: of the file.
-
-    Yields:
-        The file itself where it is local, which is not looked for; else a copy that is gone afterwards.
-
-    Raises:
-        ValueError: if there is no such file on storage.
-        StorageError: if storage does not answer.
-    """
+    """A local path with a file's content while the block runs: itself if it is local."""
     here = local_path(address)
     if here is not None:
         yield here
@@ -130,28 +79,14 @@ def local_file(address: Address) -> Iterator[Path]:
 
 
 def remove_file(address: Address) -> None:
-    """Removes a file that may be there.
-
-    Args:
-        address: of the file.
-
-    Raises:
-        StorageError: if storage does not answer.
-    """
+    """Removes a file that may be there."""
     files, path = filesystem(address)
     with suppress(FileNotFoundError):
         retrying(lambda: files.rm_file(path), f"address {os.fspath(address)}")
 
 
 def file_size(address: Address) -> int | None:
-    """Bytes of a file; None if there is none.
-
-    Args:
-        address: of the file; a folder is none.
-
-    Raises:
-        StorageError: if storage does not answer.
-    """
+    """Bytes of a file; None if there is none."""
     files, path = filesystem(address)
     files.invalidate_cache()
     try:
@@ -162,17 +97,8 @@ def file_size(address: Address) -> int | None:
 
 
 def file_names(folder: Address) -> list[str]:
-    """Names of all files in a folder and in those below it, relative to it; none where there is no folder.
-
-    Args:
-        folder: path or URL.
-
-    Returns:
-        Sorted, slashes between the folders that lead to a file.
-
-    Raises:
-        StorageError: if storage does not answer.
-    """
+    """Names of all files in a folder and in those below it, relative to it; none where there is no
+    folder."""
     files, path = filesystem(folder)
     files.invalidate_cache()
     root = path.rstrip("/") + "/"

@@ -1,8 +1,4 @@
-"""Folders that strangers may have filled: nothing in them is read or written through a link.
-
-The folder that a user names may itself be a link; what lies in it may not. What was planted before a command begins is
-refused by name, or replaced and not followed. Who can exchange folders while a command works in them is not held off.
-"""
+"""Folders that strangers may have filled: nothing in them is read or written through a link."""
 
 from __future__ import annotations
 
@@ -21,11 +17,7 @@ _OWNER_BYTES = 128
 
 
 def is_plain_file(path: Path) -> bool:
-    """Returns whether a path names a file, and no link to one.
-
-    Args:
-        path: what is looked at; the folders that lead there may be links.
-    """
+    """Returns whether a path names a file, and no link to one."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -33,23 +25,7 @@ def is_plain_file(path: Path) -> bool:
 
 
 def check_plain(folder: Path, place: str) -> None:
-    """Refuses a folder that holds anything but plain files and folders, at any depth.
-
-    Args:
-        folder: may itself be a link, and need not exist.
-        place: what it is, for the error.
-
-    Raises:
-        ValueError: naming the first link, or pipe, or device in it.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     Path(folder, "figures").symlink_to("/etc")
-        ...     check_plain(Path(folder), "run folder")
-        Traceback (most recent call last):
-        ValueError: run folder: expected plain files and folders in it, got the link 'figures'; remove it
-    """
+    """Refuses a folder that holds anything but plain files and folders, at any depth."""
     for path in _special_files(folder):
         kind = "the link" if path.is_symlink() else "the special file"
         received = f"{kind} {path.relative_to(folder).as_posix()!r}"
@@ -57,23 +33,17 @@ def check_plain(folder: Path, place: str) -> None:
 
 
 def check_outside(folder: Path, place: str) -> None:
-    """Refuses to replace a folder that this process stands in: relative paths would go on in the old one.
-
-    Args:
-        folder: to be replaced.
-        place: what it is, for the error.
-
-    Raises:
-        ValueError: if the working folder is this one, or lies in it.
-
-    Example:
-        >>> check_outside(Path.cwd(), "run folder .")
-        Traceback (most recent call last):
-        ValueError: run folder .: expected a working folder outside of what is replaced, got ...
-    """
+    """Refuses to replace a folder that this process stands in: relative paths would go on in the
+    old one."""
     here = Path.cwd()
     is_inside = here.resolve().is_relative_to(folder.resolve())
-    check(not is_inside, place, "a working folder outside of what is replaced", here, "go to another folder")
+    check(
+        not is_inside,
+        place,
+        "a working folder outside of what is replaced",
+        here,
+        "go to another folder",
+    )
 
 
 def _special_files(folder: Path) -> Iterator[Path]:
@@ -86,24 +56,7 @@ def _special_files(folder: Path) -> Iterator[Path]:
 
 
 def make_folder(folder: Path, *, within: Path) -> Path:
-    """Makes a folder and those that lead to it, where they are missing, through no link.
-
-    Args:
-        folder: to be made.
-        within: a folder above it, or it itself; made, too, and may be a link.
-
-    Returns:
-        `folder`.
-
-    Raises:
-        ValueError: if a link, or anything else than a folder, is on the way.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as root:
-        ...     make_folder(Path(root, "a", "b"), within=Path(root)).is_dir()
-        True
-    """
+    """Makes a folder and those that lead to it, where they are missing, through no link."""
     within.mkdir(parents=True, exist_ok=True)
     reached = within
     for name in folder.relative_to(within).parts:
@@ -118,23 +71,13 @@ def make_folder(folder: Path, *, within: Path) -> Path:
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[str | None]:
-    """Locks a file while the block runs. The system lets go of it when this process ends, however it ends.
-
-    The file says who holds it. It is never cut, and not written at all if it has a second name, perhaps elsewhere.
-
-    Args:
-        path: of the lock; made where it is missing.
-
-    Yields:
-        None if this process holds the lock, else who does.
-
-    Raises:
-        ValueError: if something else than a plain file is there.
-        OSError: if it cannot be made.
-    """
+    """Locks a file while the block runs. The system lets go of it when this process ends, however
+    it ends."""
     place, requirement = f"lock {path}", "a plain file"
     check(not path.is_symlink(), place, requirement, "a link", "remove it")
-    check(is_plain_file(path) or not path.exists(), place, requirement, "something else", "remove it")
+    check(
+        is_plain_file(path) or not path.exists(), place, requirement, "something else", "remove it"
+    )
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
         try:
@@ -152,16 +95,15 @@ def file_lock(path: Path) -> Iterator[str | None]:
 
 
 def open_log(path: Path, *, anew: bool) -> BinaryIO:
-    """Opens a file to add to, and no link to one.
-
-    Args:
-        path: of the file.
-        anew: begin with an empty one; what was there keeps its content if it has another name.
-
-    Raises:
-        OSError: if it cannot be made, or a link is there.
-    """
+    """Opens a file to add to, and no link to one."""
     if anew:
         path.unlink(missing_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_EXCL if anew else 0)
+    flags = (
+        os.O_WRONLY
+        | os.O_CREAT
+        | os.O_APPEND
+        | os.O_NOFOLLOW
+        | os.O_NONBLOCK
+        | (os.O_EXCL if anew else 0)
+    )
     return os.fdopen(os.open(path, flags, 0o666), "ab")

@@ -1,8 +1,5 @@
-"""JSON of others, read in one way: parsed strictly, then held against the types that its reader relies on.
-
-A reader states what it expects as a type: ``dict[str, int]``, a TypedDict, a dataclass. What a file holds beside the
-stated fields is passed over, except in an object that becomes a dataclass.
-"""
+"""JSON of others, read in one way: parsed strictly, then held against the types that its reader
+relies on."""
 
 from __future__ import annotations
 
@@ -40,51 +37,31 @@ DEEPEST = 50
 """Levels of lists and objects in each other."""
 _SHOWN = 60
 """Characters of a wrong value that an error shows."""
-_WORDS = {str: "text", bool: "true or false", int: "an integer of 64 bits", float: "a finite number", None: "null"}
+_WORDS = {
+    str: "text",
+    bool: "true or false",
+    int: "an integer of 64 bits",
+    float: "a finite number",
+    None: "null",
+}
 
 
 def read_json(file: Path, kind: type[_T], *, remedy: str = "") -> _T:
-    """Reads a JSON file.
-
-    Args:
-        file: in UTF-8.
-        kind: what it has to hold, see `conform`; a dict or TypedDict for an object.
-        remedy: what to do about a damaged one.
-
-    Returns:
-        Its content, as `parse_json`.
-
-    Raises:
-        OSError: if it cannot be read.
-        ValueError: as `parse_json`.
-    """
+    """Reads a JSON file."""
     return parse_json(file.read_bytes(), kind, str(file), remedy=remedy)
 
 
 def parse_json(content: bytes | str, kind: type[_T], place: str, *, remedy: str = "") -> _T:
-    """Parses JSON: UTF-8, no NaN, no infinity, no name twice in an object.
-
-    Args:
-        content: the JSON.
-        kind: what it has to hold, see `conform`.
-        place: where it comes from, for the errors.
-        remedy: what to do about a damaged one.
-
-    Returns:
-        Plain values of the type that was asked for.
-
-    Raises:
-        ValueError: naming the place and the field, if it is no such JSON or holds something else.
-
-    Example:
-        >>> parse_json('{"rows": [1, 2]}', dict[str, list[int]], "counts.json")
-        {'rows': [1, 2]}
-    """
+    """Parses JSON: UTF-8, no NaN, no infinity, no name twice in an object."""
     try:
         text = content if isinstance(content, str) else content.decode("utf-8")
-        value = json.loads(text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_object)
+        value = json.loads(
+            text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_object
+        )
     except RecursionError as error:
-        raise ValueError(describe(place, "JSON", "one that is nested too deeply", remedy)) from error
+        raise ValueError(
+            describe(place, "JSON", "one that is nested too deeply", remedy)
+        ) from error
     except ValueError as error:
         raise ValueError(describe(place, "JSON", str(error), remedy)) from error
     conform(value, kind, place, remedy=remedy)
@@ -92,26 +69,7 @@ def parse_json(content: bytes | str, kind: type[_T], place: str, *, remedy: str 
 
 
 def conform(value: object, kind: Any, place: str, *, remedy: str = "") -> None:
-    """Checks that a JSON value is of a type.
-
-    Args:
-        value: plain values: dict, list, text, numbers, bool, None.
-        kind: ``str``, ``bool``, ``int`` (of 64 bits), `NotNegative`, `Positive`, ``float`` (any finite number),
-            ``None``, ``Any``; of these, ``list[..]``, ``tuple[..]``, ``dict[str, ..]`` and unions; TypedDicts and
-            dataclasses, whose names have to be there unless they are not required or have a default. A dataclass allows
-            no further names.
-        place: where it comes from, for the errors.
-        remedy: what to do about it.
-
-    Raises:
-        ValueError: naming place and field.
-
-    Example:
-        >>> conform({"rows": ["x"]}, dict[str, list[int]], "counts.json")
-        Traceback (most recent call last):
-        ...
-        ValueError: counts.json, field rows[0]: expected an integer of 64 bits, got 'x'
-    """
+    """Checks that a JSON value is of a type."""
     try:
         _conform(value, kind, "")
     except _FieldError as error:
@@ -176,8 +134,12 @@ def _conform_items(value: object, arguments: Sequence[Any], origin: Any, field: 
 @cache
 def _of_typed_dict(kind: Any) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """Types by name, and the names that have to be there."""
-    hints = get_type_hints(kind, include_extras=True)  # `__required_keys__` does not know of postponed annotations
-    free = {name: get_args(hint)[0] for name, hint in hints.items() if get_origin(hint) is NotRequired}
+    hints = get_type_hints(
+        kind, include_extras=True
+    )  # `__required_keys__` does not know of postponed annotations
+    free = {
+        name: get_args(hint)[0] for name, hint in hints.items() if get_origin(hint) is NotRequired
+    }
     return hints | free, tuple(name for name in hints if name not in free)
 
 
@@ -189,7 +151,12 @@ def _of_dataclass(kind: Any) -> tuple[Mapping[str, Any], tuple[str, ...]]:
 
 
 def _conform_members(
-    value: object, members: Mapping[str, Any], needed: Sequence[str], field: str, *, is_complete: bool = False
+    value: object,
+    members: Mapping[str, Any],
+    needed: Sequence[str],
+    field: str,
+    *,
+    is_complete: bool = False,
 ) -> None:
     if not isinstance(value, dict):
         raise _FieldError(field, "an object", _shown(value))
@@ -208,7 +175,11 @@ def _check_depth(value: object, field: str) -> None:
     """Whoever goes through what may be anything does so by recursion."""
     level: list[Any] = [value]
     for _ in range(DEEPEST):
-        holders = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        holders = [
+            item.values() if isinstance(item, dict) else item
+            for item in level
+            if isinstance(item, dict | list)
+        ]
         level = [item for holder in holders for item in holder]
     if any(isinstance(item, dict | list) for item in level):
         raise _FieldError(field, f"at most {DEEPEST} levels", "more")
@@ -220,7 +191,9 @@ def _is_plain(value: object, kind: Any) -> bool:
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
     if kind is str:
-        return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+        return isinstance(value, str) and not any(
+            "\ud800" <= character <= "\udfff" for character in value
+        )
     if kind is int:
         return isinstance(value, int) and abs(value) <= LARGEST
     if kind is float:

@@ -1,9 +1,5 @@
-"""Folders that are filled here and published on storage, while they are filled and when they are whole.
-
-Object stores cannot rename a folder, so "whole" is told by a file: the one that names the others (``manifest.json``,
-``run.json``) is written last, and removed first where what it vouches for is about to be replaced; whatever reads the
-folder asks for it.
-"""
+"""Folders that are filled here and published on storage, while they are filled and when they are
+whole."""
 
 from __future__ import annotations
 
@@ -34,44 +30,36 @@ from dnis_torchrec.storage.workplaces import PARTIAL
 MIRROR_SECONDS = 30.0
 """Seconds between two passes that copy changed files of an output folder to storage."""
 SHARED_WAIT_SECONDS, SHARED_POLL_SECONDS = 600.0, 0.1
-"""Seconds that processes wait for the one among them that fetches, and seconds between their looks."""
+"""Seconds that processes wait for the one among them that fetches, and seconds between their looks.
+"""
 LAST_FILES = ("manifest.json", "run.json", "comparison.json", "compress.json")
 """Files that say that a folder is whole: published after everything else."""
 _MANIFEST, _RUN = "manifest.json", "run.json"
-"""The first names every file beside it. The second vouches for a run that has finished, and may get a report later."""
+"""The first names every file beside it. The second vouches for a run that has finished, and may get
+a report later."""
 SMALL_BYTES = 1 << 20
-"""Files up to this size are copied before they are published, so that the published file is the listed one."""
+"""Files up to this size are copied before they are published, so that the published file is the
+listed one."""
 
 logger = logging.getLogger(__name__)
 
 
 class Mirror:
-    """Mirrors a local folder to a folder on storage: copies files that change, and removes those that are removed.
-
-    In the order of the last change, because a file that points to others is written after them; `LAST_FILES` last. One
-    of these that vouches for what is about to be replaced is removed first; a run that is still being searched vouches
-    for nothing, and stays findable however its job ends.
-
-    Args:
-        folder: the local folder.
-        url: where its content goes.
-    """
+    """Mirrors a local folder to a folder on storage: copies files that change, and removes those
+    that are removed."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self.folder, self.url = folder, url.rstrip("/")
         self._files, self._root = filesystem(self.url)
         # What was fetched from storage is there already.
         self._published = self._versions()
-        self._vouching = {name for name in LAST_FILES if name in self._published and self._vouches(name)}
+        self._vouching = {
+            name for name in LAST_FILES if name in self._published and self._vouches(name)
+        }
 
     def push(self) -> None:
-        """Copies every file that is new or has changed; one that is being written (``.partial``) waits.
-
-        A file that changes while others are copied waits for the next pass, too: it may point to what came after them.
-
-        Raises:
-            StorageError: if storage does not answer; what was copied is remembered.
-        """
+        """Copies every file that is new or has changed; one that is being written (``.partial``)
+        waits."""
         versions = self._versions()
         for name in self._outdated(versions):
             self._remove(name)
@@ -82,7 +70,9 @@ class Mirror:
                         continue
                 except FileNotFoundError as error:
                     if (self.folder / name).exists():
-                        raise StorageError(describe(f"address {self.url}", "a place to write to", error)) from error
+                        raise StorageError(
+                            describe(f"address {self.url}", "a place to write to", error)
+                        ) from error
                     continue  # removed since it was listed
                 self._published[name] = versions[name]
         for name in sorted(set(self._published) - set(versions)):
@@ -90,8 +80,12 @@ class Mirror:
 
     def _outdated(self, versions: dict[str, tuple[int, int]]) -> list[str]:
         """Published files that vouch for content that is no longer there, or soon will not be."""
-        changed = {name for name, version in self._published.items() if versions.get(name) != version}
-        return sorted(name for name in self._vouching if name in changed or (name == _MANIFEST and changed))
+        changed = {
+            name for name, version in self._published.items() if versions.get(name) != version
+        }
+        return sorted(
+            name for name in self._vouching if name in changed or (name == _MANIFEST and changed)
+        )
 
     def _vouches(self, name: str) -> bool:
         """Returns whether a file of `LAST_FILES`, as it is here, says that the folder is whole."""
@@ -105,9 +99,13 @@ class Mirror:
     def _versions(self) -> dict[str, tuple[int, int]]:
         """Name -> (time of the last change in ns, size) of the files of the folder."""
         versions = {}
-        for root, folders, files in os.walk(self.folder):  # which passes over a folder that is gone when it comes there
+        for root, folders, files in os.walk(
+            self.folder
+        ):  # which passes over a folder that is gone when it comes there
             folders[:] = [name for name in folders if not name.endswith(PARTIAL)]
-            for path in (Path(root, name) for name in files if name != FETCHED and not name.endswith(PARTIAL)):
+            for path in (
+                Path(root, name) for name in files if name != FETCHED and not name.endswith(PARTIAL)
+            ):
                 try:
                     status = path.lstat()  # a link is not published
                 except FileNotFoundError:  # replaced or removed between the listing and now
@@ -118,7 +116,11 @@ class Mirror:
 
     def _put(self, name: str, version: tuple[int, int]) -> bool:
         """Publishes a file as it was listed; False if it has changed since."""
-        path, remote, place = self.folder / name, posixpath.join(self._root, name), f"address {self.url}/{name}"
+        path, remote, place = (
+            self.folder / name,
+            posixpath.join(self._root, name),
+            f"address {self.url}/{name}",
+        )
         with tempfile.TemporaryDirectory() as held:
             if version[1] <= SMALL_BYTES:
                 copy = Path(held, path.name)
@@ -145,29 +147,11 @@ def _version(status: os.stat_result) -> tuple[int, int]:
 
 
 @contextmanager
-def output(address: str | os.PathLike[str], *, job: str = "", skip: Collection[str] = ()) -> Iterator[Path]:
-    """Gives a local folder for the output at an address: itself if it is local, else a copy mirrored to storage.
-
-    What stands at a URL is fetched first, so that whoever resumes or refuses to overwrite sees it as if it were local.
-    While the caller works, changes go to storage every `MIRROR_SECONDS`, so a lost machine loses no more than that; if
-    storage does not answer then, it is said and tried again. When the caller is done, also by an exception, the rest is
-    published and the copy deleted. What is replaced is not whole on storage until all of it is: what vouches for it is
-    removed first (see `Mirror`). Meanwhile the address is claimed: a second job that wants to write there is refused,
-    and one that has lost its claim publishes nothing more (see `claim`).
-
-    Args:
-        address: of the folder.
-        job: a word that this job's earlier attempts on this machine had too; they do not stand in its way.
-        skip: patterns of names that others put there by themselves: neither fetched nor touched.
-
-    Yields:
-        The local folder; it need not exist.
-
-    Raises:
-        ValueError: if another job writes to the URL.
-        StorageError: if the result cannot be published, or another job has taken the claim; it names the local folder,
-            which has it.
-    """
+def output(
+    address: str | os.PathLike[str], *, job: str = "", skip: Collection[str] = ()
+) -> Iterator[Path]:
+    """Gives a local folder for the output at an address: itself if it is local, else a copy
+    mirrored to storage."""
     here, url = local_path(address), os.fspath(address)
     if here is not None:
         yield here
@@ -190,28 +174,15 @@ def output(address: str | os.PathLike[str], *, job: str = "", skip: Collection[s
 
 @contextmanager
 def shared_output(
-    address: str | os.PathLike[str], *, job: str, attempt: str, is_first: bool, skip: Collection[str] = ()
+    address: str | os.PathLike[str],
+    *,
+    job: str,
+    attempt: str,
+    is_first: bool,
+    skip: Collection[str] = (),
 ) -> Iterator[Path]:
-    """`output` for several processes of one machine that fill one folder: the first prepares and publishes it for all.
-
-    No collective: the others wait for a file in which the first says where the folder is. What is written after the
-    first has left is not published.
-
-    Args:
-        address: of the folder, the same for all.
-        job: names these processes together with those of earlier attempts, and no others on this machine.
-        attempt: names these processes among them.
-        is_first: whether this is the one that talks to storage.
-        skip: see `output`.
-
-    Yields:
-        The local folder, the same for all.
-
-    Raises:
-        ValueError: if another job writes to the URL.
-        StorageError: if the result cannot be published, or the first process does not show up within
-            `SHARED_WAIT_SECONDS`.
-    """
+    """`output` for several processes of one machine that fill one folder: the first prepares and
+    publishes it for all."""
     key = hashlib.sha256(f"{job} {attempt} {os.fspath(address)}".encode()).hexdigest()[:16]
     told = cache_folder() / "outputs" / f"{key}.json"
     if not is_first:
@@ -240,9 +211,12 @@ def _told_folder(told: Path, place: str) -> Path:
 
 @contextmanager
 def _mirrored(mirror: Mirror, claim: Claim) -> Iterator[None]:
-    """Pushes now and then while the caller works, and all of it when the caller is done; then deletes the folder."""
+    """Pushes now and then while the caller works, and all of it when the caller is done; then
+    deletes the folder."""
     stop = threading.Event()
-    thread = threading.Thread(target=_mirror_until, args=(mirror, claim, stop), name="dnis-mirror", daemon=True)
+    thread = threading.Thread(
+        target=_mirror_until, args=(mirror, claim, stop), name="dnis-mirror", daemon=True
+    )
     thread.start()
     try:
         yield
@@ -253,7 +227,9 @@ def _mirrored(mirror: Mirror, claim: Claim) -> Iterator[None]:
             claim.check_kept()
             mirror.push()
         except StorageError as error:
-            received = f"{error}; nothing is lost: {mirror.folder} has it, copy it when storage is back"
+            received = (
+                f"{error}; nothing is lost: {mirror.folder} has it, copy it when storage is back"
+            )
             raise StorageError(received) from error
         shutil.rmtree(mirror.folder.parent)
 
@@ -263,5 +239,7 @@ def _mirror_until(mirror: Mirror, claim: Claim, stop: threading.Event) -> None:
         try:
             claim.check_kept()
             mirror.push()
-        except Exception as error:  # whatever it is: the last push, which the caller makes, tells it if it lasts
+        except (
+            Exception
+        ) as error:  # whatever it is: the last push, which the caller makes, tells it if it lasts
             logger.warning("%s; the search goes on, the next pass tries again", error)

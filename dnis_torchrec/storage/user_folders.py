@@ -9,11 +9,7 @@ from dnis_torchrec.checks import describe
 
 
 def user_cache_folder() -> Path:
-    """``$XDG_CACHE_HOME``, or ``.cache`` in the user's home folder.
-
-    Raises:
-        OSError: if there is neither, as for a user of a container whom its system does not know.
-    """
+    """``$XDG_CACHE_HOME``, or ``.cache`` in the user's home folder."""
     named = os.environ.get("XDG_CACHE_HOME")
     if named:
         return Path(named)
@@ -21,4 +17,6 @@ def user_cache_folder() -> Path:
         return Path.home() / ".cache"
     except RuntimeError as error:
         remedy = "set XDG_CACHE_HOME to a folder of yours"
-        raise OSError(describe("cache folder", "a home folder or XDG_CACHE_HOME", "neither", remedy)) from error
+        raise OSError(
+            describe("cache folder", "a home folder or XDG_CACHE_HOME", "neither", remedy)
+        ) from error

@@ -1,4 +1,5 @@
-"""Files that are written whole or not at all: who reads one sees what it was or what it is, never a part."""
+"""Files that are written whole or not at all: who reads one sees what it was or what it is, never a
+part."""
 
 from __future__ import annotations
 
@@ -23,26 +24,7 @@ _T = TypeVar("_T")
 
 @contextmanager
 def written_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Lends a path to write a file to, which takes the file's place once the block has ended well.
-
-    The path lies in a folder of its own beside the file (see `workplaces`), so several may write the file at a time;
-    the last one's is kept. A link that stands at `path` is replaced, not followed. The file gets the user's umask.
-
-    Args:
-        path: of the file; an older one is replaced, or stays if the block fails. Its folder exists.
-        durable: see to it that the content survives the machine before it takes the file's place.
-
-    Yields:
-        A free path with the name of `path`.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with written_whole(Path(folder, "a.txt")) as unfinished:
-        ...         _ = unfinished.write_text("whole")
-        ...     print(Path(folder, "a.txt").read_text(), len(list(Path(folder).iterdir())))
-        whole 1
-    """
+    """Lends a path to write a file to, which takes the file's place once the block has ended well."""
     try:
         with workplace(path) as place:
             yield place.new
@@ -63,21 +45,11 @@ def written_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = False) -> Path:
-    """Writes a file whole or not at all.
-
-    Args:
-        path: of the file; an older one is replaced.
-        content: text to write.
-        durable: see `written_whole`.
-
-    Returns:
-        `path`.
-
-    Raises:
-        ValueError: if the folder does not exist.
-    """
+    """Writes a file whole or not at all."""
     path = Path(path)
-    check(path.parent.is_dir(), str(path), "an existing folder", str(path.parent), "create it first")
+    check(
+        path.parent.is_dir(), str(path), "an existing folder", str(path.parent), "create it first"
+    )
     with written_whole(path, durable=durable) as unfinished:
         unfinished.write_bytes(content)
     return path
@@ -89,23 +61,13 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> Path:
 
 
 def write_json(path: Path, content: Any) -> Path:
-    """Writes an indented JSON document and a newline whole or not at all, see `written_whole`; returns `path`."""
+    """Writes an indented JSON document and a newline whole or not at all, see `written_whole`;
+    returns `path`."""
     return write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors without shared storage (tied weights), as safetensors wants them.
-
-    Args:
-        tensors: name -> tensor; what shares its storage with one before it is copied.
-
-    Example:
-        >>> import torch
-        >>> tied = torch.zeros(2)
-        >>> apart = unshared({"a": tied, "b": tied})
-        >>> apart["a"].data_ptr() == tied.data_ptr(), apart["b"].data_ptr() == tied.data_ptr()
-        (True, False)
-    """
+    """Contiguous tensors without shared storage (tied weights), as safetensors wants them."""
     seen: set[int] = set()
     owned = {}
     for name, value in tensors.items():
@@ -115,33 +77,16 @@ def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return owned
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], kind: str, head: Mapping[str, Any]) -> None:
-    """Writes a safetensors file with a JSON head whole or not at all, see `written_whole`.
-
-    Args:
-        path: of the file.
-        tensors: name -> contiguous tensor.
-        kind: what the file holds, ``snake_case``; `read_tensors` asks for it.
-        head: JSON-able.
-    """
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], kind: str, head: Mapping[str, Any]
+) -> None:
+    """Writes a safetensors file with a JSON head whole or not at all, see `written_whole`."""
     with written_whole(path) as unfinished:
         save_file(dict(tensors), unfinished, metadata={kind: json.dumps(head)})
 
 
 def read_tensors(path: Path, kind: str, head: type[_T]) -> tuple[dict[str, Tensor], _T]:
-    """Reads a file that `write_tensors` wrote.
-
-    Args:
-        path: of the file.
-        kind: expected kind, as `write_tensors` was given it.
-        head: type that its JSON head has to conform to, see `dnis_torchrec.storage.json_files.conform`.
-
-    Returns:
-        The tensors, which refuse a name that is not there by a ValueError, and the head.
-
-    Raises:
-        ValueError: if the file is damaged or holds something else.
-    """
+    """Reads a file that `write_tensors` wrote."""
     with path.open("rb"):  # safetensors says of a file that it cannot open not even which
         pass
     try:
@@ -150,7 +95,9 @@ def read_tensors(path: Path, kind: str, head: type[_T]) -> tuple[dict[str, Tenso
             check(bool(described), str(path), f"a file of {kind.replace('_', ' ')}", "another file")
             tensors = _TensorsOf(path, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - not a dict
     except SafetensorError as error:
-        raise ValueError(describe(str(path), "a whole safetensors file", str(error), "use another one")) from error
+        raise ValueError(
+            describe(str(path), "a whole safetensors file", str(error), "use another one")
+        ) from error
     return tensors, parse_json(described, head, str(path), remedy="use another one")
 
 

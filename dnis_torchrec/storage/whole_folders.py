@@ -16,7 +16,8 @@ from dnis_torchrec.storage.workplaces import Workplace, workplace
 
 
 class FolderKind(NamedTuple):
-    """A kind of folder that may be replaced, told from all others by its JSON file and the format named there."""
+    """A kind of folder that may be replaced, told from all others by its JSON file and the format
+    named there."""
 
     name: str
     manifest: str
@@ -28,25 +29,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 @contextmanager
 def new_folder(path: Path | str, *, overwrite: bool = False, kind: FolderKind) -> Iterator[Path]:
-    """A folder that appears under `path` complete, or not at all.
-
-    The caller fills a folder in a hidden one beside `path` (see `workplaces`); on leaving, its files get the user's
-    umask and are flushed to disk, and it is renamed. An old artifact stays in place until then and is exchanged in one
-    step where the system can do that (Linux), else in two renames, the first of which is undone if the second fails. On
-    any error the hidden folder is removed; after a kill, by whoever writes a folder there next.
-
-    Args:
-        path: the folder to make; missing parents are made too.
-        overwrite: replace a folder of that kind that exists.
-        kind: what the folder is to be; an artifact by default.
-
-    Yields:
-        The folder to fill.
-
-    Raises:
-        ValueError: if `path` exists, before or after the folder was filled, and is not to be replaced, or is of no such
-            kind and so cannot be.
-    """
+    """A folder that appears under `path` complete, or not at all."""
     target = Path(os.path.abspath(path))
     _check_target(target, overwrite, kind)
     made = [parent for parent in target.parents if not parent.exists()]
@@ -57,7 +40,9 @@ def new_folder(path: Path | str, *, overwrite: bool = False, kind: FolderKind) -
             yield place.new
             place.settle_modes()
             _flush(place.new)
-            _check_target(target, overwrite, kind)  # another job may have put something there meanwhile
+            _check_target(
+                target, overwrite, kind
+            )  # another job may have put something there meanwhile
             _move_into_place(place, target)
     except BaseException:
         for parent in made:
@@ -70,7 +55,13 @@ def _check_target(target: Path, overwrite: bool, kind: FolderKind) -> None:
     if not os.path.lexists(target):
         return
     place = f"{kind.name} {str(target)!r}"
-    check(overwrite, place, "a path that does not exist", "an existing one", "pass overwrite=True to replace it")
+    check(
+        overwrite,
+        place,
+        "a path that does not exist",
+        "an existing one",
+        "pass overwrite=True to replace it",
+    )
     check_outside(target, place)
     ours = False
     if target.is_dir() and not target.is_symlink() and (target / kind.manifest).is_file():
@@ -89,7 +80,8 @@ def _check_target(target: Path, overwrite: bool, kind: FolderKind) -> None:
 
 
 def _move_into_place(place: Workplace, target: Path) -> None:
-    """Renames the new folder to `target`; what stood there is put back if that fails, or cannot be made to last."""
+    """Renames the new folder to `target`; what stood there is put back if that fails, or cannot be
+    made to last."""
     is_replaced = os.path.lexists(target)
     if not is_replaced:
         os.rename(place.new, target)
@@ -111,7 +103,10 @@ def _exchange(first: Path, second: Path) -> bool:
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     if renameat2 is None:
         return False
-    return renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
+    return (
+        renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
+        == 0
+    )
 
 
 def _flush(folder: Path) -> None:

@@ -1,14 +1,5 @@
-"""Hidden folders in which a file or folder is written until it is whole, and which do not outlive their writer.
-
-    .NAME.<32 hex digits>.partial/
-      writer      who writes; locked until that process ends
-      new/NAME    what is being written
-      old/NAME    a folder that stood at NAME, until the new one stands there
-
-The name cannot be guessed and nobody else can write in it, so nothing can be planted where a writer writes. What a
-killed writer leaves is removed by whoever writes into the same folder next; ``old/NAME`` is put back if its place is
-free.
-"""
+"""Hidden folders in which a file or folder is written until it is whole, and which do not outlive
+their writer."""
 
 from __future__ import annotations
 
@@ -29,7 +20,8 @@ from uuid import uuid4
 PARTIAL = ".partial"
 """Suffix of the name of a file or folder while it is being written."""
 OTHER_HOST_SECONDS = 24 * 3600.0
-"""Some shared disks keep locks on each host alone: what a writer of another host has locked may be in use so long."""
+"""Some shared disks keep locks on each host alone: what a writer of another host has locked may be
+in use so long."""
 
 _PATTERN = re.compile(r"\..*\.[0-9a-f]{32}\.partial", re.DOTALL)
 _SHOWN_BYTES = 150
@@ -40,25 +32,21 @@ _TAKEN = (errno.EEXIST, errno.ENOTDIR, errno.ENOTEMPTY)
 
 @dataclass(frozen=True, kw_only=True)
 class Workplace:
-    """Temporary paths that a writer holds until it is done.
-
-    Attributes:
-        new: a free path of the name that was asked for; to be moved to its place by `os.replace` or `os.rename`.
-        old: where `set_aside` puts a folder.
-        file_mode: permissions of a new file: 0o666 without the bits of the user's umask.
-    """
+    """Temporary paths that a writer holds until it is done."""
 
     new: Path
     old: Path
     file_mode: int
 
     def set_aside(self, folder: Path) -> None:
-        """Moves a folder to `old`; if its place is free when the writer is done or dead, it is put back there."""
+        """Moves a folder to `old`; if its place is free when the writer is done or dead, it is put
+        back there."""
         self.old.parent.mkdir(exist_ok=True)
         os.rename(folder, self.old)
 
     def settle_modes(self) -> None:
-        """Gives every file written by now the user's umask; some libraries write for their owner alone."""
+        """Gives every file written by now the user's umask; some libraries write for their owner
+        alone."""
         files = (Path(root, name) for root, _, names in os.walk(self.new) for name in names)
         for file in files if self.new.is_dir() else [self.new]:
             mode = stat.S_IMODE(file.lstat().st_mode)
@@ -69,48 +57,29 @@ class Workplace:
 
 @contextmanager
 def workplace(path: Path) -> Iterator[Workplace]:
-    """A hidden folder beside a file or folder that is to be written; gone when the block is left, however it is left.
-
-    Also removes those that killed writers have left there. A writer that lives is left alone: its workplace is locked.
-    Where locks are kept on each host alone, or there are none, what other hosts leave stays for a day, or for good.
-
-    Args:
-        path: path to be written; only its name matters here. Its folder exists.
-
-    Yields:
-        Where to write; nothing is moved to `path` by itself.
-
-    Raises:
-        OSError: if the folder does not exist or cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with workplace(Path(folder, "a.txt")) as place:
-        ...         _ = place.new.write_text("whole")
-        ...         os.replace(place.new, Path(folder, "a.txt"))
-        ...     print(os.listdir(folder))
-        ['a.txt']
-    """
+    """A hidden folder beside a file or folder that is to be written; gone when the block is left,
+    however it is left."""
     remove_left(path.parent)
     hidden, descriptor = _locked_folder(path)
     try:
         (hidden / _NEW).mkdir()
         mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
-        yield Workplace(new=hidden / _NEW / path.name, old=hidden / _OLD / path.name, file_mode=mode)
+        yield Workplace(
+            new=hidden / _NEW / path.name, old=hidden / _OLD / path.name, file_mode=mode
+        )
     finally:
         _clear(hidden)
         os.close(descriptor)
 
 
 def remove_left(folder: Path) -> None:
-    """Removes files that killed writers have left in a folder, as far as they can be removed.
-
-    Args:
-        folder: that they wrote to; the folders in it are not looked through.
-    """
+    """Removes files that killed writers have left in a folder, as far as they can be removed."""
     with suppress(OSError), os.scandir(folder) as entries:
-        named = [entry for entry in entries if entry.name.endswith(PARTIAL) and _PATTERN.fullmatch(entry.name)]
+        named = [
+            entry
+            for entry in entries
+            if entry.name.endswith(PARTIAL) and _PATTERN.fullmatch(entry.name)
+        ]
         for entry in named:
             with suppress(OSError):
                 if entry.is_dir(follow_symlinks=False):
@@ -126,7 +95,9 @@ def _locked_folder(path: Path) -> tuple[Path, int]:
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             descriptor = os.open(hidden / _WRITER, flags, 0o666)
-        except FileNotFoundError:  # another process has just taken the empty folder for one that was left
+        except (
+            FileNotFoundError
+        ):  # another process has just taken the empty folder for one that was left
             continue
         except BaseException:
             hidden.rmdir()
@@ -134,7 +105,9 @@ def _locked_folder(path: Path) -> tuple[Path, int]:
         try:
             with suppress(OSError):  # of a disk without locks, where nobody removes what is left
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if os.fstat(descriptor).st_nlink:  # else another process has locked and removed it just before
+            if os.fstat(
+                descriptor
+            ).st_nlink:  # else another process has locked and removed it just before
                 os.write(descriptor, f"{_HEAD}{os.getpid()}{_on_this_host()}".encode())
                 return hidden, descriptor
         except BaseException:
@@ -169,10 +142,8 @@ def _remove_if_left(hidden: Path) -> None:
 
 
 def _clear(hidden: Path) -> None:
-    """Removes a workplace that this process has locked, the lock last; a folder set aside is put back where it can be.
-
-    What a link in it leads to is not touched. What cannot be removed stays, for the next one to try.
-    """
+    """Removes a workplace that this process has locked, the lock last; a folder set aside is put
+    back where it can be."""
     if _is_done_with(hidden / _OLD, hidden.parent):
         for part in (hidden / _NEW, hidden / _OLD):
             shutil.rmtree(part, ignore_errors=True)
@@ -187,7 +158,9 @@ def _is_done_with(old: Path, folder: Path) -> bool:
     try:
         for kept in old.iterdir() if old.is_dir() and not old.is_symlink() else ():
             if kept.is_dir() and not kept.is_symlink():
-                os.rename(kept, folder / kept.name)  # what is there stays, unless it is an empty folder
+                os.rename(
+                    kept, folder / kept.name
+                )  # what is there stays, unless it is an empty folder
     except OSError as error:
         return error.errno in _TAKEN
     return True

@@ -1,7 +1,4 @@
-"""Streaming: training data of any size, from Parquet and text files anywhere to TorchRec Batches.
-
-files -> chunks -> parsed once, cached -> parts, split by a hash -> ranks, windows, batches
-"""
+"""Streaming: training data of any size, from Parquet and text files anywhere to TorchRec Batches."""
 
 from dnis_torchrec.blocks.settings import CountLimits
 from dnis_torchrec.streaming.batches import StreamedBatches, split_stream

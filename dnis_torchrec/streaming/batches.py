@@ -1,8 +1,5 @@
-"""StreamedBatches: a part of a stream as TorchRec Batches, split over ranks and workers, resumable at any batch.
-
-What workers make are windows (see `epochs`), and the loader hands windows out in order, so batches come in the same
-order with any number of workers, and a position is two numbers: epoch and batch.
-"""
+"""StreamedBatches: a part of a stream as TorchRec Batches, split over ranks and workers, resumable
+at any batch."""
 
 from __future__ import annotations
 
@@ -30,7 +27,8 @@ from dnis_torchrec.streaming.parsing import ParsedChunk
 from dnis_torchrec.streaming.split import WHOLE, Part, cut
 
 WINDOW_SAMPLES = 1 << 17
-"""Samples that are shuffled together unless told otherwise: more no longer fit a CPU's cache, and are read slower."""
+"""Samples that are shuffled together unless told otherwise: more no longer fit a CPU's cache, and
+are read slower."""
 SPLIT_FRACTIONS = (0.8, 0.05, 0.05, 0.1)
 """train, validation, selection, test."""
 
@@ -40,30 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class StreamedBatches:
-    """Batches of one part of a stream, to be iterated again and again: each time is the next epoch.
-
-    Local: a rank reads its own samples and talks to nobody; all ranks have the same number of batches (see `epochs`),
-    provided that they see the same files. Memory: one window, and with workers two more per worker.
-
-    Args:
-        stream: the samples.
-        batch_size: B, on this rank.
-        part: which samples; all of them by default.
-        shuffle: a new order every epoch: chunks among each other, and samples within a window.
-        seed: of the shuffling.
-        drop_last: leave out the tail that does not fill a batch on every rank; otherwise serve every sample.
-        window_batches: batches that are shuffled together, or None for those of about `WINDOW_SAMPLES` samples.
-        num_workers: processes that read and parse; 0 does it in this one.
-        pin_memory: put batches into page-locked memory, from which a GPU copies without waiting.
-        rank: this rank, or None for that of the process group (0 without one).
-        world_size: ranks, or None for those of the process group (1 without one).
-
-    Attributes:
-        is_split_over_ranks: True: these batches are this rank's own already.
-
-    Raises:
-        ValueError: if the part has too few samples for a batch on every rank.
-    """
+    """Batches of one part of a stream, to be iterated again and again: each time is the next epoch."""
 
     is_split_over_ranks = True
     """Told to `dnis_torchrec.data.over_ranks`, which would split it again otherwise."""
@@ -93,9 +68,13 @@ class StreamedBatches:
             world_size=1,
             drop_last=drop_last,
             shuffle=shuffle,
-            window_batches=max(1, WINDOW_SAMPLES // max(1, batch_size)) if window_batches is None else window_batches,
+            window_batches=max(1, WINDOW_SAMPLES // max(1, batch_size))
+            if window_batches is None
+            else window_batches,
             seed=seed,
-            place="stream" if part == WHOLE else f"part {part.begin:g} to {part.end:g} of the stream",
+            place="stream"
+            if part == WHOLE
+            else f"part {part.begin:g} to {part.end:g} of the stream",
         )
         self._num_workers, self._pin_memory = num_workers, pin_memory
         _ = self._order  # refuses too few samples now
@@ -136,10 +115,8 @@ class StreamedBatches:
         return self._batches(epoch, first)
 
     def counted(self) -> Iterator[Batch]:
-        """Every sample of the part once, over all ranks, in file order; the position stays where it is.
-
-        Told to `dnis_torchrec.data.over_ranks`: with `drop_last` an epoch leaves out other samples than the next one.
-        """
+        """Every sample of the part once, over all ranks, in file order; the position stays where it
+        is."""
         whole = copy(self)
         whole._any_order = replace(self._any_order, drop_last=False, shuffle=False)
         return whole._batches(0, 0)
@@ -189,14 +166,13 @@ class StreamedBatches:
             stride=batch_size,
             length_per_key=[batch_size] * num_single + [part.numel() for part in values[1:]],
         )
-        return Batch(window["dense"].index_select(0, rows), features, window["labels"].index_select(0, rows))
+        return Batch(
+            window["dense"].index_select(0, rows), features, window["labels"].index_select(0, rows)
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the last batch that was handed out, and what it is a position in; plain numbers and text.
-
-        A train pipeline reads ahead: batches that it holds but has not trained on are handed out. Whoever counts steps
-        sets ``"epoch"`` and ``"batch"`` (of this rank, from 0) by that count.
-        """
+        """The position behind the last batch that was handed out, and what it is a position in;
+        plain numbers and text."""
         order = self._order
         return {
             "epoch": self._position[0],
@@ -213,24 +189,26 @@ class StreamedBatches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to a position: the next iteration begins with the batch that would have been handed out next.
-
-        Exact with any number of workers. Another world_size cannot be exact in the midst of an epoch, because each rank
-        has read a run of its own: the epoch goes on at the same share of it, and a warning says so.
-
-        Args:
-            state: result of `state_dict`, on this rank or another one.
-
-        Raises:
-            ValueError: if it is a position in another stream or order; what differs is named, nothing is changed.
-        """
+        """Goes to a position: the next iteration begins with the batch that would have been handed
+        out next."""
         own = self.state_dict()
         for name in sorted(set(own) - {"epoch", "batch", "num_batches", "world_size"}):
             remedy = "resume with the data and settings of the checkpoint"
-            check(state.get(name) == own[name], f"stream's {name}", f"{own[name]}", state.get(name), remedy)
+            check(
+                state.get(name) == own[name],
+                f"stream's {name}",
+                f"{own[name]}",
+                state.get(name),
+                remedy,
+            )
         epoch, batch = int(state["epoch"]), int(state["batch"])
         check(epoch >= 0, "stream's epoch", "an integer >= 0", epoch)
-        check(0 <= batch < state["num_batches"], "stream's batch", f"0..{state['num_batches'] - 1}", batch)
+        check(
+            0 <= batch < state["num_batches"],
+            "stream's batch",
+            f"0..{state['num_batches'] - 1}",
+            batch,
+        )
         if state["world_size"] != own["world_size"] and batch:
             batch = batch * len(self) // state["num_batches"]
             remedy = f"going on at batch {batch} of {len(self)}: some samples come twice or not at all in this epoch"
@@ -240,17 +218,28 @@ class StreamedBatches:
 
 
 class _Windows(IterableDataset[Window]):
-    """The windows of one epoch on one rank from `first` on; worker w of K makes each K-th, beginning with the w-th."""
+    """The windows of one epoch on one rank from `first` on; worker w of K makes each K-th,
+    beginning with the w-th."""
 
-    def __init__(self, stream: ParsedStream, part: Part, order: EpochOrder, epoch: int, first: int) -> None:
-        self._stream, self._part, self._order, self._epoch, self._first = stream, part, order, epoch, first
+    def __init__(
+        self, stream: ParsedStream, part: Part, order: EpochOrder, epoch: int, first: int
+    ) -> None:
+        self._stream, self._part, self._order, self._epoch, self._first = (
+            stream,
+            part,
+            order,
+            epoch,
+            first,
+        )
 
     def __iter__(self) -> Iterator[Window]:
         worker = get_worker_info()
         first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
         for window in range(self._first + first, self._order.num_windows, step):
             made = self._window(window)
-            yield made if worker is None else {name: _owned(tensor) for name, tensor in made.items()}
+            yield (
+                made if worker is None else {name: _owned(tensor) for name, tensor in made.items()}
+            )
 
     def _window(self, window: int) -> Window:
         pieces = [self._piece(*piece) for piece in self._order.pieces(self._epoch, window)]
@@ -264,7 +253,9 @@ class _Windows(IterableDataset[Window]):
             values, offsets = zip(*(piece.bags[feature] for piece in pieces), strict=True)
             lengths = torch.cat([part.diff() for part in offsets])
             joined[f"values/{feature}"] = _joined(values)
-            joined[f"offsets/{feature}"] = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+            joined[f"offsets/{feature}"] = torch.cat(
+                [torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]
+            )
         return joined
 
     def _piece(self, number: int, first: int, last: int) -> ParsedChunk:
@@ -277,28 +268,23 @@ class _Windows(IterableDataset[Window]):
         bags = {}
         for feature, (values, offsets) in chunk.bags.items():
             selected, lengths = _select_bags(values, offsets, rows)
-            bags[feature] = (selected, torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]))
+            bags[feature] = (
+                selected,
+                torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+            )
         dense, labels = chunk.dense.index_select(0, rows), chunk.labels.index_select(0, rows)
         return ParsedChunk(dense, chunk.ids.index_select(1, rows), labels, bags, None)
 
 
 def samples_per_chunk(stream: ParsedStream, part: Part) -> np.ndarray:
-    """Counts the samples of a part in each chunk.
-
-    A split by sample number reads nothing. A split by a column (`StreamSchema.split_by`) reads every chunk once, into
-    the cache.
-
-    Args:
-        stream: the samples.
-        part: which of them.
-
-    Returns:
-        ``(num_chunks,)`` int64.
-    """
+    """Counts the samples of a part in each chunk."""
     if part == WHOLE:
         return np.diff(stream.index.offsets)
     chunks = range(len(stream.index.chunks))
-    counts = [np.count_nonzero(part.contains(stream.split_position(number, part.seed))) for number in chunks]
+    counts = [
+        np.count_nonzero(part.contains(stream.split_position(number, part.seed)))
+        for number in chunks
+    ]
     return np.array(counts, dtype=np.int64)
 
 
@@ -311,22 +297,7 @@ def split_stream(
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> DataSplits:
-    """The four disjoint parts of a search, all split off one stream.
-
-    Args:
-        stream: the samples.
-        batch_size: B, on each rank.
-        seed: of the split and of the order of every epoch.
-        fractions: of train, validation, selection and test.
-        num_workers: see `StreamedBatches`.
-        pin_memory: see `StreamedBatches`.
-
-    Returns:
-        train and validation in a new order every epoch and without a tail, selection and test whole and in file order.
-
-    Raises:
-        ValueError: if a part has too few samples for a batch on every rank.
-    """
+    """The four disjoint parts of a search, all split off one stream."""
     learning = {"shuffle": True, "drop_last": True}
     judging = {"shuffle": False, "drop_last": False}
     train, validation, selection, test = (
@@ -339,7 +310,9 @@ def split_stream(
             pin_memory=pin_memory,
             **settings,
         )
-        for part, settings in zip(cut(fractions, seed=seed), (learning, learning, judging, judging), strict=True)
+        for part, settings in zip(
+            cut(fractions, seed=seed), (learning, learning, judging, judging), strict=True
+        )
     )
     return DataSplits(train=train, validation=validation, selection=selection, test=test)
 
@@ -350,7 +323,8 @@ def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 def _owned(tensor: Tensor) -> Tensor:
-    """The tensor with memory of its own: a worker sends all of the memory that a tensor is a part of."""
+    """The tensor with memory of its own: a worker sends all of the memory that a tensor is a part
+    of."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 

@@ -1,4 +1,5 @@
-"""One pass over the data before anything is trained: it counts the training split, and checks every split."""
+"""One pass over the data before anything is trained: it counts the training split, and checks every
+split."""
 
 from __future__ import annotations
 
@@ -33,24 +34,13 @@ from dnis_torchrec.streaming import CountLimits, count_stream
 def read_before_training(
     recipe: Recipe, tables: Sequence[EmbeddingBagConfig], ranks: Ranks, limits: CountLimits
 ) -> tuple[DataSplits, FrequencyCounts, dict[str, int]]:
-    """Reads all splits once: counts, checks, and warns of data that need not be wrong but mostly is.
-
-    Args:
-        recipe: model, data and loss; its data is that of all ranks, but for what splits itself.
-        tables: the tables to count.
-        ranks: that read together; all of them call this.
-        limits: limits of counting.
-
-    Returns:
-        This rank's splits, the counts of all ranks, and the fingerprint of every split.
-
-    Raises:
-        ValueError: on all ranks, as `count_training_data` and `try_out`, or if ranks have read other batches, or not as
-            many.
-    """
+    """Reads all splits once: counts, checks, and warns of data that need not be wrong but mostly
+    is."""
     whole = split_over_ranks(recipe.data, ranks)
     noted = with_notes(whole)
-    counts = count_training_data(noted, recipe.task, tables, limits=limits, process_group=ranks.group)
+    counts = count_training_data(
+        noted, recipe.task, tables, limits=limits, process_group=ranks.group
+    )
     check_same(whole, ranks)
     check_steps(whole, noted, ranks)
     warn_of_overlaps(noted, ranks)
@@ -67,41 +57,31 @@ def count_training_data(
     limits: CountLimits | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> FrequencyCounts:
-    """Counts the training split in bounded memory, and checks all that all splits hold on the way.
-
-    The longest bags are those of all splits, so that a feature that holds several ids only once, in another split than
-    training's, is a multi-hot one from the start.
-
-    Distributed: each rank reads its part, and all have the counts of all parts; see `count_stream`.
-
-    Args:
-        data: of this rank.
-        task: the recipe's, or its loss; decides which labels are allowed.
-        tables: the tables to count.
-        limits: limits of counting.
-        process_group: of the ranks that count together; None for this process alone.
-
-    Raises:
-        ValueError: on all ranks, for an empty split or batch, a label outside the loss's domain, a dense feature or
-            weight that is NaN or infinite, an id that is no integer or outside its table, or a query of fewer
-            candidates than the largest k of the ranking metrics.
-    """
+    """Counts the training split in bounded memory, and checks all that all splits hold on the way."""
     longest: Counter[str] = Counter()
     queries = {name: [torch.zeros(0, dtype=torch.int64)] for name in ("selection", "test")}
     with together(process_group):
         for name in ("validation", *queries):
             num_batches, batches = 0, getattr(data, name)
-            for batch in checked_batches(all_samples(batches) if name == "validation" else batches, task, name):
-                longest |= Counter(longest_bags(features_of(batch), tables, f"{name} batch {num_batches}"))
+            for batch in checked_batches(
+                all_samples(batches) if name == "validation" else batches, task, name
+            ):
+                longest |= Counter(
+                    longest_bags(features_of(batch), tables, f"{name} batch {num_batches}")
+                )
                 num_batches += 1
                 if name in queries and isinstance(batch, RankingBatch):
                     queries[name].append(batch.queries.cpu().long())
-            check(num_batches > 0, f"{name} stream", "at least one batch", 0, "check the data splits")
+            check(
+                num_batches > 0, f"{name} stream", "at least one batch", 0, "check the data splits"
+            )
     _check_queries(queries, Ranks(process_group))
     train = checked_batches(all_samples(data.train), task, "train")
     features = (features_of(batch) for batch in train)
     counts = count_stream(features, tables, limits=limits, process_group=process_group)
-    of_all = torch.tensor([max(length, longest[name]) for name, length in counts.max_bag_lengths.items()])
+    of_all = torch.tensor(
+        [max(length, longest[name]) for name, length in counts.max_bag_lengths.items()]
+    )
     lengths = Ranks(process_group).max_(of_all).tolist()
     return replace(counts, max_bag_lengths=dict(zip(counts.max_bag_lengths, lengths, strict=True)))
 

@@ -1,8 +1,5 @@
-"""ChunkIndex: the files of a stream in chunks of known length, so that any sample is found without reading others.
-
-A chunk is a row group of a Parquet file, or `CHUNK_ROWS` whole lines of a text file. For Parquet the files' footers say
-it all; text is read once, at the speed of counting line ends, and what was found is kept in the cache folder.
-"""
+"""ChunkIndex: the files of a stream in chunks of known length, so that any sample is found without
+reading others."""
 
 from __future__ import annotations
 
@@ -37,15 +34,7 @@ _NEWLINE = ord("\n")
 
 @dataclass(frozen=True)
 class FileChunk:
-    """A piece of one file.
-
-    Attributes:
-        file: number of the file.
-        start: first byte of a text file's chunk; number of a Parquet file's row group.
-        end: byte after the last one; ``start + 1`` for a row group.
-        first_row: number of its first sample in the file.
-        num_rows: samples in it.
-    """
+    """A piece of one file."""
 
     file: int
     start: int
@@ -63,13 +52,7 @@ class _Kept(TypedDict):
 
 @dataclass(frozen=True)
 class ChunkIndex:
-    """All chunks of a stream, in the order of the files.
-
-    Attributes:
-        files: addresses.
-        fingerprint: changes when a file does; SHA-256 over names, sizes and checksums or times.
-        chunks: in order; each holds at least one sample.
-    """
+    """All chunks of a stream, in the order of the files."""
 
     files: tuple[str, ...]
     fingerprint: str
@@ -77,7 +60,8 @@ class ChunkIndex:
 
     @property
     def offsets(self) -> np.ndarray:
-        """``(num_chunks + 1,)`` int64: chunk c holds the samples ``offsets[c]..offsets[c + 1] - 1`` of the stream."""
+        """``(num_chunks + 1,)`` int64: chunk c holds the samples ``offsets[c]..offsets[c + 1] - 1``
+        of the stream."""
         return np.cumsum([0, *(chunk.num_rows for chunk in self.chunks)], dtype=np.int64)
 
     @property
@@ -87,33 +71,17 @@ class ChunkIndex:
 
 
 def is_parquet(address: str) -> bool:
-    """Returns whether a file is read as Parquet; every other one is text.
-
-    Args:
-        address: of the file; its ending decides, ``.parquet`` or ``.pq``.
-    """
+    """Returns whether a file is read as Parquet; every other one is text."""
     return address.endswith((".parquet", ".pq"))
 
 
 def index_files(
-    files: Sequence[str | os.PathLike[str]], *, cache: Path | None = None, chunk_rows: int = CHUNK_ROWS
+    files: Sequence[str | os.PathLike[str]],
+    *,
+    cache: Path | None = None,
+    chunk_rows: int = CHUNK_ROWS,
 ) -> ChunkIndex:
-    """Finds the chunks of Parquet and text files.
-
-    Local: each rank that calls it indexes for itself, or finds what another one has left in the cache.
-
-    Args:
-        files: addresses, globs or folders, on this machine or on storage (see `dnis_torchrec.storage`).
-        cache: folder that keeps the index, and the plain text of compressed files; None keeps nothing.
-        chunk_rows: samples of a chunk of text.
-
-    Returns:
-        The index.
-
-    Raises:
-        ValueError: if a file is missing, empty or no Parquet file, or text is compressed and there is no cache.
-        StorageError: if storage does not answer.
-    """
+    """Finds the chunks of Parquet and text files."""
     check(chunk_rows >= 1, "chunk_rows", "an integer >= 1", chunk_rows)
     addresses = expand(files)
     versions = [_version(address) for address in addresses]
@@ -122,17 +90,30 @@ def index_files(
     kept = cache / f"index_{fingerprint[:16]}.json" if cache else None
     if kept is not None and is_plain_file(kept):
         content = read_json(kept, _Kept, remedy="remove it")
-        unpacked = set(content["files"]) - set(addresses)  # may have been removed alone, being large
+        unpacked = set(content["files"]) - set(
+            addresses
+        )  # may have been removed alone, being large
         if all(Path(name).parent == cache and is_plain_file(Path(name)) for name in unpacked):
             return ChunkIndex(
-                tuple(content["files"]), fingerprint, tuple(FileChunk(*chunk) for chunk in content["chunks"])
+                tuple(content["files"]),
+                fingerprint,
+                tuple(FileChunk(*chunk) for chunk in content["chunks"]),
             )
-    plain = tuple(_plain(address, version, cache) for address, version in zip(addresses, versions, strict=True))
-    chunks = [chunk for number, address in enumerate(plain) for chunk in _chunks_of(address, number, chunk_rows)]
+    plain = tuple(
+        _plain(address, version, cache)
+        for address, version in zip(addresses, versions, strict=True)
+    )
+    chunks = [
+        chunk
+        for number, address in enumerate(plain)
+        for chunk in _chunks_of(address, number, chunk_rows)
+    ]
     index = ChunkIndex(plain, fingerprint, tuple(chunks))
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        described = json.dumps({"files": index.files, "chunks": [astuple(chunk) for chunk in index.chunks]})
+        described = json.dumps(
+            {"files": index.files, "chunks": [astuple(chunk) for chunk in index.chunks]}
+        )
         write_text(kept, described + "\n")
     return index
 
@@ -143,23 +124,34 @@ def _version(address: str) -> str:
 
 
 def _plain(address: str, version: str, cache: Path | None) -> str:
-    """The address of a file's plain text: a compressed one cannot be entered in the middle, so it is unpacked once."""
+    """The address of a file's plain text: a compressed one cannot be entered in the middle, so it
+    is unpacked once."""
     if is_parquet(address) or fsspec.utils.infer_compression(address) is None:
         return address
-    place, remedy = f"address {address}", "unpack it, convert it to Parquet, or give a cache folder to unpack it to"
+    place, remedy = (
+        f"address {address}",
+        "unpack it, convert it to Parquet, or give a cache folder to unpack it to",
+    )
     if cache is None:
         raise ValueError(describe(place, "plain text or Parquet", "compressed text", remedy))
-    unpacked = cache / f"unpacked_{hashlib.sha256(f'{address} {version}'.encode()).hexdigest()[:16]}.txt"
+    unpacked = (
+        cache / f"unpacked_{hashlib.sha256(f'{address} {version}'.encode()).hexdigest()[:16]}.txt"
+    )
     if is_plain_file(unpacked):
         return str(unpacked)
     cache.mkdir(parents=True, exist_ok=True)
 
     def unpack(unfinished: Path) -> None:
-        with fsspec.open(address, "rb", compression="infer") as source, unfinished.open("wb") as target:
+        with (
+            fsspec.open(address, "rb", compression="infer") as source,
+            unfinished.open("wb") as target,
+        ):
             try:
                 shutil.copyfileobj(source, target, READ_BYTES)
             except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
-                raise ValueError(describe(place, "a whole compressed file", error, "download it again")) from error
+                raise ValueError(
+                    describe(place, "a whole compressed file", error, "download it again")
+                ) from error
 
     with written_whole(unpacked) as unfinished:
         retrying(lambda: unpack(unfinished), place)
@@ -167,7 +159,11 @@ def _plain(address: str, version: str, cache: Path | None) -> str:
 
 
 def _chunks_of(address: str, number: int, chunk_rows: int) -> list[FileChunk]:
-    chunks = _row_groups(address, number) if is_parquet(address) else _line_chunks(address, number, chunk_rows)
+    chunks = (
+        _row_groups(address, number)
+        if is_parquet(address)
+        else _line_chunks(address, number, chunk_rows)
+    )
     check(bool(chunks), f"address {address}", "at least one sample", "an empty file")
     return chunks
 
@@ -197,10 +193,14 @@ def _line_chunks(address: str, number: int, chunk_rows: int) -> list[FileChunk]:
     size = _size(address)
     starts, first_rows, num_lines, last_byte = [0], [0], 0, _NEWLINE
     for begin in range(0, size, READ_BYTES):
-        block = np.frombuffer(read_bytes(address, begin, min(begin + READ_BYTES, size)), dtype=np.uint8)
+        block = np.frombuffer(
+            read_bytes(address, begin, min(begin + READ_BYTES, size)), dtype=np.uint8
+        )
         ends = np.flatnonzero(block == _NEWLINE)
         # The line after the k-th line end of the file is line k, counted from 0.
-        for line in range((num_lines // chunk_rows + 1) * chunk_rows, num_lines + len(ends) + 1, chunk_rows):
+        for line in range(
+            (num_lines // chunk_rows + 1) * chunk_rows, num_lines + len(ends) + 1, chunk_rows
+        ):
             starts.append(begin + int(ends[line - num_lines - 1]) + 1)
             first_rows.append(line)
         num_lines += len(ends)
@@ -208,7 +208,9 @@ def _line_chunks(address: str, number: int, chunk_rows: int) -> list[FileChunk]:
     num_lines += int(last_byte != _NEWLINE)
     bounds = zip(starts, [*starts[1:], size], first_rows, [*first_rows[1:], num_lines], strict=True)
     return [
-        FileChunk(number, start, end, row, next_row - row) for start, end, row, next_row in bounds if next_row > row
+        FileChunk(number, start, end, row, next_row - row)
+        for start, end, row, next_row in bounds
+        if next_row > row
     ]
 
 

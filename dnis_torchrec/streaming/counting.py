@@ -1,8 +1,5 @@
-"""Frequencies of a stream in bounded memory, on one rank or many: exact up to a limit, beyond it with a stated error.
-
-Tables of up to `CountLimits.exact_rows` rows are counted one number per row. Larger ones go through a `BoundedCounter`:
-as many distinct ids as fit, exactly, and the rest in a count-min sketch, which only ever errs upwards.
-"""
+"""Frequencies of a stream in bounded memory, on one rank or many: exact up to a limit, beyond it
+with a stated error."""
 
 from __future__ import annotations
 
@@ -29,30 +26,8 @@ def count_stream(
     limits: CountLimits | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> FrequencyCounts:
-    """Counts how often each row of each table is looked up, on all ranks together, in bounded memory.
-
-    Distributed: each rank counts its own batches, as many as it has; then exact counts, sketches and lengths are added
-    up by all_reduce, and the ids of the bounded tables gathered, in several collectives per table. All ranks have the
-    same result, and if one of them fails all do.
-
-    Args:
-        batches: KeyedJaggedTensors of this rank's share of the training data.
-        tables: the tables, as ``embedding_bag_configs()`` gives them.
-        limits: limits of counting.
-        process_group: of the ranks that count together; None for this process alone.
-
-    Returns:
-        Counts of all ranks together; `FrequencyCounts.error_bounds` says how far each table's may be off.
-
-    Raises:
-        ValueError: if there is no sample, a batch lacks a feature, or an id lies outside its table; on all ranks.
-
-    Example:
-        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([2, 2, 0]), lengths=torch.tensor([2, 1]))
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
-        >>> count_stream([kjt], [table]).counts["t"].tolist()
-        [1, 0, 2, 0]
-    """
+    """Counts how often each row of each table is looked up, on all ranks together, in bounded
+    memory."""
     ranks = Ranks(process_group)
     if ranks.world_size == 1:
         counts = _count(batches, tables, limits or CountLimits())
@@ -61,7 +36,9 @@ def count_stream(
             counts = _count(batches, tables, limits or CountLimits())
         counts = _merged(counts, ranks)
     if counts.num_samples == 0:
-        raise ValueError(describe("training stream", "at least one sample", "none", "check the data folder"))
+        raise ValueError(
+            describe("training stream", "at least one sample", "none", "check the data folder")
+        )
     return counts
 
 
@@ -73,7 +50,9 @@ def _count(
     max_bag_lengths = {feature: 0 for table in tables for feature in table.feature_names}
     num_samples = 0
     for index, features in enumerate(batches):
-        jagged = copy.copy(features).to_dict()  # the batch itself is left as it was: see jagged_by_key
+        jagged = copy.copy(
+            features
+        ).to_dict()  # the batch itself is left as it was: see jagged_by_key
         for table in tables:
             own = counts[table.name]
             for feature, (ids, longest) in bags_of(table, jagged, f"batch {index}").items():
@@ -108,12 +87,12 @@ def _merged(counts: FrequencyCounts, ranks: Ranks) -> FrequencyCounts:
 
 
 def _merged_counter(counter: BoundedCounter, ranks: Ranks) -> BoundedCounter:
-    """A counter of all ranks' ids: each rank says what it knows of the ids of all tables, and sketches add up.
-
-    In W parts of the ids, so that no rank ever holds the tables of all.
-    """
+    """A counter of all ranks' ids: each rank says what it knows of the ids of all tables, and
+    sketches add up."""
     counter.settle()
-    merged = BoundedCounter(exact_ids=counter.exact_ids, epsilon=counter.epsilon, delta=counter.delta)
+    merged = BoundedCounter(
+        exact_ids=counter.exact_ids, epsilon=counter.epsilon, delta=counter.delta
+    )
     for part in range(ranks.world_size):
         ids = np.unique(_gathered(counter.ids[counter.ids % ranks.world_size == part], ranks))
         exact, sketched = (ranks.sum_(torch.from_numpy(own)).numpy() for own in counter.parts(ids))

@@ -1,16 +1,5 @@
-"""EpochOrder: which samples each rank gets in which batch of an epoch. Pure: ranks, workers and resumed runs agree.
-
-An epoch's order is the part's samples chunk by chunk, the chunks shuffled. It is cut into one run of neighbours per
-rank, a run into batches, some batches make a window, and a window's samples are shuffled among themselves. So a rank
-reads a W-th of the data, in long pieces, and holds one window.
-
-The same number of batches on all ranks, without padding, with n samples, W ranks and batch size B:
-
-    drop_last  each rank has floor(n / (W B)) batches of exactly B; the tail of fewer than W B samples is left out, and
-               with chunks shuffled it is another one every epoch
-    otherwise  each rank has floor(n / W) samples or one more, in ceil(floor(n / W) / B) batches of equal size up to one
-               sample: every sample is served, and a batch may hold one sample more than B
-"""
+"""EpochOrder: which samples each rank gets in which batch of an epoch. Pure: ranks, workers and
+resumed runs agree."""
 
 from __future__ import annotations
 
@@ -23,28 +12,7 @@ from dnis_torchrec.checks import check
 
 @dataclass(frozen=True, kw_only=True)
 class EpochOrder:
-    """The order of every epoch, for one rank.
-
-    Attributes:
-        chunk_samples: ``(num_chunks,)`` int64, samples of the part in each chunk.
-        batch_size: B.
-        rank: this one.
-        world_size: W.
-        drop_last: see above.
-        shuffle: whether the order is a new one each epoch; otherwise that of the files.
-        window_batches: batches of a window, which are shuffled together.
-        seed: of the shuffling.
-        place: which stream it is, for errors.
-
-    Raises:
-        ValueError: if there are too few samples for one batch on every rank.
-
-    Example:
-        >>> order = EpochOrder(chunk_samples=np.array([5, 5]), batch_size=2, rank=1, world_size=2, drop_last=True,
-        ...     shuffle=False, window_batches=1, seed=0)
-        >>> order.num_batches, order.pieces(0, 0), order.pieces(0, 1)
-        (2, [(0, 4, 5), (1, 0, 1)], [(1, 1, 3)])
-    """
+    """The order of every epoch, for one rank."""
 
     chunk_samples: np.ndarray
     batch_size: int
@@ -85,36 +53,25 @@ class EpochOrder:
 
     @property
     def bounds(self) -> np.ndarray:
-        """``(num_batches + 1,)`` int64: batch b holds samples ``bounds[b]..bounds[b + 1] - 1`` of the epoch's order."""
+        """``(num_batches + 1,)`` int64: batch b holds samples ``bounds[b]..bounds[b + 1] - 1`` of
+        the epoch's order."""
         batches = np.arange(self.num_batches + 1)
         if self.drop_last:
             return (self.rank * self.num_batches + batches) * self.batch_size
-        first, last = (self.num_samples * rank // self.world_size for rank in (self.rank, self.rank + 1))
+        first, last = (
+            self.num_samples * rank // self.world_size for rank in (self.rank, self.rank + 1)
+        )
         return first + (last - first) * batches // self.num_batches
 
     def window_bounds(self, window: int) -> np.ndarray:
-        """Returns where the batches of a window begin and end, counted from the window's first sample.
-
-        Args:
-            window: its number, 0..num_windows - 1.
-
-        Returns:
-            ``(batches of the window + 1,)`` int64, rising from 0.
-        """
+        """Returns where the batches of a window begin and end, counted from the window's first
+        sample."""
         first = window * self.window_batches
         bounds = self.bounds[first : first + self.window_batches + 1]
         return bounds - bounds[0]
 
     def pieces(self, epoch: int, window: int) -> list[tuple[int, int, int]]:
-        """Returns the samples that make up a window, chunk by chunk.
-
-        Args:
-            epoch: its number, from 0.
-            window: its number, 0..num_windows - 1.
-
-        Returns:
-            ``(chunk, first, last)`` each: the part's samples in that chunk from number first to before last.
-        """
+        """Returns the samples that make up a window, chunk by chunk."""
         first_batch = window * self.window_batches
         bounds = self.bounds[first_batch : first_batch + self.window_batches + 1]
         order = self._chunk_order(epoch)
@@ -131,19 +88,13 @@ class EpochOrder:
         ]
 
     def permutation(self, epoch: int, window: int) -> np.ndarray:
-        """The order of a window's samples, counted from the window's first one; int64.
-
-        Args:
-            epoch: its number, from 0.
-            window: its number, 0..num_windows - 1.
-
-        Returns:
-            ``(samples of the window,)``.
-        """
+        """The order of a window's samples, counted from the window's first one; int64."""
         num_samples = int(self.window_bounds(window)[-1])
         if not self.shuffle:
             return np.arange(num_samples)
-        return np.random.default_rng((self.seed, epoch, 1 + self.rank, 1 + window)).permutation(num_samples)
+        return np.random.default_rng((self.seed, epoch, 1 + self.rank, 1 + window)).permutation(
+            num_samples
+        )
 
     def _chunk_order(self, epoch: int) -> np.ndarray:
         num_chunks = len(self.chunk_samples)

@@ -1,9 +1,4 @@
-"""ParsedStream: the samples of a stream, parsed once and then read from memory-mapped files.
-
-The cache is a folder per content and settings, with one safetensors file per chunk, each written whole or not at all:
-a chunk is parsed by whoever needs it first, several processes may do so at a time, and nobody waits for anybody. Other
-files, another size, checksum or time of one, or other settings are another folder; what is in a folder is never stale.
-"""
+"""ParsedStream: the samples of a stream, parsed once and then read from memory-mapped files."""
 
 from __future__ import annotations
 
@@ -26,24 +21,7 @@ from dnis_torchrec.streaming.schema import StreamSchema
 
 
 class ParsedStream:
-    """All samples of some files, by chunk.
-
-    Args:
-        files: addresses, globs or folders of Parquet or text files, on this machine or on storage.
-        schema: meaning of the columns.
-        cache: folder for the index and the parsed chunks, on a fast disk of this machine; None parses anew every time.
-        chunk_rows: samples of a chunk of text.
-
-    Attributes:
-        schema: as given.
-        index: the chunks.
-        layout: SHA-256 of the schema, of how many samples each chunk has and of how values are hashed: what a position
-            in the stream relies on, and what is the same for another copy of the files.
-
-    Raises:
-        ValueError: if a file is missing, empty or cannot be entered in the middle; see `index_files`.
-        StorageError: if storage does not answer.
-    """
+    """All samples of some files, by chunk."""
 
     def __init__(
         self,
@@ -56,7 +34,9 @@ class ParsedStream:
         self.schema = schema
         self.index: ChunkIndex = index_files(files, cache=cache, chunk_rows=chunk_rows)
         hashing = [HASH_VERSION] if schema.hashed or schema.split_by is not None else []
-        self.layout = _digest(schema.to_json(), [chunk.num_rows for chunk in self.index.chunks], *hashing)
+        self.layout = _digest(
+            schema.to_json(), [chunk.num_rows for chunk in self.index.chunks], *hashing
+        )
         key = _digest(CACHE_FORMAT_VERSION, HASH_VERSION, self.index.fingerprint, schema.to_json())
         self._folder = cache / f"parsed_{key[:16]}" if cache is not None else None
         self._last: tuple[int, ParsedChunk] | None = None
@@ -67,15 +47,8 @@ class ParsedStream:
         return self.index.num_samples
 
     def chunk(self, number: int) -> ParsedChunk:
-        """The samples of one chunk, memory-mapped if they are in the cache; they are put there if they are not.
-
-        Args:
-            number: of the chunk, in `index`.
-
-        Raises:
-            ValueError: if the chunk is malformed, see `parse_chunk`, or somebody has put a link in the cache.
-            StorageError: if storage does not answer.
-        """
+        """The samples of one chunk, memory-mapped if they are in the cache; they are put there if
+        they are not."""
         # Neighbouring windows share a chunk.
         if self._last is None or self._last[0] != number:
             self._last = (number, self._read(number))
@@ -84,7 +57,10 @@ class ParsedStream:
     def _read(self, number: int) -> ParsedChunk:
         file = None
         if self._folder is not None:
-            file = make_folder(self._folder, within=self._folder.parent) / f"chunk_{number:06d}.safetensors"
+            file = (
+                make_folder(self._folder, within=self._folder.parent)
+                / f"chunk_{number:06d}.safetensors"
+            )
         if file is not None and is_plain_file(file):
             try:
                 return ParsedChunk.from_tensors(load_file(file), self.schema)
@@ -94,19 +70,15 @@ class ParsedStream:
         parsed = parse_chunk(self.index.files[chunk.file], chunk, self.schema)
         if file is not None:
             with written_whole(file) as unfinished:
-                save_file({name: tensor.contiguous() for name, tensor in parsed.to_tensors().items()}, unfinished)
+                save_file(
+                    {name: tensor.contiguous() for name, tensor in parsed.to_tensors().items()},
+                    unfinished,
+                )
         return parsed
 
     def split_position(self, number: int, seed: int) -> np.ndarray:
-        """Returns the positions of a chunk's samples in [0, 1), by which the stream is split, see `streaming.split`.
-
-        Args:
-            number: of the chunk.
-            seed: of the split.
-
-        Returns:
-            ``(n,)`` float64: a hash of each sample's number in the stream, or of the value of `StreamSchema.split_by`.
-        """
+        """Returns the positions of a chunk's samples in [0, 1), by which the stream is split, see
+        `streaming.split`."""
         if self.schema.split_by is None:
             first, last = self.index.offsets[number : number + 2]
             return spread(np.arange(first, last, dtype=np.uint64), seed)

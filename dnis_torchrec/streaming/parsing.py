@@ -1,7 +1,4 @@
-"""Parsing: one chunk of a file to tensors, through pyarrow's readers; no Python runs per row.
-
-Shapes: n samples of the chunk, F1 single-id features.
-"""
+"""Parsing: one chunk of a file to tensors, through pyarrow's readers; no Python runs per row."""
 
 from __future__ import annotations
 
@@ -28,15 +25,7 @@ _EXCERPT = 80
 
 @dataclass(frozen=True, eq=False)
 class ParsedChunk:
-    """The samples of a chunk.
-
-    Attributes:
-        dense: ``(n, num_dense)`` float32.
-        ids: ``(F1, n)`` int32: one row per feature, so that a feature's ids of a batch lie side by side, as in a KJT.
-        labels: ``(n,)`` float32.
-        bags: multi-hot feature -> ``(values, offsets)``, int32 and ``(n + 1,)`` int64.
-        split_keys: ``(n,)`` int64, the bits of the hashes of the column that splits; None where sample numbers do.
-    """
+    """The samples of a chunk."""
 
     dense: Tensor
     ids: Tensor
@@ -50,17 +39,14 @@ class ParsedChunk:
         return self.labels.numel()
 
     def slice(self, first: int, last: int) -> ParsedChunk:
-        """The samples from first to before last, without copying; without what splits.
-
-        Args:
-            first: the first sample.
-            last: the one after the last.
-        """
+        """The samples from first to before last, without copying; without what splits."""
         bags = {}
         for feature, (values, offsets) in self.bags.items():
             begin, end = int(offsets[first]), int(offsets[last])
             bags[feature] = (values[begin:end], offsets[first : last + 1] - begin)
-        return ParsedChunk(self.dense[first:last], self.ids[:, first:last], self.labels[first:last], bags, None)
+        return ParsedChunk(
+            self.dense[first:last], self.ids[:, first:last], self.labels[first:last], bags, None
+        )
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Everything by name, as a file holds it."""
@@ -71,36 +57,31 @@ class ParsedChunk:
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, Tensor], schema: StreamSchema) -> ParsedChunk:
-        """Rebuilds a chunk from the tensors that `to_tensors` gave.
-
-        Args:
-            tensors: by name.
-            schema: what they were parsed with; it names the multi-hot features.
-
-        Raises:
-            KeyError: if one that every chunk of this schema has is missing.
-        """
-        bags = {feature: (tensors[f"values/{feature}"], tensors[f"offsets/{feature}"]) for feature in schema.multi_hot}
-        return ParsedChunk(tensors["dense"], tensors["ids"], tensors["labels"], bags, tensors.get("split_keys"))
+        """Rebuilds a chunk from the tensors that `to_tensors` gave."""
+        bags = {
+            feature: (tensors[f"values/{feature}"], tensors[f"offsets/{feature}"])
+            for feature in schema.multi_hot
+        }
+        return ParsedChunk(
+            tensors["dense"], tensors["ids"], tensors["labels"], bags, tensors.get("split_keys")
+        )
 
 
 def parse_chunk(address: str, chunk: FileChunk, schema: StreamSchema) -> ParsedChunk:
-    """Reads and parses one chunk.
-
-    Args:
-        address: of the chunk's file.
-        chunk: which piece of it.
-        schema: meaning of the columns.
-
-    Raises:
-        ValueError: naming the file, the column and, for text, the line, if a line is malformed, a label is missing or
-            not finite, a dense value is not finite, or an id lies outside its table.
-        StorageError: if storage does not answer.
-    """
-    table = _read_row_group(address, chunk, schema) if is_parquet(address) else _read_text(address, chunk, schema)
+    """Reads and parses one chunk."""
+    table = (
+        _read_row_group(address, chunk, schema)
+        if is_parquet(address)
+        else _read_text(address, chunk, schema)
+    )
     place = f"address {address}"
     received = table.num_rows
-    check(received == chunk.num_rows, place, f"{chunk.num_rows} samples from row {chunk.first_row}", received)
+    check(
+        received == chunk.num_rows,
+        place,
+        f"{chunk.num_rows} samples from row {chunk.first_row}",
+        received,
+    )
     columns = {name: table[name].combine_chunks() for name in schema.columns}
     labels = _numbers(columns[schema.label], f"{place}, column {schema.label!r}", missing=math.nan)
     _check_finite(labels, address, chunk, schema.label, "a finite label")
@@ -119,7 +100,9 @@ def parse_chunk(address: str, chunk: FileChunk, schema: StreamSchema) -> ParsedC
         ids=torch.from_numpy(np.stack(ids) if ids else np.empty((0, chunk.num_rows), np.int32)),
         labels=torch.from_numpy(labels),
         bags=bags,
-        split_keys=split_keys(columns[schema.split_by], split_by) if schema.split_by is not None else None,
+        split_keys=split_keys(columns[schema.split_by], split_by)
+        if schema.split_by is not None
+        else None,
     )
 
 
@@ -131,7 +114,9 @@ def _read_row_group(address: str, chunk: FileChunk, schema: StreamSchema) -> pa.
             parquet = pq.ParquetFile(file)
             for name in schema.columns:
                 check_known(f"address {address}: column", name, parquet.schema_arrow.names)
-            return parquet.read_row_group(chunk.start, columns=list(schema.columns), use_threads=False)
+            return parquet.read_row_group(
+                chunk.start, columns=list(schema.columns), use_threads=False
+            )
 
     return retrying(read, f"address {address}")
 
@@ -144,17 +129,26 @@ def _read_text(address: str, chunk: FileChunk, schema: StreamSchema) -> pa.Table
     types = {name: pa.float32() for name in (schema.label, *schema.dense)}
     types |= {name: pa.dictionary(pa.int32(), pa.binary()) for name in schema.single_id}
     types |= {
-        name: pa.binary() for name in (*schema.multi_hot, schema.split_by) if name is not None and name not in types
+        name: pa.binary()
+        for name in (*schema.multi_hot, schema.split_by)
+        if name is not None and name not in types
     }
     if not schema.hashed:
         types |= dict.fromkeys(schema.single_id, pa.int64())
     try:
         return pv.read_csv(
             io.BytesIO(text),
-            read_options=pv.ReadOptions(column_names=names, use_threads=False, block_size=len(text) + 1),
-            parse_options=pv.ParseOptions(delimiter=schema.separator, quote_char=False, ignore_empty_lines=False),
+            read_options=pv.ReadOptions(
+                column_names=names, use_threads=False, block_size=len(text) + 1
+            ),
+            parse_options=pv.ParseOptions(
+                delimiter=schema.separator, quote_char=False, ignore_empty_lines=False
+            ),
             convert_options=pv.ConvertOptions(
-                column_types=types, include_columns=list(schema.columns), null_values=[""], strings_can_be_null=True
+                column_types=types,
+                include_columns=list(schema.columns),
+                null_values=[""],
+                strings_can_be_null=True,
             ),
         )
     except pa.ArrowInvalid as error:
@@ -162,13 +156,17 @@ def _read_text(address: str, chunk: FileChunk, schema: StreamSchema) -> pa.Table
         where = f"{place}, line {chunk.first_row + line + 1}" if line >= 0 else place
         requirement = f"{len(names)} fields, with numbers in label and dense columns"
         requirement += "" if schema.hashed else ", integers in those of ids"
-        raise ValueError(describe(where, requirement, received or str(error), "clean the data")) from error
+        raise ValueError(
+            describe(where, requirement, received or str(error), "clean the data")
+        ) from error
 
 
 def _first_malformed(text: bytes, schema: StreamSchema) -> tuple[int, str]:
     """(number, beginning) of the first line that pyarrow would refuse; (-1, "") if none is found."""
     separator = schema.separator.encode()
-    numbers: dict[str, Callable[[bytes], object]] = {name: float for name in (schema.label, *schema.dense)}
+    numbers: dict[str, Callable[[bytes], object]] = {
+        name: float for name in (schema.label, *schema.dense)
+    }
     if not schema.hashed:
         numbers |= dict.fromkeys(schema.single_id, _integer)
     kinds = [numbers.get(name) for name in schema.text_columns]
@@ -208,7 +206,9 @@ def _dense(column: pa.Array, address: str, chunk: FileChunk, name: str) -> np.nd
     return values
 
 
-def _check_finite(values: np.ndarray, address: str, chunk: FileChunk, name: str, requirement: str) -> None:
+def _check_finite(
+    values: np.ndarray, address: str, chunk: FileChunk, name: str, requirement: str
+) -> None:
     bad = np.flatnonzero(~np.isfinite(values))
     if len(bad):
         row = chunk.first_row + int(bad[0])

@@ -1,10 +1,5 @@
-"""Values: the entries of a column in one canonical form for all formats, and the rows of a table that they become.
-
-One definition for text and Parquet, single-id and multi-hot features, hashed or not: `canonical`. No Python runs per
-row.
-
-Shapes: n samples of the chunk.
-"""
+"""Values: the entries of a column in one canonical form for all formats, and the rows of a table
+that they become."""
 
 from __future__ import annotations
 
@@ -27,30 +22,18 @@ _LISTS = (
     pa.types.is_list_view,
     pa.types.is_large_list_view,
 )
-_TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+_TEXTS = (
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+)
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 
 
 def canonical(values: pa.Array, where: str) -> pa.Array:
-    """Raw values in the one form that becomes rows: integers, or bytes of text, missing where there is none.
-
-    White space of ASCII around text does not count. Text of nothing else is no value, nor is NaN. A whole float is the
-    integer that it stands for: pandas makes floats of integers when some are missing.
-
-    Args:
-        values: integers, floats, strings, bytes, a dictionary of them, or nothing but missing ones.
-        where: file and column, for the error.
-
-    Returns:
-        As many values; a dictionary stays one, whose entries may be missing or equal then.
-
-    Raises:
-        ValueError: if they are of another type, or a float is not whole or too large to be exact.
-
-    Example:
-        >>> canonical(pa.array([" a ", "", None, " ", "7"]), "column 'f'").to_pylist()
-        [b'a', None, None, None, b'7']
-    """
+    """Raw values in the one form that becomes rows: integers, or bytes of text, missing where there
+    is none."""
     kind = values.type
     if pa.types.is_dictionary(kind):
         return pa.DictionaryArray.from_arrays(values.indices, canonical(values.dictionary, where))
@@ -69,22 +52,10 @@ def canonical(values: pa.Array, where: str) -> pa.Array:
     return known.view(pa.large_binary() if is_large else pa.binary())
 
 
-def rows_of_column(column: pa.Array, num_embeddings: int, schema: StreamSchema, where: str) -> np.ndarray:
-    """The row of each sample, of a column with one value per sample.
-
-    Args:
-        column: of n entries.
-        num_embeddings: N.
-        schema: whether values are hashed or are rows already.
-        where: file and column, for the error.
-
-    Returns:
-        ``(n,)`` int32; a missing value's is `MISSING_ROW` if values are hashed.
-
-    Raises:
-        ValueError: if the column holds lists or no values, see `canonical`; or, where values are not hashed, if one is
-            missing, no integer or outside the table.
-    """
+def rows_of_column(
+    column: pa.Array, num_embeddings: int, schema: StreamSchema, where: str
+) -> np.ndarray:
+    """The row of each sample, of a column with one value per sample."""
     check(not _is_lists(column.type), where, _WANTED, "lists", "name it in multi_hot")
     rows = _rows(column, num_embeddings, schema, where)
     missing = 0 if schema.hashed else int((rows == _NO_ROW).sum())
@@ -92,24 +63,11 @@ def rows_of_column(column: pa.Array, num_embeddings: int, schema: StreamSchema, 
     return rows
 
 
-def bags_of_column(column: pa.Array, num_embeddings: int, schema: StreamSchema, where: str) -> tuple[Tensor, Tensor]:
-    """The bag of each sample, of a column of lists, of text with a separator, or of one value per sample.
-
-    What is missing is not in a bag: a list, a list's entry, a piece of text that is empty or white space.
-
-    Args:
-        column: of n entries.
-        num_embeddings: N.
-        schema: the separator; whether values are hashed or are rows already.
-        where: file and column, for the error.
-
-    Returns:
-        ``(values, offsets)``: rows, int32, and ``(n + 1,)`` int64.
-
-    Raises:
-        ValueError: if the column holds lists of lists or no values, see `canonical`; or, where values are not hashed,
-            if one is no integer or outside the table.
-    """
+def bags_of_column(
+    column: pa.Array, num_embeddings: int, schema: StreamSchema, where: str
+) -> tuple[Tensor, Tensor]:
+    """The bag of each sample, of a column of lists, of text with a separator, or of one value per
+    sample."""
     column = _decoded(column)
     if _is_text(column.type):
         column = pc.split_pattern(column, schema.list_separator)
@@ -117,8 +75,16 @@ def bags_of_column(column: pa.Array, num_embeddings: int, schema: StreamSchema, 
     if _is_lists(column.type):
         lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
         np.cumsum(lengths, out=offsets[1:])
-        column = column.flatten()  # leaves out what a missing list may hide, which `values` does not
-        check(not _is_lists(column.type), where, f"{_WANTED} in lists", "lists of lists", "flatten them")
+        column = (
+            column.flatten()
+        )  # leaves out what a missing list may hide, which `values` does not
+        check(
+            not _is_lists(column.type),
+            where,
+            f"{_WANTED} in lists",
+            "lists of lists",
+            "flatten them",
+        )
     rows = _rows(column, num_embeddings, schema, where)
     known = rows != (MISSING_ROW if schema.hashed else _NO_ROW)
     if not known.all():
@@ -127,19 +93,14 @@ def bags_of_column(column: pa.Array, num_embeddings: int, schema: StreamSchema, 
 
 
 def split_keys(column: pa.Array, where: str) -> Tensor:
-    """Hashes the values that decide which part of a split each sample belongs to.
-
-    Args:
-        column: of n entries.
-        where: file and column, for the error.
-
-    Returns:
-        ``(n,)`` int64, the bits of the hashes.
-
-    Raises:
-        ValueError: if a value is missing, or the column holds lists or no values, see `canonical`.
-    """
-    check(not _is_lists(column.type), where, "one value per sample", "lists", "split by another column")
+    """Hashes the values that decide which part of a split each sample belongs to."""
+    check(
+        not _is_lists(column.type),
+        where,
+        "one value per sample",
+        "lists",
+        "split by another column",
+    )
     values = canonical(_decoded(column), where)
     check(values.null_count == 0, where, "a value in every row", f"{values.null_count} missing")
     return torch.from_numpy(hash_values(values).view(np.int64))
@@ -171,7 +132,9 @@ def _integers(values: pa.Array, where: str) -> pa.Array:
     except pa.ArrowInvalid as error:
         bad = next(text for text in values.to_pylist() if not _is_integer(text))
         remedy = "clean the data, or set StreamSchema.hashed"
-        raise ValueError(describe(where, "integers", repr(bad.decode("utf-8", "replace")), remedy)) from error
+        raise ValueError(
+            describe(where, "integers", repr(bad.decode("utf-8", "replace")), remedy)
+        ) from error
 
 
 def _is_integer(text: bytes | None) -> bool:
@@ -184,14 +147,18 @@ def _is_integer(text: bytes | None) -> bool:
 
 def _whole(values: pa.Array, where: str) -> pa.Array:
     """Floats as int64, NaN as missing."""
-    limit = {16: 2**11, 32: 2**24, 64: 2**53}[values.type.bit_width]  # the first whose neighbour rounds to it
+    limit = {16: 2**11, 32: 2**24, 64: 2**53}[
+        values.type.bit_width
+    ]  # the first whose neighbour rounds to it
     numbers = values.cast(pa.float64())
     numbers = pc.if_else(pc.is_nan(numbers), None, numbers)
     is_exact = pc.and_(pc.equal(pc.trunc(numbers), numbers), pc.less(pc.abs(numbers), limit))
     if not pc.all(is_exact, min_count=0).as_py():
         bad = numbers.filter(pc.invert(is_exact))[0]
         remedy = "cast the column to integers or strings"
-        raise ValueError(describe(where, f"whole numbers below {limit} in a column of floats", bad, remedy))
+        raise ValueError(
+            describe(where, f"whole numbers below {limit} in a column of floats", bad, remedy)
+        )
     return numbers.cast(pa.int64())
 
 

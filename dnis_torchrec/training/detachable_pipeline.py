@@ -1,4 +1,5 @@
-"""TorchRec's train pipeline, whose model works as before once it is taken out of it, on every release of torchrec."""
+"""TorchRec's train pipeline, whose model works as before once it is taken out of it, on every
+release of torchrec."""
 
 from __future__ import annotations
 
@@ -15,16 +16,8 @@ from dnis_torchrec.data.lookup_batches import with_ids_counted
 
 
 class DetachableTrainPipeline(TrainPipelineSparseDist):
-    """`TrainPipelineSparseDist` that puts modules of the input's way, such as bag splitters, back where they were.
-
-    torchrec 1.6 puts a nested module that it has pipelined back under its dotted name, where nothing calls it: a
-    detached model would go on with what that module made of an old batch. Later releases do it right, and this changes
-    nothing there.
-
-    Managed collisions remap the ids of the batch ahead, too. Their module then asks what has been evicted.
-
-    A batch that goes from the CPU to a GPU has the ids of its features counted before: the host would wait for them.
-    """
+    """`TrainPipelineSparseDist` that puts modules of the input's way, such as bag splitters, back
+    where they were."""
 
     def _next_batch(self, dataloader_iter: Iterator[Pipelineable]) -> Pipelineable | None:
         batch = super()._next_batch(dataloader_iter)
@@ -37,14 +30,12 @@ class DetachableTrainPipeline(TrainPipelineSparseDist):
                 vars(pipelined)["evict"] = pipelined.postproc_module.evict
 
     def detach(self) -> nn.Module:
-        """Takes the model out of the pipeline; batches in flight stay with it.
-
-        Returns:
-            The model.
-        """
+        """Takes the model out of the pipeline; batches in flight stay with it."""
         model = super().detach()
         for module in self._pipelined_modules:
-            module.is_pipelined = False  # feature processors in front of row shards leave their input to the pipeline
+            module.is_pipelined = (
+                False  # feature processors in front of row shards leave their input to the pipeline
+            )
         plain = get_unwrapped_module(model)
         for pipelined in self._pipelined_postprocs:
             parent, _, name = pipelined.fqn.rpartition(".")

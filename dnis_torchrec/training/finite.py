@@ -1,4 +1,5 @@
-"""FiniteGuard: NaN and infinity stop the run before they reach a weight, with the table and step named."""
+"""FiniteGuard: NaN and infinity stop the run before they reach a weight, with the table and step
+named."""
 
 from __future__ import annotations
 
@@ -24,25 +25,15 @@ class NonFiniteError(ArithmeticError):
 
 
 class FiniteGuard:
-    """Checks losses and gradients of a model, prepared or not.
-
-    On a CPU a bad gradient is found inside backward, before a fused optimizer applies it. On a GPU the host would have
-    to wait for it: there it is made zero instead, on the GPU, and found when the next step's loss is checked, or by
-    `settle`; a bad gradient of alpha moves none.
-
-    Over several ranks a check is one all_reduce of W numbers, after which all of them stop or none: a rank that stopped
-    by itself would leave the others waiting in TorchRec's next collective.
-
-    Args:
-        model: the model, sharded or not.
-        group: the ranks that stop together; None for this one alone.
-    """
+    """Checks losses and gradients of a model, prepared or not."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
         self._world_size = 1 if group is None else dist.get_world_size(group)
         self._rank = 0 if group is None else dist.get_rank(group)
-        self._num_flags = self._world_size if self._world_size > 1 else 0  # read with what they are about
+        self._num_flags = (
+            self._world_size if self._world_size > 1 else 0
+        )  # read with what they are about
         self._late = LateValues()
         self._collections = collections(model)
         self._wrappers = soft_selection_modules(model)
@@ -54,36 +45,18 @@ class FiniteGuard:
         }
 
     def settle(self) -> None:
-        """Reads what earlier checks on a GPU have found: to be called before a state is saved, evaluated or left.
-
-        Raises:
-            NonFiniteError: on all ranks alike, naming the step that was checked.
-        """
+        """Reads what earlier checks on a GPU have found: to be called before a state is saved,
+        evaluated or left."""
         self._late.settle()
 
     def flags(self, value: Tensor) -> Tensor:
-        """Flags this rank if it holds a NaN or an infinity; the sum over ranks flags all that do. Local.
-
-        Args:
-            value: any shape.
-
-        Returns:
-            ``(W,)``, 1 at this rank if `value` is not finite throughout, else 0.
-        """
+        """Flags this rank if it holds a NaN or an infinity; the sum over ranks flags all that do.
+        Local."""
         return self._flags(torch.isfinite(value.detach()).all())
 
     def check_loss(self, loss: Tensor, place: str, flags: Tensor | None = None) -> None:
-        """Checks a loss, on all ranks alike; before that it reads what earlier checks on a GPU have found.
-
-        Args:
-            loss: of this rank.
-            place: the step.
-            flags: of the loss, where they have been summed over ranks already; None sums them here.
-
-        Raises:
-            NonFiniteError: naming the step, and the table that holds a non-finite value if one does; or the rank, if it
-                is the loss of another one.
-        """
+        """Checks a loss, on all ranks alike; before that it reads what earlier checks on a GPU have
+        found."""
         self.settle()
         values = loss.detach().flatten()
         if self._num_flags:
@@ -93,14 +66,8 @@ class FiniteGuard:
 
     @contextmanager
     def watch_gradients(self, place: str) -> Iterator[None]:
-        """Checks the gradients of pooled embeddings, table by table, during the backward pass inside.
-
-        Args:
-            place: the step.
-
-        Raises:
-            NonFiniteError: naming the step and the table, before a fused optimizer has applied the gradient.
-        """
+        """Checks the gradients of pooled embeddings, table by table, during the backward pass
+        inside."""
 
         def look(finite: Tensor, table_of: Callable[[Tensor], str]) -> Tensor | None:
             is_finite, values = finite.all(), finite
@@ -118,38 +85,26 @@ class FiniteGuard:
                 wrapper.selection.on_gradient = None
 
     def check_dense_gradients(self, place: str) -> None:
-        """Checks the gradients of everything that is not a table; on a GPU makes all of them zero if one is bad.
-
-        Args:
-            place: the step.
-
-        Raises:
-            NonFiniteError: naming the step and the parameter.
-        """
-        gradients = {name: p.grad for name, p in self._dense.items() if p.grad is not None and p.grad.numel()}
+        """Checks the gradients of everything that is not a table; on a GPU makes all of them zero
+        if one is bad."""
+        gradients = {
+            name: p.grad for name, p in self._dense.items() if p.grad is not None and p.grad.numel()
+        }
         if not gradients:
             return
         values = list(gradients.values())
-        if values[0].device.type == "cpu" and bool(torch.isfinite(torch.stack(torch._foreach_norm(values)).sum())):
+        if values[0].device.type == "cpu" and bool(
+            torch.isfinite(torch.stack(torch._foreach_norm(values)).sum())
+        ):
             return  # by far the quickest there; not finite may also be a sum of squares that overflows
         largest = torch.stack(torch._foreach_norm(values, math.inf))
-        if not self._late.read(largest, partial(self._stop_for_dense_gradient, place, list(gradients))):
+        if not self._late.read(
+            largest, partial(self._stop_for_dense_gradient, place, list(gradients))
+        ):
             _zero_unless_((largest < math.inf).all(), values)  # NaN is not smaller, either
 
     def check_alpha_gradient(self, gradient: Tensor, embedding_dim: int, place: str) -> Tensor:
-        """Checks the all-reduced gradient of an alpha, so that all ranks stop alike.
-
-        Args:
-            gradient: ``(A, D)``, the same on all ranks.
-            embedding_dim: D.
-            place: the step.
-
-        Returns:
-            Whether it is finite, of no dimension, on its device: if not, and that is read later, alpha may not take it.
-
-        Raises:
-            NonFiniteError: naming the step and the tables that this alpha multiplies.
-        """
+        """Checks the all-reduced gradient of an alpha, so that all ranks stop alike."""
         finite = (gradient.abs() < math.inf).all(dim=1)
         self._late.read(finite, partial(self._stop_for_alpha, place, embedding_dim))
         return finite.all()
@@ -165,7 +120,8 @@ class FiniteGuard:
         return flags
 
     def _stop_for_loss(self, place: str, found: Tensor) -> None:
-        """Raises if a rank's loss is not finite; `found` holds the flags of ranks, if several, then this one's loss."""
+        """Raises if a rank's loss is not finite; `found` holds the flags of ranks, if several, then
+        this one's loss."""
         num_flags = self._num_flags
         loss = found[num_flags:]
         flags = found[:num_flags] if num_flags else ~torch.isfinite(loss).all().view(1)
@@ -176,21 +132,28 @@ class FiniteGuard:
         where = f"{place}, table {culprit!r}" if culprit else f"{place} (every table is finite)"
         raise NonFiniteError(describe(where, "a finite loss", float(loss.sum()), REMEDY))
 
-    def _stop_for_gradient(self, place: str, table_of: Callable[[Tensor], str], found: Tensor) -> None:
-        """Raises if a rank's gradient is not finite; `found` is of it, behind the flags of ranks, if several."""
+    def _stop_for_gradient(
+        self, place: str, table_of: Callable[[Tensor], str], found: Tensor
+    ) -> None:
+        """Raises if a rank's gradient is not finite; `found` is of it, behind the flags of ranks,
+        if several."""
         num_flags = self._num_flags
         finite = found[num_flags:] > 0
         flags = found[:num_flags] if num_flags else ~finite.all().view(1)
         if not bool(flags.any()):
             return
         self._stop_for_another_rank(flags, place, "finite gradients")
-        raise NonFiniteError(describe(f"{place}, {table_of(finite)}", "finite gradients", "nan or inf", REMEDY))
+        raise NonFiniteError(
+            describe(f"{place}, {table_of(finite)}", "finite gradients", "nan or inf", REMEDY)
+        )
 
     def _stop_for_dense_gradient(self, place: str, names: list[str], largest: Tensor) -> None:
         finite = torch.isfinite(largest)
         if not bool(finite.all()):
             name = names[int((~finite).nonzero()[0])]
-            raise NonFiniteError(describe(f"{place}, parameter {name!r}", "finite gradients", "nan or inf", REMEDY))
+            raise NonFiniteError(
+                describe(f"{place}, parameter {name!r}", "finite gradients", "nan or inf", REMEDY)
+            )
 
     def _stop_for_alpha(self, place: str, embedding_dim: int, finite: Tensor) -> None:
         if bool(finite.all()):
@@ -199,7 +162,8 @@ class FiniteGuard:
         tables = [
             table
             for table, dim in blocks.embedding_dims.items()
-            if dim == embedding_dim and 0 <= row - blocks.first_alpha_row(table) < blocks.routings[table].num_blocks
+            if dim == embedding_dim
+            and 0 <= row - blocks.first_alpha_row(table) < blocks.routings[table].num_blocks
         ]
         where = f"{place}, tables {tables}, row {row} of alpha"
         raise NonFiniteError(describe(where, "a finite gradient", "nan or inf", REMEDY))
@@ -208,7 +172,9 @@ class FiniteGuard:
         """Raises in the name of another rank, unless this one has something to tell itself."""
         if not bool(flags[self._rank]):
             rank = int(flags.nonzero()[0])
-            raise NonFiniteError(describe(f"{place}, rank {rank}", requirement, "nan or inf", REMEDY))
+            raise NonFiniteError(
+                describe(f"{place}, rank {rank}", requirement, "nan or inf", REMEDY)
+            )
 
     def _table_with_non_finite_value(self) -> str | None:
         for collection in self._collections.values():
@@ -223,10 +189,13 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _zero_unless_(is_finite: Tensor, gradients: Iterable[Tensor]) -> None:
-    """Makes gradients zero where a flag of no dimension, on their device, is False: all of them in few launches."""
+    """Makes gradients zero where a flag of no dimension, on their device, is False: all of them in
+    few launches."""
     by_size: dict[int, list[Tensor]] = {}
     for gradient in gradients:
         size = gradient.element_size()
-        by_size.setdefault(size, []).append(gradient.view(_INTEGERS[size]))  # as a float NaN times 0 is NaN
+        by_size.setdefault(size, []).append(
+            gradient.view(_INTEGERS[size])
+        )  # as a float NaN times 0 is NaN
     for size, bits in by_size.items():
         torch._foreach_mul_(bits, is_finite.to(_INTEGERS[size]))

@@ -1,8 +1,5 @@
-"""LateValues: numbers that the host reads from a GPU without stopping it, a step after they were asked for.
-
-To read a number at once, the host waits until the GPU has done all that it was asked for, and the GPU then waits for
-the host's next orders. A copy to pinned memory waits for nothing; a step later it is there. On a CPU nothing is late.
-"""
+"""LateValues: numbers that the host reads from a GPU without stopping it, a step after they were
+asked for."""
 
 from __future__ import annotations
 
@@ -17,13 +14,7 @@ Reader = Callable[[Tensor], None]
 
 @dataclass(frozen=True, kw_only=True)
 class _Copy:
-    """Values on their way to the host.
-
-    Attributes:
-        values: on the CPU, once they are there.
-        is_there: the event after the copy; None where that is done already.
-        then: reads them.
-    """
+    """Values on their way to the host."""
 
     values: Tensor
     is_there: torch.cuda.Event | None
@@ -36,39 +27,28 @@ def is_read_late(device: torch.device) -> bool:
 
 
 class LateValues:
-    """Copies on their way to the host. Local, no collective.
-
-    Example:
-        >>> values, found = LateValues(), []
-        >>> values.read(torch.tensor([1.5]), lambda read: found.append(read.tolist()))
-        True
-        >>> found
-        [[1.5]]
-    """
+    """Copies on their way to the host. Local, no collective."""
 
     def __init__(self) -> None:
         self._coming: list[_Copy] = []
 
     def read(self, values: Tensor, then: Reader) -> bool:
-        """Has values read: on a CPU now, those of a GPU when `settle` is called next.
-
-        Args:
-            values: any shape; they may change afterwards.
-            then: called once with them on the CPU, in the order of the calls.
-
-        Returns:
-            Whether they have been read.
-        """
+        """Has values read: on a CPU now, those of a GPU when `settle` is called next."""
         if not is_read_late(values.device):
             then(values.detach())
             return True
-        copied = values.detach().to("cpu", non_blocking=True, copy=True)  # pinned, where it comes from a GPU
-        is_there = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
+        copied = values.detach().to(
+            "cpu", non_blocking=True, copy=True
+        )  # pinned, where it comes from a GPU
+        is_there = (
+            torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
+        )
         self._coming.append(_Copy(values=copied, is_there=is_there, then=then))
         return False
 
     def settle(self) -> None:
-        """Reads all that is on its way, and waits for it where that has to be; one that raises ends the reading."""
+        """Reads all that is on its way, and waits for it where that has to be; one that raises ends
+        the reading."""
         coming, self._coming = self._coming, []
         for copy in coming:
             if copy.is_there is not None:

@@ -1,12 +1,4 @@
-"""Metrics of an evaluation, from torchmetrics and torchrec.metrics; the same value on every rank.
-
-kind           metrics
-regression     mse
-binary         auc (exact, no bins), ne, calibration, logloss
-ranking        recall@k, mrr@k, ndcg@k for k in `RANKING_KS`
-
-Shapes: B batch, Q queries, n samples of all ranks.
-"""
+"""Metrics of an evaluation, from torchmetrics and torchrec.metrics; the same value on every rank."""
 
 from __future__ import annotations
 
@@ -30,23 +22,16 @@ _SMALLEST_PROBABILITY = 1e-12
 
 
 class JudgedPredictions:
-    """The metrics of predictions of one name, while batches come in.
-
-    Args:
-        kind: of the predictions, see `dnis_torchrec.data.task`.
-        device: where they are.
-
-    Example:
-        >>> judged = JudgedPredictions("regression", torch.device("cpu"))
-        >>> judged.update(Predictions(torch.tensor([1.0, 5.0]), torch.tensor([2.0, 2.0]), torch.tensor([3.0, 1.0])))
-        >>> judged.compute()
-        {'mse': 3.0}
-    """
+    """The metrics of predictions of one name, while batches come in."""
 
     def __init__(self, kind: str, device: torch.device) -> None:
         self._kind = kind
         of_kind: dict[str, dict[str, Metric]] = {
-            BINARY: {"auc": AreaUnderCurve(), "ne": NormalizedEntropy(), "calibration": Calibration()},
+            BINARY: {
+                "auc": AreaUnderCurve(),
+                "ne": NormalizedEntropy(),
+                "calibration": Calibration(),
+            },
             REGRESSION: {"mse": WeightedSquaredError()},
             RANKING: {"ranking": RankingMetrics()},
         }
@@ -54,11 +39,7 @@ class JudgedPredictions:
         self._logloss = LogLoss().to(device)
 
     def update(self, predictions: Predictions) -> None:
-        """Adds a batch.
-
-        Args:
-            predictions: checked, see `checked_predictions`.
-        """
+        """Adds a batch."""
         values, labels, weights = predictions.values, predictions.labels, predictions.weights
         if self._kind == RANKING:
             self._metrics.update(values, labels, predictions.queries)
@@ -78,24 +59,7 @@ class JudgedPredictions:
 
 
 class AreaUnderCurve(Metric):
-    """Exact area under the ROC curve, no bins; higher is better.
-
-    It is the share of pairs of a positive and a negative, by the product of their weights, in which the positive is
-    predicted higher; ties count half. Of torchmetrics' and torchrec's own, one knows no weights, one no ties.
-
-    NaN where all samples are of one class.
-
-    Shape:
-        - preds: ``(B,)``, higher for positives.
-        - target: ``(B,)`` 0 or 1.
-        - weights: ``(B,)``, >= 0; None for 1.
-
-    Example:
-        >>> metric = AreaUnderCurve()
-        >>> metric.update(torch.tensor([0.1, 0.6, 0.4]), torch.tensor([0, 1, 1]))
-        >>> float(metric.compute())
-        1.0
-    """
+    """Exact area under the ROC curve, no bins; higher is better."""
 
     full_state_update = False
     higher_is_better = True
@@ -110,7 +74,9 @@ class AreaUnderCurve(Metric):
 
     def update(self, preds: Tensor, target: Tensor, weights: Tensor | None = None) -> None:
         """Adds a batch."""
-        counted = torch.ones_like(target, dtype=torch.float64) if weights is None else weights.double()
+        counted = (
+            torch.ones_like(target, dtype=torch.float64) if weights is None else weights.double()
+        )
         self.preds.append(preds.detach())
         self.positives.append(counted * target)
         self.negatives.append(counted * (1 - target))
@@ -118,7 +84,9 @@ class AreaUnderCurve(Metric):
     def compute(self) -> Tensor:
         """Area of all samples so far."""
         preds, order = dim_zero_cat(self.preds).sort(descending=True)
-        positives, negatives = (dim_zero_cat(part)[order].cumsum(0) for part in (self.positives, self.negatives))
+        positives, negatives = (
+            dim_zero_cat(part)[order].cumsum(0) for part in (self.positives, self.negatives)
+        )
         last_of_ties = torch.cat([preds.diff() != 0, preds.new_ones(1, dtype=torch.bool)])
         start = positives.new_zeros(1)
         hits, misses = (torch.cat([start, part[last_of_ties]]) for part in (positives, negatives))
@@ -126,11 +94,7 @@ class AreaUnderCurve(Metric):
 
 
 class _TorchRecMetric(Metric):
-    """A metric of torchrec.metrics with sums for states, without its windows and tasks.
-
-    Args:
-        states: names of the sums.
-    """
+    """A metric of torchrec.metrics with sums for states, without its windows and tasks."""
 
     full_state_update = False
 
@@ -145,26 +109,8 @@ class _TorchRecMetric(Metric):
 
 
 class NormalizedEntropy(_TorchRecMetric):
-    r"""Cross entropy divided by that of always predicting the click rate of the evaluated samples; lower is better.
-
-    .. math:: NE = \frac{-\frac 1 n \sum_i y_i \log p_i + (1 - y_i) \log(1 - p_i)}
-                        {-(\bar y \log \bar y + (1 - \bar y) \log(1 - \bar y))}
-
-    NaN where all samples are of one class.
-
-    Source: He et al., Practical Lessons from Predicting Clicks on Ads at Facebook, 2014; computed by torchrec.metrics.
-
-    Shape:
-        - preds: ``(B,)`` probabilities.
-        - target: ``(B,)`` 0 or 1.
-        - weights: ``(B,)``, >= 0; None for 1.
-
-    Example:
-        >>> metric = NormalizedEntropy()
-        >>> metric.update(torch.tensor([0.25, 0.25, 0.25, 0.25]), torch.tensor([1, 0, 0, 0]))
-        >>> round(float(metric.compute()), 6)
-        1.0
-    """
+    r"""Cross entropy divided by that of always predicting the click rate of the evaluated samples;
+    lower is better."""
 
     higher_is_better = False
 
@@ -183,21 +129,7 @@ class NormalizedEntropy(_TorchRecMetric):
 
 
 class LogLoss(_TorchRecMetric):
-    """Mean cross entropy of logits, exact however large they are; lower is better.
-
-    NaN where no sample counts.
-
-    Shape:
-        - preds: ``(B,)`` logits.
-        - target: ``(B,)`` 0 or 1.
-        - weights: ``(B,)``, >= 0; None for 1.
-
-    Example:
-        >>> metric = LogLoss()
-        >>> metric.update(torch.tensor([0.0, 40.0]), torch.tensor([1, 0]), torch.tensor([1.0, 0.0]))
-        >>> round(float(metric.compute()), 6)
-        0.693147
-    """
+    """Mean cross entropy of logits, exact however large they are; lower is better."""
 
     higher_is_better = False
     cross_entropy_sum: Tensor
@@ -210,7 +142,9 @@ class LogLoss(_TorchRecMetric):
         """Adds a batch."""
         labels, logits, counted = _as_doubles(preds, target, weights)
         each = binary_cross_entropy_with_logits(logits, labels, reduction="none")
-        self._add({"cross_entropy_sum": (counted * each).sum(), "weighted_num_samples": counted.sum()})
+        self._add(
+            {"cross_entropy_sum": (counted * each).sum(), "weighted_num_samples": counted.sum()}
+        )
 
     def compute(self) -> Tensor:
         """Mean of all samples so far."""
@@ -218,21 +152,7 @@ class LogLoss(_TorchRecMetric):
 
 
 class Calibration(_TorchRecMetric):
-    """Predicted clicks divided by clicks; 1 is best. Computed by torchrec.metrics.
-
-    NaN where all samples are of one class.
-
-    Shape:
-        - preds: ``(B,)`` probabilities.
-        - target: ``(B,)`` 0 or 1.
-        - weights: ``(B,)``, >= 0; None for 1.
-
-    Example:
-        >>> metric = Calibration()
-        >>> metric.update(torch.tensor([0.5, 0.5, 0.5, 0.5]), torch.tensor([1, 0, 0, 0]))
-        >>> float(metric.compute())
-        2.0
-    """
+    """Predicted clicks divided by clicks; 1 is best. Computed by torchrec.metrics."""
 
     def __init__(self) -> None:
         super().__init__(("calibration_num", "calibration_denom", "num_negatives"))
@@ -250,21 +170,7 @@ class Calibration(_TorchRecMetric):
 
 
 class WeightedSquaredError(_TorchRecMetric):
-    """Mean squared error, weighted; lower is better. Computed by torchrec.metrics.
-
-    NaN where no sample counts.
-
-    Shape:
-        - preds: ``(B,)``.
-        - target: ``(B,)``.
-        - weights: ``(B,)``, >= 0; None for 1.
-
-    Example:
-        >>> metric = WeightedSquaredError()
-        >>> metric.update(torch.tensor([1.0, 5.0]), torch.tensor([2.0, 2.0]), torch.tensor([3.0, 1.0]))
-        >>> float(metric.compute())
-        3.0
-    """
+    """Mean squared error, weighted; lower is better. Computed by torchrec.metrics."""
 
     higher_is_better = False
 
@@ -284,36 +190,7 @@ class WeightedSquaredError(_TorchRecMetric):
 
 
 class RankingMetrics(Metric):
-    r"""Recall@k, MRR@k and NDCG@k, each the mean over queries; higher is better.
-
-    With the candidates of a query in falling order of prediction, :math:`y_p` the label of the p-th from 1:
-
-    .. math:: \text{recall@k} = \frac{\sum_{p \le k} y_p}{\sum_p y_p}, \quad
-              \text{mrr@k} = \frac 1 {\min \{p \le k : y_p = 1\}}, \quad
-              \text{ndcg@k} = \frac{\sum_{p \le k} y_p / \log_2(p + 1)}{\text{the same with all positives in front}}
-
-    and 0 where there is no positive, or none within k. The values are those of torchmetrics.retrieval (1.0), which is
-    not used because it walks the queries in Python once per metric and k (6 s for 6,040 queries against 0.3 s), gathers
-    batch by batch (so ranks with different numbers of batches wait for ever), breaks ties by accident, and has no
-    MRR@k. Here a tie counts against the positive: a model that predicts one value for all ranks the positive last.
-
-    Args:
-        ks: cut-offs.
-
-    Shape:
-        - preds: ``(B,)`` predictions.
-        - target: ``(B,)`` 0 or 1.
-        - queries: ``(B,)`` integers; the candidates of one query may come in any order, batch and rank.
-
-    Raises:
-        ValueError: from compute(), if a query has fewer than k candidates.
-
-    Example:
-        >>> metric = RankingMetrics(ks=(1, 2))
-        >>> metric.update(torch.tensor([0.3, 0.9, 0.1]), torch.tensor([1, 0, 0]), torch.tensor([7, 7, 7]))
-        >>> {name: round(float(value), 3) for name, value in metric.compute().items()}
-        {'recall@1': 0.0, 'mrr@1': 0.0, 'ndcg@1': 0.0, 'recall@2': 1.0, 'mrr@2': 0.5, 'ndcg@2': 0.631}
-    """
+    r"""Recall@k, MRR@k and NDCG@k, each the mean over queries; higher is better."""
 
     full_state_update = False
     higher_is_better = True
@@ -329,11 +206,7 @@ class RankingMetrics(Metric):
             self.add_state(name, [], dist_reduce_fx="cat")
 
     def update(self, preds: Tensor, target: Tensor, queries: Tensor) -> None:
-        """Adds a batch.
-
-        Raises:
-            ValueError: for a label that is neither 0 nor 1.
-        """
+        """Adds a batch."""
         odd = target[(target != 0) & (target != 1)]
         if odd.numel():
             remedy = "mark relevant candidates by 1, all others by 0"
@@ -346,7 +219,9 @@ class RankingMetrics(Metric):
         """Metric -> mean over the queries so far."""
         queries = dim_zero_cat(self.queries)
         check_candidates(queries, max(self._ks))
-        label, query, position = _ranked(dim_zero_cat(self.preds), dim_zero_cat(self.target), queries)
+        label, query, position = _ranked(
+            dim_zero_cat(self.preds), dim_zero_cat(self.target), queries
+        )
         num_queries = int(query[-1]) + 1
         discount = (position + 2).double().log2().reciprocal()
         empty = torch.zeros(num_queries, dtype=torch.float64, device=query.device)
@@ -360,45 +235,38 @@ class RankingMetrics(Metric):
             reciprocal_rank = empty.scatter_reduce(0, query, hit / (position + 1), "amax")
             ideal = best_gains[num_positives.long().clamp(1, k) - 1]
             ndcg = empty.index_add(0, query, hit * discount) / ideal
-            found |= {f"recall@{k}": recall.mean(), f"mrr@{k}": reciprocal_rank.mean(), f"ndcg@{k}": ndcg.mean()}
+            found |= {
+                f"recall@{k}": recall.mean(),
+                f"mrr@{k}": reciprocal_rank.mean(),
+                f"ndcg@{k}": ndcg.mean(),
+            }
         return found
 
 
-def _as_doubles(preds: Tensor, target: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _as_doubles(
+    preds: Tensor, target: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(labels, predictions, weights), as torchrec.metrics takes them."""
     labels = target.double()
     return labels, preds.double(), torch.ones_like(labels) if weights is None else weights.double()
 
 
 def ranking_mean(metrics: Mapping[str, float]) -> float | None:
-    """One number for a ranking: the mean of recall@k for every k, and of mrr@k and ndcg@k for every k above 1.
-
-    At k = 1 all three are equal for a query of one positive, so they count once.
-
-    Args:
-        metrics: name -> value; others than those of a ranking are passed over.
-
-    Returns:
-        The mean, None where there is no ranking metric.
-
-    Example:
-        >>> ranking_mean({"recall@1": 0.2, "mrr@1": 0.2, "recall@5": 0.6, "mrr@5": 0.4, "ndcg@5": 0.4, "loss": 3.0})
-        0.4
-        >>> ranking_mean({"mse": 0.7}) is None
-        True
-    """
+    """One number for a ranking: the mean of recall@k for every k, and of mrr@k and ndcg@k for every
+    k above 1."""
     parts = {name: name.partition("@") for name in metrics}
-    ranking = {name for name, (kind, at, _) in parts.items() if at and kind in ("recall", "mrr", "ndcg")}
-    counted = [metrics[name] for name in ranking if parts[name][0] == "recall" or parts[name][2] != "1"]
+    ranking = {
+        name for name, (kind, at, _) in parts.items() if at and kind in ("recall", "mrr", "ndcg")
+    }
+    counted = [
+        metrics[name] for name in ranking if parts[name][0] == "recall" or parts[name][2] != "1"
+    ]
     return math.fsum(counted) / len(counted) if counted else None
 
 
 def _ranked(preds: Tensor, target: Tensor, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Candidates in falling order of prediction within each query, equal predictions with the negatives first.
-
-    Returns:
-        ``(label, query numbered 0..Q-1, position within the query from 0)``, each ``(n,)``.
-    """
+    """Candidates in falling order of prediction within each query, equal predictions with the
+    negatives first."""
     order = target.argsort(stable=True)
     order = order[preds[order].argsort(descending=True, stable=True)]
     order = order[queries[order].argsort(stable=True)]

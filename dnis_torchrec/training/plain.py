@@ -1,7 +1,4 @@
-"""Plain training: epochs until the selection loss stops improving, and back to the best one.
-
-Shapes: B batch.
-"""
+"""Plain training: epochs until the selection loss stops improving, and back to the best one."""
 
 from __future__ import annotations
 
@@ -46,12 +43,8 @@ class Stepper(Protocol):
 
 @dataclass
 class EarlyStopping:
-    """Stops when the selection loss has not improved for a while, and remembers the best state on disk.
-
-    Attributes:
-        path: name of the checkpoint that holds the best state.
-        patience: epochs without improvement after which to stop.
-    """
+    """Stops when the selection loss has not improved for a while, and remembers the best state on
+    disk."""
 
     path: Path
     patience: int
@@ -59,16 +52,7 @@ class EarlyStopping:
     best_epoch: int = -1
 
     def update(self, epoch: int, loss: float, save: Callable[[Path], None]) -> bool:
-        """Takes the selection loss of an epoch.
-
-        Args:
-            epoch: its number.
-            loss: selection loss.
-            save: writes a checkpoint of the given name; called if this epoch is the best so far.
-
-        Returns:
-            True if training should stop.
-        """
+        """Takes the selection loss of an epoch."""
         if loss < self.best:
             self.best, self.best_epoch = loss, epoch
             save(self.path)
@@ -77,14 +61,7 @@ class EarlyStopping:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainEpoch:
-    """Results of one epoch of a plain training.
-
-    Attributes:
-        epoch: from 0.
-        step: steps so far.
-        train_loss: of the data alone, the mean over the epoch and all ranks.
-        selection_loss: on the selection split, see `dnis_torchrec.training.evaluation.selection_loss`.
-    """
+    """Results of one epoch of a plain training."""
 
     epoch: int
     step: int
@@ -94,12 +71,7 @@ class PlainEpoch:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainEvents:
-    """Callbacks that follow a plain training; each is optional.
-
-    Attributes:
-        on_step: called after every step with this rank's loss; on a GPU after the next one, or at the end of the epoch.
-        on_epoch: called with the record of every epoch.
-    """
+    """Callbacks that follow a plain training; each is optional."""
 
     on_step: Callable[[float], None] = field(default=lambda loss: None)
     on_epoch: Callable[[PlainEpoch], None] = field(default=lambda record: None)
@@ -107,14 +79,7 @@ class PlainEvents:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainTraining:
-    """Results of `train_plainly`.
-
-    Attributes:
-        selection_loss: of the best epoch.
-        best_epoch: its number, from 0; -1 for the state that training started from.
-        seconds: wall time.
-        history: one record per epoch.
-    """
+    """Results of `train_plainly`."""
 
     selection_loss: float
     best_epoch: int
@@ -136,57 +101,16 @@ def train_plainly(
     starts_trained: bool = False,
     events: PlainEvents = PlainEvents(),
 ) -> PlainTraining:
-    """Trains with TorchRec's own pipeline until the selection loss stops improving, and goes back to the best epoch.
-
-    Weights learn on the training split, as the model's `TrainTask` has it, L2 included; what stops them is measured on
-    the selection split: the data's loss alone, or the metric of `Recipe.stop_on`.
-
-    Distributed: every rank calls it with its share of the data (see `data.over_ranks`). Beside TorchRec's own
-    collectives each step sums W numbers, and each epoch the sums of losses and metrics. All ranks stop after the same
-    epoch. Each keeps its own shards of the best state in its `folder`, which ranks may share.
-
-    Args:
-        model: the sharded model around a `TrainTask`, as `shard` makes it; ends in its best state.
-        optimizer: of everything not fused, from `shard` or `rest_optimizer`, or what steps that one.
-        recipe: data and loss; how weights learn is in model and optimizer already.
-        device: where the model is.
-        max_epochs: epochs at most.
-        patience: epochs without improvement before stopping.
-        folder: where the best state is kept, as `BEST_STATE`.
-        held: what the tables obey after every step: a `RetainedMask` holds pruned values at zero (masked fine-tuning),
-            `RoundedTables` round what they will be served as. Its state is kept with the best one.
-        starts_trained: whether the state that training starts from may be the best one, as a pruned model's may that
-            was at its best before. Epochs are stopped as they are without it.
-        events: who listens.
-
-    Returns:
-        How it went, the same on all ranks but for the seconds.
-
-    Raises:
-        NonFiniteError: if the loss becomes NaN or infinite.
-        ValueError: if the training split is empty.
-
-    Example:
-        >>> import tempfile
-        >>> from examples.synthetic import demo
-        >>> from dnis_torchrec.data.recipe import TrainTask
-        >>> from dnis_torchrec.training.process_group import process_group
-        >>> from dnis_torchrec.training.sharded import shard
-        >>> recipe = demo(None)
-        >>> with process_group() as device, tempfile.TemporaryDirectory() as folder:
-        ...     task = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
-        ...     model, optimizer = shard(task, recipe, device)
-        ...     trained = train_plainly(
-        ...         model, optimizer, recipe, device, max_epochs=1, patience=1, folder=Path(folder)
-        ...     )
-        >>> trained.best_epoch, trained.selection_loss < 0.69
-        (0, True)
-    """
+    """Trains with TorchRec's own pipeline until the selection loss stops improving, and goes back
+    to the best epoch."""
     started = time.monotonic()
     rule = held or HeldTables()
     stepper = optimizer if held is None else HoldingOptimizer(cast(KeyedOptimizer, optimizer), held)
     pipeline = DetachableTrainPipeline(model, stepper, device, pipeline_postproc=True)
-    stopping, guard = EarlyStopping(folder / BEST_STATE, patience), FiniteGuard(model, model._env.process_group)
+    stopping, guard = (
+        EarlyStopping(folder / BEST_STATE, patience),
+        FiniteGuard(model, model._env.process_group),
+    )
     late, start, loss_before = LateValues(), folder / "start", math.inf
     history: list[PlainEpoch] = []
     if starts_trained:
@@ -212,7 +136,11 @@ def train_plainly(
         found = selection_loss(pipeline.detach(), recipe, device)
         steps_before = history[-1].step if history else 0
         train_loss = _mean_over_ranks(losses, model)
-        history.append(PlainEpoch(epoch=epoch, step=steps_before + step, train_loss=train_loss, selection_loss=found))
+        history.append(
+            PlainEpoch(
+                epoch=epoch, step=steps_before + step, train_loss=train_loss, selection_loss=found
+            )
+        )
         events.on_epoch(history[-1])
         if stopping.update(epoch, found, lambda path: save_checkpoint(path, model, rule.tensors())):
             break
@@ -228,7 +156,8 @@ def train_plainly(
 
 
 def _mean_over_ranks(losses: Tensor, model: DistributedModelParallel) -> float:
-    """Returns the mean loss over ranks, from each rank's sum and number of losses. One all_reduce of two numbers."""
+    """Returns the mean loss over ranks, from each rank's sum and number of losses. One all_reduce
+    of two numbers."""
     group = model._env.process_group
     if world_size_of(group) > 1:
         dist.all_reduce(losses, group=group)

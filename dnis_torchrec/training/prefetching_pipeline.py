@@ -1,12 +1,4 @@
-"""PrefetchingTrainPipeline: a train pipeline that fetches rows ahead for tables in host memory.
-
-    batch i        forward                             backward, or none
-    batch i+1      input_dist      cached rows
-    batch i+2      copy                                              input_dist
-
-The order is that of TorchRec's PrefetchTrainPipelineSparseDist. That class itself will not do: it calls backward, which
-upper steps do not have, and only a backward pass unlocks what was prefetched (see `cached_tables`).
-"""
+"""PrefetchingTrainPipeline: a train pipeline that fetches rows ahead for tables in host memory."""
 
 from __future__ import annotations
 
@@ -27,19 +19,8 @@ from dnis_torchrec.training.detachable_pipeline import DetachableTrainPipeline
 
 
 class PrefetchingTrainPipeline(DetachableTrainPipeline):
-    """A train pipeline that fetches the next batch's rows into the GPU's cache during the current forward pass.
-
-    It does so for models with tables sharded with the ``fused_uvm_caching`` kernel and
-    ``CacheParams(prefetch_pipeline=True)``, as TorchRec's PrefetchTrainPipelineSparseDist wants them. Every other model
-    goes through `DetachableTrainPipeline` as it is. The numbers are the same.
-
-    Args:
-        model: see TrainPipelineSparseDist, as for the other arguments.
-        optimizer: steps after every batch.
-        device: where the model is.
-        context_type: of a batch in the queue.
-        settings: further ones of TrainPipelineSparseDist.
-    """
+    """A train pipeline that fetches the next batch's rows into the GPU's cache during the current
+    forward pass."""
 
     def __init__(
         self,
@@ -57,38 +38,28 @@ class PrefetchingTrainPipeline(DetachableTrainPipeline):
 
     @cached_property
     def _prefetch_stream(self) -> torch.cuda.Stream | None:
-        """Returns the stream on which caches fetch beside the forward and backward passes; None on a CPU."""
+        """Returns the stream on which caches fetch beside the forward and backward passes; None on
+        a CPU."""
         return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def fill_pipeline(self, dataloader_iter: Iterator[Pipelineable]) -> None:
-        """Puts the first batch through all that comes before its forward pass, and begins with the second.
-
-        Args:
-            dataloader_iter: gives batches; not read where batches are queued already.
-        """
+        """Puts the first batch through all that comes before its forward pass, and begins with the
+        second."""
         if not self._prefetched:
             super().fill_pipeline(dataloader_iter)
             return
         if self.batches or not self.enqueue_batch(dataloader_iter):
             return
-        self._init_pipelined_modules(self.batches[0], self.contexts[0], self._pipelined_forward_type)
+        self._init_pipelined_modules(
+            self.batches[0], self.contexts[0], self._pipelined_forward_type
+        )
         self.wait_sparse_data_dist(self.contexts[0])
         self._prefetch(self.contexts[0])
         if self.enqueue_batch(dataloader_iter):
             self.start_sparse_data_dist(self.batches[1], self.contexts[1])
 
     def progress(self, dataloader_iter: Iterator[Pipelineable]) -> Any:
-        """One step.
-
-        Args:
-            dataloader_iter: gives batches.
-
-        Returns:
-            The output that the model gave beside the loss.
-
-        Raises:
-            StopIteration: when they are over.
-        """
+        """One step."""
         if not self._prefetched:
             return super().progress(dataloader_iter)
         if not self._model_attached:
@@ -118,32 +89,19 @@ class PrefetchingTrainPipeline(DetachableTrainPipeline):
         return output
 
     def detach(self) -> nn.Module:
-        """Takes the model out of the pipeline; what was prefetched is forgotten.
-
-        Returns:
-            The model.
-        """
+        """Takes the model out of the pipeline; what was prefetched is forgotten."""
         self._prefetched.forget()
         return super().detach()
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = False) -> None:
-        """Takes the model back in, and prefetches again for the next batch.
-
-        Args:
-            model: another one than before; None for the same.
-            sparse_dist: not needed: the next batch has been through its input_dist.
-        """
+        """Takes the model back in, and prefetches again for the next batch."""
         super().attach(model, sparse_dist=sparse_dist)
         if self._prefetched and self.contexts:
             self._fetch(self.contexts[0])
 
     @contextmanager
     def detached(self) -> Iterator[nn.Module]:
-        """Lends the model in eval mode, outside the pipeline; batches in flight wait.
-
-        Yields:
-            The model, callable on batches.
-        """
+        """Lends the model in eval mode, outside the pipeline; batches in flight wait."""
         model = self.detach()
         was_training = model.training
         model.eval()
@@ -163,13 +121,17 @@ class PrefetchingTrainPipeline(DetachableTrainPipeline):
         for module in self._pipelined_modules:
             name = module.forward.name
             with self._stream_context(self._data_dist_stream):
-                context.module_input_post_prefetch[name] = context.input_dist_tensors_requests.pop(name).wait()
+                context.module_input_post_prefetch[name] = context.input_dist_tensors_requests.pop(
+                    name
+                ).wait()
             context.module_contexts_post_prefetch[name] = context.module_contexts.pop(name)
         self._fetch(context)
 
     def _fetch(self, context: PrefetchTrainPipelineContext) -> None:
         """Has the caches fetch the rows of a batch's ids, beside what the current stream is at."""
-        forward_stream = None if self._prefetch_stream is None else torch.cuda.current_stream(self._device)
+        forward_stream = (
+            None if self._prefetch_stream is None else torch.cuda.current_stream(self._device)
+        )
         with self._stream_context(self._prefetch_stream):
             if self._prefetch_stream is not None:
                 self._prefetch_stream.wait_stream(self._data_dist_stream)
@@ -181,4 +143,6 @@ class PrefetchingTrainPipeline(DetachableTrainPipeline):
                     if stream is not None:
                         features.record_stream(stream)
                         module_context.record_stream(stream)
-                module.prefetch(ctx=module_context, dist_input=features, forward_stream=forward_stream)
+                module.prefetch(
+                    ctx=module_context, dist_input=features, forward_stream=forward_stream
+                )

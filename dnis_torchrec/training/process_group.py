@@ -15,18 +15,14 @@ from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.training.denormals import flushing_denormals
 
 LONGEST_WAIT = timedelta(days=30)
-"""For which ranks that train nothing wait for each other: one of them may measure or train something alone."""
+"""For which ranks that train nothing wait for each other: one of them may measure or train
+something alone."""
 
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """The process group of a run: a launcher's if there is one, else one of world size 1 on this machine alone.
-
-    Denormals are flushed meanwhile: torch's threads, which a run mostly starts after this, inherit that.
-
-    Yields:
-        The device to train on: this rank's GPU if CUDA is available, else the CPU.
-    """
+    """The process group of a run: a launcher's if there is one, else one of world size 1 on this
+    machine alone."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(torch.distributed.get_node_local_rank(fallback_rank=0)))
@@ -40,7 +36,9 @@ def process_group() -> Iterator[torch.device]:
             if _is_launched():
                 dist.init_process_group(backend)
             else:  # a file, not a port: several runs on one machine never meet
-                dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+                dist.init_process_group(
+                    backend, store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1
+                )
             try:
                 yield device
             finally:
@@ -49,16 +47,8 @@ def process_group() -> Iterator[torch.device]:
 
 @contextmanager
 def launched_ranks() -> Iterator[Ranks]:
-    """The ranks that a launcher such as torchrun has started, on CPUs, for work that trains nothing.
-
-    Yields:
-        All of them; this process alone where there is no launcher, and no process group is made.
-
-    Example:
-        >>> with launched_ranks() as ranks:
-        ...     ranks.world_size
-        1
-    """
+    """The ranks that a launcher such as torchrun has started, on CPUs, for work that trains
+    nothing."""
     if dist.is_initialized() or not _is_launched():
         yield Ranks.everyone()
         return

@@ -14,20 +14,13 @@ from dnis_torchrec.training.held_tables import HeldTables
 
 
 class RetainedMask(HeldTables):
-    """Holds pruned values at zero while the retained ones train on (masked fine-tuning).
-
-    One bool per value of this rank's shards; on a CPU a value of the tables' own dtype, since there torch copies a mask
-    of bools to that dtype in every product. Gradients of dense tables are masked before the optimizer sees them, so its
-    state stays clean; fused optimizers apply their update inside backward, so their result is masked afterwards.
-    NOTE[DIFF]: the row-wise state of a fused row-wise optimizer still averages over pruned columns.
-
-    Args:
-        model: a pruned model, sharded or not; what is zero now stays zero.
-    """
+    """Holds pruned values at zero while the retained ones train on (masked fine-tuning)."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._shards = [shard for module in collections(model).values() for shard in local_shards(module)]
+        self._shards = [
+            shard for module in collections(model).values() for shard in local_shards(module)
+        ]
         self._masks = [self._mask(shard.weight) for shard in self._shards]
         storages = {shard.weight.data_ptr(): index for index, shard in enumerate(self._shards)}
         not_fused = dict(in_backward_optimizer_filter(model.named_parameters())).values()
@@ -53,11 +46,7 @@ class RetainedMask(HeldTables):
 
     @torch.no_grad()
     def after_step_(self) -> None:
-        """Zeroes pruned values of tables that kernels step inside backward.
-
-        It does for `hold_` where an optimizer of the others has had gradients from `before_step_` since it was made:
-        such as Adam's, whose averages of pruned values are zero, leave zero as it is.
-        """
+        """Zeroes pruned values of tables that kernels step inside backward."""
         if self._fused:
             self._hold_(self._fused)
 

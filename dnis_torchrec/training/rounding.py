@@ -1,23 +1,4 @@
-r"""RoundedTables: tables that train as they will be served, in the codes of an allocation.
-
-What lookups read are rounded values at every step. What rounding left out, the residual, stands beside each shard, so
-that steps smaller than a code add up (straight-through estimation: Bengio, Leonard, Courville, "Estimating or
-Propagating Gradients Through Stochastic Neurons", 2013):
-
-.. math:: v \leftarrow w - \eta g(w) + r, \quad w \leftarrow s (q(v) + m / 2), \quad r \leftarrow v - w
-
-for the rounded weight w, the residual r, the latent weight v, and the gradient g at the rounded weight. Forward and
-backward passes, kernels, optimizers and sharding are TorchRec's own: they see float32 weights.
-
-Two things learn the scales, and each learns another one. `RoundedTables.refit_` fits scales and shifts to the latent
-weights: the least rounding error, which knows nothing of the loss. Alpha of a prepared model multiplies the same
-columns of the same blocks as the scales do, so its gradient is that of the loss in the scales, times the scale:
-`RoundedTables.fold_` makes it part of them.
-NOTE[DIFF]: shifts have no gradient, and alpha learns where the search steps it, on its upper stream; learned step sizes
-(Esser et al., "Learned Step Size Quantization", 2020) learn on training batches, beside the weights.
-
-Shapes: N rows of a table, D embedding_dim, S blocks.
-"""
+r"""RoundedTables: tables that train as they will be served, in the codes of an allocation."""
 
 from __future__ import annotations
 
@@ -26,7 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -60,59 +43,21 @@ from dnis_torchrec.training.held_tables import HeldTables
 
 
 class RoundedTables(HeldTables):
-    """Tables of a model that hold what they will be served as, and train on.
-
-    After a step the rows that it may have moved are rounded anew: of tables in fused kernels those that were looked up,
-    of others all, since optimizers such as Adam move rows by momentum and dense kernels walk through whole tables
-    anyway: one pass more, about 3 ms for 100,000 rows of 64 on a core.
-
-    A value outside of its codes' range trains on from half a step outside, so that no latent weight runs away. Dropped
-    columns are 0 for good, whatever optimizers make of their gradients. NOTE[DIFF]: a fused row-wise optimizer's state
-    averages over dropped columns, too.
-
-    The residual takes as much memory as the tables, on the device that looks them up, even of tables that lie in host
-    memory behind a cache. Tables without a scheme train in float32.
-
-    Distributed: when it is made, ranks exchange whether all is well with each; `refit_` has collectives of its own. All
-    else is local, to be called on all ranks alike.
-
-    Args:
-        model: plain, prepared or sharded, with float32 tables. They are rounded in place, where they lie now: shard the
-            model before, and unshard it when all is trained.
-        scheme: with codes, such as that of an `Allocation`; the same on every rank.
-
-    Raises:
-        ValueError: for a table that the model lacks or has in another size, a scheme without codes, or NaN or infinity
-            in a table, before one is changed.
-        TypeError: for tables that are not float32; like the others on all ranks, for what is wrong on one.
-
-    Example:
-        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
-        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
-        >>> config = EmbeddingBagConfig(name="t", num_embeddings=1, embedding_dim=2, feature_names=["f"])
-        >>> tables, both = EmbeddingBagCollection(tables=[config]), torch.ones(1, 2, dtype=torch.bool)
-        >>> weight = tables.embedding_bags["t"].weight
-        >>> _ = weight.data.copy_(torch.tensor([[0.6, 0.3]]))
-        >>> table = TableScheme(name="t", collection="", num_embeddings=1, embedding_dim=2, pooling="sum",
-        ...     feature_names=("f",), is_weighted=False, routing=RowRouting(1, 1, boundaries=torch.tensor([0, 1])),
-        ...     retained=both, num_retained=2)
-        >>> codes = ColumnCodes(torch.tensor([[2, 32]]).byte(), torch.ones(1, 2), torch.tensor([[-3, 0]]).short())
-        >>> rounded = RoundedTables(tables, MixedDimensionScheme({"t": table.with_codes(codes)}))
-        >>> for _ in range(3):
-        ...     _ = weight.data.add_(0.25)  # a step, which the codes are too coarse for
-        ...     rounded.after_step_()
-        ...     print([round(value, 2) for value in weight[0].tolist()])
-        [0.5, 0.55]
-        [1.5, 0.8]
-        [1.5, 1.05]
-    """
+    """Tables of a model that hold what they will be served as, and train on."""
 
     def __init__(self, model: nn.Module, scheme: MixedDimensionScheme) -> None:
         found = collections(model).values()
         self._model, self._ranks = model, ranks_of(*found)
-        own = [shard for module in found for shard in local_shards(module) if shard.table in scheme.tables]
+        own = [
+            shard
+            for module in found
+            for shard in local_shards(module)
+            if shard.table in scheme.tables
+        ]
         with on_all(self._ranks):
-            configs = {config.name: config for module in found for config in table_configs_of(module)}
+            configs = {
+                config.name: config for module in found for config in table_configs_of(module)
+            }
             for table in scheme.tables.values():
                 check_known("table", table.name, configs)
                 _check_size(table, configs[table.name])
@@ -124,11 +69,14 @@ class RoundedTables(HeldTables):
         self._fused = _fused_lookups(model, self._shards)
         fused = {shard for lookup in self._fused for shard in lookup.shards}
         frozen = {table for module in found for table in frozen_tables_of(module)}
-        self._dense = [own for own in self._shards if own not in fused and own.shard.table not in frozen]
+        self._dense = [
+            own for own in self._shards if own not in fused and own.shard.table not in frozen
+        ]
 
     @property
     def scheme(self) -> MixedDimensionScheme:
-        """What the tables are rounded to now, for `packed_collections` and `export`: it holds them bit for bit."""
+        """What the tables are rounded to now, for `packed_collections` and `export`: it holds them
+        bit for bit."""
         return MixedDimensionScheme(self._tables)
 
     @torch.no_grad()
@@ -141,53 +89,47 @@ class RoundedTables(HeldTables):
                 shard.round_()
 
     def change_(self, scheme: MixedDimensionScheme) -> None:
-        """Goes over to other codes, such as those of a smaller allocation; latent weights stay.
-
-        With error feedback, or learnt scales (see `ColumnCodes`), they move to where the codes that it chooses are the
-        nearest. What the codes before have lost is not found again: columns that they dropped, values far outside their
-        range.
-
-        Distributed: that of `whole_rows` with error feedback, and an all_reduce of each chunk of tables cut by columns.
-
-        Args:
-            scheme: of the same tables, with codes; the same on every rank.
-
-        Raises:
-            ValueError: for other tables, or a scheme without codes.
-        """
+        """Goes over to other codes, such as those of a smaller allocation; latent weights stay."""
         own, given = list(self._tables), list(scheme.tables)
         check(own == given, "scheme", f"one of the tables {own}", given)
         self._settle_(scheme)
         # a copy, for checkpoints write to it
-        self._tables = {name: table.with_codes(_copied(table.codes)) for name, table in scheme.tables.items()}
+        self._tables = {
+            name: table.with_codes(_copied(table.codes)) for name, table in scheme.tables.items()
+        }
         self._round_all_()
 
     @torch.no_grad()
     def refit_(self, counts: FrequencyCounts) -> None:
-        """Fits scales and shifts to the latent weights anew, as `rounding_energies` does; bits stay.
-
-        Distributed: one all_reduce of a number per table, then two per table of its sampled rows. All ranks get the
-        same codes.
-
-        Args:
-            counts: of all rows in the training data, by which errors are weighted; the same on every rank.
-
-        Raises:
-            ValueError: for counts of other tables, or NaN or infinity in a sampled row.
-        """
+        """Fits scales and shifts to the latent weights anew, as `rounding_energies` does; bits
+        stay."""
         for name, table in self._tables.items():
             check_known("table", name, counts.counts)
             counted = counts.counts[name].numel()
-            check(counted == table.num_embeddings, f"table {name!r}", f"counts of {table.num_embeddings} rows", counted)
-        shards = {name: [own for own in self._shards if own.shard.table == name] for name in self._tables}
-        shapes = {name: (table.num_embeddings, table.embedding_dim) for name, table in self._tables.items()}
-        copies = num_copies({name: [s.shard for s in own] for name, own in shards.items()}, shapes, self._ranks)
+            check(
+                counted == table.num_embeddings,
+                f"table {name!r}",
+                f"counts of {table.num_embeddings} rows",
+                counted,
+            )
+        shards = {
+            name: [own for own in self._shards if own.shard.table == name] for name in self._tables
+        }
+        shapes = {
+            name: (table.num_embeddings, table.embedding_dim)
+            for name, table in self._tables.items()
+        }
+        copies = num_copies(
+            {name: [s.shard for s in own] for name, own in shards.items()}, shapes, self._ranks
+        )
         with writing_to_tables(self._model):
             for name, table in self._tables.items():
                 sample = sample_rows(counts.counts[name], table.routing)
                 halves = ([s.shard for s in shards[name]], [s.residual for s in shards[name]])
                 of_ranks = copies[name], self._ranks
-                weight, residual = (sampled_values(sample, half, table.embedding_dim, *of_ranks) for half in halves)
+                weight, residual = (
+                    sampled_values(sample, half, table.embedding_dim, *of_ranks) for half in halves
+                )
                 check_finite(weight, sample.blocks, f"table {name!r}")
                 bits = tuple(sorted(set(table.codes.bits.flatten().tolist())))
                 energies = table_energies(weight + residual, sample, table.routing.num_blocks, bits)
@@ -197,18 +139,14 @@ class RoundedTables(HeldTables):
 
     @torch.no_grad()
     def fold_(self) -> None:
-        """Makes alpha of a prepared model part of the scales, and sets it to 1; columns whose alpha is 0 are dropped.
-
-        Latent weights are multiplied by alpha and rounded anew, since the scales are rounded to bfloat16.
-
-        Raises:
-            RuntimeError: if the model is not prepared.
-            ValueError: for a table whose blocks of alpha are not those of its codes.
-        """
+        """Makes alpha of a prepared model part of the scales, and sets it to 1; columns whose alpha
+        is 0 are dropped."""
         alphas = self._alphas()
         for own in self._shards:
             if own.shard.table in alphas:
-                own.multiply_residual_(alphas[own.shard.table], self._tables[own.shard.table].routing)
+                own.multiply_residual_(
+                    alphas[own.shard.table], self._tables[own.shard.table].routing
+                )
         fold_(self._model)
         for name, alpha in alphas.items():
             codes = self._tables[name].codes
@@ -223,10 +161,8 @@ class RoundedTables(HeldTables):
 
     @contextmanager
     def latents(self) -> Iterator[None]:
-        """Tables hold the latent weights inside, as for measuring what a smaller allocation would cost. No step inside.
-
-        Afterwards they are rounded to whatever codes are there then.
-        """
+        """Tables hold the latent weights inside, as for measuring what a smaller allocation would
+        cost. No step inside."""
         self._add_residuals_()
         try:
             yield
@@ -234,15 +170,13 @@ class RoundedTables(HeldTables):
             self._round_all_()
 
     def leave_(self) -> None:
-        """Gives the tables their latent weights for good: they train on in float32. Nothing is rounded any more."""
+        """Gives the tables their latent weights for good: they train on in float32. Nothing is
+        rounded any more."""
         self._add_residuals_()
         self.stop_()
 
     def stop_(self) -> None:
-        """Leaves the tables as they are rounded, and residuals behind: nothing is rounded any more.
-
-        Until then kernels of fused optimizers note which rows they look up, for the next step to round.
-        """
+        """Leaves the tables as they are rounded, and residuals behind: nothing is rounded any more."""
         for lookup in self._fused:
             lookup.leave_()
         self._shards, self._fused, self._dense = [], [], []
@@ -258,7 +192,9 @@ class RoundedTables(HeldTables):
         for name, table in self._tables.items():
             own = [shard.residual for shard in self._shards if shard.shard.table == name]
             chunks = tuple(Chunk((part.first_row, part.first_column), part.weight) for part in own)
-            placed[f"residual/{name}"] = PlacedTensor((table.num_embeddings, table.embedding_dim), chunks)
+            placed[f"residual/{name}"] = PlacedTensor(
+                (table.num_embeddings, table.embedding_dim), chunks
+            )
         return placed
 
     def finish_load_(self) -> None:
@@ -270,17 +206,26 @@ class RoundedTables(HeldTables):
         """Table -> its rows of alpha, ``(S, D)``."""
         wrappers = soft_selection_modules(self._model).values()
         if not wrappers:
-            raise RuntimeError(describe("fold_", "a prepared model", "no wrapped collection", "call prepare_ first"))
+            raise RuntimeError(
+                describe(
+                    "fold_", "a prepared model", "no wrapped collection", "call prepare_ first"
+                )
+            )
         alphas = {}
         for wrapper in wrappers:
             for config in table_configs_of(wrapper):
                 if config.name in self._tables:
                     own, blocks = self._tables[config.name].routing, wrapper.blocks
-                    requirement, remedy = "the blocks of its codes", "prepare_ with the blocks of the allocation"
+                    requirement, remedy = (
+                        "the blocks of its codes",
+                        "prepare_ with the blocks of the allocation",
+                    )
                     fits = _are_equal(blocks.routings[config.name], own)
                     check(fits, f"alpha of table {config.name!r}", requirement, "others", remedy)
                     first = blocks.first_alpha_row(config.name)
-                    alphas[config.name] = wrapper.alpha.of(config.embedding_dim)[first : first + own.num_blocks].clone()
+                    alphas[config.name] = wrapper.alpha.of(config.embedding_dim)[
+                        first : first + own.num_blocks
+                    ].clone()
         return alphas
 
     @torch.no_grad()
@@ -289,7 +234,9 @@ class RoundedTables(HeldTables):
         if not moving:
             return
         self._add_residuals_()
-        shapes = {name: (table.num_embeddings, table.embedding_dim) for name, table in moving.items()}
+        shapes = {
+            name: (table.num_embeddings, table.embedding_dim) for name, table in moving.items()
+        }
         found = whole_rows([own.shard for own in self._shards], shapes, self._ranks)
         with writing_to_tables(self._model):
             for name, table in moving.items():
@@ -317,15 +264,7 @@ class RoundedTables(HeldTables):
 
 
 class _RoundedShard:
-    """A shard whose values are rounded.
-
-    Args:
-        shard: the live weights.
-
-    Attributes:
-        shard: likewise.
-        residual: what they lack, in the same place.
-    """
+    """A shard whose values are rounded."""
 
     def __init__(self, shard: TableShard) -> None:
         self.shard = shard
@@ -336,7 +275,9 @@ class _RoundedShard:
         """Takes other codes; values stay as they are."""
         shard = self.shard
         columns = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
-        self._rounding = RowRounding(table.codes, table.routing, shard.first_row, columns, shard.weight.device)
+        self._rounding = RowRounding(
+            table.codes, table.routing, shard.first_row, columns, shard.weight.device
+        )
 
     def round_(self, rows: Tensor | None = None) -> None:
         """Rounds some rows, counted from the shard's first, or all."""
@@ -351,14 +292,11 @@ class _RoundedShard:
 
 
 class _FusedLookup:
-    """The rows that a kernel of a fused optimizer has looked up since they were rounded.
+    """The rows that a kernel of a fused optimizer has looked up since they were rounded."""
 
-    Args:
-        kernel: FBGEMM's.
-        shards: of each of its tables; None for one that is not rounded.
-    """
-
-    def __init__(self, kernel: SplitTableBatchedEmbeddingBagsCodegen, shards: list[_RoundedShard | None]) -> None:
+    def __init__(
+        self, kernel: SplitTableBatchedEmbeddingBagsCodegen, shards: list[_RoundedShard | None]
+    ) -> None:
         self._tables, self._shards = kernel.feature_table_map, shards
         self._inputs: list[tuple[Tensor, Tensor]] = []
         self._hook = kernel.register_forward_pre_hook(self._note, with_kwargs=True)
@@ -392,7 +330,9 @@ class _FusedLookup:
             named = dict(zip(("indices", "offsets"), args, strict=False)) | given
             if named.get("batch_size_per_feature_per_rank") is not None:
                 supported = "supported are features of one batch size"
-                raise NotImplementedError(describe("RoundedTables", supported, "a batch size for each"))
+                raise NotImplementedError(
+                    describe("RoundedTables", supported, "a batch size for each")
+                )
             self._inputs.append((named["indices"], named["offsets"]))
 
 
@@ -408,7 +348,10 @@ def _fused_lookups(model: nn.Module, shards: Iterable[_RoundedShard]) -> list[_F
 
 
 def _check_size(table: TableScheme, config: EmbeddingBagConfig) -> None:
-    wanted, given = (config.num_embeddings, config.embedding_dim), (table.num_embeddings, table.embedding_dim)
+    wanted, given = (
+        (config.num_embeddings, config.embedding_dim),
+        (table.num_embeddings, table.embedding_dim),
+    )
     check(given == wanted, f"table {table.name!r}", f"a scheme of N, D = {wanted}", given)
 
 

@@ -12,9 +12,12 @@ ON_ERROR = ("stop", "continue")
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Settings by which a search saves itself. Whatever happens to a checkpoint, the last good one stays."""
+    """Settings by which a search saves itself. Whatever happens to a checkpoint, the last good one
+    stays."""
 
-    resume: Annotated[bool, "Go on with an interrupted run at --out; begin it if there is none."] = False
+    resume: Annotated[
+        bool, "Go on with an interrupted run at --out; begin it if there is none."
+    ] = False
     checkpoint_every: Annotated[int, "Lower steps between checkpoints; also after an epoch."] = 0
     keep_checkpoints: Annotated[int, "How many are kept, besides that of the best epoch."] = 2
     on_save_error: Annotated[str, "On a full disk, say: `stop` or `continue`."] = "stop"

@@ -1,4 +1,5 @@
-"""Settings of a plain training, in a module without torch: the command line builds its options from it."""
+"""Settings of a plain training, in a module without torch: the command line builds its options from
+it."""
 
 from __future__ import annotations
 
@@ -15,9 +16,13 @@ class TrainSettings:
 
     seed: Annotated[int, "Of weights, splits and batch order."] = 0
     embedding_dim: Annotated[int | None, "D of the tables; the recipe's own if not given."] = None
-    embedding_l2: Annotated[float | None, "L2 penalty on looked-up embeddings; the recipe's own if not given."] = None
+    embedding_l2: Annotated[
+        float | None, "L2 penalty on looked-up embeddings; the recipe's own if not given."
+    ] = None
     epochs: Annotated[int, "Epochs at most."] = 60
-    patience: Annotated[int, "Epochs without a better selection loss before the training stops."] = 3
+    patience: Annotated[
+        int, "Epochs without a better selection loss before the training stops."
+    ] = 3
 
     def __post_init__(self) -> None:
         check(self.seed >= 0, "seed", "an integer >= 0", self.seed)

@@ -1,4 +1,5 @@
-"""A model sharded as a recipe's table optimizer needs it, and the optimizer of all weights without a fused one."""
+"""A model sharded as a recipe's table optimizer needs it, and the optimizer of all weights without
+a fused one."""
 
 from __future__ import annotations
 
@@ -45,40 +46,30 @@ from dnis_torchrec.soft_selection.wrapper import (
 )
 
 WHOLE_ROWS = frozenset(
-    kind.value for kind in (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE)
+    kind.value
+    for kind in (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE)
 )
 """Sharding types, of those with fused kernels, that keep every row in one piece."""
 
 
-FUSED_OPTIMIZERS = {"adam": EmbOptimType.ADAM, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
+FUSED_OPTIMIZERS = {
+    "adam": EmbOptimType.ADAM,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+}
 """`Recipe.table_optimizer` -> FBGEMM's optimizer that runs inside the tables' backward."""
 
 
 RATE_GROUP = "part"
-"""Key in the param_groups of the optimizer that is not fused: it names the weights of a group, as below."""
+"""Key in the param_groups of the optimizer that is not fused: it names the weights of a group, as
+below."""
 
 
 TABLE_WEIGHTS, ROW_WEIGHTS, OTHER_WEIGHTS = "tables", "rows", "rest"
 
 
 def check_pooling(model: nn.Module, *, world_size: int | None = None) -> None:
-    """Checks that torch itself can look up the tables of a model, which on one process is a plain one when trained.
-
-    FBGEMM's kernels, in which tables are trained, pool weighted bags by MEAN too, as the sharded model of several ranks
-    does to the end.
-
-    Args:
-        model: not sharded; prepared or not.
-        world_size: ranks that it is trained on; those of this run if None.
-
-    Raises:
-        ValueError: on one process, if bags of a MEAN table have weights.
-
-    Example:
-        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"])
-        >>> check_pooling(EmbeddingBagCollection(tables=[table], is_weighted=True))
-    """
+    """Checks that torch itself can look up the tables of a model, which on one process is a plain
+    one when trained."""
     if (world_size or world_size_of()) > 1:
         return
     remedy = "use SUM, with weights that are divided by the length of their bag"
@@ -86,7 +77,13 @@ def check_pooling(model: nn.Module, *, world_size: int | None = None) -> None:
         if isinstance(module, EmbeddingBagCollection) and module.is_weighted():
             for table in module.embedding_bag_configs():
                 requirement = "SUM pooling of bags with weights"
-                check(table.pooling != PoolingType.MEAN, f"table {table.name!r}", requirement, "MEAN", remedy)
+                check(
+                    table.pooling != PoolingType.MEAN,
+                    f"table {table.name!r}",
+                    requirement,
+                    "MEAN",
+                    remedy,
+                )
 
 
 def shard(
@@ -99,39 +96,11 @@ def shard(
     prefetched: bool = False,
     batch_size: int | None = None,
 ) -> tuple[DistributedModelParallel, KeyedOptimizerWrapper]:
-    """Shards a model as the recipe's table optimizer needs it.
-
-    ``"adam"`` on a CPU runs in the dense compute kernel and steps whole shards, not only rows that were looked up
-    (FBGEMM's fused CPU kernels know SGD and Adagrad only); on a GPU it is fused into the tables' backward unless
-    they are replicated, as ``"rowwise_adagrad"`` always is. On several ranks tables are sharded as TorchRec's
-    planner sees fit, the row-wise family included on CPUs too. A plan that cannot be made raises on every rank
-    alike (see `sharding`).
-
-    On a CPU a search over multi-hot features has a fused kernel for every table: the pieces of one table at a time are
-    in memory then (see `soft_selection.on_shards`). Where operators are compiled each reads one key per feature, and
-    soft selection is on the shards already, as it is where small tables are multiplied whole.
-
-    Args:
-        task: the model with its loss; prepared or not. Its tables are moved into TorchRec's kernels.
-        recipe: optimizers and learning rates.
-        device: where to train.
-        whole_rows: tables whose rows no plan may cut.
-        replicated: hold tables that learn by Adam whole on every rank, and fuse none of them; one-step unrolled
-            gradients want that.
-        prefetched: set tables up for a pipeline that prefetches, where the planner leaves them in host memory behind a
-            cache on the GPU.
-        batch_size: samples of a batch of all ranks, where known: tables that are small beside it, and not fused, are
-            multiplied by alpha whole (see `soft_selection.whole_tables`).
-
-    Returns:
-        The sharded model, with the weights that `task` had, and the optimizer of everything that is not fused.
-
-    Raises:
-        ValueError: on all ranks alike, if there is no plan for the tables, or they cannot be evaluated (see
-            `check_pooling`).
-    """
+    """Shards a model as the recipe's table optimizer needs it."""
     check_pooling(task)
-    fused = recipe.table_optimizer == "rowwise_adagrad" or (device.type == "cuda" and not replicated)
+    fused = recipe.table_optimizer == "rowwise_adagrad" or (
+        device.type == "cuda" and not replicated
+    )
     wrappers = soft_selection_modules(task).values()
     is_multi_hot = any(wrapper.bag_splitter is not None for wrapper in wrappers)
     may_select_in_lookups = is_multi_hot and device.type == "cpu" and are_compiled()
@@ -141,9 +110,15 @@ def shard(
         for wrapper in wrappers:
             if isinstance(wrapper, SoftSelectionEmbeddingBagCollection):
                 wrapper.read_whole_features_(multiply_tables=multiplies)
-    # Not by apply_optimizer_in_backward: torch then keeps what it was applied to, and every table would be held twice.
-    fused_params = {"optimizer": FUSED_OPTIMIZERS[recipe.table_optimizer], "learning_rate": recipe.table_learning_rate}
-    of_bags = {USE_ONE_TBE_PER_TABLE: True} if fused and is_multi_hot and device.type == "cpu" else None
+    # Not by apply_optimizer_in_backward: torch then keeps what it was applied to, and every table
+    # would be held twice.
+    fused_params = {
+        "optimizer": FUSED_OPTIMIZERS[recipe.table_optimizer],
+        "learning_rate": recipe.table_learning_rate,
+    }
+    of_bags = (
+        {USE_ONE_TBE_PER_TABLE: True} if fused and is_multi_hot and device.type == "cpu" else None
+    )
     sharders = default_sharders(fused_params if fused else None, of_bags=of_bags)
     dense = ShardingType.DATA_PARALLEL.value
     is_spread = fused or (world_size_of() > 1 and not replicated)
@@ -154,16 +129,22 @@ def shard(
     else:
         kernels = [EmbeddingComputeKernel.DENSE.value]
         constraint = uncut = ParameterConstraints(sharding_types=[dense], compute_kernels=kernels)
-    tables = [table.name for module in collections(task).values() for table in table_configs_of(module)]
+    tables = [
+        table.name for module in collections(task).values() for table in table_configs_of(module)
+    ]
     constraints = {table: uncut if table in whole_rows else constraint for table in tables}
     plan = make_sharding_plan(task, device, sharders, constraints=constraints)
     modules = cast(Iterable[EmbeddingModuleShardingPlan], plan.plan.values())
     planned = [parameter for module in modules for parameter in module.values()]
     for sharding in planned:
-        if is_spread and not fused:  # every type runs in the dense kernel; the planner knows it for data_parallel alone
+        if (
+            is_spread and not fused
+        ):  # every type runs in the dense kernel; the planner knows it for data_parallel alone
             sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
         if prefetched and sharding.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value:
-            sharding.cache_params = replace(sharding.cache_params or CacheParams(), prefetch_pipeline=True)
+            sharding.cache_params = replace(
+                sharding.cache_params or CacheParams(), prefetch_pipeline=True
+            )
     model = shard_model(task, device, plan, sharders)
     if selects_in_lookups:
         select_on_shards_(model)
@@ -172,26 +153,19 @@ def shard(
 
 
 def spread_tables(model: nn.Module, device: torch.device) -> nn.Module:
-    """Spreads the tables of a model that does not train over all ranks, so that each value is on one of them.
-
-    Distributed: every rank calls it; see `shard_model`. On one rank nothing is sharded.
-
-    Args:
-        model: plain, with the same weights on every rank, or tables on the meta device that are filled afterwards. Its
-            tables are moved into TorchRec's kernels.
-        device: where it is to be.
-
-    Returns:
-        The model, on one rank `model` itself.
-
-    Raises:
-        ValueError: on all ranks alike, if there is no plan for the tables.
-    """
+    """Spreads the tables of a model that does not train over all ranks, so that each value is on
+    one of them."""
     if world_size_of() == 1:
         return model.to(device)
-    sharders, constraint = default_sharders(), ParameterConstraints(sharding_types=_spread_types(device))
+    sharders, constraint = (
+        default_sharders(),
+        ParameterConstraints(sharding_types=_spread_types(device)),
+    )
     plan = make_sharding_plan(
-        model, device, sharders, constraints={table.name: constraint for table in table_configs(model)}
+        model,
+        device,
+        sharders,
+        constraints={table.name: constraint for table in table_configs(model)},
     )
     return shard_model(model, device, plan, sharders)
 
@@ -203,31 +177,29 @@ def _spread_types(device: torch.device) -> list[str]:
 
 
 def _are_small(wrappers: Collection[SoftSelectionModule], batch_size: int | None) -> bool:
-    """Returns whether all pooled tables together hold at most as many numbers as a batch of all ranks is pooled to."""
-    tables = [table for wrapper in wrappers if is_pooled(wrapper) for table in table_configs_of(wrapper)]
-    pooled = sum(table.embedding_dim * len(table.feature_names) for table in tables) * (batch_size or 0)
+    """Returns whether all pooled tables together hold at most as many numbers as a batch of all
+    ranks is pooled to."""
+    tables = [
+        table for wrapper in wrappers if is_pooled(wrapper) for table in table_configs_of(wrapper)
+    ]
+    pooled = sum(table.embedding_dim * len(table.feature_names) for table in tables) * (
+        batch_size or 0
+    )
     return sum(table.num_embeddings * table.embedding_dim for table in tables) <= pooled
 
 
 def rest_optimizer(model: DistributedModelParallel, recipe: Recipe) -> KeyedOptimizerWrapper:
-    """A fresh Adam for everything that is not fused: dense weights, and tables in the dense compute kernel.
-
-    It is torch's own fused one, which goes through weights and states once a step, where each of Adam's operations
-    would read and write them anew.
-
-    Args:
-        model: as `shard` made it.
-        recipe: learning rates.
-
-    Returns:
-        The optimizer; one that steps nothing where every parameter is fused.
-
-    Raises:
-        ValueError: for a name in the recipe's `row_weights` that no parameter has.
-    """
-    rest, tables = dict(in_backward_optimizer_filter(model.named_parameters())), table_weight_names(model)
+    """A fresh Adam for everything that is not fused: dense weights, and tables in the dense compute
+    kernel."""
+    rest, tables = (
+        dict(in_backward_optimizer_filter(model.named_parameters())),
+        table_weight_names(model),
+    )
     of_rows = {
-        parameter: name for name in recipe.row_weights for parameter in rest if f".{parameter}".endswith(f".{name}")
+        parameter: name
+        for name in recipe.row_weights
+        for parameter in rest
+        if f".{parameter}".endswith(f".{name}")
     }
     for name in recipe.row_weights:
         check_known("parameter of Recipe.row_weights", name, [*of_rows.values(), *rest])
@@ -237,27 +209,29 @@ def rest_optimizer(model: DistributedModelParallel, recipe: Recipe) -> KeyedOpti
     for name, weight in rest.items():
         of_table = TABLE_WEIGHTS if name in tables else OTHER_WEIGHTS
         weights_of[ROW_WEIGHTS if name in of_rows else of_table].append(weight)
-    groups = [{"params": weights, "lr": rates[kind], RATE_GROUP: kind} for kind, weights in weights_of.items()]
+    groups = [
+        {"params": weights, "lr": rates[kind], RATE_GROUP: kind}
+        for kind, weights in weights_of.items()
+    ]
     filled = [group for group in groups if group["params"]]
     return KeyedOptimizerWrapper(rest, lambda _: torch.optim.Adam(filled or groups[:1], fused=True))
 
 
 def set_learning_rates_(
-    model: DistributedModelParallel, optimizer: KeyedOptimizerWrapper, *, tables: float, dense: float, rows: float
+    model: DistributedModelParallel,
+    optimizer: KeyedOptimizerWrapper,
+    *,
+    tables: float,
+    dense: float,
+    rows: float,
 ) -> None:
-    """Lets a model learn at other rates from the next step on. Local; to be called on all ranks alike.
-
-    Args:
-        model: as `shard` made it.
-        optimizer: as `shard` made it.
-        tables: rate of the tables.
-        dense: rate of everything else.
-        rows: rate of numbers for rows beside the tables (`Recipe.row_weights`).
-    """
+    """Lets a model learn at other rates from the next step on. Local; to be called on all ranks
+    alike."""
     rates = {TABLE_WEIGHTS: tables, OTHER_WEIGHTS: dense, ROW_WEIGHTS: rows}
     for group in optimizer.param_groups:
         group["lr"] = rates[group[RATE_GROUP]]
     for group in model.fused_optimizer.param_groups:
         group["lr"] = tables  # kernels of frozen tables keep theirs
-    # Where TorchRec's fused optimizers hand their rate on to the kernels; there are no gradients to clear.
+    # Where TorchRec's fused optimizers hand their rate on to the kernels; there are no gradients to
+    # clear.
     model.fused_optimizer.zero_grad()

@@ -1,10 +1,5 @@
-"""Signals that ask a process to end: SIGINT (Ctrl-C), SIGTERM (schedulers, torchrun), SIGHUP (a terminal that closes).
-
-A command ends where a signal strikes it (`Ending`): what it was writing is taken away. Work that saves itself first
-notes the signal and looks at it when it can stop (`StopRequest`); the next signal then ends the command. One that comes
-while the command is ending ends the process there and then. A signal that is ignored from the start, as nohup has it,
-stays ignored.
-"""
+"""Signals that ask a process to end: SIGINT (Ctrl-C), SIGTERM (schedulers, torchrun), SIGHUP (a
+terminal that closes)."""
 
 from __future__ import annotations
 
@@ -16,22 +11,16 @@ from typing import Any, Self
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_REQUEST_SECONDS = 0.5
-"""Signals so soon after the first are the same request: a terminal that closes sends SIGHUP twice, systemd two kinds.
-"""
+"""Signals so soon after the first are the same request: a terminal that closes sends SIGHUP twice,
+systemd two kinds."""
 TORCHRUN_SECONDS = 10.0
-"""The same for ranks of torchrun, which passes on what its ranks may have been sent, too. It kills them after 30 s."""
+"""The same for ranks of torchrun, which passes on what its ranks may have been sent, too. It kills
+them after 30 s."""
 
 
 class Stopped(BaseException):
-    """Raised where a signal ends the work. It is no error of the program, so no ``except Exception`` holds it up.
-
-    Args:
-        number: of the signal.
-
-    Example:
-        >>> str(Stopped(signal.SIGTERM)), Stopped(signal.SIGTERM).exit_code
-        ('stopped by SIGTERM', 143)
-    """
+    """Raised where a signal ends the work. It is no error of the program, so no ``except
+    Exception`` holds it up."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -44,7 +33,8 @@ def exit_code(number: int) -> int:
 
 
 class _Handlers:
-    """Takes the place of the handlers of `REQUESTS` while the block runs. For the main thread alone."""
+    """Takes the place of the handlers of `REQUESTS` while the block runs. For the main thread
+    alone."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -54,13 +44,17 @@ class _Handlers:
     def __enter__(self) -> Self:
         for number in REQUESTS:
             previous = signal.getsignal(number)
-            # A shell ignores SIGINT for what it runs in the background: who sends it all the same means it.
+            # A shell ignores SIGINT for what it runs in the background: who sends it all the same
+            # means it.
             if previous is not None and (previous is not signal.SIG_IGN or number == signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._restore()
 
@@ -88,26 +82,17 @@ class _Handlers:
 
 
 class StopRequest(_Handlers):
-    """Notes that a signal has come, for work that saves itself before it stops.
-
-    A further signal, and one that nobody has looked at when the block ends, are for the handlers that were there
-    before.
-
-    Attributes:
-        number: of the signal; None as long as none has come.
-
-    Example:
-        >>> with StopRequest() as request:
-        ...     request.is_requested()
-        False
-    """
+    """Notes that a signal has come, for work that saves itself before it stops."""
 
     def is_requested(self) -> bool:
         """Returns whether a signal has come."""
         return self.number is not None
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         """Ends the noting of signals."""
         self._restore()
@@ -116,7 +101,8 @@ class StopRequest(_Handlers):
 
 
 class Ending(_Handlers):
-    """Raises `Stopped` where a signal strikes; the next one, which comes while that is dealt with, ends the process."""
+    """Raises `Stopped` where a signal strikes; the next one, which comes while that is dealt with,
+    ends the process."""
 
     def _first(self, number: int) -> None:
         raise Stopped(number)
@@ -132,7 +118,8 @@ def _seconds_of_one_request() -> float:
 
 
 def _end_forked(number: int) -> None:
-    """Ends a process forked from this one, as data loaders are, on SIGTERM, and ignores all other signals."""
+    """Ends a process forked from this one, as data loaders are, on SIGTERM, and ignores all other
+    signals."""
     if number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)

@@ -1,4 +1,5 @@
-"""Methods that a search is compared with, at the same size, with the same data, early stopping and export."""
+"""Methods that a search is compared with, at the same size, with the same data, early stopping and
+export."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,5 @@
-"""Post-training compression of the plainly trained model: bits for every column of every block, no training step."""
+"""Post-training compression of the plainly trained model: bits for every column of every block, no
+training step."""
 
 from __future__ import annotations
 
@@ -23,14 +24,8 @@ from dnis_torchrec.forms import CODES, PACKED
 @leaves_alone
 @served_in(CODES.name)
 def compressed(task: MethodTask) -> MethodResult:
-    """The uncompressed model with its tables in codes, as `dnis_torchrec.compress` makes them; scales learn.
-
-    Args:
-        task: recipe and size; bits are allocated whatever its precision.
-
-    Raises:
-        SizeNotMetError: if the bytes do not even pay for the index of the tables.
-    """
+    """The uncompressed model with its tables in codes, as `dnis_torchrec.compress` makes them;
+    scales learn."""
     recipe, (counts, _) = task.build(None), row_blocks(task)
     dense = uniform_candidate(replace(task, precision="fp32"), None).train(task)
     started = time.monotonic()

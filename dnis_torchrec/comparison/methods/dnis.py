@@ -33,17 +33,8 @@ SINGLE_VALUES = "csr_fp32"
 @learns_on_validation
 @served_in(CODES.name)
 def dnis(task: MethodTask) -> MethodResult:
-    """The search (`dnis_torchrec.search.search`), at its own defaults, from the plain training that cells share.
-
-    Args:
-        task: recipe and size; its `trials` is not looked at.
-
-    Returns:
-        The merged model with its scheme, in the form ``"packed"``.
-
-    Raises:
-        SizeNotMetError: if the size is out of reach.
-    """
+    """The search (`dnis_torchrec.search.search`), at its own defaults, from the plain training that
+    cells share."""
     plain = uniform_candidate(replace(task, precision="fp32"), None).trained(task)
     recipe, trained_epochs = replace(task.build(None), model=plain.model), plain.best_epoch + 1
     settings = replace(SearchSettings(), patience=task.patience)
@@ -51,7 +42,12 @@ def dnis(task: MethodTask) -> MethodResult:
     started = time.monotonic()
     try:
         found = search(
-            recipe, task.compression, task.folder, task.device, settings=settings, trained_epochs=trained_epochs
+            recipe,
+            task.compression,
+            task.folder,
+            task.device,
+            settings=settings,
+            trained_epochs=trained_epochs,
         )
     except SizeOutOfReachError as error:
         raise SizeNotMetError(str(error)) from error
@@ -74,36 +70,14 @@ def dnis(task: MethodTask) -> MethodResult:
 
 @learns_on_validation
 def dnis_paper(task: MethodTask) -> MethodResult:
-    """The search as in the paper, see `search_as_published`.
-
-    NOTE[DIFF]: the learning rates of tables and network are the recipe's, as for every other method.
-
-    Args:
-        task: recipe and size.
-
-    Returns:
-        The merged and pruned model with its scheme of single values, in the form ``"csr_fp32"``.
-
-    Raises:
-        SizeNotMetError: if the size is out of reach.
-    """
+    """The search as in the paper, see `search_as_published`."""
     return _as_published(task, is_unrolled=False)
 
 
 @learns_on_validation
 def dnis_unrolled(task: MethodTask) -> MethodResult:
-    """Searches as `dnis_paper` does, with alpha's gradient through one unrolled step of the weights (second order).
-
-    Args:
-        task: recipe and size; the recipe's tables have to learn by ``"adam"``.
-
-    Returns:
-        As `dnis_paper`.
-
-    Raises:
-        SizeNotMetError: if the size is out of reach.
-        NotApplicableError: for tables with a fused optimizer.
-    """
+    """Searches as `dnis_paper` does, with alpha's gradient through one unrolled step of the weights
+    (second order)."""
     return _as_published(task, is_unrolled=True)
 
 

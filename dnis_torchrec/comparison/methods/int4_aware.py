@@ -22,20 +22,8 @@ PRECISION = "int4"
 
 @served_in(PRECISION)
 def int4_aware(task: MethodTask) -> MethodResult:
-    """Uniform tables of the requested size in int4, trained through the rounding (straight-through estimator).
-
-    The embedding_dim is that of `uniform` in int4. Every step looks rows up as FBGEMM will serve them, early stopping
-    included, and steps the values behind them.
-
-    NOTE[DIFF]: scale and bias follow from smallest and largest value of a row, as FBGEMM's do; others learn them.
-
-    Args:
-        task: recipe and size.
-
-    Raises:
-        SizeNotMetError: if even tables of four columns take more than the budget; before training.
-        NotApplicableError: for tables with a fused optimizer; before training.
-    """
+    """Uniform tables of the requested size in int4, trained through the rounding (straight-through
+    estimator)."""
     task = replace(task, precision=PRECISION)
     candidate = uniform_candidate(task, largest_dim(task, "int4-qat"))
     recipe = candidate.recipe

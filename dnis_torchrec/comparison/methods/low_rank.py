@@ -1,8 +1,5 @@
-"""Low rank: train uncompressed, rotate the tables into their principal axes, keep the first ones of every table alike.
-
-What a search with rotation is worth beyond the rotation itself: here every row of every table gets the same number of
-dimensions, and no gradient chooses them.
-"""
+"""Low rank: train uncompressed, rotate the tables into their principal axes, keep the first ones of
+every table alike."""
 
 from __future__ import annotations
 
@@ -14,8 +11,18 @@ from torch import nn
 from dnis_torchrec.allocation.rotation import rotate_, rotation_groups
 from dnis_torchrec.allocation.torchrec_models import with_axes_
 from dnis_torchrec.checks import describe
-from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, NotApplicableError, served_in
-from dnis_torchrec.comparison.methods.trained_scheme import in_precision, pruned_form, row_blocks, uniform_scheme_
+from dnis_torchrec.comparison.methods.method import (
+    MethodResult,
+    MethodTask,
+    NotApplicableError,
+    served_in,
+)
+from dnis_torchrec.comparison.methods.trained_scheme import (
+    in_precision,
+    pruned_form,
+    row_blocks,
+    uniform_scheme_,
+)
 from dnis_torchrec.comparison.methods.uniform import largest_dim, table_widths, uniform_candidate
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.forms import PRECISIONS
@@ -27,19 +34,8 @@ from dnis_torchrec.training.sharded import shard
 
 @served_in(*PRECISIONS)
 def low_rank(task: MethodTask) -> MethodResult:
-    """Cuts the uncompressed model's rotated tables to one embedding_dim, and trains on as long as that helps.
-
-    The cut itself is the best approximation of that rank, see `rotation`; the embedding_dim is chosen as that of
-    `uniform`, and rows are rounded to the task's precision when they are served.
-
-    Args:
-        task: recipe, size and precision.
-
-    Raises:
-        NotApplicableError: if the model has tables that may not be rotated, whose first columns are not the ones that
-            carry most; before training.
-        SizeNotMetError: if even tables of embedding_dim 1 take more than the budget; before training.
-    """
+    """Cuts the uncompressed model's rotated tables to one embedding_dim, and trains on as long as
+    that helps."""
     recipe = task.build(None)
     _check_all_rotate(with_axes_(recipe.model))
     tables = task.tables(largest_dim(task, "low-rank", is_cut=True))
@@ -83,4 +79,6 @@ def _check_all_rotate(model: nn.Module) -> None:
     if others:
         requirement = "supported are models that may be rotated, every table of them"
         remedy = "have the model's method rotation_groups name them"
-        raise NotApplicableError(describe("low-rank", requirement, f"{others} that may not be", remedy))
+        raise NotApplicableError(
+            describe("low-rank", requirement, f"{others} that may not be", remedy)
+        )

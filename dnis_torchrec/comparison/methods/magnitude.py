@@ -1,4 +1,5 @@
-"""Magnitude pruning with masked fine-tuning (Han et al. 2015): train, drop the smallest values, train the rest on."""
+"""Magnitude pruning with masked fine-tuning (Han et al. 2015): train, drop the smallest values,
+train the rest on."""
 
 from __future__ import annotations
 
@@ -10,8 +11,18 @@ import torch
 from torch import nn
 
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError, served_in
-from dnis_torchrec.comparison.methods.trained_scheme import Candidate, columns_of_dims, prune_to_columns_, row_blocks
+from dnis_torchrec.comparison.methods.method import (
+    MethodResult,
+    MethodTask,
+    SizeNotMetError,
+    served_in,
+)
+from dnis_torchrec.comparison.methods.trained_scheme import (
+    Candidate,
+    columns_of_dims,
+    prune_to_columns_,
+    row_blocks,
+)
 from dnis_torchrec.comparison.settings import TrainingRules
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.search.budget import Size, SizeOutOfReachError
@@ -30,38 +41,36 @@ from dnis_torchrec.training.sharded import rest_optimizer, shard
 ELEMENT_PRECISIONS = ("fp32", "fp16", "int8")
 """Precisions in which single values are served: those of the compressed sparse rows."""
 NUM_STAGES = 5
-"""Number of prunings of the iterative method; each drops the same share of the values that are left."""
+"""Number of prunings of the iterative method; each drops the same share of the values that are
+left."""
 
 
 class MagnitudePruning:
-    """Prunings of a trained model with masked fine-tuning, each from where the last one ended.
-
-    Single values are pruned over all tables together, by magnitude.
-
-    Args:
-        model: plain, in its best state; trained in place.
-        recipe: its data and settings.
-        device: where to train.
-        folder: existing folder for checkpoints.
-        rules: how long to fine-tune.
-    """
+    """Prunings of a trained model with masked fine-tuning, each from where the last one ended."""
 
     def __init__(
-        self, model: nn.Module, recipe: Recipe, *, device: torch.device, folder: Path, rules: TrainingRules
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        *,
+        device: torch.device,
+        folder: Path,
+        rules: TrainingRules,
     ) -> None:
         self._recipe, self._device = recipe, device
         self._rules, self._folder = rules, folder
-        self._model, _ = shard(TrainTask(model, recipe.task, embedding_l2=recipe.embedding_l2), recipe, device)
+        self._model, _ = shard(
+            TrainTask(model, recipe.task, embedding_l2=recipe.embedding_l2), recipe, device
+        )
         self._shards = [
-            table_shard for module in collections(self._model).values() for table_shard in local_shards(module)
+            table_shard
+            for module in collections(self._model).values()
+            for table_shard in local_shards(module)
         ]
 
     def prune_(self, num_keep: int) -> PlainTraining:
-        """Prunes the model from the state that it is in, and trains what is left on; the best state may be the first.
-
-        Args:
-            num_keep: values to keep of all tables.
-        """
+        """Prunes the model from the state that it is in, and trains what is left on; the best state
+        may be the first."""
         with writing_to_tables(self._model):
             keep_largest_(self._shards, num_keep)
         return train_plainly(
@@ -83,51 +92,21 @@ class MagnitudePruning:
 
 @served_in(*ELEMENT_PRECISIONS)
 def magnitude(task: MethodTask) -> MethodResult:
-    """One-shot: train densely, keep the largest values that the budget pays for in CSR form, train these on.
-
-    Rows never seen in training are zero from the first step to the last, as in every method with blocks, also where
-    samples are trained on that are not counted (`+validation`).
-
-    NOTE[DIFF]: Han et al. retrain at a tenth of the learning rate or less and set a threshold per layer; here
-    fine-tuning has the recipe's rate and its early stopping, and one threshold is for all tables, as bytes are.
-
-    Args:
-        task: recipe and size.
-
-    Raises:
-        SizeNotMetError: if the budget does not even pay for CSR's row pointers and one value; before training.
-    """
+    """One-shot: train densely, keep the largest values that the budget pays for in CSR form, train
+    these on."""
     return _pruned_in_stages(task, 1)
 
 
 @served_in(*ELEMENT_PRECISIONS)
 def magnitude_iterative(task: MethodTask) -> MethodResult:
-    """Iterative: prune a share, train what is left to its best epoch, and again, down to the budget in five stages.
-
-    Every stage keeps the same share of the values, so that the sizes are a geometric series; each has the early
-    stopping that a whole training has.
-
-    Args:
-        task: recipe and size.
-
-    Raises:
-        SizeNotMetError: as `magnitude`.
-    """
+    """Iterative: prune a share, train what is left to its best epoch, and again, down to the budget
+    in five stages."""
     return _pruned_in_stages(task, NUM_STAGES)
 
 
 def stage_sizes(num_all: int, num_keep: int, num_stages: int) -> list[int]:
-    """Values to keep in each stage: a geometric series from all of them, exclusive, to `num_keep`, inclusive.
-
-    Args:
-        num_all: values before the first stage, at least 1.
-        num_keep: values after the last one, at most `num_all`.
-        num_stages: how many stages, at least 1.
-
-    Example:
-        >>> stage_sizes(1000, 125, 3)
-        [500, 250, 125]
-    """
+    """Values to keep in each stage: a geometric series from all of them, exclusive, to `num_keep`,
+    inclusive."""
     share = (num_keep / num_all) ** (1 / num_stages)
     return [round(num_all * share**stage) for stage in range(1, num_stages)] + [num_keep]
 
@@ -137,14 +116,20 @@ def _pruned_in_stages(task: MethodTask, num_stages: int) -> MethodResult:
     counts, blocks = row_blocks(task)
     num_keep = affordable_elements(task, blocks)
     dims = blocks.embedding_dims
-    every_column = {table: torch.full((blocks.routings[table].num_blocks,), dim) for table, dim in dims.items()}
+    every_column = {
+        table: torch.full((blocks.routings[table].num_blocks,), dim) for table, dim in dims.items()
+    }
     seen = prune_to_columns_(recipe.model, blocks, counts, columns_of_dims(blocks, every_column))
     num_keep = min(num_keep, seen.parameters)
     dense = Candidate(recipe=recipe, scheme=seen, is_shared=True).train(task)
     started = time.monotonic()
     torch.manual_seed(task.seed)
-    pruning = MagnitudePruning(dense.model, recipe, device=task.device, folder=task.folder, rules=task)
-    trained = [pruning.prune_(size) for size in stage_sizes(seen.parameters, num_keep, num_stages)][-1]
+    pruning = MagnitudePruning(
+        dense.model, recipe, device=task.device, folder=task.folder, rules=task
+    )
+    trained = [pruning.prune_(size) for size in stage_sizes(seen.parameters, num_keep, num_stages)][
+        -1
+    ]
     model = pruning.unshard_()
     scheme = prune(model, blocks, counts, threshold=0.0, structure="element")
     seconds = dense.seconds + time.monotonic() - started
@@ -165,16 +150,10 @@ def element_form(task: MethodTask) -> str:
 
 
 def affordable_elements(task: MethodTask, blocks: RowBlocks) -> int:
-    """Single values that a task's bytes pay for in its precision.
-
-    Args:
-        task: how large.
-        blocks: of its tables.
-
-    Raises:
-        SizeNotMetError: if row pointers and one value take more.
-    """
+    """Single values that a task's bytes pay for in its precision."""
     try:
-        return num_elements(Size(embedding_bytes=task.embedding_bytes(), form=element_form(task)), blocks)
+        return num_elements(
+            Size(embedding_bytes=task.embedding_bytes(), form=element_form(task)), blocks
+        )
     except SizeOutOfReachError as error:
         raise SizeNotMetError(str(error)) from error

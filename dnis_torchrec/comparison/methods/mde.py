@@ -1,11 +1,5 @@
-"""MDE: Mixed Dimension Embeddings, dims that follow a power of frequency, with projections to a base dimension.
-
-Source: Ginart, Naumov, Mudigere, Yang, Zou, Mixed Dimension Embeddings with Application to Memory-Efficient
-Recommendation Systems, 2019. A block s of mean row frequency p_s has ``d_s = lambda p_s^t`` dimensions, t the
-temperature, and a learned ``(d_s, D)`` projection if d_s is below the base dimension D, at which the model is built.
-
-Shapes: B batch, D base dimension of a table, S blocks, d_s dims of a block.
-"""
+"""MDE: Mixed Dimension Embeddings, dims that follow a power of frequency, with projections to a
+base dimension."""
 
 from __future__ import annotations
 
@@ -22,7 +16,12 @@ from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import describe
 from dnis_torchrec.comparison.methods.best_trial import best_of
-from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError, served_in
+from dnis_torchrec.comparison.methods.method import (
+    MethodResult,
+    MethodTask,
+    SizeNotMetError,
+    served_in,
+)
 from dnis_torchrec.comparison.methods.projected import ProjectedDims, project_
 from dnis_torchrec.comparison.methods.trained_scheme import (
     Candidate,
@@ -43,39 +42,23 @@ TEMPERATURES = (0.1, 0.4, 0.7, 0.2, 0.5, 0.8, 0.3, 0.6)
 
 @dataclass(frozen=True, kw_only=True)
 class MdeSetting:
-    """One trial's hyper-parameters.
-
-    Attributes:
-        temperature: t: 0 makes all dims equal, 1 proportional to frequency.
-        rounding: to the nearest ``"integer"`` or ``"power of two"``.
-    """
+    """One trial's hyper-parameters."""
 
     temperature: float
     rounding: str
 
     def round(self, values: Tensor) -> Tensor:
-        """Rounds positive numbers to int64, to at least 1.
-
-        Args:
-            values: any shape.
-
-        Example:
-            >>> MdeSetting(temperature=0.3, rounding="power of two").round(torch.tensor([0.2, 5.0, 6.0])).tolist()
-            [1, 4, 8]
-        """
+        """Rounds positive numbers to int64, to at least 1."""
         at_least_one = values.clamp(min=1)
-        rounded = at_least_one if self.rounding == "integer" else 2 ** at_least_one.log2().add(0.5).floor()
+        rounded = (
+            at_least_one
+            if self.rounding == "integer"
+            else 2 ** at_least_one.log2().add(0.5).floor()
+        )
         return rounded.add(0.5).floor().long()
 
     def edges(self, largest: int) -> Tensor:
-        """Returns the numbers at which rounding jumps, from 1 to beyond `largest`.
-
-        Args:
-            largest: number up to which the jumps are wanted, at least 1.
-
-        Returns:
-            ``(n,)`` float64, rising; the last one lies beyond `largest`.
-        """
+        """Returns the numbers at which rounding jumps, from 1 to beyond `largest`."""
         if self.rounding == "integer":
             return torch.arange(1, largest + 1, dtype=torch.float64) + 0.5
         return 2 ** (torch.arange(math.ceil(math.log2(largest)) + 1, dtype=torch.float64) + 0.5)
@@ -86,28 +69,23 @@ MDE_SETTINGS = tuple(
     for first in range(2)
     for index, t in enumerate(TEMPERATURES)
 )
-"""The 16 settings of a full run, in an order whose beginnings are spread over temperatures and roundings."""
+"""The 16 settings of a full run, in an order whose beginnings are spread over temperatures and
+roundings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MdeDims(ProjectedDims):
-    """The dims that a setting comes to, each in 1..D; the blocks have the tables' D at the base dimension.
-
-    Attributes:
-        setting: see `MdeSetting`.
-        base_dim: embedding_dim to build the recipe with.
-    """
+    """The dims that a setting comes to, each in 1..D; the blocks have the tables' D at the base
+    dimension."""
 
     setting: MdeSetting
     base_dim: int
 
     def table_bytes(self, budget: Budget) -> float:
-        """Bytes of the tables, without their fixed index bytes.
-
-        Args:
-            budget: of the same tables, in bytes; it holds the cost of a column of each block.
-        """
-        return sum(float(budget.column_costs[table] @ dims.double()) for table, dims in self.dims.items())
+        """Bytes of the tables, without their fixed index bytes."""
+        return sum(
+            float(budget.column_costs[table] @ dims.double()) for table, dims in self.dims.items()
+        )
 
     def projection_bytes(self) -> int:
         """Bytes of the projections."""
@@ -116,23 +94,8 @@ class MdeDims(ProjectedDims):
 
 @served_in(*PRECISIONS)
 def mde(task: MethodTask) -> MethodResult:
-    """The best, on the selection split, of 16 settings: temperature .1 to .8, dims rounded both ways.
-
-    Blocks are those of a search of the same recipe, of scope ``"global"``: dims follow popularity, whichever table a
-    row is of. For every setting, lambda, and with it the base dimension, is the largest whose bytes are within the
-    budget (`solve`), projections included, which are float32. A setting that comes to the same dims as one before is
-    not trained again and is no trial; a smaller `MethodTask.trials` takes as many from the front of `MDE_SETTINGS`.
-    Projections learn at the tables' rate.
-
-    NOTE[DIFF]: the tables keep the recipe's own initial weights (the paper's are Xavier; projections are), so that all
-    methods start alike; a block spans tables, and its tables share one projection, which costs fewer bytes.
-
-    Args:
-        task: recipe and size.
-
-    Raises:
-        SizeNotMetError: if one dimension for every block is more than the budget; before training.
-    """
+    """The best, on the selection split, of 16 settings: temperature .1 to .8, dims rounded both
+    ways."""
     counts, blocks = row_blocks(task, scope="global")
     largest = smallest_dim(task, task.dense_bytes())
 
@@ -147,45 +110,57 @@ def mde(task: MethodTask) -> MethodResult:
     for setting in MDE_SETTINGS[: task.trials]:
         solved = functools.partial(solve, setting, blocks, largest_dim=largest, widths=widths)
         plan = largest_within(task, blocks, solved, num_bytes)
-        distinct.setdefault(str([plan.base_dim, *(dims.tolist() for dims in plan.dims.values())]), plan)
-    return best_of(task, {name: functools.partial(_candidate, task, plan, counts) for name, plan in distinct.items()})
+        distinct.setdefault(
+            str([plan.base_dim, *(dims.tolist() for dims in plan.dims.values())]), plan
+        )
+    return best_of(
+        task,
+        {
+            name: functools.partial(_candidate, task, plan, counts)
+            for name, plan in distinct.items()
+        },
+    )
 
 
 def solve(
-    setting: MdeSetting, blocks: RowBlocks, budget: Budget, largest_dim: int, widths: Callable[[int], Mapping[str, int]]
+    setting: MdeSetting,
+    blocks: RowBlocks,
+    budget: Budget,
+    largest_dim: int,
+    widths: Callable[[int], Mapping[str, int]],
 ) -> MdeDims:
-    """The largest dims of a setting within a budget.
-
-    ``d_s = round(lambda (p_s / p_max)^t)``, at least 1 and at most `largest_dim`; the base dimension is the largest of
-    them, rounded up to one that every kernel trains. Candidates for lambda are the points where rounding jumps.
-
-    Args:
-        setting: temperature and rounding.
-        blocks: frequencies.
-        budget: bytes for columns and projections.
-        largest_dim: the recipe's own embedding_dim, which the base dimension does not exceed.
-        widths: embedding_dim -> {table: D}; a table of another D than the recipe's has its dims in proportion.
-
-    Raises:
-        SizeNotMetError: if one dimension for every block is more than the budget.
-    """
+    """The largest dims of a setting within a budget."""
     shares = {table: share**setting.temperature for table, share in popularity(blocks).items()}
 
     def dims_at(scale: float) -> MdeDims:
-        base = min(largest_dim, trainable_dim(int(setting.round(torch.tensor(scale, dtype=torch.float64)))))
+        base = min(
+            largest_dim, trainable_dim(int(setting.round(torch.tensor(scale, dtype=torch.float64))))
+        )
         dims = {
             table: setting.round(shares[table] * (dim * scale / base)).clamp(max=dim)
             for table, dim in widths(base).items()
         }
-        return MdeDims(setting=setting, base_dim=base, blocks=replace(blocks, embedding_dims=widths(base)), dims=dims)
+        return MdeDims(
+            setting=setting,
+            base_dim=base,
+            blocks=replace(blocks, embedding_dims=widths(base)),
+            dims=dims,
+        )
 
     jumps = [setting.edges(largest_dim)]  # of the base dimension, then of every table's dims
     for table, dim in widths(largest_dim).items():
         positive = shares[table][shares[table] > 0] * (dim / largest_dim)
         jumps.append((setting.edges(dim).unsqueeze(1) / positive).flatten())
-    scales = [1.0, *(torch.cat(jumps).unique() * (1 + 1e-12)).tolist()]  # just past each jump, so that it has happened
-    affordable = bisect.bisect_right(scales, budget.amount, key=lambda scale: dims_at(scale).table_bytes(budget))
-    for scale in reversed(scales[:affordable]):  # projections come and go as blocks reach the base: no order in them
+    scales = [
+        1.0,
+        *(torch.cat(jumps).unique() * (1 + 1e-12)).tolist(),
+    ]  # just past each jump, so that it has happened
+    affordable = bisect.bisect_right(
+        scales, budget.amount, key=lambda scale: dims_at(scale).table_bytes(budget)
+    )
+    for scale in reversed(
+        scales[:affordable]
+    ):  # projections come and go as blocks reach the base: no order in them
         plan = dims_at(scale)
         if plan.table_bytes(budget) + plan.projection_bytes() <= budget.amount:
             return plan
@@ -195,29 +170,16 @@ def solve(
 
 
 def popularity(blocks: RowBlocks) -> dict[str, Tensor]:
-    """Mean occurrences of the seen rows of each block, over those of the most popular block.
-
-    Args:
-        blocks: of scope ``"global"``, with their training frequencies.
-
-    Returns:
-        table -> ``(S,)`` float64 in 0..1, equal for all tables of one D.
-
-    Example:
-        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
-        >>> from dnis_torchrec.blocks.blocking import blocks_from_counts
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
-        >>> counts = FrequencyCounts({"t": torch.tensor([9, 7, 4, 0])}, {"f": 1}, 20)
-        >>> popularity(blocks_from_counts(counts, [table], num_blocks=2))["t"].tolist()
-        [1.0, 0.5]
-    """
+    """Mean occurrences of the seen rows of each block, over those of the most popular block."""
     rates = {}
     for dim in blocks.alpha_shapes:
         seen = blocks.per_alpha_row(dim, blocks.seen_rows).clamp(min=1)
         rates[dim] = blocks.per_alpha_row(dim, blocks.occurrences) / seen
     most = max(float(rate.max()) for rate in rates.values())
     return {
-        table: (rates[dim] / most)[blocks.first_alpha_row(table) :][: blocks.routings[table].num_blocks]
+        table: (rates[dim] / most)[blocks.first_alpha_row(table) :][
+            : blocks.routings[table].num_blocks
+        ]
         for table, dim in blocks.embedding_dims.items()
     }
 
@@ -228,9 +190,12 @@ def _candidate(task: MethodTask, plan: MdeDims, counts: FrequencyCounts) -> Cand
     project_(recipe.model, plan)
     projections = tuple(f"projections.matrices.{name}" for name in plan.projection_shapes())
     return Candidate(
-        # Projections are part of the embeddings: a network that overfits, and learns slowly for that, is not for them.
+        # Projections are part of the embeddings: a network that overfits, and learns slowly for
+        # that, is not for them.
         recipe=replace(recipe, row_weights=(*recipe.row_weights, *projections)),
-        scheme=prune_to_columns_(recipe.model, plan.blocks, counts, columns_of_dims(plan.blocks, plan.dims)),
+        scheme=prune_to_columns_(
+            recipe.model, plan.blocks, counts, columns_of_dims(plan.blocks, plan.dims)
+        ),
         form=pruned_form(task.precision),
         precision=task.precision,
         embedding_dim=plan.base_dim,

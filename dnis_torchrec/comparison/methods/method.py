@@ -1,10 +1,5 @@
-"""The interface of all methods of a comparison: the task that each is given, and the result that each returns.
-
-A method is a function ``f(task: MethodTask) -> MethodResult``. It may train as often as it likes, on ``train`` and
-(alpha or a controller only) ``validation``, and chooses on ``selection``; of ``test`` it may read how long bags are,
-and nothing else. Its tables are served in the precision of the task; who asks for several takes the best of them, see
-`dnis_torchrec.comparison.methods.precisions`.
-"""
+"""The interface of all methods of a comparison: the task that each is given, and the result that
+each returns."""
 
 from __future__ import annotations
 
@@ -26,36 +21,22 @@ from dnis_torchrec.forms import CODES, PRECISIONS, form_named
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.scheme import MixedDimensionScheme, compression_of
 from dnis_torchrec.soft_selection.swap import replace_
-from dnis_torchrec.soft_selection.table_shards import collections, dense_parameters, local_shards, table_configs
+from dnis_torchrec.soft_selection.table_shards import (
+    collections,
+    dense_parameters,
+    local_shards,
+    table_configs,
+)
 from dnis_torchrec.training.evaluation import evaluate
 
 STEP_SHARE = 0.02
-"""Bytes of a result are equal to those asked for if they are above them by no more than this share."""
+"""Bytes of a result are equal to those asked for if they are above them by no more than this share.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodTask(TrainingRules):
-    """Task of one cell of a comparison: a recipe, a size and the rules.
-
-    Attributes:
-        build: embedding_dim (None for the recipe's own) -> a fresh recipe of this cell's seed. Its splits are the same
-            every time.
-        build_for_search: the same, its training split without the validation split, where that of `build` holds it;
-            None where it does not. See `for_search`.
-        compression: bytes of the uncompressed float32 tables over bytes wanted, above 1; 1 for no compression.
-            A result's bytes, in its own form and with index bytes, come to at most the budget of `embedding_bytes`;
-            those of methods that choose an embedding_dim may be above it by `STEP_SHARE`.
-        precision: what values are stored in, one of `dnis_torchrec.forms.PRECISIONS`. The bytes of the result are those
-            of this precision: a method may retain more of tables whose values take fewer bits.
-        seed: of everything random.
-        device: where to train.
-        folder: existing, empty folder for checkpoints.
-        processes: how many processes may train trials of this task at a time, this one counted; they share its threads.
-        helps: whether another process leads, and this one only trains some of its trials, in the same folder.
-        trained: folder of plain trainings that cells of this seed, and of the same training data, share; None where
-            nothing is shared. See `dnis_torchrec.comparison.methods.trained_once`.
-        tables_of_dims: what `tables` knows already.
-    """
+    """Task of one cell of a comparison: a recipe, a size and the rules."""
 
     build: Callable[[int | None], Recipe]
     compression: float
@@ -67,7 +48,9 @@ class MethodTask(TrainingRules):
     helps: bool = False
     build_for_search: Callable[[int | None], Recipe] | None = None
     trained: Path | None = None
-    tables_of_dims: dict[int | None, list[EmbeddingBagConfig]] = field(default_factory=dict, repr=False)
+    tables_of_dims: dict[int | None, list[EmbeddingBagConfig]] = field(
+        default_factory=dict, repr=False
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,14 +59,7 @@ class MethodTask(TrainingRules):
         check_known("precision", self.precision, (*PRECISIONS, CODES.name))
 
     def tables(self, embedding_dim: int | None = None) -> list[EmbeddingBagConfig]:
-        """The tables of the recipe at an embedding_dim; the recipe is built once for each.
-
-        Args:
-            embedding_dim: None for the recipe's own.
-
-        Raises:
-            ValueError: if two tables have one name.
-        """
+        """The tables of the recipe at an embedding_dim; the recipe is built once for each."""
         if embedding_dim not in self.tables_of_dims:
             self.tables_of_dims[embedding_dim] = table_configs(self.build(embedding_dim).model)
         return self.tables_of_dims[embedding_dim]
@@ -97,27 +73,14 @@ class MethodTask(TrainingRules):
         return int(self.dense_bytes() / self.compression)
 
     def for_search(self) -> MethodTask:
-        """The task of a part that learns on the validation split: its weights never train on that split."""
+        """The task of a part that learns on the validation split: its weights never train on that
+        split."""
         return self if self.build_for_search is None else replace(self, build=self.build_for_search)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MethodResult:
-    """Result of a method: a model to evaluate, a scheme to export it with, and its cost.
-
-    Attributes:
-        model: the plain, unsharded model, called as `Recipe.model` is; pruned values are exactly zero.
-        scheme: the retained dims of its tables.
-        form: the form whose bytes are compared, one of `dnis_torchrec.forms.FORMS`.
-        embedding_dim: D that `MethodTask.build` was given, None for the recipe's own. Whoever serves the result builds
-            the recipe with it.
-        extra_bytes: bytes that serving needs beside that form, such as learned projections.
-        selection_loss: on the selection split.
-        seconds: wall time of the one run that is reported.
-        trials: how many runs it took to choose that one.
-        seconds_of_trials: wall time of all runs.
-        settings: the settings that were chosen, for the report.
-    """
+    """Result of a method: a model to evaluate, a scheme to export it with, and its cost."""
 
     model: nn.Module
     scheme: MixedDimensionScheme
@@ -141,24 +104,29 @@ class MethodResult:
     def precision(self) -> str:
         """What values are stored in; ``"codes"`` where columns differ in bits."""
         stored = form_named(self.form).precision
-        bits = {k for t in self.scheme.tables.values() if t.bits is not None for k in t.bits.unique().tolist() if k}
+        bits = {
+            k
+            for t in self.scheme.tables.values()
+            if t.bits is not None
+            for k in t.bits.unique().tolist()
+            if k
+        }
         uniform = [precision.name for precision in PRECISIONS.values() if bits == {precision.bits}]
         return uniform[0] if stored == CODES and uniform else stored.name
 
     @contextmanager
     def served(self, device: torch.device) -> Iterator[nn.Module]:
-        """The model as it is served, for the block: in place of its collections what an artifact in `form` would load.
-
-        A model of which nothing is retained stays as it is.
-
-        Args:
-            device: where to serve; the model goes there, too.
-        """
+        """The model as it is served, for the block: in place of its collections what an artifact in
+        `form` would load."""
         model, own = self.model.to(device), collections(self.model)
         served = {}
         for fqn, collection in own.items() if self.scheme.parameters else ():
-            tables = {name: table for name, table in self.scheme.tables.items() if table.collection == fqn}
-            weights = {shard.table: shard.weight.detach().cpu() for shard in local_shards(collection)}
+            tables = {
+                name: table for name, table in self.scheme.tables.items() if table.collection == fqn
+            }
+            weights = {
+                shard.table: shard.weight.detach().cpu() for shard in local_shards(collection)
+            }
             served[fqn] = serve(MixedDimensionScheme(tables), weights, self.form, device=device)
         with collections_in_place(model, served):
             yield model
@@ -166,12 +134,7 @@ class MethodResult:
 
 @contextmanager
 def collections_in_place(model: nn.Module, served: Mapping[str, nn.Module]) -> Iterator[nn.Module]:
-    """A model with other collections in place of its own, for the block.
-
-    Args:
-        model: it has its own again afterwards.
-        served: FQN of a collection -> what takes its place.
-    """
+    """A model with other collections in place of its own, for the block."""
     own = collections(model)
     try:
         for fqn, module in served.items():
@@ -183,18 +146,16 @@ def collections_in_place(model: nn.Module, served: Mapping[str, nn.Module]) -> I
 
 
 def result_row(
-    name: str, made: MethodResult, recipe: Recipe, test: Iterable[Batch], *, seed: int, device: torch.device
+    name: str,
+    made: MethodResult,
+    recipe: Recipe,
+    test: Iterable[Batch],
+    *,
+    seed: int,
+    device: torch.device,
 ) -> ReportRow:
-    """Builds the row of a method's result: its size, and the metrics of one evaluation of the model as it is served.
-
-    Args:
-        name: name of the row.
-        made: the method's result.
-        recipe: as the method builds it for no embedding_dim; its tables are those that the result is smaller than.
-        test: batches to evaluate on.
-        seed: of splits and initial weights.
-        device: where to evaluate.
-    """
+    """Builds the row of a method's result: its size, and the metrics of one evaluation of the model
+    as it is served."""
     # Of the recipe's own tables: the scheme of a method with smaller tables knows those only.
     uncompressed = dense_parameters(recipe.model)
     with made.served(device) as model:
@@ -216,7 +177,8 @@ class SizeNotMetError(ValueError):
 
 
 class NotApplicableError(NotImplementedError):
-    """A method cannot work on this model at any size; the comparison leaves its rows empty and says why."""
+    """A method cannot work on this model at any size; the comparison leaves its rows empty and says
+    why."""
 
 
 class HelpIsOverError(RuntimeError):
@@ -230,64 +192,37 @@ _LEARNS, _PRECISIONS = "learns_on_validation", "precisions"
 
 
 def leaves_alone(method: Method) -> Method:
-    """Marks a method that leaves the tables of `Recipe.leave_alone` alone; others do not apply to such a recipe.
-
-    Example:
-        >>> @leaves_alone
-        ... def mine(task: MethodTask) -> MethodResult: ...
-    """
+    """Marks a method that leaves the tables of `Recipe.leave_alone` alone; others do not apply to
+    such a recipe."""
     setattr(method, _LEAVES_ALONE, True)
     return method
 
 
 def check_leaves_alone(method: Method, recipe: Recipe) -> None:
-    """Checks that a method touches no table that a recipe wants left alone.
-
-    Args:
-        method: of a registry.
-        recipe: that it is to work on.
-
-    Raises:
-        NotApplicableError: naming the tables.
-    """
+    """Checks that a method touches no table that a recipe wants left alone."""
     if recipe.leave_alone and not getattr(method, _LEAVES_ALONE, False):
         supported = "supported are recipes without tables to leave alone"
-        raise NotApplicableError(describe("Recipe.leave_alone", supported, ", ".join(recipe.leave_alone)))
+        raise NotApplicableError(
+            describe("Recipe.leave_alone", supported, ", ".join(recipe.leave_alone))
+        )
 
 
 def learns_on_validation(method: Method) -> Method:
-    """Marks a method whose result learnt on the validation split: a comparison gives it that split for nothing else.
-
-    Every other method runs a second time with the validation split as training data, so that nobody wins by data; one
-    that finds a scheme on that split, and trains it from scratch, too: it searches on `MethodTask.for_search`.
-
-    Example:
-        >>> @learns_on_validation
-        ... def mine(task: MethodTask) -> MethodResult: ...
-        >>> needs_validation(mine), needs_validation(lambda task: mine(task))
-        (True, False)
-    """
+    """Marks a method whose result learnt on the validation split: a comparison gives it that split
+    for nothing else."""
     setattr(method, _LEARNS, True)
     return method
 
 
 def needs_validation(method: Method) -> bool:
-    """Returns whether a method is marked by `learns_on_validation`, so that the split cannot be training data too."""
+    """Returns whether a method is marked by `learns_on_validation`, so that the split cannot be
+    training data too."""
     return getattr(method, _LEARNS, False)
 
 
 def served_in(*precisions: str) -> Callable[[Method], Method]:
-    """Marks a method by the precisions in which it can serve tables; one without a mark serves float32 alone.
-
-    Args:
-        precisions: of `dnis_torchrec.forms.PRECISIONS`, or ``"codes"`` for a method that allocates bits by itself.
-
-    Example:
-        >>> @served_in("fp32", "int8")
-        ... def mine(task: MethodTask) -> MethodResult: ...
-        >>> precisions_of(mine, ["int8", "int4"]), precisions_of(lambda task: mine(task), ["int8", "int4"])
-        (('int8',), ('fp32',))
-    """
+    """Marks a method by the precisions in which it can serve tables; one without a mark serves
+    float32 alone."""
 
     def mark(method: Method) -> Method:
         setattr(method, _PRECISIONS, precisions)
@@ -297,11 +232,7 @@ def served_in(*precisions: str) -> Callable[[Method], Method]:
 
 
 def precisions_of(method: Method, asked: Sequence[str]) -> tuple[str, ...]:
-    """The precisions that a method is run in: those asked for that it can serve, or its own where it can serve none.
-
-    Args:
-        method: of a registry.
-        asked: names of precisions, at least one.
-    """
+    """The precisions that a method is run in: those asked for that it can serve, or its own where
+    it can serve none."""
     own: tuple[str, ...] = getattr(method, _PRECISIONS, ("fp32",))
     return tuple(precision for precision in asked if precision in own) or own

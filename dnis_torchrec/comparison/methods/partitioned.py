@@ -1,17 +1,5 @@
-"""Tables of fewer rows, which several ids share: by hashing alone, or told apart by a second table of quotients.
-
-What `hash` and `qr` train and serve: a wrapper around a collection that holds the short tables. For an id i and a table
-of m rows ``E_r`` and quotients ``E_q`` of ``ceil(N / m)`` rows, both D wide,
-
-    e_i = E_r[i mod m]                       hashing
-    e_i = E_r[i mod m] * E_q[i div m]        quotient-remainder trick, elementwise
-
-Source: Shi, Mudigere, Naumov, Yang, Compositional Embeddings Using Complementary Partitions for Memory-Efficient
-Recommendation Systems, KDD 2020. Bags are multiplied as in the authors' code (DLRM, `tricks/qr_embedding_bag`): pooled
-vectors, not ids one by one, which is the same for a single id.
-
-Shapes: N rows of the table that is replaced, m rows of its remainders, D embedding_dim, B batch.
-"""
+"""Tables of fewer rows, which several ids share: by hashing alone, or told apart by a second table
+of quotients."""
 
 from __future__ import annotations
 
@@ -22,7 +10,10 @@ from typing import cast
 import torch
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollectionInterface
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check
@@ -37,13 +28,7 @@ QUOTIENT = "_quotient"
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """The rows that take the place of a table's N.
-
-    Attributes:
-        num_embeddings: N.
-        remainders: m, 1..N; N leaves the table as it is.
-        has_quotients: tell ids of one remainder apart.
-    """
+    """The rows that take the place of a table's N."""
 
     num_embeddings: int
     remainders: int
@@ -57,30 +42,18 @@ class Partition:
 
     @property
     def rows(self) -> int:
-        """Rows of both.
-
-        Example:
-            >>> Partition(num_embeddings=10, remainders=4, has_quotients=True).rows
-            7
-        """
+        """Rows of both."""
         return self.remainders + self.quotients
 
 
 def partition_(model: nn.Module, partitions: Mapping[str, Partition]) -> None:
-    """Puts a `PartitionedEmbeddingBagCollection` in place of every EmbeddingBagCollection of a model.
-
-    Remainders begin as the first rows of the table do, quotients at 1: an id below m begins as it would in the table.
-
-    Args:
-        model: plain, changed in place.
-        partitions: of every table.
-
-    Raises:
-        NotImplementedError: for a model with an EmbeddingCollection.
-    """
+    """Puts a `PartitionedEmbeddingBagCollection` in place of every EmbeddingBagCollection of a
+    model."""
     check_pooled(model, "partitioned tables")
     for collection in collections(model).values():
-        wrapper = PartitionedEmbeddingBagCollection(cast(EmbeddingBagCollection, collection), partitions)
+        wrapper = PartitionedEmbeddingBagCollection(
+            cast(EmbeddingBagCollection, collection), partitions
+        )
         replace_(model, collection, wrapper)
 
 
@@ -90,19 +63,14 @@ def is_partitioned(model: nn.Module) -> bool:
 
 
 def partition_as_exported_(model: nn.Module, scheme: MixedDimensionScheme) -> None:
-    """Puts the wrappers into a model that a partitioned model of this scheme had when it was exported.
-
-    Args:
-        model: built with the embedding_dim that the scheme's tables have, changed in place.
-        scheme: of the artifact.
-
-    Raises:
-        ValueError: if a table of the model is not in the scheme.
-    """
+    """Puts the wrappers into a model that a partitioned model of this scheme had when it was
+    exported."""
     partitions = {}
     for collection in collections(model).values():
         for table in table_configs_of(collection):
-            check(table.name in scheme.tables, f"table {table.name!r}", "a scheme of its own", "none")
+            check(
+                table.name in scheme.tables, f"table {table.name!r}", "a scheme of its own", "none"
+            )
             partitions[table.name] = Partition(
                 num_embeddings=table.num_embeddings,
                 remainders=scheme.tables[table.name].num_embeddings,
@@ -112,24 +80,15 @@ def partition_as_exported_(model: nn.Module, scheme: MixedDimensionScheme) -> No
 
 
 class ShareRows(nn.Module):
-    """Rewrites ids as rows of short tables: a key per table of remainders and of quotients that a feature reads.
-
-    Holds no parameters; TorchRec's train pipeline runs it as a postproc, one batch ahead.
-
-    Args:
-        reads: per output key: feature, what its ids are divided by, and whether it takes the quotient.
-    """
+    """Rewrites ids as rows of short tables: a key per table of remainders and of quotients that a
+    feature reads."""
 
     def __init__(self, reads: Mapping[str, tuple[str, int, bool]]) -> None:
         super().__init__()
         self._reads = dict(reads)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Rewrites a batch.
-
-        Args:
-            features: at least the features that are read, in any order, stride B.
-        """
+        """Rewrites a batch."""
         bags = jagged_by_key(features)
         of_keys = [bags[feature] for feature, _, _ in self._reads.values()]
         parts = [
@@ -147,21 +106,11 @@ class ShareRows(nn.Module):
 
 
 class PartitionedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
-    """Looks bags up in tables of fewer rows than there are ids.
+    """Looks bags up in tables of fewer rows than there are ids."""
 
-    The child holds the short tables; it is what a scheme describes, what is sharded, exported and replaced by a serving
-    module.
-
-    Args:
-        embedding_bag_collection: the collection that it takes the place of; its tables are not kept.
-        partitions: of every table of it.
-
-    Shape:
-        - Input: KeyedJaggedTensor, keys in any order, stride B.
-        - Output: KeyedTensor ``(B, sum of D over output keys)``, keys, order and dims as the collection's.
-    """
-
-    def __init__(self, embedding_bag_collection: EmbeddingBagCollection, partitions: Mapping[str, Partition]) -> None:
+    def __init__(
+        self, embedding_bag_collection: EmbeddingBagCollection, partitions: Mapping[str, Partition]
+    ) -> None:
         super().__init__()
         self._tables = list(embedding_bag_collection.embedding_bag_configs())
         self._is_weighted = embedding_bag_collection.is_weighted()
@@ -182,14 +131,19 @@ class PartitionedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         names = embedding_bag_collection._embedding_names
         self.multiply_pooled = MultiplyPooled(
             {
-                name: [f"{feature}@{table.name}", *([f"{feature}@{table.name}{QUOTIENT}"] if quotients else [])]
+                name: [
+                    f"{feature}@{table.name}",
+                    *([f"{feature}@{table.name}{QUOTIENT}"] if quotients else []),
+                ]
                 for name, (table, feature) in zip(names, outputs, strict=True)
                 for quotients in [partitions[table.name].quotients]
             }
         )
 
     @torch.no_grad()
-    def _begin_as_(self, whole: EmbeddingBagCollection, partitions: Mapping[str, Partition]) -> None:
+    def _begin_as_(
+        self, whole: EmbeddingBagCollection, partitions: Mapping[str, Partition]
+    ) -> None:
         bags = self.embedding_bag_collection.embedding_bags
         for name, bag in whole.embedding_bags.items():
             bags[name].weight.copy_(bag.weight[: partitions[name].remainders])
@@ -197,11 +151,7 @@ class PartitionedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
                 bags[f"{name}{QUOTIENT}"].weight.fill_(1.0)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks bags up.
-
-        Args:
-            features: at least the collection's features, stride B.
-        """
+        """Looks bags up."""
         return self.multiply_pooled(self.embedding_bag_collection(self.share_rows(features)))
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
@@ -214,25 +164,19 @@ class PartitionedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
 
 class MultiplyPooled(nn.Module):
-    """Multiplies pooled remainders by pooled quotients: a module of its own, so that TorchRec's tracer takes it whole.
-
-    Args:
-        factors: output key -> keys of the child whose product it is, one or two.
-    """
+    """Multiplies pooled remainders by pooled quotients: a module of its own, so that TorchRec's
+    tracer takes it whole."""
 
     def __init__(self, factors: Mapping[str, list[str]]) -> None:
         super().__init__()
         self._factors = dict(factors)
 
     def forward(self, pooled: KeyedTensor) -> KeyedTensor:
-        """Multiplies.
-
-        Args:
-            pooled: the child's output.
-        """
+        """Multiplies."""
         by_key = pooled.to_dict()
         products = [
-            by_key[keys[0]] if len(keys) == 1 else by_key[keys[0]] * by_key[keys[1]] for keys in self._factors.values()
+            by_key[keys[0]] if len(keys) == 1 else by_key[keys[0]] * by_key[keys[1]]
+            for keys in self._factors.values()
         ]
         return KeyedTensor(
             keys=list(self._factors),
@@ -252,7 +196,9 @@ def _short_tables(
                     name=f"{table.name}{suffix}",
                     num_embeddings=rows,
                     embedding_dim=table.embedding_dim,
-                    feature_names=[f"{feature}@{table.name}{suffix}" for feature in table.feature_names],
+                    feature_names=[
+                        f"{feature}@{table.name}{suffix}" for feature in table.feature_names
+                    ],
                     pooling=table.pooling,
                     data_type=table.data_type,
                 )

@@ -1,11 +1,5 @@
-"""PEP: a threshold for every value learns beside it; what it leaves at zero is gone, and the rest is trained anew.
-
-Source: Liu, Gao, Chen, Jin, Li, Learnable Embedding Sizes for Recommender Systems, ICLR 2021.
-
-NOTE[DIFF]: thresholds begin below `START_SHARE` of the mean magnitude of the tables, and learn `THRESHOLD_RATE` times
-as fast as these, not at settings for every data set; the tables' L2 is the recipe's. Where the size is not reached in
-the epochs that a training may have, the smallest values that are left go, too.
-"""
+"""PEP: a threshold for every value learns beside it; what it leaves at zero is gone, and the rest
+is trained anew."""
 
 from __future__ import annotations
 
@@ -19,24 +13,41 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-from dnis_torchrec.comparison.methods.magnitude import ELEMENT_PRECISIONS, affordable_elements, element_form
+from dnis_torchrec.comparison.methods.magnitude import (
+    ELEMENT_PRECISIONS,
+    affordable_elements,
+    element_form,
+)
 from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, served_in
 from dnis_torchrec.comparison.methods.reparametrised import ThresholdedTables, table_parameters
-from dnis_torchrec.comparison.methods.trained_scheme import columns_of_dims, prune_to_columns_, row_blocks
+from dnis_torchrec.comparison.methods.trained_scheme import (
+    columns_of_dims,
+    prune_to_columns_,
+    row_blocks,
+)
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.search.pruning import keep_largest_, prune
 from dnis_torchrec.soft_selection.swap import unshard_
 from dnis_torchrec.soft_selection.table_shards import TableShard, collections, local_shards
-from dnis_torchrec.training.plain import PlainEpoch, PlainEvents, PlainTraining, Stepper, train_plainly
+from dnis_torchrec.training.plain import (
+    PlainEpoch,
+    PlainEvents,
+    PlainTraining,
+    Stepper,
+    train_plainly,
+)
 from dnis_torchrec.training.retained_mask import RetainedMask
 from dnis_torchrec.training.sharded import shard
 
 START_SHARE = 0.1
-"""Threshold at the beginning, as a share of the mean magnitude of all values: hardly anything is below it."""
+"""Threshold at the beginning, as a share of the mean magnitude of all values: hardly anything is
+below it."""
 THRESHOLD_RATE = 3.0
-"""Learning rate of thresholds over that of tables: s has to climb by several units, values by a fraction of one."""
+"""Learning rate of thresholds over that of tables: s has to climb by several units, values by a
+fraction of one."""
 THRESHOLD_DECAY = 1e-5
-"""Weight decay of thresholds, that of the authors' code: it takes them from their start, where f has no slope in s."""
+"""Weight decay of thresholds, that of the authors' code: it takes them from their start, where f
+has no slope in s."""
 
 
 class _OverError(Exception):
@@ -45,22 +56,14 @@ class _OverError(Exception):
 
 @served_in(*ELEMENT_PRECISIONS)
 def pep(task: MethodTask) -> MethodResult:
-    """Learns thresholds until as few values are left as the bytes pay for, and trains these from their initial weights.
-
-    Rows never seen in training are zero from the first step to the last. Bytes are those of the compressed sparse rows
-    that single values are served in.
-
-    Args:
-        task: recipe, size and precision.
-
-    Raises:
-        SizeNotMetError: if the budget does not even pay for CSR's row pointers and one value; before training.
-        NotApplicableError: for tables with a fused optimizer.
-    """
+    """Learns thresholds until as few values are left as the bytes pay for, and trains these from
+    their initial weights."""
     counts, blocks = row_blocks(task)
     num_keep = affordable_elements(task, blocks)
     dims = blocks.embedding_dims
-    every_column = {table: torch.full((blocks.routings[table].num_blocks,), dim) for table, dim in dims.items()}
+    every_column = {
+        table: torch.full((blocks.routings[table].num_blocks,), dim) for table, dim in dims.items()
+    }
     started = time.monotonic()
     recipes = []
     for _ in range(2):
@@ -86,7 +89,11 @@ def _thresholds_learnt(task: MethodTask, recipe: Recipe, num_keep: int) -> nn.Mo
     """A model whose tables are zero but for the values to keep."""
     model, optimizer = _sharded(task, recipe)
     tables = table_parameters(model, "pep")
-    magnitude = torch.cat([weight.detach().flatten().abs() for weight in tables.values()]).mean().clamp(1e-6, 0.9)
+    magnitude = (
+        torch.cat([weight.detach().flatten().abs() for weight in tables.values()])
+        .mean()
+        .clamp(1e-6, 0.9)
+    )
     stepper = ThresholdedTables(
         optimizer,
         tables,
@@ -103,7 +110,8 @@ def _thresholds_learnt(task: MethodTask, recipe: Recipe, num_keep: int) -> nn.Mo
         if record.epoch + 1 == task.max_epochs:
             raise _OverError
 
-    # A model that loses values gets worse: it is not to go back to its best epoch, with more of them.
+    # A model that loses values gets worse: it is not to go back to its best epoch, with more of
+    # them.
     events = PlainEvents(on_step=stop_when_small, on_epoch=stop_when_late)
     with suppress(_OverError):
         _train(replace(task, patience=task.max_epochs), model, stepper, recipe, events=events)
@@ -118,7 +126,8 @@ def _tables(model: nn.Module) -> list[TableShard]:
 
 @torch.no_grad()
 def _keep_as_in_(model: nn.Module, found: nn.Module) -> None:
-    """Zeroes what is zero in another model of these tables. A kept value that starts at zero becomes the smallest."""
+    """Zeroes what is zero in another model of these tables. A kept value that starts at zero
+    becomes the smallest."""
     kept = {table.table: table.weight != 0 for table in _tables(found)}
     for table in _tables(model):
         mask, weight = kept[table.table].to(table.weight.device), table.weight
@@ -132,7 +141,9 @@ def _trained(task: MethodTask, recipe: Recipe) -> tuple[nn.Module, float]:
     return cast(TrainTask, unshard_(model)).model, trained.selection_loss
 
 
-def _sharded(task: MethodTask, recipe: Recipe) -> tuple[DistributedModelParallel, KeyedOptimizerWrapper]:
+def _sharded(
+    task: MethodTask, recipe: Recipe
+) -> tuple[DistributedModelParallel, KeyedOptimizerWrapper]:
     torch.manual_seed(task.seed)
     whole = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
     return shard(whole, recipe, task.device, replicated=True)

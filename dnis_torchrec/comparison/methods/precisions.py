@@ -1,4 +1,5 @@
-"""The best of a method's results in several precisions, on the selection split, each as it is served."""
+"""The best of a method's results in several precisions, on the selection split, each as it is
+served."""
 
 from __future__ import annotations
 
@@ -20,30 +21,16 @@ from dnis_torchrec.training.evaluation import selection_loss
 
 
 def best_precision(method: Method, task: MethodTask, precisions: Sequence[str]) -> MethodResult:
-    """Runs a method at the same bytes in each precision, and takes the result that serves best on the selection split.
-
-    Values of fewer bits leave room for more of them: in each precision a method trains what it can afford there.
-
-    Args:
-        method: what to run.
-        task: at which size; its precision is not looked at.
-        precisions: see `dnis_torchrec.comparison.methods.method.precisions_of`. Earlier ones are first among equals.
-
-    Returns:
-        The best result; its `selection_loss` is that of the served model. Runs and wall time are those of all
-        precisions, added up.
-
-    Raises:
-        SizeNotMetError: if no precision comes to the size.
-        NotApplicableError: if the method cannot work on the model.
-        HelpIsOverError: in a process that helps, when there is nothing left to train.
-    """
+    """Runs a method at the same bytes in each precision, and takes the result that serves best on
+    the selection split."""
     check_leaves_alone(method, task.build(None))
     if task.helps:
         for precision in precisions:
             with suppress(HelpIsOverError, SizeNotMetError):
                 method(replace(task, precision=precision))
-        raise HelpIsOverError(describe("trials", "some to train", "none", "the process that leads has the result"))
+        raise HelpIsOverError(
+            describe("trials", "some to train", "none", "the process that leads has the result")
+        )
     best: MethodResult | None = None
     refusals, trials, seconds = {}, 0, 0.0
     for precision in precisions:
@@ -56,7 +43,11 @@ def best_precision(method: Method, task: MethodTask, precisions: Sequence[str]) 
         if best is None or made.selection_loss < best.selection_loss:
             best = made
     if best is None:
-        reasons = refusals.values() if len(refusals) == 1 else [f"{name}: {why}" for name, why in refusals.items()]
+        reasons = (
+            refusals.values()
+            if len(refusals) == 1
+            else [f"{name}: {why}" for name, why in refusals.items()]
+        )
         raise SizeNotMetError("; ".join(reasons))
     return replace(best, trials=trials, seconds_of_trials=seconds)
 

@@ -1,10 +1,5 @@
-"""Mixed dimensions with learned projections: blocks of d_s columns, each multiplied up to the base dimension D.
-
-What MDE trains and serves: a wrapper around the collection that holds the narrow blocks, with the projections as dense
-weights of the model. An artifact holds both, and its scheme says all that the wrapper needs.
-
-Shapes: B batch, D base dimension of a table, S blocks, d_s dims of a block.
-"""
+"""Mixed dimensions with learned projections: blocks of d_s columns, each multiplied up to the base
+dimension D."""
 
 from __future__ import annotations
 
@@ -15,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollectionInterface
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+)
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks
@@ -29,18 +27,14 @@ from dnis_torchrec.soft_selection.wrapper import PooledFeature, SoftSelectionEmb
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectedDims:
-    """Numbers of columns that blocks keep, and the projections that they need.
-
-    Attributes:
-        blocks: the blocks, with the tables' D.
-        dims: table -> ``(S,)`` int64 in 0..D.
-    """
+    """Numbers of columns that blocks keep, and the projections that they need."""
 
     blocks: RowBlocks
     dims: Mapping[str, Tensor]
 
     def projection_shapes(self) -> dict[str, tuple[int, int]]:
-        """Projection -> ``(d_s, D)``. Tables of equal D share those of a block; unseen blocks need none."""
+        """Projection -> ``(d_s, D)``. Tables of equal D share those of a block; unseen blocks need
+        none."""
         return {
             name: (int(self.dims[table][s]), self.blocks.embedding_dims[table])
             for table in self.dims
@@ -49,14 +43,8 @@ class ProjectedDims:
         }
 
     def projection_names(self, table: str) -> list[str | None]:
-        """The projection of each block of a table; None where the block is as wide as the base, or never seen.
-
-        Args:
-            table: name of one of the tables of `dims`.
-
-        Returns:
-            One entry per block, S in all.
-        """
+        """The projection of each block of a table; None where the block is as wide as the base, or
+        never seen."""
         dim, first = self.blocks.embedding_dims[table], self.blocks.first_alpha_row(table)
         seen = self.blocks.seen_rows[table].tolist()
         return [
@@ -66,19 +54,15 @@ class ProjectedDims:
 
 
 def project_(model: nn.Module, plan: ProjectedDims) -> None:
-    """Puts a `ProjectedEmbeddingBagCollection` around every EmbeddingBagCollection of a model; all share projections.
-
-    Args:
-        model: built with the base dimension, changed in place.
-        plan: the dims.
-
-    Raises:
-        NotImplementedError: for a model with an EmbeddingCollection.
-    """
+    """Puts a `ProjectedEmbeddingBagCollection` around every EmbeddingBagCollection of a model; all
+    share projections."""
     check_pooled(model, "projected tables")
     projections = Projections(plan)
     found = {id(module): module for module in collections(model).values()}
-    wrappers = {key: ProjectedEmbeddingBagCollection(module, plan, projections) for key, module in found.items()}
+    wrappers = {
+        key: ProjectedEmbeddingBagCollection(module, plan, projections)
+        for key, module in found.items()
+    }
     for fqn, module in list(model.named_modules(remove_duplicate=False)):
         if id(module) in wrappers:
             model.set_submodule(fqn, wrappers[id(module)])
@@ -90,18 +74,11 @@ def is_projected(model: nn.Module) -> bool:
 
 
 def project_as_exported_(model: nn.Module, scheme: MixedDimensionScheme) -> None:
-    """Puts the wrappers around a model's collections that a projected model of this scheme had when it was exported.
-
-    The artifact's tables and dense weights, projections among them, then fit (`dnis_torchrec.jobs.drop_in_`).
-
-    Args:
-        model: built with the embedding_dim that the scheme's tables have, changed in place.
-        scheme: of the artifact.
-
-    Raises:
-        ValueError: if a table of the model is not in the scheme, or has another shape there.
-    """
-    configs = [table for module in collections(model).values() for table in table_configs_of(module)]
+    """Puts the wrappers around a model's collections that a projected model of this scheme had when
+    it was exported."""
+    configs = [
+        table for module in collections(model).values() for table in table_configs_of(module)
+    ]
     for table in configs:
         check_known("table", table.name, scheme.tables)
     tables = {table.name: scheme.tables[table.name] for table in configs}
@@ -112,8 +89,11 @@ def project_as_exported_(model: nn.Module, scheme: MixedDimensionScheme) -> None
         strategy="exported",
         routings={name: table.routing for name, table in tables.items()},
         embedding_dims={name: table.embedding_dim for name, table in tables.items()},
-        # A feature whose bags were split by block has keys of its blocks in the scheme instead of its own name.
-        max_bag_lengths={name: 1 if name in whole else 2 for table in configs for name in table.feature_names},
+        # A feature whose bags were split by block has keys of its blocks in the scheme instead of
+        # its own name.
+        max_bag_lengths={
+            name: 1 if name in whole else 2 for table in configs for name in table.feature_names
+        },
         occurrences={},
         seen_rows=dims,  # a block that was never seen retains nothing
     )
@@ -121,32 +101,21 @@ def project_as_exported_(model: nn.Module, scheme: MixedDimensionScheme) -> None
 
 
 class Projections(nn.Module):
-    """The learned ``(d_s, D)`` projections of a model, Xavier-initialised.
-
-    Args:
-        plan: the dims.
-    """
+    """The learned ``(d_s, D)`` projections of a model, Xavier-initialised."""
 
     def __init__(self, plan: ProjectedDims) -> None:
         super().__init__()
         shapes = plan.projection_shapes()
-        self.matrices = nn.ParameterDict({name: torch.empty(shape) for name, shape in shapes.items()})
+        self.matrices = nn.ParameterDict(
+            {name: torch.empty(shape) for name, shape in shapes.items()}
+        )
         for matrix in self.matrices.values():
             nn.init.xavier_uniform_(matrix)
         # One more for "no block": rows that a scheme dropped are zero under every projection.
         self._names = {table: [*plan.projection_names(table), None] for table in plan.dims}
 
     def forward(self, pooled: Tensor, table: str, block: int) -> Tensor:
-        """Projects sums of rows of one block.
-
-        Args:
-            pooled: ``(B, D)``, zero from column d_s on.
-            table: table name.
-            block: s.
-
-        Returns:
-            ``(B, D)``: ``pooled[:, :d_s] @ P_s``, or `pooled` itself where the block is as wide as the base.
-        """
+        """Projects sums of rows of one block."""
         name = self._names[table][block]
         if name is None:
             return pooled
@@ -155,24 +124,14 @@ class Projections(nn.Module):
 
 
 class ProjectedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
-    """Wraps an EmbeddingBagCollection whose blocks keep their first d_s columns, and projects these to D.
-
-    ``pooled = sum over s of (sum of the bag's rows in block s)[:d_s] P_s``. The child holds the tables, with bags split
-    by block as a search splits them; it is what a scheme describes, what is sharded, exported and replaced by a serving
-    module. The projections are dense weights of the model.
-
-    Args:
-        embedding_bag_collection: the collection to wrap; its tables' weights are shared, not copied.
-        plan: blocks and dims of its tables.
-        projections: shared by all wrappers of a model.
-
-    Shape:
-        - Input: KeyedJaggedTensor, keys in any order, stride B.
-        - Output: KeyedTensor ``(B, sum of D over output keys)``, keys, order and dims as the wrapped collection's.
-    """
+    """Wraps an EmbeddingBagCollection whose blocks keep their first d_s columns, and projects these
+    to D."""
 
     def __init__(
-        self, embedding_bag_collection: EmbeddingBagCollection, plan: ProjectedDims, projections: Projections
+        self,
+        embedding_bag_collection: EmbeddingBagCollection,
+        plan: ProjectedDims,
+        projections: Projections,
     ) -> None:
         super().__init__()
         self._tables = list(embedding_bag_collection.embedding_bag_configs())
@@ -183,14 +142,7 @@ class ProjectedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self.project_pooled = ProjectPooled(soft.outputs, plan.blocks, projections)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks bags up and projects them; raises as `SoftSelectionEmbeddingBagCollection` does.
-
-        Args:
-            features: at least the collection's features, stride B, with weights if the collection is weighted.
-
-        Returns:
-            KeyedTensor of ``(B, sum of D over output keys)``.
-        """
+        """Looks bags up and projects them; raises as `SoftSelectionEmbeddingBagCollection` does."""
         self.bag_check(features)
         split = features if self.bag_splitter is None else self.bag_splitter(features)
         pooled = self.embedding_bag_collection(split)
@@ -206,15 +158,12 @@ class ProjectedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
 
 class ProjectPooled(nn.Module):
-    """The part of the wrapper behind the lookup: a module of its own, so that TorchRec's tracer takes it for a leaf.
+    """The part of the wrapper behind the lookup: a module of its own, so that TorchRec's tracer
+    takes it for a leaf."""
 
-    Args:
-        outputs: the feature and table behind each output key.
-        blocks: row -> block of every table.
-        projections: of the model.
-    """
-
-    def __init__(self, outputs: tuple[PooledFeature, ...], blocks: RowBlocks, projections: Projections) -> None:
+    def __init__(
+        self, outputs: tuple[PooledFeature, ...], blocks: RowBlocks, projections: Projections
+    ) -> None:
         super().__init__()
         self._outputs = outputs
         self.projections = projections
@@ -223,15 +172,12 @@ class ProjectPooled(nn.Module):
         self._routers = nn.ModuleList(RowRouter(blocks.routings[table]) for table in tables)
 
     def forward(self, pooled: KeyedTensor, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Projects pooled embeddings.
-
-        Args:
-            pooled: the child's output for the split bags.
-            features: the bags as the user gave them.
-        """
+        """Projects pooled embeddings."""
         by_key, bags = pooled.to_dict(), jagged_by_key(features)
         parts = [
-            self._multi_hot(output, [by_key[key] for key in output.block_keys], bags[output.feature])
+            self._multi_hot(
+                output, [by_key[key] for key in output.block_keys], bags[output.feature]
+            )
             if output.is_multi_hot
             else self._single_id(output, by_key[output.name], bags[output.feature])
             for output in self._outputs
@@ -242,27 +188,35 @@ class ProjectPooled(nn.Module):
             values=torch.cat(parts, dim=1),
         )
 
-    def _multi_hot(self, output: PooledFeature, per_block: list[Tensor], bags: JaggedTensor) -> Tensor:
+    def _multi_hot(
+        self, output: PooledFeature, per_block: list[Tensor], bags: JaggedTensor
+    ) -> Tensor:
         projected = [self.projections(part, output.table, s) for s, part in enumerate(per_block)]
         total = torch.stack(projected).sum(dim=0)
         return total / bags.lengths().clamp(min=1).unsqueeze(1) if output.divides else total
 
     def _single_id(self, output: PooledFeature, pooled: Tensor, bags: JaggedTensor) -> Tensor:
-        """Bags sorted by block, so that each projection multiplies its own only, and put back into their order."""
+        """Bags sorted by block, so that each projection multiplies its own only, and put back into
+        their order."""
         ids, lengths = bags.values(), bags.lengths()
         block = self._routers[self._router_of[output.table]](ids)
         if len(ids) < len(lengths):  # an empty bag is zero under every projection
             block = torch.zeros_like(lengths, dtype=block.dtype).masked_scatter(lengths > 0, block)
         order = torch.argsort(block, stable=True)
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        place = torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=order.device)
+        )
         sizes = torch.bincount(block, minlength=output.num_blocks).tolist()
         per_block = _Permute.apply(pooled, order, place).split(sizes)
-        projected = torch.cat([self.projections(part, output.table, s) for s, part in enumerate(per_block)])
+        projected = torch.cat(
+            [self.projections(part, output.table, s) for s, part in enumerate(per_block)]
+        )
         return _Permute.apply(projected, place, order)
 
 
 class _Permute(torch.autograd.Function):
-    """``values[order]``, with ``gradient[inverse]`` for its gradient: index_select's adds row by row to zeros."""
+    """``values[order]``, with ``gradient[inverse]`` for its gradient: index_select's adds row by
+    row to zeros."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

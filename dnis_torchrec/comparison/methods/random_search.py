@@ -1,9 +1,5 @@
-"""Random search: random descending dimension sequences over the blocks of the search, each trained from scratch.
-
-Source: the random search that Cheng, Shen, Huang, 2020, section 4, compare with.
-
-Shapes: S blocks, A rows of alpha of one D, D embedding_dim.
-"""
+"""Random search: random descending dimension sequences over the blocks of the search, each trained
+from scratch."""
 
 from __future__ import annotations
 
@@ -15,7 +11,12 @@ from torch import Tensor
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import describe
 from dnis_torchrec.comparison.methods.best_trial import best_of
-from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError, served_in
+from dnis_torchrec.comparison.methods.method import (
+    MethodResult,
+    MethodTask,
+    SizeNotMetError,
+    served_in,
+)
 from dnis_torchrec.comparison.methods.trained_scheme import (
     Candidate,
     columns_of_dims,
@@ -33,17 +34,8 @@ NUM_TRIALS = 16
 
 @served_in(*PRECISIONS)
 def random_search(task: MethodTask) -> MethodResult:
-    """The best, on the selection split, of 16 (or `MethodTask.trials`) random sequences within the budget.
-
-    Blocks are those of a search of the same recipe; `random_dims` says how the sequences are drawn. One that was drawn
-    before is not trained again and is no trial.
-
-    Args:
-        task: recipe and size.
-
-    Raises:
-        SizeNotMetError: if the budget does not pay for one dimension of the most frequent block; before training.
-    """
+    """The best, on the selection split, of 16 (or `MethodTask.trials`) random sequences within the
+    budget."""
     counts, blocks = row_blocks(task)
     generator = torch.Generator().manual_seed(task.seed)
     drawn = [_drawn(task, blocks, generator) for _ in range(task.trials or NUM_TRIALS)]
@@ -52,11 +44,18 @@ def random_search(task: MethodTask) -> MethodResult:
     def candidate(sequence: dict[str, Tensor]) -> Candidate:
         recipe = task.build(None)
         scheme = prune_to_columns_(recipe.model, blocks, counts, columns_of_dims(blocks, sequence))
-        settings = {f"dims of {table}": " ".join(map(str, dims.tolist())) for table, dims in sequence.items()}
+        settings = {
+            f"dims of {table}": " ".join(map(str, dims.tolist()))
+            for table, dims in sequence.items()
+        }
         form = pruned_form(task.precision)
-        return Candidate(recipe=recipe, scheme=scheme, form=form, precision=task.precision, settings=settings)
+        return Candidate(
+            recipe=recipe, scheme=scheme, form=form, precision=task.precision, settings=settings
+        )
 
-    return best_of(task, {name: partial(candidate, sequence) for name, sequence in distinct.items()})
+    return best_of(
+        task, {name: partial(candidate, sequence) for name, sequence in distinct.items()}
+    )
 
 
 def _drawn(task: MethodTask, blocks: RowBlocks, generator: torch.Generator) -> dict[str, Tensor]:
@@ -72,40 +71,18 @@ def _drawn(task: MethodTask, blocks: RowBlocks, generator: torch.Generator) -> d
 
 
 def random_dims(blocks: RowBlocks, budget: Budget, generator: torch.Generator) -> dict[str, Tensor]:
-    """Draws dims that fall from block to block and use up a budget.
-
-    One uniform random height h_s in (0, 1] per block, sorted downwards from block to block, is scaled by a common
-    factor c: ``d_s = min(D, floor(c h_s D))`` with the largest c whose dims are within the budget. The shape of the
-    sequence is random, its size is not; less than one column of one block is left unspent.
-
-    Args:
-        blocks: the blocks; with scope ``"global"`` all tables of one D share a sequence, else each has its own.
-        budget: the cost of each column, and the amount that may be spent.
-        generator: of the heights.
-
-    Returns:
-        table -> ``(S,)`` int64 in 0..D, falling.
-
-    Raises:
-        SizeNotMetError: if not even the first column fits.
-
-    Example:
-        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
-        >>> from dnis_torchrec.blocks.blocking import blocks_from_counts
-        >>> from dnis_torchrec.search.budget import Size
-        >>> from dnis_torchrec.blocks.frequency import FrequencyCounts
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
-        >>> counts = FrequencyCounts({"t": torch.tensor([9, 7, 2, 1])}, {"f": 1}, 19)
-        >>> blocks = blocks_from_counts(counts, [table], num_blocks=2)
-        >>> budget = Budget.of(Size(embedding_bytes=104), blocks)
-        >>> int(random_dims(blocks, budget, torch.Generator().manual_seed(0))["t"].sum())
-        8
-    """
+    """Draws dims that fall from block to block and use up a budget."""
     costs = {dim: blocks.per_alpha_row(dim, budget.column_costs) for dim in blocks.alpha_shapes}
-    reached, prices = {}, {}  # the factor at which each dimension of each block is reached, and its cost; both (A, D)
+    reached, prices = (
+        {},
+        {},
+    )  # the factor at which each dimension of each block is reached, and its cost; both (A, D)
     for dim, cost in costs.items():
         heights = 1 - torch.rand(len(cost), generator=generator, dtype=torch.float64)
-        falling = [part.sort(descending=True).values for part in heights.tensor_split(_first_rows(blocks, dim)[1:])]
+        falling = [
+            part.sort(descending=True).values
+            for part in heights.tensor_split(_first_rows(blocks, dim)[1:])
+        ]
         reached[dim] = torch.arange(1, dim + 1) / (torch.cat(falling).unsqueeze(1) * dim)
         prices[dim] = cost.unsqueeze(1).expand_as(reached[dim])
     order = torch.argsort(torch.cat([factor.flatten() for factor in reached.values()]), stable=True)
@@ -116,7 +93,10 @@ def random_dims(blocks: RowBlocks, budget: Budget, generator: torch.Generator) -
         requirement = f"at least {float(paid[0]):.0f} bytes for one dimension of the first block"
         raise SizeNotMetError(describe("random search", requirement, f"{budget.amount:.0f}"))
     per_dim = bought.split([factor.numel() for factor in reached.values()])
-    dims = {dim: part.view_as(reached[dim]).sum(dim=1) for dim, part in zip(reached, per_dim, strict=True)}
+    dims = {
+        dim: part.view_as(reached[dim]).sum(dim=1)
+        for dim, part in zip(reached, per_dim, strict=True)
+    }
     return {
         table: dims[dim][blocks.first_alpha_row(table) :][: blocks.routings[table].num_blocks]
         for table, dim in blocks.embedding_dims.items()

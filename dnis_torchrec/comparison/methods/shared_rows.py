@@ -1,4 +1,5 @@
-"""`hash` and `qr`: the recipe's own embedding_dim, with as many rows as the bytes pay for, trained from scratch."""
+"""`hash` and `qr`: the recipe's own embedding_dim, with as many rows as the bytes pay for, trained
+from scratch."""
 
 from __future__ import annotations
 
@@ -26,36 +27,21 @@ _HALVINGS = 40
 
 @served_in(*PRECISIONS)
 def hashed(task: MethodTask) -> MethodResult:
-    """Every table with the same share of its rows, an id in row ``id mod m``: frequent ids share theirs with rare ones.
-
-    Ids of most data sets here are numbered by falling frequency, so the m most frequent ids have rows of their own.
-
-    Args:
-        task: recipe, size and precision.
-
-    Raises:
-        SizeNotMetError: if one row of every table takes more than the budget; before training.
-    """
+    """Every table with the same share of its rows, an id in row ``id mod m``: frequent ids share
+    theirs with rare ones."""
     return _trained(task, has_quotients=False)
 
 
 @served_in(*PRECISIONS)
 def quotient_remainder(task: MethodTask) -> MethodResult:
-    """The quotient-remainder trick: as `hashed`, times a row of a second table that tells ids of one row apart.
-
-    A table that would not be smaller so stays as it is.
-
-    Args:
-        task: recipe, size and precision.
-
-    Raises:
-        SizeNotMetError: if the fewest rows that tell all ids apart take more than the budget; before training.
-        NotApplicableError: for bags with per-sample weights, which a product would count twice.
-    """
+    """The quotient-remainder trick: as `hashed`, times a row of a second table that tells ids of
+    one row apart."""
     for module in task.build(None).model.modules():
         if getattr(module, "is_weighted", lambda: False)():
             requirement = "supported are bags without per-sample weights"
-            raise NotApplicableError(describe("qr", requirement, f"weighted {type(module).__name__}"))
+            raise NotApplicableError(
+                describe("qr", requirement, f"weighted {type(module).__name__}")
+            )
     return _trained(task, has_quotients=True)
 
 
@@ -63,7 +49,13 @@ def _trained(task: MethodTask, *, has_quotients: bool) -> MethodResult:
     tables = task.tables()
     names = {table.name for table in tables}
     taken = sorted(name for name in names if name.removesuffix(QUOTIENT) in names - {name})
-    check(not taken, "table names", f"none that ends with {QUOTIENT!r} behind another's", taken, "rename tables")
+    check(
+        not taken,
+        "table names",
+        f"none that ends with {QUOTIENT!r} behind another's",
+        taken,
+        "rename tables",
+    )
     found = partitions(task, has_quotients=has_quotients)
     recipe = task.build(None)
     partition_(recipe.model, found)
@@ -77,19 +69,13 @@ def _trained(task: MethodTask, *, has_quotients: bool) -> MethodResult:
 
 
 def partitions(task: MethodTask, *, has_quotients: bool) -> dict[str, Partition]:
-    """Rows of every table: one share of all of them, the largest within the bytes.
-
-    Args:
-        task: its tables, size and precision.
-        has_quotients: with the rows that tell ids of one remainder apart.
-
-    Raises:
-        SizeNotMetError: if the smallest share takes more.
-    """
+    """Rows of every table: one share of all of them, the largest within the bytes."""
     tables = task.tables()
 
     def of_share(share: float) -> dict[str, Partition]:
-        return {table.name: _partition(table.num_embeddings, share, has_quotients) for table in tables}
+        return {
+            table.name: _partition(table.num_embeddings, share, has_quotients) for table in tables
+        }
 
     def num_bytes(share: float) -> int:
         return _bytes_of(tables, of_share(share), task.precision)
@@ -97,7 +83,9 @@ def partitions(task: MethodTask, *, has_quotients: bool) -> dict[str, Partition]
     smallest = num_bytes(0.0)
     if smallest > task.embedding_bytes():
         requirement = f"at least {smallest} bytes for the fewest rows"
-        raise SizeNotMetError(describe("qr" if has_quotients else "hash", requirement, task.embedding_bytes()))
+        raise SizeNotMetError(
+            describe("qr" if has_quotients else "hash", requirement, task.embedding_bytes())
+        )
     return of_share(_largest(num_bytes, task.embedding_bytes()))
 
 
@@ -115,13 +103,17 @@ def _partition(num_rows: int, share: float, has_quotients: bool) -> Partition:
     """Fewer remainders than the root of N would want more quotients than they save."""
     least = math.ceil(math.sqrt(num_rows)) if has_quotients else 1
     remainders = min(num_rows, max(least, math.floor(share * num_rows)))
-    partition = Partition(num_embeddings=num_rows, remainders=remainders, has_quotients=has_quotients)
+    partition = Partition(
+        num_embeddings=num_rows, remainders=remainders, has_quotients=has_quotients
+    )
     if partition.rows >= num_rows:
         return Partition(num_embeddings=num_rows, remainders=num_rows, has_quotients=has_quotients)
     return partition
 
 
-def _bytes_of(tables: Sequence[EmbeddingBagConfig], found: dict[str, Partition], precision: str) -> int:
+def _bytes_of(
+    tables: Sequence[EmbeddingBagConfig], found: dict[str, Partition], precision: str
+) -> int:
     short = [
         EmbeddingBagConfig(name=table.name, num_embeddings=rows, embedding_dim=table.embedding_dim)
         for table in tables

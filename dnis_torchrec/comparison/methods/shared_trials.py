@@ -1,10 +1,5 @@
-"""The trials of a method, shared by processes of one machine: which process trains which, and the results of each.
-
-FOLDER/trials-<names>/trials.json   how many there are, and the threads for each; their file is written last
-                     N.lock         held by the process that trains trial N; the system frees it when that process ends
-                     N.json         results of trial N
-                     N/             where it was trained; its best state stays until a better trial has finished
-"""
+"""The trials of a method, shared by processes of one machine: which process trains which, and the
+results of each."""
 
 from __future__ import annotations
 
@@ -34,13 +29,7 @@ class _Announcement(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedTrial:
-    """Results of a trial that has finished.
-
-    Attributes:
-        selection_loss: on the selection split, of its best epoch.
-        embedding_bytes: of its tables as they would be served.
-        seconds: wall time of its training.
-    """
+    """Results of a trial that has finished."""
 
     selection_loss: float
     embedding_bytes: int
@@ -48,24 +37,7 @@ class FinishedTrial:
 
 
 class SharedTrials:
-    """Deals out trials to whichever process asks first, and gathers their results.
-
-    One process leads: it begins, takes part, and waits until all trials have finished. Others may help in between, at
-    any time. A trial whose process was killed is trained by the next that asks.
-
-    Args:
-        parent: folder of all processes.
-        names: of the trials; trials of other names are others, which do not meet these.
-
-    Example:
-        >>> import tempfile
-        >>> trials = SharedTrials(Path(tempfile.mkdtemp()), ["D = 4", "D = 8"])
-        >>> with trials.leading(threads=1):
-        ...     for index in trials.to_train(until_all_have_finished=True):
-        ...         trials.finish(index, FinishedTrial(selection_loss=0.5 - index, embedding_bytes=64, seconds=1.0))
-        ...     trials.best(num_bytes=64)
-        1
-    """
+    """Deals out trials to whichever process asks first, and gathers their results."""
 
     def __init__(self, parent: Path, names: Sequence[str]) -> None:
         digest = hashlib.sha256(json.dumps(list(names)).encode()).hexdigest()[:16]
@@ -74,11 +46,7 @@ class SharedTrials:
 
     @contextmanager
     def leading(self, *, threads: int) -> Iterator[None]:
-        """The time in which trials are trained; entered by one process, others may help within it.
-
-        Args:
-            threads: that each process is to train with.
-        """
+        """The time in which trials are trained; entered by one process, others may help within it."""
         self._folder.mkdir()
         announcement = {"trials": self._num_trials, "threads": threads}
         write_text(self._folder / _ANNOUNCEMENT, json_text(announcement, str(self._folder)))
@@ -101,16 +69,11 @@ class SharedTrials:
         return self._folder / str(index)
 
     def to_train(self, *, until_all_have_finished: bool) -> Iterator[int]:
-        """The trials that this process is to train; each is its own until the next one is asked for.
-
-        Args:
-            until_all_have_finished: wait for those of other processes, and train what they leave undone; else stop when
-                every trial has finished or is being trained.
-
-        Yields:
-            The trial's number, its folder empty.
-        """
-        while unfinished := [index for index in range(self._num_trials) if not self._record(index).exists()]:
+        """The trials that this process is to train; each is its own until the next one is asked
+        for."""
+        while unfinished := [
+            index for index in range(self._num_trials) if not self._record(index).exists()
+        ]:
             has_trained = False
             for index in unfinished:
                 with self._claim(index) as is_ours:
@@ -131,18 +94,26 @@ class SharedTrials:
     def finished(self) -> dict[int, FinishedTrial]:
         """All that have finished, by their numbers."""
         records = {index: self._record(index) for index in range(self._num_trials)}
-        read = {index: read_json(path, dict[str, Any]) for index, path in records.items() if path.exists()}
+        read = {
+            index: read_json(path, dict[str, Any])
+            for index, path in records.items()
+            if path.exists()
+        }
         for index, fields in read.items():
             conform(fields, FinishedTrial, str(records[index]))
         return {index: FinishedTrial(**fields) for index, fields in read.items()}
 
     def best(self, *, num_bytes: int) -> int | None:
-        """The finished trial of the lowest selection loss among those of at most so many bytes, the first of equals."""
+        """The finished trial of the lowest selection loss among those of at most so many bytes, the
+        first of equals."""
         return _best(self.finished(), num_bytes)
 
     def drop_beaten(self, *, num_bytes: int) -> None:
-        """Removes the states of finished trials that cannot be the best any more, so that few lie on disk at a time."""
-        finished = self.finished()  # once: what another process finishes meanwhile may be better than the best here
+        """Removes the states of finished trials that cannot be the best any more, so that few lie
+        on disk at a time."""
+        finished = (
+            self.finished()
+        )  # once: what another process finishes meanwhile may be better than the best here
         for index in finished.keys() - {_best(finished, num_bytes)}:
             shutil.rmtree(self.folder(index), ignore_errors=True)
 
@@ -157,16 +128,14 @@ class SharedTrials:
 
 
 def _best(finished: Mapping[int, FinishedTrial], num_bytes: int) -> int | None:
-    within = {index: trial for index, trial in finished.items() if trial.embedding_bytes <= num_bytes}
+    within = {
+        index: trial for index, trial in finished.items() if trial.embedding_bytes <= num_bytes
+    }
     return min(within, key=lambda index: (within[index].selection_loss, index), default=None)
 
 
 def unclaimed_trials(parent: Path) -> int:
-    """Counts the announced trials below a folder that no process has begun yet.
-
-    Args:
-        parent: folder of the processes; it need not exist.
-    """
+    """Counts the announced trials below a folder that no process has begun yet."""
     unclaimed = 0
     for announcement in parent.glob(f"trials-*/{_ANNOUNCEMENT}"):
         try:

@@ -1,8 +1,5 @@
-"""Trainings that several cells want are done once: whoever comes first trains, all others read its weights.
-
-FOLDER/KEY.safetensors   the weights of a model in its best state, and how its training went
-       KEY.lock          held by the process that trains it; the system frees it when that process ends
-"""
+"""Trainings that several cells want are done once: whoever comes first trains, all others read its
+weights."""
 
 from __future__ import annotations
 
@@ -30,14 +27,7 @@ class _Head(TypedDict):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trained:
-    """A model in its best state.
-
-    Attributes:
-        model: plain.
-        selection_loss: of that state.
-        best_epoch: that ended in it, from 0.
-        seconds: wall time of the training, whoever did it.
-    """
+    """A model in its best state."""
 
     model: nn.Module
     selection_loss: float
@@ -45,26 +35,10 @@ class Trained:
     seconds: float
 
 
-def trained_once(folder: Path | None, key: str, fresh: nn.Module, train: Callable[[], Trained]) -> Trained:
-    """Trains a model, or reads the weights that another process or an earlier call has trained.
-
-    Args:
-        folder: shared by all that may train it; None trains.
-        key: what the training depends on, beside what all that share the folder have in common.
-        fresh: takes the weights where they are there already; used up by `train` where they are not.
-        train: trains `fresh`.
-
-    Example:
-        >>> import tempfile
-        >>> import torch
-        >>> def train(model):
-        ...     torch.nn.init.ones_(model.weight)
-        ...     return Trained(model=model, selection_loss=0.5, best_epoch=3, seconds=9.0)
-        >>> folder, models = Path(tempfile.mkdtemp()), [nn.Linear(1, 1) for _ in range(2)]
-        >>> found = [trained_once(folder, "D = 1", model, lambda model=model: train(model)) for model in models]
-        >>> models[1].weight.item(), found[1].seconds
-        (1.0, 9.0)
-    """
+def trained_once(
+    folder: Path | None, key: str, fresh: nn.Module, train: Callable[[], Trained]
+) -> Trained:
+    """Trains a model, or reads the weights that another process or an earlier call has trained."""
     if folder is None:
         return train()
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +50,9 @@ def trained_once(folder: Path | None, key: str, fresh: nn.Module, train: Callabl
             if owner is None:
                 trained = train()
                 head = _Head(
-                    selection_loss=trained.selection_loss, best_epoch=trained.best_epoch, seconds=trained.seconds
+                    selection_loss=trained.selection_loss,
+                    best_epoch=trained.best_epoch,
+                    seconds=trained.seconds,
                 )
                 write_tensors(path, unshared(trained.model.state_dict()), _KIND, head)
                 return trained

@@ -1,13 +1,5 @@
-"""Training a given MixedDimensionScheme from scratch: what every method that chooses sizes beforehand shares.
-
-A method says which columns of which blocks a table keeps; the dropped values of a fresh recipe are zero from the first
-step to the last, so that what is trained is the mixed-dimension table itself, in the dense model's own code.
-
-NOTE[DIFF]: not quite with row-wise optimizers, which divide by the mean square of a whole row's gradient, dropped
-columns counted.
-
-Shapes: N rows of a table, D embedding_dim, S blocks.
-"""
+"""Training a given MixedDimensionScheme from scratch: what every method that chooses sizes
+beforehand shares."""
 
 from __future__ import annotations
 
@@ -54,36 +46,25 @@ _HALVINGS = 24
 
 
 def row_blocks(task: MethodTask, *, scope: str = "global") -> tuple[FrequencyCounts, RowBlocks]:
-    """Training counts of a task's tables, and their blocks: `NUM_BLOCKS` as a search has.
-
-    Of the other splits the lengths of bags are read: a feature that holds several ids there alone is a multi-hot one
-    from the start, as in a search.
-
-    Args:
-        task: whose recipe, at its own embedding_dim, is counted.
-        scope: of the blocks, see `blocks_from_counts`.
-    """
+    """Training counts of a task's tables, and their blocks: `NUM_BLOCKS` as a search has."""
     recipe = task.build(None)
     tables = table_configs(recipe.model)
-    counts = count_frequencies((features_of(batch) for batch in all_samples(recipe.data.train)), tables)
+    counts = count_frequencies(
+        (features_of(batch) for batch in all_samples(recipe.data.train)), tables
+    )
     longest = Counter(counts.max_bag_lengths)
     for name in ("validation", "selection", "test"):
         for number, batch in enumerate(all_samples(getattr(recipe.data, name))):
             longest |= Counter(longest_bags(features_of(batch), tables, f"{name} batch {number}"))
-    counts = replace(counts, max_bag_lengths={feature: longest[feature] for feature in counts.max_bag_lengths})
+    counts = replace(
+        counts, max_bag_lengths={feature: longest[feature] for feature in counts.max_bag_lengths}
+    )
     return counts, blocks_from_counts(counts, tables, num_blocks=NUM_BLOCKS, scope=scope)
 
 
 def byte_budget(task: MethodTask, blocks: RowBlocks) -> Budget:
-    """Returns the budget of a task in bytes of the mixed-dimension form, with the cost of every column.
-
-    Args:
-        task: how large, as `MethodTask.embedding_bytes` says.
-        blocks: blocks of its tables, at its recipe's own embedding_dim.
-
-    Raises:
-        SizeNotMetError: if not even one column of the cheapest block fits.
-    """
+    """Returns the budget of a task in bytes of the mixed-dimension form, with the cost of every
+    column."""
     try:
         return Budget.of(Size(embedding_bytes=task.embedding_bytes()), blocks)
     except SizeOutOfReachError as error:
@@ -91,20 +72,8 @@ def byte_budget(task: MethodTask, blocks: RowBlocks) -> Budget:
 
 
 def dims_bytes(blocks: RowBlocks, dims: Mapping[str, Tensor], precision: str) -> int:
-    """Bytes of tables whose seen rows keep so many dims, in the form of a precision (`pruned_form`).
-
-    Args:
-        blocks: tables, their D and their seen rows.
-        dims: table -> ``(S,)`` integers in 0..D.
-        precision: what values are stored in.
-
-    Example:
-        >>> table = {"t": torch.tensor([1])}
-        >>> routing = RowRouting(3, 2, boundaries=torch.tensor([0, 1, 3]))
-        >>> blocks = RowBlocks("global", "explicit", {"t": routing}, {"t": 4}, {}, table, {"t": torch.tensor([1, 2])})
-        >>> [dims_bytes(blocks, {"t": torch.tensor([4, 2])}, precision) for precision in ("fp32", "int8")]
-        [68, 64]
-    """
+    """Bytes of tables whose seen rows keep so many dims, in the form of a precision
+    (`pruned_form`)."""
     form, bits, num_bytes = form_named(DEFAULT_FORM), PRECISIONS[precision].bits, 0.0
     for table, routing in blocks.routings.items():
         rows, dim = blocks.seen_rows[table], blocks.embedding_dims[table]
@@ -119,31 +88,21 @@ def dims_bytes(blocks: RowBlocks, dims: Mapping[str, Tensor], precision: str) ->
 
 
 def pruned_form(precision: str) -> str:
-    """The form of tables whose blocks keep columns of their own.
-
-    Args:
-        precision: what values are stored in.
-
-    Example:
-        >>> pruned_form("fp32"), pruned_form("int4")
-        ('mixed_dimension_fp32', 'packed')
-    """
+    """The form of tables whose blocks keep columns of their own."""
     return DEFAULT_FORM if precision == "fp32" else PACKED.name
 
 
-def in_precision(model: nn.Module, scheme: MixedDimensionScheme, form: str, precision: str) -> MixedDimensionScheme:
-    """The scheme of a trained model as it is served: in the form ``"packed"`` every kept column gets its bits.
-
-    Args:
-        model: plain, not sharded.
-        scheme: of its tables.
-        form: in which they are served.
-        precision: what values are stored in.
-    """
+def in_precision(
+    model: nn.Module, scheme: MixedDimensionScheme, form: str, precision: str
+) -> MixedDimensionScheme:
+    """The scheme of a trained model as it is served: in the form ``"packed"`` every kept column
+    gets its bits."""
     if form != PACKED.name:
         return scheme
     shards = [shard for module in collections(model).values() for shard in local_shards(module)]
-    return with_uniform_bits(scheme, {s.table: rows_of(s.weight) for s in shards}, PRECISIONS[precision].bits)
+    return with_uniform_bits(
+        scheme, {s.table: rows_of(s.weight) for s in shards}, PRECISIONS[precision].bits
+    )
 
 
 _Choice = TypeVar("_Choice")
@@ -155,26 +114,15 @@ def largest_within(
     choose: Callable[[Budget], _Choice],
     num_bytes: Callable[[_Choice], int],
 ) -> _Choice:
-    """The choice of a method that spends bytes column by column, at a task's bytes in its precision.
-
-    Columns of float32 have a price each. Those of fewer bits have not: a row takes whole bytes. So the method spends
-    float32 bytes, and gets the most of them whose choice comes to the bytes of the task when it is served, found by
-    bisection.
-
-    Args:
-        task: how large, and in which precision.
-        blocks: of its tables.
-        choose: budget of float32 columns -> choice, which grows with the budget.
-        num_bytes: served bytes of a choice.
-
-    Raises:
-        SizeNotMetError: if the task's bytes pay for no choice.
-    """
+    """The choice of a method that spends bytes column by column, at a task's bytes in its
+    precision."""
     budget = byte_budget(task, blocks)
     if task.precision == "fp32":
         return choose(budget)
     best: _Choice | None = None
-    columns = [(costs, blocks.embedding_dims[table]) for table, costs in budget.column_costs.items()]
+    columns = [
+        (costs, blocks.embedding_dims[table]) for table, costs in budget.column_costs.items()
+    ]
     low, high = 0.0, 2 * sum(float(costs.sum()) * dim for costs, dim in columns)
     for _ in range(_HALVINGS):
         amount = (low + high) / 2
@@ -190,57 +138,25 @@ def largest_within(
     if best is None:
         remedy = "ask for a lower compression"
         received = task.embedding_bytes()
-        raise SizeNotMetError(describe(f"{task.precision} tables", "at least one row of a block", received, remedy))
+        raise SizeNotMetError(
+            describe(f"{task.precision} tables", "at least one row of a block", received, remedy)
+        )
     return best
 
 
 def columns_of_dims(blocks: RowBlocks, dims: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The columns to keep where block s of a table keeps its first ``dims[s]``.
-
-    Args:
-        blocks: tables and their D.
-        dims: table -> ``(S,)`` integers in 0..D.
-
-    Returns:
-        table -> ``(S, D)`` bool.
-
-    Example:
-        >>> table = {"t": torch.tensor([1])}
-        >>> routing = RowRouting(3, 2, boundaries=torch.tensor([0, 1, 3]))
-        >>> blocks = RowBlocks("global", "explicit", {"t": routing}, {"t": 3}, {}, table, table)
-        >>> columns_of_dims(blocks, {"t": torch.tensor([3, 1])})["t"].int().tolist()
-        [[1, 1, 1], [1, 0, 0]]
-    """
-    return {table: torch.arange(blocks.embedding_dims[table]) < dim.unsqueeze(1) for table, dim in dims.items()}
+    """The columns to keep where block s of a table keeps its first ``dims[s]``."""
+    return {
+        table: torch.arange(blocks.embedding_dims[table]) < dim.unsqueeze(1)
+        for table, dim in dims.items()
+    }
 
 
 def prune_to_columns_(
     model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts, kept: Mapping[str, Tensor]
 ) -> MixedDimensionScheme:
-    """Zeroes every column of a block that is not kept, and every row never seen in training, in place.
-
-    Args:
-        model: a plain model.
-        blocks: blocks of its tables.
-        counts: training counts.
-        kept: table -> ``(S, D)`` bool.
-
-    Returns:
-        The scheme of the columns that are kept; rows never seen are stored nowhere.
-
-    Raises:
-        ValueError: for an unknown table.
-
-    Example:
-        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
-        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"])
-        >>> counts = FrequencyCounts({"t": torch.tensor([3, 2, 1, 0])}, {"f": 1}, 6)
-        >>> blocks = blocks_from_counts(counts, [table], num_blocks=2)
-        >>> kept = columns_of_dims(blocks, {"t": torch.tensor([4, 1])})
-        >>> prune_to_columns_(EmbeddingBagCollection(tables=[table]), blocks, counts, kept).parameters
-        9
-    """
+    """Zeroes every column of a block that is not kept, and every row never seen in training, in
+    place."""
     for table in kept:
         check_known("table", table, blocks.routings)
     _zero_dropped_(model, blocks.routings, kept)
@@ -248,29 +164,19 @@ def prune_to_columns_(
 
 
 def first_columns(scheme: MixedDimensionScheme, widths: Mapping[str, int]) -> MixedDimensionScheme:
-    """The scheme that keeps the first columns of every table, whichever row it is.
-
-    Args:
-        scheme: of tables that retain everything.
-        widths: table -> columns to keep, 0..D.
-    """
+    """The scheme that keeps the first columns of every table, whichever row it is."""
     kept = {}
     for name, table in scheme.tables.items():
         retained = (torch.arange(table.embedding_dim) < widths[name]).unsqueeze(0)
-        kept[name] = replace(table, retained=retained, num_retained=table.num_embeddings * widths[name])
+        kept[name] = replace(
+            table, retained=retained, num_retained=table.num_embeddings * widths[name]
+        )
     return MixedDimensionScheme(kept)
 
 
 def uniform_scheme_(model: nn.Module, widths: Mapping[str, int]) -> MixedDimensionScheme:
-    """Zeroes all but the first columns of every table, in place; every row is stored, seen in training or not.
-
-    Args:
-        model: a plain model.
-        widths: table -> columns to keep.
-
-    Returns:
-        The scheme of the columns that are kept.
-    """
+    """Zeroes all but the first columns of every table, in place; every row is stored, seen in
+    training or not."""
     scheme = first_columns(uncompressed_scheme(model), widths)
     _zero_dropped_by_(model, scheme)
     return scheme
@@ -278,18 +184,7 @@ def uniform_scheme_(model: nn.Module, widths: Mapping[str, int]) -> MixedDimensi
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """A recipe and a scheme that a method may train from scratch.
-
-    Attributes:
-        recipe: fresh, with the tables of the scheme; its model is used up by training.
-        scheme: which columns of which blocks to train; of a scheme of single elements, every column that holds one.
-        form: see `MethodResult`.
-        precision: what values are stored in.
-        embedding_dim: see `MethodResult`.
-        extra_bytes: see `MethodResult`.
-        settings: see `MethodResult`.
-        is_shared: other cells want this training, too (`trained_once`).
-    """
+    """A recipe and a scheme that a method may train from scratch."""
 
     recipe: Recipe
     scheme: MixedDimensionScheme
@@ -301,20 +196,12 @@ class Candidate:
     is_shared: bool = False
 
     def train(self, task: MethodTask) -> MethodResult:
-        """Trains it from scratch (`train_scheme`): a method's result of one trial.
-
-        Args:
-            task: see `train_scheme`.
-        """
+        """Trains it from scratch (`train_scheme`): a method's result of one trial."""
         done = self.trained(task)
         return self._result(done.model, selection_loss=done.selection_loss, seconds=done.seconds)
 
     def trained(self, task: MethodTask) -> Trained:
-        """Trains it from scratch, or takes the training that another cell has done, in float32.
-
-        Args:
-            task: see `train_scheme`.
-        """
+        """Trains it from scratch, or takes the training that another cell has done, in float32."""
 
         def train() -> Trained:
             started = time.monotonic()
@@ -326,10 +213,13 @@ class Candidate:
                 seconds=time.monotonic() - started,
             )
 
-        return trained_once(task.trained if self.is_shared else None, self._key(), self.recipe.model, train)
+        return trained_once(
+            task.trained if self.is_shared else None, self._key(), self.recipe.model, train
+        )
 
     def _key(self) -> str:
-        """The training depends on the D that the model has and, where something is dropped, on what is."""
+        """The training depends on the D that the model has and, where something is dropped, on what
+        is."""
         if self.scheme.parameters == self.scheme.dense_parameters:
             return f"all of D = {self.embedding_dim}"
         digest = hashlib.sha256(json.dumps(self.scheme.to_json()).encode())
@@ -338,12 +228,7 @@ class Candidate:
         return f"{digest.hexdigest()} of D = {self.embedding_dim}"
 
     def restore(self, task: MethodTask, finished: FinishedTrial) -> MethodResult:
-        """See `dnis_torchrec.comparison.methods.best_trial.Trial`.
-
-        Args:
-            task: with the folder that `train` had.
-            finished: the results of the training.
-        """
+        """See `dnis_torchrec.comparison.methods.best_trial.Trial`."""
         if self.is_shared and task.trained is not None:
             return self.train(task)
         model, _ = _sharded(task, self.recipe, self.scheme)
@@ -353,7 +238,9 @@ class Candidate:
 
     def _result(self, model: nn.Module, *, selection_loss: float, seconds: float) -> MethodResult:
         tables = self.scheme.tables.items()
-        whole = MixedDimensionScheme({name: replace(t, num_retained=t.block_area) for name, t in tables})
+        whole = MixedDimensionScheme(
+            {name: replace(t, num_retained=t.block_area) for name, t in tables}
+        )
         return MethodResult(
             model=model,
             scheme=in_precision(model, whole, self.form, self.precision),
@@ -367,17 +254,11 @@ class Candidate:
         )
 
 
-def train_scheme(task: MethodTask, recipe: Recipe, scheme: MixedDimensionScheme) -> tuple[nn.Module, PlainTraining]:
-    """Trains the retained columns of a scheme from scratch, to the best epoch on the selection split.
-
-    Args:
-        task: seed, device, early stopping and folder.
-        recipe: see `Candidate`.
-        scheme: see `Candidate`.
-
-    Returns:
-        The plain model, zero wherever the scheme drops, and how its training went.
-    """
+def train_scheme(
+    task: MethodTask, recipe: Recipe, scheme: MixedDimensionScheme
+) -> tuple[nn.Module, PlainTraining]:
+    """Trains the retained columns of a scheme from scratch, to the best epoch on the selection
+    split."""
     model, optimizer = _sharded(task, recipe, scheme)
     is_full = scheme.parameters == scheme.dense_parameters
     trained = train_plainly(
@@ -399,17 +280,24 @@ def _sharded(
     """The model of a recipe, sharded, zero wherever a scheme drops, and its optimizer."""
     torch.manual_seed(task.seed)
     _zero_dropped_by_(recipe.model, scheme)
-    return shard(TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2), recipe, task.device)
+    return shard(
+        TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2), recipe, task.device
+    )
 
 
 def _zero_dropped_by_(model: nn.Module, scheme: MixedDimensionScheme) -> None:
     tables = scheme.tables.items()
-    _zero_dropped_(model, {name: t.routing for name, t in tables}, {name: t.retained for name, t in tables})
+    _zero_dropped_(
+        model, {name: t.routing for name, t in tables}, {name: t.retained for name, t in tables}
+    )
 
 
 @torch.no_grad()
-def _zero_dropped_(model: nn.Module, routings: Mapping[str, RowRouting], kept: Mapping[str, Tensor]) -> None:
-    """Zeroes dropped values. A kept value that starts at zero becomes the smallest float: zero means "dropped"."""
+def _zero_dropped_(
+    model: nn.Module, routings: Mapping[str, RowRouting], kept: Mapping[str, Tensor]
+) -> None:
+    """Zeroes dropped values. A kept value that starts at zero becomes the smallest float: zero
+    means "dropped"."""
     for module in collections(model).values():
         for table in local_shards(module):
             if table.table not in kept:
@@ -417,5 +305,7 @@ def _zero_dropped_(model: nn.Module, routings: Mapping[str, RowRouting], kept: M
             columns = kept[table.table]
             or_none = torch.cat([columns, torch.zeros(1, columns.shape[1], dtype=torch.bool)])
             for chunk, rows, _ in table.chunks():
-                is_kept = or_none[routings[table.table].block_of(torch.arange(rows.start, rows.stop))].to(chunk.device)
+                is_kept = or_none[
+                    routings[table.table].block_of(torch.arange(rows.start, rows.stop))
+                ].to(chunk.device)
                 chunk.masked_fill_(chunk == 0, torch.finfo(chunk.dtype).tiny).mul_(is_kept)

@@ -27,33 +27,25 @@ from dnis_torchrec.forms import DEFAULT_FORM, PACKED, PRECISIONS
 from dnis_torchrec.soft_selection.table_shards import dense_parameters, table_configs
 
 GRID_STEP = 4
-"""Embedding dims of the grid are 4, 8, 12 and so on up to the recipe's own (Cheng, Shen, Huang, 2020: 4 to 64)."""
+"""Embedding dims of the grid are 4, 8, 12 and so on up to the recipe's own (Cheng, Shen, Huang,
+2020: 4 to 64)."""
 
 FUSED_MULTIPLE = 4
-"""FBGEMM's fused kernels train tables of such embedding dims only: any other D is trained as the first D columns of the
-next wider tables, which makes the same function of the ids."""
+"""FBGEMM's fused kernels train tables of such embedding dims only: any other D is trained as the
+first D columns of the next wider tables, which makes the same function of the ids."""
 _INDEX_BYTES = 16
 """Row routing of a table that is one block: where it begins and ends."""
 
 
 @leaves_alone
 def dense(task: MethodTask) -> MethodResult:
-    """The uncompressed model in float32: the recipe as it is, at every requested size the same.
-
-    Args:
-        task: recipe to train; its `compression` is not looked at.
-    """
+    """The uncompressed model in float32: the recipe as it is, at every requested size the same."""
     return uniform_candidate(task, None).train(task)
 
 
 def no_embeddings(task: MethodTask) -> MethodResult:
-    """Trains the model with every embedding zero: it shows the worth of biases, first-order weights, dense features.
-
-    A data set on which this is as good as the uncompressed model says nothing about embeddings.
-
-    Args:
-        task: recipe to train; its `compression` is not looked at.
-    """
+    """Trains the model with every embedding zero: it shows the worth of biases, first-order
+    weights, dense features."""
     recipe = task.build(None)
     scheme = uniform_scheme_(recipe.model, dict.fromkeys(table_widths(recipe.model), 0))
     return Candidate(recipe=recipe, scheme=scheme).train(task)
@@ -61,60 +53,37 @@ def no_embeddings(task: MethodTask) -> MethodResult:
 
 @served_in(*PRECISIONS)
 def uniform(task: MethodTask) -> MethodResult:
-    """Uniform tables of the requested size, each row in the task's precision as FBGEMM stores it.
-
-    The embedding_dim is the largest whose tables are within the bytes (`largest_dim`): of fewer bits a wider one. They
-    are trained in float32, and rounded when they are served.
-
-    Args:
-        task: recipe, size and precision.
-
-    Raises:
-        SizeNotMetError: if even tables of embedding_dim 1 take more than the budget; before training.
-    """
+    """Uniform tables of the requested size, each row in the task's precision as FBGEMM stores it."""
     return uniform_candidate(task, largest_dim(task, "uniform")).train(task)
 
 
 @served_in(*PRECISIONS)
 def uniform_grid(task: MethodTask) -> MethodResult:
-    """Grid search over uniform tables: every D of 4, 8, .. up to the recipe's own, the best that is within the budget.
-
-    All of them are trained and count as trials, whatever the budget: with compression 1 the result is the best
-    uniform dimension of any size. `MethodTask.trials` does not shorten the grid.
-
-    Args:
-        task: recipe and size.
-
-    Raises:
-        SizeNotMetError: if even the narrowest tables of the grid take more than the budget; before training.
-    """
+    """Grid search over uniform tables: every D of 4, 8, .. up to the recipe's own, the best that is
+    within the budget."""
     _check_size(task, GRID_STEP, "uniform-grid", "use 'uniform'")
     dims = range(GRID_STEP, smallest_dim(task, task.dense_bytes()) + 1, GRID_STEP)
     return best_of(task, {f"D = {dim}": partial(uniform_candidate, task, dim) for dim in dims})
 
 
 def largest_dim(task: MethodTask, method: str, *, is_cut: bool = False) -> int:
-    """The largest embedding_dim of a recipe whose tables take the bytes of a task, in its precision.
-
-    Dims come in whole steps: bytes may be above those asked for by `STEP_SHARE`, and are below them by up to a step.
-
-    Args:
-        task: builds the recipe at several dims; how large, and in which precision.
-        method: who asks, for the message.
-        is_cut: the tables are the first columns of wider ones, which takes an index.
-
-    Raises:
-        SizeNotMetError: if embedding_dim 1 takes more.
-    """
+    """The largest embedding_dim of a recipe whose tables take the bytes of a task, in its
+    precision."""
     own, probed = task.tables(), task.tables(FUSED_MULTIPLE)
-    widest, budget = max(table.embedding_dim for table in own), (1 + STEP_SHARE) * task.embedding_bytes()
+    widest, budget = (
+        max(table.embedding_dim for table in own),
+        (1 + STEP_SHARE) * task.embedding_bytes(),
+    )
 
     def fits(dim: int, tables: Sequence[EmbeddingBagConfig]) -> bool:
-        is_narrower = all(t.embedding_dim <= table.embedding_dim for t, table in zip(tables, own, strict=True))
+        is_narrower = all(
+            t.embedding_dim <= table.embedding_dim for t, table in zip(tables, own, strict=True)
+        )
         return is_narrower and _bytes_at(dim, tables, task, is_cut=is_cut) <= budget
 
     def expected(dim: int) -> list[EmbeddingBagConfig]:
-        """Tables that follow embedding_dim in proportion, or not at all: no model is built for them."""
+        """Tables that follow embedding_dim in proportion, or not at all: no model is built for
+        them."""
         return [
             replace(table, embedding_dim=max(1, round(probe.embedding_dim * dim / FUSED_MULTIPLE)))
             if probe.embedding_dim != table.embedding_dim
@@ -122,7 +91,9 @@ def largest_dim(task: MethodTask, method: str, *, is_cut: bool = False) -> int:
             for table, probe in zip(own, probed, strict=True)
         ]
 
-    step = PRECISIONS[task.precision].dim_multiple  # what lies between takes as much as the next multiple
+    step = PRECISIONS[
+        task.precision
+    ].dim_multiple  # what lies between takes as much as the next multiple
     dims = range(step, widest + 1, step) or range(widest, widest + 1)
     index = max((i for i, dim in enumerate(dims) if fits(dim, expected(dim))), default=-1)
     while index >= 0 and not fits(dims[index], task.tables(dims[index])):
@@ -135,18 +106,7 @@ def largest_dim(task: MethodTask, method: str, *, is_cut: bool = False) -> int:
 
 
 def uniform_bytes(tables: Sequence[EmbeddingBagConfig], precision: str, *, is_cut: bool) -> int:
-    """Bytes of tables of which every row is stored, in the form that `uniform_form` says.
-
-    Args:
-        tables: N and D of each.
-        precision: what values are stored in.
-        is_cut: they are the first columns of wider tables.
-
-    Example:
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=10, embedding_dim=8, feature_names=["f"])
-        >>> [uniform_bytes([table], precision, is_cut=False) for precision in PRECISIONS]
-        [320, 160, 120, 80]
-    """
+    """Bytes of tables of which every row is stored, in the form that `uniform_form` says."""
     form, stored = uniform_form(tables, precision, is_cut=is_cut), PRECISIONS[precision]
     if form == PACKED.name:
         return sum(_packed_bytes(table, stored.bits) for table in tables)
@@ -162,25 +122,25 @@ def _packed_bytes(table: EmbeddingBagConfig, bits: int) -> int:
 
 
 def uniform_form(tables: Sequence[EmbeddingBagConfig], precision: str, *, is_cut: bool) -> str:
-    """The form of tables of which every row is stored: FBGEMM's own rows where these fit, else one block of each table.
-
-    Args:
-        tables: N and D of each.
-        precision: what values are stored in.
-        is_cut: they are the first columns of wider tables.
-    """
+    """The form of tables of which every row is stored: FBGEMM's own rows where these fit, else one
+    block of each table."""
     multiple = PRECISIONS[precision].dim_multiple
     fits = not is_cut and all(table.embedding_dim % multiple == 0 for table in tables)
     return f"dense_{precision}" if fits else pruned_form(precision)
 
 
-def _bytes_at(dim: int, tables: Sequence[EmbeddingBagConfig], task: MethodTask, *, is_cut: bool) -> int:
-    """Bytes of tables of some embedding_dim; those that no kernel trains are cut out of the next wider ones."""
+def _bytes_at(
+    dim: int, tables: Sequence[EmbeddingBagConfig], task: MethodTask, *, is_cut: bool
+) -> int:
+    """Bytes of tables of some embedding_dim; those that no kernel trains are cut out of the next
+    wider ones."""
     is_cut = is_cut or trainable_dim(dim) != dim
     return uniform_bytes(tables, task.precision, is_cut=is_cut)
 
 
-def _check_size(task: MethodTask, narrowest: int, method: str, remedy: str = "", *, is_cut: bool = False) -> None:
+def _check_size(
+    task: MethodTask, narrowest: int, method: str, remedy: str = "", *, is_cut: bool = False
+) -> None:
     """Tables as narrow as a method has them have to be within the budget."""
     smallest = _bytes_at(narrowest, task.tables(narrowest), task, is_cut=is_cut)
     budget = task.embedding_bytes()
@@ -190,12 +150,7 @@ def _check_size(task: MethodTask, narrowest: int, method: str, remedy: str = "",
 
 
 def smallest_dim(task: MethodTask, num_bytes: int) -> int:
-    """The smallest embedding_dim of a recipe whose float32 tables take at least so many bytes.
-
-    Args:
-        task: builds the recipe at several dims; tables may follow embedding_dim in any rising way.
-        num_bytes: at most the bytes of the recipe's own tables.
-    """
+    """The smallest embedding_dim of a recipe whose float32 tables take at least so many bytes."""
 
     def float_bytes(dim: int) -> int:
         return sum(4 * table.num_embeddings * table.embedding_dim for table in task.tables(dim))
@@ -205,56 +160,22 @@ def smallest_dim(task: MethodTask, num_bytes: int) -> int:
 
 
 def dense_table_bytes(model: nn.Module) -> int:
-    """Bytes of a plain model's tables in float32: the sum of 4 N D.
-
-    Args:
-        model: plain, not sharded.
-
-    Raises:
-        TypeError: if a collection of the model is sharded.
-
-    Example:
-        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
-        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=5, embedding_dim=8, feature_names=["f"])
-        >>> dense_table_bytes(EmbeddingBagCollection(tables=[table]))
-        160
-    """
+    """Bytes of a plain model's tables in float32: the sum of 4 N D."""
     return 4 * dense_parameters(model)
 
 
 def trainable_dim(embedding_dim: int) -> int:
-    """The smallest embedding_dim, not below the given one, that every kernel trains.
-
-    Args:
-        embedding_dim: at least 1.
-
-    Example:
-        >>> [trainable_dim(dim) for dim in (1, 4, 13)]
-        [4, 4, 16]
-    """
+    """The smallest embedding_dim, not below the given one, that every kernel trains."""
     return -(-embedding_dim // FUSED_MULTIPLE) * FUSED_MULTIPLE
 
 
 def table_widths(model: nn.Module) -> dict[str, int]:
-    """table -> embedding_dim of a plain model.
-
-    Args:
-        model: plain, not sharded.
-
-    Raises:
-        TypeError: if a collection of the model is sharded.
-    """
+    """table -> embedding_dim of a plain model."""
     return {table.name: table.embedding_dim for table in table_configs(model)}
 
 
 def uniform_candidate(task: MethodTask, embedding_dim: int | None) -> Candidate:
-    """Uniform tables of one embedding_dim, untrained.
-
-    Args:
-        task: builds the recipe; the tables are served in its precision.
-        embedding_dim: of the tables; None for the recipe's own.
-    """
+    """Uniform tables of one embedding_dim, untrained."""
     trained_dim = None if embedding_dim is None else trainable_dim(embedding_dim)
     recipe, tables = task.build(trained_dim), task.tables(embedding_dim)
     form = uniform_form(tables, task.precision, is_cut=embedding_dim != trained_dim)

@@ -1,4 +1,5 @@
-"""Packaging: a model with pruned tables as one folder that a server runs without TorchRec and without Python."""
+"""Packaging: a model with pruned tables as one folder that a server runs without TorchRec and
+without Python."""
 
 from dnis_torchrec.jobs.packaging.flat_model import Signature, export_graph
 from dnis_torchrec.jobs.packaging.of_artifact import run_package

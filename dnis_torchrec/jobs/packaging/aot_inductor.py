@@ -1,14 +1,5 @@
-"""AOTInductor packages: the model compiled for this kind of CPU, its constants outside, memory-mapped by who loads it.
-
-    PACKAGE/
-      package.json            inputs of the model
-      model.pt2               the compiled model, without its constants
-      constants.safetensors   tables and dense weights
-      constants.index         where each stands in that file, a line each, for loaders without a JSON parser
-      lib/                    the operator that compressed sparse rows need, if the form has them
-
-A process that loads it pays for the pages of the tables that it touches, and shares them with others that do.
-"""
+"""AOTInductor packages: the model compiled for this kind of CPU, its constants outside,
+memory-mapped by who loads it."""
 
 from __future__ import annotations
 
@@ -46,15 +37,8 @@ DTYPES = {
 
 
 def write_aot_inductor(program: ExportedProgram, folder: Path) -> None:
-    """Compiles a program and writes model.pt2, constants.safetensors and constants.index. Takes about half a minute.
-
-    Args:
-        program: result of `export_graph`.
-        folder: where to write.
-
-    Raises:
-        RuntimeError: if there is no C++ compiler.
-    """
+    """Compiles a program and writes model.pt2, constants.safetensors and constants.index. Takes
+    about half a minute."""
     if find_compiler() is None:
         remedy = "install one, for example the package g++, or take format 'torchscript'"
         raise RuntimeError(describe("AOTInductor", "a C++ compiler", "none", remedy))
@@ -76,10 +60,8 @@ def write_aot_inductor(program: ExportedProgram, folder: Path) -> None:
 
 
 def write_index(constants: Path, index: Path) -> None:
-    """Writes where each tensor of a safetensors file stands: lines of ``dtype offset bytes dims size .. size name``.
-
-    `offset` counts from the start of the file; `dims` is how many sizes follow; the name is the rest of the line.
-    """
+    """Writes where each tensor of a safetensors file stands: lines of ``dtype offset bytes dims
+    size .. size name``."""
     with constants.open("rb") as stream:
         (header_bytes,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(header_bytes))
@@ -88,17 +70,20 @@ def write_index(constants: Path, index: Path) -> None:
         if name != "__metadata__":
             first, last = entry["data_offsets"]
             sizes = entry["shape"]
-            fields = [DTYPES[entry["dtype"]], 8 + header_bytes + first, last - first, len(sizes), *sizes, name]
+            fields = [
+                DTYPES[entry["dtype"]],
+                8 + header_bytes + first,
+                last - first,
+                len(sizes),
+                *sizes,
+                name,
+            ]
             lines.append(" ".join(str(field) for field in fields))
     index.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 class AotInductorModel:
-    """A loaded AOTInductor package. Safe to call from several threads, which then take turns.
-
-    Args:
-        folder: the package's folder.
-    """
+    """A loaded AOTInductor package. Safe to call from several threads, which then take turns."""
 
     def __init__(self, folder: Path) -> None:
         self._loaded = torch._inductor.aoti_load_package(str(folder / COMPILED_FILE))
@@ -107,7 +92,8 @@ class AotInductorModel:
         self._loaded.load_constants(self._constants, check_full_update=True, user_managed=True)
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """Predicts. What is compiled reads memory in the order that it was traced with, whatever the strides."""
+        """Predicts. What is compiled reads memory in the order that it was traced with, whatever
+        the strides."""
         return self._loaded(*(tensor.contiguous() for tensor in inputs))
 
 

@@ -1,10 +1,5 @@
-"""Flat models: a model that takes a KeyedJaggedTensor, turned into one that takes plain tensors, and into its graph.
-
-torch.export traces the KeyedJaggedTensor away, so a packaged model needs torch alone (and, for most forms, the library
-of the lookup operators), neither TorchRec nor FBGEMM.
-
-Shapes: B batch, F features (keys of the batch), I ids of a batch.
-"""
+"""Flat models: a model that takes a KeyedJaggedTensor, turned into one that takes plain tensors,
+and into its graph."""
 
 from __future__ import annotations
 
@@ -33,28 +28,13 @@ OPERATORS_OF_TORCH = ("aten", "prim", "prims")
 OWN_OPERATORS = "dnis_torchrec"
 
 _EXAMPLE_BATCH = 3
-"""Samples of the batch that is traced: neither 0 nor 1, which torch.export would take for constants."""
+"""Samples of the batch that is traced: neither 0 nor 1, which torch.export would take for
+constants."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """The inputs of a packaged model.
-
-    - ``dense``: ``(B, num_dense)`` float32.
-    - ``values``: ``(I,)`` int64, the ids of the first feature's bags, then those of the second's, and so on.
-    - ``lengths``: ``(F, B)`` int32, how many ids each bag holds; features in the order of `feature_names`.
-    - ``weights``: ``(I,)`` float32, one for each id, only if `is_weighted`.
-
-    Attributes:
-        feature_names: keys of the KeyedJaggedTensor that the model would take.
-        num_dense: number of dense features.
-        is_weighted: whether ids carry weights.
-
-    Example:
-        >>> signature = Signature(feature_names=("user", "movie"), num_dense=13, is_weighted=False)
-        >>> [tuple(tensor.shape) for tensor in signature.example(5)]
-        [(5, 13), (10,), (2, 5)]
-    """
+    """The inputs of a packaged model."""
 
     feature_names: tuple[str, ...]
     num_dense: int
@@ -62,11 +42,7 @@ class Signature:
 
     @staticmethod
     def of_batch(batch: Batch) -> Signature:
-        """The signature of a model that takes batches like this one.
-
-        Args:
-            batch: any one that the model takes.
-        """
+        """The signature of a model that takes batches like this one."""
         features = batch.sparse_features
         return Signature(
             feature_names=tuple(features.keys()),
@@ -80,17 +56,7 @@ class Signature:
         return INPUTS if self.is_weighted else INPUTS[:-1]
 
     def flatten(self, batch: Batch) -> tuple[Tensor, ...]:
-        """A batch as the packaged model takes it.
-
-        Args:
-            batch: with just the features of the signature, in its order.
-
-        Returns:
-            dense, values, lengths and, if `is_weighted`, weights, as described above.
-
-        Raises:
-            ValueError: if the batch has other features, or the same in another order, or lacks weights.
-        """
+        """A batch as the packaged model takes it."""
         features = batch.sparse_features
         check(
             features.keys() == list(self.feature_names),
@@ -103,18 +69,17 @@ class Signature:
         if not self.is_weighted:
             return inputs
         weights = features.weights_or_none()
-        check(weights is not None, "batch", "a weight for every id", "none", "the model's bags are weighted")
+        check(
+            weights is not None,
+            "batch",
+            "a weight for every id",
+            "none",
+            "the model's bags are weighted",
+        )
         return *inputs, features.weights()
 
     def example(self, batch_size: int) -> tuple[Tensor, ...]:
-        """Zeros of the right kind: every bag holds id 0 once.
-
-        Args:
-            batch_size: B.
-
-        Returns:
-            The inputs, on the CPU; weights are 1.
-        """
+        """Zeros of the right kind: every bag holds id 0 once."""
         num_ids = len(self.feature_names) * batch_size
         weights = (torch.ones(num_ids),) if self.is_weighted else ()
         return (
@@ -125,15 +90,8 @@ class Signature:
         )
 
     def check_inputs(self, inputs: Sequence[Tensor]) -> None:
-        """Checks the inputs of a packaged model, which does not: it would read wrong ones as something else.
-
-        Args:
-            inputs: in the order of `input_names`.
-
-        Raises:
-            TypeError: for a wrong dtype.
-            ValueError: for a wrong number of inputs, wrong shapes, or lengths that are not those of the ids.
-        """
+        """Checks the inputs of a packaged model, which does not: it would read wrong ones as
+        something else."""
         names = self.input_names
         check(len(inputs) == len(names), "inputs", f"{names}", f"{len(inputs)} of them")
         batch_size, num_ids = inputs[0].shape[0], inputs[1].numel()
@@ -147,21 +105,17 @@ class Signature:
             dtype, shape = expected[name]
             if tensor.dtype != dtype:
                 raise TypeError(describe(f"input {name!r}", f"{dtype}", tensor.dtype, "convert it"))
-            check(tuple(tensor.shape) == shape, f"input {name!r}", f"shape {shape}", tuple(tensor.shape))
+            check(
+                tuple(tensor.shape) == shape,
+                f"input {name!r}",
+                f"shape {shape}",
+                tuple(tensor.shape),
+            )
         bag_offsets(inputs[2], inputs[1], names_tensor(self.feature_names))
 
 
 class FlatModel(nn.Module):
-    """A model called with plain tensors.
-
-    Args:
-        model: called as ``model(dense_features=..., sparse_features=...)``.
-        signature: its inputs.
-
-    Shape:
-        - Input: see `Signature`.
-        - Output: the model's, ``(B,)`` or ``(B, 1)``.
-    """
+    """A model called with plain tensors."""
 
     feature_names: Tensor
 
@@ -172,23 +126,12 @@ class FlatModel(nn.Module):
         self.register_buffer("feature_names", names_tensor(self._keys))
         load_operator()
 
-    def forward(self, dense: Tensor, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Predicts.
-
-        Args:
-            dense: ``(B, num_dense)`` float32.
-            values: ``(I,)`` int64, feature by feature.
-            lengths: ``(F, B)`` int32.
-            weights: ``(I,)`` float32; None where ids carry none.
-
-        Returns:
-            What the model gives: ``(B,)`` or ``(B, 1)``.
-
-        Raises:
-            ValueError: if lengths are not those of the ids; names the feature. Compiled or scripted: RuntimeError.
-        """
-        # given along, so that TorchRec does not reach for FBGEMM to sum lengths up; lengths are read from them, so that
-        # nothing in a graph reads any that have not been checked
+    def forward(
+        self, dense: Tensor, values: Tensor, lengths: Tensor, weights: Tensor | None = None
+    ) -> Tensor:
+        """Predicts."""
+        # given along, so that TorchRec does not reach for FBGEMM to sum lengths up; lengths are
+        # read from them, so that nothing in a graph reads any that have not been checked
         offsets = bag_offsets(lengths, values, self.feature_names)
         features = KeyedJaggedTensor(
             keys=self._keys,
@@ -202,43 +145,46 @@ class FlatModel(nn.Module):
 
 
 def export_graph(model: nn.Module, signature: Signature) -> ExportedProgram:
-    """Traces a model whose collections torch.export takes; batch and number of ids stay free.
-
-    Args:
-        model: see `FlatModel`; on the CPU, in evaluation mode.
-        signature: its inputs.
-
-    Returns:
-        The program, of inputs as in `Signature`.
-
-    Raises:
-        NotImplementedError: if torch.export does not take the model, or it calls operators of another library than
-            torch and this one.
-    """
+    """Traces a model whose collections torch.export takes; batch and number of ids stay free."""
     place = f"model {type(model).__name__}"
     ids_and_batch = [{0: Dim.DYNAMIC}, {0: Dim.DYNAMIC}, {1: Dim.DYNAMIC}, {0: Dim.DYNAMIC}]
     inputs = signature.example(_EXAMPLE_BATCH)
-    # torch.export swaps the parameters of what it traces, which modules that remember theirs do not survive: it gets a
-    # copy, of everything but the tensors, with linear layers as small batches want them
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    memo |= {id(module): TransposedLinear(module) for module in model.modules() if type(module) is nn.Linear}
+    # torch.export swaps the parameters of what it traces, which modules that remember theirs do not
+    # survive: it gets a copy, of everything but the tensors, with linear layers as small batches
+    # want them
+    memo: dict[int, Any] = {
+        id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]
+    }
+    memo |= {
+        id(module): TransposedLinear(module)
+        for module in model.modules()
+        if type(module) is nn.Linear
+    }
     traced = FlatModel(copy.deepcopy(model, memo), signature)
     try:
         with torch.no_grad(), warnings.catch_warnings():
             for about_torch in (".*isinstance.treespec, LeafSpec.*", ".*guard_size_oblivious"):
                 warnings.filterwarnings("ignore", message=about_torch, category=FutureWarning)
             program = without_fbgemm(
-                torch.export.export(traced, inputs, dynamic_shapes=tuple(ids_and_batch[: len(inputs)]), strict=False)
+                torch.export.export(
+                    traced, inputs, dynamic_shapes=tuple(ids_and_batch[: len(inputs)]), strict=False
+                )
             )
     except Exception as error:  # torch.export has no class of its own for what it cannot trace
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first_line = (
+            str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        )
         requirement = (
             "supported are tables in compressed sparse rows or of mixed dimension with their compiled lookups, and "
             "models whose forward depends on shapes alone, not on ids or lengths"
         )
-        raise NotImplementedError(describe(place, requirement, f"{type(error).__name__}: {first_line}")) from error
+        raise NotImplementedError(
+            describe(place, requirement, f"{type(error).__name__}: {first_line}")
+        ) from error
     for spec in program.graph_signature.input_specs:
-        if spec.kind == InputKind.CONSTANT_TENSOR:  # a tensor that no module registered: AOTInductor would rename it
+        if (
+            spec.kind == InputKind.CONSTANT_TENSOR
+        ):  # a tensor that no module registered: AOTInductor would rename it
             spec.kind, spec.persistent = InputKind.BUFFER, False
     foreign = sorted(operator_libraries(program) - {*OPERATORS_OF_TORCH, OWN_OPERATORS})
     if foreign:
@@ -250,10 +196,6 @@ def export_graph(model: nn.Module, signature: Signature) -> ExportedProgram:
 
 
 def operator_libraries(program: ExportedProgram) -> set[str]:
-    """Namespaces of the operators that a program calls.
-
-    Args:
-        program: as torch.export gave it.
-    """
+    """Namespaces of the operators that a program calls."""
     targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
     return {target.namespace for target in targets if isinstance(target, torch._ops.OpOverload)}

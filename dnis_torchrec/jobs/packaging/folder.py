@@ -1,7 +1,5 @@
-"""The folder of a packaged model: package.json, which says what the model takes and hashes every other file.
-
-A package holds machine code, unlike an artifact: load only what you would run.
-"""
+"""The folder of a packaged model: package.json, which says what the model takes and hashes every
+other file."""
 
 from __future__ import annotations
 
@@ -38,44 +36,39 @@ class _Package(TypedDict):
 
 
 def write_package_json(folder: Path, fields: Mapping[str, Any]) -> None:
-    """Writes package.json, adding format, version, and size and sha256 of every file that is there.
-
-    Args:
-        folder: the package's, with all other files in it.
-        fields: at least those of `_Package` without ``files``; JSON-able.
-
-    Raises:
-        TypeError: if a field is not JSON-able.
-        ValueError: if a number is not finite.
-    """
-    names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    """Writes package.json, adding format, version, and size and sha256 of every file that is there."""
+    names = sorted(
+        file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()
+    )
     manifest = {
         "format": _FORMAT,
         "format_version": _FORMAT_VERSION,
         **fields,
         "files": {name: describe_file(folder, name) for name in names},
     }
-    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    (folder / _MANIFEST).write_text(
+        json.dumps(manifest, indent=2, allow_nan=False) + "\n", encoding="utf-8"
+    )
 
 
 def read_package_json(path: Path | str, *, check_hashes: bool = True) -> dict[str, Any]:
-    """Reads package.json and checks every file that it lists.
-
-    Args:
-        path: the package's folder.
-        check_hashes: also read every file and compare its sha256.
-
-    Raises:
-        ValueError: if the folder is no package, of a newer version, or damaged; names the file.
-    """
+    """Reads package.json and checks every file that it lists."""
     folder, place = Path(path), f"package {str(path)!r}, file {_MANIFEST!r}"
     remedy = "package the model again"
     file = file_inside(folder, _MANIFEST, place, "give a folder that `dnis package` wrote")
     manifest: Any = parse_json(file.read_bytes(), Any, place, remedy=remedy)
     found = manifest.get("format") if isinstance(manifest, dict) else None
-    check(found == _FORMAT, place, f"format {_FORMAT!r}", repr(found), "give a folder that `dnis package` wrote")
+    check(
+        found == _FORMAT,
+        place,
+        f"format {_FORMAT!r}",
+        repr(found),
+        "give a folder that `dnis package` wrote",
+    )
     version = str(manifest.get("format_version"))
-    check(version.split(".")[0] == "1", place, "a format_version 1.x", version, "update dnis_torchrec")
+    check(
+        version.split(".")[0] == "1", place, "a format_version 1.x", version, "update dnis_torchrec"
+    )
     conform(manifest, _Package, place, remedy=remedy)
     for name, entry in manifest["files"].items():
         place = f"package {str(path)!r}, file {name!r}"

@@ -1,9 +1,4 @@
-"""FBGEMM's operators of bags and sequences in operators of torch, which every server has.
-
-TorchRec calls them for the places of ids in their bags, for offsets of a feature, and for sequences of one length.
-
-Shapes: B bags, I ids, L length.
-"""
+"""FBGEMM's operators of bags and sequences in operators of torch, which every server has."""
 
 from __future__ import annotations
 
@@ -17,64 +12,29 @@ from torch.nn.functional import pad
 
 
 def without_fbgemm(program: ExportedProgram) -> ExportedProgram:
-    """A program that calls torch where it called FBGEMM for bags and sequences; other operators stay.
-
-    Args:
-        program: as torch.export gave it.
-
-    Returns:
-        `program` itself if it calls none of them.
-    """
+    """A program that calls torch where it called FBGEMM for bags and sequences; other operators
+    stay."""
     called = {node.target for node in program.graph.nodes if node.op == "call_function"}
     in_torch = _in_torch()
     return program.run_decompositions(in_torch) if called & in_torch.keys() else program
 
 
 def complete_cumsum(lengths: Tensor) -> Tensor:
-    """``fbgemm::asynchronous_complete_cumsum``: where each bag begins, and the number of ids.
-
-    Args:
-        lengths: ``(B,)`` integers.
-
-    Example:
-        >>> complete_cumsum(torch.tensor([2, 0, 1])).tolist()
-        [0, 2, 2, 3]
-    """
+    """``fbgemm::asynchronous_complete_cumsum``: where each bag begins, and the number of ids."""
     return pad(lengths.cumsum(-1, dtype=lengths.dtype), (1, 0))
 
 
 def offsets_range(offsets: Tensor, range_size: int) -> Tensor:
-    """``fbgemm::offsets_range``: the place of every id in its bag.
-
-    Args:
-        offsets: ``(B,)`` or ``(B + 1,)`` integers, where each bag begins.
-        range_size: I.
-
-    Example:
-        >>> offsets_range(torch.tensor([0, 2, 2]), 5).tolist()
-        [0, 1, 0, 1, 2]
-    """
+    """``fbgemm::offsets_range``: the place of every id in its bag."""
     ids = torch.arange(range_size, dtype=offsets.dtype, device=offsets.device)
     bags = torch.searchsorted(offsets, ids, right=True) - 1
     return ids - offsets.index_select(0, bags)
 
 
-def padded_dense(values: Tensor, offsets: Sequence[Tensor], max_lengths: Sequence[int], padding: float = 0.0) -> Any:
-    """``fbgemm::jagged_to_padded_dense``: bags cut or filled up to one length.
-
-    Args:
-        values: ``(I,)`` or ``(I, D)``.
-        offsets: of one dimension: ``(B + 1,)``.
-        max_lengths: L.
-        padding: what fills a bag up.
-
-    Returns:
-        ``(B, L)`` or ``(B, L, D)``; for bags of bags NotImplemented, which leaves FBGEMM's operator where it was.
-
-    Example:
-        >>> padded_dense(torch.tensor([1.0, 2, 3]), [torch.tensor([0, 2, 2, 3])], [1]).tolist()
-        [[1.0], [0.0], [3.0]]
-    """
+def padded_dense(
+    values: Tensor, offsets: Sequence[Tensor], max_lengths: Sequence[int], padding: float = 0.0
+) -> Any:
+    """``fbgemm::jagged_to_padded_dense``: bags cut or filled up to one length."""
     if len(offsets) != 1:
         return NotImplemented
     (begins,), (length,) = offsets, max_lengths

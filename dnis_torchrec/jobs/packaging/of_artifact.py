@@ -29,27 +29,7 @@ def run_package(
     name: str | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Packages the model of an artifact.
-
-    Args:
-        artifact: folder that `export` wrote, with its dense weights.
-        out: folder to make.
-        recipe: ``module:function`` of the model; by default the one that the manifest names, if that is
-            the user's own code.
-        data: folder of its data, as the recipe wants it.
-        form: the tables' form; ``"packed"`` if not given and the artifact holds it, else ``"csr_fp32"``.
-        kind: ``"aoti"`` or ``"torchscript"``.
-        name: of the model; the recipe's function by default.
-        overwrite: replace a package that stands at `out`.
-
-    Returns:
-        `out`.
-
-    Raises:
-        ValueError: if the artifact is damaged, names no recipe, or does not fit the recipe's model, and as
-            `write_package`.
-        NotImplementedError: for a form on FBGEMM's kernels, which torch.export does not take, and as `write_package`.
-    """
+    """Packages the model of an artifact."""
     if form is not None:
         check_packaged_form(form)
     manifest = read_manifest(artifact)
@@ -70,15 +50,10 @@ def run_package(
 
 
 def check_packaged_form(form: str) -> None:
-    """Refuses a form that torch.export does not take.
-
-    Args:
-        form: one of `dnis_torchrec.forms.FORMS`.
-
-    Raises:
-        NotImplementedError: for one on FBGEMM's kernels.
-    """
+    """Refuses a form that torch.export does not take."""
     if isinstance(form_named(form), ON_FBGEMM):
         supported = "supported are forms whose lookup is an operator of dnis_torchrec"
         remedy = f"choose one of {', '.join(name for name, other in FORMS.items() if not isinstance(other, ON_FBGEMM))}"
-        raise NotImplementedError(describe(f"form {form!r}", supported, "one on FBGEMM's kernels", remedy))
+        raise NotImplementedError(
+            describe(f"form {form!r}", supported, "one on FBGEMM's kernels", remedy)
+        )

@@ -1,4 +1,5 @@
-"""write_package and load_package: a model as one folder that a server runs, and that folder as a callable again."""
+"""write_package and load_package: a model as one folder that a server runs, and that folder as a
+callable again."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ RTOL, ATOL = 1e-4, 1e-5
 
 
 class PackagedModel(Protocol):
-    """A loaded package: ``model(dense, values, lengths)``, and weights last where bags are weighted."""
+    """A loaded package: ``model(dense, values, lengths)``, and weights last where bags are
+    weighted."""
 
     def __call__(self, *inputs: Tensor) -> Tensor: ...
 
@@ -55,29 +57,8 @@ def write_package(
     described: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Packages a model whose collections serve pruned tables, and checks the package against it before it appears.
-
-    Args:
-        model: called as ``model(dense_features=..., sparse_features=...)``, its collections replaced by what
-            `dnis_torchrec.load` gave.
-        batch: any batch that the model takes: says what the inputs are, and what the package is checked with.
-        path: folder to make.
-        kind: ``"aoti"`` or ``"torchscript"``.
-        name: of the model in Triton: letters, digits, ``_`` and ``-``.
-        described: more fields for package.json; JSON.
-        overwrite: replace a package that stands at `path`, in one step where the system can (Linux); who loaded the old
-            one keeps it. If packaging fails, it stays.
-
-    Returns:
-        `path`.
-
-    Raises:
-        ValueError: for an unknown kind, a name that is none, or if something stands at `path` that is not to be, or is
-            no package and so cannot be, replaced.
-        NotImplementedError: if the model or a collection's form cannot be exported.
-        RuntimeError: if there is no C++ compiler where one is needed, or the package predicts something else than the
-            model.
-    """
+    """Packages a model whose collections serve pruned tables, and checks the package against it
+    before it appears."""
     check_known("kind", kind, KINDS)
     check_name(name)
     signature = Signature.of_batch(batch)
@@ -89,7 +70,9 @@ def write_package(
         else:
             write_triton_model(program, signature, folder, name)
         libraries = _copy_libraries(program, folder if kind == "aoti" else folder / name, folder)
-        difference = _check_equal(_load(folder, kind, name), FlatModel(model, signature), signature.flatten(batch))
+        difference = _check_equal(
+            _load(folder, kind, name), FlatModel(model, signature), signature.flatten(batch)
+        )
         write_package_json(
             folder,
             {
@@ -110,33 +93,17 @@ def write_package(
 
 
 def check_name(name: str) -> None:
-    """Checks that a model in Triton can have this name.
-
-    Args:
-        name: see `write_package`.
-
-    Raises:
-        ValueError: if it cannot.
-    """
-    check(re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None, "name", "letters, digits, _ and -", repr(name))
+    """Checks that a model in Triton can have this name."""
+    check(
+        re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None,
+        "name",
+        "letters, digits, _ and -",
+        repr(name),
+    )
 
 
 def load_package(path: Path | str, *, check_hashes: bool = True) -> PackagedModel:
-    """Loads a package. It runs the machine code in it: load only what you would run.
-
-    The lookup operators are those of this machine, or the package's own where they cannot be built, as without a
-    compiler. ``DNIS_NO_COMPILE=1`` loads neither.
-
-    Args:
-        path: the package's folder.
-        check_hashes: read every file and compare its sha256 first.
-
-    Returns:
-        A callable that checks its inputs and predicts, without gradients.
-
-    Raises:
-        ValueError: if the folder is no package, of a newer version, or damaged, or names a file that it does not list.
-    """
+    """Loads a package. It runs the machine code in it: load only what you would run."""
     manifest = read_package_json(path, check_hashes=check_hashes)
     signature = Signature(
         feature_names=tuple(manifest["feature_names"]),
@@ -160,15 +127,26 @@ def load_package(path: Path | str, *, check_hashes: bool = True) -> PackagedMode
 def _check_listed(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Is what is to be loaded of the package's files alone, whose places and content were checked?"""
     is_compiled = manifest["kind"] == "aoti"
-    model = (COMPILED_FILE, CONSTANTS_FILE) if is_compiled else (f"{manifest['model']}/{MODEL_FILE}",)
-    named = [("model", name) for name in model] + [("library", name) for name in manifest["libraries"]]
+    model = (
+        (COMPILED_FILE, CONSTANTS_FILE) if is_compiled else (f"{manifest['model']}/{MODEL_FILE}",)
+    )
+    named = [("model", name) for name in model] + [
+        ("library", name) for name in manifest["libraries"]
+    ]
     for part, name in named:
         place = f"package {str(folder)!r}, {part} {name!r}"
-        check(name in manifest["files"], place, "one of the package's files", "another", "package it again")
+        check(
+            name in manifest["files"],
+            place,
+            "one of the package's files",
+            "another",
+            "package it again",
+        )
 
 
 def _copy_libraries(program: torch.export.ExportedProgram, owner: Path, folder: Path) -> list[str]:
-    """Copies the libraries of operators that are not torch's own; returns their paths within the package."""
+    """Copies the libraries of operators that are not torch's own; returns their paths within the
+    package."""
     if OWN_OPERATORS not in operator_libraries(program):
         return []
     library = LOOKUPS.build()
@@ -185,38 +163,41 @@ def _load(folder: Path, kind: str, name: str) -> PackagedModel:
         return AotInductorModel(folder)
     with warnings.catch_warnings():
         # Triton's libtorch backend serves nothing else
-        warnings.filterwarnings("ignore", message="`torch.jit.load` is deprecated", category=DeprecationWarning)
+        warnings.filterwarnings(
+            "ignore", message="`torch.jit.load` is deprecated", category=DeprecationWarning
+        )
         return torch.jit.load(folder / name / MODEL_FILE).eval()
 
 
 @torch.inference_mode()
 def _check_equal(packaged: PackagedModel, model: nn.Module, inputs: Sequence[Tensor]) -> float:
-    """Compares predictions on a whole batch and on its first sample alone; returns the largest difference."""
+    """Compares predictions on a whole batch and on its first sample alone; returns the largest
+    difference."""
     largest = 0.0
     for of_batch in (tuple(inputs), first_sample(inputs)):
         expected, found = model(*of_batch), packaged(*of_batch)
         difference = float((expected - found).abs().max())
-        equal = found.shape == expected.shape and torch.allclose(found, expected, rtol=RTOL, atol=ATOL)
+        equal = found.shape == expected.shape and torch.allclose(
+            found, expected, rtol=RTOL, atol=ATOL
+        )
         if not equal:
             requirement = f"the model's predictions (rtol {RTOL}, atol {ATOL})"
-            raise RuntimeError(describe("package", requirement, f"some that differ by {difference}"))
+            raise RuntimeError(
+                describe("package", requirement, f"some that differ by {difference}")
+            )
         largest = max(largest, difference)
     return largest
 
 
 def first_sample(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The first sample of a batch of flat inputs.
-
-    Args:
-        inputs: as `Signature` describes them, of one sample at least.
-
-    Example:
-        >>> dense, values, lengths = torch.zeros(2, 1), torch.tensor([7, 8, 9]), torch.tensor([[1, 1], [0, 1]])
-        >>> [tensor.tolist() for tensor in first_sample((dense, values, lengths))]
-        [[[0.0]], [7], [[1], [0]]]
-    """
+    """The first sample of a batch of flat inputs."""
     dense, values, lengths, *weights = inputs
     num_features, batch_size = lengths.shape
     is_first = torch.arange(num_features * batch_size) % batch_size == 0
     kept = torch.repeat_interleave(is_first, lengths.flatten().long())
-    return dense[:1], values[kept], lengths[:, :1].contiguous(), *(weight[kept] for weight in weights)
+    return (
+        dense[:1],
+        values[kept],
+        lengths[:, :1].contiguous(),
+        *(weight[kept] for weight in weights),
+    )

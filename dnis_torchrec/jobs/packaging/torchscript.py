@@ -1,8 +1,4 @@
-"""Conversion of an exported program to TorchScript.
-
-TorchRec's own classes do not script, but the graph that torch.export made of them is nothing but calls of operators,
-which TorchScript has too: it resolves overloads itself, so each call only has to name the operator.
-"""
+"""Conversion of an exported program to TorchScript."""
 
 from __future__ import annotations
 
@@ -16,19 +12,7 @@ from torch.export import ExportedProgram
 
 
 def to_torchscript(program: ExportedProgram) -> torch.jit.ScriptModule:
-    """Scripts an exported program.
-
-    Args:
-        program: result of `export_graph`.
-
-    Returns:
-        A module of the same inputs that returns the prediction alone; its weights are buffers.
-
-    Example:
-        >>> program = torch.export.export(nn.Linear(2, 1), (torch.ones(3, 2),))
-        >>> to_torchscript(program)(torch.ones(3, 2)).shape
-        torch.Size([3, 1])
-    """
+    """Scripts an exported program."""
     source = program.module(check_guards=False)
     root, graph = nn.Module(), fx.Graph()
     copies: dict[fx.Node, Any] = {}
@@ -45,13 +29,17 @@ def to_torchscript(program: ExportedProgram) -> torch.jit.ScriptModule:
             tensor: Any = reduce(getattr, node.target.split("."), source)
             root.register_buffer(name, tensor.detach())
             copies[node].target = name
-        elif node.target == torch.ops.aten.item.default and isinstance(node.meta["val"], torch.SymInt):
+        elif node.target == torch.ops.aten.item.default and isinstance(
+            node.meta["val"], torch.SymInt
+        ):
             copies[node].target = int  # TorchScript takes an item for a number of any kind
         elif isinstance(node.target, torch._ops.OpOverload):
             copies[node].target = node.target.overloadpacket
     with warnings.catch_warnings():
         # about an annotation in the __init__ of torch's own GraphModule
-        warnings.filterwarnings("ignore", message="The TorchScript type system doesn't support instance-level")
+        warnings.filterwarnings(
+            "ignore", message="The TorchScript type system doesn't support instance-level"
+        )
         return torch.jit.script(fx.GraphModule(root, graph))
 
 

@@ -7,23 +7,8 @@ from torch import Tensor, nn
 
 
 class TransposedLinear(nn.Module):
-    """nn.Linear with its weight stored the other way round, (K, N) instead of (N, K): y = x W^T + b.
-
-    A matrix product copies a weight of (N, K) into the order that its kernel reads, anew for every batch, which small
-    batches feel. Stored so, less of it has to be moved. Equal to the layer up to rounding.
-
-    Args:
-        linear: the layer; its bias is shared, its weight copied.
-
-    Shape:
-        - Input: ``(*, K)``.
-        - Output: ``(*, N)``.
-
-    Example:
-        >>> linear, inputs = nn.Linear(3, 2), torch.ones(4, 3)
-        >>> torch.allclose(TransposedLinear(linear)(inputs), linear(inputs))
-        True
-    """
+    """nn.Linear with its weight stored the other way round, (K, N) instead of (N, K): y = x W^T +
+    b."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

@@ -1,13 +1,4 @@
-"""TorchScript packages, in the layout that Triton's libtorch backend serves.
-
-    PACKAGE/
-      package.json
-      NAME/config.pbtxt       inputs and outputs
-      NAME/1/model.pt         TorchScript, weights within
-      NAME/lib/               the operator that compressed sparse rows need, if the form has them
-
-PACKAGE is a model repository: ``tritonserver --model-repository=PACKAGE``, with ``LD_PRELOAD`` naming what lib/ holds.
-"""
+"""TorchScript packages, in the layout that Triton's libtorch backend serves."""
 
 from __future__ import annotations
 
@@ -22,40 +13,29 @@ from dnis_torchrec.jobs.packaging.torchscript import to_torchscript
 MODEL_FILE = "1/model.pt"
 CONFIG_FILE = "config.pbtxt"
 
-_TRITON_DTYPES = {"dense": "TYPE_FP32", "values": "TYPE_INT64", "lengths": "TYPE_INT32", "weights": "TYPE_FP32"}
+_TRITON_DTYPES = {
+    "dense": "TYPE_FP32",
+    "values": "TYPE_INT64",
+    "lengths": "TYPE_INT32",
+    "weights": "TYPE_FP32",
+}
 
 
-def write_triton_model(program: ExportedProgram, signature: Signature, folder: Path, name: str) -> None:
-    """Writes NAME/1/model.pt and NAME/config.pbtxt into a model repository.
-
-    Args:
-        program: result of `export_graph`.
-        signature: its inputs.
-        folder: the repository.
-        name: of the model.
-    """
+def write_triton_model(
+    program: ExportedProgram, signature: Signature, folder: Path, name: str
+) -> None:
+    """Writes NAME/1/model.pt and NAME/config.pbtxt into a model repository."""
     file = folder / name / MODEL_FILE
     file.parent.mkdir(parents=True)
     to_torchscript(program).save(str(file))
     output_dims = len(_output_shape(program))
-    (folder / name / CONFIG_FILE).write_text(triton_config(name, signature, output_dims), encoding="utf-8")
+    (folder / name / CONFIG_FILE).write_text(
+        triton_config(name, signature, output_dims), encoding="utf-8"
+    )
 
 
 def triton_config(name: str, signature: Signature, output_dims: int) -> str:
-    """The text of config.pbtxt.
-
-    Bags are ragged, so Triton's own batching is off (``max_batch_size: 0``) and every request brings its batch.
-
-    Args:
-        name: of the model, and of its folder.
-        signature: its inputs.
-        output_dims: 1 for predictions ``(B,)``, 2 for ``(B, 1)``.
-
-    Example:
-        >>> signature = Signature(feature_names=("user",), num_dense=4, is_weighted=False)
-        >>> print(triton_config("dlrm", signature, 1).splitlines()[4])
-          { name: "dense__0" data_type: TYPE_FP32 dims: [ -1, 4 ] },
-    """
+    """The text of config.pbtxt."""
     dims = {
         "dense": [-1, signature.num_dense],
         "values": [-1],
@@ -66,7 +46,9 @@ def triton_config(name: str, signature: Signature, output_dims: int) -> str:
         f'  {{ name: "{field}__{index}" data_type: {_TRITON_DTYPES[field]} dims: {_list(dims[field])} }}'
         for index, field in enumerate(signature.input_names)
     ]
-    output = f'  {{ name: "prediction__0" data_type: TYPE_FP32 dims: {_list([-1, 1][:output_dims])} }}'
+    output = (
+        f'  {{ name: "prediction__0" data_type: TYPE_FP32 dims: {_list([-1, 1][:output_dims])} }}'
+    )
     lines = [
         f'name: "{name}"',
         'platform: "pytorch_libtorch"',

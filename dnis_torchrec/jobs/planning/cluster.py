@@ -16,36 +16,30 @@ OPTIMIZERS = ("none", "rowwise_adagrad", "adam")
 """Table optimizers whose state is counted; ``"none"`` for serving, and for SGD."""
 
 RESERVED_RATIO = 0.15
-"""Share of a device's memory kept free of tables, for dense weights and activations: TorchRec's own default."""
+"""Share of a device's memory kept free of tables, for dense weights and activations: TorchRec's own
+default."""
 
 _BYTES = {unit: 1000**power for power, unit in enumerate(("B", "KB", "MB", "GB", "TB", "PB"))}
-_BYTES |= {unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB", "PIB"), start=1)}
+_BYTES |= {
+    unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB", "PIB"), start=1)
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The machines to plan for.
-
-    Attributes:
-        hbm_bytes: memory of one GPU; not looked at on ``"cpu"``.
-        ddr_bytes: host memory of one rank. On ``"cuda"``, 0 keeps every table in GPU memory; more lets the planner put
-            tables into host memory behind a cache on the GPU.
-
-    Raises:
-        ValueError: for a world size that does not fill its hosts, a device without memory, an unknown name.
-
-    Example:
-        >>> Cluster(world_size=16, hbm_bytes=parse_bytes("80GB")).table_bytes_per_rank
-        68000000000
-    """
+    """The machines to plan for."""
 
     world_size: Annotated[int, "Devices, one rank on each."] = 8
     hbm_bytes: int = 0
     ddr_bytes: int = 0
     compute: Annotated[str, "`cuda` or `cpu`."] = "cuda"
-    local_world_size: Annotated[int, "Devices of one host; from the second host on, hosts are whole."] = 8
+    local_world_size: Annotated[
+        int, "Devices of one host; from the second host on, hosts are whole."
+    ] = 8
     batch_size: Annotated[int, "Samples per rank and step."] = 512
-    optimizer: Annotated[str, "Of the tables: `none`, `rowwise_adagrad`, `adam`."] = "rowwise_adagrad"
+    optimizer: Annotated[str, "Of the tables: `none`, `rowwise_adagrad`, `adam`."] = (
+        "rowwise_adagrad"
+    )
 
     def __post_init__(self) -> None:
         check_known("compute", self.compute, COMPUTE_DEVICES)
@@ -53,9 +47,13 @@ class Cluster:
         check(self.local_world_size >= 1, "local_world_size", "at least 1", self.local_world_size)
         check(self.batch_size >= 1, "batch_size", "at least 1", self.batch_size)
         requirement = f"1..{self.local_world_size}, or whole hosts of {self.local_world_size} ranks"
-        whole = self.world_size % self.local_world_size == 0 or self.world_size < self.local_world_size
+        whole = (
+            self.world_size % self.local_world_size == 0 or self.world_size < self.local_world_size
+        )
         check(self.world_size >= 1 and whole, "world_size", requirement, self.world_size)
-        memory, option = (self.hbm_bytes, "hbm") if self.compute == "cuda" else (self.ddr_bytes, "ddr")
+        memory, option = (
+            (self.hbm_bytes, "hbm") if self.compute == "cuda" else (self.ddr_bytes, "ddr")
+        )
         remedy = f"tell the memory per rank, such as --{option} 80GB"
         check(memory > 0, option, f"more than 0 bytes on {self.compute!r}", memory, remedy)
         requirement = f"a byte and more beside the {RESERVED_RATIO:.0%} that are kept free"
@@ -69,14 +67,7 @@ class Cluster:
         return _usable(hbm) + _usable(self.ddr_bytes)
 
     def resized(self, world_size: int) -> Cluster:
-        """The same machines, another number of them.
-
-        Args:
-            world_size: W.
-
-        Raises:
-            ValueError: if that does not fill its hosts.
-        """
+        """The same machines, another number of them."""
         return replace(self, world_size=world_size)
 
     def topology(self) -> Topology:
@@ -93,19 +84,7 @@ class Cluster:
 
 
 def parse_bytes(text: str, place: str = "size") -> int:
-    """Bytes of a size such as ``"80GB"`` (10^9), ``"512MB"`` or ``"16GiB"`` (2^30).
-
-    Args:
-        text: a number and a unit.
-        place: what to name in the error.
-
-    Raises:
-        ValueError: for anything else.
-
-    Example:
-        >>> parse_bytes("80GB"), parse_bytes("1.5 GiB")
-        (80000000000, 1610612736)
-    """
+    """Bytes of a size such as ``"80GB"`` (10^9), ``"512MB"`` or ``"16GiB"`` (2^30)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
     unit = match[2].upper() if match else ""
     remedy = "units are B, KB, MB, GB, TB, PB (powers of 1000) and KiB .. PiB (powers of 1024)"

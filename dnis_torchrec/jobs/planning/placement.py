@@ -1,7 +1,5 @@
-"""One sharding plan from TorchRec's own planner, on the meta device: what it puts where, and how long it reckons with.
-
-Shapes: W ranks.
-"""
+"""One sharding plan from TorchRec's own planner, on the meta device: what it puts where, and how
+long it reckons with."""
 
 from __future__ import annotations
 
@@ -18,7 +16,12 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, ShardingOption, Stats
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    ShardingOption,
+    Stats,
+)
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -30,19 +33,13 @@ from dnis_torchrec.jobs.planning.tables import PlannedTable
 _OPTIMIZER_CLASSES = {"rowwise_adagrad": RowWiseAdagrad, "adam": torch.optim.Adam}
 """TorchRec's planner counts the state of these."""
 _INFERIOR_PROPOSALS = 10
-"""TorchRec's greedy proposer stops after this many plans in a row that are no faster: the rest costs minutes."""
+"""TorchRec's greedy proposer stops after this many plans in a row that are no faster: the rest
+costs minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """One sharding plan, as TorchRec estimates it.
-
-    Attributes:
-        hbm_bytes: GPU memory of every rank, W numbers: tables, optimizer state, inputs and outputs of a batch.
-        ddr_bytes: host memory of every rank.
-        step_ms: lookups and communication, forward and backward, of the slowest rank.
-        sharding: sharding type -> tables sharded that way.
-    """
+    """One sharding plan, as TorchRec estimates it."""
 
     hbm_bytes: tuple[int, ...]
     ddr_bytes: tuple[int, ...]
@@ -66,23 +63,17 @@ class _BestPlan(Stats):
 
 
 def place(tables: Sequence[PlannedTable], cluster: Cluster, *, thorough: bool) -> Placement | None:
-    """Runs TorchRec's planner.
-
-    Args:
-        tables: on the meta device, so their sizes cost nothing.
-        cluster: where to put them.
-        thorough: also try mixed sharding types, table by table.
-
-    Returns:
-        The fastest plan found, by TorchRec's estimate; None if none has room.
-    """
+    """Runs TorchRec's planner."""
     rank_numbers = range(cluster.world_size)
     needed = sum(table.training_bytes(cluster.optimizer) for table in tables)
     if needed > cluster.world_size * cluster.table_bytes_per_rank:
         return None
     if not tables:
         return Placement(
-            hbm_bytes=(0,) * len(rank_numbers), ddr_bytes=(0,) * len(rank_numbers), step_ms=0.0, sharding={}
+            hbm_bytes=(0,) * len(rank_numbers),
+            ddr_bytes=(0,) * len(rank_numbers),
+            step_ms=0.0,
+            sharding={},
         )
     kernels = [EmbeddingComputeKernel.FUSED.value]
     if cluster.compute == "cuda" and cluster.ddr_bytes:
@@ -91,8 +82,13 @@ def place(tables: Sequence[PlannedTable], cluster: Cluster, *, thorough: bool) -
     planner = EmbeddingShardingPlanner(
         topology=cluster.topology(),
         batch_size=cluster.batch_size,
-        storage_reservation=FixedPercentageStorageReservation(0.0),  # taken off in the topology, from DDR as well
-        proposer=[UniformProposer(), *([GreedyProposer(threshold=_INFERIOR_PROPOSALS)] if thorough else [])],
+        storage_reservation=FixedPercentageStorageReservation(
+            0.0
+        ),  # taken off in the topology, from DDR as well
+        proposer=[
+            UniformProposer(),
+            *([GreedyProposer(threshold=_INFERIOR_PROPOSALS)] if thorough else []),
+        ],
         constraints={
             table.name: ParameterConstraints(
                 compute_kernels=kernels,
@@ -128,7 +124,8 @@ def _placement(options: Sequence[ShardingOption], world_size: int) -> Placement:
 
 
 def _model(tables: Sequence[PlannedTable], optimizer: str) -> nn.Module:
-    """The tables on the meta device, which gives no memory to them, in a model as the planner walks it."""
+    """The tables on the meta device, which gives no memory to them, in a model as the planner walks
+    it."""
     configs = [
         EmbeddingBagConfig(
             name=table.name,

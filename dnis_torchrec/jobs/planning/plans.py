@@ -1,4 +1,5 @@
-"""Both plans side by side: what pruning saves on a cluster, and the fewest devices that hold each set of tables."""
+"""Both plans side by side: what pruning saves on a cluster, and the fewest devices that hold each
+set of tables."""
 
 from __future__ import annotations
 
@@ -24,15 +25,7 @@ _CUDA_DIM_MULTIPLE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class TablesPlan:
-    """The needs of one set of tables on a cluster.
-
-    Attributes:
-        num_tables: tables that exist.
-        parameters: their values.
-        training_bytes: the tables in fp32, on a GPU with dims padded to multiples of 4, and their optimizer state.
-        placement: of the tables on the cluster that was asked for; None if it cannot hold them.
-        smallest_world_size: the fewest devices of the kind for which a plan was found; None up to `MAX_WORLD_SIZE`.
-    """
+    """The needs of one set of tables on a cluster."""
 
     num_tables: int
     parameters: int
@@ -43,13 +36,7 @@ class TablesPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanComparison:
-    """Plans of the same model before and after pruning.
-
-    Attributes:
-        cluster: the cluster that was planned for.
-        before: the uncompressed tables.
-        after: one table per block, as wide as its retained dims.
-    """
+    """Plans of the same model before and after pruning."""
 
     cluster: Cluster
     before: TablesPlan
@@ -57,48 +44,43 @@ class PlanComparison:
 
     def to_json(self) -> dict[str, Any]:
         """Everything, ready for json.dumps."""
-        return asdict(self) | {"estimates": "TorchRec's planner; nothing was measured", "reserved": RESERVED_RATIO}
+        return asdict(self) | {
+            "estimates": "TorchRec's planner; nothing was measured",
+            "reserved": RESERVED_RATIO,
+        }
 
 
-def compare_plans(before: Sequence[PlannedTable], after: Sequence[PlannedTable], cluster: Cluster) -> PlanComparison:
-    """Plans both sets of tables for the same cluster.
-
-    Args:
-        before: the uncompressed tables.
-        after: what is left of them.
-        cluster: the machines.
-
-    Raises:
-        ValueError: if the cluster can hold neither; says how many devices would.
-
-    Example:
-        >>> from dnis_torchrec.jobs.planning.tables import parse_tables
-        >>> tables = parse_tables(["t=1000000x64:1000000x16"])
-        >>> comparison = compare_plans(*tables, Cluster(world_size=2, hbm_bytes=10**9))
-        >>> comparison.before.training_bytes, comparison.after.training_bytes
-        (260000000, 68000000)
-        >>> comparison.before.smallest_world_size
-        1
-    """
-    comparison = PlanComparison(cluster=cluster, before=_plan(before, cluster), after=_plan(after, cluster))
+def compare_plans(
+    before: Sequence[PlannedTable], after: Sequence[PlannedTable], cluster: Cluster
+) -> PlanComparison:
+    """Plans both sets of tables for the same cluster."""
+    comparison = PlanComparison(
+        cluster=cluster, before=_plan(before, cluster), after=_plan(after, cluster)
+    )
     if comparison.before.placement is None and comparison.after.placement is None:
         needed, per_rank = comparison.after.training_bytes, cluster.table_bytes_per_rank
         smallest = comparison.after.smallest_world_size
-        devices = f"{smallest} devices" if smallest else f"more than {MAX_WORLD_SIZE} devices, or devices with more"
+        devices = (
+            f"{smallest} devices"
+            if smallest
+            else f"more than {MAX_WORLD_SIZE} devices, or devices with more"
+        )
         requirement = f"room for {decimal(needed)} of pruned tables and optimizer state and for a batch's buffers"
         received = f"{cluster.world_size} times {decimal(per_rank)} ({RESERVED_RATIO:.0%} of a device is kept free)"
-        raise ValueError(describe("world_size", requirement, received, f"they take {devices} of this size"))
+        raise ValueError(
+            describe("world_size", requirement, received, f"they take {devices} of this size")
+        )
     return comparison
 
 
 def plan_table(comparison: PlanComparison) -> Table:
-    """The comparison as a terminal table; what it rests on stands below.
-
-    Args:
-        comparison: from `compare_plans`.
-    """
+    """The comparison as a terminal table; what it rests on stands below."""
     cluster = comparison.cluster
-    memory = f"{decimal(cluster.hbm_bytes)} HBM" if cluster.compute == "cuda" else f"{decimal(cluster.ddr_bytes)} DDR"
+    memory = (
+        f"{decimal(cluster.hbm_bytes)} HBM"
+        if cluster.compute == "cuda"
+        else f"{decimal(cluster.ddr_bytes)} DDR"
+    )
     if cluster.compute == "cuda" and cluster.ddr_bytes:
         memory += f" and {decimal(cluster.ddr_bytes)} DDR"
     caption = (
@@ -107,9 +89,19 @@ def plan_table(comparison: PlanComparison) -> Table:
         "planner, not measurements: time is lookups and communication of the slowest rank, with ids spread evenly over "
         "blocks; on a GPU, dims are padded to multiples of 4."
     )
-    table = Table(box=None, pad_edge=False, header_style="bold", caption=caption, caption_justify="left")
+    table = Table(
+        box=None, pad_edge=False, header_style="bold", caption=caption, caption_justify="left"
+    )
     table.add_column("tables")
-    headings = ("number", "parameters", "with optimizer", "fullest rank", "mean rank", "est. step", "fewest devices")
+    headings = (
+        "number",
+        "parameters",
+        "with optimizer",
+        "fullest rank",
+        "mean rank",
+        "est. step",
+        "fewest devices",
+    )
     for heading in headings:
         table.add_column(heading, justify="right")
     table.add_column("sharding")
@@ -118,8 +110,15 @@ def plan_table(comparison: PlanComparison) -> Table:
         cells = ("does not fit", "-", "-", "-")
         if placed is not None:
             mean = (sum(placed.hbm_bytes) + sum(placed.ddr_bytes)) // cluster.world_size
-            sharding = ", ".join(f"{count} {kind}" for kind, count in sorted(placed.sharding.items()))
-            cells = (decimal(placed.fullest_rank_bytes), decimal(mean), f"{placed.step_ms:.3g} ms", sharding)
+            sharding = ", ".join(
+                f"{count} {kind}" for kind, count in sorted(placed.sharding.items())
+            )
+            cells = (
+                decimal(placed.fullest_rank_bytes),
+                decimal(mean),
+                f"{placed.step_ms:.3g} ms",
+                sharding,
+            )
         fewest = str(plan.smallest_world_size or f"> {MAX_WORLD_SIZE}")
         numbers = (f"{plan.num_tables}", f"{plan.parameters:,}", decimal(plan.training_bytes))
         table.add_row(name, *numbers, *cells[:3], fewest, cells[3])
@@ -128,7 +127,10 @@ def plan_table(comparison: PlanComparison) -> Table:
 
 def _plan(unpadded: Sequence[PlannedTable], cluster: Cluster) -> TablesPlan:
     multiple = _CUDA_DIM_MULTIPLE if cluster.compute == "cuda" else 1
-    tables = [replace(table, embedding_dim=math.ceil(table.embedding_dim / multiple) * multiple) for table in unpadded]
+    tables = [
+        replace(table, embedding_dim=math.ceil(table.embedding_dim / multiple) * multiple)
+        for table in unpadded
+    ]
     placement = place(tables, cluster, thorough=True)
     smallest = _smallest_world_size(tables, cluster)
     if placement is not None:
@@ -143,11 +145,7 @@ def _plan(unpadded: Sequence[PlannedTable], cluster: Cluster) -> TablesPlan:
 
 
 def _smallest_world_size(tables: Sequence[PlannedTable], cluster: Cluster) -> int | None:
-    """The fewest devices on which a plan finds room; whole hosts beyond the first.
-
-    Within GPU memory, one sharding type for all tables is tried only: mixing types needs minutes where this needs
-    seconds, and gains room for next to nothing. A mix of GPU and host memory is found by the greedy proposer alone.
-    """
+    """The fewest devices on which a plan finds room; whole hosts beyond the first."""
     thorough = cluster.compute == "cuda" and cluster.ddr_bytes > 0
     local = cluster.local_world_size
     sizes = [*range(1, local), *range(local, MAX_WORLD_SIZE + 1, local)]

@@ -1,7 +1,4 @@
-"""The tables to plan for: the uncompressed ones, and those that are left of them, one per block.
-
-Shapes: N rows of a table, D embedding_dim, R retained dims of a block.
-"""
+"""The tables to plan for: the uncompressed ones, and those that are left of them, one per block."""
 
 from __future__ import annotations
 
@@ -17,16 +14,7 @@ from dnis_torchrec.scheme import MixedDimensionScheme
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTable:
-    """A table as the planner has to know it.
-
-    Attributes:
-        name: unique among the tables planned together.
-        num_embeddings: N.
-        embedding_dim: D, or R of a block's table.
-        num_features: features read from it.
-        pooling_factor: ids per sample and feature.
-        is_weighted: whether ids carry per-sample weights.
-    """
+    """A table as the planner has to know it."""
 
     name: str
     num_embeddings: int
@@ -37,7 +25,12 @@ class PlannedTable:
 
     def __post_init__(self) -> None:
         for field in ("num_embeddings", "embedding_dim", "num_features"):
-            check(getattr(self, field) >= 1, f"table {self.name!r}", f"{field} >= 1", getattr(self, field))
+            check(
+                getattr(self, field) >= 1,
+                f"table {self.name!r}",
+                f"{field} >= 1",
+                getattr(self, field),
+            )
 
     @property
     def parameters(self) -> int:
@@ -45,43 +38,24 @@ class PlannedTable:
         return self.num_embeddings * self.embedding_dim
 
     def training_bytes(self, optimizer: str) -> int:
-        """Bytes of the fp32 table and its optimizer state.
-
-        Args:
-            optimizer: one of `dnis_torchrec.jobs.planning.cluster.OPTIMIZERS`.
-
-        Example:
-            >>> PlannedTable(name="t", num_embeddings=10, embedding_dim=4).training_bytes("rowwise_adagrad")
-            200
-        """
+        """Bytes of the fp32 table and its optimizer state."""
         state_values = {"none": 0, "rowwise_adagrad": 1, "adam": 2 * self.embedding_dim}[optimizer]
         return 4 * self.num_embeddings * (self.embedding_dim + state_values)
 
 
 def parse_tables(texts: Iterable[str]) -> tuple[list[PlannedTable], list[PlannedTable]]:
-    """Tables in numbers: ``NAME=NxD``, and the blocks that are left of one, ``NAME=NxD:ROWSxR,ROWSxR``.
-
-    Args:
-        texts: one per table.
-
-    Returns:
-        The tables, and their blocks' tables; a table without blocks is in both.
-
-    Raises:
-        ValueError: if a text does not read like that, the blocks do not fit into the table, or a name comes twice.
-
-    Example:
-        >>> before, after = parse_tables(["user=10000000000x64:1000000x32,2000000x8"])
-        >>> before[0].parameters, [table.embedding_dim for table in after]
-        (640000000000, [32, 8])
-    """
+    """Tables in numbers: ``NAME=NxD``, and the blocks that are left of one,
+    ``NAME=NxD:ROWSxR,ROWSxR``."""
     before: list[PlannedTable] = []
     after: list[PlannedTable] = []
     for text in texts:
         table, blocks = _parse_table(text)
         before.append(table)
         after += blocks
-    for tables in (before, after):  # a table without blocks may have the name that a block of another is given
+    for tables in (
+        before,
+        after,
+    ):  # a table without blocks may have the name that a block of another is given
         for name, times in Counter(table.name for table in tables).items():
             check(times == 1, f"table {name!r}", "every name once", f"it {times} times")
     return before, after
@@ -91,36 +65,37 @@ def _parse_table(text: str) -> tuple[PlannedTable, list[PlannedTable]]:
     match = re.fullmatch(r"([^=:]+)=(\d+)x(\d+)(?::(\d+x\d+(?:,\d+x\d+)*))?", text)
     if match is None:
         requirement = "NAME=ROWSxDIM or NAME=ROWSxDIM:ROWSxDIM,ROWSxDIM"
-        raise ValueError(describe("table", requirement, repr(text), "such as user=1000000x64:10000x32,50000x8"))
+        raise ValueError(
+            describe("table", requirement, repr(text), "such as user=1000000x64:10000x32,50000x8")
+        )
     name, num_embeddings, embedding_dim = match[1], int(match[2]), int(match[3])
-    check("." not in name, f"table {name!r}", "a name without a dot, as TorchRec's tables have", repr(name))
+    check(
+        "." not in name,
+        f"table {name!r}",
+        "a name without a dot, as TorchRec's tables have",
+        repr(name),
+    )
     table = PlannedTable(name=name, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
     if match[4] is None:
         return table, [table]
     shapes = [list(map(int, shape.split("x"))) for shape in match[4].split(",")]
     rows = sum(rows for rows, _ in shapes)
-    check(rows <= num_embeddings, f"table {name!r}", f"blocks of at most {num_embeddings} rows", rows)
+    check(
+        rows <= num_embeddings, f"table {name!r}", f"blocks of at most {num_embeddings} rows", rows
+    )
     widest = max(dim for _, dim in shapes)
-    check(widest <= embedding_dim, f"table {name!r}", f"blocks of at most {embedding_dim} dims", widest)
+    check(
+        widest <= embedding_dim,
+        f"table {name!r}",
+        f"blocks of at most {embedding_dim} dims",
+        widest,
+    )
     return table, _blocks(table, dict(enumerate(shapes)))
 
 
 def tables_of_scheme(scheme: MixedDimensionScheme) -> tuple[list[PlannedTable], list[PlannedTable]]:
-    """The tables of a scheme before pruning, and the blocks' tables that the mixed-dimension form stores.
-
-    Args:
-        scheme: from `dnis_torchrec.artifact.read_scheme`, or from pruning.
-
-    Example:
-        >>> import torch
-        >>> from dnis_torchrec.blocks.row_routing import RowRouting
-        >>> from dnis_torchrec.scheme import TableScheme
-        >>> table = TableScheme(name="t", collection="ebc", num_embeddings=8, embedding_dim=4, pooling="sum",
-        ...     feature_names=("f",), is_weighted=False, routing=RowRouting(8, 1, boundaries=torch.tensor([0, 6])),
-        ...     retained=torch.tensor([[True, True, True, False]]), num_retained=18)
-        >>> [[t.parameters for t in tables] for tables in tables_of_scheme(MixedDimensionScheme({"t": table}))]
-        [[32], [18]]
-    """
+    """The tables of a scheme before pruning, and the blocks' tables that the mixed-dimension form
+    stores."""
     before: list[PlannedTable] = []
     after: list[PlannedTable] = []
     for table in scheme.tables.values():
@@ -137,7 +112,8 @@ def tables_of_scheme(scheme: MixedDimensionScheme) -> tuple[list[PlannedTable], 
 
 
 def _blocks(table: PlannedTable, shapes: Mapping[int, Sequence[int]]) -> list[PlannedTable]:
-    # A scheme does not know how often each block is looked up: the ids are spread evenly, their number stays.
+    # A scheme does not know how often each block is looked up: the ids are spread evenly, their
+    # number stays.
     return [
         PlannedTable(
             name=f"{table.name}/b{s}",

@@ -13,14 +13,7 @@ OK, FAILED, SKIPPED = "ok", "failed", "skipped"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        check: ``"checksums"``, ``"parity"``, ``"unknown ids"``, ``"run"``, ``"metric"`` or ``"memory"``.
-        subject: a file, or a form and what it was tried on.
-        status: ``"ok"``, ``"failed"`` or ``"skipped"``.
-        detail: figures, or what is wrong, or why it was skipped.
-    """
+    """One thing that was looked at."""
 
     check: str
     subject: str
@@ -34,29 +27,21 @@ class Finding:
 
 
 def judged(check: str, subject: str, good: bool, detail: str) -> Finding:
-    """A finding that is ok or failed.
-
-    Example:
-        >>> judged("parity", "csr_fp32, empty bags", True, "off by 0").status
-        'ok'
-    """
+    """A finding that is ok or failed."""
     return Finding(check, subject, OK if good else FAILED, detail)
 
 
 def found_by_ranks(checks: Sequence[Callable[[], list[Finding]]], ranks: Ranks) -> list[Finding]:
-    """Findings of checks that are dealt out to ranks, in the order of the checks, the same on all ranks.
-
-    Distributed: every rank calls it; rank r of W makes checks r, r + W, ...; their findings are gathered as text.
-
-    Args:
-        checks: as many on every rank.
-        ranks: that share them.
-
-    Example:
-        >>> found_by_ranks([lambda: [judged("run", "tables", True, "")]], Ranks())[0].status
-        'ok'
-    """
+    """Findings of checks that are dealt out to ranks, in the order of the checks, the same on all
+    ranks."""
     with together(ranks.group):
-        own = {n: [asdict(found) for found in checks[n]()] for n in range(ranks.rank, len(checks), ranks.world_size)}
-    of_all = {n: found for text in ranks.gather_texts(json.dumps(own)) for n, found in json.loads(text).items()}
+        own = {
+            n: [asdict(found) for found in checks[n]()]
+            for n in range(ranks.rank, len(checks), ranks.world_size)
+        }
+    of_all = {
+        n: found
+        for text in ranks.gather_texts(json.dumps(own))
+        for n, found in json.loads(text).items()
+    }
     return [Finding(**fields) for n in range(len(checks)) for fields in of_all[str(n)]]

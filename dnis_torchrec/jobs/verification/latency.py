@@ -1,7 +1,4 @@
-"""Latency of lookups: p50 and p99 of every form, side by side with the uncompressed tables.
-
-Rounds take turns, so that whatever else the machine does falls on all forms alike. Shapes: B batch.
-"""
+"""Latency of lookups: p50 and p99 of every form, side by side with the uncompressed tables."""
 
 from __future__ import annotations
 
@@ -23,15 +20,7 @@ WARM_UP_ROUNDS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Latency:
-    """Lookups of one form of all tables.
-
-    Attributes:
-        form: a form of the artifact, or one of the uncompressed baselines.
-        batch_size: B; every bag holds one id, frequent rows oftener than rare ones.
-        p50_ms: median.
-        p99_ms: of a hundred lookups the slowest but one.
-        ratio: median of the times over those of the uncompressed fp32 tables in the same rounds; 1 for these.
-    """
+    """Lookups of one form of all tables."""
 
     form: str
     batch_size: int
@@ -43,16 +32,12 @@ class Latency:
 def measure_latency(
     artifact: Path, scheme: MixedDimensionScheme, forms: Sequence[str], *, rounds: int = 100
 ) -> list[Latency]:
-    """Times lookups of all forms, on torch's current number of threads.
-
-    Args:
-        artifact: the folder.
-        scheme: its scheme.
-        forms: forms to time; ``"uncompressed_fp32"`` among them.
-        rounds: lookups of each.
-    """
+    """Times lookups of all forms, on torch's current number of threads."""
     parts = collections_of(scheme)
-    modules = {form: [served_module(artifact, form, fqn, part) for fqn, part in parts.items()] for form in forms}
+    modules = {
+        form: [served_module(artifact, form, fqn, part) for fqn, part in parts.items()]
+        for form in forms
+    }
     results = []
     for batch_size in BATCH_SIZES:
         batches = [skewed_batch(part, batch_size) for part in parts.values()]
@@ -79,19 +64,20 @@ def measure_latency(
 
 
 def skewed_batch(scheme: MixedDimensionScheme, batch_size: int) -> KeyedJaggedTensor:
-    """One id per bag; a row's chance falls as one over its number, as in tables sorted by frequency.
-
-    Args:
-        scheme: the tables of one collection.
-        batch_size: B.
-    """
+    """One id per bag; a row's chance falls as one over its number, as in tables sorted by
+    frequency."""
     generator = torch.Generator().manual_seed(batch_size)
     rows: dict[str, int] = {}
     for table in scheme.tables.values():
         for feature in table.feature_names:
             rows[feature] = min(rows.get(feature, table.num_embeddings), table.num_embeddings)
-    draws = [((count + 1) ** torch.rand(batch_size, generator=generator)).long() - 1 for count in rows.values()]
-    values = torch.cat([ids.clamp(max=count - 1) for ids, count in zip(draws, rows.values(), strict=True)])
+    draws = [
+        ((count + 1) ** torch.rand(batch_size, generator=generator)).long() - 1
+        for count in rows.values()
+    ]
+    values = torch.cat(
+        [ids.clamp(max=count - 1) for ids, count in zip(draws, rows.values(), strict=True)]
+    )
     is_weighted = next(iter(scheme.tables.values())).is_weighted
     return KeyedJaggedTensor(
         keys=list(rows),
@@ -103,9 +89,12 @@ def skewed_batch(scheme: MixedDimensionScheme, batch_size: int) -> KeyedJaggedTe
 
 @torch.inference_mode()
 def _look_up(modules: list[nn.Module], batches: list[KeyedJaggedTensor]) -> float:
-    # a KeyedJaggedTensor remembers offsets that it once summed up: every lookup gets a fresh one, as a server's do
+    # a KeyedJaggedTensor remembers offsets that it once summed up: every lookup gets a fresh one,
+    # as a server's do
     fresh = [
-        KeyedJaggedTensor(keys=b.keys(), values=b.values(), weights=b.weights_or_none(), lengths=b.lengths())
+        KeyedJaggedTensor(
+            keys=b.keys(), values=b.values(), weights=b.weights_or_none(), lengths=b.lengths()
+        )
         for b in batches
     ]
     started = time.perf_counter()

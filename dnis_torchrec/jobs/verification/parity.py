@@ -1,9 +1,4 @@
-"""Does every form give what the exact rows give, on bags that break things?
-
-The oracle reads one row at a time from the exact sparse form, or decodes it, and adds in float64.
-
-Shapes: B batch, F features, D embedding_dim, L bag length.
-"""
+"""Does every form give what the exact rows give, on bags that break things?"""
 
 from __future__ import annotations
 
@@ -24,8 +19,7 @@ from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.logical_tables import torchrec_config
 
 ROW_ERRORS = {"fp32": 1e-6, "codes": 1e-6, "fp16": 2.0**-10, "int8": 0.006, "int4": 0.07}
-"""Precision -> largest error of a stored value, as a share of its row's largest magnitude. It is half of one of 255 or
-15 steps over the row's range, and the rounding of the scale."""
+"""Precision -> largest error of a stored value, as a share of its row's largest magnitude."""
 FP32_ROUNDING = 2.0**-24
 SMALLEST_ERROR = 1e-7
 LONGEST_BAG = 1_000
@@ -38,23 +32,15 @@ Row = Callable[[str, int], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Oracle:
-    """The tables of one collection, looked up naively.
-
-    Attributes:
-        scheme: of the collection.
-        row: gives an exact row.
-    """
+    """The tables of one collection, looked up naively."""
 
     scheme: MixedDimensionScheme
     row: Row
 
-    def expected(self, bags: FeatureBags, row_error: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Output key -> pooled ``(B, D)`` in float64, and how far a form may be off, ``(B, 1)``.
-
-        Args:
-            bags: feature -> its bags, as many of every feature.
-            row_error: how far a stored value may be off, as a share of its row's largest magnitude (see `ROW_ERRORS`).
-        """
+    def expected(
+        self, bags: FeatureBags, row_error: float
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Output key -> pooled ``(B, D)`` in float64, and how far a form may be off, ``(B, 1)``."""
         names = get_embedding_names_by_table(
             [torchrec_config(table, table.embedding_dim) for table in self.scheme.tables.values()]
         )
@@ -75,20 +61,16 @@ class Oracle:
                 total += row
                 magnitude += float(row.abs().max())
         length = len(bag) if table.pooling == "mean" and bag else 1
-        rounding = len(bag) * FP32_ROUNDING  # of every addition in float32, which no form does without
+        rounding = (
+            len(bag) * FP32_ROUNDING
+        )  # of every addition in float32, which no form does without
         return total / length, ((row_error + rounding) * magnitude + SMALLEST_ERROR) / length
 
 
-def check_form(artifact: Path, form: str, collection: str, oracle: Oracle, *, is_only: bool = True) -> list[Finding]:
-    """Tries one form of one collection on all bags of `bag_cases`, and on unknown ids.
-
-    Args:
-        artifact: the folder.
-        form: one that it holds.
-        collection: FQN.
-        oracle: module to compare with.
-        is_only: whether the artifact holds no other collection, so that findings need not name it.
-    """
+def check_form(
+    artifact: Path, form: str, collection: str, oracle: Oracle, *, is_only: bool = True
+) -> list[Finding]:
+    """Tries one form of one collection on all bags of `bag_cases`, and on unknown ids."""
     place = form if is_only else f"{form}, {collection}"
     try:
         module = summed(load(artifact, form=form, collection=collection))
@@ -96,7 +78,15 @@ def check_form(artifact: Path, form: str, collection: str, oracle: Oracle, *, is
         return [Finding("parity", place, FAILED, str(error))]
     findings = []
     for name, bags in bag_cases(oracle.scheme).items():
-        findings.append(_compare(f"{place}: {name}", module, oracle, bags, ROW_ERRORS[form_named(form).precision.name]))
+        findings.append(
+            _compare(
+                f"{place}: {name}",
+                module,
+                oracle,
+                bags,
+                ROW_ERRORS[form_named(form).precision.name],
+            )
+        )
     unknown = unknown_bags(oracle.scheme)
     findings.append(_check_refusal(f"{place}: refused", module, oracle.scheme, unknown))
     try:
@@ -104,15 +94,14 @@ def check_form(artifact: Path, form: str, collection: str, oracle: Oracle, *, is
     except NotImplementedError as error:
         return [*findings, Finding("unknown ids", f"{place}: as zero", SKIPPED, str(error))]
     row_error = ROW_ERRORS[form_named(form).precision.name]
-    return [*findings, _compare(f"{place}: as zero", module, oracle, unknown, row_error, check="unknown ids")]
+    return [
+        *findings,
+        _compare(f"{place}: as zero", module, oracle, unknown, row_error, check="unknown ids"),
+    ]
 
 
 def bag_cases(scheme: MixedDimensionScheme) -> dict[str, FeatureBags]:
-    """Bags that have broken lookups: name -> feature -> bags. The same at every call.
-
-    Args:
-        scheme: the tables of one collection.
-    """
+    """Bags that have broken lookups: name -> feature -> bags. The same at every call."""
     generator = torch.Generator().manual_seed(0)
 
     def number(end: int) -> int:
@@ -123,7 +112,10 @@ def bag_cases(scheme: MixedDimensionScheme) -> dict[str, FeatureBags]:
 
     def bags(make: Callable[[int], list[list[int]]]) -> FeatureBags:
         rows = rows_of_features(scheme)
-        return {feature: [[(i, weight()) for i in bag] for bag in make(n)] for feature, n in rows.items()}
+        return {
+            feature: [[(i, weight()) for i in bag] for bag in make(n)]
+            for feature, n in rows.items()
+        }
 
     return {
         "one id each": bags(lambda n: [[number(n)] for _ in range(33)]),
@@ -136,27 +128,18 @@ def bag_cases(scheme: MixedDimensionScheme) -> dict[str, FeatureBags]:
 
 
 def unknown_bags(scheme: MixedDimensionScheme) -> FeatureBags:
-    """Bags with ids that are no rows, beside ones that are.
-
-    Args:
-        scheme: the tables of one collection.
-
-    Returns:
-        Feature -> three bags, in each of which one id is no row of any of its tables.
-    """
+    """Bags with ids that are no rows, beside ones that are."""
     most: dict[str, int] = {}
     for table in scheme.tables.values():
         for feature in table.feature_names:
             most[feature] = max(most.get(feature, 0), table.num_embeddings)
-    return {feature: [[(-1, 1.0)], [(0, 1.0), (n, 1.0)], [(2**31, 1.0)]] for feature, n in most.items()}
+    return {
+        feature: [[(-1, 1.0)], [(0, 1.0), (n, 1.0)], [(2**31, 1.0)]] for feature, n in most.items()
+    }
 
 
 def rows_of_features(scheme: MixedDimensionScheme) -> dict[str, int]:
-    """Feature -> rows that every table that it is read from has.
-
-    Args:
-        scheme: the tables of one collection.
-    """
+    """Feature -> rows that every table that it is read from has."""
     rows: dict[str, int] = {}
     for table in scheme.tables.values():
         for feature in table.feature_names:
@@ -165,24 +148,27 @@ def rows_of_features(scheme: MixedDimensionScheme) -> dict[str, int]:
 
 
 def keyed_jagged_tensor(bags: FeatureBags, *, is_weighted: bool) -> KeyedJaggedTensor:
-    """Bags as TorchRec takes them.
-
-    Args:
-        bags: feature -> its bags, as many of every feature.
-        is_weighted: whether ids carry their weights; else these are left out.
-    """
+    """Bags as TorchRec takes them."""
     entries = [entry for of_feature in bags.values() for bag in of_feature for entry in bag]
     return KeyedJaggedTensor(
         keys=list(bags),
         values=torch.tensor([row_id for row_id, _ in entries], dtype=torch.int64),
         weights=torch.tensor([weight for _, weight in entries]) if is_weighted else None,
-        lengths=torch.tensor([len(bag) for of_feature in bags.values() for bag in of_feature], dtype=torch.int32),
+        lengths=torch.tensor(
+            [len(bag) for of_feature in bags.values() for bag in of_feature], dtype=torch.int32
+        ),
         stride=len(next(iter(bags.values()))),
     )
 
 
 def _compare(
-    subject: str, module: nn.Module, oracle: Oracle, bags: FeatureBags, row_error: float, *, check: str = "parity"
+    subject: str,
+    module: nn.Module,
+    oracle: Oracle,
+    bags: FeatureBags,
+    row_error: float,
+    *,
+    check: str = "parity",
 ) -> Finding:
     expected, allowed = oracle.expected(bags, row_error)
     kjt = keyed_jagged_tensor(bags, is_weighted=_is_weighted(oracle.scheme))
@@ -192,10 +178,14 @@ def _compare(
     except (ValueError, RuntimeError, IndexError) as error:
         return Finding(check, subject, FAILED, f"{type(error).__name__}: {error}")
     if set(found) != set(expected):
-        return Finding(check, subject, FAILED, f"expected keys {sorted(expected)}, got {sorted(found)}")
+        return Finding(
+            check, subject, FAILED, f"expected keys {sorted(expected)}, got {sorted(found)}"
+        )
     errors = {key: (found[key] - value).abs() for key, value in expected.items()}
     shares = {key: float((error / allowed[key]).max()) for key, error in errors.items()}
-    wrong = [name for name, share in shares.items() if not share <= 1]  # NaN is not, and compares with nothing
+    wrong = [
+        name for name, share in shares.items() if not share <= 1
+    ]  # NaN is not, and compares with nothing
     detail = f"off by at most {max(float(error.max()) for error in errors.values()):.2g}"
     if wrong:
         name = wrong[0]
@@ -203,7 +193,9 @@ def _compare(
     return judged(check, subject, not wrong, detail)
 
 
-def _check_refusal(subject: str, module: nn.Module, scheme: MixedDimensionScheme, bags: FeatureBags) -> Finding:
+def _check_refusal(
+    subject: str, module: nn.Module, scheme: MixedDimensionScheme, bags: FeatureBags
+) -> Finding:
     for index in range(3):
         one = {feature: of_feature[index : index + 1] for feature, of_feature in bags.items()}
         try:

@@ -1,9 +1,5 @@
-"""Memory of tables in a process that serves them, measured as resident set size (RSS), not computed.
-
-A fresh process imports everything, then forks a child per form: what a child's RSS grows by is what the form takes.
-Pages of memory-mapped files count once they are touched, so a child is measured after it has loaded and again after it
-has looked every row up. Linux only: reads /proc.
-"""
+"""Memory of tables in a process that serves them, measured as resident set size (RSS), not
+computed."""
 
 from __future__ import annotations
 
@@ -35,13 +31,7 @@ SAMPLES_AT_A_TIME = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Resident:
-    """Memory of one form of all tables.
-
-    Attributes:
-        form: a form of the artifact, or one of the uncompressed baselines.
-        loaded_bytes: by how much RSS grew when it was loaded.
-        touched_bytes: by how much in all, once every row had been looked up: what serving comes to.
-    """
+    """Memory of one form of all tables."""
 
     form: str
     loaded_bytes: int
@@ -49,23 +39,22 @@ class Resident:
 
 
 def measure_resident(artifact: Path, forms: Sequence[str]) -> list[Resident]:
-    """Measures forms in a fresh process.
-
-    Args:
-        artifact: the folder.
-        forms: forms that it holds, or of `dnis_torchrec.jobs.verification.served.UNCOMPRESSED_FORMS`.
-
-    Raises:
-        RuntimeError: if the process fails; its last words are quoted.
-    """
+    """Measures forms in a fresh process."""
     command = [sys.executable, "-P", "-m", __name__, str(artifact), *forms]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # a thread pool has no place in a process that forks
-    # -P: modules are looked for where this process does, and not in the folder that it happens to stand in.
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1"
+    }  # a thread pool has no place in a process that forks
+    # -P: modules are looked for where this process does, and not in the folder that it happens to
+    # stand in.
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    done = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONPATH": path})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment | {"PYTHONPATH": path}
+    )
     if done.returncode:
         words = "\n".join(done.stderr.strip().splitlines()[-5:])
-        raise RuntimeError(describe("resident bytes", "the measuring process to finish", f"\n{words}\n"))
+        raise RuntimeError(
+            describe("resident bytes", "the measuring process to finish", f"\n{words}\n")
+        )
     return [Resident(**fields) for fields in json.loads(done.stdout.splitlines()[-1])]
 
 
@@ -78,12 +67,7 @@ def resident_bytes() -> int:
 
 
 def measure_here(artifact: Path, form: str) -> Resident:
-    """Loads a form in this process, looks every row up, and says by how much RSS grew.
-
-    Args:
-        artifact: its folder.
-        form: one that it holds, or one of `UNCOMPRESSED_FORMS`.
-    """
+    """Loads a form in this process, looks every row up, and says by how much RSS grew."""
     parts = collections_of(read_scheme(artifact))
     before = resident_bytes()
     modules = {fqn: served_module(artifact, form, fqn, part) for fqn, part in parts.items()}
@@ -92,20 +76,13 @@ def measure_here(artifact: Path, form: str) -> Resident:
         with torch.inference_mode():
             for batch in every_row(parts[fqn]):
                 module(batch)
-    return Resident(form=form, loaded_bytes=loaded - before, touched_bytes=resident_bytes() - before)
+    return Resident(
+        form=form, loaded_bytes=loaded - before, touched_bytes=resident_bytes() - before
+    )
 
 
 def every_row(scheme: MixedDimensionScheme) -> Iterator[KeyedJaggedTensor]:
-    """Batches that look up every row of every table of a collection, one id a bag.
-
-    Where several tables read one feature, those rows that all of them have: any other is unknown to one of them.
-
-    Args:
-        scheme: the tables of one collection.
-
-    Yields:
-        Batches of at most `SAMPLES_AT_A_TIME` samples; smaller tables repeat their last row.
-    """
+    """Batches that look up every row of every table of a collection, one id a bag."""
     rows = rows_of_features(scheme)
     longest = max(rows.values())
     is_weighted = next(iter(scheme.tables.values())).is_weighted
@@ -138,12 +115,15 @@ def _in_child(artifact: Path, form: str) -> dict[str, object]:
         text = stream.read()
     _, status = os.waitpid(child, 0)
     if status or not text:
-        raise RuntimeError(describe(f"form {form!r}", "the measuring process to finish", f"status {status}"))
+        raise RuntimeError(
+            describe(f"form {form!r}", "the measuring process to finish", f"status {status}")
+        )
     return json.loads(text)
 
 
 def _warm_up(artifact: Path, form: str) -> None:
-    """Serves a table of a few rows in the same form, so that code and its workspace are not taken for tables."""
+    """Serves a table of a few rows in the same form, so that code and its workspace are not taken
+    for tables."""
     first = next(iter(read_scheme(artifact).tables.values()))
     num_blocks = first.routing.num_blocks
     table = replace(

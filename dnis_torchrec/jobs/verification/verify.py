@@ -19,7 +19,13 @@ from dnis_torchrec.data.users_code import errors_of_its_code, named_errors
 from dnis_torchrec.forms import CANONICAL_FORM, form_named
 from dnis_torchrec.jobs.artifact_jobs import drop_in_, recipe_of_artifact
 from dnis_torchrec.jobs.recorded import load_recorded
-from dnis_torchrec.jobs.verification.findings import FAILED, SKIPPED, Finding, found_by_ranks, judged
+from dnis_torchrec.jobs.verification.findings import (
+    FAILED,
+    SKIPPED,
+    Finding,
+    found_by_ranks,
+    judged,
+)
 from dnis_torchrec.jobs.verification.integrity import check_against_run, check_files
 from dnis_torchrec.jobs.verification.latency import Latency, measure_latency
 from dnis_torchrec.jobs.verification.parity import Oracle, Row, check_form
@@ -31,20 +37,13 @@ from dnis_torchrec.training.evaluation import evaluate
 from dnis_torchrec.training.process_group import launched_ranks
 
 METRIC_LIMITS = {"fp32": 1e-5, "codes": 1e-5, "fp16": 5e-4, "int8": 5e-4}
-"""Precision -> largest difference of a form's test metrics from those of the run; int4 is not judged."""
+"""Precision -> largest difference of a form's test metrics from those of the run; int4 is not
+judged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """Results of a verification.
-
-    Attributes:
-        artifact: the folder.
-        forms: the forms that it holds.
-        findings: a line per thing checked.
-        resident: memory of each form, measured; empty if not asked for or the artifact is damaged.
-        latency: of each form and batch size; likewise.
-    """
+    """Results of a verification."""
 
     artifact: str
     forms: tuple[str, ...] = ()
@@ -71,37 +70,17 @@ def verify(
     measure: bool = True,
     rounds: int = 100,
 ) -> Verification:
-    """Checks an artifact: files, values, unknown ids and metric; measures memory and latency.
-
-    Every file is hashed. Every form is compared on bags that break things with the exact sparse rows, or with what
-    codes stand for. With `data` or `recipe` every form is evaluated on the test split and compared with the run's
-    figures.
-
-    Distributed: every rank calls it, on folders that all of them see. They share files, rows, forms and the samples of
-    the test split; rank 0 alone measures, while the others wait. No rank reads a table of the run as a whole.
-
-    Args:
-        artifact: the folder.
-        against: the run that it came from: tables and dense weights have to be the same, values in codes within half a
-            step.
-        recipe: ``module:function``; by default the one in the manifest, if that is the user's own code. The metric is
-            checked only if this or `data` is given, because it runs the recipe's code.
-        data: folder of the recipe's data.
-        measure: measure RSS and latency too.
-        rounds: lookups timed per form and batch size.
-
-    Returns:
-        Everything found, the same on all ranks. Damage is a finding, not an exception.
-
-    Raises:
-        ValueError: if `against` is no finished run; on several ranks, for what stops one of them while it evaluates.
-    """
+    """Checks an artifact: files, values, unknown ids and metric; measures memory and latency."""
     with launched_ranks() as ranks:
         return _verified(artifact, against, (recipe, data), rounds if measure else 0, ranks)
 
 
 def _verified(
-    artifact: Path, against: Path | None, code: tuple[str | None, Path | None], rounds: int, ranks: Ranks
+    artifact: Path,
+    against: Path | None,
+    code: tuple[str | None, Path | None],
+    rounds: int,
+    ranks: Ranks,
 ) -> Verification:
     """With a recipe and data that may be given; nothing is measured in no rounds."""
     manifest, findings = check_files(artifact, ranks)
@@ -140,7 +119,9 @@ def _measured(
     return findings, resident, measure_latency(artifact, scheme, measured, rounds=rounds)
 
 
-def _parity(artifact: Path, manifest: dict[str, Any], scheme: MixedDimensionScheme, ranks: Ranks) -> list[Finding]:
+def _parity(
+    artifact: Path, manifest: dict[str, Any], scheme: MixedDimensionScheme, ranks: Ranks
+) -> list[Finding]:
     with together(ranks.group):
         exact = exact_rows(artifact)
     if exact is None:
@@ -148,7 +129,9 @@ def _parity(artifact: Path, manifest: dict[str, Any], scheme: MixedDimensionSche
         return [Finding("parity", "all forms", SKIPPED, detail)]
     parts, row = collections_of(scheme), _exact_row(exact)
     checks = [
-        partial(check_form, artifact, form, fqn, Oracle(scheme=part, row=row), is_only=len(parts) == 1)
+        partial(
+            check_form, artifact, form, fqn, Oracle(scheme=part, row=row), is_only=len(parts) == 1
+        )
         for fqn, part in parts.items()
         for form in manifest["forms"]
     ]
@@ -171,7 +154,9 @@ def _metrics(
 ) -> list[Finding]:
     run = manifest["run"]
     if "metrics" not in run or (recipe is None and "recipe" not in run):
-        return [Finding("metric", "all forms", SKIPPED, "the manifest names no recipe or no metrics")]
+        return [
+            Finding("metric", "all forms", SKIPPED, "the manifest names no recipe or no metrics")
+        ]
     findings = []
     for form in manifest["forms"]:
         try:
@@ -187,18 +172,25 @@ def _metrics(
         for name in sorted(set(metrics) & set(run["metrics"])):
             change = metrics[name] - run["metrics"][name]
             detail = f"{metrics[name]:.6f}, {change:+.6f} from the run's ({judgement})"
-            findings.append(judged("metric", f"{form}, {name}", limit is None or abs(change) <= limit, detail))
+            findings.append(
+                judged("metric", f"{form}, {name}", limit is None or abs(change) <= limit, detail)
+            )
     return findings
 
 
-def _evaluate(artifact: Path, form: str, recipe: str | None, data: Path | None, ranks: Ranks) -> dict[str, float]:
-    """On the CPU, which every form runs on; the four-bit one cannot be moved elsewhere. Each rank has its samples."""
+def _evaluate(
+    artifact: Path, form: str, recipe: str | None, data: Path | None, ranks: Ranks
+) -> dict[str, float]:
+    """On the CPU, which every form runs on; the four-bit one cannot be moved elsewhere. Each rank
+    has its samples."""
     with together(ranks.group):
         spec = load_recorded(artifact, read_manifest(artifact)["run"], data, recipe)
         built = recipe_of_artifact(artifact, data, recipe=recipe)
         drop_in_(built.model, artifact, form=form)
     with torch.inference_mode(), errors_of_its_code(spec):
         own = split_over_ranks(built.data, ranks)
-        metrics = evaluate(TrainTask(built.model, built.task), own.test, built.task, torch.device("cpu"))
+        metrics = evaluate(
+            TrainTask(built.model, built.task), own.test, built.task, torch.device("cpu")
+        )
         check_same(own, ranks)
         return metrics

@@ -1,10 +1,14 @@
-"""Charts of the pages, one function each, as graph objects of Plotly: pointing at a mark tells its numbers.
-
-Inside this folder, style comes first, then quality and search, then frequency.
-"""
+"""Charts of the pages, one function each, as graph objects of Plotly: pointing at a mark tells its
+numbers."""
 
 from dnis_torchrec.report.charts.frequency import joint_distribution, retained_dims
-from dnis_torchrec.report.charts.quality import bytes_per_form, loss_increase, pruning_rate, quality, setting
+from dnis_torchrec.report.charts.quality import (
+    bytes_per_form,
+    loss_increase,
+    pruning_rate,
+    quality,
+    setting,
+)
 from dnis_torchrec.report.charts.search import alpha_distribution, alpha_per_block, search_history
 
 __all__ = [

@@ -1,4 +1,5 @@
-"""Charts of results: a metric against compression, pruning rate or a setting; the loss; bytes per form."""
+"""Charts of results: a metric against compression, pruning rate or a setting; the loss; bytes per
+form."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ from dnis_torchrec.report.charts.style import (
     series_style,
 )
 from dnis_torchrec.report.compression_content import COMPRESS, CompressionContent
-from dnis_torchrec.report.content import DENSE, UNCOMPRESSED_ROWS, ReportRow, RowGroup, base_method, seed_groups
+from dnis_torchrec.report.content import (
+    DENSE,
+    UNCOMPRESSED_ROWS,
+    ReportRow,
+    RowGroup,
+    base_method,
+    seed_groups,
+)
 from dnis_torchrec.report.pareto_points import ParetoPoint, metric_range, pareto_front
 from dnis_torchrec.report.tables import (
     PLUS_MINUS,
@@ -37,27 +45,28 @@ PRUNING_METHODS = ("dnis", "magnitude", "dense")
 
 
 def quality(points: Sequence[ParetoPoint], metric: str, *, higher_is_better: bool) -> go.Figure:
-    """A metric over the compression: a line per method, and the level of the uncompressed model.
-
-    Marks on the Pareto front, the best that so many bytes can buy, say so. Bars are those of `ParetoPoint.bar`. The
-    axis begins and ends with `metric_range`; a double click shows what lies beyond.
-
-    Args:
-        points: one per method and size.
-        metric: its name.
-        higher_is_better: its direction.
-
-    Raises:
-        ValueError: if there are no points.
-    """
+    """A metric over the compression: a line per method, and the level of the uncompressed model."""
     check(len(points) > 0, "points", "at least one point", "none", "leave the chart out")
     front = [points[index] for index in pareto_front(points, higher_is_better=higher_is_better)]
     figure = go.Figure()
     for method, style in method_styles(point.method for point in points).items():
-        mine = sorted((point for point in points if point.method == method), key=lambda point: point.compression)
+        mine = sorted(
+            (point for point in points if point.method == method),
+            key=lambda point: point.compression,
+        )
         x, y = [point.compression for point in mine], [point.mean for point in mine]
-        bars = {"array": [point.bar or 0.0 for point in mine], "visible": any(point.bar for point in mine)}
-        trace = line(method, x, y, style, [_facts(point, metric, point in front) for point in mine], error_y=bars)
+        bars = {
+            "array": [point.bar or 0.0 for point in mine],
+            "visible": any(point.bar for point in mine),
+        }
+        trace = line(
+            method,
+            x,
+            y,
+            style,
+            [_facts(point, metric, point in front) for point in mine],
+            error_y=bars,
+        )
         if method in ("dnis", COMPRESS):
             trace.update(line={"width": 3.5}, zorder=1)
         figure.add_trace(trace)
@@ -75,31 +84,35 @@ def _facts(point: ParetoPoint, metric: str, is_on_front: bool) -> list[str]:
     facts = [f"test {metric} {format_metric(point.mean)}{spread}"]
     if point.difference is not None and point.method != DENSE:
         facts.append(f"{point.difference.told(point.num_seeds)} against dense")
-    facts += [f"{format_ratio(point.compression)} smaller", f"{format_megabytes(point.bytes)} served"]
+    facts += [
+        f"{format_ratio(point.compression)} smaller",
+        f"{format_megabytes(point.bytes)} served",
+    ]
     facts += [f"precision {point.precision}"] if point.precision else []
     facts += [f"{point.num_seeds} seeds"] if point.num_seeds > 1 else []
     return [*facts, *(["on the Pareto front"] if is_on_front else [])]
 
 
 def pruning_rate(rows: Sequence[ReportRow], metric: str, *, higher_is_better: bool) -> go.Figure:
-    """A metric over the share of parameters that is gone, for DNIS and for magnitude pruning: the paper's comparison.
-
-    ``pruning rate = 1 - parameters / dense_parameters``, as the paper counts: index bytes, of which unstructured
-    pruning needs many, are in the chart of quality against compression.
-
-    Args:
-        rows: results; only methods named ``dnis...``, ``magnitude...`` and ``dense`` are drawn.
-        metric: its name.
-        higher_is_better: its direction.
-
-    Raises:
-        ValueError: if no row of such a method has the metric.
-    """
-    groups = seed_groups([row for row in rows if metric in row.metrics and row.method.startswith(PRUNING_METHODS)])
-    check(len(groups) > 0, f"metric {metric!r}", "a row of DNIS or of pruning", "none", "leave the chart out")
+    """A metric over the share of parameters that is gone, for DNIS and for magnitude pruning: the
+    paper's comparison."""
+    groups = seed_groups(
+        [row for row in rows if metric in row.metrics and row.method.startswith(PRUNING_METHODS)]
+    )
+    check(
+        len(groups) > 0,
+        f"metric {metric!r}",
+        "a row of DNIS or of pruning",
+        "none",
+        "leave the chart out",
+    )
     figure = go.Figure()
     for method, style in method_styles(group.method for group in groups).items():
-        mine = {1 - group.parameters / group.dense_parameters: group for group in groups if group.method == method}
+        mine = {
+            1 - group.parameters / group.dense_parameters: group
+            for group in groups
+            if group.method == method
+        }
         told = [[*_measured(group, metric), f"{rate:.1%} pruned"] for rate, group in mine.items()]
         figure.add_trace(line(method, list(mine), _means(mine.values(), metric), style, told))
     framed(figure, direction(metric, higher_is_better))
@@ -108,26 +121,26 @@ def pruning_rate(rows: Sequence[ReportRow], metric: str, *, higher_is_better: bo
 
 
 def setting(
-    series: Mapping[str, Sequence[tuple[float, ReportRow]]], name: str, metric: str, *, higher_is_better: bool
+    series: Mapping[str, Sequence[tuple[float, ReportRow]]],
+    name: str,
+    metric: str,
+    *,
+    higher_is_better: bool,
 ) -> go.Figure:
-    """A metric over a setting of the search, such as embedding_dim or the number of blocks: one line per series.
-
-    Args:
-        series: name (say ``"dnis at 5x"``) -> the setting and the row of every run; rows of one setting are seeds of
-            one experiment. Rows without the metric are left out.
-        name: of the setting.
-        metric: its name.
-        higher_is_better: its direction.
-
-    Raises:
-        ValueError: if no row has the metric.
-    """
+    """A metric over a setting of the search, such as embedding_dim or the number of blocks: one
+    line per series."""
     drawn: dict[str, dict[float, RowGroup]] = {}
     for label, points in series.items():
         for value in sorted({value for value, row in points if metric in row.metrics}):
             rows = tuple(row for at, row in points if at == value and metric in row.metrics)
             drawn.setdefault(label, {})[value] = RowGroup(method=rows[0].method, rows=rows)
-    check(len(drawn) > 0, f"metric {metric!r}", "at least one row that has it", "none", "leave the chart out")
+    check(
+        len(drawn) > 0,
+        f"metric {metric!r}",
+        "at least one row that has it",
+        "none",
+        "leave the chart out",
+    )
     figure = go.Figure()
     for index, (label, groups) in enumerate(drawn.items()):
         bars = {"array": [group.deviation(metric) or 0.0 for group in groups.values()]}
@@ -137,13 +150,22 @@ def setting(
     framed(figure, direction(metric, higher_is_better))
     values = sorted({value for groups in drawn.values() for value in groups})
     axis = log_axis(values[0], values[-1], format_count, f"{name} (log scale)")
-    return figure.update_xaxes(axis | {"tickvals": values, "ticktext": list(map(format_count, values))})
+    return figure.update_xaxes(
+        axis | {"tickvals": values, "ticktext": list(map(format_count, values))}
+    )
 
 
 def _measured(group: RowGroup, metric: str) -> list[str]:
     mean, deviation = group.mean(metric) or 0.0, group.deviation(metric)
-    spread = "" if deviation is None else f" {PLUS_MINUS} {format_metric(deviation)} over {len(group.rows)} seeds"
-    return [f"test {metric} {format_metric(mean)}{spread}", f"{format_ratio(group.compression)} smaller"]
+    spread = (
+        ""
+        if deviation is None
+        else f" {PLUS_MINUS} {format_metric(deviation)} over {len(group.rows)} seeds"
+    )
+    return [
+        f"test {metric} {format_metric(mean)}{spread}",
+        f"{format_ratio(group.compression)} smaller",
+    ]
 
 
 def _means(groups: Iterable[RowGroup], metric: str) -> list[float]:
@@ -151,24 +173,24 @@ def _means(groups: Iterable[RowGroup], metric: str) -> list[float]:
 
 
 def loss_increase(content: CompressionContent) -> go.Figure:
-    """The increase of the loss over the compression: predicted before anything was rounded, and measured.
-
-    Args:
-        content: with at least one compressed row.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The increase of the loss over the compression: predicted before anything was rounded, and
+    measured."""
     rows = content.compressed
     check(len(rows) > 0, "rows", "at least one compressed one", "none", "leave the chart out")
     lines = {
         "predicted": ((ORANGE, "triangle-up"), [row.predicted_loss_increase for row in rows]),
         "measured on test": ((BLUE, "circle"), [content.loss_increase(row) for row in rows]),
-        "measured on selection": ((GREY, "square"), [content.loss_increase(row, "selection") for row in rows]),
+        "measured on selection": (
+            (GREY, "square"),
+            [content.loss_increase(row, "selection") for row in rows],
+        ),
     }
     x, figure = [row.compression for row in rows], go.Figure()
     for name, (style, values) in lines.items():
-        told = [[f"{value:+.5f}", f"{format_ratio(at)} smaller"] for at, value in zip(x, values, strict=True)]
+        told = [
+            [f"{value:+.5f}", f"{format_ratio(at)} smaller"]
+            for at, value in zip(x, values, strict=True)
+        ]
         dash = "dash" if name == "predicted" else "solid"
         figure.add_trace(line(name, x, values, style, told).update(line={"dash": dash}))
     framed(figure, "increase of the loss over the uncompressed model", height=360)
@@ -176,15 +198,7 @@ def loss_increase(content: CompressionContent) -> go.Figure:
 
 
 def bytes_per_form(form_bytes: Mapping[str, int]) -> go.Figure:
-    """A bar per export form on a log scale, with its size and what it saves.
-
-    Args:
-        form_bytes: form -> bytes, index bytes counted; ``"dense_fp32"``, where given, is what the others are compared
-            with.
-
-    Raises:
-        ValueError: if no form has a size above 0.
-    """
+    """A bar per export form on a log scale, with its size and what it saves."""
     sizes = {form: size for form, size in form_bytes.items() if size > 0}
     check(len(sizes) > 0, "form_bytes", "at least one form above 0 bytes", dict(form_bytes))
     forms, dense = sorted(sizes, key=lambda form: (sizes[form], form)), sizes.get("dense_fp32")
@@ -192,7 +206,9 @@ def bytes_per_form(form_bytes: Mapping[str, int]) -> go.Figure:
     for form in forms:
         change = 1.0 if dense is None else dense / sizes[form]
         saved = f"<br>{format_ratio(max(change, 1 / change))} {'smaller' if change > 1 else 'larger'} than dense_fp32"
-        told.append(f"<b>{plain(form)}</b><br>{sizes[form]:,} bytes" + (saved if change != 1 else ""))
+        told.append(
+            f"<b>{plain(form)}</b><br>{sizes[form]:,} bytes" + (saved if change != 1 else "")
+        )
     megabytes = [sizes[form] / 1e6 for form in forms]
     bars = go.Bar(
         x=megabytes,
@@ -206,5 +222,10 @@ def bytes_per_form(form_bytes: Mapping[str, int]) -> go.Figure:
         hoverinfo="text",
     )
     figure = framed(go.Figure(bars), "all tables, index bytes counted", height=90 + 34 * len(forms))
-    axis = log_axis(megabytes[0] / 3, megabytes[-1] * 3, format_number, "MB of 10\N{SUPERSCRIPT SIX} bytes (log scale)")
+    axis = log_axis(
+        megabytes[0] / 3,
+        megabytes[-1] * 3,
+        format_number,
+        "MB of 10\N{SUPERSCRIPT SIX} bytes (log scale)",
+    )
     return figure.update_xaxes(axis).update_yaxes(ticklen=0)

@@ -1,7 +1,5 @@
-"""Charts of one search: alpha of every block, as a heat map and as a distribution, and the course of the epochs.
-
-Shapes: S blocks, D embedding_dim.
-"""
+"""Charts of one search: alpha of every block, as a heat map and as a distribution, and the course
+of the epochs."""
 
 from __future__ import annotations
 
@@ -14,28 +12,30 @@ from plotly.subplots import make_subplots
 from torch import Tensor
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.report.charts.style import BLUE, GREEN, GREY, ORANGE, YELLOW, framed, line, plain, series_style
+from dnis_torchrec.report.charts.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    YELLOW,
+    framed,
+    line,
+    plain,
+    series_style,
+)
 from dnis_torchrec.report.content import check_alpha
 from dnis_torchrec.report.tables import format_metric
 
 LOW_TO_HIGH = ((0.0, YELLOW), (1.0, BLUE))
-"""Colours of a value from least to largest, both seen on white and on dark; what has no value stays blank."""
+"""Colours of a value from least to largest, both seen on white and on dark; what has no value stays
+blank."""
 BLOCK_HEIGHT, LEAST_HEIGHT, MOST_HEIGHT = 14, 240, 1400
 """Pixels of a block in the heat map, and of all of it at least and at most."""
 
 
 def alpha_per_block(alpha: Mapping[str, Tensor]) -> go.Figure:
-    """Heat map of alpha: blocks downwards, table by table; dimensions sorted so that the structure can be seen.
-
-    The dimensions of a table are sorted by the number of blocks in which alpha is not 0, then by mean alpha; values of
-    exactly 0 stay blank.
-
-    Args:
-        alpha: which tables share it, or a table -> ``(S, D)``.
-
-    Raises:
-        ValueError: if there is no alpha or one is not a matrix of values in [0, 1].
-    """
+    """Heat map of alpha: blocks downwards, table by table; dimensions sorted so that the structure
+    can be seen."""
     _check_drawable(alpha)
     cells: list[list[float | None]] = []
     dimensions: list[list[int]] = []
@@ -48,7 +48,9 @@ def alpha_per_block(alpha: Mapping[str, Tensor]) -> go.Figure:
         order = rank.argsort(descending=True, stable=True).tolist()
         first = len(rows)
         for block, row in enumerate(kept):
-            rows.append(f"{told}, block {block}: {int((row > 0).sum())} of {len(row)} dimensions left")
+            rows.append(
+                f"{told}, block {block}: {int((row > 0).sum())} of {len(row)} dimensions left"
+            )
             dimensions.append(order)
             cells.append([round(float(row[at]), 4) or None for at in order])
         middles.append(rows[(first + len(rows) - 1) // 2])
@@ -72,20 +74,17 @@ def alpha_per_block(alpha: Mapping[str, Tensor]) -> go.Figure:
         "blocks of every table, most frequent first",
         height=min(max(height, LEAST_HEIGHT), MOST_HEIGHT),
     )
-    figure.update_xaxes(title={"text": "dimension, most widely retained first"}, showgrid=False, zeroline=False)
+    figure.update_xaxes(
+        title={"text": "dimension, most widely retained first"}, showgrid=False, zeroline=False
+    )
     names = [plain(name, 16) for name in alpha]
-    return figure.update_yaxes(autorange="reversed", tickvals=middles, ticktext=names, showgrid=False)
+    return figure.update_yaxes(
+        autorange="reversed", tickvals=middles, ticktext=names, showgrid=False
+    )
 
 
 def alpha_distribution(alpha: Mapping[str, Tensor]) -> go.Figure:
-    """Distribution of alpha within every block: a box per block, zeros counted; the paper's figure.
-
-    Args:
-        alpha: which tables share it, or a table -> ``(S, D)``.
-
-    Raises:
-        ValueError: as `alpha_per_block`.
-    """
+    """Distribution of alpha within every block: a box per block, zeros counted; the paper's figure."""
     _check_drawable(alpha)
     figure = go.Figure()
     for index, (name, values) in enumerate(alpha.items()):
@@ -94,10 +93,18 @@ def alpha_distribution(alpha: Mapping[str, Tensor]) -> go.Figure:
         flat = [round(float(value), 4) for value in kept.flatten()]
         colour = series_style(index)[0]
         figure.add_trace(
-            go.Box(name=plain(name), x=blocks, y=flat, line={"color": colour, "width": 1.5}, boxpoints=False)
+            go.Box(
+                name=plain(name),
+                x=blocks,
+                y=flat,
+                line={"color": colour, "width": 1.5},
+                boxpoints=False,
+            )
         )
     framed(figure, "alpha of the dimensions of a block", boxmode="group")
-    figure.update_xaxes(title={"text": "block (0 = most frequent)"}, dtick=1, showgrid=False, zeroline=False)
+    figure.update_xaxes(
+        title={"text": "block (0 = most frequent)"}, dtick=1, showgrid=False, zeroline=False
+    )
     return figure.update_yaxes(range=[-0.04, 1.04])
 
 
@@ -109,16 +116,7 @@ def _check_drawable(alpha: Mapping[str, Tensor]) -> None:
 def search_history(
     history: Sequence[Mapping[str, Any]], stop_on: str = "loss", *, higher_is_better: bool = False
 ) -> go.Figure:
-    """The search over its epochs, phase by phase: losses above; below, alpha density and mean.
-
-    Args:
-        history: one mapping per epoch, see `ReportContent.history`; what is missing is not drawn.
-        stop_on: the metric that the search stops on, which has its own name and sign.
-        higher_is_better: its direction.
-
-    Raises:
-        ValueError: if the history is empty.
-    """
+    """The search over its epochs, phase by phase: losses above; below, alpha density and mean."""
     check(len(history) > 0, "history", "at least one epoch", "none", "leave the chart out")
     epochs = [float(entry.get("epoch", index)) for index, entry in enumerate(history)]
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.09)
@@ -131,7 +129,10 @@ def search_history(
         sign = -1 if higher_is_better and key == "selection_loss" else 1
         values = [sign * float(entry.get(key, math.nan)) for entry in history]
         if any(map(math.isfinite, values)):
-            told = [[f"{format_metric(value)} after epoch {at:g}"] for at, value in zip(epochs, values, strict=True)]
+            told = [
+                [f"{format_metric(value)} after epoch {at:g}"]
+                for at, value in zip(epochs, values, strict=True)
+            ]
             drawn = [value if math.isfinite(value) else None for value in values]
             figure.add_trace(line(name, epochs, drawn, style, told), row=row, col=1)
     framed(figure, "loss, and alpha below it", height=460)
@@ -146,5 +147,11 @@ def _mark_phases(figure: go.Figure, epochs: Sequence[float], phases: Sequence[st
     for before, epoch, phase in zip([None, *phases], epochs, phases, strict=False):
         if phase is not None and phase != before:
             figure.add_vline(epoch - 0.5, line={"color": GREY, "width": 1, "dash": "dot"})
-            note = {"text": plain(phase), "showarrow": False, "textangle": -90, "xanchor": "left", "yanchor": "bottom"}
+            note = {
+                "text": plain(phase),
+                "showarrow": False,
+                "textangle": -90,
+                "xanchor": "left",
+                "yanchor": "bottom",
+            }
             figure.add_annotation(note, x=epoch - 0.5, y=0, xref="x2", yref="y2 domain")

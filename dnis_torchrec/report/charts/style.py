@@ -1,8 +1,5 @@
-"""What all charts share: colours and marks, axes, the frame around them, and names made safe for Plotly.
-
-Every colour stands out by 3 to 1 or more from a white page and from a dark one, so a chart needs one palette. Hues keep
-apart for colour-blind readers, as those of Okabe and Ito do; marks say the same thing a second time.
-"""
+"""What all charts share: colours and marks, axes, the frame around them, and names made safe for
+Plotly."""
 
 from __future__ import annotations
 
@@ -45,7 +42,10 @@ METHOD_STYLES = {
     "nis-me": (GREY, "x"),
 }
 """Methods that look the same in every chart; the others take what is left, see `method_styles`."""
-OTHER_COLOURS, OTHER_MARKS = (PURPLE, SKY, YELLOW), ("triangle-left", "triangle-right", "star", "hexagon")
+OTHER_COLOURS, OTHER_MARKS = (
+    (PURPLE, SKY, YELLOW),
+    ("triangle-left", "triangle-right", "star", "hexagon"),
+)
 COMPRESSION = "compression (log scale)"
 """Label of the one axis that every chart of quality against size has."""
 MOST_IN_A_LEGEND = 16
@@ -53,78 +53,54 @@ MOST_IN_A_LEGEND = 16
 
 
 def method_styles(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Colour and mark of every method, in the order in which a legend names them: known ones first.
-
-    A method and its row with the validation split have the same; charts draw the latter hollow and dashed.
-
-    Args:
-        methods: names of rows, repeated or not, in any order.
-
-    Returns:
-        name -> (colour, mark), each name once.
-
-    Example:
-        >>> method_styles(["mine", "uniform+validation"])
-        {'uniform+validation': ('#D55E00', 'square'), 'mine': ('#BF5F93', 'triangle-left')}
-    """
+    """Colour and mark of every method, in the order in which a legend names them: known ones first."""
     present = set(methods)
     others = sorted({base_method(method) for method in present} - METHOD_STYLES.keys())
     styles = dict(METHOD_STYLES)
     for index, method in enumerate(others):
-        styles[method] = (OTHER_COLOURS[index % len(OTHER_COLOURS)], OTHER_MARKS[index % len(OTHER_MARKS)])
-    both_rows = ((name, style) for method, style in styles.items() for name in (method, method + WITH_VALIDATION))
+        styles[method] = (
+            OTHER_COLOURS[index % len(OTHER_COLOURS)],
+            OTHER_MARKS[index % len(OTHER_MARKS)],
+        )
+    both_rows = (
+        (name, style)
+        for method, style in styles.items()
+        for name in (method, method + WITH_VALIDATION)
+    )
     return {name: style for name, style in both_rows if name in present}
 
 
 def series_style(index: int) -> tuple[str, str]:
-    """Colour and mark of a line that is no method; 49 of them differ.
-
-    Args:
-        index: of the line.
-    """
+    """Colour and mark of a line that is no method; 49 of them differ."""
     return COLOURS[index % len(COLOURS)], MARKS[(index + index // len(COLOURS)) % len(MARKS)]
 
 
 def plain(name: str, limit: int = 30) -> str:
-    """A name cut to a length that fits, with nothing in it that Plotly takes for markup.
-
-    Args:
-        name: any text.
-        limit: characters that fit, the ellipsis counted.
-
-    Example:
-        >>> plain("<b>bold</b>"), len(plain("x" * 40))
-        ('&lt;b&gt;bold&lt;/b&gt;', 30)
-    """
-    return html.escape(name if len(name) <= limit else name[: limit - 1] + "\N{HORIZONTAL ELLIPSIS}", quote=False)
+    """A name cut to a length that fits, with nothing in it that Plotly takes for markup."""
+    return html.escape(
+        name if len(name) <= limit else name[: limit - 1] + "\N{HORIZONTAL ELLIPSIS}", quote=False
+    )
 
 
 def direction(metric: str, higher_is_better: bool) -> str:
-    """Title of a chart that shows a metric of the test split.
-
-    Example:
-        >>> direction("auc", True)
-        'test auc (higher is better)'
-    """
+    """Title of a chart that shows a metric of the test split."""
     return f"test {plain(metric)} ({'higher' if higher_is_better else 'lower'} is better)"
 
 
 def framed(figure: go.Figure, title: str, *, height: int = 400, **layout: Any) -> go.Figure:
-    """Gives a figure what all have: a title in place of a label of the y axis, a legend below, no colour behind.
-
-    Args:
-        figure: changed in place.
-        title: what the y axis shows.
-        height: of the chart, without its legend.
-        layout: more of Plotly's layout.
-
-    Returns:
-        `figure`.
-    """
+    """Gives a figure what all have: a title in place of a label of the y axis, a legend below, no
+    colour behind."""
     named = [trace for trace in figure.data if trace.showlegend is not False]
     figure.update_layout(
         template="none",
-        title={"text": title, "font": {"size": 13}, "x": 0, "y": 1, "yanchor": "top", "pad": {"t": 6, "l": 8}},
+        title={
+            "text": title,
+            "font": {"size": 13},
+            "x": 0,
+            "y": 1,
+            "yanchor": "top",
+            "pad": {"t": 6, "l": 8},
+        },
         height=height,
         margin={"l": 10, "r": 14, "t": 34, "b": 10},
         font={"family": "system-ui, sans-serif", "size": 13},
@@ -142,15 +118,10 @@ def framed(figure: go.Figure, title: str, *, height: int = 400, **layout: Any) -
     return figure
 
 
-def log_axis(low: float, high: float, tick_text: Callable[[float], str], title: str) -> dict[str, Any]:
-    """A logarithmic axis from `low` to `high`, a little wider, with round ticks.
-
-    Args:
-        low: least value, above 0.
-        high: largest one.
-        tick_text: value -> text at its tick.
-        title: of the axis.
-    """
+def log_axis(
+    low: float, high: float, tick_text: Callable[[float], str], title: str
+) -> dict[str, Any]:
+    """A logarithmic axis from `low` to `high`, a little wider, with round ticks."""
     margin = max(1.1, (high / low) ** 0.06)
     ticks = log_ticks(low / margin, high * margin)
     return {
@@ -163,29 +134,14 @@ def log_axis(low: float, high: float, tick_text: Callable[[float], str], title: 
 
 
 def compression_axis(compressions: Iterable[float]) -> dict[str, Any]:
-    """The axis of all charts of quality against size; it holds the uncompressed tables, too.
-
-    Args:
-        compressions: of what is drawn.
-    """
+    """The axis of all charts of quality against size; it holds the uncompressed tables, too."""
     values = [1.0, *compressions]
     return log_axis(min(values), max(values), format_ratio, COMPRESSION)
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Round numbers between two bounds: decades for a wide range, finer steps until at least three fit.
-
-    Args:
-        low: above 0.
-        high: at least `low`.
-
-    Returns:
-        Rising; where no round number lies between the bounds, their geometric mean alone.
-
-    Example:
-        >>> log_ticks(1, 1000), log_ticks(3, 30)
-        ([1.0, 10.0, 100.0, 1000.0], [5.0, 10.0, 20.0])
-    """
+    """Round numbers between two bounds: decades for a wide range, finer steps until at least three
+    fit."""
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks: list[float] = []
     for steps in ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)):
@@ -197,18 +153,14 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def line(
-    name: str, x: Sequence[float], y: Sequence[float | None], style: tuple[str, str], told: list[list[str]], **more: Any
+    name: str,
+    x: Sequence[float],
+    y: Sequence[float | None],
+    style: tuple[str, str],
+    told: list[list[str]],
+    **more: Any,
 ) -> go.Scatter:
-    """A line through marks, each of which tells its numbers.
-
-    Args:
-        name: in the legend.
-        x: places of the marks.
-        y: places of the marks.
-        style: colour and mark, see `method_styles`.
-        told: lines of text of each mark, below the name.
-        more: other fields of the trace.
-    """
+    """A line through marks, each of which tells its numbers."""
     is_second = name.endswith(WITH_VALIDATION)
     colour, mark = style
     look: dict[str, Any] = {

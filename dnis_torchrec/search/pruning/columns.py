@@ -1,7 +1,5 @@
-"""Block structure: whole columns of a block are retained or dropped, by their mean square over the block's seen rows.
-
-Shapes: N rows of a table, D embedding_dim, S blocks.
-"""
+"""Block structure: whole columns of a block are retained or dropped, by their mean square over the
+block's seen rows."""
 
 from __future__ import annotations
 
@@ -17,33 +15,26 @@ from dnis_torchrec.search.budget import Budget, Size, SizeOutOfReachError, keep_
 from dnis_torchrec.search.pruning.tables import PrunedTable
 
 _LIMB_BITS = 28
-"""Two integers of so many bits hold a square as a fraction of its column's largest one. Sums of 2^35 rows fit int64."""
+"""Two integers of so many bits hold a square as a fraction of its column's largest one. Sums of
+2^35 rows fit int64."""
 
 
 def kept_columns(
-    tables: list[PrunedTable], blocks: RowBlocks, wanted: Size | float, per_table: bool, ranks: Ranks
+    tables: list[PrunedTable],
+    blocks: RowBlocks,
+    wanted: Size | float,
+    per_table: bool,
+    ranks: Ranks,
 ) -> dict[str, Tensor]:
-    """Chooses columns: what a size affords, or what lies above a threshold. The same on every rank; no table changes.
-
-    Args:
-        tables: to choose from.
-        blocks: their blocks.
-        wanted: a size, or a root mean square up to which columns are dropped.
-        per_table: see `prune`.
-        ranks: that hold the tables.
-
-    Returns:
-        table -> ``(S, D)`` bool, at least one of them true.
-
-    Raises:
-        SizeOutOfReachError: if not one column would be left; the message gives the smallest size, or the threshold,
-            that leaves one.
-    """
+    """Chooses columns: what a size affords, or what lies above a threshold. The same on every rank;
+    no table changes."""
     scores = {table.name: mean_squares(table, ranks) for table in tables}
     largest = max(float(score.max()) for score in scores.values()) ** 0.5
     if not isinstance(wanted, Size):
         kept = {name: score > wanted**2 for name, score in scores.items()}
-        check_leaves_something(largest, wanted, any(bool(columns.any()) for columns in kept.values()))
+        check_leaves_something(
+            largest, wanted, any(bool(columns.any()) for columns in kept.values())
+        )
         return kept
     check_leaves_something(largest)
     budget, names = Budget.unchecked(wanted, blocks), [table.name for table in tables]
@@ -52,32 +43,31 @@ def kept_columns(
         shares = dict.fromkeys(names, 1.0)
         kept = _keep_columns_within(names, scores, costs, budget.amount)
     else:
-        totals = {name: float(cost.sum()) * blocks.embedding_dims[name] for name, cost in costs.items()}
+        totals = {
+            name: float(cost.sum()) * blocks.embedding_dims[name] for name, cost in costs.items()
+        }
         shares = {name: totals[name] / sum(totals.values()) for name in names}
         share, kept = min(1.0, budget.amount / sum(totals.values())), {}
         for name in names:
-            kept |= _keep_columns_within([name], scores, costs, share * totals[name] * (1 + 1e-12))  # as in `Budget.of`
+            kept |= _keep_columns_within(
+                [name], scores, costs, share * totals[name] * (1 + 1e-12)
+            )  # as in `Budget.of`
     if not any(bool(columns.any()) for columns in kept.values()):
         prices = {
             name: costs[name][(scores[name] > 0).any(dim=1)] / share_of_table
             for name, share_of_table in shares.items()
             if share_of_table
         }
-        raise out_of_reach(wanted, blocks, min(float(cost.min()) for cost in prices.values() if cost.numel()))
+        raise out_of_reach(
+            wanted, blocks, min(float(cost.min()) for cost in prices.values() if cost.numel())
+        )
     return kept
 
 
-def check_leaves_something(largest: float, threshold: float | None = None, leaves: bool = True) -> None:
-    """Checks that pruning leaves a value: tables without one are no model.
-
-    Args:
-        largest: magnitude of all values, or root mean square of all columns, of rows that training looked up.
-        threshold: what is dropped up to it, if not by a size.
-        leaves: whether something is left above the threshold.
-
-    Raises:
-        SizeOutOfReachError: if nothing is left.
-    """
+def check_leaves_something(
+    largest: float, threshold: float | None = None, leaves: bool = True
+) -> None:
+    """Checks that pruning leaves a value: tables without one are no model."""
     if largest == 0:
         requirement = "a value that is not zero, in a row that training looked up"
         raise SizeOutOfReachError(describe("tables", requirement, "none"))
@@ -87,62 +77,42 @@ def check_leaves_something(largest: float, threshold: float | None = None, leave
 
 
 def largest_magnitude(table: PrunedTable, ranks: Ranks) -> float:
-    """The largest magnitude of a value in a row that training looked up. One reduction over ranks.
-
-    Args:
-        table: to look at.
-        ranks: that hold it; all of them call this.
-    """
+    """The largest magnitude of a value in a row that training looked up. One reduction over ranks."""
     return float(_largest_squares(table, ranks).max()) ** 0.5
 
 
 @torch.no_grad()
 def keep_columns_(table: PrunedTable, kept: Tensor) -> None:
-    """Zeroes the other columns, and rows of no block, in this rank's shards. Local, no collective.
-
-    Args:
-        table: its local shards change.
-        kept: ``(S, D)`` bool.
-    """
+    """Zeroes the other columns, and rows of no block, in this rank's shards. Local, no collective."""
     padded = torch.cat([kept, torch.zeros(1, kept.shape[1], dtype=torch.bool)])
     for chunk, rows, columns in table.chunks():
         chunk.mul_(padded[table.blocks_of(rows), columns].to(chunk.device))
 
 
 def nonzero_columns(table: PrunedTable, ranks: Ranks) -> Tensor:
-    """``(S, D)`` bool: columns of blocks with at least one value that is not zero. One reduction over ranks.
-
-    Args:
-        table: to look at; rows never seen in training do not count.
-        ranks: that hold it; all of them call this.
-    """
+    """``(S, D)`` bool: columns of blocks with at least one value that is not zero. One reduction
+    over ranks."""
     return _largest_squares(table, ranks) > 0
 
 
 def mean_squares(table: PrunedTable, ranks: Ranks) -> Tensor:
-    """Mean square of every column of every block over its seen rows. Two reductions over ranks.
-
-    Floating point sums depend on their order, and so on how rows are spread over ranks. Here every square is an integer
-    multiple of 2^-56 of (the power of two above) the largest square of its column, kept in two integers, whose sums do
-    not: any sharding gives the same bits.
-
-    Args:
-        table: to look at.
-        ranks: that hold it; all of them call this.
-
-    Returns:
-        ``(S, D)`` float64.
-    """
+    """Mean square of every column of every block over its seen rows. Two reductions over ranks."""
     largest = _largest_squares(table, ranks)
-    unit = torch.where(largest > 0, largest / torch.frexp(largest).mantissa, 1.0)  # a power of two, exactly
+    unit = torch.where(
+        largest > 0, largest / torch.frexp(largest).mantissa, 1.0
+    )  # a power of two, exactly
     limbs = torch.zeros(2, *_padded_shape(table), dtype=torch.int64)
     padded = torch.cat([unit, torch.ones(1, unit.shape[1], dtype=torch.float64)])
     for chunk, rows, columns in table.counted_chunks():
         block = table.blocks_of(rows)
-        scaled = _seen_squares(table, chunk, rows).div_(padded[block, columns]).mul_(2.0**_LIMB_BITS)
+        scaled = (
+            _seen_squares(table, chunk, rows).div_(padded[block, columns]).mul_(2.0**_LIMB_BITS)
+        )
         high = scaled.floor()
         limbs[0, :, columns].index_add_(0, block, high.long())
-        limbs[1, :, columns].index_add_(0, block, scaled.sub_(high).mul_(2.0**_LIMB_BITS).round_().long())
+        limbs[1, :, columns].index_add_(
+            0, block, scaled.sub_(high).mul_(2.0**_LIMB_BITS).round_().long()
+        )
     high, low = ranks.sum_(limbs)[:, : table.routing.num_blocks].double()
     sums = (high + low / 2.0**_LIMB_BITS) / 2.0**_LIMB_BITS * unit
     return sums / _num_seen_rows(table).clamp(min=1).unsqueeze(1)
@@ -159,7 +129,9 @@ def _largest_squares(table: PrunedTable, ranks: Ranks) -> Tensor:
 
 
 def _seen_squares(table: PrunedTable, chunk: Tensor, rows: slice) -> Tensor:
-    squares = chunk.cpu().double().square()  # not in place: of float64 on a CPU this is the table itself
+    squares = (
+        chunk.cpu().double().square()
+    )  # not in place: of float64 on a CPU this is the table itself
     squares[table.counts[rows] == 0] = 0
     return squares
 
@@ -185,4 +157,6 @@ def _keep_columns_within(
     flat = torch.cat([scores[name].flatten() for name in names])
     cost = torch.cat([costs[name].repeat_interleave(scores[name].shape[1]) for name in names])
     kept = keep_within(flat, cost, amount).split([scores[name].numel() for name in names])
-    return {name: columns.view(scores[name].shape) for name, columns in zip(names, kept, strict=True)}
+    return {
+        name: columns.view(scores[name].shape) for name, columns in zip(names, kept, strict=True)
+    }

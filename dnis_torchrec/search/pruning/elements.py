@@ -1,10 +1,4 @@
-"""Element structure: single values are retained, the largest magnitudes, exactly as many as wanted.
-
-Radix select: magnitudes of non-negative floats sort like their bit patterns, so two histograms of 2^16 bins find the
-threshold however large the tables; histograms add up over ranks. Values that tie with the threshold are told apart by
-their position in the model (table, row, column), the first of which is selected the same way. So every rank knows which
-of its own values stay, the same values as on one process, and no rank has seen another one's.
-"""
+"""Element structure: single values are retained, the largest magnitudes, exactly as many as wanted."""
 
 from __future__ import annotations
 
@@ -29,38 +23,24 @@ MAGNITUDE_BITS = 31
 
 @dataclass(frozen=True, eq=False)
 class PlacedShard:
-    """A shard, and where its values stand in the order of all values.
-
-    Attributes:
-        shard: the shard.
-        first: position of its first value.
-        stride: positions from one row to the next.
-    """
+    """A shard, and where its values stand in the order of all values."""
 
     shard: TableShard
     first: int
     stride: int
 
     def chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Walks the shard a few rows at a time.
-
-        Yields:
-            ``(view of the weights, positions of the first value of every row)``.
-        """
+        """Walks the shard a few rows at a time."""
         for chunk, rows, _ in self.shard.chunks():
-            numbers = torch.arange(rows.start - self.shard.first_row, rows.stop - self.shard.first_row)
+            numbers = torch.arange(
+                rows.start - self.shard.first_row, rows.stop - self.shard.first_row
+            )
             yield chunk, (self.first + numbers * self.stride).to(chunk.device)
 
 
 def keep_largest_(shards: list[TableShard], num_keep: int) -> None:
-    """Zeroes all but the `num_keep` largest magnitudes, exactly; among equals, earlier ones (shard, row, column) stay.
-
-    Local, no collective.
-
-    Args:
-        shards: fp32 shards, changed in place.
-        num_keep: values to keep.
-    """
+    """Zeroes all but the `num_keep` largest magnitudes, exactly; among equals, earlier ones (shard,
+    row, column) stay."""
     placed_shards, first = [], 0
     for shard in shards:
         placed_shards.append(PlacedShard(shard, first, shard.weight.shape[1]))
@@ -69,15 +49,8 @@ def keep_largest_(shards: list[TableShard], num_keep: int) -> None:
 
 
 def keep_largest_of_tables_(tables: list[PrunedTable], num_keep: int, ranks: Ranks) -> None:
-    """Zeroes all but the `num_keep` largest magnitudes; among equals, earlier ones (table, row, column) stay.
-
-    Local shards change. Two all_reduces of 2^16 integers, and a few more where the threshold is a tie.
-
-    Args:
-        tables: to choose from, in the same order on every rank.
-        num_keep: values to keep, over all ranks.
-        ranks: that hold the tables.
-    """
+    """Zeroes all but the `num_keep` largest magnitudes; among equals, earlier ones (table, row,
+    column) stay."""
     held, counted, first = [], [], 0
     for table in tables:
         dim = table.config.embedding_dim
@@ -91,75 +64,35 @@ def keep_largest_of_tables_(tables: list[PrunedTable], num_keep: int, ranks: Ran
 
 @torch.no_grad()
 def keep_above_(tables: list[PrunedTable], threshold: float) -> None:
-    """Zeroes magnitudes up to a threshold. Local, no collective.
-
-    Args:
-        tables: their local shards change.
-        threshold: the largest magnitude that is dropped.
-    """
+    """Zeroes magnitudes up to a threshold. Local, no collective."""
     for table in tables:
         for chunk, _, _ in table.chunks():
             chunk.mul_(chunk.abs() > threshold)
 
 
 def check_form_of_elements(form: str) -> Csr:
-    """Checks that single values can be counted in a form.
-
-    Args:
-        form: of the size.
-
-    Returns:
-        The form.
-
-    Raises:
-        NotImplementedError: for a form other than compressed sparse rows.
-    """
+    """Checks that single values can be counted in a form."""
     known = form_named(form)
     if not isinstance(known, Csr):
         supported = [name for name, other in FORMS.items() if isinstance(other, Csr)]
         remedy = f"say form={CANONICAL_FORM!r}"
-        raise NotImplementedError(describe("form", f"supported for single values are {supported}", repr(form), remedy))
+        raise NotImplementedError(
+            describe("form", f"supported for single values are {supported}", repr(form), remedy)
+        )
     return known
 
 
 def num_elements(size: Size, blocks: RowBlocks, *, at_least: int = 1) -> int:
-    """Returns the number of single values that a size affords.
-
-    Args:
-        size: what the user asked for.
-        blocks: of all tables; only N and D are read from them.
-        at_least: values that it has to pay for.
-
-    Returns:
-        At most the number of all values.
-
-    Raises:
-        SizeOutOfReachError: for a size that does not pay for so many values after row pointers and scales.
-        NotImplementedError: for a form other than compressed sparse rows.
-    """
-    shapes = [(routing.num_embeddings, blocks.embedding_dims[table]) for table, routing in blocks.routings.items()]
+    """Returns the number of single values that a size affords."""
+    shapes = [
+        (routing.num_embeddings, blocks.embedding_dims[table])
+        for table, routing in blocks.routings.items()
+    ]
     return affordable_values(size, shapes, at_least=at_least)
 
 
 def affordable_values(size: Size, shapes: Sequence[tuple[int, int]], *, at_least: int = 1) -> int:
-    """As `num_elements`, of tables of which only the shapes are known.
-
-    Args:
-        size: what the user asked for.
-        shapes: N and D of every table.
-        at_least: values that it has to pay for.
-
-    Returns:
-        At most the number of all values.
-
-    Raises:
-        SizeOutOfReachError: as `num_elements`.
-        NotImplementedError: as `num_elements`.
-
-    Example:
-        >>> affordable_values(Size(embedding_bytes=64 + 5 * 7, form="csr_fp32"), [(56, 4)])
-        7
-    """
+    """As `num_elements`, of tables of which only the shapes are known."""
     form, total = check_form_of_elements(size.form), sum(num_rows * dim for num_rows, dim in shapes)
     fixed = sum(form.row_index_bytes(num_rows, dim) for num_rows, dim in shapes)
     per_value = max(form.bytes_per_value(dim) for _, dim in shapes)
@@ -175,9 +108,14 @@ def affordable_values(size: Size, shapes: Sequence[tuple[int, int]], *, at_least
 
 @torch.no_grad()
 def _keep_largest_(
-    held: list[PlacedShard], counted: list[PlacedShard], num_values: int, num_keep: int, ranks: Ranks
+    held: list[PlacedShard],
+    counted: list[PlacedShard],
+    num_values: int,
+    num_keep: int,
+    ranks: Ranks,
 ) -> None:
-    """Zeroes the values in `held` that are not among the largest; over all ranks, `counted` has every value once."""
+    """Zeroes the values in `held` that are not among the largest; over all ranks, `counted` has
+    every value once."""
     if num_keep <= 0:
         threshold, last = (1 << MAGNITUDE_BITS) - 1, -1
     else:
@@ -190,8 +128,11 @@ def _keep_largest_(
             chunk.mul_(keep)
 
 
-def _cut(counted: list[PlacedShard], num_values: int, num_keep: int, ranks: Ranks) -> tuple[int, int]:
-    """(bits of the smallest magnitude to keep, position of the last value to keep among those that tie with it)."""
+def _cut(
+    counted: list[PlacedShard], num_values: int, num_keep: int, ranks: Ranks
+) -> tuple[int, int]:
+    """(bits of the smallest magnitude to keep, position of the last value to keep among those that
+    tie with it)."""
 
     def magnitudes() -> Iterator[Tensor]:
         for placed in counted:
@@ -213,18 +154,11 @@ def _cut(counted: list[PlacedShard], num_values: int, num_keep: int, ranks: Rank
     return threshold, num_values - place
 
 
-def _select(keys: Callable[[], Iterator[Tensor]], num_bits: int, nth: int, ranks: Ranks) -> tuple[int, int, int]:
-    """The key of a rank from the top (1 is the largest), over all ranks, digit by digit from the highest.
-
-    Args:
-        keys: gives this rank's keys, integers in 0 .. 2^num_bits - 1, anew for every digit.
-        num_bits: of a key.
-        nth: from the top, 1 .. number of keys.
-        ranks: whose keys to select from.
-
-    Returns:
-        ``(key, number of larger keys, number of equal keys)``.
-    """
+def _select(
+    keys: Callable[[], Iterator[Tensor]], num_bits: int, nth: int, ranks: Ranks
+) -> tuple[int, int, int]:
+    """The key of a rank from the top (1 is the largest), over all ranks, digit by digit from the
+    highest."""
     found, above, equal = 0, 0, 0
     num_digits = -(-num_bits // DIGIT_BITS)
     for digit in reversed(range(num_digits)):

@@ -44,25 +44,28 @@ def prune(
 ) -> MixedDimensionScheme:
     """Zeroes all values that are not retained, in place, and returns the scheme of those that are.
 
-    Two structures. ``"element"``: single values, the largest magnitudes stay (paper, eq. 7: ``|E~| < eps -> 0``).
-    ``"block"``: whole columns of a block, by mean square over the block's seen rows; no padding in the
-    mixed-dimension form. Rows never seen in training are zeroed in both. Tables are walked a few rows at a time:
-    nothing of a table's size is ever allocated, only a byte per row.
+    Two structures. ``"element"``: single values, the largest magnitudes stay (paper, eq. 7: ``|E~|
+    < eps -> 0``). ``"block"``: whole columns of a block, by mean square over the block's seen rows;
+    no padding in the mixed-dimension form. Rows never seen in training are zeroed in both. Tables
+    are walked a few rows at a time: nothing of a table's size is ever allocated, only a byte per
+    row.
 
-    Distributed: every rank of the model calls it and changes its own shards (row-wise, column-wise, table-wise or grid)
-    or its copy of a data_parallel table; blocks and counts are those of the whole tables on every rank. What is
-    reduced over ranks are histograms, scores of columns and a byte per row, never a value of a table. Every rank gets
-    the same scheme, bit for bit that of one process with the same tables.
+    Distributed: every rank of the model calls it and changes its own shards (row-wise, column-wise,
+        table-wise or grid)
+    or its copy of a data_parallel table; blocks and counts are those of the whole tables on every
+    rank. What is reduced over ranks are histograms, scores of columns and a byte per row, never a
+    value of a table. Every rank gets the same scheme, bit for bit that of one process with the same
+    tables.
 
     Args:
-        model: a merged model (see `merge_`); its tables change. A collection that has no table in `blocks`, such as one
-            that `prepare_` left out, stays as it is and out of the scheme.
+        model: a merged model (see `merge_`); its tables change. A collection that has no table in
+            `blocks`, such as one that `prepare_` left out, stays as it is and out of the scheme.
         blocks: blocks of its tables.
         counts: training counts; rows that were never seen are zeroed.
-        size: how much to retain. With structure ``"element"`` bytes of a CSR form are met to the value; with
-            ``"block"`` the largest set of columns that fits is kept.
-        threshold: instead of a size: magnitudes (root mean squares of columns) up to this are dropped. 0 drops zeros
-            only.
+        size: how much to retain. With structure ``"element"`` bytes of a CSR form are met to the
+            value; with ``"block"`` the largest set of columns that fits is kept.
+        threshold: instead of a size: magnitudes (root mean squares of columns) up to this are
+            dropped. 0 drops zeros only.
         structure: ``"block"`` or ``"element"``.
         per_table: bring each table to the same ratio, instead of one budget for all of them.
 
@@ -70,11 +73,12 @@ def prune(
         The scheme, to `export` with the model.
 
     Raises:
-        ValueError: for an unknown structure, not exactly one of size and threshold, a size above that of the
-            uncompressed tables, one that cannot be met or a threshold that leaves nothing, a model without a
-            collection, or a NaN or infinity in a table of any rank; no table has changed then.
-        NotImplementedError: for element structure with bytes of a form other than CSR, or tables of which some ranks
-            hold copies and some do not.
+        ValueError: for an unknown structure, not exactly one of size and threshold, a size above
+            that of the uncompressed tables, one that cannot be met or a threshold that leaves
+            nothing, a model without a collection, or a NaN or infinity in a table of any rank; no
+            table has changed then.
+        NotImplementedError: for element structure with bytes of a form other than CSR, or tables of
+            which some ranks hold copies and some do not.
         RuntimeError: if the model is not merged yet.
 
     Example:
@@ -97,30 +101,27 @@ def prune(
         check_compresses(wanted, sum(table.num_values for table in tables))
     if structure == "element":
         _prune_elements_(tables, blocks, wanted, per_table, ranks)
-        return scheme_of(tables, {table.name: nonzero_columns(table, ranks) for table in tables}, ranks)
+        return scheme_of(
+            tables, {table.name: nonzero_columns(table, ranks) for table in tables}, ranks
+        )
     kept = kept_columns(tables, blocks, wanted, per_table, ranks)  # raises before a table changes
     return _with_columns_(tables, kept, ranks)
 
 
 @torch.no_grad()
-def drop_zeros_(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) -> MixedDimensionScheme:
-    """Says what a model retains whose dropped columns are zero already; it may be nothing.
-
-    Rows never seen in training are zeroed. Collectives and errors are those of `prune`.
-
-    Args:
-        model: see `prune`.
-        blocks: see `prune`.
-        counts: see `prune`.
-
-    Returns:
-        The scheme of every column of a block that holds a value other than zero.
-    """
+def drop_zeros_(
+    model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts
+) -> MixedDimensionScheme:
+    """Says what a model retains whose dropped columns are zero already; it may be nothing."""
     tables, ranks = pruned_tables(model, blocks, counts)
-    return _with_columns_(tables, {table.name: nonzero_columns(table, ranks) for table in tables}, ranks)
+    return _with_columns_(
+        tables, {table.name: nonzero_columns(table, ranks) for table in tables}, ranks
+    )
 
 
-def _with_columns_(tables: list[PrunedTable], kept: Mapping[str, Tensor], ranks: Ranks) -> MixedDimensionScheme:
+def _with_columns_(
+    tables: list[PrunedTable], kept: Mapping[str, Tensor], ranks: Ranks
+) -> MixedDimensionScheme:
     """Zeroes rows never seen and all columns but these."""
     zero_never_seen_(tables)
     for table in tables:
@@ -137,7 +138,11 @@ def _size_or_threshold(size: Size | None, threshold: float | None) -> Size | flo
 
 
 def _prune_elements_(
-    tables: list[PrunedTable], blocks: RowBlocks, wanted: Size | float, per_table: bool, ranks: Ranks
+    tables: list[PrunedTable],
+    blocks: RowBlocks,
+    wanted: Size | float,
+    per_table: bool,
+    ranks: Ranks,
 ) -> None:
     largest = {table.name: largest_magnitude(table, ranks) for table in tables}
     if not isinstance(wanted, Size):
@@ -148,7 +153,9 @@ def _prune_elements_(
     check_leaves_something(max(largest.values()))
     total = sum(table.num_values for table in tables)
     most = max(table.num_values for table in tables if largest[table.name]) if per_table else total
-    num_keep = num_elements(wanted, blocks, at_least=-(-total // most))  # raises before a table changes
+    num_keep = num_elements(
+        wanted, blocks, at_least=-(-total // most)
+    )  # raises before a table changes
     zero_never_seen_(tables)
     if not per_table:
         keep_largest_of_tables_(tables, num_keep, ranks)

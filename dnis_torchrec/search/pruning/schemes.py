@@ -15,16 +15,10 @@ from dnis_torchrec.soft_selection.table_shards import collections, is_weighted, 
 
 
 @torch.no_grad()
-def scheme_of(tables: list[PrunedTable], retained: Mapping[str, Tensor], ranks: Ranks) -> MixedDimensionScheme:
-    """The scheme of pruned tables.
-
-    One byte per row and one number per table are reduced over ranks.
-
-    Args:
-        tables: pruned.
-        retained: table -> ``(S, D)`` bool.
-        ranks: that hold the tables.
-    """
+def scheme_of(
+    tables: list[PrunedTable], retained: Mapping[str, Tensor], ranks: Ranks
+) -> MixedDimensionScheme:
+    """The scheme of pruned tables."""
     schemes = {}
     for table in tables:
         has_values, num_values = _nonzero_rows_and_values(table, ranks)
@@ -48,19 +42,8 @@ def scheme_of(tables: list[PrunedTable], retained: Mapping[str, Tensor], ranks: 
 
 
 def uncompressed_scheme(model: nn.Module) -> MixedDimensionScheme:
-    """The scheme of tables of which everything is retained, all rows in one block. Local, no collective.
-
-    Args:
-        model: plain, or sharded without wrappers; no value of it is read.
-
-    Example:
-        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
-        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=5, embedding_dim=8, feature_names=["f"])
-        >>> scheme = uncompressed_scheme(EmbeddingBagCollection(tables=[table]))
-        >>> scheme.parameters, scheme.compression("dense_fp32")
-        (40, 1.0)
-    """
+    """The scheme of tables of which everything is retained, all rows in one block. Local, no
+    collective."""
     schemes = {}
     for fqn, collection in collections(model).items():
         for config in table_configs_of(collection):
@@ -81,7 +64,8 @@ def uncompressed_scheme(model: nn.Module) -> MixedDimensionScheme:
 
 
 def _nonzero_rows_and_values(table: PrunedTable, ranks: Ranks) -> tuple[Tensor, int]:
-    """(which rows hold a value that is not zero, ``(N,)`` bool; how many such values there are), over all ranks."""
+    """(which rows hold a value that is not zero, ``(N,)`` bool; how many such values there are),
+    over all ranks."""
     has_values = torch.zeros(table.config.num_embeddings, dtype=torch.uint8)
     num_values = torch.zeros(1, dtype=torch.int64)
     for chunk, rows, _ in table.counted_chunks():
@@ -91,7 +75,8 @@ def _nonzero_rows_and_values(table: PrunedTable, ranks: Ranks) -> tuple[Tensor, 
 
 
 def _without_empty_rows(routing: RowRouting, has_values: Tensor, retained: Tensor) -> RowRouting:
-    """Drops rows that hold nothing, unless the id remap that this takes costs more than their zeros."""
+    """Drops rows that hold nothing, unless the id remap that this takes costs more than their
+    zeros."""
     dropped = routing.without_rows(~has_values)
     if routing.boundaries is None or dropped.boundaries is not None:
         return dropped

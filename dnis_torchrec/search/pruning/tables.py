@@ -1,4 +1,5 @@
-"""The tables to prune, as one rank knows them: its own shards, and facts about the others that all ranks know."""
+"""The tables to prune, as one rank knows them: its own shards, and facts about the others that all
+ranks know."""
 
 from __future__ import annotations
 
@@ -28,18 +29,7 @@ from dnis_torchrec.soft_selection.table_shards import (
 
 @dataclass(frozen=True, eq=False)
 class PrunedTable:
-    """One table to prune.
-
-    Attributes:
-        config: TorchRec's description of the whole table.
-        collection: FQN of its collection.
-        is_weighted: whether the collection takes per-sample weights.
-        routing: row -> block.
-        counts: of all N rows in the training data; replicated.
-        shards: this rank's shards of the table, perhaps none.
-        counted: what this rank counts of it: its shards, except for a table that every rank holds whole
-            (data_parallel), which rank 0 counts for all.
-    """
+    """One table to prune."""
 
     config: EmbeddingBagConfig
     collection: str
@@ -70,30 +60,15 @@ class PrunedTable:
             yield from shard.chunks()
 
     def blocks_of(self, rows: slice) -> Tensor:
-        """Blocks of some rows, int64; S for "no block".
-
-        Args:
-            rows: a run of rows of the whole table.
-        """
+        """Blocks of some rows, int64; S for "no block"."""
         return self.routing.block_of(torch.arange(rows.start, rows.stop))
 
 
-def pruned_tables(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) -> tuple[list[PrunedTable], Ranks]:
-    """The tables of a merged model that have blocks, in its table order, and the ranks that hold them.
-
-    Two collectives, of one number per table each, where the tables are spread over ranks.
-
-    Args:
-        model: merged; every rank that holds shards of it calls this.
-        blocks: of the whole tables, the same on every rank.
-        counts: training counts of the whole tables, the same on every rank.
-
-    Raises:
-        RuntimeError: if a collection is not merged yet.
-        ValueError: if the model has no collection, a table has no blocks or counts, or holds NaN or infinity on any
-            rank (all of them raise).
-        NotImplementedError: if a table is neither spread over the ranks nor whole on each.
-    """
+def pruned_tables(
+    model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts
+) -> tuple[list[PrunedTable], Ranks]:
+    """The tables of a merged model that have blocks, in its table order, and the ranks that hold
+    them."""
     found = collections(model)
     check(bool(found), "prune", "a model with an embedding collection", type(model).__name__)
     blocked = {
@@ -105,7 +80,9 @@ def pruned_tables(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) 
     ranks = ranks_of(*chosen.values())
     for fqn, module in chosen.items():
         check_merged(fqn, module, ranks)
-    configs = [(fqn, config) for fqn, module in chosen.items() for config in table_configs_of(module)]
+    configs = [
+        (fqn, config) for fqn, module in chosen.items() for config in table_configs_of(module)
+    ]
     for _, config in configs:
         check_known("table", config.name, blocks.routings)
         check_known("table", config.name, counts.counts)
@@ -130,11 +107,7 @@ def pruned_tables(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) 
 
 @torch.no_grad()
 def zero_never_seen_(tables: list[PrunedTable]) -> None:
-    """Zeroes the rows that training never looked up. Local, no collective.
-
-    Args:
-        tables: their local shards change.
-    """
+    """Zeroes the rows that training never looked up. Local, no collective."""
     for table in tables:
         for chunk, rows, _ in table.chunks():
             chunk[(table.counts[rows] == 0).to(chunk.device)] = 0

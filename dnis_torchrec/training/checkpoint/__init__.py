@@ -1,8 +1,11 @@
-"""Checkpoints: `write_checkpoint` and `read_checkpoint` for a whole run, which may go on with other ranks;
-`save_checkpoint` and `load_checkpoint` for the weights alone, within a run.
-"""
+"""Checkpoints: `write_checkpoint` and `read_checkpoint` for a whole run, which may go on with other
+ranks; `save_checkpoint` and `load_checkpoint` for the weights alone, within a run."""
 
-from dnis_torchrec.training.checkpoint.folder import CheckpointFolder, LocalCheckpointFolder, check_shared
+from dnis_torchrec.training.checkpoint.folder import (
+    CheckpointFolder,
+    LocalCheckpointFolder,
+    check_shared,
+)
 from dnis_torchrec.training.checkpoint.local import load_checkpoint, save_checkpoint, state_tensors
 from dnis_torchrec.training.checkpoint.manifest import Manifest
 from dnis_torchrec.training.checkpoint.placement import (
@@ -18,7 +21,11 @@ from dnis_torchrec.training.checkpoint.placement import (
 )
 from dnis_torchrec.training.checkpoint.saver import CheckpointSaver
 from dnis_torchrec.training.checkpoint.stored import StoredCheckpointFolder, checkpoint_folder
-from dnis_torchrec.training.checkpoint.transfer import CheckpointWriteError, read_checkpoint, write_checkpoint
+from dnis_torchrec.training.checkpoint.transfer import (
+    CheckpointWriteError,
+    read_checkpoint,
+    write_checkpoint,
+)
 
 __all__ = [
     "CheckpointFolder",

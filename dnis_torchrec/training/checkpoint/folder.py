@@ -1,9 +1,5 @@
-"""CheckpointFolder: which checkpoints there are, which is the latest, which may go; here those on a file system.
-
-step-00000120/        a whole checkpoint: it has this name only since its last byte was written
-step-00000140.partial one that is being written or deleted; means nothing
-latest.json           the name of the last one
-"""
+"""CheckpointFolder: which checkpoints there are, which is the latest, which may go; here those on a
+file system."""
 
 from __future__ import annotations
 
@@ -41,18 +37,8 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 def check_shared(path: Path, process_group: dist.ProcessGroup | None = None) -> None:
-    """Checks that all ranks see the folder that rank 0 sees: on several hosts a path may name one on each.
-
-    Distributed: rank 0 makes a file of a name that was never there, and every rank looks for it; three small
-    collectives, none for a process alone.
-
-    Args:
-        path: the folder; made if it is not there.
-        process_group: the ranks; all of them if None.
-
-    Raises:
-        ValueError: on all ranks, naming the first one that sees another folder.
-    """
+    """Checks that all ranks see the folder that rank 0 sees: on several hosts a path may name one
+    on each."""
     if world_size_of(process_group) == 1:
         return
     with ExitStack() as stack:
@@ -68,38 +54,29 @@ def check_shared(path: Path, process_group: dist.ProcessGroup | None = None) -> 
             requirement = "the folder that rank 0 writes to, on storage that all hosts have mounted"
             received = "another one" if path.is_dir() else "no such folder"
             remedy = "choose a path that leads to the same folder on all hosts"
-            check((path / name).is_file(), f"folder {path} on {gethostname()}", requirement, received, remedy)
+            check(
+                (path / name).is_file(),
+                f"folder {path} on {gethostname()}",
+                requirement,
+                received,
+                remedy,
+            )
 
 
 def step_of(name: str) -> int | None:
-    """The number in the name of a whole checkpoint; None for any other name.
-
-    Example:
-        >>> step_of("step-00000120"), step_of("step-00000120.partial")
-        (120, None)
-    """
+    """The number in the name of a whole checkpoint; None for any other name."""
     match = _NAME.fullmatch(name)
     return None if match is None else int(match[1])
 
 
 def latest_text(path: Address) -> str:
-    """Returns the content of the file `LATEST` for a checkpoint that is the latest.
-
-    Args:
-        path: of the checkpoint, or its URL; only its name is written.
-    """
+    """Returns the content of the file `LATEST` for a checkpoint that is the latest."""
     return json.dumps({"checkpoint": os.path.basename(path)}) + "\n"
 
 
 class CheckpointFolder(ABC):
-    """Checkpoints of one run, wherever they are: which there are, which is the latest, which may go. No collective.
-
-    Rank 0 alone says what counts; every rank adds its own file.
-
-    Args:
-        path: the folder, or its URL; need not exist before the first checkpoint.
-        keep_last: how many of the last checkpoints are kept, at least 1.
-    """
+    """Checkpoints of one run, wherever they are: which there are, which is the latest, which may
+    go. No collective."""
 
     def __init__(self, path: Address, *, keep_last: int = 2) -> None:
         check(keep_last >= 1, "keep_last", "at least 1", keep_last)
@@ -111,11 +88,7 @@ class CheckpointFolder(ABC):
         return inside(self.path, f"step-{step:08d}")
 
     def latest(self) -> Address | None:
-        """The last whole checkpoint, or None.
-
-        Raises:
-            ValueError: if latest.json is damaged, or names a checkpoint that is gone.
-        """
+        """The last whole checkpoint, or None."""
         text = self._latest_text()
         if text is None:
             return None
@@ -132,41 +105,19 @@ class CheckpointFolder(ABC):
 
     @abstractmethod
     def clean(self) -> None:
-        """Removes the remains of checkpoints that never became whole, or are only half gone.
-
-        If a kill came while the latest was being replaced, it is put back. To be called by rank 0 alone.
-        """
+        """Removes the remains of checkpoints that never became whole, or are only half gone."""
 
     @abstractmethod
     def begin(self, step: int) -> None:
-        """Prepares the folder that all ranks write into.
-
-        Args:
-            step: the checkpoint.
-        """
+        """Prepares the folder that all ranks write into."""
 
     @abstractmethod
     def add(self, step: int, rank: int, write: Callable[[Path], object]) -> tuple[str, int]:
-        """Writes the file of a rank, on that rank, after `begin` and before `publish`.
-
-        Args:
-            step: the checkpoint.
-            rank: who writes.
-            write: writes the file to the path that it is given.
-
-        Returns:
-            The file's name in the checkpoint, and its size in bytes.
-        """
+        """Writes the file of a rank, on that rank, after `begin` and before `publish`."""
 
     @abstractmethod
     def publish(self, step: int, manifest: Manifest, keep: Collection[int] = ()) -> None:
-        """Makes a checkpoint whole and the latest, and removes those that nobody needs any more.
-
-        Args:
-            step: the checkpoint, to which all ranks have added their files.
-            manifest: of it.
-            keep: earlier ones that stay besides the last ones.
-        """
+        """Makes a checkpoint whole and the latest, and removes those that nobody needs any more."""
 
     @abstractmethod
     def remove(self) -> None:
@@ -185,18 +136,7 @@ class CheckpointFolder(ABC):
 
 
 class LocalCheckpointFolder(CheckpointFolder):
-    """Checkpoints on a local or shared file system, which all ranks must see (see `check_shared`).
-
-    A checkpoint is whole when the folder that it was written to is renamed.
-
-    Args:
-        path: the folder; need not exist before the first checkpoint.
-        keep_last: how many of the last checkpoints are kept, at least 1.
-
-    Example:
-        >>> LocalCheckpointFolder(Path("run/checkpoints")).path_of(120).as_posix()
-        'run/checkpoints/step-00000120'
-    """
+    """Checkpoints on a local or shared file system, which all ranks must see (see `check_shared`)."""
 
     def __init__(self, path: Path, *, keep_last: int = 2) -> None:
         super().__init__(path, keep_last=keep_last)
@@ -212,11 +152,8 @@ class LocalCheckpointFolder(CheckpointFolder):
         return sorted(step for step in found if step is not None)
 
     def clean(self) -> None:
-        """Removes the remains of checkpoints that never became whole, or are only half gone; see the base class.
-
-        Raises:
-            ValueError: if somebody has put a link in the folder.
-        """
+        """Removes the remains of checkpoints that never became whole, or are only half gone; see
+        the base class."""
         check_plain(self._folder, f"checkpoints {self._folder}")
         remove_left(self._folder)
         for path in self._folder.glob("step-*.partial"):
@@ -238,10 +175,13 @@ class LocalCheckpointFolder(CheckpointFolder):
         return name, put_file(self.partial_of(step) / name, write)
 
     def publish(self, step: int, manifest: Manifest, keep: Collection[int] = ()) -> None:
-        """Makes a checkpoint whole and the latest, and removes those that nobody needs any more; see the base class."""
+        """Makes a checkpoint whole and the latest, and removes those that nobody needs any more;
+        see the base class."""
         manifest.write(self.partial_of(step))
         final = Path(self.path_of(step))
-        aside = self._put_aside(step) if final.exists() else None  # of a run that got here before it was interrupted
+        aside = (
+            self._put_aside(step) if final.exists() else None
+        )  # of a run that got here before it was interrupted
         os.replace(self.partial_of(step), final)
         if aside is not None:
             shutil.rmtree(aside, ignore_errors=True)
@@ -259,7 +199,8 @@ class LocalCheckpointFolder(CheckpointFolder):
         return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
 
     def _put_aside(self, step: int) -> Path:
-        """Takes a checkpoint its name before it is removed, so that a kill leaves either a whole one or none."""
+        """Takes a checkpoint its name before it is removed, so that a kill leaves either a whole
+        one or none."""
         aside = self._folder / f"step-{step:08d}{ASIDE}"
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(self.path_of(step), aside)

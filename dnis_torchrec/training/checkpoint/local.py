@@ -1,8 +1,4 @@
-"""The weights and alpha of each rank's shards in one file per rank, to go back to within a run.
-
-What a rank holds is what it writes and reads; nothing is gathered, and only the same ranks with the same sharding can
-read it. A file is complete or absent, never half. Runs that are interrupted go on from `transfer`'s checkpoints.
-"""
+"""The weights and alpha of each rank's shards in one file per rank, to go back to within a run."""
 
 from __future__ import annotations
 
@@ -22,64 +18,64 @@ from dnis_torchrec.storage.whole_files import written_whole
 from dnis_torchrec.training.checkpoint.placement import PlacedTensor
 
 
-def state_tensors(model: nn.Module, more: Mapping[str, PlacedTensor] | None = None) -> dict[str, Tensor]:
-    """Live views of everything in a model that this rank would save: local table shards, dense weights, alpha, buffers.
-
-    Args:
-        model: plain, prepared or sharded.
-        more: further state beside it.
-
-    Returns:
-        name -> view; tables are named ``"table/<name>/<first row>/<first column>"``, further state likewise.
-    """
+def state_tensors(
+    model: nn.Module, more: Mapping[str, PlacedTensor] | None = None
+) -> dict[str, Tensor]:
+    """Live views of everything in a model that this rank would save: local table shards, dense
+    weights, alpha, buffers."""
     views: dict[str, Tensor] = {}
     for module in collections(model).values():
         for shard in local_shards(module):
             views[f"table/{shard.table}/{shard.first_row}/{shard.first_column}"] = shard.weight
-    known, of_tables = set(), table_weight_names(model)  # wrappers share one alpha: it is saved once
+    known, of_tables = (
+        set(),
+        table_weight_names(model),
+    )  # wrappers share one alpha: it is saved once
     for name, value in model.state_dict().items():
-        if type(value) in (Tensor, nn.Parameter) and name not in of_tables and value.data_ptr() not in known:
+        if (
+            type(value) in (Tensor, nn.Parameter)
+            and name not in of_tables
+            and value.data_ptr() not in known
+        ):
             known.add(value.data_ptr())
             views[f"dense/{name}"] = value.detach()
     for name, placed in (more or {}).items():
-        views |= {"/".join(map(str, [name, *chunk.offset])): chunk.tensor for chunk in placed.chunks}
+        views |= {
+            "/".join(map(str, [name, *chunk.offset])): chunk.tensor for chunk in placed.chunks
+        }
     return views
 
 
-def save_checkpoint(path: Path, model: nn.Module, more: Mapping[str, PlacedTensor] | None = None) -> None:
-    """Writes this rank's part of a checkpoint; the previous one stays until the new one is whole.
-
-    Args:
-        path: checkpoint name; rank r writes ``<path>.rank<r>.safetensors``.
-        model: the model to save.
-        more: further state beside it.
-    """
+def save_checkpoint(
+    path: Path, model: nn.Module, more: Mapping[str, PlacedTensor] | None = None
+) -> None:
+    """Writes this rank's part of a checkpoint; the previous one stays until the new one is whole."""
     with written_whole(_rank_file(path)) as unfinished:
-        save_file({name: value.contiguous() for name, value in state_tensors(model, more).items()}, unfinished)
+        save_file(
+            {name: value.contiguous() for name, value in state_tensors(model, more).items()},
+            unfinished,
+        )
 
 
 @torch.no_grad()
-def load_checkpoint(path: Path, model: nn.Module, more: Mapping[str, PlacedTensor] | None = None) -> None:
-    """Copies this rank's part of a checkpoint into a model of the same tables and sharding.
-
-    Args:
-        path: the name given to `save_checkpoint`.
-        model: changed in place.
-        more: further state that was saved, changed in place.
-
-    Raises:
-        ValueError: if the file is absent, damaged, or holds other tables; the difference is named, nothing is copied.
-    """
+def load_checkpoint(
+    path: Path, model: nn.Module, more: Mapping[str, PlacedTensor] | None = None
+) -> None:
+    """Copies this rank's part of a checkpoint into a model of the same tables and sharding."""
     source = _rank_file(path)
     check(source.is_file(), str(source), "a checkpoint file", "none")
     try:
         saved = load_file(source)
     except SafetensorError as error:
-        raise ValueError(describe(str(source), "a whole safetensors file", str(error), "use another one")) from error
+        raise ValueError(
+            describe(str(source), "a whole safetensors file", str(error), "use another one")
+        ) from error
     views = state_tensors(model, more)
     for name, view in views.items():
         if name not in saved:
-            raise ValueError(describe(f"{source}: {name}", "in the checkpoint", "absent", nearest(name, saved)))
+            raise ValueError(
+                describe(f"{source}: {name}", "in the checkpoint", "absent", nearest(name, saved))
+            )
         same = saved[name].shape == view.shape
         check(same, f"{source}: {name}", f"shape {tuple(view.shape)}", tuple(saved[name].shape))
     unknown = sorted(name for name in saved if name not in views)

@@ -1,8 +1,5 @@
-"""The manifest of a checkpoint: its tensors, their files, and whether it fits a run. JSON, never unpickled.
-
-torch.distributed.checkpoint keeps its metadata as a pickle, which runs as code whatever it holds. Here the same
-metadata is JSON, and tensors are in safetensors, one file per rank.
-"""
+"""The manifest of a checkpoint: its tensors, their files, and whether it fits a run. JSON, never
+unpickled."""
 
 from __future__ import annotations
 
@@ -61,15 +58,7 @@ class _Head(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Manifest of a checkpoint: its files, tables, values and tensors.
-
-    Attributes:
-        world_size: ranks that wrote it.
-        files: file -> bytes.
-        tables: table -> the description that a model's table has to match.
-        values: everything that is no tensor.
-        tensors: key -> ``{"dtype", "size", "chunks": [{"offset", "size", "file"}]}``.
-    """
+    """Manifest of a checkpoint: its files, tables, values and tensors."""
 
     world_size: int
     files: Mapping[str, int]
@@ -79,7 +68,10 @@ class Manifest:
 
     def text(self) -> str:
         """The content of manifest.json."""
-        return json.dumps({"format": _FORMAT, "format_version": _FORMAT_VERSION, **asdict(self)}) + "\n"
+        return (
+            json.dumps({"format": _FORMAT, "format_version": _FORMAT_VERSION, **asdict(self)})
+            + "\n"
+        )
 
     def write(self, folder: Path) -> None:
         """Writes manifest.json, whole or not at all."""
@@ -87,25 +79,23 @@ class Manifest:
 
     @staticmethod
     def read(folder: Address) -> Manifest:
-        """Reads the manifest, and looks whether every file that it names is there and whole.
-
-        Args:
-            folder: the checkpoint, a path or a URL.
-
-        Raises:
-            ValueError: for no checkpoint, another format version, a link in it, or a rank's file that is missing or cut
-                short.
-            StorageError: if storage does not answer.
-        """
+        """Reads the manifest, and looks whether every file that it names is there and whole."""
         place = f"checkpoint {folder}"
         file, here = inside(folder, CHECKPOINT_MANIFEST), local_path(folder)
         if here is not None:
             check_plain(here, place)
         check(file_size(file) is not None, place, "a checkpoint", f"no {CHECKPOINT_MANIFEST} in it")
-        head: dict[str, Any] = parse_json(read_bytes(file), dict[str, Any], str(file), remedy=_OTHER)
+        head: dict[str, Any] = parse_json(
+            read_bytes(file), dict[str, Any], str(file), remedy=_OTHER
+        )
         check(head.get("format") == _FORMAT, place, f"format {_FORMAT!r}", repr(head.get("format")))
-        version, remedy = head.get("format_version"), "use the version of dnis_torchrec that wrote it"
-        check(version == _FORMAT_VERSION, place, f"format version {_FORMAT_VERSION}", version, remedy)
+        version, remedy = (
+            head.get("format_version"),
+            "use the version of dnis_torchrec that wrote it",
+        )
+        check(
+            version == _FORMAT_VERSION, place, f"format version {_FORMAT_VERSION}", version, remedy
+        )
         conform(head, _Head, str(file), remedy=_OTHER)
         for name, size in head["files"].items():
             check(os.path.basename(name) == name, place, "names of files in it", repr(name))
@@ -139,41 +129,30 @@ class Manifest:
 
 
 def _check_tensor(entry: _Tensor, files: Mapping[str, int], place: str) -> None:
-    """Checks what torch.distributed.checkpoint takes for granted: dtypes of torch, chunks inside of their tensor."""
+    """Checks what torch.distributed.checkpoint takes for granted: dtypes of torch, chunks inside of
+    their tensor."""
     known = isinstance(getattr(torch, entry["dtype"], None), torch.dtype)
     check(known, place, "a dtype of torch", repr(entry["dtype"]), _OTHER)
     whole = entry["size"]
     for chunk in entry["chunks"]:
-        check(chunk["file"] in files, place, "a file of the checkpoint", repr(chunk["file"]), _OTHER)
+        check(
+            chunk["file"] in files, place, "a file of the checkpoint", repr(chunk["file"]), _OTHER
+        )
         offset, size = chunk["offset"], chunk["size"]
         fits = len(offset) == len(size) == len(whole)
-        fits = fits and all(0 <= o <= o + s <= w for o, s, w in zip(offset, size, whole, strict=True))
+        fits = fits and all(
+            0 <= o <= o + s <= w for o, s, w in zip(offset, size, whole, strict=True)
+        )
         check(fits, place, f"chunks inside of {whole}", f"{size} at {offset}", _OTHER)
 
 
 def chunk_name(key: str, offset: Iterable[int]) -> str:
-    """The name of a chunk in its file.
-
-    Args:
-        key: of the tensor.
-        offset: place of the chunk in it.
-
-    Example:
-        >>> chunk_name("table/user", [20, 0])
-        'table/user@20,0'
-    """
+    """The name of a chunk in its file."""
     return f"{key}@{','.join(map(str, offset))}"
 
 
 def tensor_entries(metadata: Metadata) -> dict[str, dict[str, Any]]:
-    """`Manifest.tensors` of a checkpoint whose storage_data names the file of every chunk.
-
-    Args:
-        metadata: of torch.distributed.checkpoint.
-
-    Raises:
-        TypeError: if the checkpoint holds anything but tensors.
-    """
+    """`Manifest.tensors` of a checkpoint whose storage_data names the file of every chunk."""
     entries: dict[str, dict[str, Any]] = {}
     for key, tensor in metadata.state_dict_metadata.items():
         if not isinstance(tensor, TensorStorageMetadata):
@@ -192,36 +171,40 @@ def tensor_entries(metadata: Metadata) -> dict[str, dict[str, Any]]:
 
 
 def check_fits(
-    manifest: Manifest, tables: Mapping[str, TableDescription], sizes: Mapping[str, tuple[int, ...]], place: str
+    manifest: Manifest,
+    tables: Mapping[str, TableDescription],
+    sizes: Mapping[str, tuple[int, ...]],
+    place: str,
 ) -> None:
-    """Checks that a checkpoint is one of the same tables, blocks, weights and optimizers. Local, no collective.
-
-    Args:
-        manifest: of the checkpoint.
-        tables: of the run that wants to go on from it.
-        sizes: key -> size of the whole, of everything that any rank of the run holds.
-        place: the checkpoint's name, for the error.
-
-    Raises:
-        ValueError: naming all that differs, table by table.
-        NotImplementedError: for row-wise optimizer state of other column shards, which cannot be resharded.
-    """
-    differences = [*_table_differences(manifest.tables, tables), *_tensor_differences(manifest, sizes)]
+    """Checks that a checkpoint is one of the same tables, blocks, weights and optimizers. Local, no
+    collective."""
+    differences = [
+        *_table_differences(manifest.tables, tables),
+        *_tensor_differences(manifest, sizes),
+    ]
     shown = "; ".join(differences[:_SHOWN]) + (
         f"; and {len(differences) - _SHOWN} more" if differences[_SHOWN:] else ""
     )
     remedy = "resume with the recipe, data and settings that the run was started with"
     check(not differences, place, "a checkpoint of this run", f"one in which {shown}", remedy)
     for name, own in tables.items():
-        per_column_shard = [key for key in sizes if key.startswith(f"fused/{name}/") and len(sizes[key]) == 1]
+        per_column_shard = [
+            key for key in sizes if key.startswith(f"fused/{name}/") and len(sizes[key]) == 1
+        ]
         if per_column_shard and manifest.tables[name].column_cuts != own.column_cuts:
             saved, now = len(manifest.tables[name].column_cuts), len(own.column_cuts)
-            supported = f"supported for row-wise optimizers is the checkpoint's {saved} column shards"
+            supported = (
+                f"supported for row-wise optimizers is the checkpoint's {saved} column shards"
+            )
             remedy = "resume with the sharding plan or number of ranks of the checkpoint"
-            raise NotImplementedError(describe(f"{place}, table {name!r}", supported, f"{now} column shards", remedy))
+            raise NotImplementedError(
+                describe(f"{place}, table {name!r}", supported, f"{now} column shards", remedy)
+            )
 
 
-def _table_differences(saved: Mapping[str, TableDescription], own: Mapping[str, TableDescription]) -> Iterator[str]:
+def _table_differences(
+    saved: Mapping[str, TableDescription], own: Mapping[str, TableDescription]
+) -> Iterator[str]:
     for name in sorted(set(saved) ^ set(own)):
         yield f"table {name!r} is only in the {'checkpoint' if name in saved else 'run'}"
     for name in sorted(set(saved) & set(own)):
@@ -233,7 +216,8 @@ def _table_differences(saved: Mapping[str, TableDescription], own: Mapping[str, 
 
 
 def _tensor_differences(manifest: Manifest, sizes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """Yields differences in tensors beside the tables; those of one rank, or of the kernels it uses, may differ."""
+    """Yields differences in tensors beside the tables; those of one rank, or of the kernels it
+    uses, may differ."""
 
     def compared(keys: Iterable[str]) -> set[str]:
         return {key for key in keys if not key.startswith(("rank", "table/")) and key != ITERATIONS}

@@ -1,19 +1,4 @@
-"""TrainingState: everything that a run is made of, and where each part of it belongs.
-
-A tensor of a sharded model is a chunk of a whole that no rank holds. Here every tensor says which chunk it is, so that
-it can be written by the rank that has it and read, in other pieces, by the ranks of another world size or sharding.
-Everything is local: nothing is gathered and nothing copied until `TrainingState.copied`.
-
-    key                               whole
-    table/<table>                     (N, D), in chunks
-    fused/<table>/<state>             as TorchRec shards it: (N, D), or (N x column shards,) for row-wise optimizers
-    optimizer/<FQN>/<state>           like the weight, or one number
-    model/<FQN>                       dense weights, alpha, buffers: the same on all ranks
-    alpha_optimizer/<state>           the same on all ranks
-    residual/<table>                  (N, D), in chunks: see `dnis_torchrec.training.rounding`
-    codes/<table>/<field>             (S, D), the same on all ranks
-    rank<r>/<name>                    rank r's own
-"""
+"""TrainingState: everything that a run is made of, and where each part of it belongs."""
 
 from __future__ import annotations
 
@@ -23,7 +8,9 @@ from hashlib import sha256
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -33,7 +20,12 @@ from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import describe
 from dnis_torchrec.ranks import rank_of
 from dnis_torchrec.soft_selection.cached_tables import forget_cached_rows, lookups
-from dnis_torchrec.soft_selection.table_shards import collections, lookup_of, table_weight_names, tables_under
+from dnis_torchrec.soft_selection.table_shards import (
+    collections,
+    lookup_of,
+    table_weight_names,
+    tables_under,
+)
 from dnis_torchrec.soft_selection.wrapper import SoftSelectionModule
 
 ITERATIONS = "fused/iterations"
@@ -42,12 +34,7 @@ ITERATIONS = "fused/iterations"
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A local part of a tensor.
-
-    Attributes:
-        offset: place in the whole, one number per dimension.
-        tensor: live storage; writing to it changes the model.
-    """
+    """A local part of a tensor."""
 
     offset: tuple[int, ...]
     tensor: Tensor
@@ -55,49 +42,35 @@ class Chunk:
 
 @dataclass(frozen=True, eq=False)
 class PlacedTensor:
-    """A tensor of which this rank holds some chunks, or none.
-
-    Attributes:
-        size: of the whole, at least one dimension.
-        chunks: chunks that this rank holds; a chunk that several ranks hold is the same on all of them.
-
-    Example:
-        >>> PlacedTensor.of(torch.tensor(7)).size
-        (1,)
-    """
+    """A tensor of which this rank holds some chunks, or none."""
 
     size: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
     @staticmethod
     def of(value: Tensor | ShardedTensor) -> PlacedTensor:
-        """A tensor that every rank holds whole, or the local shards of a sharded one.
-
-        Args:
-            value: shares its memory with the result; a single number becomes ``(1,)``.
-        """
+        """A tensor that every rank holds whole, or the local shards of a sharded one."""
         if isinstance(value, ShardedTensor):
-            shards = [(part.metadata.shard_offsets, part.tensor.detach()) for part in value.local_shards()]
-            return PlacedTensor(tuple(value.metadata().size), tuple(Chunk(tuple(at), part) for at, part in shards))
+            shards = [
+                (part.metadata.shard_offsets, part.tensor.detach()) for part in value.local_shards()
+            ]
+            return PlacedTensor(
+                tuple(value.metadata().size), tuple(Chunk(tuple(at), part) for at, part in shards)
+            )
         whole = value.detach().view(1) if value.dim() == 0 else value.detach()
         return PlacedTensor(tuple(whole.shape), (Chunk((0,) * whole.dim(), whole),))
 
     def copied(self) -> PlacedTensor:
         """The same chunks in memory of their own, on the CPU."""
-        copies = tuple(Chunk(chunk.offset, chunk.tensor.to("cpu", copy=True)) for chunk in self.chunks)
+        copies = tuple(
+            Chunk(chunk.offset, chunk.tensor.to("cpu", copy=True)) for chunk in self.chunks
+        )
         return PlacedTensor(self.size, copies)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableDescription:
-    """Description of a table, equal in a checkpoint and in a model that it fits.
-
-    Attributes:
-        rows: N.
-        embedding_dim: D.
-        column_cuts: first column of every column shard, rising; ``(0,)`` where columns are not sharded.
-        blocks: fingerprint of its row blocks and of its rows of alpha, or "" for a table that is not searched.
-    """
+    """Description of a table, equal in a checkpoint and in a model that it fits."""
 
     rows: int
     embedding_dim: int
@@ -107,13 +80,7 @@ class TableDescription:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingState:
-    """A whole run at one moment.
-
-    Attributes:
-        tensors: key -> placed tensor.
-        tables: table -> the description that a model's table has to match.
-        values: everything that is no tensor, JSON-able, the same on all ranks.
-    """
+    """A whole run at one moment."""
 
     tensors: Mapping[str, PlacedTensor]
     tables: Mapping[str, TableDescription]
@@ -126,35 +93,23 @@ class TrainingState:
 
 
 def model_tensors(model: nn.Module) -> dict[str, PlacedTensor]:
-    """Tables, dense weights, alpha and buffers of a model, sharded or not.
-
-    Args:
-        model: sharded or not.
-
-    Returns:
-        Key (see the head of this module) -> live tensor; what several modules share stands there once.
-    """
+    """Tables, dense weights, alpha and buffers of a model, sharded or not."""
     placed = {f"table/{name}": PlacedTensor.of(value) for name, value in _tables(model)}
     known: set[int] = set()  # wrappers share one alpha: it is saved once
     of_tables = table_weight_names(model)
     for name, value in model.state_dict().items():
-        if type(value) in (Tensor, nn.Parameter) and name not in of_tables and value.data_ptr() not in known:
+        if (
+            type(value) in (Tensor, nn.Parameter)
+            and name not in of_tables
+            and value.data_ptr() not in known
+        ):
             known.add(value.data_ptr())
             placed[f"model/{name}"] = PlacedTensor.of(value)
     return placed
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Any) -> dict[str, PlacedTensor]:
-    """State of the optimizers, both those fused into the tables' backward and the others.
-
-    Args:
-        model: sharded or not.
-        optimizer: TorchRec's KeyedOptimizer or torch's, of everything that is not fused.
-
-    Raises:
-        NotImplementedError: for a state whose place in the whole is not known: of a sharded table in the dense compute
-            kernel, neither of the weight's shape nor one number.
-    """
+    """State of the optimizers, both those fused into the tables' backward and the others."""
     placed = {}
     if isinstance(model, DistributedModelParallel):
         for fqn, states in model.fused_optimizer.state_dict()["state"].items():
@@ -163,23 +118,23 @@ def optimizer_tensors(model: nn.Module, optimizer: Any) -> dict[str, PlacedTenso
                 placed[f"fused/{table or fqn}/{state}"] = PlacedTensor.of(value)
         counters = _iteration_counters(model)
         if counters:
-            placed[ITERATIONS] = PlacedTensor.of(torch.stack([part.cpu().max() for part in counters]).max())
+            placed[ITERATIONS] = PlacedTensor.of(
+                torch.stack([part.cpu().max() for part in counters]).max()
+            )
     sharded = _places_of_sharded_weights(model)
     for name, parameter in _parameters(model, optimizer).items():
         for state, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 place = f"optimizer state {state!r} of {name!r}"
-                placed[f"optimizer/{name}/{state}"] = _place(value, parameter, sharded.get(parameter.data_ptr()), place)
+                placed[f"optimizer/{name}/{state}"] = _place(
+                    value, parameter, sharded.get(parameter.data_ptr()), place
+                )
     return placed
 
 
 def finish_load_(model: nn.Module, tensors: Mapping[str, PlacedTensor]) -> None:
-    """Tells the kernels that their weights were written from outside: caches forget, step counters are set.
-
-    Args:
-        model: sharded or not; its tables and optimizer states were loaded.
-        tensors: the tensors that were loaded.
-    """
+    """Tells the kernels that their weights were written from outside: caches forget, step counters
+    are set."""
     forget_cached_rows(model)
     if ITERATIONS in tensors:
         for counter in _iteration_counters(model):
@@ -187,15 +142,13 @@ def finish_load_(model: nn.Module, tensors: Mapping[str, PlacedTensor]) -> None:
 
 
 def describe_tables(model: nn.Module) -> dict[str, TableDescription]:
-    """Describes every table of a model, for comparison with a checkpoint.
-
-    Args:
-        model: sharded or not, prepared or not.
-    """
+    """Describes every table of a model, for comparison with a checkpoint."""
     blocks: dict[str, str] = {}
     for module in collections(model).values():
         if isinstance(module, SoftSelectionModule):
-            blocks |= {table: _fingerprint(module.blocks, table) for table in module.blocks.routings}
+            blocks |= {
+                table: _fingerprint(module.blocks, table) for table in module.blocks.routings
+            }
     described = {}
     for name, value in _tables(model):
         cuts = {0}
@@ -203,20 +156,16 @@ def describe_tables(model: nn.Module) -> dict[str, TableDescription]:
             cuts = {part.shard_offsets[1] for part in value.metadata().shards_metadata}
         rows, dim = PlacedTensor.of(value).size
         described[name] = TableDescription(
-            rows=rows, embedding_dim=dim, column_cuts=tuple(sorted(cuts)), blocks=blocks.get(name, "")
+            rows=rows,
+            embedding_dim=dim,
+            column_cuts=tuple(sorted(cuts)),
+            blocks=blocks.get(name, ""),
         )
     return described
 
 
 def rng_tensors(device: torch.device) -> dict[str, PlacedTensor]:
-    """State of this rank's random number generators.
-
-    Args:
-        device: where the model is; the CPU's generator is always among them.
-
-    Returns:
-        Key with this rank's number -> state.
-    """
+    """State of this rank's random number generators."""
     prefix = f"rank{rank_of()}/rng"
     placed = {f"{prefix}/cpu": PlacedTensor.of(torch.get_rng_state())}
     if device.type == "cuda":
@@ -225,12 +174,7 @@ def rng_tensors(device: torch.device) -> dict[str, PlacedTensor]:
 
 
 def set_rng_(tensors: Mapping[str, PlacedTensor], device: torch.device) -> None:
-    """Gives this rank's random number generators the states that `rng_tensors` named.
-
-    Args:
-        tensors: with this rank's states; others are passed over.
-        device: where the model is.
-    """
+    """Gives this rank's random number generators the states that `rng_tensors` named."""
     prefix = f"rank{rank_of()}/rng"
     torch.set_rng_state(tensors[f"{prefix}/cpu"].chunks[0].tensor)
     if device.type == "cuda":
@@ -263,7 +207,9 @@ def _places_of_sharded_weights(model: nn.Module) -> dict[int, tuple[tuple[int, .
     return places
 
 
-def _place(value: Tensor, parameter: Tensor, shard: tuple[tuple[int, ...], Chunk] | None, place: str) -> PlacedTensor:
+def _place(
+    value: Tensor, parameter: Tensor, shard: tuple[tuple[int, ...], Chunk] | None, place: str
+) -> PlacedTensor:
     if shard is None or value.numel() == 1:
         return PlacedTensor.of(value)
     size, chunk = shard
@@ -274,9 +220,12 @@ def _place(value: Tensor, parameter: Tensor, shard: tuple[tuple[int, ...], Chunk
 
 
 def _iteration_counters(model: nn.Module) -> list[Tensor]:
-    """Counters of fused kernels, by which Adam corrects its bias: every kernel counts the same steps."""
+    """Counters of fused kernels, by which Adam corrects its bias: every kernel counts the same
+    steps."""
     kernels = [module for lookup in lookups(model) for module in lookup.modules()]
-    fused = [kernel for kernel in kernels if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen)]
+    fused = [
+        kernel for kernel in kernels if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen)
+    ]
     return [counter for kernel in fused for counter in (kernel.iter, kernel.iter_cpu)]
 
 

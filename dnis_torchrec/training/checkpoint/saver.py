@@ -21,25 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointSaver:
-    """Copies a run's state to the CPU and writes it in a thread; never two at once.
-
-    A context manager: leaving it waits for the last write.
-
-    Distributed: makes one gloo process group of all ranks, because the collectives of a write must not mix with those
-    of the training steps beside it. Every method is called on every rank. A write that fails on one rank fails on all.
-
-    Args:
-        folder: where.
-        on_error: ``"stop"`` raises when a write has failed, ``"continue"`` warns and goes on; either way the last good
-            checkpoint stays.
-
-    Attributes:
-        failed_steps: checkpoints that could not be written.
-        last_step: the last one that was written; None if none was.
-
-    Raises:
-        ValueError: on all ranks, if they do not see the same folder; a URL they all see.
-    """
+    """Copies a run's state to the CPU and writes it in a thread; never two at once."""
 
     def __init__(self, folder: CheckpointFolder, *, on_error: str = "stop") -> None:
         check_known("on_error", on_error, ON_ERROR)
@@ -54,16 +36,7 @@ class CheckpointSaver:
         self.last_step: int | None = None
 
     def save(self, step: int, state: TrainingState, *, keep: Collection[int] = ()) -> None:
-        """Starts to write a checkpoint, after waiting for the one before.
-
-        Args:
-            step: its number.
-            state: copied before this returns; training may go on.
-            keep: checkpoints that must be kept besides the last ones.
-
-        Raises:
-            CheckpointWriteError: if the one before has failed, and that is to stop the run.
-        """
+        """Starts to write a checkpoint, after waiting for the one before."""
         self.wait()
         copied = state.copied()
         write = self._executor.submit(
@@ -72,11 +45,7 @@ class CheckpointSaver:
         self._running = (step, write)
 
     def wait(self) -> None:
-        """Waits until nothing is being written.
-
-        Raises:
-            CheckpointWriteError: if the write has failed, and that is to stop the run.
-        """
+        """Waits until nothing is being written."""
         if self._running is None:
             return
         step, write = self._running
@@ -95,7 +64,10 @@ class CheckpointSaver:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         try:
             if error is None:

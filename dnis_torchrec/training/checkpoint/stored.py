@@ -1,12 +1,4 @@
-"""StoredCheckpointFolder: checkpoints at a URL, for ranks on several hosts that share no disk.
-
-    checkpoints/step-00000120/rank0.3f9a1c07.safetensors    what a rank holds, put there by that rank
-    checkpoints/step-00000120/manifest.json                 put last: with it the checkpoint is whole
-    checkpoints/latest.json                                 its name
-
-Storage cannot rename a folder, so a checkpoint is made whole by its manifest. A file's name is new with every save: one
-that is written again, by a run that has gone back, replaces its files at once, by the manifest that names others.
-"""
+"""StoredCheckpointFolder: checkpoints at a URL, for ranks on several hosts that share no disk."""
 
 from __future__ import annotations
 
@@ -17,7 +9,14 @@ from pathlib import Path
 from uuid import uuid4
 
 from dnis_torchrec.storage.access import local_path, read_bytes
-from dnis_torchrec.storage.files import Address, file_names, file_size, inside, put_file, remove_file
+from dnis_torchrec.storage.files import (
+    Address,
+    file_names,
+    file_size,
+    inside,
+    put_file,
+    remove_file,
+)
 from dnis_torchrec.training.checkpoint.folder import (
     LATEST,
     CheckpointFolder,
@@ -29,22 +28,7 @@ from dnis_torchrec.training.checkpoint.manifest import CHECKPOINT_MANIFEST, Mani
 
 
 class StoredCheckpointFolder(CheckpointFolder):
-    """Checkpoints at a URL. A checkpoint is whole when its manifest is there, which is put last.
-
-    What is read is fetched file by file, to where it is needed: a rank of a run that goes on with the same sharding
-    fetches its own file and those that hold what all ranks share.
-
-    Args:
-        path: URL of the folder.
-        keep_last: how many of the last checkpoints are kept, at least 1.
-
-    Raises:
-        StorageError: by every method, if storage does not answer.
-
-    Example:
-        >>> StoredCheckpointFolder("s3://bucket/run/checkpoints").path_of(120)
-        's3://bucket/run/checkpoints/step-00000120'
-    """
+    """Checkpoints at a URL. A checkpoint is whole when its manifest is there, which is put last."""
 
     def steps(self) -> list[int]:
         """Numbers of the whole checkpoints, rising."""
@@ -65,11 +49,15 @@ class StoredCheckpointFolder(CheckpointFolder):
         return name, put_file(inside(self.path_of(step), name), write)
 
     def publish(self, step: int, manifest: Manifest, keep: Collection[int] = ()) -> None:
-        """Makes a checkpoint whole and the latest, and removes those that nobody needs any more; see the base class."""
+        """Makes a checkpoint whole and the latest, and removes those that nobody needs any more;
+        see the base class."""
         put_file(inside(self.path_of(step), CHECKPOINT_MANIFEST), partial(_write, manifest.text()))
         put_file(inside(self.path, LATEST), partial(_write, latest_text(self.path_of(step))))
         found = self._found()
-        self._remove_files(step, [name for name in found[step] if name not in {CHECKPOINT_MANIFEST, *manifest.files}])
+        self._remove_files(
+            step,
+            [name for name in found[step] if name not in {CHECKPOINT_MANIFEST, *manifest.files}],
+        )
         for doomed in self._unneeded(sorted(found), step, keep):
             self._remove_files(doomed, found[doomed])
 
@@ -81,7 +69,11 @@ class StoredCheckpointFolder(CheckpointFolder):
 
     def _latest_text(self) -> str | None:
         address = inside(self.path, LATEST)
-        return None if file_size(address) is None else read_bytes(address).decode("utf-8", errors="replace")
+        return (
+            None
+            if file_size(address) is None
+            else read_bytes(address).decode("utf-8", errors="replace")
+        )
 
     def _found(self) -> dict[int, list[str]]:
         """Step -> names of its files."""
@@ -100,16 +92,7 @@ class StoredCheckpointFolder(CheckpointFolder):
 
 
 def checkpoint_folder(address: Address, *, keep_last: int = 2) -> CheckpointFolder:
-    """The checkpoints at an address: a path that all ranks see, or a URL.
-
-    Args:
-        address: of the folder; need not exist before the first checkpoint.
-        keep_last: how many of the last checkpoints are kept, at least 1.
-
-    Example:
-        >>> checkpoint_folder(Path("run/checkpoints")).path_of(120)
-        PosixPath('run/checkpoints/step-00000120')
-    """
+    """The checkpoints at an address: a path that all ranks see, or a URL."""
     here = local_path(address)
     if here is None:
         return StoredCheckpointFolder(str(address), keep_last=keep_last)

@@ -1,9 +1,5 @@
-"""Writes and reads a TrainingState with torch.distributed.checkpoint: who writes what, who reads what, from which file.
-
-torch.distributed.checkpoint plans over the ranks: what several hold is written once, and what is read in other pieces
-than it was written is cut from the right files. The two planners below tell it which chunks a rank holds, the two
-storages what a checkpoint is on disk (see `manifest`).
-"""
+"""Writes and reads a TrainingState with torch.distributed.checkpoint: who writes what, who reads
+what, from which file."""
 
 from __future__ import annotations
 
@@ -20,7 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -40,7 +41,12 @@ from dnis_torchrec.ranks import rank_of, together, union_over_ranks, world_size_
 from dnis_torchrec.soft_selection.plain_names import SOFT_SELECTION
 from dnis_torchrec.storage.files import Address, inside, local_file
 from dnis_torchrec.training.checkpoint.folder import CheckpointFolder
-from dnis_torchrec.training.checkpoint.manifest import Manifest, check_fits, chunk_name, tensor_entries
+from dnis_torchrec.training.checkpoint.manifest import (
+    Manifest,
+    check_fits,
+    chunk_name,
+    tensor_entries,
+)
 from dnis_torchrec.training.checkpoint.placement import Chunk, PlacedTensor, TrainingState
 
 
@@ -56,24 +62,15 @@ def write_checkpoint(
     *,
     keep: Collection[int] = (),
 ) -> None:
-    """Writes a checkpoint and makes it the latest.
-
-    Distributed: every rank writes the chunks that it was given to one file of its own; the plan, and whether all went
-    well, travel through `process_group`. What ranks exchange there is pickled, what is written never.
-
-    Args:
-        folder: where.
-        step: its number.
-        state: the state to write, as every rank has it.
-        process_group: of all ranks; must be able to send from the CPU.
-        keep: earlier ones that must stay besides the last ones.
-
-    Raises:
-        CheckpointWriteError: on all ranks if one could not write; nothing of the checkpoint is left.
-    """
+    """Writes a checkpoint and makes it the latest."""
     writer = _Writer(folder, step, state, process_group, keep)
     try:
-        dcp.save(dict(state.tensors), storage_writer=writer, planner=_Saves(), process_group=process_group)
+        dcp.save(
+            dict(state.tensors),
+            storage_writer=writer,
+            planner=_Saves(),
+            process_group=process_group,
+        )
     except CheckpointException as error:
         kept = _left_clean(folder, process_group)
         failures = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
@@ -84,7 +81,8 @@ def write_checkpoint(
 
 
 def _left_clean(folder: CheckpointFolder, process_group: dist.ProcessGroup | None) -> str:
-    """Removes the remains of a failed write, and says which are still there; storage may be away for that, too."""
+    """Removes the remains of a failed write, and says which are still there; storage may be away
+    for that, too."""
     try:
         with together(process_group):
             if rank_of(process_group) == 0:
@@ -103,46 +101,41 @@ def read_checkpoint(
     *,
     kinds: tuple[str, ...] | None = None,
 ) -> Mapping[str, Any]:
-    """Copies a checkpoint into the tensors of a run, whatever the world size and sharding that it was written with.
-
-    Distributed: every rank reads what it holds, from the files of whichever ranks wrote it; all ranks have to see all
-    files. Either all ranks go on or all raise.
-
-    Args:
-        path: the checkpoint, or its URL: then each rank fetches the files that it needs.
-        state: of the run, at any moment; its tensors change in place. A tensor under ``rank<r>/`` that the checkpoint
-            lacks, as for a rank that was not there then, stays as it is.
-        process_group: of all ranks.
-        kinds: first parts of the keys to read, as in ``("table", "model")``; all if not given.
-
-    Returns:
-        The checkpoint's values.
-
-    Raises:
-        ValueError: if it is damaged, or of other tables, blocks, weights or format version; nothing is copied.
-        NotImplementedError: for row-wise optimizer state of other column shards.
-    """
+    """Copies a checkpoint into the tensors of a run, whatever the world size and sharding that it
+    was written with."""
     with together(process_group):
         manifest = Manifest.read(path)
         if kinds is not None:
-            chosen = {key: entry for key, entry in manifest.tensors.items() if key.split("/")[0] in kinds}
+            chosen = {
+                key: entry for key, entry in manifest.tensors.items() if key.split("/")[0] in kinds
+            }
             manifest = replace(manifest, tensors=chosen)
     tensors = {_stored_key(key, manifest): placed for key, placed in state.tensors.items()}
     sizes = union_over_ranks({key: placed.size for key, placed in tensors.items()}, process_group)
-    check_fits(manifest, state.tables, sizes, f"checkpoint {path}")  # from the same facts on all ranks
+    check_fits(
+        manifest, state.tables, sizes, f"checkpoint {path}"
+    )  # from the same facts on all ranks
     wanted = {key: placed for key, placed in tensors.items() if key in manifest.tensors}
     metadata = manifest.to_metadata()
     try:
-        dcp.load(wanted, storage_reader=_Reader(path, metadata), planner=_Loads(metadata), process_group=process_group)
+        dcp.load(
+            wanted,
+            storage_reader=_Reader(path, metadata),
+            planner=_Loads(metadata),
+            process_group=process_group,
+        )
     except CheckpointException as error:
         failure = next(iter(error.failures.values()))[0]
         remedy = "resume from another checkpoint"
-        raise ValueError(describe(f"checkpoint {path}", "whole files", str(failure), remedy)) from failure
+        raise ValueError(
+            describe(f"checkpoint {path}", "whole files", str(failure), remedy)
+        ) from failure
     return manifest.values
 
 
 def _stored_key(key: str, manifest: Manifest) -> str:
-    """The key in the checkpoint: those written before wrappers had the names of the plain model say it longer."""
+    """The key in the checkpoint: those written before wrappers had the names of the plain model say
+    it longer."""
     longer = key.replace(f".{SOFT_SELECTION}.", ".alpha.")
     longer = longer.replace(".embedding_bags.", ".embedding_bag_collection.embedding_bags.")
     return longer if key not in manifest.tensors and longer in manifest.tensors else key
@@ -184,7 +177,10 @@ class _Loads(DefaultLoadPlanner):
         self._tensors = metadata.state_dict_metadata
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
     ) -> None:
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
@@ -236,7 +232,9 @@ class _Writer(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         written = [result for own in results for result in own]
-        metadata.storage_data = {MetadataIndex(r.index.fqn, r.index.offset): r.storage_data for r in written}
+        metadata.storage_data = {
+            MetadataIndex(r.index.fqn, r.index.offset): r.storage_data for r in written
+        }
         manifest = Manifest(
             world_size=self._world_size,
             files={result.storage_data: result.size_in_bytes for result in written},
@@ -278,7 +276,10 @@ class _Reader(StorageReader):
             index = MetadataIndex(item.storage_index.fqn, item.storage_index.offset)
             per_file.setdefault(self._metadata.storage_data[index], []).append(item)
         for name, items in per_file.items():
-            with local_file(inside(self._path, name)) as path, safe_open(path, framework="pt") as file:
+            with (
+                local_file(inside(self._path, name)) as path,
+                safe_open(path, framework="pt") as file,
+            ):
                 for item in items:
                     part = tuple(
                         slice(start, start + length)

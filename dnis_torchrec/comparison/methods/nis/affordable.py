@@ -1,7 +1,5 @@
-"""Choices that a budget affords: the most probable combination of options, less single columns where need be.
-
-Shapes: C choices, n options of a choice, S blocks, D embedding_dim.
-"""
+"""Choices that a budget affords: the most probable combination of options, less single columns
+where need be."""
 
 from __future__ import annotations
 
@@ -11,31 +9,15 @@ import torch
 from torch import Tensor
 
 CELLS = 10_000
-"""Parts in which a larger budget is counted, costs rounded up: at most C / CELLS of it stays unspent by that."""
+"""Parts in which a larger budget is counted, costs rounded up: at most C / CELLS of it stays
+unspent by that."""
 
 
-def most_probable_within(log_probabilities: Sequence[Tensor], costs: Sequence[Tensor], amount: float) -> list[int]:
-    """Repairs a choice that is too large: a knapsack with one option of each choice, by dynamic programming.
-
-        max over o of  sum over c of log p_c(o_c)    subject to   sum over c of cost_c(o_c) <= amount
-
-    Of combinations that cost nothing, and so retain nothing, none is returned: if that were the most probable one, the
-    one option that is least improbable beside option 0 of its choice is taken instead.
-
-    Args:
-        log_probabilities: ``(n,)`` for each choice.
-        costs: ``(n,)`` whole numbers for each choice; option 0 costs nothing, and some option costs more than that and
-            no more than `amount`.
-        amount: the budget, at least 1.
-
-    Returns:
-        The option of each choice.
-
-    Example:
-        >>> log_probabilities = [torch.tensor([0.1, 0.3, 0.6]).log(), torch.tensor([0.1, 0.1, 0.8]).log()]
-        >>> most_probable_within(log_probabilities, [torch.tensor([0.0, 2.0, 4.0])] * 2, 6.0)
-        [1, 2]
-    """
+def most_probable_within(
+    log_probabilities: Sequence[Tensor], costs: Sequence[Tensor], amount: float
+) -> list[int]:
+    """Repairs a choice that is too large: a knapsack with one option of each choice, by dynamic
+    programming."""
     amount = int(amount)
     num_cells = min(CELLS, amount)
     cells = [[-(-int(cost) * num_cells // amount) for cost in options] for options in costs]
@@ -55,7 +37,9 @@ def most_probable_within(log_probabilities: Sequence[Tensor], costs: Sequence[Te
     return picked[::-1] if left < num_cells else _one_option(log_probabilities, costs, amount)
 
 
-def _one_option(log_probabilities: Sequence[Tensor], costs: Sequence[Tensor], amount: float) -> list[int]:
+def _one_option(
+    log_probabilities: Sequence[Tensor], costs: Sequence[Tensor], amount: float
+) -> list[int]:
     gains = [
         (float(log_p[option] - log_p[0]), -choice, option)
         for choice, (log_p, options) in enumerate(zip(log_probabilities, costs, strict=True))
@@ -68,30 +52,22 @@ def _one_option(log_probabilities: Sequence[Tensor], costs: Sequence[Tensor], am
     return picked
 
 
-def trim(retained: Mapping[str, Tensor], column_costs: Mapping[str, Tensor], excess: float) -> dict[str, Tensor]:
-    """Drops single columns of a combination, until it costs less by `excess`.
-
-    The last column of the least frequent retained block of a table goes: of all tables the cheapest one that covers the
-    excess, or the dearest while none does.
-
-    Args:
-        retained: table -> ``(S, D)`` bool.
-        column_costs: table -> ``(S,)``, cost of one column of each block.
-        excess: cost to get rid of; nothing is taken off for 0 or less.
-
-    Returns:
-        New masks.
-
-    Example:
-        >>> trim({"t": torch.ones(2, 2, dtype=torch.bool)}, {"t": torch.tensor([1.0, 5.0])}, 6.0)["t"].int().tolist()
-        [[1, 1], [0, 0]]
-    """
+def trim(
+    retained: Mapping[str, Tensor], column_costs: Mapping[str, Tensor], excess: float
+) -> dict[str, Tensor]:
+    """Drops single columns of a combination, until it costs less by `excess`."""
     trimmed = {table: mask.clone() for table, mask in retained.items()}
     while excess > 0:
-        last = {table: int(mask.any(1).nonzero().max()) for table, mask in trimmed.items() if bool(mask.any())}
+        last = {
+            table: int(mask.any(1).nonzero().max())
+            for table, mask in trimmed.items()
+            if bool(mask.any())
+        }
         price = {table: float(column_costs[table][block]) for table, block in last.items()}
         covering = [table for table in price if price[table] >= excess]
-        table = min(covering, key=price.__getitem__) if covering else max(price, key=price.__getitem__)
+        table = (
+            min(covering, key=price.__getitem__) if covering else max(price, key=price.__getitem__)
+        )
         block = last[table]
         trimmed[table][block, int(trimmed[table][block].nonzero().max())] = False
         excess -= price[table]

@@ -1,7 +1,4 @@
-"""The controller of NIS: one softmax per choice, learned by advantage actor-critic.
-
-Shapes: C choices, n options (of the choice that has most), K samples of one step.
-"""
+"""The controller of NIS: one softmax per choice, learned by advantage actor-critic."""
 
 from __future__ import annotations
 
@@ -13,49 +10,25 @@ from torch import Tensor
 from dnis_torchrec.checks import check
 
 TRAVEL = 50.0
-"""Learning rate times steps: how far Adam can move a logit over a search. A search of any length so comes to decide;
-with half of it short ones end undecided, and what is merely most probable then wastes much of the budget."""
+"""Learning rate times steps: how far Adam can move a logit over a search."""
 BETAS = (0.9, 0.98)
 ENTROPY_WEIGHT = 0.01
 SCALE_DECAY = 0.95
-"""Decay of the running mean square by which advantages are divided. It spans 20 steps, so that the large penalties of
-the first samples do not hide the small differences in quality of later ones."""
+"""Decay of the running mean square by which advantages are divided."""
 SMALLEST_SCALE = 1e-6
 """Differences in reward far below this are rounding, not to be blown up."""
 
 
 class Controller:
-    """A distribution over combinations of options: independent softmaxes, uniform at first.
-
-        J = mean over k of A_k * log p(choices_k) + beta * sum over choices of H(p_c)      (ascended by Adam)
-        A_k = r_k - critic_k,   critic_k = mean of the rewards of the step's other samples
-
-    NOTE[DIFF]: the paper's critic is a baseline network. Its only input would be the batch, whose difficulty moves the
-    reward more than any choice does; the other samples of the same batch tell that difficulty without having to learn
-    it, and the estimate stays unbiased. Advantages are divided by their running root mean square, so that neither the
-    units of quality nor the size of the penalty decide the rate.
-
-    Args:
-        num_options: n of each choice.
-        num_steps: steps of the whole search; decides the learning rate.
-        seed: of the samples.
-
-    Raises:
-        ValueError: if there is no choice, or one without an option.
-
-    Example:
-        >>> controller = Controller([2, 3], num_steps=50, seed=0)
-        >>> controller.sample(4).shape
-        torch.Size([4, 2])
-        >>> for _ in range(50):
-        ...     picked = controller.sample(4)
-        ...     controller.learn(picked, (picked == torch.tensor([1, 2])).sum(1).float())
-        >>> controller.most_probable()
-        [1, 2]
-    """
+    """A distribution over combinations of options: independent softmaxes, uniform at first."""
 
     def __init__(self, num_options: Sequence[int], *, num_steps: int, seed: int) -> None:
-        check(len(num_options) > 0 and min(num_options) > 0, "num_options", "some of each", num_options)
+        check(
+            len(num_options) > 0 and min(num_options) > 0,
+            "num_options",
+            "some of each",
+            num_options,
+        )
         shape = len(num_options), max(num_options)
         absent = torch.arange(shape[1]) >= torch.tensor(num_options).unsqueeze(1)
         self._absent = torch.zeros(shape).masked_fill(absent, -torch.inf)
@@ -65,27 +38,14 @@ class Controller:
         self._mean_square: Tensor | None = None
 
     def sample(self, num_samples: int) -> Tensor:
-        """Draws combinations.
-
-        Args:
-            num_samples: K.
-
-        Returns:
-            ``(K, C)`` int64, the option of each choice.
-        """
+        """Draws combinations."""
         probabilities = self.log_probabilities().exp()
-        return torch.multinomial(probabilities, num_samples, replacement=True, generator=self._generator).T
+        return torch.multinomial(
+            probabilities, num_samples, replacement=True, generator=self._generator
+        ).T
 
     def learn(self, picked: Tensor, rewards: Tensor) -> None:
-        """One step of advantage actor-critic.
-
-        Args:
-            picked: ``(K, C)``, the options that `sample` drew.
-            rewards: ``(K,)``, their rewards, all on one batch.
-
-        Raises:
-            ValueError: for fewer than two samples, of which none is left to be the critic.
-        """
+        """One step of advantage actor-critic."""
         check(len(rewards) >= 2, "rewards", "those of at least 2 samples", len(rewards))
         log_p = self._log_softmax()
         taken = log_p.gather(1, picked.T).sum(0)

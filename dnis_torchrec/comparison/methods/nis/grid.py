@@ -1,13 +1,5 @@
-"""The grid of NIS: vocabulary blocks x dimension blocks of every table, and the choices a controller makes on it.
-
-Vocabulary blocks are the row blocks of the search, most frequent first (scope ``"table"``); dimension blocks are T
-neighbouring parts of the D dimensions, of equal width. A choice always keeps the most frequent blocks:
-
-    single-size (SE)   one choice per table: v blocks of rows keep the first t dimension blocks, or nothing does
-    multi-size (ME)    one choice per dimension block: v blocks of rows keep it; v = 0 .. S
-
-Shapes: S vocabulary blocks, D embedding_dim, T dimension blocks, C choices, n options of a choice.
-"""
+"""The grid of NIS: vocabulary blocks x dimension blocks of every table, and the choices a
+controller makes on it."""
 
 from __future__ import annotations
 
@@ -26,14 +18,7 @@ from dnis_torchrec.soft_selection.alpha import Alpha
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """One decision: which of its options a table follows. Option 0 keeps nothing.
-
-    Attributes:
-        table: table name.
-        options: ``(n, S, D)`` bool, the columns of every block that each option retains; none of a block of which
-            training saw no row.
-        costs: ``(n,)`` float64, the cost of each option.
-    """
+    """One decision: which of its options a table follows. Option 0 keeps nothing."""
 
     table: str
     options: Tensor
@@ -42,25 +27,8 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """All choices of a model. What the choices of one table retain adds up, and they never retain the same value twice.
-
-    Attributes:
-        blocks: vocabulary blocks, of scope ``"table"``.
-        budget: the amount that may be spent, and the cost of a column of each block.
-        choices: every choice of every table.
-
-    Example:
-        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
-        >>> from dnis_torchrec.blocks.blocking import blocks_from_counts
-        >>> from dnis_torchrec.search.budget import Size
-        >>> from dnis_torchrec.blocks.frequency import FrequencyCounts
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"])
-        >>> counts = FrequencyCounts({"t": torch.tensor([4, 3, 2, 1])}, {"f": 1}, 10)
-        >>> blocks = blocks_from_counts(counts, [table], num_blocks=2, scope="table")
-        >>> grid = multi_size_grid(blocks, Budget.of(Size(embedding_bytes=84), blocks), num_dimension_blocks=2)
-        >>> grid.retained([2, 1])["t"].int().tolist(), grid.cost([2, 1])
-        ([[1, 1, 1, 1], [1, 1, 0, 0]], 60.0)
-    """
+    """All choices of a model. What the choices of one table retain adds up, and they never retain
+    the same value twice."""
 
     blocks: RowBlocks
     budget: Budget
@@ -73,19 +41,13 @@ class Grid:
         return float(costs[costs > 0].min())
 
     def cost(self, picked: Sequence[int]) -> float:
-        """Returns how much of the budget a combination of options takes.
-
-        Args:
-            picked: the option of each choice.
-        """
-        return sum(float(choice.costs[option]) for choice, option in zip(self.choices, picked, strict=True))
+        """Returns how much of the budget a combination of options takes."""
+        return sum(
+            float(choice.costs[option]) for choice, option in zip(self.choices, picked, strict=True)
+        )
 
     def retained(self, picked: Sequence[int]) -> dict[str, Tensor]:
-        """table -> ``(S, D)`` bool: the columns of every block that a combination retains.
-
-        Args:
-            picked: the option of each choice.
-        """
+        """table -> ``(S, D)`` bool: the columns of every block that a combination retains."""
         masks: dict[str, Tensor] = {}
         for choice, option in zip(self.choices, picked, strict=True):
             mask = choice.options[option]
@@ -94,30 +56,16 @@ class Grid:
 
     @torch.no_grad()
     def select_(self, alpha: Alpha, picked: Sequence[int]) -> None:
-        """Makes a prepared model compute with the columns that a combination retains: alpha becomes their mask.
-
-        Args:
-            alpha: of the model, changed in place.
-            picked: the option of each choice.
-        """
+        """Makes a prepared model compute with the columns that a combination retains: alpha becomes
+        their mask."""
         for table, mask in self.retained(picked).items():
             first = self.blocks.first_alpha_row(table)
             alpha.of(self.blocks.embedding_dims[table])[first : first + len(mask)].copy_(mask)
 
 
 def single_size_grid(blocks: RowBlocks, budget: Budget, *, num_dimension_blocks: int) -> Grid:
-    """NIS-SE: one choice per table, of ``S * T + 1`` options: nothing, or v vocabulary x t dimension blocks.
-
-    Option ``1 + (v - 1) * T + (t - 1)`` keeps the first t dimension blocks of the v most frequent vocabulary blocks.
-
-    Args:
-        blocks: vocabulary blocks, of scope ``"table"``.
-        budget: see `Grid`.
-        num_dimension_blocks: T; a table of fewer dimensions has as many as those.
-
-    Raises:
-        ValueError: for another scope or T below 1.
-    """
+    """NIS-SE: one choice per table, of ``S * T + 1`` options: nothing, or v vocabulary x t
+    dimension blocks."""
     choices = []
     for table, cuts in _dimension_cuts(blocks, num_dimension_blocks).items():
         num_blocks, num_parts = blocks.routings[table].num_blocks, len(cuts) - 1
@@ -130,16 +78,8 @@ def single_size_grid(blocks: RowBlocks, budget: Budget, *, num_dimension_blocks:
 
 
 def multi_size_grid(blocks: RowBlocks, budget: Budget, *, num_dimension_blocks: int) -> Grid:
-    """NIS-ME: one choice per table and dimension block, of ``S + 1`` options; option v keeps v vocabulary blocks.
-
-    Args:
-        blocks: vocabulary blocks, of scope ``"table"``.
-        budget: see `Grid`.
-        num_dimension_blocks: T; a table of fewer dimensions has as many as those.
-
-    Raises:
-        ValueError: for another scope or T below 1.
-    """
+    """NIS-ME: one choice per table and dimension block, of ``S + 1`` options; option v keeps v
+    vocabulary blocks."""
     choices = []
     for table, cuts in _dimension_cuts(blocks, num_dimension_blocks).items():
         num_blocks = blocks.routings[table].num_blocks

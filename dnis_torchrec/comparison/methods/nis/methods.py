@@ -1,4 +1,5 @@
-"""NIS-SE and NIS-ME as methods of the comparison: search, take the most probable choice, train it from scratch."""
+"""NIS-SE and NIS-ME as methods of the comparison: search, take the most probable choice, train it
+from scratch."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ from torch import Tensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import describe
-from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError, served_in
+from dnis_torchrec.comparison.methods.method import (
+    MethodResult,
+    MethodTask,
+    SizeNotMetError,
+    served_in,
+)
 from dnis_torchrec.comparison.methods.nis.affordable import most_probable_within, trim
 from dnis_torchrec.comparison.methods.nis.controller import Controller
 from dnis_torchrec.comparison.methods.nis.grid import Grid, multi_size_grid, single_size_grid
@@ -32,54 +38,33 @@ WARM_UP_EPOCHS, EPOCHS = 2, 12
 NUM_DIMENSION_BLOCKS = 4
 """T, widths that a table's controllers choose from."""
 TRIMMED_SHARE = 0.01
-"""Share of the budget by which a choice may overshoot it before columns are taken off. Half the width of all tables
-costs half their bytes and some for the index: without it, that choice would be out of reach at compression 2."""
+"""Share of the budget by which a choice may overshoot it before columns are taken off."""
 
 
 @served_in(*PRECISIONS)
 def nis_se(task: MethodTask) -> MethodResult:
-    """Neural Input Search with single-size embeddings: each table keeps its v most frequent blocks at one width.
-
-    Args:
-        task: recipe and size.
-
-    Returns:
-        The chosen scheme, trained from scratch to its own best epoch. `seconds` counts the search too.
-
-    Raises:
-        SizeNotMetError: if no choice that retains anything takes as few bytes; before training.
-        ValueError: for a recipe without a validation stream.
-        NonFiniteError: if a training loss is NaN or infinite.
-    """
-    return _run(task, lambda *stages: single_size_grid(*stages, num_dimension_blocks=NUM_DIMENSION_BLOCKS))
+    """Neural Input Search with single-size embeddings: each table keeps its v most frequent blocks
+    at one width."""
+    return _run(
+        task, lambda *stages: single_size_grid(*stages, num_dimension_blocks=NUM_DIMENSION_BLOCKS)
+    )
 
 
 @served_in(*PRECISIONS)
 def nis_me(task: MethodTask) -> MethodResult:
-    """Neural Input Search with multi-size embeddings: each dimension block is kept for its own v most frequent blocks.
-
-    NOTE[DIFF]: the paper projects every width to a common one with learned matrices. Here absent dimensions are zero,
-    as in every other scheme. A layer that reads the tables does what a projection would; in dot products, as of MF and
-    FM, nothing does.
-
-    Args:
-        task: recipe and size.
-
-    Returns:
-        The chosen scheme, trained from scratch to its own best epoch. `seconds` counts the search too.
-
-    Raises:
-        SizeNotMetError: if no choice that retains anything takes as few bytes; before training.
-        ValueError: for a recipe without a validation stream.
-        NonFiniteError: if a training loss is NaN or infinite.
-    """
-    return _run(task, lambda *stages: multi_size_grid(*stages, num_dimension_blocks=NUM_DIMENSION_BLOCKS))
+    """Neural Input Search with multi-size embeddings: each dimension block is kept for its own v
+    most frequent blocks."""
+    return _run(
+        task, lambda *stages: multi_size_grid(*stages, num_dimension_blocks=NUM_DIMENSION_BLOCKS)
+    )
 
 
 def _run(task: MethodTask, make_grid: Callable[[RowBlocks, Budget], Grid]) -> MethodResult:
     """Never trains weights on validation."""
     recipe, embedding_bytes = task.for_search().build(None), task.embedding_bytes()
-    check_pooling(recipe.model)  # the supernet divides sums itself, and what is trained afterwards does not
+    check_pooling(
+        recipe.model
+    )  # the supernet divides sums itself, and what is trained afterwards does not
     counts, blocks = row_blocks(task, scope="table")
     budget = byte_budget(task, blocks)
     grid = make_grid(blocks, replace(budget, amount=budget.amount * _saving(task)))
@@ -99,30 +84,35 @@ def _run(task: MethodTask, make_grid: Callable[[RowBlocks, Budget], Grid]) -> Me
     seconds = time.monotonic() - started
     final = task.build(None)
     scheme = prune_to_columns_(final.model, blocks, counts, retained)
-    dims = {f"dims of {table}": " ".join(map(str, mask.sum(1).tolist())) for table, mask in retained.items()}
+    dims = {
+        f"dims of {table}": " ".join(map(str, mask.sum(1).tolist()))
+        for table, mask in retained.items()
+    }
     form, settings = pruned_form(task.precision), dims | {"choice": how}
-    candidate = Candidate(recipe=final, scheme=scheme, form=form, precision=task.precision, settings=settings)
+    candidate = Candidate(
+        recipe=final, scheme=scheme, form=form, precision=task.precision, settings=settings
+    )
     result = candidate.train(task)
     seconds += result.seconds
     return replace(result, seconds=seconds, seconds_of_trials=seconds)
 
 
 def _saving(task: MethodTask) -> float:
-    """Float32 bytes that a byte of the task's precision pays for, in rows as wide as a dimension block.
-
-    A choice within the float32 budget then is within the bytes, scales of rows counted, as wider rows save more; but
-    for tables that are narrower than others.
-    """
+    """Float32 bytes that a byte of the task's precision pays for, in rows as wide as a dimension
+    block."""
     stored = PRECISIONS[task.precision]
     width = max(1, max(table.embedding_dim for table in task.tables()) // NUM_DIMENSION_BLOCKS)
     return 4 * width / stored.row_bytes(stored.stored_width(width))
 
 
 def _within(task: MethodTask, grid: Grid, retained: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A choice with columns taken off, as `trim` does, where scales of narrow rows have led it over the bytes."""
+    """A choice with columns taken off, as `trim` does, where scales of narrow rows have led it over
+    the bytes."""
 
     def num_bytes() -> int:
-        return dims_bytes(grid.blocks, {table: mask.sum(1) for table, mask in retained.items()}, task.precision)
+        return dims_bytes(
+            grid.blocks, {table: mask.sum(1) for table, mask in retained.items()}, task.precision
+        )
 
     while num_bytes() > task.embedding_bytes():
         retained = trim(retained, grid.budget.column_costs, 1.0)
@@ -137,27 +127,20 @@ def _check_size(grid: Grid, embedding_bytes: float) -> None:
     if smallest > embedding_bytes:
         requirement = f"at least {smallest:.0f} bytes for NIS"
         received = f"{embedding_bytes:.0f}"
-        raise SizeNotMetError(describe("embedding_bytes", requirement, received, "ask for a lower compression"))
+        raise SizeNotMetError(
+            describe("embedding_bytes", requirement, received, "ask for a lower compression")
+        )
 
 
 def chosen(grid: Grid, controller: Controller) -> tuple[dict[str, Tensor], str]:
-    """Brings the choice of the controller within the budget.
-
-    It takes the most probable option of each choice, if these retain anything and overshoot the budget by at most
-    `TRIMMED_SHARE`. Else it takes the most probable combination of which that is true. It then drops single columns,
-    until the rest is within the budget. Bytes left over are not spent: the reward pays nothing for them.
-
-    Args:
-        grid: the choices, of which some are within the budget.
-        controller: after the search.
-
-    Returns:
-        table -> ``(S, D)`` bool, and how it came about, in words.
-    """
+    """Brings the choice of the controller within the budget."""
     amount = grid.budget.amount
     picked, how = controller.most_probable(), "most probable"
     if not 0 < grid.cost(picked) <= amount * (1 + TRIMMED_SHARE):
-        picked, how = _most_probable_within(grid, controller, amount * (1 + TRIMMED_SHARE)), "most probable in budget"
+        picked, how = (
+            _most_probable_within(grid, controller, amount * (1 + TRIMMED_SHARE)),
+            "most probable in budget",
+        )
     if grid.cost(picked) <= amount:
         return grid.retained(picked), how
     trimmed = trim(grid.retained(picked), grid.budget.column_costs, grid.cost(picked) - amount)

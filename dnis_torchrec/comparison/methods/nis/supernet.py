@@ -1,11 +1,5 @@
-"""The search of NIS: weights shared by all choices, and the controller that learns on validation batches.
-
-epochs    0 .. warm_up                 .. + ramp
-weights   learn throughout, each training batch under one sampled combination
-control   uniform                      one step of actor-critic after every training batch
-
-A combination is a mask of 0 and 1 over blocks and columns, so it runs as alpha of soft selection: nothing is rebuilt.
-"""
+"""The search of NIS: weights shared by all choices, and the controller that learns on validation
+batches."""
 
 from __future__ import annotations
 
@@ -29,61 +23,42 @@ from dnis_torchrec.training.finite import FiniteGuard
 from dnis_torchrec.training.sharded import shard
 
 NUM_SAMPLES = 4
-"""Combinations that one controller step compares on the same validation batch (the synchronous workers of A2C)."""
+"""Combinations that one controller step compares on the same validation batch (the synchronous
+workers of A2C)."""
 COST_WEIGHT = 0.1
-"""lambda. Twice the budget costs .1 of quality. A doubled table gains about .003 of AUC or .005 of R^2, so being over
-the budget never pays; and the span between a useless table and the best is about .1, so quality is not drowned."""
+"""lambda."""
 
 
 def reward_of(quality: float, overshoot: float) -> float:
-    """Returns the reward of the controller, as in the paper: ``quality - lambda * max(0, bytes / budget - 1)``.
-
-    Args:
-        quality: see `Quality`.
-        overshoot: ``bytes / budget - 1``, below 0 within the budget.
-
-    Example:
-        >>> reward_of(0.8, -0.1), round(reward_of(0.8, 0.5), 3)
-        (0.8, 0.75)
-    """
+    """Returns the reward of the controller, as in the paper: ``quality - lambda * max(0, bytes /
+    budget - 1)``."""
     return quality - COST_WEIGHT * max(0.0, overshoot)
 
 
 class Quality:
-    """Quality of a batch's predictions, without unit: AUC for a binary loss, else ``-MSE / variance of the labels``.
-
-    NOTE[DIFF]: the paper knows AUC and Recall@1. The variance is that of all validation labels, so that one lambda
-    serves ratings from 1 to 5 and from 0 to 100 alike.
-
-    Args:
-        recipe: its loss decides, its validation labels give the variance.
-
-    Raises:
-        ValueError: if there is no validation batch, or a label of a binary loss is neither 0 nor 1.
-        NotApplicableError: for a recipe with a task of its own.
-    """
+    """Quality of a batch's predictions, without unit: AUC for a binary loss, else ``-MSE / variance
+    of the labels``."""
 
     def __init__(self, recipe: Recipe) -> None:
         if recipe.loss is None:
-            supported, received = "supported are recipes with a loss of one prediction", type(recipe.task).__name__
+            supported, received = (
+                "supported are recipes with a loss of one prediction",
+                type(recipe.task).__name__,
+            )
             raise NotApplicableError(describe("reward", supported, received))
         self._is_binary = isinstance(recipe.loss, nn.BCEWithLogitsLoss)
         labels = [batch.labels.float().cpu() for batch in recipe.data.validation]
-        check(len(labels) > 0, "validation stream", "at least one batch", 0, "check the data splits")
+        check(
+            len(labels) > 0, "validation stream", "at least one batch", 0, "check the data splits"
+        )
         if self._is_binary:
             check_classes(torch.cat(labels), "validation stream")
-        self._variance = float(torch.cat(labels).var(unbiased=False).clamp(min=torch.finfo(torch.float32).tiny))
+        self._variance = float(
+            torch.cat(labels).var(unbiased=False).clamp(min=torch.finfo(torch.float32).tiny)
+        )
 
     def of(self, predictions: Tensor, labels: Tensor) -> float:
-        """Quality of one batch; higher is better.
-
-        Args:
-            predictions: ``(B,)``, logits for a binary loss.
-            labels: ``(B,)``.
-
-        Returns:
-            The quality; 0.5 for a batch of one class only, which has no AUC.
-        """
+        """Quality of one batch; higher is better."""
         if not self._is_binary:
             return -float((predictions - labels).square().mean()) / self._variance
         classes = labels.long()
@@ -93,22 +68,12 @@ class Quality:
 
 
 class Supernet:
-    """The prepared and sharded model, run under one combination at a time.
-
-    Args:
-        recipe: its model is used up.
-        grid: the choices.
-        device: where to train.
-
-    Attributes:
-        model: the sharded model.
-
-    Raises:
-        ValueError: if there is no validation batch.
-    """
+    """The prepared and sharded model, run under one combination at a time."""
 
     def __init__(self, recipe: Recipe, grid: Grid, device: torch.device) -> None:
-        task = TrainTask(prepare_(recipe.model, grid.blocks), recipe.task, embedding_l2=recipe.embedding_l2)
+        task = TrainTask(
+            prepare_(recipe.model, grid.blocks), recipe.task, embedding_l2=recipe.embedding_l2
+        )
         self.model, self._optimizer = shard(task, recipe, device)
         self._alpha: Alpha = next(iter(soft_selection_modules(self.model).values())).alpha
         self._guard = FiniteGuard(self.model, self.model._env.process_group)
@@ -116,19 +81,7 @@ class Supernet:
         self._quality = Quality(recipe)
 
     def train(self, batch: Batch, picked: list[int], place: str) -> None:
-        """One step of the weights under a combination.
-
-        NOTE[DIFF]: what a combination masks gets no gradient but, under dense Adam, coasts on its momentum for a few
-        steps, as rows absent from a batch do. To hold it would cost a copy of every table in every step.
-
-        Args:
-            batch: of the training split.
-            picked: the option of each choice.
-            place: the step, for an error.
-
-        Raises:
-            NonFiniteError: if the loss is NaN or infinite.
-        """
+        """One step of the weights under a combination."""
         self._grid.select_(self._alpha, picked)
         self.model.train()
         self._optimizer.zero_grad()
@@ -139,15 +92,7 @@ class Supernet:
 
     @torch.no_grad()
     def qualities(self, batch: Batch, combinations: list[list[int]]) -> list[float]:
-        """Quality of each combination on one batch; no weight learns.
-
-        Args:
-            batch: of the validation split.
-            combinations: the option of each choice, for each combination.
-
-        Raises:
-            NonFiniteError: if the loss of the last step, on a GPU, was NaN or infinite.
-        """
+        """Quality of each combination on one batch; no weight learns."""
         self._guard.settle()
         self.model.eval()
         batch = batch.to(self._device)
@@ -169,28 +114,14 @@ def train_controller(
     device: torch.device,
     seed: int,
 ) -> Controller:
-    """Trains the weights under sampled combinations, and after a warm-up the controller with them.
-
-    Args:
-        recipe: model, data and loss. Its model is used up.
-        grid: the choices.
-        embedding_bytes: bytes that a combination may take, index bytes counted.
-        warm_up_epochs: epochs of the weights alone.
-        epochs: of both.
-        device: where to train.
-        seed: of the sampled combinations.
-
-    Returns:
-        The controller as it ended.
-
-    Raises:
-        ValueError: if there is no validation batch.
-        NonFiniteError: if a training loss is NaN or infinite.
-    """
+    """Trains the weights under sampled combinations, and after a warm-up the controller with them."""
     steps_per_epoch = sum(1 for _ in recipe.data.train)
     schedule = LevelSchedule(warm_up_steps=warm_up_epochs * steps_per_epoch)
     data = recipe.data
-    train, validation = LookupBatches(data.train, "train"), LookupBatches(data.validation, "validation")
+    train, validation = (
+        LookupBatches(data.train, "train"),
+        LookupBatches(data.validation, "validation"),
+    )
     stream = BilevelStream(train, validation, schedule)
     supernet = Supernet(recipe, grid, device)
     steps = (warm_up_epochs + 2 * epochs) * steps_per_epoch
@@ -204,7 +135,12 @@ def train_controller(
         picked = controller.sample(NUM_SAMPLES)
         combinations = picked.tolist()
         qualities = supernet.qualities(batch, combinations)
-        overshoots = [(grid.cost(combination) - grid.budget.amount) / embedding_bytes for combination in combinations]
-        rewards = [reward_of(q, overshoot) for q, overshoot in zip(qualities, overshoots, strict=True)]
+        overshoots = [
+            (grid.cost(combination) - grid.budget.amount) / embedding_bytes
+            for combination in combinations
+        ]
+        rewards = [
+            reward_of(q, overshoot) for q, overshoot in zip(qualities, overshoots, strict=True)
+        ]
         controller.learn(picked, torch.tensor(rewards, dtype=torch.float64))
     return controller
