@@ -23,7 +23,7 @@ from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.data.task import Task
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.soft_selection.table_shards import table_configs
+from dnis_torchrec.selection.table_shards import table_configs
 
 
 class UnmetError(Exception):

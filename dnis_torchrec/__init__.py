@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from dnis_torchrec.search.pipeline import BilevelTrainPipeline
     from dnis_torchrec.search.pruning import prune
     from dnis_torchrec.search.ramp import Ramp
-    from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
-    from dnis_torchrec.serving.narrow_tables import embedding_configs
-    from dnis_torchrec.soft_selection.managed_collisions import remapped
-    from dnis_torchrec.soft_selection.plain_names import plain_state_dict
-    from dnis_torchrec.soft_selection.sharding import (
+    from dnis_torchrec.selection.managed_collisions import remapped
+    from dnis_torchrec.selection.plain_names import plain_state_dict
+    from dnis_torchrec.selection.sharding import (
         CpuEmbeddingBagCollectionSharder,
         make_sharding_plan,
         shard_model,
     )
-    from dnis_torchrec.soft_selection.swap import merge_, prepare_
+    from dnis_torchrec.selection.swap import merge_, prepare_
+    from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
+    from dnis_torchrec.serving.narrow_tables import embedding_configs
 
 __all__ = [
     "BilevelStream",
@@ -98,13 +98,13 @@ _HOME = {
     "Ramp": "search.ramp",
     "MixedDimensionEmbeddingBagCollection": "serving",
     "embedding_configs": "serving.narrow_tables",
-    "remapped": "soft_selection.managed_collisions",
-    "plain_state_dict": "soft_selection.plain_names",
-    "CpuEmbeddingBagCollectionSharder": "soft_selection.sharding",
-    "make_sharding_plan": "soft_selection.sharding",
-    "shard_model": "soft_selection.sharding",
-    "merge_": "soft_selection.swap",
-    "prepare_": "soft_selection.swap",
+    "remapped": "selection.managed_collisions",
+    "plain_state_dict": "selection.plain_names",
+    "CpuEmbeddingBagCollectionSharder": "selection.sharding",
+    "make_sharding_plan": "selection.sharding",
+    "shard_model": "selection.sharding",
+    "merge_": "selection.swap",
+    "prepare_": "selection.swap",
 }
 """Public name -> its module, which is imported when the name is first asked for."""
 

@@ -29,7 +29,7 @@ SAID = {
     "ops": "compiled operators",
     "report": "report.html",
     "serving": "modules that look up",
-    "soft_selection": "alpha, wrapper, sharding",
+    "selection": "alpha, wrapper, sharding",
     "allocation": "what columns are worth, in bits",
     "artifact": "export and load",
     "training": "shard, train, evaluate, save",

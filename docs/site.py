@@ -25,7 +25,7 @@ ROOM_TITLES = {
     "data": "Recipes and data",
     "search": "Search",
     "serving": "Serve",
-    "soft_selection": "Soft selection and sharding",
+    "selection": "Soft selection and sharding",
 }
 """Room of the package -> heading above its public names."""
 

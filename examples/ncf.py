@@ -143,11 +143,7 @@ def _topk(data: Path | None, name: str, build: Callable[[dict[str, int]], nn.Mod
         model=draw(0),
         redraw=draw,
         data=split_leave_one_out(
-            protocol,
-            num_negatives=NUM_NEGATIVES,
-            batch_size=BATCH_SIZE,
-            test_batch_size=TEST_BATCH_SIZE,
-            seed=seed,
+            protocol, num_negatives=NUM_NEGATIVES, batch_size=BATCH_SIZE, test_batch_size=TEST_BATCH_SIZE, seed=seed
         ),
         loss=nn.BCEWithLogitsLoss(),
         notes=tuple(notes),

@@ -26,7 +26,7 @@ from dnis_torchrec.comparison.methods.uniform import uniform_candidate
 from dnis_torchrec.comparison.worker import help_cell
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.soft_selection.table_shards import table_configs
+from dnis_torchrec.selection.table_shards import table_configs
 from tests.tiny import EMBEDDING_DIM
 
 

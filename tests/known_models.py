@@ -55,10 +55,7 @@ def make_batch(seed: int, *, is_weighted: bool = False, is_rated: bool = False) 
     plain = KeyedJaggedTensor(keys=list(BAGS), values=values, lengths=bags)
     weighted = KeyedJaggedTensor(keys=list(BAGS), values=values, lengths=bags, weights=weights)
     scored = KeyedJaggedTensor(
-        keys=["scored"],
-        values=ids[-1] % ROWS["genre"],
-        lengths=lengths["candidate"],
-        weights=weights[: len(ids[-1])],
+        keys=["scored"], values=ids[-1] % ROWS["genre"], lengths=lengths["candidate"], weights=weights[: len(ids[-1])]
     )
     clicks = torch.randint(0, 2, (SIZE,), generator=generator).float()
     labels = torch.stack([clicks, 3 + clicks], 1) if is_rated else clicks

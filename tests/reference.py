@@ -63,10 +63,7 @@ def elementwise_keep_reference(tables: Sequence[Tensor], num_keep: int) -> list[
 
 
 def blocks_reference(
-    counts: Sequence[int],
-    strategy: str,
-    num_blocks: int,
-    boundaries: Sequence[int] = (),
+    counts: Sequence[int], strategy: str, num_blocks: int, boundaries: Sequence[int] = ()
 ) -> list[int]:
     """Block of every row: sorts the rows by descending count (ties in row order), walks down and cuts."""
     order = sorted(range(len(counts)), key=lambda row: (-counts[row], row))

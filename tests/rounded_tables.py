@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.blocks.error_feedback import feedback_of
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.soft_selection.table_shards import TableShard, collections, local_shards
+from dnis_torchrec.selection.table_shards import TableShard, collections, local_shards
 from tests.coded_tables import rounded, with_codes
 
 

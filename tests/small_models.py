@@ -22,10 +22,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.ops import bag_splitting
-from dnis_torchrec.soft_selection import bag_check, on_shards, select_pooled
-from dnis_torchrec.soft_selection.alpha import Alpha
-from dnis_torchrec.soft_selection.table_shards import collections, local_shards, table_configs
-from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
+from dnis_torchrec.selection import bag_check, on_shards, select_pooled
+from dnis_torchrec.selection.alpha import Alpha
+from dnis_torchrec.selection.table_shards import collections, local_shards, table_configs
+from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training import sharded as sharding_of_training
 
 BATCH_SIZE = 5

@@ -27,7 +27,7 @@ LAYERS = (
     {"data", "forms"},
     {"scheme"},
     {"report", "streaming"},
-    {"serving", "soft_selection"},
+    {"serving", "selection"},
     {"allocation", "artifact"},
     {"training"},
     {"search"},
@@ -264,14 +264,14 @@ def test_a_name_that_two_modules_define_is_seen(source: str, is_twice: bool) -> 
             "def f():\n    from dnis_torchrec.search import loop",
         ),
         (imports_against_the_flow, "dnis_torchrec/report/page.py", "from dnis_torchrec.search.search import search"),
-        (imports_against_the_flow, "dnis_torchrec/soft_selection/swap.py", "from dnis_torchrec import prepare_"),
-        (imports_against_the_flow, "dnis_torchrec/soft_selection/swap.py", "from .wrapper import Wrapper"),
+        (imports_against_the_flow, "dnis_torchrec/selection/swap.py", "from dnis_torchrec import prepare_"),
+        (imports_against_the_flow, "dnis_torchrec/selection/swap.py", "from .wrapper import Wrapper"),
         (imports_against_the_flow, "dnis_torchrec/cli/runs.py", "from examples.movielens import mf"),
         (imports_against_the_flow, "dnis_torchrec/helpers.py", ""),
         (
             imports_against_the_flow,
             "dnis_torchrec/serving/load.py",
-            "from dnis_torchrec.soft_selection.alpha import apply",
+            "from dnis_torchrec.selection.alpha import apply",
         ),
         (imports_of_training_in_serving, "dnis_torchrec/serving/load.py", "from torch import optim"),
         (imports_of_training_in_serving, "dnis_torchrec/serving/load.py", "import torchrec.distributed.types"),
@@ -329,15 +329,7 @@ def test_setup_names_no_registry_and_no_machine() -> None:
 
 def test_few_modules_stand_loose() -> None:
     loose = sorted(path.name for path in (ROOT / PACKAGE).glob("*.py"))
-    assert loose == [
-        "__init__.py",
-        "__main__.py",
-        "_dependencies.py",
-        "checks.py",
-        "forms.py",
-        "ranks.py",
-        "scheme.py",
-    ]
+    assert loose == ["__init__.py", "__main__.py", "_dependencies.py", "checks.py", "forms.py", "ranks.py", "scheme.py"]
 
 
 def test_serving_loads_little_and_nothing_that_trains() -> None:

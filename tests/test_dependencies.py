@@ -239,9 +239,7 @@ def test_data_parallel_tables_have_the_gradients_of_the_unsharded_ones(gloo: dis
     config = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=20, feature_names=["f"])
     plain = EmbeddingBagCollection(tables=[config])
     sharded = DistributedModelParallel(
-        _Pooled(EmbeddingBagCollection(tables=[config])),
-        device=torch.device("cpu"),
-        sharders=[_DataParallelSharder()],
+        _Pooled(EmbeddingBagCollection(tables=[config])), device=torch.device("cpu"), sharders=[_DataParallelSharder()]
     )
     sharded.load_state_dict({f"tables.{name}": value for name, value in plain.state_dict().items()})
     features = KeyedJaggedTensor(keys=["f"], values=torch.randint(20, (24,)), lengths=torch.tensor([4, 0, 8, 12]))

@@ -18,18 +18,18 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
+from dnis_torchrec.selection.sharding import default_sharders
+from dnis_torchrec.selection.swap import replace_, unshard_
+from dnis_torchrec.selection.table_shards import collections, local_shards, table_configs
 from dnis_torchrec.serving import PackedEmbeddingBagCollection
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
-from dnis_torchrec.soft_selection.sharding import default_sharders
-from dnis_torchrec.soft_selection.swap import replace_, unshard_
-from dnis_torchrec.soft_selection.table_shards import collections, local_shards, table_configs
 from tests import managed
 from tests.documents import blocks, table_rows
 from tests.known_models import CLICK_AND_RATING, OF_MODEL_INPUT, SUPPORTED, Kind, make_batch
+from tests.selection.test_sharding import TwoDimensional
+from tests.selection.test_unsupported_collections import blocks as blocks_of_unsupported
+from tests.selection.test_unsupported_collections import model_with
 from tests.sequence_models import rounded
-from tests.soft_selection.test_sharding import TwoDimensional
-from tests.soft_selection.test_unsupported_collections import blocks as blocks_of_unsupported
-from tests.soft_selection.test_unsupported_collections import model_with
 
 CPU, PAGE = torch.device("cpu"), "docs/models.md"
 COMPRESSIONS = {"compress": 3, "measure": 3, "pipeline": 10}

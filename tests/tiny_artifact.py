@@ -13,7 +13,7 @@ from dnis_torchrec.blocks.bit_fields import WIDTHS
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.soft_selection.table_shards import collections
+from dnis_torchrec.selection.table_shards import collections
 from dnis_torchrec.training.evaluation import evaluate
 from examples.models import DeepFM
 from tests import tiny

@@ -30,17 +30,17 @@ from dnis_torchrec.data.recipe import check_left_alone
 from dnis_torchrec.data.task import Task
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
-from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
-from dnis_torchrec.serving.packed_table import PackedTable, pack_rows
-from dnis_torchrec.serving.sequences import ServedEmbeddingCollection, table_of_single_ids
-from dnis_torchrec.soft_selection.managed_collisions import remapped
-from dnis_torchrec.soft_selection.swap import replace_
-from dnis_torchrec.soft_selection.table_shards import (
+from dnis_torchrec.selection.managed_collisions import remapped
+from dnis_torchrec.selection.swap import replace_
+from dnis_torchrec.selection.table_shards import (
     collections,
     local_shards,
     ranks_of,
     table_configs_of,
 )
+from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
+from dnis_torchrec.serving.packed_table import PackedTable, pack_rows
+from dnis_torchrec.serving.sequences import ServedEmbeddingCollection, table_of_single_ids
 from dnis_torchrec.streaming.counting import count_stream
 
 UNCHANGED = 1e-4

@@ -32,8 +32,8 @@ from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.data.split_checks import check_batch
 from dnis_torchrec.data.task import LossTask, Outputs, Task
 from dnis_torchrec.ranks import Ranks, together
-from dnis_torchrec.soft_selection.features_by_name import read_by_name_
-from dnis_torchrec.soft_selection.table_shards import collections, ranks_of, table_configs_of
+from dnis_torchrec.selection.features_by_name import read_by_name_
+from dnis_torchrec.selection.table_shards import collections, ranks_of, table_configs_of
 
 LARGER_SAMPLE = 4
 """By which a sample grows that reads nothing of a table."""

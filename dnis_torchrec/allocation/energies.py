@@ -16,7 +16,7 @@ from dnis_torchrec.blocks.column_codes import ColumnCodes, check_finite
 from dnis_torchrec.blocks.fitted_codes import fit_codes
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.soft_selection.table_shards import (
+from dnis_torchrec.selection.table_shards import (
     collections,
     is_weighted,
     local_shards,
@@ -24,7 +24,7 @@ from dnis_torchrec.soft_selection.table_shards import (
     ranks_of,
     table_configs_of,
 )
-from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
+from dnis_torchrec.selection.wrapper import soft_selection_modules
 
 BITS = (0, 1, 2, 3, 4, 5, 6, 8)
 """Widths that are offered unless others are asked for."""

@@ -28,8 +28,8 @@ from dnis_torchrec.blocks.frequency import bags_of
 from dnis_torchrec.data.lookup_batches import features_of
 from dnis_torchrec.data.task import Task
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.soft_selection.managed_collisions import remapped
-from dnis_torchrec.soft_selection.table_shards import (
+from dnis_torchrec.selection.managed_collisions import remapped
+from dnis_torchrec.selection.table_shards import (
     collections,
     local_shards,
     ranks_of,

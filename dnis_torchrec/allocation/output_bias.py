@@ -15,7 +15,7 @@ from dnis_torchrec.allocation.loss_derivatives import Loss
 from dnis_torchrec.allocation.predictions import predictions_of
 from dnis_torchrec.data.task import Task
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.soft_selection.table_shards import dense_state
+from dnis_torchrec.selection.table_shards import dense_state
 
 ADDED, EVEN = 1.0, 1e-3
 """What is added to a number to see what it does, and how far outputs may move unevenly, over how

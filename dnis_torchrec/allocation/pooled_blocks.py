@@ -19,12 +19,12 @@ from dnis_torchrec.blocks.row_routing import RowRouter
 from dnis_torchrec.checks import check
 from dnis_torchrec.ops.bag_splitting import BagSplitter, FeatureSplit, check_one_batch_size
 from dnis_torchrec.ops.jagged import jagged_by_key
-from dnis_torchrec.soft_selection.feature_processed import (
+from dnis_torchrec.selection.feature_processed import (
     SoftSelectionFeatureProcessedEmbeddingBagCollection,
 )
-from dnis_torchrec.soft_selection.pooled_pieces import PooledFeature
-from dnis_torchrec.soft_selection.table_shards import table_configs_of
-from dnis_torchrec.soft_selection.wrapper import (
+from dnis_torchrec.selection.pooled_pieces import PooledFeature
+from dnis_torchrec.selection.table_shards import table_configs_of
+from dnis_torchrec.selection.wrapper import (
     SoftSelectionEmbeddingBagCollection,
     check_blocks,
     pooled_features,

@@ -18,7 +18,7 @@ from dnis_torchrec.allocation.curvature import (
 from dnis_torchrec.allocation.loss_derivatives import Loss, LossDerivatives
 from dnis_torchrec.data.task import Outputs, Task
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.soft_selection.features_by_name import read_by_name_
+from dnis_torchrec.selection.features_by_name import read_by_name_
 
 
 class PredictedBatch(NamedTuple):

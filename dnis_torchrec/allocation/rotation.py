@@ -18,8 +18,8 @@ from dnis_torchrec.allocation.whole_rows import WholeRows, whole_rows
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import describe
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
-from dnis_torchrec.soft_selection.table_shards import (
+from dnis_torchrec.selection.cached_tables import writing_to_tables
+from dnis_torchrec.selection.table_shards import (
     TableShard,
     collections,
     frozen_tables_of,

@@ -12,7 +12,7 @@ from torch import Tensor
 from dnis_torchrec.blocks.frequency import ROWS_AT_A_TIME, RowCounts
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.soft_selection.table_shards import TableShard
+from dnis_torchrec.selection.table_shards import TableShard
 
 ROWS_PER_BLOCK = 4096
 UNSEEN_WEIGHT = 0.125

@@ -14,8 +14,8 @@ from dnis_torchrec.allocation.row_sample import RowSample, sampled_values
 from dnis_torchrec.allocation.whole_rows import WholeRows
 from dnis_torchrec.blocks.column_codes import decode_rows, encode_rows
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
-from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
-from dnis_torchrec.soft_selection.table_shards import TableShard
+from dnis_torchrec.selection.cached_tables import writing_to_tables
+from dnis_torchrec.selection.table_shards import TableShard
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,8 +20,8 @@ from dnis_torchrec.allocation.pooled_blocks import (
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.row_routing import RowRouter
 from dnis_torchrec.ops.jagged import jagged_by_key
-from dnis_torchrec.soft_selection.table_shards import is_pooled, table_configs_of
-from dnis_torchrec.soft_selection.wrapper import check_blocks, pooled_features
+from dnis_torchrec.selection.table_shards import is_pooled, table_configs_of
+from dnis_torchrec.selection.wrapper import check_blocks, pooled_features
 
 
 def watched_collection(

@@ -15,7 +15,7 @@ from torchrec.modules.deepfm import DeepFM, FactorizationMachine
 from torchrec.modules.mlp import MLP, Perceptron
 
 from dnis_torchrec.allocation.axes import LinearReader, Rotatable, RotationGroup
-from dnis_torchrec.soft_selection.table_shards import collections, table_configs_of
+from dnis_torchrec.selection.table_shards import collections, table_configs_of
 
 KnownModel: TypeAlias = dlrm.DLRM | deepfm.SimpleDeepFMNN
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import rows_per_chunk
-from dnis_torchrec.soft_selection.table_shards import TableShard, num_copies
+from dnis_torchrec.selection.table_shards import TableShard, num_copies
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,12 +46,7 @@ def default_jobs() -> int:
     return max(1, (torch.cuda.device_count() or len(os.sched_getaffinity(0))) // ranks_here)
 
 
-def run_cells(
-    folders: Sequence[Path],
-    *,
-    jobs: int,
-    on_done: Callable[[Path], None],
-) -> None:
+def run_cells(folders: Sequence[Path], *, jobs: int, on_done: Callable[[Path], None]) -> None:
     """Runs cells, each led by a process of its own, and waits for all of them."""
     cells_at_once = min(jobs, len(folders))
     free = deque(_environment(slot, cells_at_once) for slot in range(jobs))

@@ -19,8 +19,8 @@ from dnis_torchrec.allocation.torchrec_models import has_axes, with_axes_
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.jobs.stored_tensors import Cut, StoredChunk, StoredTensor
 from dnis_torchrec.ranks import Ranks, together, world_size_of
-from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
-from dnis_torchrec.soft_selection.table_shards import (
+from dnis_torchrec.selection.cached_tables import writing_to_tables
+from dnis_torchrec.selection.table_shards import (
     TableShard,
     collections,
     dense_state,

@@ -34,7 +34,7 @@ from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.pruning import prune
 from dnis_torchrec.search.settings import PruneSettings
-from dnis_torchrec.soft_selection.table_shards import table_configs
+from dnis_torchrec.selection.table_shards import table_configs
 from dnis_torchrec.storage.files import Address, holds
 from dnis_torchrec.storage.workplaces import workplace
 from dnis_torchrec.streaming import CountLimits

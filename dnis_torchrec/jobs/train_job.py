@@ -25,7 +25,7 @@ from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.content import UNCOMPRESSED
 from dnis_torchrec.report.provenance import PROVENANCE, Step
 from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
-from dnis_torchrec.soft_selection.table_shards import table_configs
+from dnis_torchrec.selection.table_shards import table_configs
 from dnis_torchrec.storage.workplaces import workplace
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.streaming.checked_counts import read_before_training

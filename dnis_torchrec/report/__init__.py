@@ -8,12 +8,7 @@ from dnis_torchrec.report.content import (
     read_report_rows,
     write_rows,
 )
-from dnis_torchrec.report.of_run import (
-    block_summaries,
-    count_rows,
-    named_alpha,
-    searched_summaries,
-)
+from dnis_torchrec.report.of_run import block_summaries, count_rows, named_alpha, searched_summaries
 from dnis_torchrec.report.page import write_report
 from dnis_torchrec.report.pareto_points import ParetoPoint, pareto_front, pareto_points
 from dnis_torchrec.report.row_distribution import RowDistribution

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check
-from dnis_torchrec.soft_selection.alpha import Alpha, normalise_gradient, step_and_clip_
+from dnis_torchrec.selection.alpha import Alpha, normalise_gradient, step_and_clip_
 
 LEARNING_RATE = 0.01
 """Of alpha, as in the paper."""

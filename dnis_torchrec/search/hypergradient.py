@@ -18,8 +18,8 @@ from torchrec.distributed.types import ShardingType
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.soft_selection.alpha import Alpha
-from dnis_torchrec.soft_selection.cached_tables import lookups
+from dnis_torchrec.selection.alpha import Alpha
+from dnis_torchrec.selection.cached_tables import lookups
 
 Gradients = Sequence[Tensor]
 

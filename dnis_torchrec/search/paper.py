@@ -21,8 +21,8 @@ from dnis_torchrec.search.budget import Size, check_compresses
 from dnis_torchrec.search.loop import EpochRecord, FinishedPhase, Phase, SearchEvents
 from dnis_torchrec.search.pruning import num_elements, prune
 from dnis_torchrec.search.started import StartedSearch, highest_rate
-from dnis_torchrec.soft_selection.swap import merge_
-from dnis_torchrec.soft_selection.table_shards import dense_parameters
+from dnis_torchrec.selection.swap import merge_
+from dnis_torchrec.selection.table_shards import dense_parameters
 from dnis_torchrec.storage.files import Address
 from dnis_torchrec.training.saving import Saving
 

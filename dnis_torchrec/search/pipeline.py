@@ -27,11 +27,11 @@ from dnis_torchrec.search.hypergradient import (
     without_synchronisation,
 )
 from dnis_torchrec.search.level_schedule import BilevelStream, Level
-from dnis_torchrec.soft_selection.alpha import Alpha
-from dnis_torchrec.soft_selection.features_by_name import read_by_name_
-from dnis_torchrec.soft_selection.frozen_tables import check_frozen_are_held
-from dnis_torchrec.soft_selection.on_shards import select_on_shards_
-from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
+from dnis_torchrec.selection.alpha import Alpha
+from dnis_torchrec.selection.features_by_name import read_by_name_
+from dnis_torchrec.selection.frozen_tables import check_frozen_are_held
+from dnis_torchrec.selection.on_shards import select_on_shards_
+from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.storage.files import Address
 from dnis_torchrec.training.checkpoint import (
     Manifest,

@@ -35,7 +35,7 @@ from dnis_torchrec.search.loop import EpochRecord, FinishedPhase, Phase, SearchE
 from dnis_torchrec.search.ramp import LEAST_STEPS, Ramp, check_reachable
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.search.started import StartedSearch
-from dnis_torchrec.soft_selection.swap import fold_, merge_
+from dnis_torchrec.selection.swap import fold_, merge_
 from dnis_torchrec.storage.files import Address
 from dnis_torchrec.training.checkpoint import CheckpointWriteError
 from dnis_torchrec.training.evaluation import selection_loss

@@ -24,8 +24,8 @@ from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.loop import Plan, SearchEvents, SearchLoop
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-from dnis_torchrec.soft_selection.swap import prepare_
-from dnis_torchrec.soft_selection.table_shards import table_configs
+from dnis_torchrec.selection.swap import prepare_
+from dnis_torchrec.selection.table_shards import table_configs
 from dnis_torchrec.storage.files import Address
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.streaming.checked_counts import read_before_training

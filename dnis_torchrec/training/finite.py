@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dnis_torchrec.checks import describe
-from dnis_torchrec.soft_selection.table_shards import collections, local_shards, table_weight_names
-from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
+from dnis_torchrec.selection.table_shards import collections, local_shards, table_weight_names
+from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.late_values import LateValues
 
 REMEDY = "lower the learning rate or clean the data, and start again from the last good checkpoint"

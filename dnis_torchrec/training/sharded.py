@@ -24,22 +24,22 @@ from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.ops.block_operators import are_compiled
 from dnis_torchrec.ranks import world_size_of
-from dnis_torchrec.soft_selection.features_by_name import read_by_name_
-from dnis_torchrec.soft_selection.on_shards import select_on_shards_
-from dnis_torchrec.soft_selection.sharding import (
+from dnis_torchrec.selection.features_by_name import read_by_name_
+from dnis_torchrec.selection.on_shards import select_on_shards_
+from dnis_torchrec.selection.sharding import (
     CpuEmbeddingBagCollectionSharder,
     default_sharders,
     make_sharding_plan,
     shard_model,
 )
-from dnis_torchrec.soft_selection.table_shards import (
+from dnis_torchrec.selection.table_shards import (
     collections,
     is_pooled,
     table_configs,
     table_configs_of,
     table_weight_names,
 )
-from dnis_torchrec.soft_selection.wrapper import (
+from dnis_torchrec.selection.wrapper import (
     SoftSelectionEmbeddingBagCollection,
     SoftSelectionModule,
     soft_selection_modules,

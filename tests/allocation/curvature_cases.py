@@ -137,10 +137,7 @@ def make_batches(case: Case, num_batches: int = 2) -> list[Batch]:
 
 
 def expected(
-    case: Case,
-    batches: list[Batch],
-    loss: Callable[[Tensor, Tensor], Tensor],
-    alpha: dict[str, Tensor] | None = None,
+    case: Case, batches: list[Batch], loss: Callable[[Tensor, Tensor], Tensor], alpha: dict[str, Tensor] | None = None
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """G and H of every table by the oracle, of all batches as one; of another alpha than 1 times that alpha."""
     net, blocks = make_model(case).eval(), make_blocks(case)
@@ -166,13 +163,7 @@ def expected(
 
 
 def _pooled(
-    case: Case,
-    weight: Tensor,
-    alpha: Tensor,
-    blocks: RowBlocks,
-    name: str,
-    feature: str,
-    batches: list[Batch],
+    case: Case, weight: Tensor, alpha: Tensor, blocks: RowBlocks, name: str, feature: str, batches: list[Batch]
 ) -> Tensor:
     of_none = torch.ones(1, alpha.shape[1], dtype=torch.float64)  # rows of no block are multiplied by nothing
     table = ReferenceTable(

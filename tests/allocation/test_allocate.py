@@ -22,7 +22,7 @@ from dnis_torchrec.blocks.bit_fields import is_coded, row_strides
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.forms import PACKED
-from dnis_torchrec.soft_selection.swap import prepare_
+from dnis_torchrec.selection.swap import prepare_
 from tests import small_models
 from tests.reference import least_loss_reference
 

@@ -299,10 +299,7 @@ def compressed_before(model: Model) -> None:
     ],
 )
 def test_bad_input_is_refused_by_name(
-    change: Callable[[Model], None] | None,
-    batches: Callable[[], list[Batch]],
-    error: type[Exception],
-    message: str,
+    change: Callable[[Model], None] | None, batches: Callable[[], list[Batch]], error: type[Exception], message: str
 ) -> None:
     model = trained()
     if change is not None:

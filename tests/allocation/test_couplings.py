@@ -16,15 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import dnis_torchrec as dnis
 from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.allocation.curvature import curvature
-from tests.allocation.curvature_cases import (
-    COLLECTIONS,
-    FEATURES,
-    ROWS,
-    Case,
-    make_batches,
-    make_blocks,
-    make_model,
-)
+from tests.allocation.curvature_cases import COLLECTIONS, FEATURES, ROWS, Case, make_batches, make_blocks, make_model
 from tests.reference import couplings_reference
 
 BCE = nn.BCEWithLogitsLoss()

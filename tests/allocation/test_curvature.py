@@ -23,7 +23,7 @@ from dnis_torchrec.allocation.curvature import curvature_of_read_tables
 from dnis_torchrec.allocation.curvature_sums import Curvature
 from dnis_torchrec.allocation.loss_derivatives import loss_derivatives
 from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.soft_selection.table_shards import collections
+from dnis_torchrec.selection.table_shards import collections
 from tests.allocation.curvature_cases import (
     DIMS,
     ROWS,

@@ -14,7 +14,7 @@ from torch import Tensor
 from dnis_torchrec.allocation.allocate import allocate, retained_columns
 from dnis_torchrec.allocation.energies import blocked_tables, check_all_merged, rounding_energies
 from dnis_torchrec.forms import PACKED
-from dnis_torchrec.soft_selection.swap import prepare_
+from dnis_torchrec.selection.swap import prepare_
 from tests import small_models
 from tests.allocation.test_allocate import Model
 from tests.reference import least_loss_reference

@@ -19,9 +19,9 @@ from dnis_torchrec.allocation.axes import LinearReader, RotationGroup, WeightedP
 from dnis_torchrec.allocation.rotation import rotate_, rotation_groups
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, shard_model
-from dnis_torchrec.soft_selection.swap import prepare_
-from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, shard_model
+from dnis_torchrec.selection.swap import prepare_
+from dnis_torchrec.selection.table_shards import collections, local_shards
 from examples.models import (
     DeepFM,
     FactorizationMachine,

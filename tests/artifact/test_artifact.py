@@ -16,14 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy import sparse as scipy_sparse
 
-from dnis_torchrec.artifact import (
-    load,
-    load_csr,
-    load_dense_state,
-    read_manifest,
-    read_scheme,
-    write_artifact,
-)
+from dnis_torchrec.artifact import load, load_csr, load_dense_state, read_manifest, read_scheme, write_artifact
 from dnis_torchrec.artifact import manifest as artifact
 from dnis_torchrec.artifact import writing as artifact_writing
 from dnis_torchrec.blocks.row_routing import RowRouting
@@ -420,12 +413,7 @@ def test_overwrite_follows_no_link(written: Path) -> None:
 )
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_failure_leaves_nothing_behind(
-    written: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    module: object,
-    function: str,
-    error: BaseException,
-    overwrite: bool,
+    written: Path, monkeypatch: pytest.MonkeyPatch, module: object, function: str, error: BaseException, overwrite: bool
 ) -> None:
     tables, scheme = two_tables()
     calls = []

@@ -40,13 +40,7 @@ NUMPY_DTYPES = {
     "float32": "<f4",
     "float64": "<f8",
 }
-PACKED = {
-    "dense_fp16": 2000,
-    "dense_int8": 500,
-    "dense_int4": 28,
-    "row_pruned_int8": 500,
-    "row_pruned_int4": 28,
-}
+PACKED = {"dense_fp16": 2000, "dense_int8": 500, "dense_int4": 28, "row_pruned_int8": 500, "row_pruned_int4": 28}
 """Forms of packed rows, and into how many half steps they cut a row's range, at least."""
 
 

@@ -66,10 +66,7 @@ def test_every_form_is_told_of() -> None:
 
 def test_what_is_larger_than_dense_int4_is_warned_of() -> None:
     wide, narrow = predictions(blocks_of([64, 60, 50, 40])), predictions(blocks_of([16, 4, 2, 1]))
-    assert {form for form, p in wide.items() if not p.warning} == {
-        "row_pruned_int4",
-        "dense_int4",
-    }
+    assert {form for form, p in wide.items() if not p.warning} == {"row_pruned_int4", "dense_int4"}
     assert all(p.warning == "larger than the dense tables in int4" for p in wide.values() if p.warning)
     assert not narrow["mixed_dimension_fp32"].warning
     assert narrow["dense_fp16"].warning

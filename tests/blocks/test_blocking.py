@@ -67,14 +67,7 @@ def cases(draw):
     return counts, draw(st.sampled_from(["global", "table"])), options
 
 
-@example(
-    (
-        {name: [0, 1, 2] for name in DIMS},
-        "table",
-        {"strategy": "equal_mass", "num_blocks": 4},
-    ),
-    1,
-)
+@example(({name: [0, 1, 2] for name in DIMS}, "table", {"strategy": "equal_mass", "num_blocks": 4}), 1)
 @given(cases(), st.integers(1, 14))
 def test_blocks_of_every_row(case, rows_at_a_time: int) -> None:
     """However many rows are looked at together."""
@@ -240,9 +233,7 @@ def test_fewer_blocks_than_wanted_are_said(caplog: pytest.LogCaptureFixture) -> 
         one([3, 2], num_blocks=5)
         one([3, 2], num_blocks=5, scope="table")  # a small table among others
         one([1000, 1], num_blocks=5, strategy="decades")
-    assert caplog.messages == [
-        "blocking: 2 blocks came out of 5 wanted (too few rows)",
-    ]
+    assert caplog.messages == ["blocking: 2 blocks came out of 5 wanted (too few rows)"]
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_compress_prints_a_line_per_size_and_writes_the_same_numbers(gloo, tmp_p
 def test_search_writes_what_others_rely_on(run: Path) -> None:
     rows = json.loads((run / "report.json").read_text())["rows"]
     assert [row["method"] for row in rows] == [
-        *("dnis", "uncompressed", "int8 rows", "int4 rows", "dense", "uniform", "magnitude"),
+        *("dnis", "uncompressed", "int8 rows", "int4 rows", "dense", "uniform", "magnitude")
     ]
     first = rows[0]
     served = first["bytes"]["packed"]
@@ -256,11 +256,7 @@ def test_wrong_arguments_exit_with_2(arguments: list[object], message: str, tmp_
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
-        (
-            "export",
-            ["--form", "crs_int8"],
-            "form 'crs_int8': expected a known form, got 'crs_int8'; did you mean",
-        ),
+        ("export", ["--form", "crs_int8"], "form 'crs_int8': expected a known form, got 'crs_int8'; did you mean"),
         ("export", ["--form", "csr_fp32", "--form", "csr_fp32"], "forms: expected each once"),
         ("export", ["--scipy", "cso"], "scipy format 'cso': expected a known scipy format, got 'cso'; did you mean"),
         ("prune", [], "--compression, --embedding-bytes: expected one of the two, got none; say --compression 5"),

@@ -89,10 +89,7 @@ REFUSALS = [
     (OSError(errno.EMFILE, "Too many open files"), "file system: expected to open one more file"),
     (OSError(errno.ESTALE, "Stale file handle", b"x"), "x: expected a file that its server still has"),
     (OSError(errno.EIO, "Input/output error", "x"), "x: expected the system to read and write, got Input/output error"),
-    (
-        RuntimeError("device.cc]\n-1. Too many open files"),
-        "file system: expected to open one more file, got device",
-    ),
+    (RuntimeError("device.cc]\n-1. Too many open files"), "file system: expected to open one more file, got device"),
     (OSError("artifact, file 'x': expected it to be written, got No space left on device"), "artifact, file 'x': exp"),
 ]
 

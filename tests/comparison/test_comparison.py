@@ -99,11 +99,11 @@ def test_plan_has_each_method_at_each_size_and_a_second_row_for_those_that_need_
     ]
     by_mark = make_comparison(tmp_path, seeds=(0,), methods=("reader", "learner"), sizes=(2.0,)).cells()
     assert [cell.name for cell in by_mark[2:]] == [
-        *("reader-size2-seed0", "reader+validation-size2-seed0", "learner-size2-seed0"),
+        *("reader-size2-seed0", "reader+validation-size2-seed0", "learner-size2-seed0")
     ]
     without_size = make_comparison(tmp_path, seeds=(0,), methods=("no-embeddings",), registry=registry.REGISTRY).cells()
     assert [cell.name for cell in without_size] == [
-        *("dense-seed0", "dense+validation-seed0", "no-embeddings-seed0", "no-embeddings+validation-seed0"),
+        *("dense-seed0", "dense+validation-seed0", "no-embeddings-seed0", "no-embeddings+validation-seed0")
     ]
     names = [cell.name for cell in make_comparison(tmp_path, sizes=(2.0, 2.0000001, 1e7, 1.5)).cells()]
     assert len(set(names)) == len(names)

@@ -165,10 +165,10 @@ def test_cells_of_other_settings_of_the_recipe_are_refused_before_anything_runs(
     of_others = {
         r"settings\.table_learning_rate: expected 0\.01 as when it was run, got 0\.5": {"table_learning_rate": 0.5},
         r"settings\.network: expected .*over_arch.* as when it was run, got ": {
-            "model": tiny.make_recipe("deepfm").model,
+            "model": tiny.make_recipe("deepfm").model
         },
         r"settings\.batch_size: expected 64 as when it was run, got 16": {
-            "data": replace(plain.data, train=tiny.Repeatable([tiny.make_batch(16, 0)])),
+            "data": replace(plain.data, train=tiny.Repeatable([tiny.make_batch(16, 0)]))
         },
     }
     for told, changes in of_others.items():

@@ -19,9 +19,7 @@ from dnis_torchrec.data.over_ranks import all_samples
 from tests.tiny import make_recipe
 
 
-@given(
-    st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(any),
-)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(any))
 def test_interleaving_keeps_each_stream_whole_in_order_and_spread(lengths: list[int]) -> None:
     streams = [[(stream, index) for index in range(length)] for stream, length in enumerate(lengths)]
     merged = InterleavedBatches(*streams)

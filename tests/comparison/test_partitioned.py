@@ -143,11 +143,7 @@ def test_rows_are_as_many_as_the_bytes_pay_for(
             EmbeddingBagConfig(name=f"t{i}", num_embeddings=rows, embedding_dim=dim, feature_names=[f"f{i}"])
             for i, (rows, dim) in enumerate(shapes)
         ]
-        return Recipe(
-            model=nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=tables)}),
-            data=DATA,
-            loss=nn.MSELoss(),
-        )
+        return Recipe(model=nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=tables)}), data=DATA, loss=nn.MSELoss())
 
     task = make_task(Path(), compression, make=make, precision=precision)
     try:

@@ -23,8 +23,8 @@ from dnis_torchrec.comparison.methods.reparametrised import (
 )
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.search.pruning import keep_largest_
+from dnis_torchrec.selection.table_shards import TableShard
 from dnis_torchrec.serving.quantized_rows import stored_rows
-from dnis_torchrec.soft_selection.table_shards import TableShard
 from dnis_torchrec.training.sharded import shard
 from tests.comparison.test_baselines_methods import CPU, build, make_task
 from tests.tiny import make_batch, make_recipe

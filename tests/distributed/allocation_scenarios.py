@@ -12,7 +12,7 @@ from dnis_torchrec.allocation.allocate import allocate
 from dnis_torchrec.allocation.curvature_sums import Curvature
 from dnis_torchrec.allocation.energies import rounding_energies
 from dnis_torchrec.allocation.row_sample import sample_rows
-from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+from dnis_torchrec.selection.table_shards import collections, local_shards
 from tests.distributed.harness import Rank
 from tests.distributed.model import DIMS, ROWS
 from tests.distributed.pruning_scenarios import blocks, counts, described, model, sharded

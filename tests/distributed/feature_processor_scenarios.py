@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from dnis_torchrec.soft_selection.swap import merge_
+from dnis_torchrec.selection.swap import merge_
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.position_weighted import Net, Trained, prepared, weights_of
 

@@ -27,13 +27,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.soft_selection.sharding import (
-    CpuEmbeddingBagCollectionSharder,
-    Sharders,
-    make_sharding_plan,
-    shard_model,
-)
-from dnis_torchrec.soft_selection.swap import prepare_
+from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, Sharders, make_sharding_plan, shard_model
+from dnis_torchrec.selection.swap import prepare_
 
 CPU = torch.device("cpu")
 NUM_DENSE = 3
@@ -65,12 +60,7 @@ MORE_KINDS["mixed hosts"] = {
     "genre": "row_wise dense",
     "tag": "table_column_wise",
 }
-MORE_KINDS["mixed pooling"] = {
-    "user": "row_wise",
-    "item": "row_wise",
-    "genre": "table_wise",
-    "tag": "column_wise",
-}
+MORE_KINDS["mixed pooling"] = {"user": "row_wise", "item": "row_wise", "genre": "table_wise", "tag": "column_wise"}
 MORE_KINDS["cached"] = {
     "user": "row_wise",
     "item": "column_wise fused_uvm_caching",

@@ -26,9 +26,9 @@ from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.pruning import prune
-from dnis_torchrec.soft_selection import table_shards
-from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
-from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+from dnis_torchrec.selection import table_shards
+from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.table_shards import collections, local_shards
 from tests.allocations import AllocatedPeak
 from tests.distributed.allocation_scenarios import BITS, worth
 from tests.distributed.harness import Rank

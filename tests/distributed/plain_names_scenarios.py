@@ -16,11 +16,11 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.soft_selection.on_shards import select_on_shards_
-from dnis_torchrec.soft_selection.plain_names import plain_state_dict
-from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, shard_model
-from dnis_torchrec.soft_selection.swap import merge_, prepare_
-from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
+from dnis_torchrec.selection.on_shards import select_on_shards_
+from dnis_torchrec.selection.plain_names import plain_state_dict
+from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, shard_model
+from dnis_torchrec.selection.swap import merge_, prepare_
+from dnis_torchrec.selection.wrapper import soft_selection_modules
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU, KINDS, MORE_KINDS, Net, Stream, blocks, plan_as
 from tests.distributed.scenarios import tables_of

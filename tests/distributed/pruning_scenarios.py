@@ -23,11 +23,11 @@ from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.pruning import prune
 from dnis_torchrec.search.pruning.columns import mean_squares
 from dnis_torchrec.search.pruning.tables import pruned_tables
-from dnis_torchrec.soft_selection import table_shards
-from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
-from dnis_torchrec.soft_selection.swap import merge_, prepare_
-from dnis_torchrec.soft_selection.table_shards import collections, local_shards
-from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
+from dnis_torchrec.selection import table_shards
+from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.swap import merge_, prepare_
+from dnis_torchrec.selection.table_shards import collections, local_shards
+from dnis_torchrec.selection.wrapper import soft_selection_modules
 from tests.allocations import AllocatedPeak
 from tests.distributed.harness import Rank
 from tests.distributed.model import ROWS, Net, tables
@@ -224,12 +224,7 @@ def texts(rank: Rank) -> dict[str, Any]:
         patch.setattr(reductions, "VALUES_PER_COLLECTIVE", 3)
         total = ranks.sum_(torch.arange(8).view(2, 4) * (rank.rank + 1))
         largest = ranks.max_(torch.tensor([float(rank.rank), -float(rank.rank), 0.5, 7.0]))
-    return {
-        "texts": ranks.gather_texts("é" * rank.rank),
-        "none": ranks.gather_texts(""),
-        "sum": total,
-        "max": largest,
-    }
+    return {"texts": ranks.gather_texts("é" * rank.rank), "none": ranks.gather_texts(""), "sum": total, "max": largest}
 
 
 def unmerged(rank: Rank) -> dict[str, Any]:

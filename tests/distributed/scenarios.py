@@ -19,8 +19,8 @@ from dnis_torchrec.data.task import LossTask
 from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.ramp import Ramp
-from dnis_torchrec.soft_selection.swap import fold_, merge_, prepare_
-from dnis_torchrec.soft_selection.table_shards import collections, local_shards, table_configs
+from dnis_torchrec.selection.swap import fold_, merge_, prepare_
+from dnis_torchrec.selection.table_shards import collections, local_shards, table_configs
 from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint, state_tensors
 from dnis_torchrec.training.evaluation import evaluate
 from dnis_torchrec.training.finite import NonFiniteError

@@ -32,7 +32,7 @@ from dnis_torchrec.search.loop import SearchEvents
 from dnis_torchrec.search.paper import PaperSettings, search_as_published
 from dnis_torchrec.search.search import SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings
-from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+from dnis_torchrec.selection.table_shards import collections, local_shards
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.training.evaluation import evaluate
 from dnis_torchrec.training.saving import Saving
@@ -305,11 +305,7 @@ def refused(rank: Rank) -> dict[str, Any]:
     small.data.test.batches[0] = make_batch(1, 60)
     few = make_recipe()
     few.data.test.batches[0] = ranked(make_batch(27, 60), 9)  # five of the second query on rank 0, four on rank 1
-    job = SearchJob(
-        recipe="tests.distributed.search_scenarios:broken",
-        data=None,
-        out=folder / "run",
-    )
+    job = SearchJob(recipe="tests.distributed.search_scenarios:broken", data=None, out=folder / "run")
     return {
         "recipe": outcome_of(lambda: run_search(job)),
         "candidates": outcome_of(lambda: found_by(few, folder)),

@@ -1,6 +1,6 @@
 """What ranks do, and report, about selection on the shards; judged in test_shard_selection_ranks.py.
 
-Also on one rank, in the test's own process: tests/soft_selection/test_shard_selection.py.
+Also on one rank, in the test's own process: tests/selection/test_shard_selection.py.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.ops.block_operators import are_compiled
 from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-from dnis_torchrec.soft_selection.on_shards import select_on_shards_
-from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
-from dnis_torchrec.soft_selection.swap import prepare_
-from dnis_torchrec.soft_selection.table_shards import local_shards
-from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
+from dnis_torchrec.selection.on_shards import select_on_shards_
+from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.swap import prepare_
+from dnis_torchrec.selection.table_shards import local_shards
+from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU, Net, Stream, shard_as, task
 

@@ -14,14 +14,7 @@ from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.jobs.verification import verify
 from tests.comparison_stand_ins import make_out
-from tests.distributed.command_scenarios import (
-    COMMANDS,
-    commands,
-    compared,
-    refusals,
-    run_commands,
-    spread_run,
-)
+from tests.distributed.command_scenarios import COMMANDS, commands, compared, refusals, run_commands, spread_run
 from tests.distributed.compress_job_scenarios import RECIPE, ROWS
 from tests.distributed.harness import RankResults, run_on_ranks
 from tests.documents import table_rows

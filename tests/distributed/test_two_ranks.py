@@ -217,7 +217,7 @@ def test_checkpoints_come_back(ranks: RankResults, kind: str) -> None:
         assert_same(tables, own["tables"])
         for dim, alpha in own["alpha"].items():
             assert any(
-                name.endswith(f"soft_selection.dim{dim}") and torch.equal(written[name], alpha) for name in written
+                name.endswith(f"selection.dim{dim}") and torch.equal(written[name], alpha) for name in written
             )
 
 

@@ -33,7 +33,7 @@ from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.search import started as started_search
 from dnis_torchrec.search.loop import SearchInterrupted, SearchLoop
 from dnis_torchrec.search.settings import PruneSettings
-from dnis_torchrec.soft_selection.table_shards import table_configs
+from dnis_torchrec.selection.table_shards import table_configs
 from dnis_torchrec.storage.fetching import FETCHED
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.training.checkpoint import LocalCheckpointFolder

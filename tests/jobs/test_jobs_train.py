@@ -116,10 +116,7 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path, fields: dict[str, A
 
 @pytest.mark.parametrize(
     "read",
-    [
-        lambda run, out: run_report(run),
-        lambda run, out: run_prune(run, None, out / "pruned", size=Size(compression=8)),
-    ],
+    [lambda run, out: run_report(run), lambda run, out: run_prune(run, None, out / "pruned", size=Size(compression=8))],
 )
 def test_what_wants_blocks_and_alpha_refuses_a_training(
     run: Path, tmp_path: Path, read: Callable[[Path, Path], object]

@@ -14,15 +14,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.ops.block_operators import (
-    are_compiled,
-    are_good_bags,
-    fill_rows_,
-    select_pieces,
-    split_bags,
-)
+from dnis_torchrec.ops.block_operators import are_compiled, are_good_bags, fill_rows_, select_pieces, split_bags
 from dnis_torchrec.ops.native_build import INSTRUCTION_SETS, SELECTION
-from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection
+from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection
 from tests.small_models import operators
 
 pytestmark = pytest.mark.skipif(not are_compiled(), reason="no C++ compiler, or DNIS_NO_COMPILE")

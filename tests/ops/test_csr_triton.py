@@ -89,8 +89,7 @@ def test_shards_are_refused() -> None:
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted, nothing is compiled")
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize(
-    ("value_bytes", "column_bytes", "id_dtype", "pointer_bytes"),
-    [(4, 1, "i64", 1), (2, 1, "i64", 8), (1, 2, "i32", 4)],
+    ("value_bytes", "column_bytes", "id_dtype", "pointer_bytes"), [(4, 1, "i64", 1), (2, 1, "i64", 8), (1, 2, "i32", 4)]
 )
 def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(
     value_bytes: int, column_bytes: int, id_dtype: str, pointer_bytes: int, is_weighted: bool

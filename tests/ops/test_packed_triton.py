@@ -65,10 +65,7 @@ def on_device(arguments: list[Any]) -> Tensor:
     return triton_packed_embedding_bag(*moved).cpu()
 
 
-WAYS = [
-    pytest.param(on_numpy, id="numpy"),
-    pytest.param(on_device, id="triton", marks=[needs_triton, on_a_device]),
-]
+WAYS = [pytest.param(on_numpy, id="numpy"), pytest.param(on_device, id="triton", marks=[needs_triton, on_a_device])]
 
 
 def of_case(case: Case, seed: int) -> list[Any]:

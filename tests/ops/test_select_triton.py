@@ -21,7 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.ops import block_operators, select_triton, triton_bags
 from dnis_torchrec.ops.block_operators import are_compiled, fill_rows_, select_pieces
-from dnis_torchrec.soft_selection import select_pooled
+from dnis_torchrec.selection import select_pooled
 from tests.ops.test_block_operators import mixed_collection, steps
 from tests.triton_compiled import check_compiled
 from tests.triton_on_numpy import without_triton

@@ -44,7 +44,7 @@ def test_every_step_from_training_to_pruning_and_export_is_recorded(
     run_prune(search, None, prune, settings=PruneSettings(threshold=0.1, fine_tune_epochs=0))
     head = json.loads((prune / "run.json").read_text())
     assert [(step["job"], step["folder"]) for step in head["provenance"]] == [
-        *(("train", str(train)), ("search", str(search)), ("prune", str(prune))),
+        *(("train", str(train)), ("search", str(search)), ("prune", str(prune)))
     ]
     assert [step["command"] for step in head["provenance"]] == told
     for step in head["provenance"]:
@@ -57,7 +57,7 @@ def test_every_step_from_training_to_pruning_and_export_is_recorded(
     run_export(prune, artifact)
     card = (artifact / CARD).read_text()
     assert [line.split("|")[1] for line in card.splitlines() if line.startswith(("|train", "|search", "|prune"))] == [
-        *("train", "search", "prune"),
+        *("train", "search", "prune")
     ]
     typed(monkeypatch, "compress", train, "--out", small)
     content = run_compress(CompressJob(run=train, recipe=None, data=None, out=small, compressions=(4.0,)))
@@ -68,7 +68,7 @@ def test_every_step_from_training_to_pruning_and_export_is_recorded(
     assert read_manifest(small / "x4")["run"]["provenance"] == described["provenance"]
     card = (small / "x4" / CARD).read_text()
     assert [line.split("|")[1] for line in card.splitlines() if line.startswith(("|train", "|compress"))] == [
-        *("train", "compress"),
+        *("train", "compress")
     ]
 
 

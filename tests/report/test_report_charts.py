@@ -178,7 +178,7 @@ def test_alpha_distribution_has_a_box_per_block() -> None:
 def test_history_draws_what_is_there_and_a_line_where_a_phase_begins() -> None:
     figure = charts.search_history(make_content().history)
     assert [trace.name for trace in figure.data] == [
-        *("training loss", "selection loss", "share of alpha above 0", "mean of alpha"),
+        *("training loss", "selection loss", "share of alpha above 0", "mean of alpha")
     ]
     assert sorted({shape.x0 for shape in figure.layout.shapes}) == [-0.5, 1.5, 2.5]
     assert [note.text for note in figure.layout.annotations] == ["plain", "ramp", "release"]

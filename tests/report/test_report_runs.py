@@ -162,11 +162,7 @@ def test_single_values_are_told_as_their_mean_over_the_rows_of_a_block() -> None
 def test_runs_are_sorted_by_what_they_differ_in() -> None:
     runs = make_runs()
     together = combine([runs[name] for name in ("first", "smaller", "narrow", "coarse")])
-    assert [(row.method, row.compression) for row in together.rows] == [
-        ("dnis", 4.0),
-        ("dense", 1.0),
-        ("dnis", 8.0),
-    ]
+    assert [(row.method, row.compression) for row in together.rows] == [("dnis", 4.0), ("dense", 1.0), ("dnis", 8.0)]
     by_dim = {name: [(d, row.compression) for d, row in points] for name, points in together.by_embedding_dim.items()}
     times = "\N{MULTIPLICATION SIGN}"
     assert by_dim == {

@@ -39,7 +39,7 @@ def test_the_model_itself_goes_before_another_uncompressed_one() -> None:
 
 def test_two_per_cent_of_the_bytes_are_the_same_bytes_and_three_are_not() -> None:
     assert [rival("uniform", size, 0).has_the_bytes_of(20) for size in (19.4, 19.61, 20.4, 20.5)] == [
-        *(False, True, True, False),
+        *(False, True, True, False)
     ]
 
 

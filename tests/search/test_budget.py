@@ -144,10 +144,7 @@ def test_keep_within(items: list[tuple[float, int]], amount: float) -> None:
     ("fields", "message"),
     [
         ({}, "size: expected one of compression, embedding_bytes, got none"),
-        (
-            {"embedding_bytes": 3, "compression": 2},
-            "size: expected one of .*got {'compression': 2, 'embedding_bytes'",
-        ),
+        ({"embedding_bytes": 3, "compression": 2}, "size: expected one of .*got {'compression': 2, 'embedding_bytes'"),
         ({"compression": 1}, "compression: expected a finite number above 1, got 1"),
         ({"compression": float("nan")}, "compression: expected a finite number above 1, got nan"),
         ({"compression": float("inf")}, "compression: expected a finite number above 1, got inf"),

@@ -13,7 +13,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 from dnis_torchrec.search import hypergradient
 from dnis_torchrec.search.hypergradient import UnrolledHypergradient, difference_radius, unrolled_gradient
-from dnis_torchrec.soft_selection.swap import prepare_
+from dnis_torchrec.selection.swap import prepare_
 from tests import small_models
 
 Loss = Callable[[list[Tensor], Tensor], Tensor]

@@ -16,7 +16,7 @@ from dnis_torchrec.search.budget import Size, SizeOutOfReachError
 from dnis_torchrec.search.hypergradient import UnrollingError
 from dnis_torchrec.search.loop import SearchEvents, SearchInterrupted
 from dnis_torchrec.search.paper import PaperOutcome, PaperSettings, search_as_published
-from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+from dnis_torchrec.selection.table_shards import collections, local_shards
 from dnis_torchrec.training.evaluation import evaluate
 from dnis_torchrec.training.saving import Saving
 from tests.tiny import make_recipe
@@ -32,10 +32,7 @@ def settings_of(size: Size | None = None, **others: object) -> PaperSettings:
 
 @pytest.mark.parametrize(
     ("size", "is_unrolled"),
-    [
-        (Size(compression=3.5, form="csr_fp32"), False),
-        (Size(embedding_bytes=700, form="csr_fp32"), True),
-    ],
+    [(Size(compression=3.5, form="csr_fp32"), False), (Size(embedding_bytes=700, form="csr_fp32"), True)],
     ids=["compression", "bytes, unrolled"],
 )
 def test_alpha_learns_and_the_smallest_values_are_dropped(gloo, tmp_path: Path, size: Size, is_unrolled: bool) -> None:

@@ -22,9 +22,9 @@ from dnis_torchrec.ops.compact_pointers import pointer_bytes
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Budget, Size, SizeOutOfReachError, keep_within
 from dnis_torchrec.search.pruning import drop_zeros_, keep_largest_, prune
-from dnis_torchrec.soft_selection import table_shards
-from dnis_torchrec.soft_selection.swap import merge_, prepare_
-from dnis_torchrec.soft_selection.table_shards import TableShard, collections, local_shards
+from dnis_torchrec.selection import table_shards
+from dnis_torchrec.selection.swap import merge_, prepare_
+from dnis_torchrec.selection.table_shards import TableShard, collections, local_shards
 from dnis_torchrec.training.retained_mask import RetainedMask
 from tests import small_models
 from tests.reference import elementwise_keep_reference

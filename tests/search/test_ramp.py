@@ -24,7 +24,7 @@ from dnis_torchrec.search import ramp as ramp_module
 from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer
 from dnis_torchrec.search.budget import SizeOutOfReachError
 from dnis_torchrec.search.ramp import COUNTED_BITS, LEAST_STEPS, STAGES, Ramp, check_reachable, num_stages
-from dnis_torchrec.soft_selection.alpha import Alpha
+from dnis_torchrec.selection.alpha import Alpha
 
 SIZES = {"wide": (120, 16), "narrow": (90, 16), "first_order": (120, 1)}
 """table -> N, D."""

@@ -33,7 +33,7 @@ from dnis_torchrec.search.loop import EpochRecord, SearchEvents, SearchInterrupt
 from dnis_torchrec.search.search import COMPRESSED, SEARCHED, SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.search.started import _in_parts
-from dnis_torchrec.soft_selection.table_shards import collections, local_shards, table_configs
+from dnis_torchrec.selection.table_shards import collections, local_shards, table_configs
 from dnis_torchrec.streaming import checked_counts
 from dnis_torchrec.streaming.checked_counts import count_training_data
 from dnis_torchrec.training import sharded as sharding_of_training

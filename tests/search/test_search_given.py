@@ -85,11 +85,7 @@ def test_ramp_and_release_are_as_long_as_after_so_much_plain_training(
         search_module._Plan, "begin", lambda plan, phase, finished: (phases.append(phase), begin(plan, phase, finished))
     )
     found_by(make_recipe(), tmp_path, trained_epochs=8, stop_at=40)
-    assert [(phase.name, phase.steps) for phase in phases] == [
-        ("given", 10),
-        ("ramp", 24),
-        ("release", 80),
-    ]
+    assert [(phase.name, phase.steps) for phase in phases] == [("given", 10), ("ramp", 24), ("release", 80)]
 
 
 def test_a_long_epoch_is_not_gone_through(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

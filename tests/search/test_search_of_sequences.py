@@ -22,10 +22,10 @@ from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
-from dnis_torchrec.soft_selection.sharding import default_sharders, make_sharding_plan, shard_model
-from dnis_torchrec.soft_selection.swap import prepare_
-from dnis_torchrec.soft_selection.table_shards import local_shards, table_configs
-from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
+from dnis_torchrec.selection.sharding import default_sharders, make_sharding_plan, shard_model
+from dnis_torchrec.selection.swap import prepare_
+from dnis_torchrec.selection.table_shards import local_shards, table_configs
+from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.checkpoint import (
     LocalCheckpointFolder,
     TrainingState,
@@ -208,8 +208,7 @@ def test_a_checkpoint_brings_everything_back_in_another_sharding(
     read_checkpoint(folder.latest(), TrainingState(tensors=model_tensors(two), tables=described(one)), None)
     batch = make_batch(5)
     torch.testing.assert_close(
-        two.module(batch.dense_features, batch.sparse_features),
-        one.module(batch.dense_features, batch.sparse_features),
+        two.module(batch.dense_features, batch.sparse_features), one.module(batch.dense_features, batch.sparse_features)
     )
 
 

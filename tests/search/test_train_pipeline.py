@@ -20,10 +20,10 @@ from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer
 from dnis_torchrec.search.hypergradient import fused_kernels
 from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-from dnis_torchrec.soft_selection.plain_names import plain_state_dict
-from dnis_torchrec.soft_selection.swap import prepare_
-from dnis_torchrec.soft_selection.table_shards import collections, local_shards, table_configs
-from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
+from dnis_torchrec.selection.plain_names import plain_state_dict
+from dnis_torchrec.selection.swap import prepare_
+from dnis_torchrec.selection.table_shards import collections, local_shards, table_configs
+from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.finite import NonFiniteError
 from dnis_torchrec.training.sharded import shard
 from tests.distributed import model as net

@@ -201,16 +201,11 @@ def test_arrays_of_no_table(field: str, array: torch.Tensor, error: type[Excepti
 
 
 @pytest.mark.parametrize(
-    ("scales", "error"),
-    [(torch.ones(1), TypeError), (torch.ones(2, dtype=torch.bfloat16), ValueError)],
+    ("scales", "error"), [(torch.ones(1), TypeError), (torch.ones(2, dtype=torch.bfloat16), ValueError)]
 )
 def test_scales_of_no_table(scales: torch.Tensor, error: type[Exception]) -> None:
     small = CsrTable.from_dense(torch.ones(1, 2)).quantized(torch.int8)
     with pytest.raises(error, match=r"CsrTable\.scales: expected"):
         CsrTable(
-            embedding_dim=2,
-            values=small.values,
-            columns=small.columns,
-            row_pointers=small.row_pointers,
-            scales=scales,
+            embedding_dim=2, values=small.values, columns=small.columns, row_pointers=small.row_pointers, scales=scales
         )

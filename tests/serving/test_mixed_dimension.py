@@ -407,9 +407,7 @@ def test_drops_into_torchrec_models(build: object, batch_size: int) -> None:
     )
     lengths = torch.randint(0, 4, (4 * batch_size,))
     kjt = KeyedJaggedTensor(
-        keys=["zip", "movie", "user", "friend"],
-        values=torch.randint(0, 10, (int(lengths.sum()),)),
-        lengths=lengths,
+        keys=["zip", "movie", "user", "friend"], values=torch.randint(0, 10, (int(lengths.sum()),)), lengths=lengths
     )
     dense = torch.rand(batch_size, 4)
     torch.testing.assert_close(served(dense, kjt), model(dense, kjt), rtol=1e-6, atol=1e-6)

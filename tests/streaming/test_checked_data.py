@@ -35,7 +35,7 @@ from dnis_torchrec.data.sample_sketch import SampleSketch, share_found, share_re
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.search import started as started_search
 from dnis_torchrec.search.search import search
-from dnis_torchrec.soft_selection.table_shards import table_configs
+from dnis_torchrec.selection.table_shards import table_configs
 from dnis_torchrec.streaming import CountLimits, checked_counts
 from dnis_torchrec.training.evaluation import evaluate
 from tests.searched_runs import QUICK
@@ -125,10 +125,7 @@ def short_lengths(batch: Batch) -> Batch:
 
 
 WRONG += [
-    (
-        fewer_labels,
-        r", sparse_features: expected 63 samples, one for each label, got 64; leave incomplete samples out",
-    ),
+    (fewer_labels, r", sparse_features: expected 63 samples, one for each label, got 64; leave incomplete samples out"),
     (fewer_dense, r", dense_features: expected 64 samples, one for each label, got 63; leave incomplete samples out"),
     (short_lengths, r", feature 'user': expected int32 or int64 lengths, got torch.int16$"),
 ]

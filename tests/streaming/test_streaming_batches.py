@@ -127,13 +127,7 @@ def test_positions_are_spread_evenly_and_seeds_are_unrelated() -> None:
     epoch=st.integers(0, 3),
 )
 def test_ranks_share_the_samples_and_have_the_same_number_of_batches(
-    chunks: list[int],
-    batch_size: int,
-    world_size: int,
-    drop_last: bool,
-    shuffle: bool,
-    window_batches: int,
-    epoch: int,
+    chunks: list[int], batch_size: int, world_size: int, drop_last: bool, shuffle: bool, window_batches: int, epoch: int
 ) -> None:
     num_samples = sum(chunks)
     if num_samples < world_size * (batch_size if drop_last else 1):
@@ -191,12 +185,7 @@ def test_shuffling_is_a_new_order_each_epoch_and_the_same_each_time(text: Path) 
 def test_workers_change_nothing(text: Path, world_size: int) -> None:
     def served(rank: int, num_workers: int) -> list[list[int]]:
         batches = StreamedBatches(
-            stream_of(text),
-            batch_size=2,
-            window_batches=3,
-            num_workers=num_workers,
-            rank=rank,
-            world_size=world_size,
+            stream_of(text), batch_size=2, window_batches=3, num_workers=num_workers, rank=rank, world_size=world_size
         )
         batches.load_state_dict(batches.state_dict() | {"epoch": 2, "batch": 4})
         return labels(list(batches))
@@ -392,12 +381,7 @@ def test_numbers_of_parquet_are_finite_or_missing(tmp_path: Path) -> None:
 def test_ids_that_are_rows_already(tmp_path: Path) -> None:
     (tmp_path / "ids.csv").write_text("1,4,0|2\n0,3,\n")
     schema = StreamSchema(
-        label="y",
-        single_id={"a": 5},
-        multi_hot={"m": 3},
-        hashed=False,
-        separator=",",
-        text_columns=("y", "a", "m"),
+        label="y", single_id={"a": 5}, multi_hot={"m": 3}, hashed=False, separator=",", text_columns=("y", "a", "m")
     )
     (batch,) = StreamedBatches(ParsedStream([tmp_path / "ids.csv"], schema), batch_size=2, shuffle=False)
     assert batch.sparse_features.values().tolist() == [4, 3, 0, 2]

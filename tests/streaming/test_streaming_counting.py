@@ -64,10 +64,7 @@ def test_sketches_add_up() -> None:
     assert (first.table + second.table == both.table).all()
 
 
-@given(
-    batches=st.lists(st.lists(st.integers(0, 30), max_size=12), max_size=12),
-    exact_ids=st.integers(2, 40),
-)
+@given(batches=st.lists(st.lists(st.integers(0, 30), max_size=12), max_size=12), exact_ids=st.integers(2, 40))
 def test_a_bounded_counter_keeps_its_bounds(batches: list[list[int]], exact_ids: int) -> None:
     counter, true = BoundedCounter(exact_ids=exact_ids, epsilon=0.2, delta=0.1), Counter[int]()
     for ids in batches:

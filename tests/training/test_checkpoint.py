@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from dnis_torchrec.soft_selection.swap import prepare_
+from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint, state_tensors
 from tests.small_models import (
     MODELS,

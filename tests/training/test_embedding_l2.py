@@ -21,9 +21,9 @@ from dnis_torchrec.blocks.frequency import count_frequencies
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-from dnis_torchrec.soft_selection.swap import prepare_
-from dnis_torchrec.soft_selection.table_shards import collections, local_shards, table_configs
-from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
+from dnis_torchrec.selection.swap import prepare_
+from dnis_torchrec.selection.table_shards import collections, local_shards, table_configs
+from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.detachable_pipeline import DetachableTrainPipeline
 from dnis_torchrec.training.evaluation import evaluate
 from dnis_torchrec.training.sharded import shard

@@ -8,18 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from dnis_torchrec.soft_selection.swap import prepare_
-from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+from dnis_torchrec.selection.swap import prepare_
+from dnis_torchrec.selection.table_shards import collections, local_shards
 from dnis_torchrec.training.finite import FiniteGuard, NonFiniteError
-from tests.small_models import (
-    BATCH_SIZE,
-    MODELS,
-    NUM_DENSE,
-    SHARDING_TYPES,
-    blocks_for,
-    features,
-    shard_as,
-)
+from tests.small_models import BATCH_SIZE, MODELS, NUM_DENSE, SHARDING_TYPES, blocks_for, features, shard_as
 
 BAD = [float("nan"), float("inf"), float("-inf")]
 
@@ -85,10 +77,7 @@ def test_a_bad_gradient_is_found_before_a_table_learns_it(sharding_type: str | N
 
 def test_the_table_whose_gradient_is_bad_is_named() -> None:
     model = prepared("bare")
-    with (
-        pytest.raises(NonFiniteError, match="table 'genre'"),
-        FiniteGuard(model).watch_gradients("lower step 0"),
-    ):
+    with pytest.raises(NonFiniteError, match="table 'genre'"), FiniteGuard(model).watch_gradients("lower step 0"):
         (model(features())["genre_id"] * float("inf")).sum().backward()
 
 

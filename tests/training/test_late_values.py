@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from dnis_torchrec.soft_selection.swap import prepare_
+from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.training.finite import FiniteGuard, NonFiniteError
 from dnis_torchrec.training.late_values import LateValues
 from tests.late import read_late

@@ -25,9 +25,9 @@ from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.selection.swap import prepare_, unshard_
+from dnis_torchrec.selection.table_shards import collections, local_shards
 from dnis_torchrec.serving.packed_table import pack_rows, split_blocks
-from dnis_torchrec.soft_selection.swap import prepare_, unshard_
-from dnis_torchrec.soft_selection.table_shards import collections, local_shards
 from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
 from dnis_torchrec.training.evaluation import evaluate
 from dnis_torchrec.training.plain import train_plainly

@@ -13,7 +13,7 @@ from dnis_torchrec.comparison.methods.reparametrised import RoundedRows, table_p
 from dnis_torchrec.comparison.methods.trained_scheme import in_precision
 from dnis_torchrec.comparison.methods.uniform import largest_dim, uniform_candidate
 from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.soft_selection.swap import unshard_
+from dnis_torchrec.selection.swap import unshard_
 from dnis_torchrec.training.plain import train_plainly
 from dnis_torchrec.training.sharded import shard
 

@@ -26,7 +26,7 @@ from dnis_torchrec.comparison.methods.trained_scheme import (
 from dnis_torchrec.comparison.methods.uniform import largest_dim, table_widths, uniform_candidate
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.forms import PRECISIONS
-from dnis_torchrec.soft_selection.swap import unshard_
+from dnis_torchrec.selection.swap import unshard_
 from dnis_torchrec.training.plain import train_plainly
 from dnis_torchrec.training.retained_mask import RetainedMask
 from dnis_torchrec.training.sharded import shard

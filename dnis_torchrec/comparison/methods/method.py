@@ -20,8 +20,8 @@ from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.forms import CODES, PRECISIONS, form_named
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.scheme import MixedDimensionScheme, compression_of
-from dnis_torchrec.soft_selection.swap import replace_
-from dnis_torchrec.soft_selection.table_shards import (
+from dnis_torchrec.selection.swap import replace_
+from dnis_torchrec.selection.table_shards import (
     collections,
     dense_parameters,
     local_shards,

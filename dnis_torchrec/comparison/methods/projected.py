@@ -21,8 +21,8 @@ from dnis_torchrec.blocks.row_routing import RowRouter
 from dnis_torchrec.checks import check_known
 from dnis_torchrec.ops.jagged import jagged_by_key
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.soft_selection.table_shards import check_pooled, collections, table_configs_of
-from dnis_torchrec.soft_selection.wrapper import PooledFeature, SoftSelectionEmbeddingBagCollection
+from dnis_torchrec.selection.table_shards import check_pooled, collections, table_configs_of
+from dnis_torchrec.selection.wrapper import PooledFeature, SoftSelectionEmbeddingBagCollection
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,8 +34,8 @@ from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Budget, Size, SizeOutOfReachError
 from dnis_torchrec.search.pruning import drop_zeros_
 from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
-from dnis_torchrec.soft_selection.swap import unshard_
-from dnis_torchrec.soft_selection.table_shards import collections, local_shards, table_configs
+from dnis_torchrec.selection.swap import unshard_
+from dnis_torchrec.selection.table_shards import collections, local_shards, table_configs
 from dnis_torchrec.training.checkpoint import load_checkpoint
 from dnis_torchrec.training.plain import BEST_STATE, PlainTraining, train_plainly
 from dnis_torchrec.training.retained_mask import RetainedMask

@@ -24,7 +24,7 @@ from dnis_torchrec.comparison.methods.method import (
 )
 from dnis_torchrec.comparison.methods.trained_scheme import Candidate, pruned_form, uniform_scheme_
 from dnis_torchrec.forms import DEFAULT_FORM, PACKED, PRECISIONS
-from dnis_torchrec.soft_selection.table_shards import dense_parameters, table_configs
+from dnis_torchrec.selection.table_shards import dense_parameters, table_configs
 
 GRID_STEP = 4
 """Embedding dims of the grid are 4, 8, 12 and so on up to the recipe's own (Cheng, Shen, Huang,

@@ -15,7 +15,7 @@ from dnis_torchrec.blocks.frequency import FrequencyCounts, RowCounts
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.soft_selection.table_shards import (
+from dnis_torchrec.selection.table_shards import (
     TableShard,
     check_merged,
     collections,

@@ -19,14 +19,14 @@ from torchrec.optim.keyed import KeyedOptimizer
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import describe
 from dnis_torchrec.ranks import rank_of
-from dnis_torchrec.soft_selection.cached_tables import forget_cached_rows, lookups
-from dnis_torchrec.soft_selection.table_shards import (
+from dnis_torchrec.selection.cached_tables import forget_cached_rows, lookups
+from dnis_torchrec.selection.table_shards import (
     collections,
     lookup_of,
     table_weight_names,
     tables_under,
 )
-from dnis_torchrec.soft_selection.wrapper import SoftSelectionModule
+from dnis_torchrec.selection.wrapper import SoftSelectionModule
 
 ITERATIONS = "fused/iterations"
 """Key of the number of steps that fused kernels have counted."""

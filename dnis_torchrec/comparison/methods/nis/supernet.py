@@ -16,9 +16,9 @@ from dnis_torchrec.data.labels import check_classes
 from dnis_torchrec.data.lookup_batches import LookupBatches
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
-from dnis_torchrec.soft_selection.alpha import Alpha
-from dnis_torchrec.soft_selection.swap import prepare_
-from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
+from dnis_torchrec.selection.alpha import Alpha
+from dnis_torchrec.selection.swap import prepare_
+from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.finite import FiniteGuard
 from dnis_torchrec.training.sharded import shard
 

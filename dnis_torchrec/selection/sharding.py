@@ -36,20 +36,20 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from dnis_torchrec.checks import check, check_known, describe, nearest
 from dnis_torchrec.ranks import on_rank_zero, together
-from dnis_torchrec.soft_selection.dense_sequences import read_rows_in_order_
-from dnis_torchrec.soft_selection.features_by_name import read_by_name_
-from dnis_torchrec.soft_selection.frozen_tables import (
+from dnis_torchrec.selection.dense_sequences import read_rows_in_order_
+from dnis_torchrec.selection.features_by_name import read_by_name_
+from dnis_torchrec.selection.frozen_tables import (
     freeze_before_sharding_,
     frozen_tables,
     hold_frozen_,
 )
-from dnis_torchrec.soft_selection.managed_collisions import share_remapping_
-from dnis_torchrec.soft_selection.planned_modules import (
+from dnis_torchrec.selection.managed_collisions import share_remapping_
+from dnis_torchrec.selection.planned_modules import (
     planned_collections,
     planned_fqns,
     with_processors,
 )
-from dnis_torchrec.soft_selection.planned_shards import (
+from dnis_torchrec.selection.planned_shards import (
     ON_ONE_HOST,
     ROW_WISE_FAMILY,
     check_column_cuts,
@@ -57,7 +57,7 @@ from dnis_torchrec.soft_selection.planned_shards import (
     check_shards,
     has_fused_columns,
 )
-from dnis_torchrec.soft_selection.table_shards import (
+from dnis_torchrec.selection.table_shards import (
     TableShard,
     collections,
     holders_of_tables,
@@ -66,7 +66,7 @@ from dnis_torchrec.soft_selection.table_shards import (
     lookup_of,
     table_configs_of,
 )
-from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
+from dnis_torchrec.selection.wrapper import soft_selection_modules
 
 Sharders = Sequence[ModuleSharder[nn.Module]]
 Constraints = Mapping[str, ParameterConstraints]

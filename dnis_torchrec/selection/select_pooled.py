@@ -16,8 +16,8 @@ from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.row_routing import RowRouter
 from dnis_torchrec.ops.block_operators import can_select, fill_rows_, select_pieces
 from dnis_torchrec.ops.jagged import jagged_by_key
-from dnis_torchrec.soft_selection.alpha import Alpha, select_per_block, select_per_sample
-from dnis_torchrec.soft_selection.pooled_pieces import PooledFeature, PooledPieces
+from dnis_torchrec.selection.alpha import Alpha, select_per_block, select_per_sample
+from dnis_torchrec.selection.pooled_pieces import PooledFeature, PooledPieces
 
 JaggedByKey = dict[str, JaggedTensor]
 

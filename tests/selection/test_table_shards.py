@@ -10,10 +10,10 @@ from torch import nn
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dnis_torchrec.soft_selection import table_shards
-from dnis_torchrec.soft_selection.swap import prepare_
-from dnis_torchrec.soft_selection.table_shards import TableShard, collections, local_shards, multiply_by_alpha_
-from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
+from dnis_torchrec.selection import table_shards
+from dnis_torchrec.selection.swap import prepare_
+from dnis_torchrec.selection.table_shards import TableShard, collections, local_shards, multiply_by_alpha_
+from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
 from tests.small_models import (
     MODELS,
     ROWS,

@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection
+from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection
 from tests.reference import ReferenceTable, pooled_reference
 
 FEATURES = ("single", "multi", "shared")

@@ -34,9 +34,9 @@ from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
 from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.pruning import prune
-from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
-from dnis_torchrec.soft_selection.swap import merge_, prepare_
-from dnis_torchrec.soft_selection.table_shards import collections, table_configs
+from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.swap import merge_, prepare_
+from dnis_torchrec.selection.table_shards import collections, table_configs
 from dnis_torchrec.training.sharded import shard
 
 CPU = torch.device("cpu")

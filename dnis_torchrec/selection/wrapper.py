@@ -24,14 +24,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.ops.bag_splitting import BagSplitter, FeatureSplit
-from dnis_torchrec.soft_selection.alpha import Alpha
-from dnis_torchrec.soft_selection.bag_check import BagCheck
-from dnis_torchrec.soft_selection.dense_sequences import read_rows_in_order_
-from dnis_torchrec.soft_selection.features_by_name import read_collection_by_name_
-from dnis_torchrec.soft_selection.frozen_tables import frozen_tables, note_frozen_
-from dnis_torchrec.soft_selection.plain_names import PlainNames
-from dnis_torchrec.soft_selection.pooled_pieces import PooledFeature
-from dnis_torchrec.soft_selection.select_pooled import SelectPooled, WatchedOutputs
+from dnis_torchrec.selection.alpha import Alpha
+from dnis_torchrec.selection.bag_check import BagCheck
+from dnis_torchrec.selection.dense_sequences import read_rows_in_order_
+from dnis_torchrec.selection.features_by_name import read_collection_by_name_
+from dnis_torchrec.selection.frozen_tables import frozen_tables, note_frozen_
+from dnis_torchrec.selection.plain_names import PlainNames
+from dnis_torchrec.selection.pooled_pieces import PooledFeature
+from dnis_torchrec.selection.select_pooled import SelectPooled, WatchedOutputs
 
 
 class SoftSelectionModule(PlainNames):

@@ -7,13 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dnis_torchrec.soft_selection.alpha import (
-    Alpha,
-    normalise_gradient,
-    select_per_block,
-    select_per_sample,
-    step_and_clip_,
-)
+from dnis_torchrec.selection.alpha import Alpha, normalise_gradient, select_per_block, select_per_sample, step_and_clip_
 from tests.reference import normalised_reference
 
 sizes = st.integers(1, 4)

@@ -17,14 +17,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.comparison.methods.partitioned import partition_
 from dnis_torchrec.comparison.methods.projected import project_
 from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
+from dnis_torchrec.selection import sequence_wrapper
+from dnis_torchrec.selection.sequence_wrapper import SoftSelectionEmbeddingCollection
+from dnis_torchrec.selection.sharding import default_sharders, make_sharding_plan, shard_model
+from dnis_torchrec.selection.swap import merge_, prepare_
+from dnis_torchrec.selection.table_shards import collections, table_weight_names
+from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.serving import ServedEmbeddingCollection
 from dnis_torchrec.serving.logical_tables import LogicalTables
-from dnis_torchrec.soft_selection import sequence_wrapper
-from dnis_torchrec.soft_selection.sequence_wrapper import SoftSelectionEmbeddingCollection
-from dnis_torchrec.soft_selection.sharding import default_sharders, make_sharding_plan, shard_model
-from dnis_torchrec.soft_selection.swap import merge_, prepare_
-from dnis_torchrec.soft_selection.table_shards import collections, table_weight_names
-from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
 from tests import sequence_models
 from tests.reference import ReferenceTable, pooled_reference
 from tests.sequence_models import (
@@ -103,9 +103,7 @@ def test_in_an_upper_step_alpha_alone_learns() -> None:
 
 
 @given(
-    lengths=st.lists(st.tuples(*[st.integers(0, 3)] * 3), max_size=5),
-    compiled=st.booleans(),
-    seed=st.integers(0, 99),
+    lengths=st.lists(st.tuples(*[st.integers(0, 3)] * 3), max_size=5), compiled=st.booleans(), seed=st.integers(0, 99)
 )
 def test_bags_of_any_shape(lengths: list[tuple[int, ...]], compiled: bool, seed: int) -> None:
     """No samples, no ids of a feature, no ids at all."""

@@ -12,12 +12,12 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from dnis_torchrec.soft_selection.feature_processed import (
+from dnis_torchrec.selection.feature_processed import (
     SoftSelectionFeatureProcessedEmbeddingBagCollection,
 )
-from dnis_torchrec.soft_selection.managed_collisions import refuse_managed_collisions, stands_still
-from dnis_torchrec.soft_selection.table_shards import collections, lookup_of, whole_module_of
-from dnis_torchrec.soft_selection.wrapper import SoftSelectionModule
+from dnis_torchrec.selection.managed_collisions import refuse_managed_collisions, stands_still
+from dnis_torchrec.selection.table_shards import collections, lookup_of, whole_module_of
+from dnis_torchrec.selection.wrapper import SoftSelectionModule
 
 
 def planned_fqns(model: nn.Module) -> dict[str, str]:

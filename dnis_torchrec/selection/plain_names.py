@@ -13,9 +13,9 @@ from torchrec.distributed.utils import append_prefix
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from dnis_torchrec.soft_selection.alpha import Alpha
+from dnis_torchrec.selection.alpha import Alpha
 
-SOFT_SELECTION = "soft_selection"
+SOFT_SELECTION = "selection"
 """The name under which a wrapper holds all that the plain model lacks."""
 
 

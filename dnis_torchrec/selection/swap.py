@@ -21,15 +21,15 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.soft_selection.alpha import Alpha
-from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
-from dnis_torchrec.soft_selection.feature_processed import (
+from dnis_torchrec.selection.alpha import Alpha
+from dnis_torchrec.selection.cached_tables import writing_to_tables
+from dnis_torchrec.selection.feature_processed import (
     SoftSelectionFeatureProcessedEmbeddingBagCollection,
     with_processors_of,
 )
-from dnis_torchrec.soft_selection.managed_collisions import check_remapping, go_on_, stand_still_
-from dnis_torchrec.soft_selection.sequence_wrapper import SoftSelectionEmbeddingCollection
-from dnis_torchrec.soft_selection.table_shards import (
+from dnis_torchrec.selection.managed_collisions import check_remapping, go_on_, stand_still_
+from dnis_torchrec.selection.sequence_wrapper import SoftSelectionEmbeddingCollection
+from dnis_torchrec.selection.table_shards import (
     collections,
     frozen_tables_of,
     holders_of_tables,
@@ -41,7 +41,7 @@ from dnis_torchrec.soft_selection.table_shards import (
     tables_under,
     whole_module_of,
 )
-from dnis_torchrec.soft_selection.wrapper import (
+from dnis_torchrec.selection.wrapper import (
     SoftSelectionEmbeddingBagCollection,
     SoftSelectionModule,
     soft_selection_modules,

@@ -78,7 +78,7 @@ class FeaturesByName:
         if isinstance(features, TensorDict):
             features = maybe_td_to_kjt(
                 features, self._names or [str(key) for key in features.keys()]
-            )  # noqa: SIM118
+            )
         if not self._names:
             self._note_names(features.keys())
         features = self._with_right_weights(features)

@@ -10,7 +10,7 @@ from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.ops.batch_checks import INTEGERS, check_bags, named
 from dnis_torchrec.ops.block_operators import are_compiled, are_good_bags, can_select
 from dnis_torchrec.ops.jagged import jagged_by_key
-from dnis_torchrec.soft_selection.pooled_pieces import PooledFeature
+from dnis_torchrec.selection.pooled_pieces import PooledFeature
 
 UNLIMITED = torch.iinfo(torch.int64).max
 """Limit of the ids and bags of a key that nobody reads."""

@@ -17,12 +17,12 @@ from dnis_torchrec.blocks.row_routing import RowRouter
 from dnis_torchrec.checks import describe
 from dnis_torchrec.ops.block_operators import can_select, select_pieces
 from dnis_torchrec.ops.jagged import jagged_by_key
-from dnis_torchrec.soft_selection.alpha import Alpha, select_per_sample
-from dnis_torchrec.soft_selection.bag_check import BagCheck
-from dnis_torchrec.soft_selection.pooled_pieces import PooledFeature
-from dnis_torchrec.soft_selection.select_pooled import WatchedOutputs
-from dnis_torchrec.soft_selection.sequence_tables import as_bags
-from dnis_torchrec.soft_selection.wrapper import SoftSelectionModule, check_blocks, pooled_features
+from dnis_torchrec.selection.alpha import Alpha, select_per_sample
+from dnis_torchrec.selection.bag_check import BagCheck
+from dnis_torchrec.selection.pooled_pieces import PooledFeature
+from dnis_torchrec.selection.select_pooled import WatchedOutputs
+from dnis_torchrec.selection.sequence_tables import as_bags
+from dnis_torchrec.selection.wrapper import SoftSelectionModule, check_blocks, pooled_features
 
 
 class SoftSelectionEmbeddingCollection(SoftSelectionModule, EmbeddingCollectionInterface):

@@ -26,9 +26,9 @@ from dnis_torchrec.blocks.frequency import count_frequencies
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
 from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
-from dnis_torchrec.soft_selection.swap import merge_, prepare_, unshard_
-from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.swap import merge_, prepare_, unshard_
+from dnis_torchrec.selection.table_shards import collections, local_shards
 from dnis_torchrec.training.plain import train_plainly
 from dnis_torchrec.training.sharded import set_learning_rates_, shard
 

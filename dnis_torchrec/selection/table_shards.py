@@ -26,20 +26,20 @@ from torchrec.modules.embedding_modules import (
 from dnis_torchrec.blocks.row_routing import RowRouter
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.soft_selection.feature_processed import (
+from dnis_torchrec.selection.feature_processed import (
     FEATURE_PROCESSED,
     INNER,
     SoftSelectionFeatureProcessedEmbeddingBagCollection,
 )
-from dnis_torchrec.soft_selection.frozen_tables import frozen_tables
-from dnis_torchrec.soft_selection.managed_collisions import (
+from dnis_torchrec.selection.frozen_tables import frozen_tables
+from dnis_torchrec.selection.managed_collisions import (
     MANAGED,
     MANAGED_COLLISIONS,
     refuse_managed_collisions,
 )
-from dnis_torchrec.soft_selection.plain_names import plain_state_dict
-from dnis_torchrec.soft_selection.sequence_tables import as_bags
-from dnis_torchrec.soft_selection.wrapper import SoftSelectionModule
+from dnis_torchrec.selection.plain_names import plain_state_dict
+from dnis_torchrec.selection.sequence_tables import as_bags
+from dnis_torchrec.selection.wrapper import SoftSelectionModule
 
 ROWS_PER_CHUNK = 1 << 16
 """Rows that one in-place operation touches, at most."""
