@@ -268,11 +268,7 @@ def test_a_name_that_two_modules_define_is_seen(source: str, is_twice: bool) -> 
         (imports_against_the_flow, "dnis_torchrec/selection/swap.py", "from .wrapper import Wrapper"),
         (imports_against_the_flow, "dnis_torchrec/cli/runs.py", "from examples.movielens import mf"),
         (imports_against_the_flow, "dnis_torchrec/helpers.py", ""),
-        (
-            imports_against_the_flow,
-            "dnis_torchrec/serving/load.py",
-            "from dnis_torchrec.selection.alpha import apply",
-        ),
+        (imports_against_the_flow, "dnis_torchrec/serving/load.py", "from dnis_torchrec.selection.alpha import apply"),
         (imports_of_training_in_serving, "dnis_torchrec/serving/load.py", "from torch import optim"),
         (imports_of_training_in_serving, "dnis_torchrec/serving/load.py", "import torchrec.distributed.types"),
         (too_long, "a.py", "x = 1\n" * 501),

@@ -1,0 +1,266 @@
+"""Results: one row a model as served, in results.json, as a pandas frame, and as a terminal table."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+import pandas as pd
+from rich.table import Table
+from rich.text import Text
+
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.checks import check, visible
+from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.storage.json_files import read_json
+from dnis_torchrec.storage.whole_files import write_json
+
+UNCOMPRESSED, COMPRESS, SEARCH = "uncompressed", "compress", "search"
+"""Methods of the rows that commands write."""
+LOWER_IS_BETTER = {"mse", "rmse", "mae", "loss", "logloss", "entropy", "ne"}
+HIGHER_IS_BETTER = {"auc", "accuracy", "hit", "ndcg", "recall", "precision", "map", "mrr"}
+MINUS, PLUS_MINUS, TIMES = "\N{MINUS SIGN}", "\N{PLUS-MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultRow:
+    """One model as it is served: its bytes, and its metrics on the test and the selection split."""
+
+    method: str
+    compression: float
+    num_bytes: int
+    metrics: Mapping[str, float]
+    seed: int
+    seconds: float
+    selection: Mapping[str, float] = field(default_factory=dict)
+    predicted_loss_increase: float | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """All that a report shows: rows, the epochs behind them, and what every block retains."""
+
+    recipe: str
+    rows: tuple[ResultRow, ...]
+    primary_metric: str
+    higher_is_better: bool
+    history: tuple[Mapping[str, float | str], ...] = ()
+    blocks: tuple[Mapping[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def headline(self) -> str:
+        """The smallest model in one sentence, beside the uncompressed one where there is one."""
+        frame = rows_frame(self.rows, self.primary_metric)
+        methods = [name for name in (SEARCH, COMPRESS) if name in set(frame["method"])]
+        if not methods:
+            value = frame["metric"].iloc[0]
+            return f"{frame['method'].iloc[0]}: test {self.primary_metric} {format_metric(value)}."
+        best = frame[frame["method"] == methods[0]].iloc[-1]
+        text = f"{format_count(best['compression'])} times smaller: test {self.primary_metric} "
+        text += format_metric(best["metric"])
+        plain = frame[frame["method"] == UNCOMPRESSED]["metric"]
+        if len(plain):
+            change = format_difference(best["metric"] - plain.iloc[0])
+            text += f", {change} against {format_metric(plain.iloc[0])} uncompressed"
+        return f"{text} ({'higher' if self.higher_is_better else 'lower'} is better)."
+
+
+class _StoredRow(TypedDict):
+    method: str
+    compression: float
+    num_bytes: int
+    metrics: dict[str, float]
+    seed: int
+    seconds: float
+    selection: dict[str, float]
+    predicted_loss_increase: float | None
+    name: str
+
+
+class _StoredResults(TypedDict):
+    recipe: str
+    rows: list[_StoredRow]
+    primary_metric: str
+    higher_is_better: bool
+    history: NotRequired[list[dict[str, float | str]]]
+    blocks: NotRequired[list[dict[str, Any]]]
+    notes: NotRequired[list[str]]
+    commands: NotRequired[list[str]]
+    versions: NotRequired[dict[str, str]]
+
+
+def write_results(path: Path, results: Results) -> Path:
+    """Writes results.json whole or not at all."""
+    return write_json(path, json.loads(json.dumps(asdict(results), default=dict)))
+
+
+def read_results(path: Path) -> Results:
+    """Reads what `write_results` wrote; ValueError where it holds something else."""
+    content = dict(read_json(path, _StoredResults))
+    rows = tuple(ResultRow(**row) for row in content.pop("rows"))
+    check(bool(rows), str(path), "at least one row", "none")
+    texts = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
+    }
+    return Results(rows=rows, **texts)
+
+
+def join_results(runs: Sequence[Results]) -> Results:
+    """The rows of several runs of one recipe on one page; the epochs are those of the first run."""
+    first = runs[0]
+    for run in runs[1:]:
+        same = run.primary_metric == first.primary_metric
+        check(same, "runs", f"the metric {first.primary_metric!r}", repr(run.primary_metric))
+    rows = dict.fromkeys(
+        (row.method, row.name, row.seed, row.num_bytes) for run in runs for row in run.rows
+    )
+    by_key = {
+        (row.method, row.name, row.seed, row.num_bytes): row for run in runs for row in run.rows
+    }
+    commands = tuple(dict.fromkeys(command for run in runs for command in run.commands))
+    notes = tuple(dict.fromkeys(note for run in runs for note in run.notes))
+    shared = {
+        name: getattr(first, name) for name in ("recipe", "primary_metric", "higher_is_better")
+    }
+    more = {name: getattr(first, name) for name in ("history", "blocks", "versions")}
+    return Results(
+        rows=tuple(by_key[key] for key in rows), notes=notes, commands=commands, **shared, **more
+    )
+
+
+def block_rows(scheme: MixedDimensionScheme, blocks: RowBlocks) -> tuple[dict[str, Any], ...]:
+    """One line a block that has rows: how many, how often they occur, and bits of a value."""
+    lines = []
+    for name, table in scheme.tables.items():
+        occurrences = blocks.occurrences[name].tolist()
+        bits = (32 * table.retained).double() if table.bits is None else table.bits.double()
+        for block, (rows, mean) in enumerate(
+            zip(table.routing.row_counts().tolist(), bits.mean(dim=1).tolist(), strict=True)
+        ):
+            if rows:
+                seen = occurrences[block] / rows
+                lines.append(
+                    {"table": name, "block": block, "rows": rows, "occurrences": seen, "bits": mean}
+                )
+    return tuple(lines)
+
+
+def rows_frame(rows: Iterable[ResultRow], metric: str) -> pd.DataFrame:
+    """One line a method and size, smallest compression first: means over seeds, and their spread."""
+    frame = pd.DataFrame(
+        {
+            "method": row.method,
+            "size": row.name or f"{row.compression:.1f}",
+            "compression": row.compression,
+            "num_bytes": row.num_bytes,
+            "metric": row.metrics.get(metric, math.nan),
+            "selection": row.selection.get(metric, math.nan),
+            "loss": row.metrics.get("loss", math.nan),
+            "predicted": math.nan
+            if row.predicted_loss_increase is None
+            else row.predicted_loss_increase,
+            "seconds": row.seconds,
+            "seed": row.seed,
+        }
+        for row in rows
+    )
+    plain = frame[frame["method"] == UNCOMPRESSED].set_index("seed")["loss"]
+    frame["loss_increase"] = frame["loss"] - frame["seed"].map(plain[~plain.index.duplicated()])
+    groups = frame.groupby(["method", "size"], sort=False)
+    mean = groups.mean(numeric_only=True).drop(columns="seed")
+    mean["spread"], mean["seeds"] = groups["metric"].std(), groups["seed"].nunique()
+    return mean.reset_index().sort_values(["compression", "method"], ignore_index=True)
+
+
+def table_lines(results: Results) -> list[list[str]]:
+    """Headings, then a line for each row of `rows_frame`, as text."""
+    metric = results.primary_metric
+    headings = ["model", "compression", "bytes", f"test {metric}", f"selection {metric}"]
+    lines = [[*headings, "loss increase", "predicted", "seeds", "time"]]
+    for row in rows_frame(results.rows, metric).to_dict("records"):
+        spread = (
+            "" if math.isnan(row["spread"]) else f" {PLUS_MINUS} {format_metric(row['spread'])}"
+        )
+        name = row["method"]
+        cells = [name, f"{format_count(row['compression'])}{TIMES}", f"{row['num_bytes']:,.0f}"]
+        cells += [format_metric(row["metric"]) + spread, format_metric(row["selection"])]
+        cells += [
+            "-"
+            if math.isnan(value) or name == UNCOMPRESSED
+            else f"{value:+.5f}".replace("-", MINUS)
+            for value in (row["loss_increase"], row["predicted"])
+        ]
+        lines.append([*cells, f"{row['seeds']:.0f}", format_seconds(row["seconds"])])
+    return lines
+
+
+def terminal_table(results: Results) -> Table:
+    """The same for a terminal; neither markup nor control codes have an effect."""
+    headings, *lines = table_lines(results)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index, heading in enumerate(headings):
+        table.add_column(Text(visible(heading)), justify="left" if index == 0 else "right")
+    for line in lines:
+        table.add_row(*(Text(visible(cell)) for cell in line))
+    return table
+
+
+def is_higher_better(metric: str) -> bool | None:
+    """Direction of a metric by its name, a prefix such as ``test_`` or a suffix ``@10`` aside."""
+    words = set(metric.lower().split("@")[0].split("_"))
+    return True if words & HIGHER_IS_BETTER else False if words & LOWER_IS_BETTER else None
+
+
+def format_metric(value: float) -> str:
+    """A metric with four decimals, or four digits from 10 on; a dash where there is none."""
+    if math.isnan(value):
+        return "-"
+    return (
+        f"{value:.4f}"
+        if abs(value) < 10
+        else f"{value:.4g}"
+        if abs(value) < 1e3
+        else f"{value:.0f}"
+    )
+
+
+def format_difference(value: float) -> str:
+    """A difference of metrics with its sign; none where it is printed as zero."""
+    size = format_metric(abs(value))
+    return size if size == "-" or float(size) == 0 else f"{'+' if value > 0 else MINUS}{size}"
+
+
+def format_count(value: float) -> str:
+    """A count with three digits and k, M or G."""
+    digits = float(f"{value:.3g}")  # first, so that 999,600 is 1M and not 1000k
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(digits) >= factor:
+            return f"{format_number(value / factor)}{unit}"
+    return format_number(value)
+
+
+def format_number(value: float) -> str:
+    """A number with three digits, or all of them before the point; never with an exponent."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{Decimal(f'{value:.3g}'):f}"
+
+
+def format_megabytes(num_bytes: float) -> str:
+    """Bytes in megabytes (10^6 bytes)."""
+    return f"{format_number(num_bytes / 1e6)} MB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,182 @@
+"""Results: the JSON file, the frame, the sentence, the terminal's table and the page, against what is counted by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from dnis_torchrec.report.html_page import draw_charts, render_report, write_report
+from dnis_torchrec.report.rows import (
+    COMPRESS,
+    UNCOMPRESSED,
+    ResultRow,
+    Results,
+    format_count,
+    format_difference,
+    format_metric,
+    format_number,
+    format_seconds,
+    is_higher_better,
+    join_results,
+    read_results,
+    rows_frame,
+    table_lines,
+    terminal_table,
+    write_results,
+)
+
+
+def row(method: str, compression: float, auc: float, seed: int = 0, **more) -> ResultRow:
+    values = {"metrics": {"auc": auc, "loss": 1 - auc}, "selection": {"auc": auc + 0.01, "loss": 0.9 - auc}}
+    served = round(4000 / compression)
+    return ResultRow(method=method, compression=compression, num_bytes=served, seed=seed, seconds=1.5, **values | more)
+
+
+ROWS = (
+    row(UNCOMPRESSED, 1.0, 0.8),
+    row(COMPRESS, 8.0, 0.81, predicted_loss_increase=-0.011, name="x8"),
+    row(COMPRESS, 40.0, 0.79, predicted_loss_increase=0.02, name="x40"),
+    row("int4 rows", 7.0, 0.78),
+)
+RESULTS = Results(
+    recipe="module:recipe",
+    rows=ROWS,
+    primary_metric="auc",
+    higher_is_better=True,
+    history=(
+        {"epoch": 0, "train_loss": 0.5, "selection_loss": 0.6, "phase": "plain"},
+        {"epoch": 1, "train_loss": 0.4, "selection_loss": 0.5, "phase": "ramp"},
+    ),
+    blocks=(
+        {"table": "item", "block": 0, "rows": 10, "occurrences": 7.5, "bits": 4.0},
+        {"table": "item", "block": 1, "rows": 90, "occurrences": 0.0, "bits": 0.5},
+    ),
+    notes=("a random split",),
+    commands=("dnis train module:recipe", "dnis compress run"),
+    versions={"torch": "2.13.0"},
+)
+
+
+def test_results_come_back_from_their_file(tmp_path: Path) -> None:
+    again = read_results(write_results(tmp_path / "results.json", RESULTS))
+    assert again == dataclasses.replace(RESULTS, versions=dict(RESULTS.versions))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.pop("rows"),
+        lambda content: content["rows"].clear(),
+        lambda content: content["rows"][0].pop("seed"),
+        lambda content: content["rows"][0].update(num_bytes="many"),
+        lambda content: content.update(primary_metric=3),
+    ],
+)
+def test_a_file_of_something_else_is_refused(tmp_path: Path, change) -> None:
+    path = write_results(tmp_path / "results.json", RESULTS)
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises((ValueError, TypeError)):
+        read_results(path)
+
+
+def test_the_frame_has_means_over_seeds_and_the_increase_within_each_seed() -> None:
+    other = tuple(
+        dataclasses.replace(r, seed=1, metrics={"auc": r.metrics["auc"] + 0.04, "loss": r.metrics["loss"] + 1})
+        for r in ROWS
+    )
+    frame = rows_frame((*ROWS, *other), "auc").set_index("size")
+    assert frame.loc["x8", "metric"] == pytest.approx(0.83)
+    assert frame.loc["x8", "spread"] == pytest.approx(math.sqrt(2) * 0.02)
+    assert frame.loc["x40", "loss_increase"] == pytest.approx(0.01)
+    assert frame["seeds"].tolist() == [2] * 4
+    assert frame["compression"].tolist() == [1.0, 7.0, 8.0, 40.0]
+
+
+def test_the_headline_is_about_the_smallest_size() -> None:
+    assert RESULTS.headline.startswith("40 times smaller: test auc 0.7900, \N{MINUS SIGN}0.0100 against 0.8000")
+    assert dataclasses.replace(RESULTS, rows=ROWS[:1]).headline == "uncompressed: test auc 0.8000."
+
+
+def test_table_terminal_and_page_hold_the_same_numbers(tmp_path: Path) -> None:
+    lines = table_lines(RESULTS)
+    assert [line[0] for line in lines[1:]] == [UNCOMPRESSED, "int4 rows", COMPRESS, COMPRESS]
+    assert lines[3][5:7] == ["\N{MINUS SIGN}0.01000", "\N{MINUS SIGN}0.01100"]
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(terminal_table(RESULTS))
+    terminal, page = console.export_text(), write_report(tmp_path / "report.html", RESULTS).read_text()
+    for cell in (cell for line in lines for cell in line):
+        assert cell in terminal
+        assert cell in page
+    assert list(draw_charts(RESULTS)) == ["quality", "loss", "history", "bits"]
+    assert "a random split" in page
+    assert "dnis compress run" in page
+
+
+def test_charts_hold_the_numbers_of_the_rows() -> None:
+    charts = draw_charts(RESULTS)
+    lines = {trace.name: (list(trace.x), list(trace.y)) for trace in charts["quality"].data}
+    assert lines[COMPRESS] == ([8.0, 40.0], [0.81, 0.79])
+    measured = {trace.name: list(trace.y) for trace in charts["loss"].data}
+    assert measured["predicted"] == [-0.011, 0.02]
+    assert measured["measured on test"] == pytest.approx([-0.01, 0.01])
+    assert list(charts["history"].data[1].y) == [0.6, 0.5]
+    assert list(charts["bits"].data[0].y) == [0.5, 4.0]
+
+
+def test_a_page_without_history_and_metric_has_no_empty_chart() -> None:
+    bare = dataclasses.replace(RESULTS, history=(), blocks=(), primary_metric="ndcg")
+    assert list(draw_charts(bare)) == ["loss"]
+    assert "chart-quality" not in render_report(bare)
+
+
+def test_names_of_others_cannot_add_markup() -> None:
+    name = "</script><script>alert(1)</script>"
+    hostile = dataclasses.replace(
+        RESULTS, recipe=name, rows=(*ROWS, row(name, 3.0, 0.7)), notes=(name,), commands=(name,), versions={name: name}
+    )
+    page = render_report(hostile)
+    assert name not in page
+    assert page.count("<script>") == 2
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page).group(1)
+    assert "default-src 'none'" in policy
+    assert policy.count("sha256-") == 2
+
+
+def test_runs_are_joined_on_one_page() -> None:
+    other = dataclasses.replace(RESULTS, rows=(row(COMPRESS, 8.0, 0.82, seed=1, name="x8"),), notes=("another",))
+    joined = join_results([RESULTS, other])
+    assert len(joined.rows) == 5
+    assert joined.notes == ("a random split", "another")
+    with pytest.raises(ValueError, match="auc"):
+        join_results([RESULTS, dataclasses.replace(other, primary_metric="mse")])
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "text"),
+    [
+        (format_metric, 0.12345, "0.1235"),
+        (format_metric, math.nan, "-"),
+        (format_metric, 1234.5, "1234"),
+        (format_difference, -0.00001, "0.0000"),
+        (format_difference, 0.5, "+0.5000"),
+        (format_count, 999_600, "1M"),
+        (format_number, 0.0001234, "0.000123"),
+        (format_seconds, 3599.9, "1 h 0 min"),
+        (format_seconds, 7260, "2 h 1 min"),
+        (is_higher_better, "test_auc", True),
+        (is_higher_better, "recall@10", True),
+        (is_higher_better, "logloss", False),
+        (is_higher_better, "speed", None),
+    ],
+)
+def test_numbers_are_printed_alike_everywhere(function, value, text) -> None:
+    assert function(value) == text
