@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from torch import nn
 from torchrec.datasets.utils import Batch
 
-from dnis_torchrec.allocation.allocate import Allocation
+from dnis_torchrec.allocation.bits import Allocation
 from dnis_torchrec.allocation.compress import Measured, measure_
 from dnis_torchrec.allocation.curvature import curvature
 from dnis_torchrec.allocation.energies import rounding_energies
-from dnis_torchrec.allocation.loss_sample import LossSample
-from dnis_torchrec.allocation.output_bias import output_bias
+from dnis_torchrec.allocation.held_out import LossSample, output_bias
 from dnis_torchrec.allocation.settings import NUM_BLOCKS
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts

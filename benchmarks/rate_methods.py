@@ -23,7 +23,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from benchmarks.rate_compress import Prepared, UnmetError, compress
 from benchmarks.rate_models import Trained, row_bytes
-from dnis_torchrec.allocation.rotation import rotation_groups
+from dnis_torchrec.allocation.axes import rotation_groups
 from dnis_torchrec.comparison.methods.method import MethodResult
 from dnis_torchrec.comparison.methods.reparametrised import rounded
 from dnis_torchrec.comparison.methods.trained_scheme import first_columns

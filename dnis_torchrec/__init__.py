@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from dnis_torchrec._dependencies import check_dependencies, silence_noise, version
 
 if TYPE_CHECKING:
-    from dnis_torchrec.allocation.allocate import allocate
+    from dnis_torchrec.allocation.axes import with_axes_
+    from dnis_torchrec.allocation.bits import allocate
     from dnis_torchrec.allocation.compress import compress, measure_, packed_collections
     from dnis_torchrec.allocation.curvature import curvature
-    from dnis_torchrec.allocation.torchrec_models import with_axes_
     from dnis_torchrec.artifact import load
     from dnis_torchrec.artifact.export import export
     from dnis_torchrec.blocks.blocking import blocks_from_counts
@@ -73,9 +73,9 @@ __all__ = [
 __version__ = version()
 
 _HOME = {
-    "with_axes_": "allocation.torchrec_models",
+    "with_axes_": "allocation.axes",
     "curvature": "allocation.curvature",
-    "allocate": "allocation.allocate",
+    "allocate": "allocation.bits",
     "compress": "allocation.compress",
     "measure_": "allocation.compress",
     "packed_collections": "allocation.compress",

@@ -2,7 +2,7 @@
 
     python -m docs.pictures [--out docs/concepts]
 
-Bits are spent by the rule of `dnis_torchrec.allocation.allocate`, here in a few lines of numpy.
+Bits are spent by the rule of `dnis_torchrec.allocation.bits`, here in a few lines of numpy.
 """
 
 from __future__ import annotations

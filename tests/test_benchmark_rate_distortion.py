@@ -15,7 +15,7 @@ from benchmarks import rate_compress, rate_distortion, rate_memory, rate_methods
 from benchmarks.rate_methods import Wanted
 from benchmarks.rate_models import Case, Trained
 from benchmarks.rate_summary import Differences, Row
-from dnis_torchrec.allocation.allocate import Allocation
+from dnis_torchrec.allocation.bits import Allocation
 from dnis_torchrec.blocks.column_codes import decode_rows, encode_rows
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.serving.dense import DenseEmbeddingBagCollection

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.allocation.rotation import rotate_
+from dnis_torchrec.allocation.axes import rotate_
 from dnis_torchrec.blocks.frequency import count_frequencies
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.selection.table_shards import table_configs

@@ -1,15 +1,36 @@
-"""Axes: tables of a model that may be turned, and the layers that turn with them, so that no
-prediction changes."""
+"""Principal axes: tables turned so that few columns carry most, where the model can follow."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.nn.utils.parametrize import is_parametrized
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+from torchrec.models import deepfm, dlrm
+from torchrec.modules.deepfm import DeepFM, FactorizationMachine
+from torchrec.modules.mlp import MLP, Perceptron
 
-from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.allocation.energies import WholeRows, whole_rows
+from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.ranks import Ranks
+from dnis_torchrec.selection.cached_tables import writing_to_tables
+from dnis_torchrec.selection.table_shards import (
+    TableShard,
+    collections,
+    frozen_tables_of,
+    local_shards,
+    num_copies,
+    ranks_of,
+    table_configs_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,3 +111,513 @@ def _check_group(group: RotationGroup, embedding_dims: Mapping[str, int]) -> Non
 def _check_width(columns: LinearReader | WeightedProduct, dim: int, place: str) -> None:
     wanted, inputs = columns.first_column + dim, columns.weight.shape[1]
     check(inputs >= wanted, place, f"at least {wanted} inputs", inputs)
+
+
+KnownModel: TypeAlias = dlrm.DLRM | deepfm.SimpleDeepFMNN
+
+AXES = "axes"
+"""Name of the buffers that `with_axes_` adds."""
+TURN = "turn"
+"""Name of the module behind a dense arch."""
+
+
+class Turn(nn.Module):
+    """Turns a vector: ``x @ axes``."""
+
+    def __init__(self, dim: int, like: Tensor) -> None:
+        super().__init__()
+        self.axes: Tensor
+        self.register_buffer(AXES, torch.eye(dim, dtype=like.dtype, device=like.device))
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Turns each row."""
+        return values @ self.axes
+
+
+class DirectedFactorizationMachine(nn.Module):
+    r"""TorchRec's FactorizationMachine that adds columns up in any direction: :math:`((w^\top x)^2
+    - x^\top x) / 2`."""
+
+    def __init__(self, in_features: int, like: Tensor) -> None:
+        super().__init__()
+        self.axes: Tensor
+        self.register_buffer(AXES, torch.ones(1, in_features, dtype=like.dtype, device=like.device))
+
+    def forward(self, embeddings: list[Tensor]) -> Tensor:
+        """Interactions of all columns."""
+        columns = torch.cat([embedding.flatten(1) for embedding in embeddings], dim=1)
+        return ((columns @ self.axes.T).square() - columns.square().sum(1, keepdim=True)) * 0.5
+
+
+def with_axes_(model: nn.Module) -> nn.Module:
+    """Adds buffers to TorchRec's DLRM and SimpleDeepFMNN, so that their tables can be turned.
+    Local, no collective.
+
+    Predictions stay as they are, and so do the names of all weights; a buffer called ``axes`` comes
+    to the state_dict. A model that has it already, or needs none, is left as it is: so a fresh
+    model takes the dense weights of a turned one.
+
+    Args:
+        model: sharded or not, changed in place; any module inside it may be one of TorchRec's
+            models.
+
+    Returns:
+        `model`.
+
+    Example:
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=5, embedding_dim=8, feature_names=["f"])
+        >>> model = with_axes_(dlrm.DLRM(EmbeddingBagCollection(tables=[table]), 3, [4, 8], [4, 1]))
+        >>> [name for name in model.state_dict() if name.endswith("axes")]
+        ['dense_arch.model._mlp.turn.axes']
+    """
+    for known in _known_models(get_unwrapped_module(model)):
+        interaction = known.inter_arch
+        if isinstance(interaction, deepfm.FMInteractionArch) and not _has_axes(interaction.fm):
+            weight = _first_linear_of_deep_part(interaction).weight
+            interaction._modules["fm"] = DirectedFactorizationMachine(weight.shape[1], weight)
+        elif isinstance(interaction, dlrm.InteractionArch) and not _has_axes(_turn_of(known)):
+            weight = _first_linear(_layers_of_over_arch(known)).weight
+            _layers_of(known.dense_arch).add_module(TURN, Turn(known.sparse_arch.D, weight))
+    return model
+
+
+def has_axes(names: Iterable[str]) -> bool:
+    """Returns whether a state_dict is that of a model `with_axes_`."""
+    return any(name.rpartition(".")[2] == AXES for name in names)
+
+
+def known_groups(model: nn.Module) -> list[RotationGroup]:
+    """Finds the groups of TorchRec's own models inside a model, see the table at the top. Local, no
+    collective."""
+    trained = {id(collection) for collection in collections(model).values()}
+    known = [
+        found
+        for found in _known_models(get_unwrapped_module(model))
+        if id(_collection_of(found)) in trained
+    ]
+    return [group for found in known for group in _groups_of(found)]
+
+
+def _groups_of(known: KnownModel) -> list[RotationGroup]:
+    interaction = known.inter_arch
+    if isinstance(interaction, deepfm.FMInteractionArch):
+        if not _has_axes(interaction.fm):
+            return []
+        layers = [_first_linear_of_deep_part(interaction).weight, cast(Tensor, interaction.fm.axes)]
+        return _groups_of_tables(known, interaction.sparse_feature_names, layers)
+    if isinstance(interaction, dlrm.InteractionProjectionArch):
+        layers = [_first_linear(_layers_of(branch)).weight for branch in _branches_of(interaction)]
+        return _groups_of_tables(known, known.sparse_arch.sparse_feature_names, layers)
+    turn = _turn_of(known)
+    if not isinstance(turn, Turn):
+        return []
+    reader = _first_linear(_layers_of_over_arch(known))
+    along = (LinearReader(weight=turn.axes), LinearReader(weight=reader.weight))
+    return [
+        RotationGroup(
+            tables=tuple(table.name for table in table_configs_of(_collection_of(known))),
+            along=along,
+        )
+    ]
+
+
+def _groups_of_tables(
+    known: KnownModel, features: Sequence[str], layers: Sequence[Tensor]
+) -> list[RotationGroup]:
+    """A group for each table, read by layers whose inputs are the dense output and then the
+    features."""
+    groups = []
+    for table in table_configs_of(_collection_of(known)):
+        columns = [table.embedding_dim * (1 + features.index(name)) for name in table.feature_names]
+        readers = tuple(
+            LinearReader(weight=layer, first_column=first) for first in columns for layer in layers
+        )
+        groups.append(RotationGroup(tables=(table.name,), readers={table.name: readers}))
+    return groups
+
+
+def _known_models(root: nn.Module) -> Iterator[KnownModel]:
+    """TorchRec's models inside a model that compute as TorchRec wrote them, from parts that nobody
+    else has."""
+    shared = _shared(root)
+    for module in list(root.modules()):
+        if isinstance(module, Rotatable) or not isinstance(
+            module, dlrm.DLRM | deepfm.SimpleDeepFMNN
+        ):
+            continue
+        parts = (
+            _parts_of_dlrm(module) if isinstance(module, dlrm.DLRM) else _parts_of_deepfm(module)
+        )
+        if all(_computes_as(part, kinds) for part, kinds in parts) and not shared & _own_parts(
+            module
+        ):
+            yield module
+
+
+def _parts_of_dlrm(model: dlrm.DLRM) -> Iterator[tuple[nn.Module, tuple[type[nn.Module], ...]]]:
+    """Yields every module of a DLRM that is read or changed, from outside to inside, and the types
+    that it may have."""
+    yield model, (dlrm.DLRM,)
+    yield model.sparse_arch, (dlrm.SparseArch,)
+    yield model.inter_arch, (dlrm.InteractionArch, dlrm.InteractionProjectionArch)
+    yield model.dense_arch, (dlrm.DenseArch,)
+    yield from _parts_of_mlp(model.dense_arch.model)
+    yield model.over_arch, (dlrm.OverArch,)
+    yield model.over_arch.model, (nn.Sequential,)
+    yield from _parts_of_mlp(model.over_arch.model[0])
+    if isinstance(model.inter_arch, dlrm.InteractionProjectionArch):
+        for branch in _branches_of(model.inter_arch):
+            yield branch, (dlrm.DenseArch,)
+            yield from _parts_of_mlp(branch.model)
+
+
+def _parts_of_mlp(mlp: Any) -> Iterator[tuple[nn.Module, tuple[type[nn.Module], ...]]]:
+    yield mlp, (MLP,)
+    yield mlp._mlp, (nn.Sequential,)
+    yield mlp._mlp[0], (Perceptron,)
+    yield mlp._mlp[0]._linear, (nn.Linear,)
+
+
+def _parts_of_deepfm(
+    model: deepfm.SimpleDeepFMNN,
+) -> Iterator[tuple[nn.Module, tuple[type[nn.Module], ...]]]:
+    """The same of a SimpleDeepFMNN, whose dense output stays as it is."""
+    yield model, (deepfm.SimpleDeepFMNN,)
+    yield model.sparse_arch, (deepfm.SparseArch,)
+    yield model.inter_arch, (deepfm.FMInteractionArch,)
+    yield model.inter_arch.fm, (FactorizationMachine, DirectedFactorizationMachine)
+    yield model.inter_arch.deep_fm, (DeepFM,)
+    yield model.inter_arch.deep_fm.dense_module, (nn.Sequential,)
+    yield _first_linear_of_deep_part(model.inter_arch), (nn.Linear,)
+
+
+def _computes_as(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Returns whether a module computes as one of TorchRec's or torch's own classes, and not as a
+    subclass does."""
+    is_one = isinstance(module, kinds) and any(
+        type(module).forward is kind.forward for kind in kinds
+    )
+    is_patched = "forward" in vars(module) or bool(
+        module._forward_hooks or module._forward_pre_hooks
+    )
+    return is_one and not is_patched and not is_parametrized(module)
+
+
+def _shared(root: nn.Module) -> set[int]:
+    """Modules and weights, by identity, that have several names in a model."""
+    held = Counter(id(module) for _, module in root.named_modules(remove_duplicate=False))
+    held.update(id(weight) for _, weight in root.named_parameters(remove_duplicate=False))
+    return {part for part, times in held.items() if times > 1}
+
+
+def _own_parts(known: KnownModel) -> set[int]:
+    parts: list[object] = [known, known.sparse_arch, _collection_of(known)]
+    for arch in (known.dense_arch, known.inter_arch, known.over_arch):
+        parts += [*arch.modules(), *arch.parameters()]
+    return {id(part) for part in parts}
+
+
+def _collection_of(known: KnownModel) -> nn.Module:
+    return known.sparse_arch.embedding_bag_collection
+
+
+def _branches_of(interaction: dlrm.InteractionProjectionArch) -> tuple[Any, Any]:
+    return interaction.interaction_branch1, interaction.interaction_branch2
+
+
+def _layers_of(arch: Any) -> nn.Sequential:
+    """The perceptrons of a dense arch."""
+    return cast(nn.Sequential, arch.model._mlp)
+
+
+def _layers_of_over_arch(known: KnownModel) -> nn.Sequential:
+    return cast(nn.Sequential, cast(Any, known.over_arch.model)[0]._mlp)
+
+
+def _first_linear(layers: nn.Sequential) -> nn.Linear:
+    return cast(nn.Linear, cast(Any, layers[0])._linear)
+
+
+def _first_linear_of_deep_part(interaction: deepfm.FMInteractionArch) -> nn.Linear:
+    return cast(nn.Linear, cast(nn.Sequential, interaction.deep_fm.dense_module)[0])
+
+
+def _turn_of(known: KnownModel) -> nn.Module | None:
+    return _layers_of(known.dense_arch)._modules.get(TURN)
+
+
+def _has_axes(module: nn.Module | None) -> bool:
+    return isinstance(module, Turn | DirectedFactorizationMachine)
+
+
+logger = logging.getLogger(__name__)
+
+LINEAR_STATES = frozenset({"exp_avg", "momentum_buffer"})
+"""Optimizer states that turn as the gradient does."""
+SQUARED_STATES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
+"""Optimizer states that are sums of squared gradients."""
+
+
+def rotation_groups(model: nn.Module, leave_alone: Collection[str] = ()) -> list[RotationGroup]:
+    """Finds the groups of tables that can be rotated in a model. Local, no collective."""
+    modules = get_unwrapped_module(model).modules()
+    groups = [
+        group
+        for module in modules
+        if isinstance(module, Rotatable)
+        for group in module.rotation_groups()
+    ]
+    groups += known_groups(model)
+    check_groups(groups, _embedding_dims(model))
+    frozen = {
+        table for module in collections(model).values() for table in frozen_tables_of(module)
+    } | {*leave_alone}
+    return [group for group in groups if not _holds_frozen(group, frozen)]
+
+
+def _holds_frozen(group: RotationGroup, frozen_tables: set[str]) -> bool:
+    layers = [layer for layer in group.layers() if isinstance(layer, nn.Parameter)]
+    return bool(frozen_tables & set(group.tables)) or not all(
+        layer.requires_grad for layer in layers
+    )
+
+
+def _embedding_dims(model: nn.Module) -> dict[str, int]:
+    """Table -> D."""
+    modules = collections(model).values()
+    return {
+        config.name: config.embedding_dim
+        for module in modules
+        for config in table_configs_of(module)
+    }
+
+
+@torch.no_grad()
+def rotate_(
+    model: nn.Module,
+    counts: FrequencyCounts,
+    optimizer: torch.optim.Optimizer | None = None,
+    leave_alone: Collection[str] = (),
+) -> list[Tensor]:
+    """Turns the tables of every rotation group, and the layers that read them, into the tables'
+    principal axes."""
+    groups = rotation_groups(model, leave_alone)
+    dims = _embedding_dims(model)
+    modules = list(collections(model).values())
+    shards = [shard for module in modules for shard in local_shards(module)]
+    ranks = ranks_of(*modules)
+    tables = [table for group in groups for table in group.tables]
+    _say_what_stays(dims, [*tables, *leave_alone], ranks)
+    states: dict[int, dict[str, Tensor]] = {}
+    if optimizer is not None:
+        states = _states_by_storage(model, optimizer)
+        turned = [shard.weight for shard in shards if shard.table in tables]
+        turned += [layer for group in groups for layer in group.layers()]
+        _refuse(_split_rows(shards, set(tables), dims) or _unknown_state(turned, states), ranks)
+    rows = whole_rows(
+        shards, {table: (counts.counts[table].numel(), dims[table]) for table in tables}, ranks
+    )
+    with writing_to_tables(model):
+        return [
+            _rotate_group_(
+                group, {table: rows[table] for table in group.tables}, counts, ranks, states
+            )
+            for group in groups
+        ]
+
+
+def _say_what_stays(dims: Mapping[str, int], turned: Sequence[str], ranks: Ranks) -> None:
+    """Names the tables whose axes stay as they are; those of a single column have nothing to turn."""
+    others = [table for table, dim in dims.items() if dim > 1 and table not in turned]
+    if others and ranks.is_first:
+        requirement = "tables of which it is known what turns along, and that are not frozen"
+        remedy = "they keep their axes; see `with_axes_` for TorchRec's models, `rotation_groups` for others"
+        logger.warning(describe("rotation", requirement, f"others: {others}", remedy))
+
+
+def _rotate_group_(
+    group: RotationGroup,
+    rows: Mapping[str, WholeRows],
+    counts: FrequencyCounts,
+    ranks: Ranks,
+    states: Mapping[int, Mapping[str, Tensor]],
+) -> Tensor:
+    dim = rows[group.tables[0]].shape[1]
+    shards = [shard for of_table in rows.values() for shard in of_table.shards]
+    if group.product is not None:
+        columns = slice(group.product.first_column, group.product.first_column + dim)
+        _draw_in_(group.product.weight, columns, group.tables[0], shards, states)
+    rotation = ranks.broadcast_(_principal_axes(_second_moment(rows, dim, counts, ranks)))
+    for of_table in rows.values():
+        for chunk in of_table.chunks():
+            chunk.write_(chunk.values @ rotation.to(chunk.values.device))
+    for shard in shards:
+        _turn_states_(_states_like(shard.weight, states), rotation, slice(None))
+    for turning in group.turning():
+        columns = slice(turning.first_column, turning.first_column + dim)
+        _rotate_columns_(turning.weight[:, columns], rotation)
+        _turn_states_(_states_like(turning.weight, states), rotation, columns)
+    return rotation
+
+
+def _draw_in_(
+    layer: Tensor,
+    columns: slice,
+    first_table: str,
+    shards: Sequence[TableShard],
+    states: Mapping[int, Mapping[str, Tensor]],
+) -> None:
+    """Draws the weights of a product into its two tables, the sign into the first. Local: all ranks
+    have them."""
+    weights = layer[:, columns].double().clone()
+    for shard in shards:
+        factor = weights.abs().sqrt() * (weights.sign() if shard.table == first_table else 1)
+        for chunk, _, held in shard.chunks():
+            chunk.copy_((chunk.double() * factor[:, held].to(chunk.device)).to(chunk))
+        # Of a column that the product does not look at nothing is known.
+        inverse = torch.where(factor.abs() > 1e-6 * factor.abs().max(), 1 / factor, 0.0)
+        for name, state in _states_like(shard.weight, states):
+            scale = (inverse if name in LINEAR_STATES else inverse.square()).to(state.device)
+            state.copy_((state.double() * scale).to(state))
+    layer[:, columns] = 1
+    for name, state in _states_like(layer, states):
+        of_ones = state[:, columns].double() * weights.square()
+        state[:, columns] = 0 if name in LINEAR_STATES else of_ones.mean().to(state)
+
+
+def _states_like(
+    weight: Tensor, states: Mapping[int, Mapping[str, Tensor]]
+) -> list[tuple[str, Tensor]]:
+    """Optimizer states with a number for each of the weight's."""
+    return [
+        (name, state)
+        for name, state in states.get(weight.data_ptr(), {}).items()
+        if state.shape == weight.shape
+    ]
+
+
+def _second_moment(
+    rows: Mapping[str, WholeRows], dim: int, counts: FrequencyCounts, ranks: Ranks
+) -> Tensor:
+    """``(D, D)`` float64: sum over tables of E^T diag(counts) E, every row once however many ranks
+    walk through it."""
+    moment = torch.zeros(dim, dim, dtype=torch.float64)
+    for table, of_table in rows.items():
+        for chunk in of_table.chunks():
+            weights = counts.counts[table][chunk.rows].to(chunk.values) / of_table.copies
+            moment = moment + (chunk.values.T @ (chunk.values * weights[:, None])).cpu()
+    return ranks.sum_(moment / counts.num_samples)
+
+
+def _copies(
+    shards_here: Sequence[TableShard],
+    dims: Mapping[str, int],
+    counts: FrequencyCounts,
+    ranks: Ranks,
+) -> dict[str, int]:
+    """On how many ranks each value of a table is held, see `num_copies`."""
+    shards = {table: [shard for shard in shards_here if shard.table == table] for table in dims}
+    return num_copies(
+        shards, {table: (counts.counts[table].numel(), dim) for table, dim in dims.items()}, ranks
+    )
+
+
+def _principal_axes(moment: Tensor) -> Tensor:
+    """Eigenvectors as columns, by falling eigenvalue; the largest component of each is positive."""
+    axes = torch.linalg.eigh(moment).eigenvectors.flip(1)
+    largest = axes.gather(0, axes.abs().argmax(0, keepdim=True))
+    return axes * largest.sign()
+
+
+def _rotate_columns_(weights: Tensor, rotation: Tensor) -> None:
+    weights.copy_((weights.double() @ rotation.to(weights.device)).to(weights))
+
+
+def _turn_states_(states: Sequence[tuple[str, Tensor]], rotation: Tensor, columns: slice) -> None:
+    for name, state in states:
+        _rotate_columns_(
+            state[:, columns], rotation if name in LINEAR_STATES else rotation.square()
+        )
+
+
+def _states_by_storage(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[int, dict[str, Tensor]]:
+    """Address of a parameter's storage -> its optimizer states, of fused optimizers and of the
+    other one."""
+    found = {}
+    for parameter, state in [
+        *optimizer.state.items(),
+        *_fused_states(cast(DistributedModelParallel, model)),
+    ]:
+        found[parameter.data_ptr()] = {
+            name: value for name, value in state.items() if isinstance(value, Tensor)
+        }
+    return found
+
+
+def _fused_states(model: DistributedModelParallel) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Local weights and states of optimizers fused into the tables' backward, by the names that
+    torch.optim has."""
+    for key, state in model.fused_optimizer.state.items():
+        weight = _local(key)
+        if weight is not None:
+            whole = [
+                each
+                for each in map(_local, state.values())
+                if each is not None and each.shape == weight.shape
+            ]
+            yield (
+                weight,
+                dict(
+                    zip(
+                        ("exp_avg", "exp_avg_sq") if len(whole) > 1 else ("sum",),
+                        whole,
+                        strict=False,
+                    )
+                ),
+            )
+
+
+def _local(value: object) -> Tensor | None:
+    """The only local shard of a ShardedTensor, a tensor itself, or None."""
+    if isinstance(value, ShardedTensor):
+        shards = value.local_shards()
+        return shards[0].tensor if shards else None
+    return value if isinstance(value, Tensor) else None
+
+
+def _refuse(problem: str, ranks: Ranks) -> None:
+    for found in filter(None, ranks.gather_texts(problem)):
+        raise NotImplementedError(found)
+
+
+def _split_rows(
+    shards_here: Sequence[TableShard], tables: set[str], embedding_dims: Mapping[str, int]
+) -> str:
+    """Names a table of which this rank holds parts of rows, if there is one."""
+    for shard in shards_here:
+        if shard.table in tables and shard.weight.shape[1] != embedding_dims[shard.table]:
+            received = f"{shard.weight.shape[1]} of its {embedding_dims[shard.table]} columns"
+            remedy = "shard it by rows or as a whole, or search with rotate=False"
+            return describe(
+                f"table {shard.table!r}",
+                "supported to rotate are shards of whole rows",
+                received,
+                remedy,
+            )
+    return ""
+
+
+def _unknown_state(weights: Sequence[Tensor], states: Mapping[int, Mapping[str, Tensor]]) -> str:
+    """Names an optimizer state that nobody knows how to turn, if there is one."""
+    for weight in weights:
+        for name, _ in _states_like(weight, states):
+            if name not in LINEAR_STATES | SQUARED_STATES:
+                supported = f"supported to rotate are {sorted(LINEAR_STATES | SQUARED_STATES)}"
+                return describe(
+                    "optimizer state", supported, repr(name), "search with rotate=False"
+                )
+    return ""

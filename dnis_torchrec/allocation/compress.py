@@ -11,17 +11,19 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from dnis_torchrec.allocation.allocate import Allocation, allocate
-from dnis_torchrec.allocation.curvature import checked_batch, curvature_of_read_tables, on_all
-from dnis_torchrec.allocation.curvature_sums import Curvature
+from dnis_torchrec.allocation.axes import rotate_, with_axes_
+from dnis_torchrec.allocation.bits import Allocation, allocate
+from dnis_torchrec.allocation.curvature import (
+    Curvature,
+    Loss,
+    checked_batch,
+    curvature_of_read_tables,
+    on_all,
+    predictions_of,
+)
 from dnis_torchrec.allocation.energies import BITS, RoundingEnergies, rounding_energies
-from dnis_torchrec.allocation.loss_derivatives import Loss
-from dnis_torchrec.allocation.loss_sample import LossSample
-from dnis_torchrec.allocation.output_bias import output_bias
-from dnis_torchrec.allocation.predictions import predictions_of
-from dnis_torchrec.allocation.rotation import rotate_
+from dnis_torchrec.allocation.held_out import LossSample, output_bias
 from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES, NUM_BLOCKS
-from dnis_torchrec.allocation.torchrec_models import with_axes_
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, describe
@@ -109,7 +111,7 @@ def compress(
     step.
 
     The mean prediction stays: a model of one output has its output bias moved by what rounding
-    moves it by, see `dnis_torchrec.allocation.output_bias`. Its other dense weights are as they
+    moves it by, see `dnis_torchrec.allocation.held_out`. Its other dense weights are as they
     were, but for what turned with tables.
 
     Every EmbeddingBagCollection becomes a PackedEmbeddingBagCollection, and every
@@ -117,7 +119,7 @@ def compress(
     All tables share one budget. They are turned first where that is known to change no prediction
     (`with_axes_`, `rotation_groups`); frozen ones keep their axes, and are compressed as all others
     are. A table that no batch reads is worth nothing and may be dropped; rows of others that no
-    batch reads keep a few narrow columns (`dnis_torchrec.allocation.allocate.COLD_COLUMNS`), to
+    batch reads keep a few narrow columns (`dnis_torchrec.allocation.bits.COLD_COLUMNS`), to
     learn in where training goes on (`MixedDimensionEmbeddingBagCollection.from_tables`).
 
     Local, no collective; needs no process group. Of a model that is spread over ranks, use
@@ -131,7 +133,7 @@ def compress(
         compression: bytes of the float32 tables over bytes served, to be met from below.
         counts: of all rows in the training data; None counts the batches.
         held_out: batches that the model was not trained on, such as a validation split: they teach
-            the scales of the codes (`dnis_torchrec.allocation.learnt_scales`), and the loss is
+            the scales of the codes (`dnis_torchrec.allocation.held_out`), and the loss is
             predicted on them. None leaves scales as they were fitted, and takes `batches`, on which
             up to three times the loss is predicted that others will have.
         leave_alone: names of tables that must not be touched: they keep their axes and their

@@ -1,26 +1,32 @@
-"""Curvature: what every column of every block is worth to the loss."""
+"""Curvature: how fast the loss rises as a column of a block is scaled away from 1."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import count, pairwise
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.allocation.curvature_sums import Curvature, CurvatureSums, LookedUp
-from dnis_torchrec.allocation.loss_derivatives import (
-    Loss,
-    LossDerivatives,
-    loss_derivatives,
-    task_derivatives,
+from dnis_torchrec.allocation.contributions import (
+    Apart,
+    Entries,
+    Lookup,
+    Reads,
+    WatchedCollection,
+    merged,
+    sum_by_group,
+    watched_collection,
+    watching,
 )
-from dnis_torchrec.allocation.pooled_blocks import Lookup, WatchedCollection, watching
-from dnis_torchrec.allocation.sequence_blocks import watched_collection
 from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, describe
@@ -30,10 +36,324 @@ from dnis_torchrec.data.lookup_batches import for_lookup
 from dnis_torchrec.data.over_ranks import SAME_BATCHES
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.data.split_checks import check_batch
-from dnis_torchrec.data.task import LossTask, Outputs, Task
+from dnis_torchrec.data.task import LossTask, Outputs, Task, check_outputs
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.selection.features_by_name import read_by_name_
 from dnis_torchrec.selection.table_shards import collections, ranks_of, table_configs_of
+
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Called with (predictions, labels), both float64: their mean loss, a scalar."""
+
+RELATIVE, ABSOLUTE = 1e-6, 1e-12
+"""Tolerances within which one float64 number, computed in two ways, counts as equal."""
+SINGLE = 1e-3
+"""The same for the numbers of a task, which are its model's, in float32 mostly."""
+
+
+@dataclass(frozen=True)
+class LossDerivatives:
+    """A loss around the predictions of a batch."""
+
+    loss: float
+    first: Tensor
+    second: Tensor
+
+
+@torch.enable_grad()
+def loss_derivatives(loss: Loss, predictions: Tensor, labels: Tensor) -> LossDerivatives:
+    """Derives a loss twice in the prediction of every sample: by T + 2 passes over numbers of the
+    batch's size."""
+    z, y = predictions.detach().double().requires_grad_(), labels.double()
+    value = _of(loss, z, y)
+    mean, twice = (
+        float(of.detach()) for of in (value, _of(loss, torch.cat([z, z]), torch.cat([y, y])))
+    )
+    is_mean = math.isclose(mean, twice, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+    remedy = "give it reduction='mean'"
+    check(
+        is_mean,
+        _place(loss),
+        "a mean over the samples",
+        f"{mean:g}, and {twice:g} of every sample twice",
+        remedy,
+    )
+    return _derivatives(value, z, _place(loss), RELATIVE)
+
+
+def _derivatives(value: Tensor, z: Tensor, place: str, tolerance: float) -> LossDerivatives:
+    """Derives a mean over samples, computed from ``(B, T)`` predictions."""
+    num_samples, num_outputs = z.shape
+    first = _derive(value, z, place, create_graph=True) * num_samples
+    rows = [_derive(first[:, output].sum(), z, place) for output in range(num_outputs)]
+    second = torch.stack(rows, dim=1)
+    probe = torch.arange(1, z.numel() + 1, dtype=z.dtype, device=z.device).cos().view_as(z)
+    mixed = _derive((first * probe).sum(), z, place)
+    expected = torch.einsum("ntu,nt->nu", second, probe)
+    apart = torch.allclose(
+        mixed, expected, tolerance, tolerance * float(expected.abs().max()) + ABSOLUTE
+    )
+    check(apart, place, "a mean of the losses of single samples", "one in which samples meet")
+    return LossDerivatives(
+        loss=float(value.detach()), first=first.detach().double(), second=second.double()
+    )
+
+
+@torch.enable_grad()
+def task_derivatives(
+    task: Task, batch: Batch, outputs: Outputs, place: str
+) -> tuple[Tensor, LossDerivatives]:
+    """Derives a task's loss twice in the outputs of its model, of every sample. Local, no
+    collective."""
+    place = f"{place}, task {type(task).__name__}"
+    check_outputs(outputs, place)
+    by_name = {"": outputs} if isinstance(outputs, Tensor) else dict(outputs)
+
+    def loss_at(values: Mapping[str, Tensor]) -> Tensor:
+        given = {name: values.get(name, part) for name, part in by_name.items()}
+        value = task.loss(batch, given[""] if isinstance(outputs, Tensor) else given)
+        return value.sum()
+
+    leaves = {
+        name: part.detach().requires_grad_()
+        for name, part in by_name.items()
+        if isinstance(part, Tensor)
+        and part.is_floating_point()
+        and part.shape[:1] == batch.labels.shape[:1]
+    }
+    value, remedy = (
+        loss_at(leaves),
+        "take what comes from the model from the outputs in its method 'loss'",
+    )
+    check(
+        value.requires_grad,
+        place,
+        "a loss that depends on the outputs",
+        f"constants {list(by_name)}",
+        remedy,
+    )
+    gradients = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+    used = [name for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
+    columns = [by_name[name].reshape(len(batch.labels), -1) for name in used]
+    whole = torch.cat(columns, dim=1)
+    finite = whole.isfinite()
+    if not bool(finite.all()):
+        remedy = "take weights of a model whose training did not diverge"
+        raise ValueError(
+            describe(place, "finite outputs", float(whole[~finite][0].detach()), remedy)
+        )
+    z = whole.detach().requires_grad_()
+    parts = z.split([column.shape[1] for column in columns], dim=1)
+    values = {
+        name: part.view_as(by_name[name]).to(by_name[name])
+        for name, part in zip(used, parts, strict=True)
+    }
+    return whole, _derivatives(loss_at(values), z, place, SINGLE)
+
+
+def name_of(loss: Loss | Task) -> str:
+    """Returns the name of a loss for errors."""
+    return getattr(loss, "__name__", type(loss).__name__)
+
+
+def _place(loss: Loss) -> str:
+    return f"loss {name_of(loss)}"
+
+
+def _of(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
+    value = loss(z.squeeze(1) if z.shape[1] == 1 else z, y)
+    is_scalar = isinstance(value, Tensor) and value.numel() == 1
+    received = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    check(
+        is_scalar,
+        _place(loss),
+        "a scalar, the mean over the samples",
+        received,
+        "give it reduction='mean'",
+    )
+    return value.sum()
+
+
+def _derive(value: Tensor, z: Tensor, place: str, *, create_graph: bool = False) -> Tensor:
+    try:
+        return torch.autograd.grad(
+            value, z, create_graph=create_graph, retain_graph=True, materialize_grads=True
+        )[0]
+    except RuntimeError as error:
+        supported = "supported are losses that are twice differentiable in the predictions"
+        raise NotImplementedError(describe(place, supported, str(error).splitlines()[0])) from error
+
+
+logger = logging.getLogger(__name__)
+
+LARGEST_STEP = 4.0
+"""Norm of G over that of H, up to which a model may be trained: L2 alone holds one back by 1 to 2.
+"""
+LEAST_CURVATURE = 1e-6
+"""Sum of H over the mean loss, below which dropping all tables would cost nothing that counts."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Curvature:
+    """Gradient and curvature of the loss in alpha, for every column of every block, see
+    `curvature`."""
+
+    gradient: Mapping[str, Tensor]
+    curvature: Mapping[str, Tensor]
+    num_samples: int
+    relative_error: float
+    couplings: Mapping[str, Tensor] = field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether no column moves a prediction: nothing is left to choose by."""
+        return not any(bool(of_table.any()) for of_table in self.curvature.values())
+
+    def __repr__(self) -> str:
+        tables = f"{len(self.curvature)} table{'s' if len(self.curvature) != 1 else ''}"
+        return f"Curvature({tables}, {self.num_samples} samples, relative error {self.relative_error:.2g})"
+
+
+@dataclass(frozen=True, eq=False)
+class LookedUp:
+    """Results of a batch's forward and backward passes."""
+
+    at: LossDerivatives
+    calls: list[tuple[Lookup, Apart | None, Tensor]]
+
+
+class CurvatureSums:
+    """Sums over samples, of this rank."""
+
+    def __init__(
+        self,
+        tables: Iterable[EmbeddingBagConfig],
+        blocks: RowBlocks,
+        device: torch.device,
+        *,
+        couplings: bool,
+    ) -> None:
+        sizes = {
+            table.name: (blocks.routings[table.name].num_blocks, table.embedding_dim)
+            for table in tables
+        }
+        both = {
+            name: torch.zeros(2, *size, dtype=torch.float64, device=device)
+            for name, size in sizes.items()
+        }
+        self._of_tables = both
+        self._couplings = {
+            name: torch.zeros(num_blocks, dim, dim, dtype=torch.float64, device=device)
+            for name, (num_blocks, dim) in sizes.items()
+            if couplings
+        }
+        self._batches = torch.zeros(9, dtype=torch.float64)
+        self._reads = torch.zeros(len(sizes), dtype=torch.float64)
+
+    @torch.no_grad()
+    def add(self, looked_up: LookedUp) -> None:
+        """Adds a batch."""
+        at = looked_up.at
+        batch_size = len(at.first)
+        entries: dict[str, list[Entries]] = {name: [] for name in self._of_tables}
+        for lookup, apart, gradient in looked_up.calls:
+            for table, own in lookup.of.entries(lookup, apart, gradient):
+                entries[table].append(own)
+            for table, reads in lookup.of.reads(lookup, gradient) if self._couplings else ():
+                self._couplings[table] += _coupled(reads, at.second, len(self._couplings[table]))
+        total, noise = 0.0, 0.0
+        for place, (table, of_table) in enumerate(entries.items()):
+            if not of_table:
+                continue
+            both = merged(of_table, batch_size)
+            self._reads[place] += len(both.samples)
+            num_blocks = self._of_tables[table].shape[1]
+            slopes = torch.einsum("mt,tmd->md", at.first[both.samples], both.worth)
+            bends = torch.einsum("tmd,mtu,umd->md", both.worth, at.second[both.samples], both.worth)
+            added = torch.stack(
+                [sum_by_group(own, both.blocks, num_blocks) for own in (slopes, bends)]
+            )
+            self._of_tables[table] += added
+            total, noise = total + float(added[1].sum()), noise + float(slopes.square().sum())
+        n, loss, bent = batch_size, at.loss * batch_size, float(at.second.abs().sum())
+        self._batches += torch.tensor(
+            [1, n, n * n, total, total * total, total * n, noise, loss, bent]
+        )
+
+    def over(self, ranks: Ranks, loss: Loss | Task, *, warns: bool) -> Curvature:
+        """Means over the samples of all ranks. One all_reduce, and one for the couplings of each
+        table."""
+        flat = [
+            self._batches,
+            self._reads,
+            *(both.flatten().cpu() for both in self._of_tables.values()),
+        ]
+        summed = ranks.sum_(torch.cat(flat)).split([part.numel() for part in flat])
+        batches, n, n_n, total, total_total, total_n, noise, mean_loss, bent = summed[0].tolist()
+        place, requirement = f"loss {name_of(loss)}", "one that is twice differentiable"
+        check(
+            bent > 0,
+            place,
+            requirement,
+            "second derivatives of 0",
+            "choose one that bends, such as MSELoss",
+        )
+        means = {
+            name: (own / n).view(both.shape)
+            for (name, both), own in zip(self._of_tables.items(), summed[2:], strict=True)
+        }
+        mean = total / n
+        spread = (
+            total_total - 2 * mean * total_n + mean * mean * n_n
+        )  # of batches' sums, about the mean
+        error = math.inf
+        if batches > 1 and total:
+            error = math.sqrt(max(spread, 0.0) * batches / (batches - 1)) / abs(total)
+        found = Curvature(
+            gradient={name: both[0] for name, both in means.items()},
+            curvature={name: both[1] for name, both in means.items()},
+            num_samples=round(n),
+            relative_error=error,
+            couplings={name: ranks.sum_(own.cpu()) / n for name, own in self._couplings.items()},
+            unread=frozenset(
+                name for name, reads in zip(means, summed[1].tolist(), strict=True) if not reads
+            ),
+        )
+        if warns and ranks.is_first:
+            _warn_of_untrained(found, mean_loss / n, noise / (n * n))
+        return found
+
+
+def _coupled(reads: Reads, second: Tensor, num_blocks: int) -> Tensor:
+    """``(S, D, D)``, the couplings of a table's reads through one feature; `second` is ``(B, T,
+    T)``."""
+    slopes = reads.slopes.double()
+    bent = torch.einsum("mtu,umd->tmd", second[reads.samples], slopes) * reads.times[:, None]
+    order, sizes = (
+        reads.blocks.argsort(stable=True),
+        torch.bincount(reads.blocks, minlength=num_blocks).tolist(),
+    )
+    of_blocks = zip(
+        bent[:, order].split(sizes, dim=1), slopes[:, order].split(sizes, dim=1), strict=True
+    )
+    return torch.stack([one.flatten(0, 1).T @ other.flatten(0, 1) for one, other in of_blocks])
+
+
+def _warn_of_untrained(found: Curvature, loss: float, noise: float) -> None:
+    """Warns where the tables do next to nothing, or columns would rather change by several times
+    their size."""
+    bend = sum(float(own.sum()) for own in found.curvature.values())
+    bends = math.sqrt(sum(float(own.square().sum()) for own in found.curvature.values()))
+    slopes = math.sqrt(
+        max(sum(float(own.square().sum()) for own in found.gradient.values()) - noise, 0.0)
+    )
+    if bend <= LEAST_CURVATURE * abs(loss) or slopes > LARGEST_STEP * bends:
+        logger.warning(
+            "the model looks untrained: the gradient of the loss in alpha has a norm of %.3g beside a curvature of "
+            "%.3g, whose sum is %.3g at a loss of %.3g; train it first, or what columns are worth says little",
+            *(slopes, bends, bend, loss),
+        )
+
 
 LARGER_SAMPLE = 4
 """By which a sample grows that reads nothing of a table."""
@@ -318,3 +638,25 @@ def _of_samples(predictions: object, num_samples: int, place: str) -> Tensor:
     is_of_samples = predictions.dim() in (1, 2) and len(predictions) == num_samples
     check(is_of_samples, place, requirement, tuple(predictions.shape), remedy)
     return predictions if predictions.dim() == 2 else predictions.unsqueeze(1)
+
+
+class PredictedBatch(NamedTuple):
+    """What a model says of a batch."""
+
+    outputs: Outputs
+    values: Tensor
+    at: LossDerivatives
+
+
+@torch.no_grad()
+def predictions_of(
+    model: nn.Module, batch: Batch, loss: Loss | Task, place: str, ranks: Ranks
+) -> PredictedBatch:
+    """The predictions of one batch in evaluation mode, and the loss around them."""
+    read_by_name_(model, refuse_weights=None)
+    batch = batch.to(device_of(model))
+    with evaluating(model):
+        outputs = outputs_of(model, batch, loss)
+    with on_all(ranks):
+        predictions, at = derivatives_at(outputs, batch, loss, place)
+    return PredictedBatch(outputs, predictions.double(), at)

@@ -1,22 +1,27 @@
-r"""Rounding energies: the squared error that storing a column of a block in k bits leaves."""
+"""How much loss each width of a column saves, measured on a sample of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.allocation.row_sample import RowSample, sample_rows, sampled_values
 from dnis_torchrec.blocks.bit_fields import WIDTHS, is_coded
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.blocks.column_codes import ColumnCodes, check_finite
+from dnis_torchrec.blocks.column_codes import ColumnCodes, check_finite, decode_rows, encode_rows
 from dnis_torchrec.blocks.fitted_codes import fit_codes
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.frequency import ROWS_AT_A_TIME, FrequencyCounts, RowCounts
+from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.ranks import Ranks
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
+from dnis_torchrec.selection.cached_tables import writing_to_tables
 from dnis_torchrec.selection.table_shards import (
+    TableShard,
     collections,
     is_weighted,
     local_shards,
@@ -25,6 +30,298 @@ from dnis_torchrec.selection.table_shards import (
     table_configs_of,
 )
 from dnis_torchrec.selection.wrapper import soft_selection_modules
+
+ROWS_PER_BLOCK = 4096
+UNSEEN_WEIGHT = 0.125
+"""Weight, in lookups, of a row that training never looked up: little, but enough that its codes are
+no garbage."""
+_ROUNDS = 8
+"""Rows that are certain leave more of the sample to the others, which may make further ones
+certain."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowSample:
+    """Some rows of a table."""
+
+    rows: Tensor
+    blocks: Tensor
+    weights: Tensor
+
+
+def sample_rows(
+    counts: RowCounts, routing: RowRouting, rows_per_block: int = ROWS_PER_BLOCK
+) -> RowSample:
+    """Draws rows of every block. Local and deterministic: equal counts and blocks give equal
+    samples."""
+    thresholds = _thresholds(counts, routing, rows_per_block)
+    most = int(routing.row_counts().clamp(max=rows_per_block + 1).sum())
+    # made at once: small tensors kept between large ones that go would leave holes as large as all
+    # chunks together
+    rows, blocks = torch.empty(2, most, dtype=torch.int64)
+    weights, filled = torch.empty(most, dtype=torch.float64), 0
+    passed = torch.full((routing.num_blocks,), 0.5, dtype=torch.float64)
+    for chunk, of_rows, frequency in _rows_with_blocks(counts, routing):
+        of_each = thresholds[of_rows]
+        probability = torch.where(
+            frequency >= of_each, 0.0, frequency / of_each.clamp(min=UNSEEN_WEIGHT)
+        )
+        order = torch.sort(of_rows, stable=True).indices
+        sums = probability[order].cumsum(0)
+        sizes = torch.bincount(of_rows, minlength=routing.num_blocks)
+        ends = torch.cat([torch.zeros(1, dtype=torch.float64), sums])[sizes.cumsum(0)]
+        starts = torch.cat([torch.zeros(1, dtype=torch.float64), ends[:-1]])
+        after = torch.empty_like(sums)
+        after[order] = sums - starts[of_rows[order]] + passed[of_rows[order]]
+        drawn = (after.floor() > (after - probability).floor()) | (frequency >= of_each)
+        passed += ends - starts
+        passed -= passed.floor()
+        here = slice(filled, filled := filled + int(drawn.sum()))
+        rows[here], blocks[here] = chunk[drawn], of_rows[drawn]
+        weights[here] = torch.maximum(frequency, of_each)[drawn]
+    return RowSample(rows[:filled], blocks[:filled], weights[:filled])
+
+
+def sampled_values(
+    sample: RowSample,
+    shards: Sequence[TableShard],
+    embedding_dim: int,
+    num_copies: int,
+    ranks: Ranks,
+) -> Tensor:
+    """The sampled rows themselves. One all_reduce, in which every value comes from one rank and the
+    others add zeros."""
+    values = torch.zeros(sample.rows.numel(), embedding_dim)
+    for shard in shards if num_copies == 1 or ranks.is_first else ():
+        first, last = shard.first_row, shard.first_row + len(shard.weight)
+        begin, end = torch.searchsorted(sample.rows, torch.tensor([first, last])).tolist()
+        own = (sample.rows[begin:end] - first).to(shard.weight.device)
+        columns = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
+        values[begin:end, columns] = shard.weight[own].float().cpu()
+    return ranks.sum_(values)
+
+
+def _thresholds(counts: RowCounts, routing: RowRouting, rows_per_block: int) -> Tensor:
+    """Per block the frequency from which on rows are certain: ``(S,)`` float64; 0 where all are."""
+    of_runs, frequency, sizes = _frequencies(counts, routing)
+    thresholds = torch.full((routing.num_blocks,), torch.inf, dtype=torch.float64)
+    for _ in range(_ROUNDS):
+        certain, others = torch.zeros(2, routing.num_blocks, dtype=torch.float64)
+        is_certain = frequency >= thresholds[of_runs]
+        certain.index_add_(0, of_runs, sizes.masked_fill(~is_certain, 0))
+        others.index_add_(0, of_runs, (sizes * frequency).masked_fill(is_certain, 0))
+        lower = torch.minimum(thresholds, others / (rows_per_block - certain).clamp(min=1))
+        if lower.equal(thresholds):
+            break
+        thresholds = lower
+    return torch.where(routing.row_counts() <= rows_per_block, 0.0, thresholds)
+
+
+def _frequencies(counts: RowCounts, routing: RowRouting) -> tuple[Tensor, Tensor, Tensor]:
+    """The frequencies that occur in a block: (blocks, frequencies, how many rows have it as
+    float64), few of each."""
+    keys, sizes = torch.zeros(2, 0, dtype=torch.int64)
+    for first in range(0, routing.num_embeddings, ROWS_AT_A_TIME):
+        own = counts[first : first + ROWS_AT_A_TIME]
+        of_rows = routing.block_of(torch.arange(first, first + len(own)))
+        kept = of_rows < routing.num_blocks
+        more, sizes_of_more = (own * routing.num_blocks + of_rows)[kept].unique(return_counts=True)
+        keys, runs = torch.cat([keys, more]).unique(return_inverse=True)
+        sizes = torch.zeros_like(keys).index_add_(0, runs, torch.cat([sizes, sizes_of_more]))
+    frequency = keys // routing.num_blocks
+    return keys % routing.num_blocks, frequency.double().clamp_(min=UNSEEN_WEIGHT), sizes.double()
+
+
+def _rows_with_blocks(
+    counts: RowCounts, routing: RowRouting
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(rows, their blocks, how often they were looked up as float64) of rows that have a block,
+    some at a time."""
+    for first in range(0, routing.num_embeddings, ROWS_AT_A_TIME):
+        rows = torch.arange(first, min(first + ROWS_AT_A_TIME, routing.num_embeddings))
+        of_rows = routing.block_of(rows)
+        frequency = counts[first : first + ROWS_AT_A_TIME].double().clamp_(min=UNSEEN_WEIGHT)
+        kept = of_rows < routing.num_blocks
+        yield rows[kept], of_rows[kept], frequency[kept]
+
+
+@dataclass(frozen=True, eq=False)
+class RowChunk:
+    """Some whole rows, and where this rank holds them or columns of them."""
+
+    values: Tensor
+    rows: slice
+    held: tuple[tuple[Tensor, slice, slice], ...]
+
+    def write_(self, values: Tensor) -> None:
+        """Writes other values to where the chunk lies. Local."""
+        for weight, rows, columns in self.held:
+            weight.copy_(values[rows, columns].to(weight))
+
+
+@dataclass(frozen=True, eq=False)
+class WholeRows:
+    """The rows of one table that this rank walks through."""
+
+    shards: Sequence[TableShard]
+    shape: tuple[int, int]
+    is_cut: bool
+    copies: int
+    ranks: Ranks
+
+    def chunks(self) -> Iterator[RowChunk]:
+        """Walks through the rows."""
+        if self.is_cut:
+            yield from self._gathered()
+            return
+        for shard in self.shards:
+            for weight, rows, columns in shard.chunks():
+                yield RowChunk(weight.double(), rows, ((weight, slice(None), columns),))
+
+    def _gathered(self) -> Iterator[RowChunk]:
+        num_rows, dim = self.shape
+        step = rows_per_chunk(dim)
+        for start in range(0, num_rows, step):
+            stop = min(start + step, num_rows)
+            held = tuple(part for shard in self.shards for part in _within(shard, start, stop))
+            values = torch.zeros(stop - start, dim, dtype=torch.float64)
+            for weight, rows, columns in held:
+                values[rows, columns] = weight.cpu().double()
+            yield RowChunk(self.ranks.sum_(values), slice(start, stop), held)
+
+
+def _within(shard: TableShard, start: int, stop: int) -> Iterator[tuple[Tensor, slice, slice]]:
+    """Yields a shard's weights for rows ``start .. stop``, and their place there; nothing if it
+    holds none of them."""
+    first = max(start, shard.first_row)
+    last = min(stop, shard.first_row + shard.weight.shape[0])
+    if first < last:
+        weight = shard.weight[first - shard.first_row : last - shard.first_row]
+        columns = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
+        yield weight, slice(first - start, last - start), columns
+
+
+def whole_rows(
+    shards: Sequence[TableShard], shapes: Mapping[str, tuple[int, int]], ranks: Ranks
+) -> dict[str, WholeRows]:
+    """The rows of tables, however they are sharded."""
+    if not shapes:
+        return {}
+    own = {table: [shard for shard in shards if shard.table == table] for table in shapes}
+    cut = [
+        any(shard.weight.shape[1] != shapes[table][1] for shard in held)
+        for table, held in own.items()
+    ]
+    is_cut = dict(
+        zip(shapes, ranks.max_(torch.tensor(cut, dtype=torch.int64)).tolist(), strict=True)
+    )
+    copies = num_copies(own, shapes, ranks)
+    return {
+        table: WholeRows(
+            held,
+            shapes[table],
+            bool(is_cut[table]),
+            ranks.world_size if is_cut[table] else copies[table],
+            ranks,
+        )
+        for table, held in own.items()
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class _HeldRows:
+    """Some rows of one shard."""
+
+    shard: TableShard
+    place: Tensor
+    own: Tensor
+    rounded: Tensor
+    blocks: Tensor
+
+    def multiply_(self, gain: Tensor) -> None:
+        """Writes the rounded rows, times a factor for each column of each block, ``(S, D)``."""
+        first, width = self.shard.first_column, self.shard.weight.shape[1]
+        of_columns = torch.cat([gain, torch.ones(1, gain.shape[1], dtype=gain.dtype)])[
+            :, first : first + width
+        ]
+        self.shard.weight[self.place] = (
+            self.rounded * of_columns.to(self.rounded)[self.blocks.to(self.rounded.device)]
+        )
+
+
+class RowsInCodes:
+    """What `rows_in_codes` gives: rows that hold rounded values, and may hold multiples of them."""
+
+    def __init__(self, model: nn.Module, held: Mapping[str, list[_HeldRows]]) -> None:
+        self._model, self._held = model, held
+
+    @torch.no_grad()
+    def multiply_(self, gains: Mapping[str, Tensor]) -> None:
+        """Rows hold multiples of their rounded values, as if scales were so much larger. Local."""
+        with writing_to_tables(self._model):
+            for name, gain in gains.items():
+                for rows in self._held[name]:
+                    rows.multiply_(gain)
+
+
+@contextmanager
+def rows_in_codes(
+    model: nn.Module,
+    tables: Mapping[str, WholeRows],
+    scheme: MixedDimensionScheme,
+    rows: Mapping[str, Tensor],
+) -> Iterator[RowsInCodes]:
+    """Within the block some rows hold the values that they would be served with; afterwards their
+    own, bit for bit."""
+    held = {
+        name: list(_held_rows(whole, scheme.tables[name], rows[name]))
+        for name, whole in tables.items()
+    }
+    every = [part for of_table in held.values() for part in of_table]
+    try:
+        _write_(model, every, lambda part: part.rounded)
+        yield RowsInCodes(model, held)
+    finally:
+        _write_(model, every, lambda part: part.own)
+
+
+@torch.no_grad()
+def _write_(
+    model: nn.Module, held: Iterable[_HeldRows], values: Callable[[_HeldRows], Tensor]
+) -> None:
+    with writing_to_tables(model):
+        for part in held:
+            part.shard.weight[part.place] = values(part)
+
+
+@torch.no_grad()
+def _held_rows(whole: WholeRows, table: TableScheme, rows: Tensor) -> Iterator[_HeldRows]:
+    """For every shard of this rank some of the table's rows, and what they are in codes, a chunk at
+    a time."""
+    for chunk in rows.split(rows_per_chunk(table.embedding_dim)):
+        blocks, gathered = table.routing.block_of(chunk), None
+        if whole.is_cut:
+            sample = RowSample(chunk, blocks, torch.ones(len(chunk), dtype=torch.float64))
+            values = sampled_values(sample, whole.shards, table.embedding_dim, 1, whole.ranks)
+            gathered = _in_codes(values, blocks, table)
+        for shard in whole.shards:
+            is_here = (chunk >= shard.first_row) & (chunk < shard.first_row + len(shard.weight))
+            place = (chunk[is_here] - shard.first_row).to(shard.weight.device)
+            own, of_own = shard.weight[place], blocks[is_here]
+            if gathered is None:
+                rounded = _in_codes(own.cpu().float(), of_own, table)
+            else:
+                rounded = gathered[
+                    is_here, shard.first_column : shard.first_column + shard.weight.shape[1]
+                ]
+            yield _HeldRows(shard, place, own, rounded.to(own), of_own)
+
+
+def _in_codes(values: Tensor, blocks: Tensor, table: TableScheme) -> Tensor:
+    """What rows are in codes, ``(n, D)``."""
+    encoded = encode_rows(values, blocks, table.codes, place=f"table {table.name!r}")
+    return decode_rows(encoded, blocks, table.codes)
+
 
 BITS = (0, 1, 2, 3, 4, 5, 6, 8)
 """Widths that are offered unless others are asked for."""

@@ -10,7 +10,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dnis_torchrec.allocation.torchrec_models import has_axes, with_axes_
+from dnis_torchrec.allocation.axes import has_axes, with_axes_
 from dnis_torchrec.artifact import (
     load,
     load_dense_state,

@@ -15,9 +15,9 @@ from torch import nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from dnis_torchrec._dependencies import versions
-from dnis_torchrec.allocation.allocate import Allocation
+from dnis_torchrec.allocation.axes import rotation_groups
+from dnis_torchrec.allocation.bits import Allocation
 from dnis_torchrec.allocation.compress import Measured, measure_
-from dnis_torchrec.allocation.rotation import rotation_groups
 from dnis_torchrec.allocation.settings import CompressSettings
 from dnis_torchrec.artifact import read_manifest
 from dnis_torchrec.artifact.export import export

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dnis_torchrec.allocation.torchrec_models import with_axes_
+from dnis_torchrec.allocation.axes import with_axes_
 from dnis_torchrec.checks import check
 from dnis_torchrec.jobs.model_shards import check_state, fill_, open_tensor
 from dnis_torchrec.jobs.run_folder import TRAINED, RunFolder

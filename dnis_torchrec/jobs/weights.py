@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dnis_torchrec.allocation.torchrec_models import has_axes, with_axes_
+from dnis_torchrec.allocation.axes import has_axes, with_axes_
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.jobs.sharded_checkpoint import ShardedCheckpoint
 from dnis_torchrec.jobs.stored_tensors import StoredTensor

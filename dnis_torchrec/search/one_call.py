@@ -11,8 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
-from dnis_torchrec.allocation.allocate import Allocation
-from dnis_torchrec.allocation.table_sizes import sizes_as_html, sizes_as_text
+from dnis_torchrec.allocation.bits import Allocation, sizes_as_html, sizes_as_text
 from dnis_torchrec.checks import describe
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
 from dnis_torchrec.forms import PACKED

@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from dnis_torchrec.allocation.allocate import retained_columns
+from dnis_torchrec.allocation.bits import retained_columns
 from dnis_torchrec.allocation.curvature import curvature
 from dnis_torchrec.allocation.energies import BITS, BlockedTable, blocked_tables
 from dnis_torchrec.blocks.blocking import RowBlocks

@@ -15,14 +15,11 @@ from torch import nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.allocation.allocate import Allocation, Prediction, allocate
-from dnis_torchrec.allocation.curvature import curvature_of_read_tables
-from dnis_torchrec.allocation.curvature_sums import Curvature
+from dnis_torchrec.allocation.axes import rotate_, rotation_groups, with_axes_
+from dnis_torchrec.allocation.bits import Allocation, Prediction, allocate
+from dnis_torchrec.allocation.curvature import Curvature, curvature_of_read_tables
 from dnis_torchrec.allocation.energies import blocked_tables
-from dnis_torchrec.allocation.loss_sample import LossSample
-from dnis_torchrec.allocation.output_bias import OutputBias, output_bias
-from dnis_torchrec.allocation.rotation import rotate_, rotation_groups
-from dnis_torchrec.allocation.torchrec_models import with_axes_
+from dnis_torchrec.allocation.held_out import LossSample, OutputBias, output_bias
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, describe

@@ -15,9 +15,13 @@ from torch.nn.functional import pad
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.allocation.curvature import on_all
-from dnis_torchrec.allocation.energies import RoundingEnergies, table_energies
-from dnis_torchrec.allocation.row_sample import sample_rows, sampled_values
-from dnis_torchrec.allocation.whole_rows import whole_rows
+from dnis_torchrec.allocation.energies import (
+    RoundingEnergies,
+    sample_rows,
+    sampled_values,
+    table_energies,
+    whole_rows,
+)
 from dnis_torchrec.blocks.bit_fields import is_coded
 from dnis_torchrec.blocks.column_codes import ColumnCodes, check_finite
 from dnis_torchrec.blocks.fitted_codes import LEAST_SCALE

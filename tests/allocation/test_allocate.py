@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dnis_torchrec.allocation.allocate import Allocation, allocate
-from dnis_torchrec.allocation.curvature_sums import Curvature
+from dnis_torchrec.allocation.bits import Allocation, allocate
+from dnis_torchrec.allocation.curvature import Curvature
 from dnis_torchrec.allocation.energies import RoundingEnergies, TableEnergies, rounding_energies
-from dnis_torchrec.allocation.hulls import RowOptions, column_steps, lower_hull, row_options, widths_of
-from dnis_torchrec.allocation.spending import Path, Purse
+from dnis_torchrec.allocation.spending import Path, Purse, RowOptions, column_steps, lower_hull, row_options, widths_of
 from dnis_torchrec.blocks.bit_fields import is_coded, row_strides
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts

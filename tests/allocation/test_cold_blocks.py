@@ -13,8 +13,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.allocation.allocate import COLD_COLUMNS, Allocation, allocate, retained_columns
-from dnis_torchrec.allocation.curvature_sums import Curvature
+from dnis_torchrec.allocation.bits import COLD_COLUMNS, Allocation, allocate, retained_columns
+from dnis_torchrec.allocation.curvature import Curvature
 from dnis_torchrec.allocation.energies import blocked_tables, rounding_energies
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts

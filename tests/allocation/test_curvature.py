@@ -19,9 +19,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import blocks_from_counts, count_frequencies, curvature, prepare_
-from dnis_torchrec.allocation.curvature import curvature_of_read_tables
-from dnis_torchrec.allocation.curvature_sums import Curvature
-from dnis_torchrec.allocation.loss_derivatives import loss_derivatives
+from dnis_torchrec.allocation.curvature import Curvature, curvature_of_read_tables, loss_derivatives
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.selection.table_shards import collections
 from tests.allocation.curvature_cases import (

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
 import dnis_torchrec as dnis
-from dnis_torchrec.allocation import learnt_scales, loss_sample, rows_in_codes
+from dnis_torchrec.allocation import energies as rows_in_codes
+from dnis_torchrec.allocation import held_out as learnt_scales
+from dnis_torchrec.allocation import held_out as loss_sample
 from dnis_torchrec.allocation.compress import Measured, measure_
-from dnis_torchrec.allocation.learnt_scales import alpha_step
+from dnis_torchrec.allocation.held_out import alpha_step
 from dnis_torchrec.blocks.bit_fields import is_coded
 from dnis_torchrec.blocks.column_codes import ColumnCodes, decode_rows, encode_rows
 from dnis_torchrec.blocks.error_feedback import feedback_of

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.allocation.compress import Measured, measure_
-from dnis_torchrec.allocation.loss_sample import LossSample
+from dnis_torchrec.allocation.held_out import LossSample
 from tests.allocation.curvature_cases import Case, Net, make_batches, make_model
 from tests.allocation.test_compress import BATCHES, Model, labels, nearest_codes, predictions, trained
 
@@ -106,7 +106,7 @@ def test_no_more_batches_are_taken_than_are_enough_and_large_ones_are_cut(monkey
 
     found = measured()
     scheme = found.allocate(compression=5).scheme
-    monkeypatch.setattr("dnis_torchrec.allocation.loss_sample.SAMPLES_PER_PASS", 10)
+    monkeypatch.setattr("dnis_torchrec.allocation.held_out.SAMPLES_PER_PASS", 10)
     sample = LossSample(found.model, Noted(), found.blocks, loss=MSE, is_held_out=False, num_samples=100)
     assert taken == BATCHES[:2]
     whole = LossSample(found.model, BATCHES[:2], found.blocks, loss=MSE, is_held_out=False)

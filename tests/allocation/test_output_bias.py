@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
 import dnis_torchrec as dnis
-from dnis_torchrec.allocation import loss_sample
+from dnis_torchrec.allocation import held_out as loss_sample
 from dnis_torchrec.allocation.compress import Measured, measure_
-from dnis_torchrec.allocation.output_bias import OutputBias, output_bias
+from dnis_torchrec.allocation.held_out import OutputBias, output_bias
 from dnis_torchrec.ranks import Ranks
 from tests.allocation.curvature_cases import Case, make_batches, make_model
 from tests.allocation.test_compress import BATCHES, labels, predictions, trained

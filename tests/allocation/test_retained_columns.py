@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dnis_torchrec.allocation.allocate import allocate, retained_columns
+from dnis_torchrec.allocation.bits import allocate, retained_columns
 from dnis_torchrec.allocation.energies import blocked_tables, check_all_merged, rounding_energies
 from dnis_torchrec.forms import PACKED
 from dnis_torchrec.selection.swap import prepare_

@@ -15,8 +15,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.allocation.axes import LinearReader, RotationGroup, WeightedProduct
-from dnis_torchrec.allocation.rotation import rotate_, rotation_groups
+from dnis_torchrec.allocation.axes import LinearReader, RotationGroup, WeightedProduct, rotate_, rotation_groups
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, shard_model

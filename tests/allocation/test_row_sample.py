@@ -7,9 +7,8 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dnis_torchrec.allocation import row_sample
-from dnis_torchrec.allocation.energies import rounding_energies
-from dnis_torchrec.allocation.row_sample import UNSEEN_WEIGHT, sample_rows
+from dnis_torchrec.allocation import energies as row_sample
+from dnis_torchrec.allocation.energies import UNSEEN_WEIGHT, rounding_energies, sample_rows
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.blocks.row_routing import RowRouting

@@ -15,9 +15,14 @@ from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.deepfm import FactorizationMachine
 
-from dnis_torchrec.allocation.axes import RotationGroup
-from dnis_torchrec.allocation.rotation import rotate_, rotation_groups
-from dnis_torchrec.allocation.torchrec_models import DirectedFactorizationMachine, has_axes, with_axes_
+from dnis_torchrec.allocation.axes import (
+    DirectedFactorizationMachine,
+    RotationGroup,
+    has_axes,
+    rotate_,
+    rotation_groups,
+    with_axes_,
+)
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.row_routing import RowRouting

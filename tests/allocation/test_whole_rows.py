@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dnis_torchrec import scheme
-from dnis_torchrec.allocation.whole_rows import whole_rows
+from dnis_torchrec.allocation.energies import whole_rows
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.selection.table_shards import TableShard
 

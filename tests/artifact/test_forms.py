@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import forms
-from dnis_torchrec.allocation.allocate import Allocation
+from dnis_torchrec.allocation.bits import Allocation
 from dnis_torchrec.artifact import Codec, load, read_manifest, register_codec, write_artifact
 from dnis_torchrec.artifact import forms as artifact_forms
 from dnis_torchrec.artifact.card import card_of

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from dnis_torchrec.allocation import energies as energies_module
-from dnis_torchrec.allocation.allocate import allocate
-from dnis_torchrec.allocation.curvature_sums import Curvature
-from dnis_torchrec.allocation.energies import rounding_energies
-from dnis_torchrec.allocation.row_sample import sample_rows
+from dnis_torchrec.allocation.bits import allocate
+from dnis_torchrec.allocation.curvature import Curvature
+from dnis_torchrec.allocation.energies import rounding_energies, sample_rows
 from dnis_torchrec.selection.table_shards import collections, local_shards
 from tests.distributed.harness import Rank
 from tests.distributed.model import DIMS, ROWS

@@ -12,8 +12,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import PoolingType
 
 from dnis_torchrec import curvature, prepare_
-from dnis_torchrec.allocation.curvature import curvature_of_read_tables
-from dnis_torchrec.allocation.curvature_sums import Curvature
+from dnis_torchrec.allocation.curvature import Curvature, curvature_of_read_tables
 from dnis_torchrec.data.over_ranks import SlicedBatches
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model

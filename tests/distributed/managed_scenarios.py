@@ -11,7 +11,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-from dnis_torchrec.allocation.allocate import Allocation
+from dnis_torchrec.allocation.bits import Allocation
 from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import count_frequencies

@@ -15,8 +15,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec import scheme as scheme_module
-from dnis_torchrec.allocation.allocate import allocate
-from dnis_torchrec.allocation.curvature_sums import Curvature
+from dnis_torchrec.allocation.bits import allocate
+from dnis_torchrec.allocation.curvature import Curvature
 from dnis_torchrec.artifact import export as export_module
 from dnis_torchrec.artifact import packed_form, write_artifact
 from dnis_torchrec.artifact.export import export

@@ -9,8 +9,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from dnis_torchrec.allocation.rotation import rotate_, rotation_groups
-from dnis_torchrec.allocation.torchrec_models import with_axes_
+from dnis_torchrec.allocation.axes import rotate_, rotation_groups, with_axes_
 from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.selection.table_shards import collections, local_shards
 from tests.allocation.test_rotation import build, counts_of, optimizer_of, sgd

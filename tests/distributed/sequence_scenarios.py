@@ -14,8 +14,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.allocation.curvature import curvature
-from dnis_torchrec.allocation.predictions import predictions_of
+from dnis_torchrec.allocation.curvature import curvature, predictions_of
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.data.over_ranks import SlicedBatches
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask

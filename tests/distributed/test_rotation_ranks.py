@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dnis_torchrec.allocation.rotation import rotate_
-from dnis_torchrec.allocation.torchrec_models import with_axes_
+from dnis_torchrec.allocation.axes import rotate_, with_axes_
 from tests.allocation.test_rotation import build, counts_of, drawn_in, tables_of
 from tests.allocation.turnable import build as build_of_torchrec
 from tests.allocation.turnable import counts as counts_of_torchrec

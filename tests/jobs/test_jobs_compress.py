@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import save as save_checkpoint
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dnis_torchrec.allocation.torchrec_models import has_axes
+from dnis_torchrec.allocation.axes import has_axes
 from dnis_torchrec.artifact import load, load_dense_state, read_manifest, read_scheme
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.jobs import compress_job

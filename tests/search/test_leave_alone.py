@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dnis_torchrec.allocation.axes import rotation_groups, with_axes_
 from dnis_torchrec.allocation.compress import compress, packed_collections
-from dnis_torchrec.allocation.rotation import rotation_groups
-from dnis_torchrec.allocation.torchrec_models import with_axes_
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.comparison.methods import METHODS, NotApplicableError
 from dnis_torchrec.comparison.methods.precisions import best_precision

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
-from dnis_torchrec.allocation.rotation import rotate_
+from dnis_torchrec.allocation.axes import rotate_
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import count_frequencies
 from dnis_torchrec.comparison.methods.magnitude import MagnitudePruning

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dnis_torchrec.allocation.curvature_sums import Curvature
+from dnis_torchrec.allocation.curvature import Curvature
 from dnis_torchrec.allocation.energies import blocked_tables
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts

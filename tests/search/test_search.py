@@ -18,9 +18,8 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import TrainTask, export, packed_collections
-from dnis_torchrec.allocation.allocate import Prediction
-from dnis_torchrec.allocation.learnt_scales import with_gains
-from dnis_torchrec.allocation.loss_sample import LossSample
+from dnis_torchrec.allocation.bits import Prediction
+from dnis_torchrec.allocation.held_out import LossSample, with_gains
 from dnis_torchrec.blocks.bit_fields import is_coded
 from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.recipe import Recipe
@@ -237,7 +236,7 @@ def test_a_request_to_stop_is_heard_while_a_search_finishes(gloo, tmp_path: Path
 def test_a_model_that_looks_untrained_is_told_once(
     gloo, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dnis_torchrec.allocation.curvature_sums.LEAST_CURVATURE", 1e9)
+    monkeypatch.setattr("dnis_torchrec.allocation.curvature.LEAST_CURVATURE", 1e9)
     found_by(make_recipe(), tmp_path)
     assert caplog.text.count("the model looks untrained") == 1
 

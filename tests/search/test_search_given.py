@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from dnis_torchrec.allocation.torchrec_models import with_axes_
+from dnis_torchrec.allocation.axes import with_axes_
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.jobs.given_model import _stored_in
 from dnis_torchrec.jobs.model_shards import fill_

@@ -8,8 +8,7 @@ from typing import cast
 
 from torch import nn
 
-from dnis_torchrec.allocation.rotation import rotate_, rotation_groups
-from dnis_torchrec.allocation.torchrec_models import with_axes_
+from dnis_torchrec.allocation.axes import rotate_, rotation_groups, with_axes_
 from dnis_torchrec.checks import describe
 from dnis_torchrec.comparison.methods.method import (
     MethodResult,

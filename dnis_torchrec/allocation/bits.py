@@ -1,5 +1,4 @@
-r"""Allocation: a trained model, a size, and what columns are worth -> how many bits every column of
-every block gets."""
+"""Bits for every column of every block, under a budget of bytes or of loss."""
 
 from __future__ import annotations
 
@@ -7,12 +6,13 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from dnis_torchrec.allocation.curvature_sums import Curvature
+from dnis_torchrec.allocation.curvature import Curvature
 from dnis_torchrec.allocation.energies import (
     BITS,
     BlockedTable,
@@ -21,15 +21,16 @@ from dnis_torchrec.allocation.energies import (
     check_all_merged,
     rounding_energies,
 )
-from dnis_torchrec.allocation.hulls import (
+from dnis_torchrec.allocation.spending import (
     ColumnSteps,
+    Path,
+    Purse,
     RowOptions,
+    Spent,
     column_steps,
     row_options,
     widths_of,
 )
-from dnis_torchrec.allocation.spending import Path, Purse, Spent
-from dnis_torchrec.allocation.table_sizes import sizes_as_html, sizes_as_text
 from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, is_coded
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.column_codes import ColumnCodes
@@ -38,6 +39,54 @@ from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.forms import COLUMN_SCALE_BYTES, PACKED
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, compression_of
+
+LISTED = 12
+"""Tables that are listed one by one, the largest; the others are added up."""
+
+_Size = tuple[str, int, int]
+"""Name, values, bytes served."""
+
+
+def sizes_as_text(scheme: MixedDimensionScheme) -> list[str]:
+    """A line for each table."""
+    lines = []
+    for name, values, size in _sizes(scheme):
+        lines.append(
+            f"  {name}: {values:,} values, {size:,} bytes, {8 * size / values:.2f} bits a value"
+        )
+    return lines
+
+
+def sizes_as_html(scheme: MixedDimensionScheme, captions: Sequence[str]) -> str:
+    """A row for each table, for ``_repr_html_``."""
+    rows = [
+        f"<tr><th>{escape(name)}</th><td>{values:,}</td><td>{size:,}</td><td>{8 * size / values:.2f}</td></tr>"
+        for name, values, size in _sizes(scheme)
+    ]
+    caption = "<br>".join(map(escape, captions))
+    head = "<tr><th>table</th><th>values</th><th>bytes served</th><th>bits a value</th></tr>"
+    return f"<table><caption>{caption}</caption><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _sizes(scheme: MixedDimensionScheme) -> list[_Size]:
+    found = [
+        (name, table.num_embeddings * table.embedding_dim, PACKED.served_bytes(table))
+        for name, table in scheme.tables.items()
+    ]
+    largest = sorted(found, key=lambda size: size[1], reverse=True)[:LISTED]
+    listed = [size for size in found if size in largest]
+    others = [size for size in found if size not in largest]
+    if not others:
+        return listed
+    return [
+        *listed,
+        (
+            f"{len(others)} other tables",
+            sum(size[1] for size in others),
+            sum(size[2] for size in others),
+        ),
+    ]
+
 
 COLD_COLUMNS, COLD_BITS = 4, 2
 """Columns of a cold block, and their bits, at least: a byte of a row."""

@@ -1,12 +1,11 @@
-r"""Loss sample: some samples, on which a model in codes is predicted to lose before anything is
-packed."""
+"""Held-out samples: what a size is predicted to lose, scales that they teach, and the output bias."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,26 +14,169 @@ from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.allocation.allocate import Prediction
-from dnis_torchrec.allocation.curvature import derivatives_at, first_batches, on_all
-from dnis_torchrec.allocation.learnt_scales import ScaleLearner, gains_over, mean_gains, with_gains
-from dnis_torchrec.allocation.loss_derivatives import Loss
-from dnis_torchrec.allocation.output_bias import OutputBias
-from dnis_torchrec.allocation.predictions import PredictedBatch, predictions_of
-from dnis_torchrec.allocation.rows_in_codes import RowsInCodes, rows_in_codes
-from dnis_torchrec.allocation.whole_rows import whole_rows
+from dnis_torchrec.allocation.bits import Prediction
+from dnis_torchrec.allocation.curvature import (
+    Loss,
+    PredictedBatch,
+    curvature,
+    derivatives_at,
+    first_batches,
+    on_all,
+    predictions_of,
+)
+from dnis_torchrec.allocation.energies import RowsInCodes, rows_in_codes, whole_rows
+from dnis_torchrec.blocks.bit_fields import is_coded
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.frequency import bags_of
 from dnis_torchrec.data.lookup_batches import features_of
 from dnis_torchrec.data.task import Task
+from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.selection.managed_collisions import remapped
 from dnis_torchrec.selection.table_shards import (
     collections,
+    dense_state,
     local_shards,
     ranks_of,
     table_configs_of,
 )
+
+ADDED, EVEN = 1.0, 1e-3
+"""What is added to a number to see what it does, and how far outputs may move unevenly, over how
+far they move."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputBias:
+    """A parameter, or a buffer, of one number that adds the same to the output of every sample."""
+
+    name: str
+    gain: float
+
+    @torch.no_grad()
+    def shift_(self, model: nn.Module, shift: float) -> None:
+        """Adds to the output. Local, the same on every rank."""
+        self._number(model).add_(shift / self.gain)
+
+    @contextmanager
+    def shifted(self, model: nn.Module, shift: float) -> Iterator[None]:
+        """The same within a block; afterwards the number is what it was, bit for bit."""
+        number = self._number(model)
+        own = number.clone()
+        try:
+            self.shift_(model, shift)
+            yield
+        finally:
+            with torch.no_grad():
+                number.copy_(own)
+
+    def _number(self, model: nn.Module) -> Tensor:
+        return dense_state(model)[self.name]  # shares its memory
+
+
+def output_bias(
+    model: nn.Module, batch: Batch, loss: Loss | Task, ranks: Ranks
+) -> OutputBias | None:
+    """Finds a model's output bias by adding to each of its single numbers, and looking at a batch."""
+    before = predictions_of(model, batch, loss, "batch 0", ranks).values
+    if before.shape[1] != 1:
+        return None
+    for name, value in dense_state(model).items():
+        if value.numel() != 1 or not value.is_floating_point():
+            continue
+        with OutputBias(name=name, gain=1.0).shifted(model, ADDED):
+            after = predictions_of(model, batch, loss, "batch 0", ranks).values
+        moved = (after - before).flatten().cpu()
+        highest, lowest = ranks.max_(torch.stack([moved.max(), -moved.min()])).tolist()
+        if highest + lowest <= EVEN * abs(highest) and highest:
+            total, count = ranks.sum_(
+                torch.tensor([float(moved.sum()), len(moved)], dtype=torch.float64)
+            ).tolist()
+            return OutputBias(name=name, gain=total / count / ADDED)
+    return None
+
+
+NEWTON_SHARE, LONGEST_ALPHA_STEP = 0.5, 0.2
+"""Eta, and how far alpha moves in a step at most."""
+
+
+class ScaleLearner:
+    """What some held-out batches teach the scales of all columns to be multiplied by, a step at a
+    time."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        in_codes: RowsInCodes,
+        scheme: MixedDimensionScheme,
+        batches: Sequence[Batch],
+        blocks: RowBlocks,
+        *,
+        loss: Loss | Task,
+        noise: float,
+    ) -> None:
+        self._model, self._in_codes, self._batches, self._blocks = model, in_codes, batches, blocks
+        self._loss, self._noise = loss, noise
+        self._coded = {name: is_coded(table.codes.bits) for name, table in scheme.tables.items()}
+        self.gains = {
+            name: torch.ones(bits.shape, dtype=torch.float64) for name, bits in self._coded.items()
+        }
+
+    def step_(self) -> None:
+        """Takes a step. Rows hold its gains afterwards. Distributed: that of `curvature`."""
+        self._in_codes.multiply_(self.gains)
+        if self._noise == math.inf:
+            return
+        found = curvature(
+            self._model,
+            self._batches,
+            self._blocks,
+            loss=self._loss,
+            num_samples=None,
+            warns=False,
+            couplings=False,
+        )
+        for name, gain in self.gains.items():
+            gradient, bend = (
+                part[name].double().cpu() for part in (found.gradient, found.curvature)
+            )
+            gain *= torch.where(self._coded[name], 1 - alpha_step(gradient, bend, self._noise), 1.0)
+        self._in_codes.multiply_(self.gains)
+
+
+def alpha_step(gradient: Tensor, curvature: Tensor, noise: float) -> Tensor:
+    """How far alpha goes down in a step, see the top of this module."""
+    is_more_than_chance = gradient.square() > noise * curvature
+    moves = is_more_than_chance & (curvature > 0)
+    square, bend = torch.where(moves, gradient.square(), 1.0), torch.where(moves, curvature, 1.0)
+    step = NEWTON_SHARE * gradient / bend * (1 - noise * bend / square)
+    return torch.where(moves, step.clamp(-LONGEST_ALPHA_STEP, LONGEST_ALPHA_STEP), 0.0)
+
+
+def with_gains(scheme: MixedDimensionScheme, gains: Mapping[str, Tensor]) -> MixedDimensionScheme:
+    """The scheme with its scales multiplied."""
+    tables = {
+        name: table.with_codes(table.codes.with_gain(gains[name].float()))
+        for name, table in scheme.tables.items()
+    }
+    return MixedDimensionScheme(tables)
+
+
+def mean_gains(learners: Sequence[ScaleLearner]) -> dict[str, Tensor]:
+    """What learners of the same scheme say in the mean, table -> ``(S, D)``."""
+    return {
+        name: torch.stack([own.gains[name] for own in learners]).mean(0)
+        for name in learners[0].gains
+    }
+
+
+def gains_over(scheme: MixedDimensionScheme, learnt: MixedDimensionScheme) -> dict[str, Tensor]:
+    """What scales were multiplied by, table -> ``(S, D)``: bfloat16s over one another."""
+    return {
+        name: table.codes.scale / scheme.tables[name].codes.scale
+        for name, table in learnt.tables.items()
+    }
+
 
 JUDGED_SAMPLES = 1 << 16
 """Samples that are enough; a pass takes a second or two."""
