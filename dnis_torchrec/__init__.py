@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from dnis_torchrec.search.pipeline import BilevelTrainPipeline
     from dnis_torchrec.search.pruning import prune
     from dnis_torchrec.search.ramp import Ramp
-    from dnis_torchrec.selection.managed_collisions import remapped
     from dnis_torchrec.selection.plain_names import plain_state_dict
     from dnis_torchrec.selection.sharding import (
         CpuEmbeddingBagCollectionSharder,
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
         shard_model,
     )
     from dnis_torchrec.selection.swap import merge_, prepare_
+    from dnis_torchrec.selection.torchrec import remapped
     from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
     from dnis_torchrec.serving.narrow_tables import embedding_configs
 
@@ -98,7 +98,7 @@ _HOME = {
     "Ramp": "search.ramp",
     "MixedDimensionEmbeddingBagCollection": "serving",
     "embedding_configs": "serving.narrow_tables",
-    "remapped": "selection.managed_collisions",
+    "remapped": "selection.torchrec",
     "plain_state_dict": "selection.plain_names",
     "CpuEmbeddingBagCollectionSharder": "selection.sharding",
     "make_sharding_plan": "selection.sharding",

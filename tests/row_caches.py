@@ -16,7 +16,7 @@ from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbeddingB
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
-from dnis_torchrec.selection.cached_tables import lookups
+from dnis_torchrec.selection.torchrec import lookups
 
 
 class Cache:

@@ -21,7 +21,6 @@ from dnis_torchrec.allocation.energies import WholeRows, whole_rows
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.selection.cached_tables import writing_to_tables
 from dnis_torchrec.selection.table_shards import (
     TableShard,
     collections,
@@ -31,6 +30,7 @@ from dnis_torchrec.selection.table_shards import (
     ranks_of,
     table_configs_of,
 )
+from dnis_torchrec.selection.torchrec import writing_to_tables
 
 
 @dataclass(frozen=True, kw_only=True)

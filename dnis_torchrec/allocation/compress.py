@@ -32,7 +32,6 @@ from dnis_torchrec.data.recipe import check_left_alone
 from dnis_torchrec.data.task import Task
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
-from dnis_torchrec.selection.managed_collisions import remapped
 from dnis_torchrec.selection.swap import replace_
 from dnis_torchrec.selection.table_shards import (
     collections,
@@ -40,6 +39,7 @@ from dnis_torchrec.selection.table_shards import (
     ranks_of,
     table_configs_of,
 )
+from dnis_torchrec.selection.torchrec import remapped
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from dnis_torchrec.serving.packed_table import PackedTable, pack_rows
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection, table_of_single_ids

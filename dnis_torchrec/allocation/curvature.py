@@ -38,8 +38,8 @@ from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.data.split_checks import check_batch
 from dnis_torchrec.data.task import LossTask, Outputs, Task, check_outputs
 from dnis_torchrec.ranks import Ranks, together
-from dnis_torchrec.selection.features_by_name import read_by_name_
 from dnis_torchrec.selection.table_shards import collections, ranks_of, table_configs_of
+from dnis_torchrec.selection.torchrec import read_by_name_
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Called with (predictions, labels), both float64: their mean loss, a scalar."""

@@ -19,7 +19,6 @@ from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
-from dnis_torchrec.selection.cached_tables import writing_to_tables
 from dnis_torchrec.selection.table_shards import (
     TableShard,
     collections,
@@ -29,6 +28,7 @@ from dnis_torchrec.selection.table_shards import (
     ranks_of,
     table_configs_of,
 )
+from dnis_torchrec.selection.torchrec import writing_to_tables
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 
 ROWS_PER_BLOCK = 4096

@@ -32,7 +32,6 @@ from dnis_torchrec.data.lookup_batches import features_of
 from dnis_torchrec.data.task import Task
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.selection.managed_collisions import remapped
 from dnis_torchrec.selection.table_shards import (
     collections,
     dense_state,
@@ -40,6 +39,7 @@ from dnis_torchrec.selection.table_shards import (
     ranks_of,
     table_configs_of,
 )
+from dnis_torchrec.selection.torchrec import remapped
 
 ADDED, EVEN = 1.0, 1e-3
 """What is added to a number to see what it does, and how far outputs may move unevenly, over how

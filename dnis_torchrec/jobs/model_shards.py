@@ -19,7 +19,6 @@ from dnis_torchrec.allocation.axes import has_axes, with_axes_
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.jobs.stored_tensors import Cut, StoredChunk, StoredTensor
 from dnis_torchrec.ranks import Ranks, together, world_size_of
-from dnis_torchrec.selection.cached_tables import writing_to_tables
 from dnis_torchrec.selection.table_shards import (
     TableShard,
     collections,
@@ -30,6 +29,7 @@ from dnis_torchrec.selection.table_shards import (
     table_configs_of,
     tables_under,
 )
+from dnis_torchrec.selection.torchrec import writing_to_tables
 from dnis_torchrec.storage.files import Address, file_names, inside, put_file, remove_file
 from dnis_torchrec.storage.json_files import Positive, parse_json
 from dnis_torchrec.training.sharded import spread_tables

@@ -19,7 +19,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.selection.alpha import Alpha
-from dnis_torchrec.selection.cached_tables import lookups
+from dnis_torchrec.selection.torchrec import lookups
 
 Gradients = Sequence[Tensor]
 

@@ -28,9 +28,8 @@ from dnis_torchrec.search.hypergradient import (
 )
 from dnis_torchrec.search.level_schedule import BilevelStream, Level
 from dnis_torchrec.selection.alpha import Alpha
-from dnis_torchrec.selection.features_by_name import read_by_name_
-from dnis_torchrec.selection.frozen_tables import check_frozen_are_held
 from dnis_torchrec.selection.on_shards import select_on_shards_
+from dnis_torchrec.selection.torchrec import check_frozen_are_held, read_by_name_
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.storage.files import Address
 from dnis_torchrec.training.checkpoint import (

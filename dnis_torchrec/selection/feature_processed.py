@@ -23,7 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import describe
 from dnis_torchrec.selection.alpha import Alpha
-from dnis_torchrec.selection.features_by_name import read_by_name_
+from dnis_torchrec.selection.torchrec import read_by_name_
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection
 
 FEATURE_PROCESSED = (

@@ -26,10 +26,9 @@ from dnis_torchrec.ops.block_operators import are_compiled
 from dnis_torchrec.ops.jagged import jagged_by_key
 from dnis_torchrec.ops.packed_bags import Packing, pack_bags, select_packed
 from dnis_torchrec.selection.alpha import Alpha, select_per_block, select_per_sample
-from dnis_torchrec.selection.cached_tables import PrefetchedTables
-from dnis_torchrec.selection.features_by_name import read_collection_by_name_
 from dnis_torchrec.selection.pooled_pieces import PooledFeature
 from dnis_torchrec.selection.select_pooled import WatchedOutputs, one_per_bag
+from dnis_torchrec.selection.torchrec import PrefetchedTables, read_collection_by_name_
 from dnis_torchrec.selection.whole_tables import TableSelection
 from dnis_torchrec.selection.wrapper import (
     SoftSelectionEmbeddingBagCollection,

@@ -15,8 +15,8 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from dnis_torchrec.selection.feature_processed import (
     SoftSelectionFeatureProcessedEmbeddingBagCollection,
 )
-from dnis_torchrec.selection.managed_collisions import refuse_managed_collisions, stands_still
 from dnis_torchrec.selection.table_shards import collections, lookup_of, whole_module_of
+from dnis_torchrec.selection.torchrec import refuse_managed_collisions, stands_still
 from dnis_torchrec.selection.wrapper import SoftSelectionModule
 
 

@@ -36,14 +36,6 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from dnis_torchrec.checks import check, check_known, describe, nearest
 from dnis_torchrec.ranks import on_rank_zero, together
-from dnis_torchrec.selection.dense_sequences import read_rows_in_order_
-from dnis_torchrec.selection.features_by_name import read_by_name_
-from dnis_torchrec.selection.frozen_tables import (
-    freeze_before_sharding_,
-    frozen_tables,
-    hold_frozen_,
-)
-from dnis_torchrec.selection.managed_collisions import share_remapping_
 from dnis_torchrec.selection.planned_modules import (
     planned_collections,
     planned_fqns,
@@ -65,6 +57,14 @@ from dnis_torchrec.selection.table_shards import (
     local_shards,
     lookup_of,
     table_configs_of,
+)
+from dnis_torchrec.selection.torchrec import (
+    freeze_before_sharding_,
+    frozen_tables,
+    hold_frozen_,
+    read_by_name_,
+    read_rows_in_order_,
+    share_remapping_,
 )
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 

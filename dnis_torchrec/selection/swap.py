@@ -22,12 +22,10 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.selection.alpha import Alpha
-from dnis_torchrec.selection.cached_tables import writing_to_tables
 from dnis_torchrec.selection.feature_processed import (
     SoftSelectionFeatureProcessedEmbeddingBagCollection,
     with_processors_of,
 )
-from dnis_torchrec.selection.managed_collisions import check_remapping, go_on_, stand_still_
 from dnis_torchrec.selection.sequence_wrapper import SoftSelectionEmbeddingCollection
 from dnis_torchrec.selection.table_shards import (
     collections,
@@ -40,6 +38,12 @@ from dnis_torchrec.selection.table_shards import (
     table_configs_of,
     tables_under,
     whole_module_of,
+)
+from dnis_torchrec.selection.torchrec import (
+    check_remapping,
+    go_on_,
+    stand_still_,
+    writing_to_tables,
 )
 from dnis_torchrec.selection.wrapper import (
     SoftSelectionEmbeddingBagCollection,

@@ -31,14 +31,14 @@ from dnis_torchrec.selection.feature_processed import (
     INNER,
     SoftSelectionFeatureProcessedEmbeddingBagCollection,
 )
-from dnis_torchrec.selection.frozen_tables import frozen_tables
-from dnis_torchrec.selection.managed_collisions import (
-    MANAGED,
-    MANAGED_COLLISIONS,
-    refuse_managed_collisions,
-)
 from dnis_torchrec.selection.plain_names import plain_state_dict
 from dnis_torchrec.selection.sequence_tables import as_bags
+from dnis_torchrec.selection.torchrec import (
+    MANAGED,
+    MANAGED_COLLISIONS,
+    frozen_tables,
+    refuse_managed_collisions,
+)
 from dnis_torchrec.selection.wrapper import SoftSelectionModule
 
 ROWS_PER_CHUNK = 1 << 16

@@ -26,12 +26,15 @@ from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.ops.bag_splitting import BagSplitter, FeatureSplit
 from dnis_torchrec.selection.alpha import Alpha
 from dnis_torchrec.selection.bag_check import BagCheck
-from dnis_torchrec.selection.dense_sequences import read_rows_in_order_
-from dnis_torchrec.selection.features_by_name import read_collection_by_name_
-from dnis_torchrec.selection.frozen_tables import frozen_tables, note_frozen_
 from dnis_torchrec.selection.plain_names import PlainNames
 from dnis_torchrec.selection.pooled_pieces import PooledFeature
 from dnis_torchrec.selection.select_pooled import SelectPooled, WatchedOutputs
+from dnis_torchrec.selection.torchrec import (
+    frozen_tables,
+    note_frozen_,
+    read_collection_by_name_,
+    read_rows_in_order_,
+)
 
 
 class SoftSelectionModule(PlainNames):

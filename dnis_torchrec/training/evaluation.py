@@ -22,7 +22,7 @@ from dnis_torchrec.data.task import (
     task_of,
 )
 from dnis_torchrec.ranks import world_size_of
-from dnis_torchrec.selection.features_by_name import read_by_name_
+from dnis_torchrec.selection.torchrec import read_by_name_
 from dnis_torchrec.training.finite import REMEDY, NonFiniteError
 from dnis_torchrec.training.metrics import JudgedPredictions
 

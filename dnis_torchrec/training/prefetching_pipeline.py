@@ -14,7 +14,7 @@ from torchrec.distributed.train_pipeline.runtime_forwards import PrefetchPipelin
 from torchrec.distributed.train_pipeline.utils import _wait_for_batch
 from torchrec.streamable import Pipelineable
 
-from dnis_torchrec.selection.cached_tables import PrefetchedTables
+from dnis_torchrec.selection.torchrec import PrefetchedTables
 from dnis_torchrec.training.detachable_pipeline import DetachableTrainPipeline
 
 

@@ -30,7 +30,6 @@ from dnis_torchrec.blocks.row_routing import RowRouter, RowRouting
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.ops.row_rounding import RowRounding
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.selection.cached_tables import lookups, writing_to_tables
 from dnis_torchrec.selection.swap import fold_
 from dnis_torchrec.selection.table_shards import (
     TableShard,
@@ -41,6 +40,7 @@ from dnis_torchrec.selection.table_shards import (
     ranks_of,
     table_configs_of,
 )
+from dnis_torchrec.selection.torchrec import lookups, writing_to_tables
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.checkpoint import Chunk, PlacedTensor
 from dnis_torchrec.training.held_tables import HeldTables

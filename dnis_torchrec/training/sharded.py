@@ -24,7 +24,6 @@ from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.ops.block_operators import are_compiled
 from dnis_torchrec.ranks import world_size_of
-from dnis_torchrec.selection.features_by_name import read_by_name_
 from dnis_torchrec.selection.on_shards import select_on_shards_
 from dnis_torchrec.selection.sharding import (
     CpuEmbeddingBagCollectionSharder,
@@ -39,6 +38,7 @@ from dnis_torchrec.selection.table_shards import (
     table_configs_of,
     table_weight_names,
 )
+from dnis_torchrec.selection.torchrec import read_by_name_
 from dnis_torchrec.selection.wrapper import (
     SoftSelectionEmbeddingBagCollection,
     SoftSelectionModule,

@@ -18,9 +18,9 @@ from dnis_torchrec.blocks.frequency import count_frequencies
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-from dnis_torchrec.selection.managed_collisions import remapped
 from dnis_torchrec.selection.sharding import default_sharders, make_sharding_plan, shard_model
 from dnis_torchrec.selection.swap import merge_, prepare_
+from dnis_torchrec.selection.torchrec import remapped
 from tests import managed
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU

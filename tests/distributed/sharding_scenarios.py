@@ -25,10 +25,10 @@ from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer
 from dnis_torchrec.search.hypergradient import first_order_gradient
 from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-from dnis_torchrec.selection.cached_tables import PrefetchedTables
 from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.selection.table_shards import collections, local_shards
+from dnis_torchrec.selection.torchrec import PrefetchedTables
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import LEARNING_RATE, Net, Stream, plan_as, shard_as, task

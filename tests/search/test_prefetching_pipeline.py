@@ -25,10 +25,10 @@ from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
-from dnis_torchrec.selection.cached_tables import writing_to_tables
 from dnis_torchrec.selection.sharding import make_sharding_plan
 from dnis_torchrec.selection.swap import fold_, prepare_
 from dnis_torchrec.selection.table_shards import collections, local_shards, table_configs
+from dnis_torchrec.selection.torchrec import writing_to_tables
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training import sharded as sharding_of_training
 from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint

@@ -19,10 +19,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import count_frequencies
-from dnis_torchrec.selection.features_by_name import read_by_name_
 from dnis_torchrec.selection.on_shards import select_on_shards_
 from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.selection.swap import prepare_
+from dnis_torchrec.selection.torchrec import read_by_name_
 
 CPU = torch.device("cpu")
 SHARDERS = [CpuEmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]

@@ -20,10 +20,10 @@ from dnis_torchrec.blocks.frequency import FrequencyCounts, count_frequencies
 from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.pruning import prune
-from dnis_torchrec.selection.managed_collisions import remapped
 from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.selection.swap import merge_, prepare_
 from dnis_torchrec.selection.table_shards import collections, table_configs
+from dnis_torchrec.selection.torchrec import remapped
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from tests.managed import (

@@ -19,13 +19,13 @@ from torchrec.optim.keyed import KeyedOptimizer
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import describe
 from dnis_torchrec.ranks import rank_of
-from dnis_torchrec.selection.cached_tables import forget_cached_rows, lookups
 from dnis_torchrec.selection.table_shards import (
     collections,
     lookup_of,
     table_weight_names,
     tables_under,
 )
+from dnis_torchrec.selection.torchrec import forget_cached_rows, lookups
 from dnis_torchrec.selection.wrapper import SoftSelectionModule
 
 ITERATIONS = "fused/iterations"
