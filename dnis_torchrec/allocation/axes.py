@@ -79,8 +79,8 @@ class Rotatable(Protocol):
 
 def check_groups(groups: Sequence[RotationGroup], embedding_dims: Mapping[str, int]) -> None:
     """Checks that groups fit a model and each other. Local, no collective."""
-    named = [table for group in groups for table in group.tables]
-    twice = sorted({table for table in named if named.count(table) > 1})
+    names = [table for group in groups for table in group.tables]
+    twice = sorted({table for table in names if names.count(table) > 1})
     check(not twice, "rotation groups", "every table in one group at most", twice)
     for group in groups:
         _check_group(group, embedding_dims)
@@ -109,8 +109,8 @@ def _check_group(group: RotationGroup, embedding_dims: Mapping[str, int]) -> Non
 
 
 def _check_width(columns: LinearReader | WeightedProduct, dim: int, place: str) -> None:
-    wanted, inputs = columns.first_column + dim, columns.weight.shape[1]
-    check(inputs >= wanted, place, f"at least {wanted} inputs", inputs)
+    width, inputs = columns.first_column + dim, columns.weight.shape[1]
+    check(inputs >= width, place, f"at least {width} inputs", inputs)
 
 
 KnownModel: TypeAlias = dlrm.DLRM | deepfm.SimpleDeepFMNN
@@ -172,14 +172,14 @@ def with_axes_(model: nn.Module) -> nn.Module:
         >>> [name for name in model.state_dict() if name.endswith("axes")]
         ['dense_arch.model._mlp.turn.axes']
     """
-    for known in _known_models(get_unwrapped_module(model)):
-        interaction = known.inter_arch
+    for match in _known_models(get_unwrapped_module(model)):
+        interaction = match.inter_arch
         if isinstance(interaction, deepfm.FMInteractionArch) and not _has_axes(interaction.fm):
             weight = _first_linear_of_deep_part(interaction).weight
             interaction._modules["fm"] = DirectedFactorizationMachine(weight.shape[1], weight)
-        elif isinstance(interaction, dlrm.InteractionArch) and not _has_axes(_turn_of(known)):
-            weight = _first_linear(_layers_of_over_arch(known)).weight
-            _layers_of(known.dense_arch).add_module(TURN, Turn(known.sparse_arch.D, weight))
+        elif isinstance(interaction, dlrm.InteractionArch) and not _has_axes(_turn_of(match)):
+            weight = _first_linear(_layers_of_over_arch(match)).weight
+            _layers_of(match.dense_arch).add_module(TURN, Turn(match.sparse_arch.D, weight))
     return model
 
 
@@ -191,45 +191,45 @@ def has_axes(names: Iterable[str]) -> bool:
 def known_groups(model: nn.Module) -> list[RotationGroup]:
     """Finds the groups of TorchRec's own models inside a model, see the table at the top. Local, no
     collective."""
-    trained = {id(collection) for collection in collections(model).values()}
-    known = [
-        found
-        for found in _known_models(get_unwrapped_module(model))
-        if id(_collection_of(found)) in trained
+    ids = {id(collection) for collection in collections(model).values()}
+    match = [
+        problems
+        for problems in _known_models(get_unwrapped_module(model))
+        if id(_collection_of(problems)) in ids
     ]
-    return [group for found in known for group in _groups_of(found)]
+    return [group for problems in match for group in _groups_of(problems)]
 
 
-def _groups_of(known: KnownModel) -> list[RotationGroup]:
-    interaction = known.inter_arch
+def _groups_of(match: KnownModel) -> list[RotationGroup]:
+    interaction = match.inter_arch
     if isinstance(interaction, deepfm.FMInteractionArch):
         if not _has_axes(interaction.fm):
             return []
         layers = [_first_linear_of_deep_part(interaction).weight, cast(Tensor, interaction.fm.axes)]
-        return _groups_of_tables(known, interaction.sparse_feature_names, layers)
+        return _groups_of_tables(match, interaction.sparse_feature_names, layers)
     if isinstance(interaction, dlrm.InteractionProjectionArch):
         layers = [_first_linear(_layers_of(branch)).weight for branch in _branches_of(interaction)]
-        return _groups_of_tables(known, known.sparse_arch.sparse_feature_names, layers)
-    turn = _turn_of(known)
+        return _groups_of_tables(match, match.sparse_arch.sparse_feature_names, layers)
+    turn = _turn_of(match)
     if not isinstance(turn, Turn):
         return []
-    reader = _first_linear(_layers_of_over_arch(known))
+    reader = _first_linear(_layers_of_over_arch(match))
     along = (LinearReader(weight=turn.axes), LinearReader(weight=reader.weight))
     return [
         RotationGroup(
-            tables=tuple(table.name for table in table_configs_of(_collection_of(known))),
+            tables=tuple(table.name for table in table_configs_of(_collection_of(match))),
             along=along,
         )
     ]
 
 
 def _groups_of_tables(
-    known: KnownModel, features: Sequence[str], layers: Sequence[Tensor]
+    match: KnownModel, features: Sequence[str], layers: Sequence[Tensor]
 ) -> list[RotationGroup]:
     """A group for each table, read by layers whose inputs are the dense output and then the
     features."""
     groups = []
-    for table in table_configs_of(_collection_of(known)):
+    for table in table_configs_of(_collection_of(match)):
         columns = [table.embedding_dim * (1 + features.index(name)) for name in table.feature_names]
         readers = tuple(
             LinearReader(weight=layer, first_column=first) for first in columns for layer in layers
@@ -241,7 +241,7 @@ def _groups_of_tables(
 def _known_models(root: nn.Module) -> Iterator[KnownModel]:
     """TorchRec's models inside a model that compute as TorchRec wrote them, from parts that nobody
     else has."""
-    shared = _shared(root)
+    repeats = _shared(root)
     for module in list(root.modules()):
         if isinstance(module, Rotatable) or not isinstance(
             module, dlrm.DLRM | deepfm.SimpleDeepFMNN
@@ -250,7 +250,7 @@ def _known_models(root: nn.Module) -> Iterator[KnownModel]:
         parts = (
             _parts_of_dlrm(module) if isinstance(module, dlrm.DLRM) else _parts_of_deepfm(module)
         )
-        if all(_computes_as(part, kinds) for part, kinds in parts) and not shared & _own_parts(
+        if all(_computes_as(part, kinds) for part, kinds in parts) and not repeats & _own_parts(
             module
         ):
             yield module
@@ -307,20 +307,20 @@ def _computes_as(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
 
 def _shared(root: nn.Module) -> set[int]:
     """Modules and weights, by identity, that have several names in a model."""
-    held = Counter(id(module) for _, module in root.named_modules(remove_duplicate=False))
-    held.update(id(weight) for _, weight in root.named_parameters(remove_duplicate=False))
-    return {part for part, times in held.items() if times > 1}
+    uses = Counter(id(module) for _, module in root.named_modules(remove_duplicate=False))
+    uses.update(id(weight) for _, weight in root.named_parameters(remove_duplicate=False))
+    return {part for part, times in uses.items() if times > 1}
 
 
-def _own_parts(known: KnownModel) -> set[int]:
-    parts: list[object] = [known, known.sparse_arch, _collection_of(known)]
-    for arch in (known.dense_arch, known.inter_arch, known.over_arch):
+def _own_parts(match: KnownModel) -> set[int]:
+    parts: list[object] = [match, match.sparse_arch, _collection_of(match)]
+    for arch in (match.dense_arch, match.inter_arch, match.over_arch):
         parts += [*arch.modules(), *arch.parameters()]
     return {id(part) for part in parts}
 
 
-def _collection_of(known: KnownModel) -> nn.Module:
-    return known.sparse_arch.embedding_bag_collection
+def _collection_of(match: KnownModel) -> nn.Module:
+    return match.sparse_arch.embedding_bag_collection
 
 
 def _branches_of(interaction: dlrm.InteractionProjectionArch) -> tuple[Any, Any]:
@@ -332,8 +332,8 @@ def _layers_of(arch: Any) -> nn.Sequential:
     return cast(nn.Sequential, arch.model._mlp)
 
 
-def _layers_of_over_arch(known: KnownModel) -> nn.Sequential:
-    return cast(nn.Sequential, cast(Any, known.over_arch.model)[0]._mlp)
+def _layers_of_over_arch(match: KnownModel) -> nn.Sequential:
+    return cast(nn.Sequential, cast(Any, match.over_arch.model)[0]._mlp)
 
 
 def _first_linear(layers: nn.Sequential) -> nn.Linear:
@@ -344,8 +344,8 @@ def _first_linear_of_deep_part(interaction: deepfm.FMInteractionArch) -> nn.Line
     return cast(nn.Linear, cast(nn.Sequential, interaction.deep_fm.dense_module)[0])
 
 
-def _turn_of(known: KnownModel) -> nn.Module | None:
-    return _layers_of(known.dense_arch)._modules.get(TURN)
+def _turn_of(match: KnownModel) -> nn.Module | None:
+    return _layers_of(match.dense_arch)._modules.get(TURN)
 
 
 def _has_axes(module: nn.Module | None) -> bool:
@@ -413,9 +413,9 @@ def rotate_(
     states: dict[int, dict[str, Tensor]] = {}
     if optimizer is not None:
         states = _states_by_storage(model, optimizer)
-        turned = [shard.weight for shard in shards if shard.table in tables]
-        turned += [layer for group in groups for layer in group.layers()]
-        _refuse(_split_rows(shards, set(tables), dims) or _unknown_state(turned, states), ranks)
+        turns = [shard.weight for shard in shards if shard.table in tables]
+        turns += [layer for group in groups for layer in group.layers()]
+        _refuse(_split_rows(shards, set(tables), dims) or _unknown_state(turns, states), ranks)
     rows = whole_rows(
         shards, {table: (counts.counts[table].numel(), dims[table]) for table in tables}, ranks
     )
@@ -428,13 +428,13 @@ def rotate_(
         ]
 
 
-def _say_what_stays(dims: Mapping[str, int], turned: Sequence[str], ranks: Ranks) -> None:
+def _say_what_stays(dims: Mapping[str, int], turns: Sequence[str], ranks: Ranks) -> None:
     """Names the tables whose axes stay as they are; those of a single column have nothing to turn."""
-    others = [table for table, dim in dims.items() if dim > 1 and table not in turned]
-    if others and ranks.is_first:
+    rest = [table for table, dim in dims.items() if dim > 1 and table not in turns]
+    if rest and ranks.is_first:
         requirement = "tables of which it is known what turns along, and that are not frozen"
         remedy = "they keep their axes; see `with_axes_` for TorchRec's models, `rotation_groups` for others"
-        logger.warning(describe("rotation", requirement, f"others: {others}", remedy))
+        logger.warning(describe("rotation", requirement, f"others: {rest}", remedy))
 
 
 def _rotate_group_(
@@ -455,10 +455,10 @@ def _rotate_group_(
             chunk.write_(chunk.values @ rotation.to(chunk.values.device))
     for shard in shards:
         _turn_states_(_states_like(shard.weight, states), rotation, slice(None))
-    for turning in group.turning():
-        columns = slice(turning.first_column, turning.first_column + dim)
-        _rotate_columns_(turning.weight[:, columns], rotation)
-        _turn_states_(_states_like(turning.weight, states), rotation, columns)
+    for turn in group.turning():
+        columns = slice(turn.first_column, turn.first_column + dim)
+        _rotate_columns_(turn.weight[:, columns], rotation)
+        _turn_states_(_states_like(turn.weight, states), rotation, columns)
     return rotation
 
 
@@ -474,8 +474,8 @@ def _draw_in_(
     weights = layer[:, columns].double().clone()
     for shard in shards:
         factor = weights.abs().sqrt() * (weights.sign() if shard.table == first_table else 1)
-        for chunk, _, held in shard.chunks():
-            chunk.copy_((chunk.double() * factor[:, held].to(chunk.device)).to(chunk))
+        for chunk, _, uses in shard.chunks():
+            chunk.copy_((chunk.double() * factor[:, uses].to(chunk.device)).to(chunk))
         # Of a column that the product does not look at nothing is known.
         inverse = torch.where(factor.abs() > 1e-6 * factor.abs().max(), 1 / factor, 0.0)
         for name, state in _states_like(shard.weight, states):
@@ -547,15 +547,15 @@ def _states_by_storage(
 ) -> dict[int, dict[str, Tensor]]:
     """Address of a parameter's storage -> its optimizer states, of fused optimizers and of the
     other one."""
-    found = {}
+    problems = {}
     for parameter, state in [
         *optimizer.state.items(),
         *_fused_states(cast(DistributedModelParallel, model)),
     ]:
-        found[parameter.data_ptr()] = {
+        problems[parameter.data_ptr()] = {
             name: value for name, value in state.items() if isinstance(value, Tensor)
         }
-    return found
+    return problems
 
 
 def _fused_states(model: DistributedModelParallel) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
@@ -590,8 +590,8 @@ def _local(value: object) -> Tensor | None:
 
 
 def _refuse(problem: str, ranks: Ranks) -> None:
-    for found in filter(None, ranks.gather_texts(problem)):
-        raise NotImplementedError(found)
+    for problems in filter(None, ranks.gather_texts(problem)):
+        raise NotImplementedError(problems)
 
 
 def _split_rows(
@@ -600,12 +600,12 @@ def _split_rows(
     """Names a table of which this rank holds parts of rows, if there is one."""
     for shard in shards_here:
         if shard.table in tables and shard.weight.shape[1] != embedding_dims[shard.table]:
-            received = f"{shard.weight.shape[1]} of its {embedding_dims[shard.table]} columns"
+            value = f"{shard.weight.shape[1]} of its {embedding_dims[shard.table]} columns"
             remedy = "shard it by rows or as a whole, or search with rotate=False"
             return describe(
                 f"table {shard.table!r}",
                 "supported to rotate are shards of whole rows",
-                received,
+                value,
                 remedy,
             )
     return ""
@@ -616,8 +616,8 @@ def _unknown_state(weights: Sequence[Tensor], states: Mapping[int, Mapping[str, 
     for weight in weights:
         for name, _ in _states_like(weight, states):
             if name not in LINEAR_STATES | SQUARED_STATES:
-                supported = f"supported to rotate are {sorted(LINEAR_STATES | SQUARED_STATES)}"
+                requirement = f"supported to rotate are {sorted(LINEAR_STATES | SQUARED_STATES)}"
                 return describe(
-                    "optimizer state", supported, repr(name), "search with rotate=False"
+                    "optimizer state", requirement, repr(name), "search with rotate=False"
                 )
     return ""

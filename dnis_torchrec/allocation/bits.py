@@ -69,22 +69,18 @@ def sizes_as_html(scheme: MixedDimensionScheme, captions: Sequence[str]) -> str:
 
 
 def _sizes(scheme: MixedDimensionScheme) -> list[_Size]:
-    found = [
+    result = [
         (name, table.num_embeddings * table.embedding_dim, PACKED.served_bytes(table))
         for name, table in scheme.tables.items()
     ]
-    largest = sorted(found, key=lambda size: size[1], reverse=True)[:LISTED]
-    listed = [size for size in found if size in largest]
-    others = [size for size in found if size not in largest]
-    if not others:
-        return listed
+    largest = sorted(result, key=lambda size: size[1], reverse=True)[:LISTED]
+    large = [size for size in result if size in largest]
+    rest = [size for size in result if size not in largest]
+    if not rest:
+        return large
     return [
-        *listed,
-        (
-            f"{len(others)} other tables",
-            sum(size[1] for size in others),
-            sum(size[2] for size in others),
-        ),
+        *large,
+        (f"{len(rest)} other tables", sum(size[1] for size in rest), sum(size[2] for size in rest)),
     ]
 
 
@@ -208,32 +204,32 @@ def allocate(
     check_all_merged(model)
     every = blocked_tables(model, blocks)
     tables, left_alone = _split(every, blocks)
-    measured = energies or rounding_energies(model, blocks, counts, bits=bits)
+    energy = energies or rounding_energies(model, blocks, counts, bits=bits)
     widths = sorted({0, *bits})
-    losses = _predicted_losses(tables, blocks, curvature, measured, widths)
+    losses = _predicted_losses(tables, blocks, curvature, energy, widths)
     problem = _Problem.of(tables, blocks, losses, torch.tensor(widths))
 
     def allocation(spent: Spent) -> Allocation:
-        found = problem.allocation(spent, measured, curvature.couplings)
+        result = problem.allocation(spent, energy, curvature.couplings)
         if left_alone:
-            found = _in_order(found, left_alone, every)
+            result = _in_order(result, left_alone, every)
         if predict is None:
-            return found
-        said = predict(found.scheme)
-        scheme = said.scheme or found.scheme
-        increase, shift = said.loss_increase, said.output_shift
-        return replace(found, scheme=scheme, predicted_loss_increase=increase, output_shift=shift)
+            return result
+        prediction = predict(result.scheme)
+        scheme = prediction.scheme or result.scheme
+        increase, shift = prediction.loss_increase, prediction.output_shift
+        return replace(result, scheme=scheme, predicted_loss_increase=increase, output_shift=shift)
 
     if max_loss is not None:
         return allocation(
             problem.within_loss(max_loss, lambda spent: allocation(spent).predicted_loss_increase)
         )
-    beside = sum(map(PACKED.served_bytes, left_alone.values()))
+    base = sum(map(PACKED.served_bytes, left_alone.values()))
     dense = sum(map(_dense_bytes, every))
     budget = _bytes_at(compression, dense) if compression is not None else int(embedding_bytes or 0)
-    spent = problem.within(budget - beside, per_table=per_table)
+    spent = problem.within(budget - base, per_table=per_table)
     if not bool(spent.row_bytes.any()):
-        _refuse_budget(compression, embedding_bytes, dense, spent.smallest + beside)
+        _refuse_budget(compression, embedding_bytes, dense, spent.smallest + base)
     return allocation(spent)
 
 
@@ -248,22 +244,22 @@ def retained_columns(
     """Chooses which columns of every block are worth their bytes, if a value takes the same number
     of bits everywhere."""
     losses = {}
-    others, left_alone = _split(tables, blocks)
-    for table in others:
+    rest, left_alone = _split(tables, blocks)
+    for table in rest:
         name = table.config.name
         has_rows = (blocks.routings[name].row_counts() > 0)[:, None]
-        dropped = worth[name].double().cpu().clamp(min=0) * has_rows
-        losses[name] = torch.stack([dropped, torch.zeros_like(dropped)], 2)
-    problem = _Problem.of(others, blocks, losses, torch.tensor([0, bits]))
-    beside, dense = (
+        loss = worth[name].double().cpu().clamp(min=0) * has_rows
+        losses[name] = torch.stack([loss, torch.zeros_like(loss)], 2)
+    problem = _Problem.of(rest, blocks, losses, torch.tensor([0, bits]))
+    base, dense = (
         sum(map(PACKED.served_bytes, left_alone.values())),
         sum(map(_dense_bytes, tables)),
     )
-    spent = problem.within(_bytes_at(compression, dense) - beside, per_table=False)
+    spent = problem.within(_bytes_at(compression, dense) - base, per_table=False)
     if not bool(spent.row_bytes.any()):
-        _refuse_budget(compression, None, dense, spent.smallest + beside)
-    chosen = {name: found > 0 for name, found in problem.bits_of(spent).items()}
-    return chosen | {name: table.retained for name, table in left_alone.items()}
+        _refuse_budget(compression, None, dense, spent.smallest + base)
+    columns = {name: result > 0 for name, result in problem.bits_of(spent).items()}
+    return columns | {name: table.retained for name, table in left_alone.items()}
 
 
 def _split(
@@ -271,26 +267,26 @@ def _split(
 ) -> tuple[list[BlockedTable], dict[str, TableScheme]]:
     """The tables that get bits, and the schemes of those that are left alone: float32 in every
     column."""
-    others = [table for table in tables if table.config.name not in blocks.left_alone]
-    check(bool(others), "blocks", "a table beside those that are left alone", "none")
+    rest = [table for table in tables if table.config.name not in blocks.left_alone]
+    check(bool(rest), "blocks", "a table beside those that are left alone", "none")
     alone = {}
     for table in (table for table in tables if table.config.name in blocks.left_alone):
         shape = (blocks.routings[table.config.name].num_blocks, table.config.embedding_dim)
         bits, scale = torch.full(shape, FLOAT_BITS, dtype=torch.uint8), torch.ones(shape)
         codes = ColumnCodes(bits, scale, torch.zeros(shape, dtype=torch.int16))
         alone[table.config.name] = _scheme_of(table, blocks, codes)
-    return others, alone
+    return rest, alone
 
 
 def _in_order(
-    found: Allocation, left_alone: Mapping[str, TableScheme], every: Sequence[BlockedTable]
+    result: Allocation, left_alone: Mapping[str, TableScheme], every: Sequence[BlockedTable]
 ) -> Allocation:
     """An allocation with the tables that are left alone, in the model's order."""
-    schemes = {**found.scheme.tables, **left_alone}
+    schemes = {**result.scheme.tables, **left_alone}
     scheme = MixedDimensionScheme(
         {table.config.name: schemes[table.config.name] for table in every}
     )
-    return replace(found, scheme=scheme, num_bytes=sum(map(PACKED.served_bytes, schemes.values())))
+    return replace(result, scheme=scheme, num_bytes=sum(map(PACKED.served_bytes, schemes.values())))
 
 
 def _dense_bytes(table: BlockedTable) -> int:
@@ -317,18 +313,18 @@ class _Problem:
         D, K)``."""
         routings = [blocks.routings[table.config.name] for table in tables]
         widest = max(table.config.embedding_dim for table in tables)
-        stacked = torch.cat(
+        by_bits = torch.cat(
             [pad(part, (0, 0, 0, widest - part.shape[1])) for part in loss.values()]
         )
         cold = _cold_widths(tables, blocks, widest, bits)
-        paid_for = stacked.gather(
+        paid_for = by_bits.gather(
             2, cold[..., None]
         )  # of cold blocks, so that nothing below it is bought
-        stacked = torch.where(torch.arange(len(bits)) < cold[..., None], paid_for, stacked)
+        by_bits = torch.where(torch.arange(len(bits)) < cold[..., None], paid_for, by_bits)
         rows = torch.cat([routing.row_counts() for routing in routings])
-        steps = column_steps(stacked, rows, bits)
-        options = row_options(steps, stacked[..., 0].sum(1), rows)
-        fixed = [
+        steps = column_steps(by_bits, rows, bits)
+        options = row_options(steps, by_bits[..., 0].sum(1), rows)
+        overhead = [
             PACKED.index_bytes(r, table.config.embedding_dim)
             for r, table in zip(routings, tables, strict=True)
         ]
@@ -338,7 +334,7 @@ class _Problem:
         purse = Purse(
             Path.of(options),
             table_of_block,
-            torch.tensor(fixed).index_add(0, table_of_block, cold_bytes),
+            torch.tensor(overhead).index_add(0, table_of_block, cold_bytes),
         )
         return _Problem(tables, blocks, bits, steps, options, purse, cold)
 
@@ -363,13 +359,13 @@ class _Problem:
             for table, share in enumerate(shares)
         ]
         total = int(self.dense_bytes.sum())
-        needed = [
+        least = [
             math.ceil(part.smallest * total / dense)
             for part, dense in zip(parts, self.dense_bytes.tolist(), strict=True)
             if part.smallest
         ]
         row_bytes = torch.stack([part.row_bytes for part in parts]).amax(0)
-        return Spent(row_bytes, sum(part.num_bytes for part in parts), min(needed, default=0))
+        return Spent(row_bytes, sum(part.num_bytes for part in parts), min(least, default=0))
 
     def within_loss(self, max_loss: float, loss_of: Callable[[Spent], float]) -> Spent:
         """The fewest bytes along the path that are predicted to cost no more loss than this."""
@@ -454,12 +450,12 @@ def _predicted_losses(
 ) -> dict[str, Tensor]:
     """Table -> ``(S, D, K)`` float64: H / 2 times the energy of every width; 0 in blocks without
     rows."""
-    missing = sorted(set(bits) - set(energies.bits))
+    absent = sorted(set(bits) - set(energies.bits))
     check(
-        not missing,
+        not absent,
         "energies",
         f"those of {bits} bits",
-        f"none of {missing}",
+        f"none of {absent}",
         "measure them with these bits",
     )
     index = [energies.bits.index(width) for width in bits]
@@ -470,8 +466,10 @@ def _predicted_losses(
         check_known("table", name, curvature.curvature)
         check_known("table", name, energies.tables)
         worth, energy = curvature.curvature[name].double().cpu(), energies.tables[name].energy
-        for what, given in (("curvature", worth.shape), ("energies", energy.shape[:2])):
-            check(given == shape, f"table {name!r}", f"{what} of (S, D) = {shape}", tuple(given))
+        for what, options in (("curvature", worth.shape), ("energies", energy.shape[:2])):
+            check(
+                options == shape, f"table {name!r}", f"{what} of (S, D) = {shape}", tuple(options)
+            )
         check(
             bool(worth.isfinite().all()), f"table {name!r}", "a finite curvature", "NaN or infinity"
         )
@@ -501,9 +499,14 @@ def _scheme_of(table: BlockedTable, blocks: RowBlocks, codes: ColumnCodes) -> Ta
 
 
 def _check_sizes(sizes: Mapping[str, float | None]) -> None:
-    given = {name: value for name, value in sizes.items() if value is not None}
-    check(len(given) == 1, "size", f"exactly one of {', '.join(sizes)}", ", ".join(given) or "none")
-    for name, value in given.items():
+    options = {name: value for name, value in sizes.items() if value is not None}
+    check(
+        len(options) == 1,
+        "size",
+        f"exactly one of {', '.join(sizes)}",
+        ", ".join(options) or "none",
+    )
+    for name, value in options.items():
         check(math.isfinite(value) and value > 0, name, "a finite number above 0", value)
 
 

@@ -62,17 +62,17 @@ class Measured:
     energies: RoundingEnergies
     sample: LossSample
 
-    def shifted(self, found: Allocation) -> AbstractContextManager[None]:
+    def shifted(self, result: Allocation) -> AbstractContextManager[None]:
         """The model with its output bias as tables of that size want it, within a block; afterwards
         it is as it was."""
         bias = self.sample.bias
-        return nullcontext() if bias is None else bias.shifted(self.model, found.output_shift)
+        return nullcontext() if bias is None else bias.shifted(self.model, result.output_shift)
 
-    def shift_(self, found: Allocation) -> None:
+    def shift_(self, result: Allocation) -> None:
         """Moves the model's output bias to where tables of that size want it, for good. Local, the
         same on every rank."""
         if self.sample.bias is not None:
-            self.sample.bias.shift_(self.model, found.output_shift)
+            self.sample.bias.shift_(self.model, result.output_shift)
 
     def allocate(
         self,
@@ -167,15 +167,15 @@ def compress(
         >>> found.compression >= 6, type(model.tables).__name__
         (True, 'PackedEmbeddingBagCollection')
     """
-    own = _plain_collections(model)
-    measured = measure_(
+    plain = _plain_collections(model)
+    measurement = measure_(
         model, batches, loss=loss, counts=counts, held_out=held_out, leave_alone=leave_alone
     )
-    found = measured.allocate(compression=compression)
-    for fqn, packed in packed_collections(model, found.scheme).items():
-        replace_(model, own[fqn], packed)
-    measured.shift_(found)
-    return found
+    result = measurement.allocate(compression=compression)
+    for fqn, replacement in packed_collections(model, result.scheme).items():
+        replace_(model, plain[fqn], replacement)
+    measurement.shift_(result)
+    return result
 
 
 def measure_(
@@ -221,10 +221,10 @@ def measure_(
     again = "batches that can be iterated again and again"
     remedy = "give a list, a DataLoader, or an object whose __iter__ begins anew"
     check(not isinstance(batches, Iterator), "batches", again, type(batches).__name__, remedy)
-    found = collections(model)
-    check(bool(found), "model", "an embedding collection in it", "none")
-    ranks = ranks_of(*found.values())
-    tables = [table for collection in found.values() for table in table_configs_of(collection)]
+    result = collections(model)
+    check(bool(result), "model", "an embedding collection in it", "none")
+    ranks = ranks_of(*result.values())
+    tables = [table for collection in result.values() for table in table_configs_of(collection)]
     with on_all(ranks):
         check_left_alone(leave_alone, [table.name for table in tables], "leave_alone")
         _check_finite(model)
@@ -240,9 +240,9 @@ def measure_(
     first = _turn_(model, batches, loss, counts, ranks, leave_alone)
     worth = curvature_of_read_tables(model, batches, blocks, loss=loss, num_samples=num_samples)
     energies = rounding_energies(model, blocks, counts, bits=bits)
-    judged, is_held_out = (batches, False) if held_out is None else (held_out, True)
+    samples, is_held_out = (batches, False) if held_out is None else (held_out, True)
     bias = output_bias(model, first, loss, ranks)
-    sample = LossSample(model, judged, blocks, loss=loss, is_held_out=is_held_out, bias=bias)
+    sample = LossSample(model, samples, blocks, loss=loss, is_held_out=is_held_out, bias=bias)
     return Measured(model, counts, blocks, worth, energies, sample)
 
 
@@ -266,7 +266,7 @@ def packed_collections(
             bits.
         NotImplementedError: for a sharded model.
     """
-    packed: dict[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection] = {}
+    replacement: dict[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection] = {}
     for fqn, collection in _plain_collections(model).items():
         tables = {}
         for config in table_configs_of(collection):
@@ -281,29 +281,29 @@ def packed_collections(
         rows = {name: _packed_table(table, weights[name]) for name, table in tables.items()}
         of_collection = MixedDimensionScheme(tables)
         if isinstance(collection, EmbeddingCollection):
-            served = {
+            modules = {
                 name: PackedEmbeddingBagCollection(table_of_single_ids(table), rows)
                 for name, table in tables.items()
             }
             need_indices = collection.need_indices()
-            packed[fqn] = ServedEmbeddingCollection(
-                of_collection, served, need_indices=need_indices
+            replacement[fqn] = ServedEmbeddingCollection(
+                of_collection, modules, need_indices=need_indices
             )
         else:
-            packed[fqn] = PackedEmbeddingBagCollection(of_collection, rows)
-    return packed
+            replacement[fqn] = PackedEmbeddingBagCollection(of_collection, rows)
+    return replacement
 
 
 def _plain_collections(model: nn.Module) -> dict[str, EmbeddingBagCollection | EmbeddingCollection]:
     plain: dict[str, EmbeddingBagCollection | EmbeddingCollection] = {}
     for fqn, collection in collections(model).items():
         if not isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
-            supported, remedy = (
+            requirement, remedy = (
                 "supported is a plain embedding collection",
                 "merge_ or unshard the model first",
             )
             raise NotImplementedError(
-                describe(f"FQN {fqn!r}", supported, type(collection).__name__, remedy)
+                describe(f"FQN {fqn!r}", requirement, type(collection).__name__, remedy)
             )
         plain[fqn] = collection
     return plain
@@ -324,9 +324,9 @@ def _check_finite(model: nn.Module) -> None:
             bad = (~chunk.isfinite()).nonzero()
             if len(bad):
                 row, column = bad[0].tolist()
-                received = f"{chunk[row, column].item()} in row {rows.start + row}"
+                value = f"{chunk[row, column].item()} in row {rows.start + row}"
                 remedy = "take weights of a model whose training did not diverge"
-                check(False, f"table {shard.table!r}", "finite values", received, remedy)
+                check(False, f"table {shard.table!r}", "finite values", value, remedy)
 
 
 def _turn_(
@@ -343,17 +343,17 @@ def _turn_(
         first = next(iter(batches), None)
         check(first is not None, "batches", "at least one batch", "none")
         batch = checked_batch(cast(Batch, first), loss, "batch 0")
-    before = predictions_of(model, batch, loss, "batch 0", ranks).values
+    old = predictions_of(model, batch, loss, "batch 0", ranks).values
     rotate_(model, counts, leave_alone=leave_alone)
-    after = predictions_of(model, batch, loss, "batch 0", ranks).values
+    new = predictions_of(model, batch, loss, "batch 0", ranks).values
     with on_all(ranks):
-        moved, largest = float((after - before).abs().max()), float(before.abs().max())
-        if moved > UNCHANGED * largest:
+        change, largest = float((new - old).abs().max()), float(old.abs().max())
+        if change > UNCHANGED * largest:
             requirement = (
                 f"predictions to stay within {UNCHANGED * largest:.3g} when tables are turned"
             )
             remedy = "the model's rotation_groups do not hold for it: correct them, and load its weights again"
             raise RuntimeError(
-                describe("rotation", requirement, f"a change by {moved:.3g}", remedy)
+                describe("rotation", requirement, f"a change by {change:.3g}", remedy)
             )
     return batch

@@ -55,7 +55,7 @@ class Reads:
 class Apart:
     """Outputs of a collection for bags that each hold the ids of a single block."""
 
-    pooled: Mapping[str, Tensor]
+    sums: Mapping[str, Tensor]
     lengths: Mapping[str, Tensor]
 
 
@@ -198,14 +198,14 @@ class CollectionBlocks(WatchedCollection):
 
     def _slopes(self, lookup: Lookup, gradient: Tensor) -> Iterator[tuple[PooledFeature, Tensor]]:
         """Every output with the gradient in its columns, ``(T, B, D)``."""
-        pooled: KeyedTensor = lookup.output
-        widths = pooled.length_per_key()
-        columns = dict(zip(pooled.keys(), gradient.split(widths, dim=2), strict=True))
+        sums: KeyedTensor = lookup.output
+        widths = sums.length_per_key()
+        columns = dict(zip(sums.keys(), gradient.split(widths, dim=2), strict=True))
         for output in self.outputs:
             yield output, columns[output.name]
 
     def _of_one_id(
-        self, output: PooledFeature, bags: JaggedTensor, pooled: Tensor, gradient: Tensor
+        self, output: PooledFeature, bags: JaggedTensor, sums: Tensor, gradient: Tensor
     ) -> Entries:
         lengths = bags.lengths()
         place, longest = f"table {output.table!r}, feature {output.feature!r}", int(lengths.max())
@@ -216,9 +216,9 @@ class CollectionBlocks(WatchedCollection):
         samples, blocks = lengths.nonzero().squeeze(1), self._routers[output.table](bags.values())
         is_in_block = blocks < output.num_blocks
         samples, blocks = samples[is_in_block], blocks[is_in_block]
-        if len(samples) < len(pooled):  # all of them, in their order, need no copy
-            pooled, gradient = pooled[samples], gradient.index_select(1, samples)
-        return Entries(samples, blocks, (pooled * gradient).double())
+        if len(samples) < len(sums):  # all of them, in their order, need no copy
+            sums, gradient = sums[samples], gradient.index_select(1, samples)
+        return Entries(samples, blocks, (sums * gradient).double())
 
     def _of_several_ids(
         self, output: PooledFeature, bags: JaggedTensor, apart: Apart, gradient: Tensor
@@ -228,13 +228,13 @@ class CollectionBlocks(WatchedCollection):
         lengths = apart.lengths[output.feature][slots]
         read = lengths.nonzero().squeeze(1)
         samples, blocks = read % batch_size, read // batch_size
-        pooled = apart.pooled[output.name][slots][read]
+        sums = apart.sums[output.name][slots][read]
         if output.divides:
             share = (
                 lengths[read].double() / bags.lengths()[samples]
             )  # the mean of a block's ids, of the whole bag
-            pooled = pooled * share.to(pooled.dtype).unsqueeze(1)
-        return Entries(samples, blocks, (pooled * gradient.index_select(1, samples)).double())
+            sums = sums * share.to(sums.dtype).unsqueeze(1)
+        return Entries(samples, blocks, (sums * gradient.index_select(1, samples)).double())
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,10 +254,8 @@ class Lookup:
         look_up: Callable[[KeyedJaggedTensor], KeyedTensor] = self.of.collection
         if isinstance(self.of.collection, SoftSelectionFeatureProcessedEmbeddingBagCollection):
             look_up = self.of.collection.look_up_processed
-        pooled = _wait(look_up(bags)).to_dict()
-        return Apart(
-            pooled, {feature: jagged.lengths() for feature, jagged in jagged_by_key(bags).items()}
-        )
+        sums = _wait(look_up(bags)).to_dict()
+        return Apart(sums, {feature: bag.lengths() for feature, bag in jagged_by_key(bags).items()})
 
 
 @contextmanager
@@ -270,12 +268,12 @@ def watching(of: Sequence[WatchedCollection]) -> Iterator[list[Lookup]]:
             attributes = vars(
                 blocks.collection
             )  # as TorchRec's pipelines replace forwards: no module changes
-            before = attributes.get("forward")
+            old = attributes.get("forward")
             forward = _noting(blocks, blocks.collection.forward, lookups)
-            if before is None:
+            if old is None:
                 stack.callback(attributes.pop, "forward")
             else:
-                stack.callback(attributes.__setitem__, "forward", before)
+                stack.callback(attributes.__setitem__, "forward", old)
             attributes["forward"] = forward
         yield lookups
 
@@ -306,8 +304,8 @@ def merged(entries: Sequence[Entries], batch_size: int) -> Entries:
     """Merges entries into one for each sample and block; reads of several features are added up."""
     if len(entries) == 1:
         return entries[0]
-    places = torch.cat([own.blocks * batch_size + own.samples for own in entries])
-    return one_of_each(places, torch.cat([own.worth for own in entries], dim=1), batch_size)
+    places = torch.cat([part.blocks * batch_size + part.samples for part in entries])
+    return one_of_each(places, torch.cat([part.worth for part in entries], dim=1), batch_size)
 
 
 def one_of_each(places: Tensor, worth: Tensor, batch_size: int) -> Entries:
@@ -353,16 +351,16 @@ class SequenceBlocks(WatchedCollection):
     def note(self, features: KeyedJaggedTensor, output: Mapping[str, JaggedTensor]) -> Lookup:
         """A call of the collection, its output replaced by views of a leaf that requires a
         gradient."""
-        own = [output[feature.name] for feature in self.outputs]
-        leaf = torch.cat([jagged.values().detach() for jagged in own]).requires_grad_()
-        parts = leaf.split([len(jagged.values()) for jagged in own])
-        seen = {
+        bags_of = [output[feature.name] for feature in self.outputs]
+        leaf = torch.cat([bag.values().detach() for bag in bags_of]).requires_grad_()
+        parts = leaf.split([len(bag.values()) for bag in bags_of])
+        dims = {
             feature.name: JaggedTensor(
-                values=part, lengths=jagged.lengths(), weights=jagged.weights_or_none()
+                values=part, lengths=bag.lengths(), weights=bag.weights_or_none()
             )
-            for feature, part, jagged in zip(self.outputs, parts, own, strict=True)
+            for feature, part, bag in zip(self.outputs, parts, bags_of, strict=True)
         }
-        return Lookup(self, features, seen, leaf)
+        return Lookup(self, features, dims, leaf)
 
     def entries(
         self, lookup: Lookup, apart: Apart | None, gradient: Tensor
@@ -393,12 +391,12 @@ class SequenceBlocks(WatchedCollection):
             torch.arange(lookup.features.stride(), device=gradient.device),
         )
         of_features = [bags[output.feature] for output in self.outputs]
-        sizes = [own.values().numel() for own in of_features]
+        sizes = [part.values().numel() for part in of_features]
         parts = zip(lookup.leaf.detach().split(sizes), gradient.split(sizes, dim=1), strict=True)
-        for output, own, (values, slopes) in zip(self.outputs, of_features, parts, strict=True):
+        for output, part, (values, slopes) in zip(self.outputs, of_features, parts, strict=True):
             samples, blocks = (
-                of_samples.repeat_interleave(own.lengths()),
-                self._routers[output.table](own.values()),
+                of_samples.repeat_interleave(part.lengths()),
+                self._routers[output.table](part.values()),
             )
             is_in_block = blocks < output.num_blocks
             here = samples[is_in_block], blocks[is_in_block]

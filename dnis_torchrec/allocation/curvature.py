@@ -87,10 +87,10 @@ def _derivatives(value: Tensor, z: Tensor, place: str, tolerance: float) -> Loss
     rows = [_derive(first[:, output].sum(), z, place) for output in range(num_outputs)]
     second = torch.stack(rows, dim=1)
     probe = torch.arange(1, z.numel() + 1, dtype=z.dtype, device=z.device).cos().view_as(z)
-    mixed = _derive((first * probe).sum(), z, place)
-    expected = torch.einsum("ntu,nt->nu", second, probe)
+    cross = _derive((first * probe).sum(), z, place)
+    vector = torch.einsum("ntu,nt->nu", second, probe)
     apart = torch.allclose(
-        mixed, expected, tolerance, tolerance * float(expected.abs().max()) + ABSOLUTE
+        cross, vector, tolerance, tolerance * float(vector.abs().max()) + ABSOLUTE
     )
     check(apart, place, "a mean of the losses of single samples", "one in which samples meet")
     return LossDerivatives(
@@ -109,8 +109,8 @@ def task_derivatives(
     by_name = {"": outputs} if isinstance(outputs, Tensor) else dict(outputs)
 
     def loss_at(values: Mapping[str, Tensor]) -> Tensor:
-        given = {name: values.get(name, part) for name, part in by_name.items()}
-        value = task.loss(batch, given[""] if isinstance(outputs, Tensor) else given)
+        by_table = {name: values.get(name, part) for name, part in by_name.items()}
+        value = task.loss(batch, by_table[""] if isinstance(outputs, Tensor) else by_table)
         return value.sum()
 
     leaves = {
@@ -162,12 +162,12 @@ def _place(loss: Loss) -> str:
 def _of(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
     value = loss(z.squeeze(1) if z.shape[1] == 1 else z, y)
     is_scalar = isinstance(value, Tensor) and value.numel() == 1
-    received = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    kind = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
     check(
         is_scalar,
         _place(loss),
         "a scalar, the mean over the samples",
-        received,
+        kind,
         "give it reduction='mean'",
     )
     return value.sum()
@@ -179,8 +179,10 @@ def _derive(value: Tensor, z: Tensor, place: str, *, create_graph: bool = False)
             value, z, create_graph=create_graph, retain_graph=True, materialize_grads=True
         )[0]
     except RuntimeError as error:
-        supported = "supported are losses that are twice differentiable in the predictions"
-        raise NotImplementedError(describe(place, supported, str(error).splitlines()[0])) from error
+        requirement = "supported are losses that are twice differentiable in the predictions"
+        raise NotImplementedError(
+            describe(place, requirement, str(error).splitlines()[0])
+        ) from error
 
 
 logger = logging.getLogger(__name__)
@@ -257,8 +259,8 @@ class CurvatureSums:
         batch_size = len(at.first)
         entries: dict[str, list[Entries]] = {name: [] for name in self._of_tables}
         for lookup, apart, gradient in looked_up.calls:
-            for table, own in lookup.of.entries(lookup, apart, gradient):
-                entries[table].append(own)
+            for table, part in lookup.of.entries(lookup, apart, gradient):
+                entries[table].append(part)
             for table, reads in lookup.of.reads(lookup, gradient) if self._couplings else ():
                 self._couplings[table] += _coupled(reads, at.second, len(self._couplings[table]))
         total, noise = 0.0, 0.0
@@ -270,11 +272,11 @@ class CurvatureSums:
             num_blocks = self._of_tables[table].shape[1]
             slopes = torch.einsum("mt,tmd->md", at.first[both.samples], both.worth)
             bends = torch.einsum("tmd,mtu,umd->md", both.worth, at.second[both.samples], both.worth)
-            added = torch.stack(
-                [sum_by_group(own, both.blocks, num_blocks) for own in (slopes, bends)]
+            change = torch.stack(
+                [sum_by_group(part, both.blocks, num_blocks) for part in (slopes, bends)]
             )
-            self._of_tables[table] += added
-            total, noise = total + float(added[1].sum()), noise + float(slopes.square().sum())
+            self._of_tables[table] += change
+            total, noise = total + float(change[1].sum()), noise + float(slopes.square().sum())
         n, loss, bent = batch_size, at.loss * batch_size, float(at.second.abs().sum())
         self._batches += torch.tensor(
             [1, n, n * n, total, total * total, total * n, noise, loss, bent]
@@ -288,8 +290,8 @@ class CurvatureSums:
             self._reads,
             *(both.flatten().cpu() for both in self._of_tables.values()),
         ]
-        summed = ranks.sum_(torch.cat(flat)).split([part.numel() for part in flat])
-        batches, n, n_n, total, total_total, total_n, noise, mean_loss, bent = summed[0].tolist()
+        sums = ranks.sum_(torch.cat(flat)).split([part.numel() for part in flat])
+        batches, n, n_n, total, total_total, total_n, noise, mean_loss, bent = sums[0].tolist()
         place, requirement = f"loss {name_of(loss)}", "one that is twice differentiable"
         check(
             bent > 0,
@@ -299,8 +301,8 @@ class CurvatureSums:
             "choose one that bends, such as MSELoss",
         )
         means = {
-            name: (own / n).view(both.shape)
-            for (name, both), own in zip(self._of_tables.items(), summed[2:], strict=True)
+            name: (values / n).view(both.shape)
+            for (name, both), values in zip(self._of_tables.items(), sums[2:], strict=True)
         }
         mean = total / n
         spread = (
@@ -309,19 +311,21 @@ class CurvatureSums:
         error = math.inf
         if batches > 1 and total:
             error = math.sqrt(max(spread, 0.0) * batches / (batches - 1)) / abs(total)
-        found = Curvature(
+        result = Curvature(
             gradient={name: both[0] for name, both in means.items()},
             curvature={name: both[1] for name, both in means.items()},
             num_samples=round(n),
             relative_error=error,
-            couplings={name: ranks.sum_(own.cpu()) / n for name, own in self._couplings.items()},
+            couplings={
+                name: ranks.sum_(values.cpu()) / n for name, values in self._couplings.items()
+            },
             unread=frozenset(
-                name for name, reads in zip(means, summed[1].tolist(), strict=True) if not reads
+                name for name, reads in zip(means, sums[1].tolist(), strict=True) if not reads
             ),
         )
         if warns and ranks.is_first:
-            _warn_of_untrained(found, mean_loss / n, noise / (n * n))
-        return found
+            _warn_of_untrained(result, mean_loss / n, noise / (n * n))
+        return result
 
 
 def _coupled(reads: Reads, second: Tensor, num_blocks: int) -> Tensor:
@@ -339,13 +343,13 @@ def _coupled(reads: Reads, second: Tensor, num_blocks: int) -> Tensor:
     return torch.stack([one.flatten(0, 1).T @ other.flatten(0, 1) for one, other in of_blocks])
 
 
-def _warn_of_untrained(found: Curvature, loss: float, noise: float) -> None:
+def _warn_of_untrained(result: Curvature, loss: float, noise: float) -> None:
     """Warns where the tables do next to nothing, or columns would rather change by several times
     their size."""
-    bend = sum(float(own.sum()) for own in found.curvature.values())
-    bends = math.sqrt(sum(float(own.square().sum()) for own in found.curvature.values()))
+    bend = sum(float(part.sum()) for part in result.curvature.values())
+    bends = math.sqrt(sum(float(part.square().sum()) for part in result.curvature.values()))
     slopes = math.sqrt(
-        max(sum(float(own.square().sum()) for own in found.gradient.values()) - noise, 0.0)
+        max(sum(float(part.square().sum()) for part in result.gradient.values()) - noise, 0.0)
     )
     if bend <= LEAST_CURVATURE * abs(loss) or slopes > LARGEST_STEP * bends:
         logger.warning(
@@ -442,12 +446,12 @@ def curvature(
     """
     enough = math.inf if num_samples is None else num_samples
     check(enough >= 1, "num_samples", "at least 1, or None for all", num_samples)
-    found = collections(model)
-    check(bool(found), "model", "an embedding collection in it", "none")
+    result = collections(model)
+    check(bool(result), "model", "an embedding collection in it", "none")
     read_by_name_(model, refuse_weights=None)
-    device, ranks = device_of(model), ranks_of(*found.values())
-    tables = [table for collection in found.values() for table in table_configs_of(collection)]
-    of = [watched_collection(collection, blocks, device) for collection in found.values()]
+    device, ranks = device_of(model), ranks_of(*result.values())
+    tables = [table for collection in result.values() for table in table_configs_of(collection)]
+    of = [watched_collection(collection, blocks, device) for collection in result.values()]
     sums = CurvatureSums(tables, blocks, device, couplings=couplings)
     with evaluating(model), watching(of) as lookups:
         measure = _Measure(model, loss, ranks, lookups)
@@ -468,10 +472,10 @@ def curvature_of_read_tables(
     """Measures `curvature` on so many samples that every table is read that training reads."""
     read = {table for table, occurrences in blocks.occurrences.items() if bool(occurrences.any())}
     while True:
-        found = curvature(model, batches, blocks, loss=loss, num_samples=num_samples, warns=warns)
-        if num_samples is None or found.num_samples < num_samples or not read & found.unread:
-            return found
-        num_samples, warns = LARGER_SAMPLE * found.num_samples, False
+        result = curvature(model, batches, blocks, loss=loss, num_samples=num_samples, warns=warns)
+        if num_samples is None or result.num_samples < num_samples or not read & result.unread:
+            return result
+        num_samples, warns = LARGER_SAMPLE * result.num_samples, False
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -486,7 +490,7 @@ def device_of(model: nn.Module) -> torch.device:
 def _samples_at_a_time(of: Iterable[WatchedCollection]) -> int:
     """Returns the number of samples whose pooled embeddings, gradients and blocks fit into
     `BYTES_AT_A_TIME`."""
-    return max(1, BYTES_AT_A_TIME // (4 * sum(watched.floats_per_sample for watched in of)))
+    return max(1, BYTES_AT_A_TIME // (4 * sum(lookup.floats_per_sample for lookup in of)))
 
 
 def on_all(ranks: Ranks) -> AbstractContextManager[None]:
@@ -498,12 +502,12 @@ def on_all(ranks: Ranks) -> AbstractContextManager[None]:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """In evaluation mode; afterwards every module is in the mode that it was in."""
-    before = [(module, module.training) for module in model.modules()]
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for module, was_training in before:
+        for module, was_training in modes:
             module.training = was_training
 
 
@@ -511,9 +515,9 @@ def first_batches(
     batches: Iterable[Batch], loss: Loss | Task, ranks: Ranks, enough: float, at_a_time: int
 ) -> Iterator[tuple[str, Batch]]:
     """This rank's batches until all ranks together have enough samples, cut alike on all of them."""
-    stream, taken = iter(batches), 0
+    stream, done = iter(batches), 0
     for index in count():
-        if taken >= enough:
+        if done >= enough:
             return
         place, batch = f"batch {index}", None
         with on_all(ranks):
@@ -525,16 +529,16 @@ def first_batches(
         if max(sizes) < 0:
             check(index > 0, "batches", "at least one batch", "none")
             return
-        ended = next((rank for rank, size in enumerate(sizes) if size < 0), None)
+        empty = next((rank for rank, size in enumerate(sizes) if size < 0), None)
         remedy = "leave out what does not fill a batch on every rank"
         check(
-            ended is None,
+            empty is None,
             "batches",
             SAME_BATCHES,
-            f"{index} on rank {ended}, more on another",
+            f"{index} on rank {empty}, more on another",
             remedy,
         )
-        taken += sum(sizes)
+        done += sum(sizes)
         parts = min(math.ceil(max(sizes) / at_a_time), *sizes)
         if batch is None or parts == 1:
             yield from [(place, batch)] if batch is not None else []
@@ -592,23 +596,23 @@ class _Measure:
             ]
         for lookup in self._lookups:
             if lookup.features.stride() != len(predictions):
-                supported = "supported are collections that look up one bag per sample"
-                received = f"{lookup.features.stride()} bags of {len(predictions)} samples"
+                rule = "supported are collections that look up one bag per sample"
+                value = f"{lookup.features.stride()} bags of {len(predictions)} samples"
                 tables = sorted({output.table for output in lookup.of.outputs})
-                raise NotImplementedError(describe(f"tables {tables}", supported, received))
+                raise NotImplementedError(describe(f"tables {tables}", rule, value))
         with torch.no_grad():
             apart = [lookup.apart() for lookup in self._lookups]
-        stacked = [torch.stack(of_leaf) for of_leaf in zip(*gradients, strict=True)]
-        calls = list(zip(self._lookups, apart, stacked, strict=True))
+        of_leaves = [torch.stack(of_leaf) for of_leaf in zip(*gradients, strict=True)]
+        calls = list(zip(self._lookups, apart, of_leaves, strict=True))
         return LookedUp(at, calls)
 
 
 def outputs_of(model: nn.Module, batch: Batch, loss: Loss | Task) -> Outputs:
     """Calls a model on a batch, in the mode that it is in."""
     task = get_unwrapped_module(model)
-    called = task.model if isinstance(task, TrainTask) else task
+    module = task.model if isinstance(task, TrainTask) else task
     of_task = loss if isinstance(loss, Task) and not isinstance(loss, LossTask) else Task()
-    return of_task.outputs(called, batch)
+    return of_task.outputs(module, batch)
 
 
 def derivatives_at(

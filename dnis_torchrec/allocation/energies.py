@@ -59,8 +59,8 @@ def sample_rows(
     # made at once: small tensors kept between large ones that go would leave holes as large as all
     # chunks together
     rows, blocks = torch.empty(2, most, dtype=torch.int64)
-    weights, filled = torch.empty(most, dtype=torch.float64), 0
-    passed = torch.full((routing.num_blocks,), 0.5, dtype=torch.float64)
+    weights, count = torch.empty(most, dtype=torch.float64), 0
+    crossings = torch.full((routing.num_blocks,), 0.5, dtype=torch.float64)
     for chunk, of_rows, frequency in _rows_with_blocks(counts, routing):
         of_each = thresholds[of_rows]
         probability = torch.where(
@@ -71,15 +71,15 @@ def sample_rows(
         sizes = torch.bincount(of_rows, minlength=routing.num_blocks)
         ends = torch.cat([torch.zeros(1, dtype=torch.float64), sums])[sizes.cumsum(0)]
         starts = torch.cat([torch.zeros(1, dtype=torch.float64), ends[:-1]])
-        after = torch.empty_like(sums)
-        after[order] = sums - starts[of_rows[order]] + passed[of_rows[order]]
-        drawn = (after.floor() > (after - probability).floor()) | (frequency >= of_each)
-        passed += ends - starts
-        passed -= passed.floor()
-        here = slice(filled, filled := filled + int(drawn.sum()))
+        totals = torch.empty_like(sums)
+        totals[order] = sums - starts[of_rows[order]] + crossings[of_rows[order]]
+        drawn = (totals.floor() > (totals - probability).floor()) | (frequency >= of_each)
+        crossings += ends - starts
+        crossings -= crossings.floor()
+        here = slice(count, count := count + int(drawn.sum()))
         rows[here], blocks[here] = chunk[drawn], of_rows[drawn]
         weights[here] = torch.maximum(frequency, of_each)[drawn]
-    return RowSample(rows[:filled], blocks[:filled], weights[:filled])
+    return RowSample(rows[:count], blocks[:count], weights[:count])
 
 
 def sampled_values(
@@ -95,9 +95,9 @@ def sampled_values(
     for shard in shards if num_copies == 1 or ranks.is_first else ():
         first, last = shard.first_row, shard.first_row + len(shard.weight)
         begin, end = torch.searchsorted(sample.rows, torch.tensor([first, last])).tolist()
-        own = (sample.rows[begin:end] - first).to(shard.weight.device)
+        part = (sample.rows[begin:end] - first).to(shard.weight.device)
         columns = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
-        values[begin:end, columns] = shard.weight[own].float().cpu()
+        values[begin:end, columns] = shard.weight[part].float().cpu()
     return ranks.sum_(values)
 
 
@@ -106,11 +106,11 @@ def _thresholds(counts: RowCounts, routing: RowRouting, rows_per_block: int) -> 
     of_runs, frequency, sizes = _frequencies(counts, routing)
     thresholds = torch.full((routing.num_blocks,), torch.inf, dtype=torch.float64)
     for _ in range(_ROUNDS):
-        certain, others = torch.zeros(2, routing.num_blocks, dtype=torch.float64)
+        certain, rest = torch.zeros(2, routing.num_blocks, dtype=torch.float64)
         is_certain = frequency >= thresholds[of_runs]
         certain.index_add_(0, of_runs, sizes.masked_fill(~is_certain, 0))
-        others.index_add_(0, of_runs, (sizes * frequency).masked_fill(is_certain, 0))
-        lower = torch.minimum(thresholds, others / (rows_per_block - certain).clamp(min=1))
+        rest.index_add_(0, of_runs, (sizes * frequency).masked_fill(is_certain, 0))
+        lower = torch.minimum(thresholds, rest / (rows_per_block - certain).clamp(min=1))
         if lower.equal(thresholds):
             break
         thresholds = lower
@@ -122,10 +122,12 @@ def _frequencies(counts: RowCounts, routing: RowRouting) -> tuple[Tensor, Tensor
     float64), few of each."""
     keys, sizes = torch.zeros(2, 0, dtype=torch.int64)
     for first in range(0, routing.num_embeddings, ROWS_AT_A_TIME):
-        own = counts[first : first + ROWS_AT_A_TIME]
-        of_rows = routing.block_of(torch.arange(first, first + len(own)))
-        kept = of_rows < routing.num_blocks
-        more, sizes_of_more = (own * routing.num_blocks + of_rows)[kept].unique(return_counts=True)
+        part = counts[first : first + ROWS_AT_A_TIME]
+        of_rows = routing.block_of(torch.arange(first, first + len(part)))
+        inside = of_rows < routing.num_blocks
+        more, sizes_of_more = (part * routing.num_blocks + of_rows)[inside].unique(
+            return_counts=True
+        )
         keys, runs = torch.cat([keys, more]).unique(return_inverse=True)
         sizes = torch.zeros_like(keys).index_add_(0, runs, torch.cat([sizes, sizes_of_more]))
     frequency = keys // routing.num_blocks
@@ -141,8 +143,8 @@ def _rows_with_blocks(
         rows = torch.arange(first, min(first + ROWS_AT_A_TIME, routing.num_embeddings))
         of_rows = routing.block_of(rows)
         frequency = counts[first : first + ROWS_AT_A_TIME].double().clamp_(min=UNSEEN_WEIGHT)
-        kept = of_rows < routing.num_blocks
-        yield rows[kept], of_rows[kept], frequency[kept]
+        inside = of_rows < routing.num_blocks
+        yield rows[inside], of_rows[inside], frequency[inside]
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,11 +153,11 @@ class RowChunk:
 
     values: Tensor
     rows: slice
-    held: tuple[tuple[Tensor, slice, slice], ...]
+    parts: tuple[tuple[Tensor, slice, slice], ...]
 
     def write_(self, values: Tensor) -> None:
         """Writes other values to where the chunk lies. Local."""
-        for weight, rows, columns in self.held:
+        for weight, rows, columns in self.parts:
             weight.copy_(values[rows, columns].to(weight))
 
 
@@ -183,11 +185,11 @@ class WholeRows:
         step = rows_per_chunk(dim)
         for start in range(0, num_rows, step):
             stop = min(start + step, num_rows)
-            held = tuple(part for shard in self.shards for part in _within(shard, start, stop))
+            parts = tuple(part for shard in self.shards for part in _within(shard, start, stop))
             values = torch.zeros(stop - start, dim, dtype=torch.float64)
-            for weight, rows, columns in held:
+            for weight, rows, columns in parts:
                 values[rows, columns] = weight.cpu().double()
-            yield RowChunk(self.ranks.sum_(values), slice(start, stop), held)
+            yield RowChunk(self.ranks.sum_(values), slice(start, stop), parts)
 
 
 def _within(shard: TableShard, start: int, stop: int) -> Iterator[tuple[Tensor, slice, slice]]:
@@ -207,24 +209,24 @@ def whole_rows(
     """The rows of tables, however they are sharded."""
     if not shapes:
         return {}
-    own = {table: [shard for shard in shards if shard.table == table] for table in shapes}
+    part = {table: [shard for shard in shards if shard.table == table] for table in shapes}
     cut = [
-        any(shard.weight.shape[1] != shapes[table][1] for shard in held)
-        for table, held in own.items()
+        any(shard.weight.shape[1] != shapes[table][1] for shard in parts)
+        for table, parts in part.items()
     ]
     is_cut = dict(
         zip(shapes, ranks.max_(torch.tensor(cut, dtype=torch.int64)).tolist(), strict=True)
     )
-    copies = num_copies(own, shapes, ranks)
+    copies = num_copies(part, shapes, ranks)
     return {
         table: WholeRows(
-            held,
+            parts,
             shapes[table],
             bool(is_cut[table]),
             ranks.world_size if is_cut[table] else copies[table],
             ranks,
         )
-        for table, held in own.items()
+        for table, parts in part.items()
     }
 
 
@@ -252,8 +254,8 @@ class _HeldRows:
 class RowsInCodes:
     """What `rows_in_codes` gives: rows that hold rounded values, and may hold multiples of them."""
 
-    def __init__(self, model: nn.Module, held: Mapping[str, list[_HeldRows]]) -> None:
-        self._model, self._held = model, held
+    def __init__(self, model: nn.Module, parts: Mapping[str, list[_HeldRows]]) -> None:
+        self._model, self._held = model, parts
 
     @torch.no_grad()
     def multiply_(self, gains: Mapping[str, Tensor]) -> None:
@@ -273,24 +275,24 @@ def rows_in_codes(
 ) -> Iterator[RowsInCodes]:
     """Within the block some rows hold the values that they would be served with; afterwards their
     own, bit for bit."""
-    held = {
+    parts = {
         name: list(_held_rows(whole, scheme.tables[name], rows[name]))
         for name, whole in tables.items()
     }
-    every = [part for of_table in held.values() for part in of_table]
+    every = [part for of_table in parts.values() for part in of_table]
     try:
         _write_(model, every, lambda part: part.rounded)
-        yield RowsInCodes(model, held)
+        yield RowsInCodes(model, parts)
     finally:
         _write_(model, every, lambda part: part.own)
 
 
 @torch.no_grad()
 def _write_(
-    model: nn.Module, held: Iterable[_HeldRows], values: Callable[[_HeldRows], Tensor]
+    model: nn.Module, parts: Iterable[_HeldRows], values: Callable[[_HeldRows], Tensor]
 ) -> None:
     with writing_to_tables(model):
-        for part in held:
+        for part in parts:
             part.shard.weight[part.place] = values(part)
 
 
@@ -299,28 +301,28 @@ def _held_rows(whole: WholeRows, table: TableScheme, rows: Tensor) -> Iterator[_
     """For every shard of this rank some of the table's rows, and what they are in codes, a chunk at
     a time."""
     for chunk in rows.split(rows_per_chunk(table.embedding_dim)):
-        blocks, gathered = table.routing.block_of(chunk), None
+        blocks, shared = table.routing.block_of(chunk), None
         if whole.is_cut:
             sample = RowSample(chunk, blocks, torch.ones(len(chunk), dtype=torch.float64))
             values = sampled_values(sample, whole.shards, table.embedding_dim, 1, whole.ranks)
-            gathered = _in_codes(values, blocks, table)
+            shared = _in_codes(values, blocks, table)
         for shard in whole.shards:
             is_here = (chunk >= shard.first_row) & (chunk < shard.first_row + len(shard.weight))
             place = (chunk[is_here] - shard.first_row).to(shard.weight.device)
-            own, of_own = shard.weight[place], blocks[is_here]
-            if gathered is None:
-                rounded = _in_codes(own.cpu().float(), of_own, table)
+            part, of_own = shard.weight[place], blocks[is_here]
+            if shared is None:
+                values_in_codes = _in_codes(part.cpu().float(), of_own, table)
             else:
-                rounded = gathered[
+                values_in_codes = shared[
                     is_here, shard.first_column : shard.first_column + shard.weight.shape[1]
                 ]
-            yield _HeldRows(shard, place, own, rounded.to(own), of_own)
+            yield _HeldRows(shard, place, part, values_in_codes.to(part), of_own)
 
 
 def _in_codes(values: Tensor, blocks: Tensor, table: TableScheme) -> Tensor:
     """What rows are in codes, ``(n, D)``."""
-    encoded = encode_rows(values, blocks, table.codes, place=f"table {table.name!r}")
-    return decode_rows(encoded, blocks, table.codes)
+    codes = encode_rows(values, blocks, table.codes, place=f"table {table.name!r}")
+    return decode_rows(codes, blocks, table.codes)
 
 
 BITS = (0, 1, 2, 3, 4, 5, 6, 8)
@@ -345,15 +347,15 @@ class RoundingEnergies:
 
     def codes(self, table: str, bits: Tensor) -> ColumnCodes:
         """The codes of a table at widths that were measured."""
-        measured = self.tables[table]
+        of_table = self.tables[table]
         index = torch.searchsorted(torch.tensor(self.bits), bits.long()).unsqueeze(2)
-        coded = is_coded(bits)
+        is_code = is_coded(bits)
         scale, shift = (
-            measured.scale.gather(2, index).squeeze(2),
-            measured.shift.gather(2, index).squeeze(2),
+            of_table.scale.gather(2, index).squeeze(2),
+            of_table.shift.gather(2, index).squeeze(2),
         )
         return ColumnCodes(
-            bits.to(torch.uint8), torch.where(coded, scale, 1.0), shift.masked_fill(~coded, 0)
+            bits.to(torch.uint8), torch.where(is_code, scale, 1.0), shift.masked_fill(~is_code, 0)
         )
 
 
@@ -377,8 +379,8 @@ def blocked_tables(model: nn.Module, blocks: RowBlocks) -> list[BlockedTable]:
     check(bool(tables), "blocks", "those of tables of the model", sorted(blocks.routings))
     for config in (table.config for table in tables):
         sizes = blocks.routings[config.name].num_embeddings, blocks.embedding_dims[config.name]
-        given = config.num_embeddings, config.embedding_dim
-        check(sizes == given, f"table {config.name!r}", f"blocks of N, D = {given}", sizes)
+        shape = config.num_embeddings, config.embedding_dim
+        check(sizes == shape, f"table {config.name!r}", f"blocks of N, D = {shape}", sizes)
     return tables
 
 
@@ -400,16 +402,18 @@ def rounding_energies(
 ) -> RoundingEnergies:
     """Measures the error that every width leaves, on a sample of a few thousand rows of every
     block."""
-    others = sorted(set(bits) - set(WIDTHS))
-    check(not others, "bits", f"some of {WIDTHS}", others)
+    rest = sorted(set(bits) - set(WIDTHS))
+    check(not rest, "bits", f"some of {WIDTHS}", rest)
     widths = tuple(sorted({0, *bits}))
     check_all_merged(model)
     tables = blocked_tables(model, blocks)
     for config in (table.config for table in tables):
         check_known("table", config.name, counts.counts)
-        counted = counts.counts[config.name].numel()
+        num_counts = counts.counts[config.name].numel()
         requirement = f"counts of num_embeddings={config.num_embeddings} rows"
-        check(counted == config.num_embeddings, f"table {config.name!r}", requirement, counted)
+        check(
+            num_counts == config.num_embeddings, f"table {config.name!r}", requirement, num_counts
+        )
     holders = {
         fqn: module
         for fqn, module in collections(model).items()
@@ -422,14 +426,14 @@ def rounding_energies(
     }
     shapes = {t.config.name: (t.config.num_embeddings, t.config.embedding_dim) for t in tables}
     copies = num_copies(shards, shapes, ranks)
-    found = {}
-    for name, own in shards.items():
+    energy = {}
+    for name, part in shards.items():
         routing = blocks.routings[name]
         sample = sample_rows(counts.counts[name], routing)
-        values = sampled_values(sample, own, shapes[name][1], copies[name], ranks)
+        values = sampled_values(sample, part, shapes[name][1], copies[name], ranks)
         check_finite(values, sample.blocks, f"table {name!r}")
-        found[name] = table_energies(values, sample, routing.num_blocks, widths)
-    return RoundingEnergies(widths, found)
+        energy[name] = table_energies(values, sample, routing.num_blocks, widths)
+    return RoundingEnergies(widths, energy)
 
 
 def table_energies(
@@ -440,9 +444,9 @@ def table_energies(
     order = torch.sort(sample.blocks, stable=True).indices
     sizes = torch.bincount(sample.blocks, minlength=num_blocks).tolist()
     parts = zip(values[order].split(sizes), sample.weights[order].split(sizes), strict=True)
-    fitted = [fit_codes(of_block, weight, bits) for of_block, weight in parts]
+    fits = [fit_codes(of_block, weight, bits) for of_block, weight in parts]
     return TableEnergies(
-        energy=torch.stack([codes.error.T for codes in fitted]),
-        scale=torch.stack([codes.scale.T for codes in fitted]),
-        shift=torch.stack([codes.shift.T for codes in fitted]),
+        energy=torch.stack([codes.error.T for codes in fits]),
+        scale=torch.stack([codes.scale.T for codes in fits]),
+        shift=torch.stack([codes.shift.T for codes in fits]),
     )

@@ -62,13 +62,13 @@ class OutputBias:
     def shifted(self, model: nn.Module, shift: float) -> Iterator[None]:
         """The same within a block; afterwards the number is what it was, bit for bit."""
         number = self._number(model)
-        own = number.clone()
+        part = number.clone()
         try:
             self.shift_(model, shift)
             yield
         finally:
             with torch.no_grad():
-                number.copy_(own)
+                number.copy_(part)
 
     def _number(self, model: nn.Module) -> Tensor:
         return dense_state(model)[self.name]  # shares its memory
@@ -78,19 +78,19 @@ def output_bias(
     model: nn.Module, batch: Batch, loss: Loss | Task, ranks: Ranks
 ) -> OutputBias | None:
     """Finds a model's output bias by adding to each of its single numbers, and looking at a batch."""
-    before = predictions_of(model, batch, loss, "batch 0", ranks).values
-    if before.shape[1] != 1:
+    old = predictions_of(model, batch, loss, "batch 0", ranks).values
+    if old.shape[1] != 1:
         return None
     for name, value in dense_state(model).items():
         if value.numel() != 1 or not value.is_floating_point():
             continue
         with OutputBias(name=name, gain=1.0).shifted(model, ADDED):
-            after = predictions_of(model, batch, loss, "batch 0", ranks).values
-        moved = (after - before).flatten().cpu()
-        highest, lowest = ranks.max_(torch.stack([moved.max(), -moved.min()])).tolist()
+            current = predictions_of(model, batch, loss, "batch 0", ranks).values
+        change = (current - old).flatten().cpu()
+        highest, lowest = ranks.max_(torch.stack([change.max(), -change.min()])).tolist()
         if highest + lowest <= EVEN * abs(highest) and highest:
             total, count = ranks.sum_(
-                torch.tensor([float(moved.sum()), len(moved)], dtype=torch.float64)
+                torch.tensor([float(change.sum()), len(change)], dtype=torch.float64)
             ).tolist()
             return OutputBias(name=name, gain=total / count / ADDED)
     return None
@@ -127,7 +127,7 @@ class ScaleLearner:
         self._in_codes.multiply_(self.gains)
         if self._noise == math.inf:
             return
-        found = curvature(
+        result = curvature(
             self._model,
             self._batches,
             self._blocks,
@@ -138,7 +138,7 @@ class ScaleLearner:
         )
         for name, gain in self.gains.items():
             gradient, bend = (
-                part[name].double().cpu() for part in (found.gradient, found.curvature)
+                part[name].double().cpu() for part in (result.gradient, result.curvature)
             )
             gain *= torch.where(self._coded[name], 1 - alpha_step(gradient, bend, self._noise), 1.0)
         self._in_codes.multiply_(self.gains)
@@ -165,7 +165,7 @@ def with_gains(scheme: MixedDimensionScheme, gains: Mapping[str, Tensor]) -> Mix
 def mean_gains(learners: Sequence[ScaleLearner]) -> dict[str, Tensor]:
     """What learners of the same scheme say in the mean, table -> ``(S, D)``."""
     return {
-        name: torch.stack([own.gains[name] for own in learners]).mean(0)
+        name: torch.stack([part.gains[name] for part in learners]).mean(0)
         for name in learners[0].gains
     }
 
@@ -197,7 +197,7 @@ class _Judged:
     """A batch of this rank, and what is known of it before anything is rounded."""
 
     batch: Batch
-    before: PredictedBatch
+    reference: PredictedBatch
 
 
 class LossSample:
@@ -214,11 +214,11 @@ class LossSample:
         bias: OutputBias | None = None,
         num_samples: int = JUDGED_SAMPLES,
     ) -> None:
-        found = collections(model)
-        tables = [table for collection in found.values() for table in table_configs_of(collection)]
+        result = collections(model)
+        tables = [table for collection in result.values() for table in table_configs_of(collection)]
         self._model, self._blocks, self._loss, self.bias = model, blocks, loss, bias
-        self._ranks, self._is_held_out = ranks_of(*found.values()), is_held_out
-        shards = [shard for collection in found.values() for shard in local_shards(collection)]
+        self._ranks, self._is_held_out = ranks_of(*result.values()), is_held_out
+        shards = [shard for collection in result.values() for shard in local_shards(collection)]
         shapes = {table.name: (table.num_embeddings, table.embedding_dim) for table in tables}
         self._tables = whole_rows(shards, shapes, self._ranks)
         self._batches = list[_Judged]()
@@ -243,42 +243,41 @@ class LossSample:
         """Predicts what tables in the codes of a scheme lose, once held-out samples have taught the
         scales."""
         with rows_in_codes(self._model, self._tables, scheme, self._rows) as in_codes:
-            rounded = self._predictions(self._batches)
-            shift = self._shift(self._batches, rounded)
-            fitted = Prediction(loss_increase=self._increase(rounded, shift), output_shift=shift)
+            new = self._predictions(self._batches)
+            shift = self._shift(self._batches, new)
+            with_fits = Prediction(loss_increase=self._increase(new, shift), output_shift=shift)
             if not self._is_held_out or len(self._batches) == 1:
-                return fitted
+                return with_fits
             with nullcontext() if self.bias is None else self.bias.shifted(self._model, shift):
-                return self._predict_learnt(in_codes, scheme, fitted)
+                return self._predict_learnt(in_codes, scheme, with_fits)
 
     def _predict_learnt(
-        self, in_codes: RowsInCodes, scheme: MixedDimensionScheme, fitted: Prediction
+        self, in_codes: RowsInCodes, scheme: MixedDimensionScheme, with_fits: Prediction
     ) -> Prediction:
         """The best of some steps of both halves, see the top of this module."""
-        halves, best = (self._batches[::2], self._batches[1::2]), fitted
+        halves, best = (self._batches[::2], self._batches[1::2]), with_fits
         learners = [self._learner(in_codes, scheme, half) for half in halves]
         for _ in range(MOST_ALPHA_STEPS):
-            crossed = list[list[PredictedBatch]]()
-            for learner, others in zip(learners, halves[::-1], strict=True):
+            pairs = list[list[PredictedBatch]]()
+            for learner, cross in zip(learners, halves[::-1], strict=True):
                 learner.step_()
-                crossed.insert(0, self._predictions(others))
+                pairs.insert(0, self._predictions(cross))
             learnt = with_gains(scheme, mean_gains(learners))
             in_codes.multiply_(gains_over(scheme, learnt))
-            rounded = self._predictions(self._batches)
-            shift = self._shift(self._batches, rounded)
-            away = [
-                self._away(half, rounded[part::2], crossed[part])
-                for part, half in enumerate(halves)
+            new = self._predictions(self._batches)
+            shift = self._shift(self._batches, new)
+            offsets = [
+                self._away(half, new[part::2], pairs[part]) for part, half in enumerate(halves)
             ]
-            by_batch = [away[index % 2][index // 2] for index in range(len(rounded))]
-            increase = self._increase(rounded, shift, by_batch)
+            by_batch = [offsets[index % 2][index // 2] for index in range(len(new))]
+            increase = self._increase(new, shift, by_batch)
             step = best.loss_increase - increase
             if not step > 0:
                 break
             best = Prediction(
-                loss_increase=increase, output_shift=fitted.output_shift + shift, scheme=learnt
+                loss_increase=increase, output_shift=with_fits.output_shift + shift, scheme=learnt
             )
-            if step < LEAST_SHARE * (fitted.loss_increase - increase):
+            if step < LEAST_SHARE * (with_fits.loss_increase - increase):
                 break
         return best
 
@@ -286,37 +285,35 @@ class LossSample:
         """Of batches, with rows as they are now."""
         return [
             predictions_of(
-                self._model, judged.batch, self._loss, f"batch {index}, in codes", self._ranks
+                self._model, sample.batch, self._loss, f"batch {index}, in codes", self._ranks
             )
-            for index, judged in enumerate(batches)
+            for index, sample in enumerate(batches)
         ]
 
     def _away(
         self,
         batches: Sequence[_Judged],
-        rounded: Sequence[PredictedBatch],
-        others: Sequence[PredictedBatch],
+        new: Sequence[PredictedBatch],
+        cross: Sequence[PredictedBatch],
     ) -> list[Tensor]:
         """How far other scales take the predictions of some batches, but for what the output bias
         makes good."""
-        level = self._shift(batches, others) - self._shift(batches, rounded)
-        return [
-            other.values - own.values + level for own, other in zip(rounded, others, strict=True)
-        ]
+        level = self._shift(batches, cross) - self._shift(batches, new)
+        return [other.values - part.values + level for part, other in zip(new, cross, strict=True)]
 
     def _increase(
-        self, rounded: Sequence[PredictedBatch], shift: float, away: Sequence[Tensor] | None = None
+        self, new: Sequence[PredictedBatch], shift: float, offsets: Sequence[Tensor] | None = None
     ) -> float:
         """The loss of all samples in codes over that of before, see the top of this module."""
         sums = torch.zeros(2, dtype=torch.float64)
-        for index, (judged, as_rounded) in enumerate(zip(self._batches, rounded, strict=True)):
-            before, after = judged.before, self._higher(judged, as_rounded, shift)
-            num_samples = len(after.values)
-            increase = num_samples * (after.at.loss - before.at.loss)
+        for index, (sample, as_rounded) in enumerate(zip(self._batches, new, strict=True)):
+            old, current = sample.reference, self._higher(sample, as_rounded, shift)
+            num_samples = len(current.values)
+            increase = num_samples * (current.at.loss - old.at.loss)
             if not self._is_held_out:
-                increase -= float((before.at.first * (after.values - before.values)).sum())
-            if away is not None:
-                increase += float((after.at.first * away[index]).sum())
+                increase -= float((old.at.first * (current.values - old.values)).sum())
+            if offsets is not None:
+                increase += float((current.at.first * offsets[index]).sum())
             sums += torch.tensor([increase, num_samples], dtype=torch.float64)
         increase, num_samples = self._ranks.sum_(sums).tolist()
         return increase / num_samples
@@ -325,35 +322,35 @@ class LossSample:
         self, in_codes: RowsInCodes, scheme: MixedDimensionScheme, batches: Sequence[_Judged]
     ) -> ScaleLearner:
         """Learns from some batches."""
-        first = sum(float(judged.before.at.first.square().sum()) for judged in batches)
+        first = sum(float(sample.reference.at.first.square().sum()) for sample in batches)
         second = sum(
-            float(judged.before.at.second.diagonal(dim1=1, dim2=2).sum()) for judged in batches
+            float(sample.reference.at.second.diagonal(dim1=1, dim2=2).sum()) for sample in batches
         )
-        num_samples = sum(len(judged.before.values) for judged in batches)
+        num_samples = sum(len(sample.reference.values) for sample in batches)
         sums = torch.tensor([first, second, num_samples], dtype=torch.float64)
         first, second, num_samples = self._ranks.sum_(sums).tolist()
         noise = first / second / num_samples if second > 0 else math.inf
-        own = [judged.batch for judged in batches]
+        part = [sample.batch for sample in batches]
         return ScaleLearner(
-            self._model, in_codes, scheme, own, self._blocks, loss=self._loss, noise=noise
+            self._model, in_codes, scheme, part, self._blocks, loss=self._loss, noise=noise
         )
 
-    def _shift(self, batches: Sequence[_Judged], rounded: Sequence[PredictedBatch]) -> float:
+    def _shift(self, batches: Sequence[_Judged], new: Sequence[PredictedBatch]) -> float:
         """By how much outputs go up so that the loss's derivatives add up to what they did: by
         Newton's steps."""
         if self.bias is None:
             return 0.0
-        own = sum(float(judged.before.at.first.sum()) for judged in batches)
-        wanted, shift = float(self._ranks.sum_(torch.tensor([own], dtype=torch.float64))), 0.0
+        part = sum(float(sample.reference.at.first.sum()) for sample in batches)
+        target, shift = float(self._ranks.sum_(torch.tensor([part], dtype=torch.float64))), 0.0
         for _ in range(MOST_STEPS):
             sums = torch.zeros(2, dtype=torch.float64)
-            for judged, after in zip(batches, rounded, strict=True):
-                at = self._higher(judged, after, shift).at
+            for sample, current in zip(batches, new, strict=True):
+                at = self._higher(sample, current, shift).at
                 sums += torch.tensor(
                     [float(at.first.sum()), float(at.second.sum())], dtype=torch.float64
                 )
             first, second = self._ranks.sum_(sums).tolist()
-            step = (wanted - first) / second if second > 0 else math.nan
+            step = (target - first) / second if second > 0 else math.nan
             if not abs(step) <= LONGEST_STEP:
                 return 0.0
             shift += step
@@ -361,23 +358,23 @@ class LossSample:
                 return round(shift / SHIFT_UNIT) * SHIFT_UNIT
         return 0.0
 
-    def _higher(self, judged: _Judged, after: PredictedBatch, shift: float) -> PredictedBatch:
+    def _higher(self, sample: _Judged, current: PredictedBatch, shift: float) -> PredictedBatch:
         """The predictions of a batch, all of them that much higher."""
         if not shift:
-            return after
-        outputs = after.outputs
+            return current
+        outputs = current.outputs
         assert isinstance(outputs, Tensor)  # of a model of one output
-        batch = judged.batch.to(outputs.device)
+        batch = sample.batch.to(outputs.device)
         _, at = derivatives_at(outputs + shift, batch, self._loss, "outputs in codes")
-        return PredictedBatch(outputs + shift, after.values + shift, at)
+        return PredictedBatch(outputs + shift, current.values + shift, at)
 
 
 def _ids_by_table(
     features: KeyedJaggedTensor, tables: Iterable[EmbeddingBagConfig], place: str
 ) -> dict[str, Tensor]:
     """Table -> the rows that a batch reads, each once."""
-    jagged = copy.copy(features).to_dict()  # the batch itself is left as it was: see jagged_by_key
+    bags = copy.copy(features).to_dict()  # the batch itself is left as it was: see jagged_by_key
     return {
-        table.name: torch.cat([ids for ids, _ in bags_of(table, jagged, place).values()]).unique()
+        table.name: torch.cat([ids for ids, _ in bags_of(table, bags, place).values()]).unique()
         for table in tables
     }

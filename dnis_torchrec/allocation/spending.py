@@ -22,9 +22,9 @@ class ColumnSteps:
     target: Tensor
     bits: Tensor
     gain: Tensor
-    coded: Tensor
+    num_codes: Tensor
     floats: Tensor
-    before: Tensor
+    origin: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +33,8 @@ class RowOptions:
 
     num_bytes: Tensor
     loss: Tensor
-    taken: Tensor
-    filled: Tensor
+    steps_in: Tensor
+    spare: Tensor
 
 
 def lower_hull(rate: Tensor, loss: Tensor) -> Tensor:
@@ -61,10 +61,10 @@ def lower_hull(rate: Tensor, loss: Tensor) -> Tensor:
             steeper = (loss_before - loss_last) * (rate_here - rate_last) <= (
                 loss_last - loss_here
             ) * (rate_last - rate_before)
-            removed = better & (top > 0) & (steeper | (rate_here <= rate_last))
-            if not bool(removed.any()):
+            drop = better & (top > 0) & (steeper | (rate_here <= rate_last))
+            if not bool(drop.any()):
                 break
-            top = top - removed.long()
+            top = top - drop.long()
         top = top + better.long()
         corners.scatter_(
             1,
@@ -72,8 +72,8 @@ def lower_hull(rate: Tensor, loss: Tensor) -> Tensor:
             torch.where(better, point, corners.gather(1, top[:, None])[:, 0])[:, None],
         )
     is_corner = torch.arange(num_points) <= top[:, None]
-    found = torch.zeros(num_rows, num_points, dtype=torch.bool)
-    return found.scatter_(1, torch.where(is_corner, corners, 0), True)
+    corner = torch.zeros(num_rows, num_points, dtype=torch.bool)
+    return corner.scatter_(1, torch.where(is_corner, corners, 0), True)
 
 
 def column_steps(loss: Tensor, rows: Tensor, bits: Tensor) -> ColumnSteps:
@@ -106,67 +106,65 @@ def column_steps(loss: Tensor, rows: Tensor, bits: Tensor) -> ColumnSteps:
     place_of_origin = place.view(num_blocks, num_columns, steps).gather(
         2, (origin - 1).clamp(min=0)
     )
-    before = torch.where(origin > 0, place_of_origin, -1)
+    origin_place = torch.where(origin > 0, place_of_origin, -1)
     column = torch.arange(num_columns).repeat_interleave(steps).expand_as(order)
 
     def ordered(values: Tensor) -> Tensor:
         return values.flatten(1).gather(1, order)
 
     is_valid = ordered(valid)
-    coded, floats = is_coded(bits).long(), (bits == FLOAT_BITS).long()
+    codes, floats = is_coded(bits).long(), (bits == FLOAT_BITS).long()
     return ColumnSteps(
         column=column.gather(1, order),
         target=ordered(target),
         bits=ordered(bits[target] - bits[origin]) * is_valid,
         gain=ordered(gain) * is_valid,
-        coded=ordered(coded[target] - coded[origin]) * is_valid,
+        num_codes=ordered(codes[target] - codes[origin]) * is_valid,
         floats=ordered(floats[target] - floats[origin]) * is_valid,
-        before=ordered(before),
+        origin=ordered(origin_place),
     )
 
 
 def row_options(steps: ColumnSteps, loss_of_none: Tensor, rows: Tensor) -> RowOptions:
     """The best use of a row of r bytes, for every block and r."""
-    sums = [_running(part) for part in (steps.bits, steps.coded, steps.floats, steps.gain)]
+    sums = [_running(part) for part in (steps.bits, steps.num_codes, steps.floats, steps.gain)]
     widest = -(-int(sums[0].max()) // 8)
     capacity = (8 * torch.arange(widest + 1)).expand(len(rows), -1).contiguous()
-    taken = torch.searchsorted(sums[0], capacity, right=True) - 1
-    bits, coded, floats, gain = (part.gather(1, taken) for part in sums)
-    filled = torch.zeros(
-        *taken.shape, LOOK_AHEAD + 1, dtype=torch.bool
+    index = torch.searchsorted(sums[0], capacity, right=True) - 1
+    bits, codes, floats, gain = (part.gather(1, index) for part in sums)
+    spare = torch.zeros(
+        *index.shape, LOOK_AHEAD + 1, dtype=torch.bool
     )  # the last one: what nobody takes
     last = steps.bits.shape[1] - 1
-    for ahead in range(LOOK_AHEAD):
-        place = (taken + ahead).clamp(max=last)
-        before = steps.before.gather(1, place) - taken
-        ready = (before < 0) | filled.gather(2, before.clamp(min=0, max=LOOK_AHEAD)[..., None])[
-            ..., 0
-        ]
-        added = steps.bits.gather(1, place)
-        fits = ready & (added > 0) & (taken + ahead <= last) & (bits + added <= capacity)
-        filled[..., ahead] = fits
-        bits = bits + added * fits
-        coded = coded + steps.coded.gather(1, place) * fits
+    for look in range(LOOK_AHEAD):
+        place = (index + look).clamp(max=last)
+        origin_place = steps.origin.gather(1, place) - index
+        ready = (origin_place < 0) | spare.gather(
+            2, origin_place.clamp(min=0, max=LOOK_AHEAD)[..., None]
+        )[..., 0]
+        extra = steps.bits.gather(1, place)
+        fits = ready & (extra > 0) & (index + look <= last) & (bits + extra <= capacity)
+        spare[..., look] = fits
+        bits = bits + extra * fits
+        codes = codes + steps.num_codes.gather(1, place) * fits
         floats = floats + steps.floats.gather(1, place) * fits
         gain = gain + steps.gain.gather(1, place) * fits
-    stride = -(-(bits + 7 * torch.minimum(coded, floats)) // 8)
-    num_bytes = rows[:, None] * stride + COLUMN_SCALE_BYTES * coded
-    return RowOptions(num_bytes, loss_of_none[:, None] - gain, taken, filled[..., :LOOK_AHEAD])
+    stride = -(-(bits + 7 * torch.minimum(codes, floats)) // 8)
+    num_bytes = rows[:, None] * stride + COLUMN_SCALE_BYTES * codes
+    return RowOptions(num_bytes, loss_of_none[:, None] - gain, index, spare[..., :LOOK_AHEAD])
 
 
-def widths_of(steps: ColumnSteps, options: RowOptions, chosen: Tensor, num_columns: int) -> Tensor:
+def widths_of(steps: ColumnSteps, options: RowOptions, width: Tensor, num_columns: int) -> Tensor:
     """Index of the width of every column, once the bytes of every block's rows are chosen."""
-    index = chosen[:, None]
-    taken = options.taken.gather(1, index)
+    index = width[:, None]
+    place_taken = options.steps_in.gather(1, index)
     place = torch.arange(steps.bits.shape[1]).expand_as(steps.bits)
-    ahead = place - taken
-    filled = options.filled[torch.arange(len(chosen)), chosen]
-    is_taken = (ahead < 0) | (
-        (ahead < LOOK_AHEAD) & filled.gather(1, ahead.clamp(0, LOOK_AHEAD - 1))
-    )
-    reached = torch.where(is_taken & (steps.bits > 0), steps.target, 0)
-    widths = torch.zeros(len(chosen), num_columns, dtype=torch.int64)
-    return widths.scatter_reduce_(1, steps.column, reached, "amax")
+    look = place - place_taken
+    spare = options.spare[torch.arange(len(width)), width]
+    is_taken = (look < 0) | ((look < LOOK_AHEAD) & spare.gather(1, look.clamp(0, LOOK_AHEAD - 1)))
+    target = torch.where(is_taken & (steps.bits > 0), steps.target, 0)
+    widths = torch.zeros(len(width), num_columns, dtype=torch.int64)
+    return widths.scatter_reduce_(1, steps.column, target, "amax")
 
 
 def _running(values: Tensor) -> Tensor:
@@ -215,37 +213,37 @@ class Purse:
 
     path: Path
     table_of_block: Tensor
-    fixed: Tensor
+    overhead: Tensor
 
     def spend(self, budget: int, steps: Tensor | None = None) -> Spent:
         """The most that a budget buys, met from below."""
         order = torch.arange(len(self.path.block)) if steps is None else steps
-        bought, left, most = self._none(), budget, torch.inf
-        is_open = torch.zeros(len(self.fixed), dtype=torch.bool)
+        bought, rest, most = self._none(), budget, torch.inf
+        is_open = torch.zeros(len(self.overhead), dtype=torch.bool)
         smallest = 0
         while order.numel():
             costs, gains = self._costs(order, is_open), self.path.gain[order].cumsum(0)
-            if left < int(costs.min()) and bool(is_open.any()):
+            if rest < int(costs.min()) and bool(is_open.any()):
                 break
-            allowed = int((gains <= most).sum())
+            limit = int((gains <= most).sum())
             totals = costs.cumsum(0)
-            count = min(allowed, int(torch.searchsorted(totals, left, right=True)))
-            if allowed and not bool(is_open.any()):
+            count = min(limit, int(torch.searchsorted(totals, rest, right=True)))
+            if limit and not bool(is_open.any()):
                 smallest = min(smallest or int(costs[0]), int(costs[0]))
             if count:
                 self._take(bought, order[:count])
                 is_open[self._tables(order[:count])] = True
-                left, most = left - int(totals[count - 1]), most - float(gains[count - 1])
-            if count == allowed:
+                rest, most = rest - int(totals[count - 1]), most - float(gains[count - 1])
+            if count == limit:
                 break
             most = min(most, float(self.path.gain[order[count]]))
             order = self._cheaper(order[count:], int(costs[count]), is_open)
-        return Spent(bought, budget - left, smallest)
+        return Spent(bought, budget - rest, smallest)
 
     def first(self, count: int) -> Spent:
         """What the first steps of the path buy, whatever they cost."""
         steps, bought = torch.arange(count), self._none()
-        is_open = torch.zeros(len(self.fixed), dtype=torch.bool)
+        is_open = torch.zeros(len(self.overhead), dtype=torch.bool)
         self._take(bought, steps)
         return Spent(bought, int(self._costs(steps, is_open).sum()), 0)
 
@@ -262,12 +260,12 @@ class Purse:
         """Returns the bytes of each step; the first step of a table that is not open also pays its
         fixed bytes."""
         tables = self._tables(steps)
-        first = torch.full((len(self.fixed),), len(steps)).scatter_reduce_(
+        first = torch.full((len(self.overhead),), len(steps)).scatter_reduce_(
             0, tables, torch.arange(len(steps)), "amin", include_self=True
         )
         opens = (first < len(steps)) & ~is_open
         costs = self.path.cost[steps].clone()
-        costs[first[opens]] += self.fixed[opens]
+        costs[first[opens]] += self.overhead[opens]
         return costs
 
     def _cheaper(self, order: Tensor, limit: int, is_open: Tensor) -> Tensor:
