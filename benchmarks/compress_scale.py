@@ -41,8 +41,8 @@ from dnis_torchrec._dependencies import versions
 from dnis_torchrec.allocation import compress
 from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES
 from dnis_torchrec.artifact import read_manifest, write_artifact
-from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.selection.table_shards import local_shards
+from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.selection.shards import local_shards
 from dnis_torchrec.storage.whole_files import write_json
 from dnis_torchrec.streaming.counting import count_stream
 

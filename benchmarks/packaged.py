@@ -28,7 +28,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.files import output_file
 from dnis_torchrec.artifact import load, load_csr, read_manifest, read_scheme, write_artifact
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.jobs.packaging import Signature, load_package, write_package
 from dnis_torchrec.jobs.packaging.flat_model import FlatModel
 from dnis_torchrec.jobs.recorded import build_recorded

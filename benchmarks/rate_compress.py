@@ -19,10 +19,10 @@ from dnis_torchrec.allocation.energies import rounding_energies
 from dnis_torchrec.allocation.held_out import LossSample, output_bias
 from dnis_torchrec.allocation.settings import NUM_BLOCKS
 from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.task import Task
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.selection.table_shards import table_configs
+from dnis_torchrec.selection.shards import table_configs
 
 
 class UnmetError(Exception):

@@ -21,7 +21,7 @@ from benchmarks.rate_compress import compress, prepare
 from benchmarks.rate_summary import MemoryRow
 from dnis_torchrec.allocation.axes import RotationGroup
 from dnis_torchrec.allocation.compress import packed_collections
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 
 DIM, COMPRESSION = 64, 20.0
 BATCH_SIZE, NUM_BATCHES = 4096, 16

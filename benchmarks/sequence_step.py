@@ -21,10 +21,10 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.frequency import count_frequencies
+from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
+from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.swap import prepare_
-from dnis_torchrec.selection.table_shards import table_configs
 from dnis_torchrec.training.process_group import process_group
 from dnis_torchrec.training.sharded import shard
 from examples.models.sequential import DeepInterestNetwork, build_sequence_table

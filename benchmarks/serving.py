@@ -42,7 +42,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from benchmarks.files import output_file
 from dnis_torchrec.artifact import load_csr, predict_forms, read_manifest, read_scheme
 from dnis_torchrec.artifact import serve as serve_tables
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.forms import FORMS
 from dnis_torchrec.ops.native_build import LOOKUPS
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme

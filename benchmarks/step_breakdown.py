@@ -10,7 +10,7 @@ from torch import nn
 from torch.profiler import record_function
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
-from dnis_torchrec.selection.select_pooled import WatchedOutputs
+from dnis_torchrec.selection.alpha import WatchedOutputs
 
 STEPS = ("plain", "lower", "upper")
 PART_OF = (

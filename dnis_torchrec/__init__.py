@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dnis_torchrec.artifact import load
     from dnis_torchrec.artifact.export import export
     from dnis_torchrec.blocks.blocking import blocks_from_counts
-    from dnis_torchrec.blocks.frequency import count_frequencies
+    from dnis_torchrec.blocks.counts import count_frequencies
     from dnis_torchrec.data.frame_recipe import recipe_from_frame
     from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
     from dnis_torchrec.data.task import Predictions, Task
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from dnis_torchrec.search.pipeline import BilevelTrainPipeline
     from dnis_torchrec.search.pruning import prune
     from dnis_torchrec.search.ramp import Ramp
-    from dnis_torchrec.selection.plain_names import plain_state_dict
-    from dnis_torchrec.selection.sharding import (
+    from dnis_torchrec.selection.plan import (
         CpuEmbeddingBagCollectionSharder,
         make_sharding_plan,
         shard_model,
     )
     from dnis_torchrec.selection.swap import merge_, prepare_
     from dnis_torchrec.selection.torchrec import remapped
+    from dnis_torchrec.selection.wrapper import plain_state_dict
     from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
     from dnis_torchrec.serving.narrow_tables import embedding_configs
 
@@ -82,7 +82,7 @@ _HOME = {
     "load": "artifact",
     "export": "artifact.export",
     "blocks_from_counts": "blocks.blocking",
-    "count_frequencies": "blocks.frequency",
+    "count_frequencies": "blocks.counts",
     "recipe_from_frame": "data.frame_recipe",
     "DataSplits": "data.recipe",
     "Recipe": "data.recipe",
@@ -99,10 +99,10 @@ _HOME = {
     "MixedDimensionEmbeddingBagCollection": "serving",
     "embedding_configs": "serving.narrow_tables",
     "remapped": "selection.torchrec",
-    "plain_state_dict": "selection.plain_names",
-    "CpuEmbeddingBagCollectionSharder": "selection.sharding",
-    "make_sharding_plan": "selection.sharding",
-    "shard_model": "selection.sharding",
+    "plain_state_dict": "selection.wrapper",
+    "CpuEmbeddingBagCollectionSharder": "selection.plan",
+    "make_sharding_plan": "selection.plan",
+    "shard_model": "selection.plan",
     "merge_": "selection.swap",
     "prepare_": "selection.swap",
 }

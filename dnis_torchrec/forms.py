@@ -8,8 +8,8 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, is_coded, row_strides
-from dnis_torchrec.blocks.row_routing import RowRouting, map_bytes, routing_bytes
+from dnis_torchrec.blocks.codes import FLOAT_BITS, is_coded, row_strides
+from dnis_torchrec.blocks.routing import RowRouting, map_bytes, routing_bytes
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.ops.compact_pointers import (
     compact_bytes,
@@ -58,7 +58,7 @@ PRECISIONS = {
 
 CODES = Precision(name="codes", bits=0, dim_multiple=1)
 """Codes, or float32, of as many bits as the scheme says of a column, see
-`dnis_torchrec.blocks.column_codes`."""
+`dnis_torchrec.blocks.codes`."""
 COLUMN_SCALE_BYTES = 4
 """Scale (bfloat16) and shift (int16) of a column of a block that is stored in codes."""
 
@@ -337,7 +337,7 @@ class Packed(Form):
     ) -> int:
         """One byte of bits for every column of a block, and the row directory."""
         # serving of all other forms does without it
-        from dnis_torchrec.blocks.row_directory import directory_bytes
+        from dnis_torchrec.blocks.routing import directory_bytes
 
         return routing.num_blocks * embedding_dim + directory_bytes(routing, rows)
 

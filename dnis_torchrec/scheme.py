@@ -9,9 +9,8 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
-from dnis_torchrec.blocks.bit_fields import check_widths
-from dnis_torchrec.blocks.column_codes import ColumnCodes
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.codes import ColumnCodes, check_widths
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.forms import DEFAULT_FORM, FORMS, PACKED, form_named
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.artifact import write_artifact
-from dnis_torchrec.blocks.bit_fields import WIDTHS
+from dnis_torchrec.blocks.codes import WIDTHS
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from tests.serving_reference import Case, two_tables
 

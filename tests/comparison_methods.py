@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.comparison.methods.best_trial import best_of
 from dnis_torchrec.comparison.methods.method import (
     Method,
@@ -26,7 +26,7 @@ from dnis_torchrec.comparison.methods.uniform import uniform_candidate
 from dnis_torchrec.comparison.worker import help_cell
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.selection.table_shards import table_configs
+from dnis_torchrec.selection.shards import table_configs
 from tests.tiny import EMBEDDING_DIM
 
 

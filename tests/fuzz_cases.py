@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ops.bag_offsets import names_tensor, torch_bag_offsets
 from dnis_torchrec.ops.csr_operator import torch_csr_embedding_bag
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme

@@ -8,7 +8,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from dnis_torchrec.blocks.bit_fields import WIDTHS
+from dnis_torchrec.blocks.codes import WIDTHS
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.packed_table import PackedTable
 from tests.serving_reference import Case

@@ -11,10 +11,10 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.blocks.error_feedback import feedback_of
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.codes import feedback_of
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.selection.table_shards import TableShard, collections, local_shards
+from dnis_torchrec.selection.shards import TableShard, collections, local_shards
 from tests.coded_tables import rounded, with_codes
 
 

@@ -16,13 +16,12 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts, count_frequencies
+from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
 from dnis_torchrec.data.task import Predictions, Task
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.selection.sequence_tables import as_bags
+from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import prepare_
-from dnis_torchrec.selection.table_shards import collections, local_shards, table_configs
-from dnis_torchrec.selection.wrapper import SoftSelectionModule, soft_selection_modules
+from dnis_torchrec.selection.wrapper import SoftSelectionModule, as_bags, soft_selection_modules
 
 ROWS = {"item": 23, "shop": 17}
 FEATURES = {"item": ["history", "candidate"], "shop": ["candidate", "visits"]}

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.artifact import write_artifact
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.forms import FORMS
 from dnis_torchrec.ops.native_build import NO_COMPILE
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme

@@ -20,11 +20,13 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.ops import bag_splitting
-from dnis_torchrec.selection import bag_check, on_shards, select_pooled
+from dnis_torchrec.selection import alpha as selection_alpha
+from dnis_torchrec.selection import on_shards
+from dnis_torchrec.selection import wrapper as wrapper_module
 from dnis_torchrec.selection.alpha import Alpha
-from dnis_torchrec.selection.table_shards import collections, local_shards, table_configs
+from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training import sharded as sharding_of_training
 
@@ -67,10 +69,10 @@ def blocks(scope: str = "global", dims: dict[str, int] | None = None) -> RowBloc
 def operators(compiled: bool) -> Iterator[None]:
     """What learns inside does so as always, or as on a machine that has no compiler: a process asks for one once."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in () if compiled else (bag_check, bag_splitting, on_shards, sharding_of_training):
+        for module in () if compiled else (wrapper_module, bag_splitting, on_shards, sharding_of_training):
             patch.setattr(module, "are_compiled", lambda: False)
         if not compiled:
-            patch.setattr(select_pooled, "can_select", lambda values: False)
+            patch.setattr(selection_alpha, "can_select", lambda values: False)
         yield
 
 

@@ -16,7 +16,7 @@ from benchmarks.rate_methods import Wanted
 from benchmarks.rate_models import Case, Trained
 from benchmarks.rate_summary import Differences, Row
 from dnis_torchrec.allocation.bits import Allocation
-from dnis_torchrec.blocks.column_codes import decode_rows, encode_rows
+from dnis_torchrec.blocks.codes import decode_rows, encode_rows
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.serving.dense import DenseEmbeddingBagCollection
 from examples.models import NeuMF, build_neumf_tables

@@ -25,7 +25,7 @@ from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.jobs.packaging.flat_model import Signature, export_graph
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
-from dnis_torchrec.selection.table_shards import collections, table_configs
+from dnis_torchrec.selection.shards import collections, table_configs
 from dnis_torchrec.serving import load_operator
 from dnis_torchrec.training.evaluation import evaluate
 from examples.models import (

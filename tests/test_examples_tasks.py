@@ -11,9 +11,9 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.allocation.axes import rotate_
-from dnis_torchrec.blocks.frequency import count_frequencies
+from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.selection.table_shards import table_configs
+from dnis_torchrec.selection.shards import table_configs
 from examples import movielens
 from examples.models import MultiGateMixtureOfExperts, build_tables
 from examples.movielens_tasks import RATING_SHARE, ClickAndRating, mmoe

@@ -18,9 +18,9 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
-from dnis_torchrec.selection.sharding import default_sharders
+from dnis_torchrec.selection.plan import default_sharders
+from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import replace_, unshard_
-from dnis_torchrec.selection.table_shards import collections, local_shards, table_configs
 from dnis_torchrec.serving import PackedEmbeddingBagCollection
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
 from tests import managed

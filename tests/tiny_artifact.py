@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.artifact import write_artifact
-from dnis_torchrec.blocks.bit_fields import WIDTHS
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.codes import WIDTHS
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.selection.table_shards import collections
+from dnis_torchrec.selection.shards import collections
 from dnis_torchrec.training.evaluation import evaluate
 from examples.models import DeepFM
 from tests import tiny

@@ -18,10 +18,10 @@ from torchrec.modules.deepfm import DeepFM, FactorizationMachine
 from torchrec.modules.mlp import MLP, Perceptron
 
 from dnis_torchrec.allocation.energies import WholeRows, whole_rows
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.selection.table_shards import (
+from dnis_torchrec.selection.shards import (
     TableShard,
     collections,
     frozen_tables_of,

@@ -31,11 +31,9 @@ from dnis_torchrec.allocation.spending import (
     row_options,
     widths_of,
 )
-from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, is_coded
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.blocks.column_codes import ColumnCodes
-from dnis_torchrec.blocks.error_feedback import feedback_of
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.codes import FLOAT_BITS, ColumnCodes, feedback_of, is_coded
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.forms import COLUMN_SCALE_BYTES, PACKED
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, compression_of
@@ -162,13 +160,13 @@ def allocate(
             are float32, and count in the bytes.
         counts: of all rows in the training data.
         curvature: of the loss, for these blocks. Where it has couplings, rows are rounded with
-            error feedback (see `dnis_torchrec.blocks.error_feedback`), and else to their nearest
+            error feedback (see `dnis_torchrec.blocks.codes`), and else to their nearest
             codes.
         compression: bytes of the float32 tables over bytes served, to be met from below. Give
             exactly one of `compression`, `embedding_bytes` and `max_loss`.
         embedding_bytes: bytes served, at most.
         max_loss: predicted increase of the loss, at most, in the fewest bytes.
-        bits: widths that are offered, among `dnis_torchrec.blocks.bit_fields.WIDTHS`; 0 always is.
+        bits: widths that are offered, among `dnis_torchrec.blocks.codes.WIDTHS`; 0 always is.
         per_table: make each table smaller by the same factor, instead of letting all tables share
             the bytes, each getting what lowers the loss most.
         energies: measured before, for several sizes of the same model and blocks; None measures

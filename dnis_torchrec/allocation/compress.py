@@ -25,20 +25,15 @@ from dnis_torchrec.allocation.energies import BITS, RoundingEnergies, rounding_e
 from dnis_torchrec.allocation.held_out import LossSample, output_bias
 from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES, NUM_BLOCKS
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.lookup_batches import features_of
 from dnis_torchrec.data.recipe import check_left_alone
 from dnis_torchrec.data.task import Task
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
+from dnis_torchrec.selection.shards import collections, local_shards, ranks_of, table_configs_of
 from dnis_torchrec.selection.swap import replace_
-from dnis_torchrec.selection.table_shards import (
-    collections,
-    local_shards,
-    ranks_of,
-    table_configs_of,
-)
 from dnis_torchrec.selection.torchrec import remapped
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from dnis_torchrec.serving.packed_table import PackedTable, pack_rows
@@ -209,7 +204,7 @@ def measure_(
         held_out: see `compress`; of this rank.
         num_blocks: S of every table, or its rows where those are fewer.
         num_samples: see `curvature_of_read_tables`.
-        bits: widths to measure, among `dnis_torchrec.blocks.bit_fields.WIDTHS`.
+        bits: widths to measure, among `dnis_torchrec.blocks.codes.WIDTHS`.
         leave_alone: see `compress`.
 
     Raises:

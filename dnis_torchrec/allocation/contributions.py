@@ -14,17 +14,15 @@ from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.blocks.row_routing import RowRouter
+from dnis_torchrec.blocks.routing import RowRouter
 from dnis_torchrec.checks import check
 from dnis_torchrec.ops.bag_splitting import BagSplitter, FeatureSplit, check_one_batch_size
 from dnis_torchrec.ops.jagged import jagged_by_key
-from dnis_torchrec.selection.feature_processed import (
-    SoftSelectionFeatureProcessedEmbeddingBagCollection,
-)
-from dnis_torchrec.selection.pooled_pieces import PooledFeature
-from dnis_torchrec.selection.table_shards import is_pooled, table_configs_of
+from dnis_torchrec.selection.alpha import PooledFeature
+from dnis_torchrec.selection.shards import is_pooled, table_configs_of
 from dnis_torchrec.selection.wrapper import (
     SoftSelectionEmbeddingBagCollection,
+    SoftSelectionFeatureProcessedEmbeddingBagCollection,
     check_blocks,
     pooled_features,
 )

@@ -38,7 +38,7 @@ from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.data.split_checks import check_batch
 from dnis_torchrec.data.task import LossTask, Outputs, Task, check_outputs
 from dnis_torchrec.ranks import Ranks, together
-from dnis_torchrec.selection.table_shards import collections, ranks_of, table_configs_of
+from dnis_torchrec.selection.shards import collections, ranks_of, table_configs_of
 from dnis_torchrec.selection.torchrec import read_by_name_
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -425,7 +425,7 @@ def curvature(
         >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
         >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
         >>> from dnis_torchrec import blocks_from_counts
-        >>> from dnis_torchrec.blocks.frequency import FrequencyCounts
+        >>> from dnis_torchrec.blocks.counts import FrequencyCounts
         >>> class Sum(nn.Module):
         ...     def __init__(self, table):
         ...         super().__init__()

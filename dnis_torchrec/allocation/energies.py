@@ -10,16 +10,22 @@ import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.blocks.bit_fields import WIDTHS, is_coded
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.blocks.column_codes import ColumnCodes, check_finite, decode_rows, encode_rows
-from dnis_torchrec.blocks.fitted_codes import fit_codes
-from dnis_torchrec.blocks.frequency import ROWS_AT_A_TIME, FrequencyCounts, RowCounts
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.codes import (
+    WIDTHS,
+    ColumnCodes,
+    check_finite,
+    decode_rows,
+    encode_rows,
+    fit_codes,
+    is_coded,
+)
+from dnis_torchrec.blocks.counts import ROWS_AT_A_TIME, FrequencyCounts, RowCounts
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
-from dnis_torchrec.selection.table_shards import (
+from dnis_torchrec.selection.shards import (
     TableShard,
     collections,
     is_weighted,

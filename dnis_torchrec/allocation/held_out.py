@@ -25,14 +25,14 @@ from dnis_torchrec.allocation.curvature import (
     predictions_of,
 )
 from dnis_torchrec.allocation.energies import RowsInCodes, rows_in_codes, whole_rows
-from dnis_torchrec.blocks.bit_fields import is_coded
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.blocks.frequency import bags_of
+from dnis_torchrec.blocks.codes import is_coded
+from dnis_torchrec.blocks.counts import bags_of
 from dnis_torchrec.data.lookup_batches import features_of
 from dnis_torchrec.data.task import Task
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.selection.table_shards import (
+from dnis_torchrec.selection.shards import (
     collections,
     dense_state,
     local_shards,

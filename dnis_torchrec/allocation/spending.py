@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, is_coded
+from dnis_torchrec.blocks.codes import FLOAT_BITS, is_coded
 from dnis_torchrec.forms import COLUMN_SCALE_BYTES
 
 LOOK_AHEAD = 24

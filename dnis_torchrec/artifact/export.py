@@ -12,7 +12,7 @@ from dnis_torchrec.artifact.over_ranks import write_over_ranks
 from dnis_torchrec.artifact.writing import forms_of, write_artifact
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.selection.table_shards import (
+from dnis_torchrec.selection.shards import (
     TableShard,
     check_merged,
     collections,

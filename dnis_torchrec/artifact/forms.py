@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
-from dnis_torchrec.blocks.column_codes import decode_rows, encode_rows
+from dnis_torchrec.blocks.codes import decode_rows, encode_rows
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.forms import Form
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme

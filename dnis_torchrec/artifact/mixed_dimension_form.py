@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from dnis_torchrec.artifact.forms import Codec, Rows, Shard, register_codec, rows_of
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.checks import check
 from dnis_torchrec.forms import PRECISIONS, Form, MixedDimension, stored_blocks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk

@@ -37,7 +37,7 @@ from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.forms import PACKED
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
-from dnis_torchrec.selection.table_shards import TableShard, num_copies
+from dnis_torchrec.selection.shards import TableShard, num_copies
 from dnis_torchrec.storage.shared_folders import shared_folder
 
 _COLUMNS = "columns"

@@ -15,7 +15,7 @@ from dnis_torchrec.artifact.manifest import file_header
 from dnis_torchrec.artifact.mixed_dimension_form import chunks_of
 from dnis_torchrec.artifact.packed_form import row_counts_of
 from dnis_torchrec.artifact.writing import FileOfRows, files_of
-from dnis_torchrec.blocks.bit_fields import row_strides
+from dnis_torchrec.blocks.codes import row_strides
 from dnis_torchrec.forms import PACKED
 from dnis_torchrec.scheme import TableScheme
 from dnis_torchrec.serving.packed_table import packed_chunks

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from dnis_torchrec.artifact.forms import Codec, Rows, Shard, register_codec
 from dnis_torchrec.artifact.mixed_dimension_form import chunks_of
-from dnis_torchrec.blocks.bit_fields import row_strides, unpacked_fields
-from dnis_torchrec.blocks.column_codes import decode_rows
-from dnis_torchrec.blocks.row_routing import ROWS_AT_A_TIME
+from dnis_torchrec.blocks.codes import decode_rows, row_strides, unpacked_fields
+from dnis_torchrec.blocks.routing import ROWS_AT_A_TIME
 from dnis_torchrec.checks import check
 from dnis_torchrec.forms import PACKED, Form
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme

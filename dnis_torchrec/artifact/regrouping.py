@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.artifact.forms import Rows
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.checks import check
 from dnis_torchrec.scheme import TableScheme, rows_per_chunk
 

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.artifact.forms import Rows
-from dnis_torchrec.blocks.bit_fields import FLOAT_BITS
-from dnis_torchrec.blocks.column_codes import ColumnCodes
-from dnis_torchrec.blocks.fitted_codes import fit_codes
+from dnis_torchrec.blocks.codes import FLOAT_BITS, ColumnCodes, fit_codes
 from dnis_torchrec.checks import check_known
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 

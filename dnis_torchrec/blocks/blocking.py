@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.blocks.frequency import FrequencyCounts, RowCounts, count_chunks
-from dnis_torchrec.blocks.row_routing import MAX_NUM_BLOCKS, RowRouting
+from dnis_torchrec.blocks.counts import FrequencyCounts, RowCounts, count_chunks
+from dnis_torchrec.blocks.routing import MAX_NUM_BLOCKS, RowRouting
 from dnis_torchrec.blocks.settings import SCOPES, STRATEGIES
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.storage.whole_files import read_tensors, write_tensors

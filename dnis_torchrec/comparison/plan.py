@@ -24,7 +24,7 @@ from dnis_torchrec.data.trial import try_out
 from dnis_torchrec.forms import PRECISIONS
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS
-from dnis_torchrec.selection.table_shards import collections, table_configs
+from dnis_torchrec.selection.shards import collections, table_configs
 from dnis_torchrec.storage.foreign_folders import check_plain
 from dnis_torchrec.training.evaluation import primary_metric
 from dnis_torchrec.training.sharded import check_pooling

@@ -10,7 +10,7 @@ import torch
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.blocks.frequency import check_ids_are_integers
+from dnis_torchrec.blocks.counts import check_ids_are_integers
 from dnis_torchrec.checks import check
 from dnis_torchrec.data.batches import CutBatches, WholeBatch
 from dnis_torchrec.data.split_checks import NO_EMPTY_BATCHES, SOME_SAMPLES, parts_of

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.blocks.frequency import check_ids_are_integers
+from dnis_torchrec.blocks.counts import check_ids_are_integers
 from dnis_torchrec.checks import check, describe
 
 CLEAN = "clean the data"

@@ -35,7 +35,7 @@ from dnis_torchrec.jobs.stored_tensors import StoredTensor
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.report.provenance import PROVENANCE
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.selection.table_shards import TableShard, collections, table_configs_of
+from dnis_torchrec.selection.shards import TableShard, collections, table_configs_of
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
 from dnis_torchrec.training.evaluation import evaluate
 from dnis_torchrec.training.process_group import launched_ranks, process_group

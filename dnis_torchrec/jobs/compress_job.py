@@ -40,8 +40,8 @@ from dnis_torchrec.report.compression_page import write_compression
 from dnis_torchrec.report.content import UNCOMPRESSED
 from dnis_torchrec.report.provenance import PROVENANCE, Step, steps_of
 from dnis_torchrec.report.verdict import doubts
+from dnis_torchrec.selection.shards import collections, dense_parameters, table_configs
 from dnis_torchrec.selection.swap import replace_
-from dnis_torchrec.selection.table_shards import collections, dense_parameters, table_configs
 from dnis_torchrec.storage.shared_folders import shared_folder
 from dnis_torchrec.storage.whole_files import write_json
 from dnis_torchrec.storage.whole_folders import FolderKind

@@ -19,7 +19,7 @@ from dnis_torchrec.allocation.axes import has_axes, with_axes_
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.jobs.stored_tensors import Cut, StoredChunk, StoredTensor
 from dnis_torchrec.ranks import Ranks, together, world_size_of
-from dnis_torchrec.selection.table_shards import (
+from dnis_torchrec.selection.shards import (
     TableShard,
     collections,
     dense_state,

@@ -18,7 +18,7 @@ from torchrec.datasets.utils import Batch
 from tqdm import tqdm
 
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import visible
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.jobs.run_folder import RunFolder

@@ -16,7 +16,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_un
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.data.users_code import errors_of_its_code
@@ -34,7 +34,7 @@ from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.pruning import prune
 from dnis_torchrec.search.settings import PruneSettings
-from dnis_torchrec.selection.table_shards import table_configs
+from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.storage.files import Address, holds
 from dnis_torchrec.storage.workplaces import workplace
 from dnis_torchrec.streaming import CountLimits

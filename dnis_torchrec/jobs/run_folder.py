@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.jobs.model_shards import (
     delete_shards,
@@ -32,7 +32,7 @@ from dnis_torchrec.ranks import rank_of, together
 from dnis_torchrec.report import ReportRow, read_report_rows, write_rows
 from dnis_torchrec.report.provenance import DescribedStep
 from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme, TableScheme
-from dnis_torchrec.selection.table_shards import collections, ranks_of
+from dnis_torchrec.selection.shards import collections, ranks_of
 from dnis_torchrec.storage.fetching import FETCHED
 from dnis_torchrec.storage.files import Address, inside, put_file, remove_file
 from dnis_torchrec.storage.foreign_folders import check_outside, check_plain, file_lock, make_folder

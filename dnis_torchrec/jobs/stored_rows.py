@@ -16,7 +16,7 @@ from dnis_torchrec.forms import PACKED, PRECISIONS
 from dnis_torchrec.report.content import rows_name
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
-from dnis_torchrec.selection.table_shards import collections, local_shards, table_configs
+from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 
 NARROW = {rows_name(precision): precision for precision in ("int8", "int4")}
 """Name of a row -> what its rows are stored in."""

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from dnis_torchrec._dependencies import versions
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import describe
 from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
 from dnis_torchrec.data.users_code import errors_of_its_code
@@ -25,7 +25,7 @@ from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.content import UNCOMPRESSED
 from dnis_torchrec.report.provenance import PROVENANCE, Step
 from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
-from dnis_torchrec.selection.table_shards import table_configs
+from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.storage.workplaces import workplace
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.streaming.checked_counts import read_before_training

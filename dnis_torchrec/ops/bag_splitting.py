@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.blocks.row_routing import RowRouter, RowRouting
+from dnis_torchrec.blocks.routing import RowRouter, RowRouting
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.ops.block_operators import are_compiled, split_bags
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, field_offsets
+from dnis_torchrec.blocks.codes import FLOAT_BITS, field_offsets
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.ops.batch_checks import INTEGERS
 
@@ -154,7 +154,7 @@ def _rows_of_table(
 ) -> Tensor:
     """The given rows of a table, ``(rows, D)`` float32."""
     # most lookups are compiled, and need none of it
-    from dnis_torchrec.blocks.row_directory import RowDirectory
+    from dnis_torchrec.blocks.routing import RowDirectory
 
     num_rows, first_block, num_blocks, of_rows, of_directory = fields
     directory = rows.new_empty(0, dtype=torch.uint8) if of_directory < 0 else tables[of_directory]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dnis_torchrec.blocks.row_directory import ROWS_PER_START
+from dnis_torchrec.blocks.routing import ROWS_PER_START
 from dnis_torchrec.ops import triton_bags
 from dnis_torchrec.ops.triton_bags import jitted
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dnis_torchrec.blocks.row_directory import RecordLayout
+from dnis_torchrec.blocks.routing import RecordLayout
 from dnis_torchrec.checks import check
 from dnis_torchrec.ops import triton_bags
 from dnis_torchrec.ops.packed_operator import COLUMNS_PER_GROUP, GROUP_FIELDS

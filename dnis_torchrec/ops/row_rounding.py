@@ -6,9 +6,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, is_coded
-from dnis_torchrec.blocks.column_codes import ColumnCodes, largest_codes, nearest_codes
-from dnis_torchrec.blocks.row_routing import RowRouter, RowRouting
+from dnis_torchrec.blocks.codes import (
+    FLOAT_BITS,
+    ColumnCodes,
+    is_coded,
+    largest_codes,
+    nearest_codes,
+)
+from dnis_torchrec.blocks.routing import RowRouter, RowRouting
 from dnis_torchrec.ops.block_operators import are_compiled
 
 ROUNDED_AT_A_TIME = 1 << 18

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.blocks.frequency import FrequencyCounts, count_chunks
-from dnis_torchrec.blocks.row_routing import ROWS_AT_A_TIME, RowRouting
+from dnis_torchrec.blocks.counts import FrequencyCounts, count_chunks
+from dnis_torchrec.blocks.routing import ROWS_AT_A_TIME, RowRouting
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.content import BlockSummary
 from dnis_torchrec.report.row_distribution import RowDistribution

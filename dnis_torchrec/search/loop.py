@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.ranks import on_rank_zero, rank_of, world_size_of

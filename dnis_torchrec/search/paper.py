@@ -13,7 +13,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme
@@ -21,8 +21,8 @@ from dnis_torchrec.search.budget import Size, check_compresses
 from dnis_torchrec.search.loop import EpochRecord, FinishedPhase, Phase, SearchEvents
 from dnis_torchrec.search.pruning import num_elements, prune
 from dnis_torchrec.search.started import StartedSearch, highest_rate
+from dnis_torchrec.selection.shards import dense_parameters
 from dnis_torchrec.selection.swap import merge_
-from dnis_torchrec.selection.table_shards import dense_parameters
 from dnis_torchrec.storage.files import Address
 from dnis_torchrec.training.saving import Saving
 

@@ -21,7 +21,7 @@ from dnis_torchrec.allocation.curvature import Curvature, curvature_of_read_tabl
 from dnis_torchrec.allocation.energies import blocked_tables
 from dnis_torchrec.allocation.held_out import LossSample, OutputBias, output_bias
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.over_ranks import measured_samples
 from dnis_torchrec.data.recipe import Recipe, TrainTask

@@ -15,7 +15,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.batches import BatchParts
 from dnis_torchrec.data.lookup_batches import LookupBatches
 from dnis_torchrec.data.over_ranks import split_over_ranks
@@ -24,8 +24,8 @@ from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.loop import Plan, SearchEvents, SearchLoop
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.swap import prepare_
-from dnis_torchrec.selection.table_shards import table_configs
 from dnis_torchrec.storage.files import Address
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.streaming.checked_counts import read_before_training

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.blocks.routing import RowRouter
 from dnis_torchrec.checks import check
+from dnis_torchrec.ops.block_operators import can_select, fill_rows_, select_pieces
+from dnis_torchrec.ops.jagged import jagged_by_key
 
 SAMPLES_PER_CHUNK = 256
 """Samples that soft selection works on at once: 1.7 MB of fp32 for 26 features of D = 64, which a
@@ -194,3 +202,429 @@ def step_and_clip_(
     """One projected descent step: ``alpha <- clip(alpha - learning_rate * direction, floor, 1)``."""
     check(learning_rate > 0, "learning_rate", "a number above 0", learning_rate)
     return alpha.sub_(direction, alpha=learning_rate).clamp_(min=floor, max=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PooledFeature:
+    """One output key of a collection: a feature read from a table."""
+
+    feature: str
+    name: str
+    table: str
+    num_embeddings: int
+    embedding_dim: int
+    is_multi_hot: bool
+    divides: bool
+    first_alpha_row: int
+    num_blocks: int
+
+    @property
+    def block_keys(self) -> tuple[str, ...]:
+        """KJT keys that the child collection reads: one per block of a multi-hot feature, else the
+        feature itself."""
+        return (
+            tuple(f"{self.name}/b{s}" for s in range(self.num_blocks))
+            if self.is_multi_hot
+            else (self.feature,)
+        )
+
+    @property
+    def whole_key(self) -> str:
+        """The one KJT key that a child collection reads whose lookups split bags for themselves."""
+        return self.name if self.is_multi_hot else self.feature
+
+
+class PooledPieces:
+    """The pieces of a collection, in the form that
+    `dnis_torchrec.ops.block_operators.select_pieces` reads."""
+
+    def __init__(self, outputs: Sequence[PooledFeature], alpha_begins: Mapping[int, int]) -> None:
+        self._outputs = tuple(outputs)
+        owners = [
+            (index, output) for index, output in enumerate(outputs) for _ in output.block_keys
+        ]
+        self._owners = owners
+        self.keys = [
+            key if output.is_multi_hot else output.name
+            for output in outputs
+            for key in output.block_keys
+        ]
+        self.single_id = [
+            (k, output) for k, (_, output) in enumerate(owners) if not output.is_multi_hot
+        ]
+        self.of_dim = {
+            dim: [k for k, (_, o) in enumerate(owners) if o.embedding_dim == dim]
+            for dim in alpha_begins
+        }
+        self.of_dim = {dim: positions for dim, positions in self.of_dim.items() if positions}
+        self._rows_of_piece = [
+            (output.first_alpha_row + s, 1 if output.is_multi_hot else output.num_blocks)
+            for output in outputs
+            for s in range(len(output.block_keys))
+        ]
+        self._alpha_begins = alpha_begins
+        self._layouts: dict[tuple[str, ...], Tensor] = {}
+        self._places: dict[tuple[tuple[str, ...], torch.device], tuple[Tensor, Tensor]] = {}
+
+    def layout(self, keys: Sequence[str], widths: Sequence[int]) -> Tensor:
+        """Returns the place of every piece, ``(K, 7)`` int64."""
+        known = self._layouts.get(tuple(keys))
+        if known is not None:
+            return known
+        column_of_key, column = {}, 0
+        for key, width in zip(keys, widths, strict=True):
+            column_of_key[key] = column
+            column += width
+        out_columns, column = [], 0
+        for output in self._outputs:
+            out_columns.append(column)
+            column += output.embedding_dim
+        fields = [
+            (
+                column_of_key[key],
+                out_columns[index],
+                o.embedding_dim,
+                self._alpha_begins[o.embedding_dim],
+                index,
+                *rows,
+            )
+            for key, (index, o), rows in zip(
+                self.keys, self._owners, self._rows_of_piece, strict=True
+            )
+        ]
+        self._layouts[tuple(keys)] = torch.tensor(fields, dtype=torch.int64).view(-1, 7)
+        return self._layouts[tuple(keys)]
+
+    def rows_of_multi_hot(self, split: KeyedJaggedTensor, batch_size: int) -> Tensor:
+        """Rows of alpha, ``(B, K)`` int32, -1 for empty bags; those of single-id features are left
+        to be filled in."""
+        device = split.lengths().device
+        if len(self.single_id) == len(self._owners):
+            return torch.empty(batch_size, len(self._owners), dtype=torch.int32, device=device)
+        places, first_rows = self._places_in(split.keys(), device)
+        holds_ids = split.lengths().view(len(split.keys()), batch_size)[places] > 0
+        return torch.where(holds_ids, first_rows, -1).t().contiguous()
+
+    def _places_in(self, keys: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Position of every piece's key among `keys`, and its first row of alpha, ``(K, 1)``;
+        copied once to a device."""
+        known = self._places.get((tuple(keys), device))
+        if known is None:
+            position = {key: index for index, key in enumerate(keys)}
+            places = torch.tensor(
+                [position[key] for output in self._outputs for key in output.block_keys]
+            )
+            rows = torch.tensor([[first] for first, _ in self._rows_of_piece], dtype=torch.int32)
+            known = self._places[tuple(keys), device] = places.to(device), rows.to(device)
+        return known
+
+    def places(self, keys: Sequence[str]) -> list[tuple[int, int, int]]:
+        """Piece, position of its key among `keys`, and row of alpha of block 0, of every single-id
+        feature."""
+        position = {key: index for index, key in enumerate(keys)}
+        return [
+            (k, position[output.feature], output.first_alpha_row) for k, output in self.single_id
+        ]
+
+    def divisors(self, bags: KeyedJaggedTensor, dtype: torch.dtype) -> Tensor | None:
+        """Returns the lengths of whole bags, by which pooled sums still have to be divided, ``(B,
+        outputs)``, or None."""
+        if not any(output.divides for output in self._outputs):
+            return None
+        lengths = dict(
+            zip(bags.keys(), bags.lengths().view(len(bags.keys()), bags.stride()), strict=True)
+        )
+        divisors = torch.ones(
+            bags.stride(), len(self._outputs), dtype=dtype, device=bags.lengths().device
+        )
+        for index, output in enumerate(self._outputs):
+            if output.divides:
+                divisors[:, index] = lengths[output.feature].clamp(min=1)
+        return divisors
+
+
+JaggedByKey = dict[str, JaggedTensor]
+
+
+OnGradient = Callable[[Tensor, Callable[[Tensor], str]], Tensor | None]
+"""Told of a gradient by bool on its device, and by what names the table once they are read; see
+`WatchedOutputs`."""
+
+_FINITE = torch.ones(1, dtype=torch.bool)
+
+
+class WatchedOutputs(nn.Module):
+    """Base of the modules that make a wrapper's outputs: it reports the gradient of the outputs to
+    a listener."""
+
+    _across = 0
+    """Dimension of the gradient across which values are of one table."""
+
+    def __init__(self, outputs: tuple[PooledFeature, ...]) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self.on_gradient: OnGradient | None = None
+        self._keys = [output.name for output in outputs]
+        self._dims = [output.embedding_dim for output in outputs]
+
+    def _watch(self, values: Tensor) -> None:
+        values.register_hook(self._watched)
+
+    def _watched(self, gradient: Tensor) -> Tensor | None:
+        """Runs before the tables' own backward, hence before a fused optimizer applies the
+        gradient."""
+        if self.on_gradient is None:
+            return None
+        on_cpu = gradient.device.type == "cpu"
+        is_finite = bool(torch.isfinite(gradient.sum())) if on_cpu else self._finite_parts(gradient)
+        may_learn = self._check_gradient(is_finite, gradient)
+        return None if may_learn is None else torch.where(may_learn, gradient, 0.0)
+
+    def _check_gradient(self, is_finite: bool | Tensor, gradient: Tensor) -> Tensor | None:
+        """Tells the listener of a gradient."""
+        if self.on_gradient is None:
+            return None
+        if isinstance(is_finite, bool):
+            is_finite = _FINITE if is_finite else self._finite_parts(gradient)
+        return self.on_gradient(
+            is_finite, partial(_table_with_bad, self._outputs, self._sizes_of_parts())
+        )
+
+    def _finite_parts(self, gradient: Tensor) -> Tensor:
+        """Of every column, or row, whether all of it is finite: its largest magnitude is then, and
+        only then."""
+        if not gradient.numel():
+            return torch.ones(
+                gradient.shape[1 - self._across], dtype=torch.bool, device=gradient.device
+            )
+        return torch.isfinite(torch.linalg.vector_norm(gradient, math.inf, dim=self._across))
+
+    def _sizes_of_parts(self) -> list[int]:
+        """Columns, or rows, of every output."""
+        return self._dims
+
+
+def _table_with_bad(outputs: tuple[PooledFeature, ...], sizes: list[int], finite: Tensor) -> str:
+    """Names the first table with a part that is not finite; all of them where the parts are not
+    told apart."""
+    tables = list(dict.fromkeys(output.table for output in outputs))
+    if len(finite) == sum(sizes):
+        parts = zip(outputs, finite.split(sizes), strict=True)
+        tables = [next(output.table for output, part in parts if not bool(part.all()))]
+    if len(tables) == 1:
+        return f"table {tables[0]!r}"
+    return f"one of {len(tables)} tables, {tables[0]!r} to {tables[-1]!r}"
+
+
+class SelectPooled(WatchedOutputs):
+    """The part of the wrapper behind the lookup: local, no collective, no parameter."""
+
+    def __init__(self, outputs: tuple[PooledFeature, ...], blocks: RowBlocks, alpha: Alpha) -> None:
+        super().__init__(outputs)
+        self._runs = _runs(outputs)
+        self._alpha = [alpha]  # in a list: the wrapper registers it, once
+        self._pieces = PooledPieces(outputs, alpha.begins)
+        tables = sorted({output.table for output in outputs if not output.is_multi_hot})
+        self._router_of = {table: index for index, table in enumerate(tables)}
+        self._routers = nn.ModuleList(RowRouter(blocks.routings[table]) for table in tables)
+
+    def forward(
+        self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor
+    ) -> KeyedTensor:
+        """Multiplies pooled embeddings by alpha."""
+        select = self._select_at_once if can_select(pooled.values()) else self._select_in_runs
+        return KeyedTensor(
+            keys=self._keys, values=select(pooled, features, split), length_per_key=self._dims
+        )
+
+    def _may_learn(self, values: Tensor) -> Tensor:
+        """Cuts off gradients in an upper step: the tables behind the lookup would learn from
+        validation data."""
+        return values.detach() if self._alpha[0].is_upper else values
+
+    def _select_at_once(
+        self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor
+    ) -> Tensor:
+        """Selects by the operators on blocks, for all outputs in one pass. On a GPU nothing waits
+        for it."""
+        alpha, pieces = self._alpha[0], self._pieces
+        values, layout = (
+            self._may_learn(pooled.values()),
+            pieces.layout(pooled.keys(), pooled.length_per_key()),
+        )
+        rows = pieces.rows_of_multi_hot(split, len(values))
+        if pieces.single_id:
+            routings = [self._router(output).routing_tensor() for _, output in pieces.single_id]
+            fill_rows_(
+                rows,
+                features.values(),
+                features.lengths(),
+                routings,
+                pieces.places(features.keys()),
+            )
+        if alpha.is_upper:
+            for dim, columns in pieces.of_dim.items():
+                alpha.record_hits(dim, rows if len(columns) == rows.shape[1] else rows[:, columns])
+        exact = torch.promote_types(values.dtype, torch.float32)
+        divisors = pieces.divisors(features, exact)
+        flat = [alpha.of(dim).to(exact).flatten() for dim in alpha.dims]
+        alphas = flat[0] if len(flat) == 1 else torch.cat(flat)
+        return select_pieces(
+            values, alphas, rows, divisors, layout, sum(self._dims), watch=self._check_gradient
+        )
+
+    def _select_in_runs(
+        self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor
+    ) -> Tensor:
+        """Selects by torch's own operators, one run of outputs after the other, where `can_select`
+        says no."""
+        values = self._may_learn(self._in_order(pooled))
+        jagged, split_jagged = jagged_by_key(features), jagged_by_key(split)
+        widths = [sum(self._width(output) for output in run) for run in self._runs]
+        parts = []
+        for run, part in zip(self._runs, values.split(widths, dim=1), strict=True):
+            selected = self._select_per_block if run[0].is_multi_hot else self._select_per_sample
+            parts.append(selected(part, run, jagged, split_jagged))
+        merged = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        if merged.requires_grad and not self._alpha[0].is_upper:
+            self._watch(merged)
+        return merged
+
+    def _in_order(self, pooled: KeyedTensor) -> Tensor:
+        """Values in the order of the pieces; sharded collections may group keys by sharding type."""
+        if pooled.keys() == self._pieces.keys:
+            return pooled.values()
+        by_key = pooled.to_dict()
+        return torch.cat([by_key[key] for key in self._pieces.keys], dim=1)
+
+    @staticmethod
+    def _width(output: PooledFeature) -> int:
+        return output.embedding_dim * len(output.block_keys)
+
+    def _select_per_sample(
+        self, part: Tensor, run: list[PooledFeature], jagged: JaggedByKey, _: JaggedByKey
+    ) -> Tensor:
+        alpha, dim = self._alpha[0], run[0].embedding_dim
+        rows_of_ids = [self._alpha_rows(output, jagged[output.feature]) for output in run]
+        if alpha.is_upper:
+            alpha.record_hits(dim, torch.cat(rows_of_ids))
+        filled = [
+            one_per_bag(rows, jagged[output.feature].lengths(), output.first_alpha_row)
+            for rows, output in zip(rows_of_ids, run, strict=True)
+        ]
+        rows = torch.stack(filled, dim=1)
+        selected = select_per_sample(part.view(len(part), len(run), dim), alpha.of(dim), rows)
+        return selected.view(len(part), len(run) * dim)
+
+    def _select_per_block(
+        self, part: Tensor, run: list[PooledFeature], jagged: JaggedByKey, split: JaggedByKey
+    ) -> Tensor:
+        output, alpha = run[0], self._alpha[0]
+        dim, num_blocks, first = output.embedding_dim, output.num_blocks, output.first_alpha_row
+        selected = select_per_block(
+            part.view(len(part), num_blocks, dim), alpha.of(dim)[first : first + num_blocks]
+        )
+        if alpha.is_upper:
+            used = [
+                first + s for s, key in enumerate(output.block_keys) if split[key].values().numel()
+            ]
+            alpha.record_hits(dim, torch.tensor(used, dtype=torch.int64, device=part.device))
+        if output.divides:
+            selected = selected / jagged[output.feature].lengths().clamp(min=1).unsqueeze(1)
+        return selected
+
+    def _alpha_rows(self, output: PooledFeature, bags: JaggedTensor) -> Tensor:
+        """Row of alpha of each id."""
+        return self._router(output)(bags.values()) + output.first_alpha_row
+
+    def _router(self, output: PooledFeature) -> RowRouter:
+        return cast(RowRouter, self._routers[self._router_of[output.table]])
+
+
+def one_per_bag(rows: Tensor, lengths: Tensor, row_of_empty: int) -> Tensor:
+    """Row of alpha of each single-id bag; an empty bag, whose embedding is zero, takes any."""
+    if rows.numel() == lengths.numel():
+        return rows
+    filled = torch.full_like(lengths, row_of_empty, dtype=torch.int64)
+    return filled.masked_scatter(lengths > 0, rows)
+
+
+def _runs(outputs: tuple[PooledFeature, ...]) -> list[list[PooledFeature]]:
+    """Neighbouring outputs that one operation can select: single-id features of equal D; each
+    multi-hot one alone."""
+    runs: list[list[PooledFeature]] = []
+    for output in outputs:
+        if runs and _are_selected_together(runs[-1][-1], output):
+            runs[-1].append(output)
+        else:
+            runs.append([output])
+    return runs
+
+
+def _are_selected_together(last: PooledFeature, output: PooledFeature) -> bool:
+    are_single_id = not last.is_multi_hot and not output.is_multi_hot
+    return are_single_id and last.embedding_dim == output.embedding_dim
+
+
+class SelectSequences(WatchedOutputs):
+    """The part of the wrapper behind the lookup: local, no collective, no parameter."""
+
+    _across = 1
+
+    def __init__(self, outputs: tuple[PooledFeature, ...], blocks: RowBlocks, alpha: Alpha) -> None:
+        super().__init__(outputs)
+        self._alpha = [alpha]  # in a list: the wrapper registers it, once
+        tables = list(dict.fromkeys(output.table for output in outputs))
+        self._router_of = {table: index for index, table in enumerate(tables)}
+        self._routers = nn.ModuleList(RowRouter(blocks.routings[table]) for table in tables)
+        self._sizes: list[int] = []
+
+    def forward(
+        self, embeddings: dict[str, JaggedTensor], features: KeyedJaggedTensor
+    ) -> dict[str, JaggedTensor]:
+        """Multiplies embeddings by alpha, those of all output keys at once."""
+        own, bags, alpha = (
+            [embeddings[key] for key in self._keys],
+            jagged_by_key(features),
+            self._alpha[0],
+        )
+        ids = [bags[output.feature].values() for output in self._outputs]
+        rows = torch.cat([self._alpha_rows(*pair) for pair in zip(self._outputs, ids, strict=True)])
+        values = (
+            own[0].values() if len(own) == 1 else torch.cat([jagged.values() for jagged in own])
+        )
+        self._sizes = [len(of_output) for of_output in ids]
+        if alpha.is_upper:
+            alpha.record_hits(self._dims[0], rows)
+            values = (
+                values.detach()
+            )  # the tables behind the lookup would learn from validation data
+        selected = self._select(values, rows).split(self._sizes)
+        return {
+            key: JaggedTensor(
+                values=part, lengths=jagged.lengths(), weights=jagged.weights_or_none()
+            )
+            for key, part, jagged in zip(self._keys, selected, own, strict=True)
+        }
+
+    def _select(self, values: Tensor, rows: Tensor) -> Tensor:
+        dim, alpha = self._dims[0], self._alpha[0].of(self._dims[0])
+        if can_select(values):
+            layout, own = (
+                torch.tensor([[0, 0, dim, 0, 0, 0, len(alpha)]]),
+                rows.to(torch.int32).unsqueeze(1),
+            )
+            flat = alpha.to(torch.promote_types(values.dtype, torch.float32)).flatten()
+            return select_pieces(values, flat, own, None, layout, dim, watch=self._check_gradient)
+        selected = select_per_sample(values.unsqueeze(1), alpha, rows.unsqueeze(1)).squeeze(1)
+        if selected.requires_grad and not self._alpha[0].is_upper:
+            self._watch(selected)
+        return selected
+
+    def _alpha_rows(self, output: PooledFeature, ids: Tensor) -> Tensor:
+        """Row of alpha of each id."""
+        router = cast(RowRouter, self._routers[self._router_of[output.table]])
+        return router(ids) + output.first_alpha_row
+
+    def _sizes_of_parts(self) -> list[int]:
+        return self._sizes

@@ -22,12 +22,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.selection.alpha import Alpha
-from dnis_torchrec.selection.feature_processed import (
-    SoftSelectionFeatureProcessedEmbeddingBagCollection,
-    with_processors_of,
-)
-from dnis_torchrec.selection.sequence_wrapper import SoftSelectionEmbeddingCollection
-from dnis_torchrec.selection.table_shards import (
+from dnis_torchrec.selection.shards import (
     collections,
     frozen_tables_of,
     holders_of_tables,
@@ -47,8 +42,11 @@ from dnis_torchrec.selection.torchrec import (
 )
 from dnis_torchrec.selection.wrapper import (
     SoftSelectionEmbeddingBagCollection,
+    SoftSelectionEmbeddingCollection,
+    SoftSelectionFeatureProcessedEmbeddingBagCollection,
     SoftSelectionModule,
     soft_selection_modules,
+    with_processors_of,
 )
 
 Plain: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
@@ -90,7 +88,7 @@ def prepare_(
     Example:
         >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
         >>> from dnis_torchrec.blocks.blocking import blocks_from_counts
-        >>> from dnis_torchrec.blocks.frequency import FrequencyCounts
+        >>> from dnis_torchrec.blocks.counts import FrequencyCounts
         >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
         >>> model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table])})
         >>> counts = FrequencyCounts({"t": torch.tensor([3, 2, 1, 0])}, {"f": 1}, 6)

@@ -111,7 +111,7 @@ class MixedDimensionEmbeddingBagCollection(BlockCollection):
 
     Example:
         >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-        >>> from dnis_torchrec.blocks.row_routing import RowRouting
+        >>> from dnis_torchrec.blocks.routing import RowRouting
         >>> table = TableScheme(name="t", collection="ebc", num_embeddings=3, embedding_dim=2, pooling="sum",
         ...     feature_names=("f",), is_weighted=False, routing=RowRouting(3, 2, boundaries=torch.tensor([0, 1, 3])),
         ...     retained=torch.tensor([[True, True], [False, True]]), num_retained=4)

@@ -224,7 +224,7 @@ def embedding_configs(
         ValueError: for other words, or a scheme of no table or several collections.
 
     Example:
-        >>> from dnis_torchrec.blocks.row_routing import RowRouting
+        >>> from dnis_torchrec.blocks.routing import RowRouting
         >>> table = TableScheme(name="t", collection="ebc", num_embeddings=8, embedding_dim=4, pooling="sum",
         ...     feature_names=("f",), is_weighted=False, routing=RowRouting(8, 2, boundaries=torch.tensor([0, 2, 8])),
         ...     retained=torch.tensor([[True, True, True, True], [False, True, False, False]]), num_retained=14)

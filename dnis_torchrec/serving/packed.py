@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dnis_torchrec.blocks.bit_fields import row_strides
+from dnis_torchrec.blocks.codes import row_strides
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.ops.packed_operator import field_groups
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dnis_torchrec.blocks.bit_fields import (
+from dnis_torchrec.blocks.codes import (
     FLOAT_BITS,
     check_widths,
+    encode_rows,
     is_coded,
     packed_rows,
     row_strides,
 )
-from dnis_torchrec.blocks.column_codes import encode_rows
-from dnis_torchrec.blocks.row_directory import RowDirectory
+from dnis_torchrec.blocks.routing import RowDirectory
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.scheme import TableScheme
 

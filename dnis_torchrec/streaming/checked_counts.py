@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.blocks.frequency import FrequencyCounts, longest_bags
+from dnis_torchrec.blocks.counts import FrequencyCounts, longest_bags
 from dnis_torchrec.checks import check
 from dnis_torchrec.data.labels import RankingBatch, check_candidates
 from dnis_torchrec.data.lookup_batches import features_of

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.blocks.frequency import FrequencyCounts, RowCounts, bags_of
+from dnis_torchrec.blocks.counts import FrequencyCounts, RowCounts, bags_of
 from dnis_torchrec.blocks.settings import CountLimits
 from dnis_torchrec.blocks.sketch import BoundedCounter, CountMinSketch, EstimatedCounts
 from dnis_torchrec.checks import describe

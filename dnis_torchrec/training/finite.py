@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dnis_torchrec.checks import describe
-from dnis_torchrec.selection.table_shards import collections, local_shards, table_weight_names
+from dnis_torchrec.selection.shards import collections, local_shards, table_weight_names
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.late_values import LateValues
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from dnis_torchrec.selection.table_shards import collections, local_shards
+from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.torchrec import writing_to_tables
 from dnis_torchrec.training.held_tables import HeldTables
 

@@ -22,16 +22,13 @@ from dnis_torchrec.allocation.energies import (
     table_energies,
     whole_rows,
 )
-from dnis_torchrec.blocks.bit_fields import is_coded
-from dnis_torchrec.blocks.column_codes import ColumnCodes, check_finite
-from dnis_torchrec.blocks.fitted_codes import LEAST_SCALE
-from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.blocks.row_routing import RowRouter, RowRouting
+from dnis_torchrec.blocks.codes import LEAST_SCALE, ColumnCodes, check_finite, is_coded
+from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.blocks.routing import RowRouter, RowRouting
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.ops.row_rounding import RowRounding
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.selection.swap import fold_
-from dnis_torchrec.selection.table_shards import (
+from dnis_torchrec.selection.shards import (
     TableShard,
     collections,
     frozen_tables_of,
@@ -40,6 +37,7 @@ from dnis_torchrec.selection.table_shards import (
     ranks_of,
     table_configs_of,
 )
+from dnis_torchrec.selection.swap import fold_
 from dnis_torchrec.selection.torchrec import lookups, writing_to_tables
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.checkpoint import Chunk, PlacedTensor

@@ -25,13 +25,13 @@ from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.ops.block_operators import are_compiled
 from dnis_torchrec.ranks import world_size_of
 from dnis_torchrec.selection.on_shards import select_on_shards_
-from dnis_torchrec.selection.sharding import (
+from dnis_torchrec.selection.plan import (
     CpuEmbeddingBagCollectionSharder,
     default_sharders,
     make_sharding_plan,
     shard_model,
 )
-from dnis_torchrec.selection.table_shards import (
+from dnis_torchrec.selection.shards import (
     collections,
     is_pooled,
     table_configs,

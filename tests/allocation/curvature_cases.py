@@ -13,8 +13,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.blocks.routing import RowRouting
 from tests.reference import ReferenceTable, curvature_reference, pooled_reference
 
 ROWS = {"a": 11, "b": 7, "c": 10}

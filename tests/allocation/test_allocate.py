@@ -17,9 +17,9 @@ from dnis_torchrec.allocation.bits import Allocation, allocate
 from dnis_torchrec.allocation.curvature import Curvature
 from dnis_torchrec.allocation.energies import RoundingEnergies, TableEnergies, rounding_energies
 from dnis_torchrec.allocation.spending import Path, Purse, RowOptions, column_steps, lower_hull, row_options, widths_of
-from dnis_torchrec.blocks.bit_fields import is_coded, row_strides
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.codes import is_coded, row_strides
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.forms import PACKED
 from dnis_torchrec.selection.swap import prepare_
 from tests import small_models

@@ -17,7 +17,7 @@ from dnis_torchrec.allocation.bits import COLD_COLUMNS, Allocation, allocate, re
 from dnis_torchrec.allocation.curvature import Curvature
 from dnis_torchrec.allocation.energies import blocked_tables, rounding_energies
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.forms import PACKED
 from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
 

@@ -21,7 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec import blocks_from_counts, count_frequencies, curvature, prepare_
 from dnis_torchrec.allocation.curvature import Curvature, curvature_of_read_tables, loss_derivatives
 from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.selection.table_shards import collections
+from dnis_torchrec.selection.shards import collections
 from tests.allocation.curvature_cases import (
     DIMS,
     ROWS,

@@ -18,9 +18,7 @@ from dnis_torchrec.allocation import held_out as learnt_scales
 from dnis_torchrec.allocation import held_out as loss_sample
 from dnis_torchrec.allocation.compress import Measured, measure_
 from dnis_torchrec.allocation.held_out import alpha_step
-from dnis_torchrec.blocks.bit_fields import is_coded
-from dnis_torchrec.blocks.column_codes import ColumnCodes, decode_rows, encode_rows
-from dnis_torchrec.blocks.error_feedback import feedback_of
+from dnis_torchrec.blocks.codes import ColumnCodes, decode_rows, encode_rows, feedback_of, is_coded
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.training.rounding import RoundedTables
 from tests.allocation.test_compress import BATCHES, batch, label_, nearest_codes, predictions, trained

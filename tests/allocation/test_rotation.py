@@ -17,10 +17,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.allocation.axes import LinearReader, RotationGroup, WeightedProduct, rotate_, rotation_groups
 from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, shard_model
+from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, shard_model
+from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.swap import prepare_
-from dnis_torchrec.selection.table_shards import collections, local_shards
 from examples.models import (
     DeepFM,
     FactorizationMachine,

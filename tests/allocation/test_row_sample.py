@@ -10,8 +10,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from dnis_torchrec.allocation import energies as row_sample
 from dnis_torchrec.allocation.energies import UNSEEN_WEIGHT, rounding_energies, sample_rows
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.blocks.routing import RowRouting
 from tests.reference import rounding_error_reference
 
 

@@ -13,9 +13,9 @@ from torchrec.datasets.utils import Batch
 
 import dnis_torchrec as dnis
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import count_frequencies
+from dnis_torchrec.blocks.counts import count_frequencies
+from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.swap import prepare_
-from dnis_torchrec.selection.table_shards import table_configs
 from dnis_torchrec.serving import PackedEmbeddingBagCollection, ServedEmbeddingCollection
 from tests.reference import curvature_reference
 from tests.sequence_models import NAMES, ClickAndRating, Interest, interest, make_batch, of_two, rounded, two_outputs

@@ -25,11 +25,11 @@ from dnis_torchrec.allocation.axes import (
 )
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.swap import prepare_
-from dnis_torchrec.selection.table_shards import collections, local_shards
 from tests.allocation.test_rotation import optimizer_of, sgd, tables_of
 from tests.allocation.turnable import (
     BATCH_SIZE,

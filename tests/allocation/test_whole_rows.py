@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dnis_torchrec import scheme
 from dnis_torchrec.allocation.energies import whole_rows
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.selection.table_shards import TableShard
+from dnis_torchrec.selection.shards import TableShard
 
 
 @st.composite

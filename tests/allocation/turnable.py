@@ -12,7 +12,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 
 DIM, NUM_DENSE, BATCH_SIZE = 8, 3, 12
 FEATURES = {"user": ("user_id",), "movie": ("liked", "seen"), "genre": ("genre_id",)}

@@ -19,7 +19,7 @@ from scipy import sparse as scipy_sparse
 from dnis_torchrec.artifact import load, load_csr, load_dense_state, read_manifest, read_scheme, write_artifact
 from dnis_torchrec.artifact import manifest as artifact
 from dnis_torchrec.artifact import writing as artifact_writing
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.forms import FORMS
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.storage import whole_folders

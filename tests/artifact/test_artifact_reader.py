@@ -19,8 +19,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.artifact import load, write_artifact, writing
 from dnis_torchrec.artifact.writing import write_packed
-from dnis_torchrec.blocks.bit_fields import WIDTHS
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.codes import WIDTHS
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.forms import FORMS
 from dnis_torchrec.scheme import MixedDimensionScheme
 from tests.coded_tables import rounded, with_codes

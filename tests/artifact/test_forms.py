@@ -26,8 +26,8 @@ from dnis_torchrec.artifact.predictions import (
     serve,
 )
 from dnis_torchrec.artifact.regrouping import regroup_table
-from dnis_torchrec.blocks.column_codes import ColumnCodes
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.codes import ColumnCodes
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.forms import FORMS, PRECISIONS, Dense, Form, register
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import CsrEmbeddingBagCollection

@@ -32,7 +32,7 @@ from dnis_torchrec.artifact import (
 from dnis_torchrec.artifact.forms import encode_shard
 from dnis_torchrec.artifact.predictions import forms_table
 from dnis_torchrec.artifact.writing import write_packed
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.forms import FORMS, PACKED
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import PackedEmbeddingBagCollection

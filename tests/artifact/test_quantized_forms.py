@@ -11,7 +11,7 @@ from torch import Tensor
 from dnis_torchrec.artifact import load, read_manifest, read_scheme, write_artifact
 from dnis_torchrec.artifact.forms import Shard, codec_of
 from dnis_torchrec.artifact.predictions import describe_forms
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.forms import FORMS
 from dnis_torchrec.scheme import MixedDimensionScheme
 from tests.serving_reference import keyed_jagged_tensor, pruned, table_scheme

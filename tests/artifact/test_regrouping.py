@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dnis_torchrec.artifact.forms import rows_of
 from dnis_torchrec.artifact.regrouping import column_sets, regroup_table
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection
 from tests.serving_reference import keyed_jagged_tensor, table_scheme

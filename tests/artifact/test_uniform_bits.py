@@ -15,7 +15,7 @@ from dnis_torchrec import forms
 from dnis_torchrec.artifact import load, mixed_dimension_form, read_manifest, serve, uniform_bits, write_artifact
 from dnis_torchrec.artifact.forms import CODECS, Codec, rows_of
 from dnis_torchrec.artifact.uniform_bits import with_uniform_bits
-from dnis_torchrec.blocks.column_codes import decode_rows, encode_rows
+from dnis_torchrec.blocks.codes import decode_rows, encode_rows
 from dnis_torchrec.forms import PRECISIONS, RETIRED_FORMS, MixedDimension, form_named
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dnis_torchrec.blocks.bit_fields import WIDTHS, field_offsets, row_strides
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.codes import WIDTHS, field_offsets, row_strides
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.forms import PACKED
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.blocks import frequency
+from dnis_torchrec.blocks import counts as counts_module
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.blocks.sketch import BoundedCounter, EstimatedCounts
 from tests.allocations import AllocatedPeak
 from tests.reference import blocks_reference
@@ -72,7 +72,7 @@ def cases(draw):
 def test_blocks_of_every_row(case, rows_at_a_time: int) -> None:
     """However many rows are looked at together."""
     counts, scope, options = case
-    with patch.object(frequency, "ROWS_AT_A_TIME", rows_at_a_time):
+    with patch.object(counts_module, "ROWS_AT_A_TIME", rows_at_a_time):
         blocks = blocks_from_counts(counts_of(counts), tables_of(counts), scope=scope, **options)
     expected = expected_blocks(counts, scope, **options)
     assert {name: routing.all_blocks().tolist() for name, routing in blocks.routings.items()} == expected
@@ -173,7 +173,7 @@ def test_estimated_counts_are_blocked_as_the_same_numbers_in_a_tensor_are(ids: l
 
 @pytest.mark.parametrize("scope", ["global", "table"])
 def test_a_large_table_takes_a_byte_per_row(monkeypatch: pytest.MonkeyPatch, scope: str) -> None:
-    monkeypatch.setattr(frequency, "ROWS_AT_A_TIME", 1000)
+    monkeypatch.setattr(counts_module, "ROWS_AT_A_TIME", 1000)
     counts = {name: torch.arange(70_000) * 7919 % 211 for name in ("a", "c")}
     tables = tables_of({name: [0] * 70_000 for name in counts})
     with AllocatedPeak(counts.values()) as taken:

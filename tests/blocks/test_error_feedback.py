@@ -10,8 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dnis_torchrec.blocks.column_codes import ColumnCodes, decode_rows, encode_rows
-from dnis_torchrec.blocks.error_feedback import DIAGONAL_SHARE, TABLE_SHARE, feedback_of, rounding_order
+from dnis_torchrec.blocks.codes import (
+    DIAGONAL_SHARE,
+    TABLE_SHARE,
+    ColumnCodes,
+    decode_rows,
+    encode_rows,
+    feedback_of,
+    rounding_order,
+)
 from tests.reference import error_feedback_reference
 
 WIDTHS = (0, 1, 2, 3, 32)

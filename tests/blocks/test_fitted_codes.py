@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dnis_torchrec.blocks.column_codes import ColumnCodes, decode_rows, encode_rows
-from dnis_torchrec.blocks.fitted_codes import fit_codes
+from dnis_torchrec.blocks.codes import ColumnCodes, decode_rows, encode_rows, fit_codes
 from tests.reference import rounded_reference, rounding_error_reference
 
 BITS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 32]

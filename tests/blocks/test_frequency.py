@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.blocks.frequency import FrequencyCounts, count_frequencies, count_frequencies_in_frame, merge_counts
+from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies, count_frequencies_in_frame, merge_counts
 from dnis_torchrec.blocks.sketch import BoundedCounter, EstimatedCounts
 
 READS = {"user": ["u"], "movie": ["seen", "shown"], "other": ["shown"]}

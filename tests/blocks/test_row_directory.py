@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dnis_torchrec.blocks import row_routing
-from dnis_torchrec.blocks.row_directory import RecordLayout, RowDirectory, directory_bytes
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks import routing as routing_module
+from dnis_torchrec.blocks.routing import RecordLayout, RowDirectory, RowRouting, directory_bytes
 from tests.allocations import AllocatedPeak
 from tests.serving_reference import routings
 
@@ -53,7 +52,7 @@ def test_finds_rows_of_many_records(num_blocks: int, num_rows: int, seed: int, h
 def test_counts_go_on_behind_65536_rows_and_from_chunk_to_chunk(
     num_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_routing, "ROWS_AT_A_TIME", 1 << 17)
+    monkeypatch.setattr(routing_module, "ROWS_AT_A_TIME", 1 << 17)
     torch.manual_seed(0)
     routing = RowRouting.from_map(torch.randint(num_blocks + 1, (150_001,)), num_blocks)
     directory, order = RowDirectory.of(routing), torch.argsort(routing.all_blocks(), stable=True)
@@ -83,7 +82,7 @@ def test_size_by_kind_of_routing() -> None:
 
 
 def test_memory_of_a_large_table_is_that_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_routing, "ROWS_AT_A_TIME", 1 << 16)
+    monkeypatch.setattr(routing_module, "ROWS_AT_A_TIME", 1 << 16)
     routing = RowRouting.from_map(torch.randint(8, (1 << 21,)), 8)
     with AllocatedPeak([routing.block_of_row]) as allocated:
         directory = RowDirectory.of(routing)

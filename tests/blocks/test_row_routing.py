@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dnis_torchrec.blocks import row_routing
-from dnis_torchrec.blocks.row_routing import RowRouter, RowRouting
+from dnis_torchrec.blocks import routing as routing_module
+from dnis_torchrec.blocks.routing import RowRouter, RowRouting
 from tests.allocations import AllocatedPeak
 from tests.serving_reference import routings
 
@@ -122,7 +122,7 @@ def test_map_outside_the_blocks_is_refused(block: int) -> None:
 def test_a_large_table_takes_a_byte_or_two_per_row(
     monkeypatch: pytest.MonkeyPatch, num_blocks: int, bytes_per_row: int
 ) -> None:
-    monkeypatch.setattr(row_routing, "ROWS_AT_A_TIME", 1000)
+    monkeypatch.setattr(routing_module, "ROWS_AT_A_TIME", 1000)
     num_rows, generator = 100_500, torch.Generator().manual_seed(0)
     blocks = torch.randint(0, num_blocks + 1, (num_rows,), generator=generator)
     routing, dropped = RowRouting.from_map(blocks, num_blocks), torch.rand(num_rows, generator=generator) < 0.3

@@ -11,13 +11,13 @@ import torch
 
 from dnis_torchrec.allocation.settings import NUM_BLOCKS
 from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.frequency import count_frequencies
+from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.comparison.methods import METHODS, MethodTask, NotApplicableError, SizeNotMetError, trained_scheme
 from dnis_torchrec.comparison.methods.method import MethodResult
 from dnis_torchrec.comparison.streams import train_on_validation
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.search.paper import PaperSettings
-from dnis_torchrec.selection.table_shards import table_configs
+from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.training.process_group import process_group
 from tests import tiny
 

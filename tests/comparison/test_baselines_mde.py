@@ -13,7 +13,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts, count_frequencies
+from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
 from dnis_torchrec.comparison.methods import SizeNotMetError
 from dnis_torchrec.comparison.methods.mde import (
     MDE_SETTINGS,

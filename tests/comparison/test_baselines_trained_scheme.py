@@ -16,7 +16,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from dnis_torchrec import export
 from dnis_torchrec.allocation.settings import NUM_BLOCKS
 from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.comparison.methods import METHODS, Method, SizeNotMetError, train_scheme
 from dnis_torchrec.comparison.methods.best_trial import best_of
 from dnis_torchrec.comparison.methods.random_search import random_dims

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dnis_torchrec import export, load
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts, count_frequencies
+from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
 from dnis_torchrec.comparison.methods.method import Method, MethodTask, SizeNotMetError
 from dnis_torchrec.comparison.methods.nis import nis_me, nis_se
 from dnis_torchrec.comparison.methods.nis.affordable import most_probable_within, trim
@@ -25,7 +25,7 @@ from dnis_torchrec.comparison.methods.nis.supernet import Quality, Supernet, tra
 from dnis_torchrec.comparison.methods.trained_scheme import prune_to_columns_
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
 from dnis_torchrec.search.budget import Budget, Size
-from dnis_torchrec.selection.table_shards import collections, local_shards
+from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.training.finite import NonFiniteError
 from tests.late import read_late
 from tests.tiny import ROWS, BagsOnly, Repeatable, make_batch, make_collection, make_recipe

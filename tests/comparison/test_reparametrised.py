@@ -23,7 +23,7 @@ from dnis_torchrec.comparison.methods.reparametrised import (
 )
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.search.pruning import keep_largest_
-from dnis_torchrec.selection.table_shards import TableShard
+from dnis_torchrec.selection.shards import TableShard
 from dnis_torchrec.serving.quantized_rows import stored_rows
 from dnis_torchrec.training.sharded import shard
 from tests.comparison.test_baselines_methods import CPU, build, make_task

@@ -26,7 +26,7 @@ from dnis_torchrec.data.over_ranks import (
 )
 from dnis_torchrec.data.recipe import DataSplits
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.selection.table_shards import table_configs
+from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.streaming.checked_counts import count_training_data
 from tests.batches import OneOf, Sample, samples, to_batch, to_samples
 from tests.tiny import make_batch, make_recipe

@@ -11,7 +11,7 @@ from dnis_torchrec.allocation import energies as energies_module
 from dnis_torchrec.allocation.bits import allocate
 from dnis_torchrec.allocation.curvature import Curvature
 from dnis_torchrec.allocation.energies import rounding_energies, sample_rows
-from dnis_torchrec.selection.table_shards import collections, local_shards
+from dnis_torchrec.selection.shards import collections, local_shards
 from tests.distributed.harness import Rank
 from tests.distributed.model import DIMS, ROWS
 from tests.distributed.pruning_scenarios import blocks, counts, described, model, sharded

@@ -20,7 +20,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, shard_model
+from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, shard_model
 from dnis_torchrec.training.checkpoint import CheckpointSaver, CheckpointWriteError, LocalCheckpointFolder
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU, Stream, plan_as, shard_as, task

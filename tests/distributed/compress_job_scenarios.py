@@ -29,8 +29,8 @@ from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.jobs import compress_job, model_shards
 from dnis_torchrec.jobs.compress_job import CompressJob, run_compress
 from dnis_torchrec.jobs.stored_tensors import StoredTensor
-from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
-from dnis_torchrec.selection.table_shards import collections, local_shards
+from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.shards import collections, local_shards
 from tests.distributed.harness import Rank, Results
 from tests.distributed.pruning_scenarios import outcome_of
 from tests.tiny import EMBEDDING_DIM, Repeatable, make_batch

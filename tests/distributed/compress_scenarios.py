@@ -12,7 +12,7 @@ from torchrec.datasets.utils import Batch
 from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.data.over_ranks import SlicedBatches
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.selection.table_shards import collections, local_shards
+from dnis_torchrec.selection.shards import collections, local_shards
 from tests.allocation.curvature_cases import make_batch, make_model
 from tests.distributed.curvature_scenarios import CASES, KINDS, LOSS, batches, sharded
 from tests.distributed.harness import Rank, Results, Scenario

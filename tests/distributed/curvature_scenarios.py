@@ -15,7 +15,7 @@ from dnis_torchrec import curvature, prepare_
 from dnis_torchrec.allocation.curvature import Curvature, curvature_of_read_tables
 from dnis_torchrec.data.over_ranks import SlicedBatches
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from tests.allocation.curvature_cases import COLLECTIONS, ROWS, Case, make_batch, make_blocks, make_model
 from tests.distributed.harness import Rank, Results, Scenario
 

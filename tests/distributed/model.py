@@ -25,9 +25,9 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, Sharders, make_sharding_plan, shard_model
+from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, Sharders, make_sharding_plan, shard_model
 from dnis_torchrec.selection.swap import prepare_
 
 CPU = torch.device("cpu")

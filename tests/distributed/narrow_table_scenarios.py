@@ -14,10 +14,10 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.frequency import count_frequencies
-from dnis_torchrec.selection.sharding import default_sharders, make_sharding_plan, shard_model
+from dnis_torchrec.blocks.counts import count_frequencies
+from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, shard_model
+from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.swap import prepare_
-from dnis_torchrec.selection.table_shards import table_configs
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU
 from tests.distributed.scenarios import tables_of

@@ -22,13 +22,13 @@ from dnis_torchrec.artifact import packed_form, write_artifact
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.artifact.over_ranks import write_over_ranks
 from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.pruning import prune
-from dnis_torchrec.selection import table_shards
-from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
-from dnis_torchrec.selection.table_shards import collections, local_shards
+from dnis_torchrec.selection import shards as shards_module
+from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.shards import collections, local_shards
 from tests.allocations import AllocatedPeak
 from tests.distributed.allocation_scenarios import BITS, worth
 from tests.distributed.harness import Rank
@@ -79,7 +79,7 @@ def memory(kind: str, rank: Rank) -> dict[str, Any]:
     ones = {"t": torch.ones(4, dim, dtype=torch.float64)}
     scheme = allocate(whole, of_blocks, of_rows, Curvature(ones, ones, 100, 0.1), compression=8, bits=BITS).scheme
     with pytest.MonkeyPatch.context() as context:
-        context.setattr(table_shards, "VALUES_PER_OPERATION", 1 << 13)
+        context.setattr(shards_module, "VALUES_PER_OPERATION", 1 << 13)
         context.setattr(scheme_module, "VALUES_PER_CHUNK", 1 << 13)
         context.setattr(packed_form, "ROWS_AT_A_TIME", 1 << 10)
         with AllocatedPeak(weights) as exported:

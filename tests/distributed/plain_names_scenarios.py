@@ -17,10 +17,9 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.selection.on_shards import select_on_shards_
-from dnis_torchrec.selection.plain_names import plain_state_dict
-from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, shard_model
+from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, shard_model
 from dnis_torchrec.selection.swap import merge_, prepare_
-from dnis_torchrec.selection.wrapper import soft_selection_modules
+from dnis_torchrec.selection.wrapper import plain_state_dict, soft_selection_modules
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU, KINDS, MORE_KINDS, Net, Stream, blocks, plan_as
 from tests.distributed.scenarios import tables_of

@@ -16,17 +16,17 @@ from dnis_torchrec import scheme as scheme_module
 from dnis_torchrec.artifact import over_ranks
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.pruning import prune
 from dnis_torchrec.search.pruning.columns import mean_squares
 from dnis_torchrec.search.pruning.tables import pruned_tables
-from dnis_torchrec.selection import table_shards
-from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection import shards as shards_module
+from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.swap import merge_, prepare_
-from dnis_torchrec.selection.table_shards import collections, local_shards
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from tests.allocations import AllocatedPeak
 from tests.distributed.harness import Rank
@@ -201,7 +201,7 @@ def memory(kind: str, rank: Rank) -> dict[str, Any]:
     of_blocks = blocks_from_counts(of_rows, [config], num_blocks=4)
     found: dict[str, Any] = {"shard": max(weight.nbytes for weight in weights)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(table_shards, "VALUES_PER_OPERATION", 1 << 13)
+        patch.setattr(shards_module, "VALUES_PER_OPERATION", 1 << 13)
         patch.setattr(scheme_module, "VALUES_PER_CHUNK", 1 << 13)
         patch.setattr(over_ranks, "_SMALLEST_FILE_BYTES", 1 << 16)
         for structure in ("block", "element"):

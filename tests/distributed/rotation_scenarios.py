@@ -10,8 +10,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dnis_torchrec.allocation.axes import rotate_, rotation_groups, with_axes_
-from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
-from dnis_torchrec.selection.table_shards import collections, local_shards
+from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.shards import collections, local_shards
 from tests.allocation.test_rotation import build, counts_of, optimizer_of, sgd
 from tests.allocation.turnable import ROWS, logits_of
 from tests.allocation.turnable import build as build_of_torchrec

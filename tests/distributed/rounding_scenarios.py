@@ -8,11 +8,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-from dnis_torchrec.selection.table_shards import collections, local_shards
+from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.training.checkpoint import CheckpointSaver, LocalCheckpointFolder
 from dnis_torchrec.training.held_tables import HoldingOptimizer
 from dnis_torchrec.training.rounding import RoundedTables

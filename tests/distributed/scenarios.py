@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import nn
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.frequency import count_frequencies
+from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.data.task import LossTask
 from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.ramp import Ramp
+from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import fold_, merge_, prepare_
-from dnis_torchrec.selection.table_shards import collections, local_shards, table_configs
 from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint, state_tensors
 from dnis_torchrec.training.evaluation import evaluate
 from dnis_torchrec.training.finite import NonFiniteError

@@ -32,7 +32,7 @@ from dnis_torchrec.search.loop import SearchEvents
 from dnis_torchrec.search.paper import PaperSettings, search_as_published
 from dnis_torchrec.search.search import SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings
-from dnis_torchrec.selection.table_shards import collections, local_shards
+from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.training.evaluation import evaluate
 from dnis_torchrec.training.saving import Saving

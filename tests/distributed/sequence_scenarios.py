@@ -22,11 +22,10 @@ from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
-from dnis_torchrec.selection.plain_names import plain_state_dict
-from dnis_torchrec.selection.sharding import default_sharders, make_sharding_plan, shard_model
+from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, shard_model
+from dnis_torchrec.selection.shards import holders_of_tables, local_shards
 from dnis_torchrec.selection.swap import fold_, prepare_
-from dnis_torchrec.selection.table_shards import holders_of_tables, local_shards
-from dnis_torchrec.selection.wrapper import SoftSelectionModule, soft_selection_modules
+from dnis_torchrec.selection.wrapper import SoftSelectionModule, plain_state_dict, soft_selection_modules
 from dnis_torchrec.training.sharded import shard as shard_task
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.sequence_models import (

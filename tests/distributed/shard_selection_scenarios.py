@@ -24,15 +24,15 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.ops.block_operators import are_compiled
 from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.selection.on_shards import select_on_shards_
-from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.shards import local_shards
 from dnis_torchrec.selection.swap import prepare_
-from dnis_torchrec.selection.table_shards import local_shards
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU, Net, Stream, shard_as, task

@@ -19,15 +19,15 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.recipe import TrainTask, data_terms_only
 from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer
 from dnis_torchrec.search.hypergradient import first_order_gradient
 from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.swap import prepare_
-from dnis_torchrec.selection.table_shards import collections, local_shards
 from dnis_torchrec.selection.torchrec import PrefetchedTables
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from tests.distributed.harness import Rank, Results, Scenario

@@ -12,7 +12,7 @@ from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.search.loop import SearchEvents, SearchInterrupted
 from dnis_torchrec.search.search import search

@@ -13,7 +13,7 @@ from dnis_torchrec.artifact import load, load_csr, load_dense_state, read_manife
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.pruning import prune
-from dnis_torchrec.selection.table_shards import collections, local_shards
+from dnis_torchrec.selection.shards import collections, local_shards
 from tests.distributed.harness import RankResults, run_on_ranks
 from tests.distributed.model import DIMS, ROWS
 from tests.distributed.pruning_scenarios import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dnis_torchrec.blocks.column_codes import decode_rows, encode_rows
+from dnis_torchrec.blocks.codes import decode_rows, encode_rows
 from tests.coded_tables import rounded
 from tests.distributed.harness import RankResults, Results, running_ranks
 from tests.distributed.model import blocks, tables

@@ -15,7 +15,7 @@ from dnis_torchrec.jobs.artifact_jobs import drop_in_, run_evaluate, run_export
 from dnis_torchrec.jobs.model_shards import load_shards, load_state_
 from dnis_torchrec.jobs.train_job import run_train
 from dnis_torchrec.search.search import SearchOutcome
-from dnis_torchrec.selection.table_shards import table_configs
+from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.streaming.checked_counts import count_training_data
 from dnis_torchrec.training.evaluation import evaluate
 from dnis_torchrec.training.saving import Saving

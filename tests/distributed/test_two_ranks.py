@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from dnis_torchrec.blocks.row_routing import RowRouter
+from dnis_torchrec.blocks.routing import RowRouter
 from tests.distributed.harness import RankResults, Results, running_ranks
 from tests.distributed.model import DIMS, KINDS, MULTI_HOT, NUM_BLOCKS, ROWS, Stream, blocks
 from tests.distributed.scenarios import (

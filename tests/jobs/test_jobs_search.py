@@ -18,7 +18,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec import Size
-from dnis_torchrec.blocks.frequency import count_frequencies
+from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.comparison.methods import METHODS, MethodResult, MethodTask
 from dnis_torchrec.comparison.methods.method import served_in
 from dnis_torchrec.data.recipe import TrainTask, build_recipe
@@ -33,7 +33,7 @@ from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.search import started as started_search
 from dnis_torchrec.search.loop import SearchInterrupted, SearchLoop
 from dnis_torchrec.search.settings import PruneSettings
-from dnis_torchrec.selection.table_shards import table_configs
+from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.storage.fetching import FETCHED
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.training.checkpoint import LocalCheckpointFolder

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from dnis_torchrec.artifact import write_artifact
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.cli import main
 from dnis_torchrec.jobs.planning import plans
 from dnis_torchrec.jobs.planning.cluster import Cluster, parse_bytes

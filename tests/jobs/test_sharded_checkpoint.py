@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import checkpoint
 
 from dnis_torchrec.jobs.sharded_checkpoint import ShardedCheckpoint
-from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, shard_model
+from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, shard_model
 from tests.distributed.harness import Rank, Results, run_on_ranks
 from tests.distributed.model import CPU, plan_as, task
 

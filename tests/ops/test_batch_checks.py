@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ops.bag_offsets import bag_offsets, names_tensor, torch_bag_offsets
 from dnis_torchrec.ops.batch_checks import (
     are_sound,

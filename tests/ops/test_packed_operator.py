@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dnis_torchrec.blocks.bit_fields import WIDTHS, field_offsets
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.codes import WIDTHS, field_offsets
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ops.native_build import LOOKUPS
 from dnis_torchrec.ops.packed_operator import GROUP_FIELDS, PACKED_SCHEMA, field_groups, torch_packed_embedding_bag
 from dnis_torchrec.scheme import MixedDimensionScheme

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ops import packed_rows_triton, packed_triton, triton_bags
 from dnis_torchrec.ops.packed_triton import triton_packed_embedding_bag
 from dnis_torchrec.scheme import MixedDimensionScheme

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dnis_torchrec.blocks.column_codes import decode_rows, encode_rows
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.codes import decode_rows, encode_rows
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ops import row_rounding
 from dnis_torchrec.ops.block_operators import are_compiled
 from dnis_torchrec.ops.native_build import INSTRUCTION_SETS, SELECTION

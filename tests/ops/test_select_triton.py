@@ -21,7 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.ops import block_operators, select_triton, triton_bags
 from dnis_torchrec.ops.block_operators import are_compiled, fill_rows_, select_pieces
-from dnis_torchrec.selection import select_pooled
+from dnis_torchrec.selection import alpha
 from tests.ops.test_block_operators import mixed_collection, steps
 from tests.triton_compiled import check_compiled
 from tests.triton_on_numpy import without_triton
@@ -302,7 +302,7 @@ def test_selection_reads_nothing_back(longest: int) -> None:
     with kernels("numpy"), pytest.MonkeyPatch.context() as patch:
         for name in JITTED:
             patch.setattr(select_triton, name, _Nothing())
-        patch.setattr(select_pooled, "can_select", lambda values: True)
+        patch.setattr(alpha, "can_select", lambda values: True)
         out = select_on_meta()
         out.sum().backward()
         with wrapper.alpha.upper_level():

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.jobs.report_job import run_report
 from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.report import (

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.search.alpha_optimizer import LEARNING_RATE, AlphaOptimizer
 from dnis_torchrec.selection.alpha import Alpha
 from tests.reference import normalised_reference

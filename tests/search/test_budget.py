@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.search.budget import UNSPENT_SHARE, Budget, Size, keep_within
 
 CSR_BYTES = {4: 5, 300: 6}

@@ -191,7 +191,7 @@ def test_the_host_waits_for_no_gpu_in_a_pair_of_steps(sharding: str) -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_a_nan_in_a_table_stops_the_next_step() -> None:
     from benchmarks import step_time
-    from dnis_torchrec.selection.table_shards import collections, local_shards
+    from dnis_torchrec.selection.shards import collections, local_shards
 
     shape = step_time.vary(step_time.SHAPES["criteo"], 3, 50, None, batch_size=64)
     train, validation = step_time.make_batches(shape, 4, seed=0), step_time.make_batches(shape, 2, seed=1)

@@ -26,7 +26,7 @@ from dnis_torchrec.search.budget import Size, SizeOutOfReachError
 from dnis_torchrec.search.paper import PaperSettings, search_as_published
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
-from dnis_torchrec.selection.table_shards import collections, local_shards, table_configs
+from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.streaming.checked_counts import count_training_data
 from tests.comparison.test_baselines_methods import make_task
 from tests.searched_runs import quick_job

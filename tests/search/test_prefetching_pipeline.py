@@ -16,7 +16,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
 from dnis_torchrec.allocation.axes import rotate_
 from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.frequency import count_frequencies
+from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.comparison.methods.magnitude import MagnitudePruning
 from dnis_torchrec.comparison.settings import TrainingRules
 from dnis_torchrec.data.recipe import Recipe, TrainTask
@@ -25,9 +25,9 @@ from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
-from dnis_torchrec.selection.sharding import make_sharding_plan
+from dnis_torchrec.selection.plan import make_sharding_plan
+from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import fold_, prepare_
-from dnis_torchrec.selection.table_shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.torchrec import writing_to_tables
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training import sharded as sharding_of_training

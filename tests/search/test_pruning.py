@@ -17,14 +17,14 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.ops.compact_pointers import pointer_bytes
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Budget, Size, SizeOutOfReachError, keep_within
 from dnis_torchrec.search.pruning import drop_zeros_, keep_largest_, prune
-from dnis_torchrec.selection import table_shards
+from dnis_torchrec.selection import shards as shards_module
+from dnis_torchrec.selection.shards import TableShard, collections, local_shards
 from dnis_torchrec.selection.swap import merge_, prepare_
-from dnis_torchrec.selection.table_shards import TableShard, collections, local_shards
 from dnis_torchrec.training.retained_mask import RetainedMask
 from tests import small_models
 from tests.reference import elementwise_keep_reference
@@ -38,7 +38,7 @@ Case = tuple[nn.Module, RowBlocks, FrequencyCounts]
 def _small_chunks() -> Iterator[None]:
     """Tables of a test are walked in several chunks, as large ones are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(table_shards, "ROWS_PER_CHUNK", 3)
+        patch.setattr(shards_module, "ROWS_PER_CHUNK", 3)
         yield
 
 

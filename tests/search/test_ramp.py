@@ -18,7 +18,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from dnis_torchrec.allocation.curvature import Curvature
 from dnis_torchrec.allocation.energies import blocked_tables
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.forms import PACKED
 from dnis_torchrec.search import ramp as ramp_module
 from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer

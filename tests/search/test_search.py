@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec import TrainTask, export, packed_collections
 from dnis_torchrec.allocation.bits import Prediction
 from dnis_torchrec.allocation.held_out import LossSample, with_gains
-from dnis_torchrec.blocks.bit_fields import is_coded
+from dnis_torchrec.blocks.codes import is_coded
 from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.forms import PACKED
@@ -32,7 +32,7 @@ from dnis_torchrec.search.loop import EpochRecord, SearchEvents, SearchInterrupt
 from dnis_torchrec.search.search import COMPRESSED, SEARCHED, SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.search.started import _in_parts
-from dnis_torchrec.selection.table_shards import collections, local_shards, table_configs
+from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.streaming import checked_counts
 from dnis_torchrec.streaming.checked_counts import count_training_data
 from dnis_torchrec.training import sharded as sharding_of_training

@@ -14,7 +14,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 
 from dnis_torchrec import TrainTask, export
 from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.frequency import count_frequencies
+from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.data.pooled_outputs import pooled_outputs, squared_norm
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.jobs.artifact_jobs import drop_in_
@@ -22,9 +22,9 @@ from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
-from dnis_torchrec.selection.sharding import default_sharders, make_sharding_plan, shard_model
+from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, shard_model
+from dnis_torchrec.selection.shards import local_shards, table_configs
 from dnis_torchrec.selection.swap import prepare_
-from dnis_torchrec.selection.table_shards import local_shards, table_configs
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.checkpoint import (
     LocalCheckpointFolder,

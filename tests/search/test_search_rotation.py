@@ -13,7 +13,7 @@ from dnis_torchrec.search import search as search_module
 from dnis_torchrec.search.loop import EpochRecord, SearchEvents
 from dnis_torchrec.search.search import SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings
-from dnis_torchrec.selection.table_shards import collections, local_shards
+from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.training import sharded as sharding_of_training
 from dnis_torchrec.training.saving import Saving
 from examples.models import FactorizationMachine

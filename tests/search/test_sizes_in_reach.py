@@ -16,7 +16,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.comparison.cells import Cell, CellTask
 from dnis_torchrec.comparison.registry import REGISTRY
 from dnis_torchrec.comparison.worker import run_cell

@@ -12,18 +12,17 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.frequency import count_frequencies
-from dnis_torchrec.blocks.row_routing import RowRouter
+from dnis_torchrec.blocks.counts import count_frequencies
+from dnis_torchrec.blocks.routing import RowRouter
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.search import hypergradient
 from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer
 from dnis_torchrec.search.hypergradient import fused_kernels
 from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-from dnis_torchrec.selection.plain_names import plain_state_dict
+from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import prepare_
-from dnis_torchrec.selection.table_shards import collections, local_shards, table_configs
-from dnis_torchrec.selection.wrapper import soft_selection_modules
+from dnis_torchrec.selection.wrapper import plain_state_dict, soft_selection_modules
 from dnis_torchrec.training.finite import NonFiniteError
 from dnis_torchrec.training.sharded import shard
 from tests.distributed import model as net

@@ -12,8 +12,8 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.ops import bag_check_triton
-from dnis_torchrec.selection.bag_check import UNLIMITED, BagCheck
 from dnis_torchrec.selection.swap import prepare_
+from dnis_torchrec.selection.wrapper import UNLIMITED, BagCheck
 from tests.small_models import ROWS, blocks, collection, operators
 from tests.triton_on_numpy import without_triton
 

@@ -18,9 +18,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.frequency import count_frequencies
+from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.selection.on_shards import select_on_shards_
-from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.selection.torchrec import read_by_name_
 

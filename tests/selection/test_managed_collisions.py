@@ -16,13 +16,13 @@ from torchrec.modules.mc_modules import ManagedCollisionCollection, ManagedColli
 from dnis_torchrec.allocation.compress import compress, measure_
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts, count_frequencies
+from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
 from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.pruning import prune
-from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.shards import collections, table_configs
 from dnis_torchrec.selection.swap import merge_, prepare_
-from dnis_torchrec.selection.table_shards import collections, table_configs
 from dnis_torchrec.selection.torchrec import remapped
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection

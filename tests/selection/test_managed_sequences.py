@@ -13,11 +13,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.allocation.compress import compress, measure_
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import count_frequencies
-from dnis_torchrec.selection.sequence_wrapper import SoftSelectionEmbeddingCollection
-from dnis_torchrec.selection.sharding import shard_model
+from dnis_torchrec.blocks.counts import count_frequencies
+from dnis_torchrec.selection.plan import shard_model
 from dnis_torchrec.selection.swap import merge_, prepare_
 from dnis_torchrec.selection.torchrec import remapped
+from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingCollection
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
 from tests.managed import (
     BATCHES,

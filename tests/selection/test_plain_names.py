@@ -20,8 +20,8 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import dnis_torchrec as dnis
-from dnis_torchrec.selection.plain_names import plain_state_dict
 from dnis_torchrec.selection.swap import merge_, prepare_
+from dnis_torchrec.selection.wrapper import plain_state_dict
 from dnis_torchrec.training.checkpoint import (
     LocalCheckpointFolder,
     TrainingState,

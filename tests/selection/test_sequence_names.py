@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.distributed.planner.types import ParameterConstraints
 
-from dnis_torchrec.selection.plain_names import plain_state_dict
-from dnis_torchrec.selection.sharding import default_sharders, make_sharding_plan, shard_model
+from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, shard_model
 from dnis_torchrec.selection.swap import merge_, prepare_
-from dnis_torchrec.selection.wrapper import soft_selection_modules
+from dnis_torchrec.selection.wrapper import plain_state_dict, soft_selection_modules
 from tests.sequence_models import NAMES, blocks_of, interest, make_batch
 
 CPU = torch.device("cpu")

@@ -17,12 +17,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.comparison.methods.partitioned import partition_
 from dnis_torchrec.comparison.methods.projected import project_
 from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
-from dnis_torchrec.selection import sequence_wrapper
-from dnis_torchrec.selection.sequence_wrapper import SoftSelectionEmbeddingCollection
-from dnis_torchrec.selection.sharding import default_sharders, make_sharding_plan, shard_model
+from dnis_torchrec.selection import alpha
+from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, shard_model
+from dnis_torchrec.selection.shards import collections, table_weight_names
 from dnis_torchrec.selection.swap import merge_, prepare_
-from dnis_torchrec.selection.table_shards import collections, table_weight_names
-from dnis_torchrec.selection.wrapper import soft_selection_modules
+from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingCollection, soft_selection_modules
 from dnis_torchrec.serving import ServedEmbeddingCollection
 from dnis_torchrec.serving.logical_tables import LogicalTables
 from tests import sequence_models
@@ -46,7 +45,7 @@ from tests.sequence_models import (
 @pytest.fixture(params=[True, False], ids=["compiled", "not compiled"])
 def _operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if not request.param:
-        monkeypatch.setattr(sequence_wrapper, "can_select", lambda values: False)
+        monkeypatch.setattr(alpha, "can_select", lambda values: False)
 
 
 def reference(model: nn.Module, kjt: KeyedJaggedTensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -114,7 +113,7 @@ def test_bags_of_any_shape(lengths: list[tuple[int, ...]], compiled: bool, seed:
     model = sequences()
     with pytest.MonkeyPatch.context() as patch:
         if not compiled:
-            patch.setattr(sequence_wrapper, "can_select", lambda values: False)
+            patch.setattr(alpha, "can_select", lambda values: False)
         if lengths:
             wanted, leaf, leaves = reference(model, kjt) if len(ids) else (torch.zeros(0, DIM), None, {})
             got = values_of(wrapper_of(model)(kjt))

@@ -13,9 +13,9 @@ from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.selection.alpha import SelectPooled
 from dnis_torchrec.selection.on_shards import SelectedPooled, ShardSelection, select_on_shards_
-from dnis_torchrec.selection.select_pooled import SelectPooled
 from dnis_torchrec.selection.swap import prepare_
 from tests.distributed.shard_selection_scenarios import (
     ROWS,

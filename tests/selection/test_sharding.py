@@ -18,16 +18,16 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.frequency import count_frequencies
+from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-from dnis_torchrec.selection.sharding import (
+from dnis_torchrec.selection.plan import (
     CpuEmbeddingBagCollectionSharder,
     check_sharding_plan,
     make_sharding_plan,
     shard_model,
 )
+from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import merge_, prepare_, unshard_
-from dnis_torchrec.selection.table_shards import collections, local_shards, table_configs
 from tests.small_models import lookups_of
 from tests.tiny import ROWS, make_batch, make_collection, make_recipe
 

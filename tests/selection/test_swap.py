@@ -21,10 +21,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import BilevelStream, BilevelTrainPipeline, LevelSchedule
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.swap import fold_, merge_, prepare_, unshard_
-from dnis_torchrec.selection.table_shards import collections, local_shards
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
 from tests.small_models import (
     BATCH_SIZE,

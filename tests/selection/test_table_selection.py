@@ -16,16 +16,21 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts, count_frequencies
-from dnis_torchrec.blocks.row_routing import RowRouter, RowRouting
+from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
+from dnis_torchrec.blocks.routing import RowRouter, RowRouting
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.ops.block_operators import are_compiled
 from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-from dnis_torchrec.selection.on_shards import ShardSelection, _features_of, _table_selection, select_on_shards_
+from dnis_torchrec.selection.on_shards import (
+    ShardSelection,
+    _features_of,
+    _table_selection,
+    multiply_rows,
+    select_on_shards_,
+)
+from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.swap import prepare_
-from dnis_torchrec.selection.table_shards import table_configs
-from dnis_torchrec.selection.whole_tables import multiply_rows
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.training.sharded import shard
 from tests.distributed.shard_selection_scenarios import MULTIPLIED_TABLES, make_features, make_model

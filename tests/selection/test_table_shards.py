@@ -10,9 +10,9 @@ from torch import nn
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dnis_torchrec.selection import table_shards
+from dnis_torchrec.selection import shards as shards_module
+from dnis_torchrec.selection.shards import TableShard, collections, local_shards, multiply_by_alpha_
 from dnis_torchrec.selection.swap import prepare_
-from dnis_torchrec.selection.table_shards import TableShard, collections, local_shards, multiply_by_alpha_
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
 from tests.small_models import (
     MODELS,
@@ -34,7 +34,7 @@ def test_chunks_cover_the_shard(rows: int, columns: int, first_row: int, first_c
     view = table[first_row : first_row + rows, first_column : first_column + columns]
     seen = torch.zeros_like(table)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(table_shards, "ROWS_PER_CHUNK", 2)
+        patch.setattr(shards_module, "ROWS_PER_CHUNK", 2)
         for part, of_rows, of_columns in TableShard("t", view, first_row, first_column).chunks():
             assert len(part) <= 2
             assert torch.equal(part, table[of_rows, of_columns])
@@ -115,7 +115,7 @@ def test_anything_but_a_collection_is_refused() -> None:
 @pytest.mark.parametrize("sharding_type", [None, *SHARDING_TYPES])
 @pytest.mark.usefixtures("gloo")
 def test_multiply_by_alpha(sharding_type: str | None, scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_shards, "ROWS_PER_CHUNK", 4)
+    monkeypatch.setattr(shards_module, "ROWS_PER_CHUNK", 4)
     model = MODELS["two_dims"]()
     blocks = blocks_for(model, scope)
     before = {

@@ -30,13 +30,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
 from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.pruning import prune
-from dnis_torchrec.selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.shards import collections, table_configs
 from dnis_torchrec.selection.swap import merge_, prepare_
-from dnis_torchrec.selection.table_shards import collections, table_configs
 from dnis_torchrec.training.sharded import shard
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.artifact import load, write_artifact
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ops.compact_pointers import compact_bytes
 from dnis_torchrec.ops.interleaved_rows import interleaved
 from dnis_torchrec.scheme import MixedDimensionScheme

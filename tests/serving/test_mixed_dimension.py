@@ -24,7 +24,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.artifact.predictions import serve
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection, block_tables
 from tests.quantized_reference import expected_with_unknown, with_unknown_ids

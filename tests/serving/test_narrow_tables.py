@@ -11,7 +11,7 @@ from torch import nn
 from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
 from dnis_torchrec.serving.narrow_tables import (

@@ -11,8 +11,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.frequency import count_frequencies
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.counts import count_frequencies
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.pruning import prune

@@ -17,9 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dnis_torchrec.blocks.bit_fields import WIDTHS, packed_rows
-from dnis_torchrec.blocks.row_directory import directory_bytes
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.codes import WIDTHS, packed_rows
+from dnis_torchrec.blocks.routing import RowRouting, directory_bytes
 from dnis_torchrec.jobs.packaging import Signature, export_graph
 from dnis_torchrec.jobs.packaging.torchscript import to_torchscript
 from dnis_torchrec.ops.native_build import INSTRUCTION_SETS, LOOKUPS

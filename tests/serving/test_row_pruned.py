@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.forms import PRECISIONS
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.dense import DenseEmbeddingBagCollection, dense_rows, kept_rows

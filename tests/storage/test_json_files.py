@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from dnis_torchrec.artifact import load
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.comparison.cells import Cell, CellResult, CellTask, TrainedCell, read_result
 from dnis_torchrec.jobs import report_job
 from dnis_torchrec.jobs.artifact_jobs import recipe_of_artifact

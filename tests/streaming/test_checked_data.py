@@ -22,7 +22,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts, count_frequencies
+from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
 from dnis_torchrec.comparison.methods.method import MethodTask
 from dnis_torchrec.comparison.methods.uniform import dense
 from dnis_torchrec.comparison.plan import Comparison, recipe_facts
@@ -35,7 +35,7 @@ from dnis_torchrec.data.sample_sketch import SampleSketch, share_found, share_re
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.search import started as started_search
 from dnis_torchrec.search.search import search
-from dnis_torchrec.selection.table_shards import table_configs
+from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.streaming import CountLimits, checked_counts
 from dnis_torchrec.training.evaluation import evaluate
 from tests.searched_runs import QUICK

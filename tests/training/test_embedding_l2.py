@@ -17,12 +17,12 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.frequency import count_frequencies
+from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import prepare_
-from dnis_torchrec.selection.table_shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.detachable_pipeline import DetachableTrainPipeline
 from dnis_torchrec.training.evaluation import evaluate

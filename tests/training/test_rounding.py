@@ -17,16 +17,14 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.allocation.compress import measure_, packed_collections
-from dnis_torchrec.blocks.bit_fields import WIDTHS, unpacked_fields
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.column_codes import decode_rows
-from dnis_torchrec.blocks.fitted_codes import fit_codes
-from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.codes import WIDTHS, decode_rows, fit_codes, unpacked_fields
+from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.swap import prepare_, unshard_
-from dnis_torchrec.selection.table_shards import collections, local_shards
 from dnis_torchrec.serving.packed_table import pack_rows, split_blocks
 from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
 from dnis_torchrec.training.evaluation import evaluate

@@ -18,8 +18,8 @@ from benchmarks.gpu.step import Run
 from benchmarks.gpu.timing import PeakMemory, seconds_of
 from dnis_torchrec import BilevelStream, BilevelTrainPipeline, LevelSchedule, TrainTask, blocks_from_counts, prepare_
 from dnis_torchrec.data.batches import BatchParts
-from dnis_torchrec.selection.sharding import default_sharders, make_sharding_plan, shard_model
-from dnis_torchrec.selection.table_shards import table_configs
+from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, shard_model
+from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.streaming import count_stream
 from dnis_torchrec.training.sharded import FUSED_OPTIMIZERS, rest_optimizer
 

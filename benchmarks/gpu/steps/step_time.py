@@ -16,7 +16,7 @@ from benchmarks import step_time
 from benchmarks.gpu.step import Run
 from benchmarks.gpu.timing import PeakMemory, copied_bytes_per_second, milliseconds, seconds_of
 from dnis_torchrec import blocks_from_counts, prepare_
-from dnis_torchrec.selection.table_shards import table_configs
+from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.streaming import count_stream
 from examples.models import build_tables

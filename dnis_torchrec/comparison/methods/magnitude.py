@@ -27,8 +27,8 @@ from dnis_torchrec.comparison.settings import TrainingRules
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.search.budget import Size, SizeOutOfReachError
 from dnis_torchrec.search.pruning import keep_largest_, num_elements, prune
+from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.swap import unshard_
-from dnis_torchrec.selection.table_shards import collections, local_shards
 from dnis_torchrec.selection.torchrec import writing_to_tables
 from dnis_torchrec.training.plain import PlainTraining, train_plainly
 from dnis_torchrec.training.retained_mask import RetainedMask

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import describe
 from dnis_torchrec.comparison.methods.best_trial import best_of
 from dnis_torchrec.comparison.methods.method import (

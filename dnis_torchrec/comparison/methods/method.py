@@ -20,13 +20,13 @@ from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.forms import CODES, PRECISIONS, form_named
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.scheme import MixedDimensionScheme, compression_of
-from dnis_torchrec.selection.swap import replace_
-from dnis_torchrec.selection.table_shards import (
+from dnis_torchrec.selection.shards import (
     collections,
     dense_parameters,
     local_shards,
     table_configs,
 )
+from dnis_torchrec.selection.swap import replace_
 from dnis_torchrec.training.evaluation import evaluate
 
 STEP_SHARE = 0.02

@@ -19,8 +19,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dnis_torchrec.checks import check
 from dnis_torchrec.ops.jagged import jagged_by_key
 from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.selection.shards import check_pooled, collections, table_configs_of
 from dnis_torchrec.selection.swap import replace_
-from dnis_torchrec.selection.table_shards import check_pooled, collections, table_configs_of
 
 QUOTIENT = "_quotient"
 """What the name of a table's quotients has behind the table's own, which its remainders keep."""

@@ -27,8 +27,8 @@ from dnis_torchrec.comparison.methods.trained_scheme import (
 )
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.search.pruning import keep_largest_, prune
+from dnis_torchrec.selection.shards import TableShard, collections, local_shards
 from dnis_torchrec.selection.swap import unshard_
-from dnis_torchrec.selection.table_shards import TableShard, collections, local_shards
 from dnis_torchrec.training.plain import (
     PlainEpoch,
     PlainEvents,

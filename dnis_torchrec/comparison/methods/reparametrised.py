@@ -12,7 +12,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from dnis_torchrec.checks import describe
 from dnis_torchrec.comparison.methods.method import NotApplicableError
 from dnis_torchrec.forms import PRECISIONS
-from dnis_torchrec.selection.table_shards import collections, local_shards
+from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.serving.quantized_rows import quantized_rows, values_of_rows
 
 

@@ -20,8 +20,8 @@ from dnis_torchrec.allocation.settings import NUM_BLOCKS
 from dnis_torchrec.artifact.forms import rows_of
 from dnis_torchrec.artifact.uniform_bits import with_uniform_bits
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.frequency import FrequencyCounts, count_frequencies, longest_bags
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies, longest_bags
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.checks import check_known, describe
 from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError
 from dnis_torchrec.comparison.methods.shared_trials import FinishedTrial
@@ -34,8 +34,8 @@ from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Budget, Size, SizeOutOfReachError
 from dnis_torchrec.search.pruning import drop_zeros_
 from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
+from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import unshard_
-from dnis_torchrec.selection.table_shards import collections, local_shards, table_configs
 from dnis_torchrec.training.checkpoint import load_checkpoint
 from dnis_torchrec.training.plain import BEST_STATE, PlainTraining, train_plainly
 from dnis_torchrec.training.retained_mask import RetainedMask

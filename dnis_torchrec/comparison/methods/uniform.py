@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.checks import describe
 from dnis_torchrec.comparison.methods.best_trial import best_of
 from dnis_torchrec.comparison.methods.method import (
@@ -24,7 +24,7 @@ from dnis_torchrec.comparison.methods.method import (
 )
 from dnis_torchrec.comparison.methods.trained_scheme import Candidate, pruned_form, uniform_scheme_
 from dnis_torchrec.forms import DEFAULT_FORM, PACKED, PRECISIONS
-from dnis_torchrec.selection.table_shards import dense_parameters, table_configs
+from dnis_torchrec.selection.shards import dense_parameters, table_configs
 
 GRID_STEP = 4
 """Embedding dims of the grid are 4, 8, 12 and so on up to the recipe's own (Cheng, Shen, Huang,

@@ -17,7 +17,7 @@ from dnis_torchrec.artifact.card import CARD
 from dnis_torchrec.artifact.forms import Rows
 from dnis_torchrec.artifact.manifest import MANIFEST, describe_file, read_manifest
 from dnis_torchrec.artifact.writing import SCIPY_FORMATS, scipy_file
-from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, is_coded
+from dnis_torchrec.blocks.codes import FLOAT_BITS, is_coded
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.jobs.stored_tensors import StoredTensor
 from dnis_torchrec.jobs.verification.findings import (

@@ -19,7 +19,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.artifact import read_scheme, write_artifact
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.checks import describe
 from dnis_torchrec.forms import CANONICAL_FORM
 from dnis_torchrec.jobs.verification.parity import rows_of_features

@@ -15,7 +15,7 @@ from dnis_torchrec.forms import CANONICAL_FORM, FORMS, Csr, form_named
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.search.budget import Size, SizeOutOfReachError
 from dnis_torchrec.search.pruning.tables import PrunedTable
-from dnis_torchrec.selection.table_shards import TableShard
+from dnis_torchrec.selection.shards import TableShard
 
 DIGIT_BITS = 16
 MAGNITUDE_BITS = 31

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.search.pruning.tables import PrunedTable
-from dnis_torchrec.selection.table_shards import collections, is_weighted, table_configs_of
+from dnis_torchrec.selection.shards import collections, is_weighted, table_configs_of
 
 
 @torch.no_grad()

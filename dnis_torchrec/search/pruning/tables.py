@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.blocks.frequency import FrequencyCounts, RowCounts
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.counts import FrequencyCounts, RowCounts
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.selection.table_shards import (
+from dnis_torchrec.selection.shards import (
     TableShard,
     check_merged,
     collections,

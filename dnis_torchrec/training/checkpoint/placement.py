@@ -19,12 +19,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import describe
 from dnis_torchrec.ranks import rank_of
-from dnis_torchrec.selection.table_shards import (
-    collections,
-    lookup_of,
-    table_weight_names,
-    tables_under,
-)
+from dnis_torchrec.selection.shards import collections, lookup_of, table_weight_names, tables_under
 from dnis_torchrec.selection.torchrec import forget_cached_rows, lookups
 from dnis_torchrec.selection.wrapper import SoftSelectionModule
 

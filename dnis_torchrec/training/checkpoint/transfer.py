@@ -38,7 +38,7 @@ from torch.futures import Future
 
 from dnis_torchrec.checks import describe
 from dnis_torchrec.ranks import rank_of, together, union_over_ranks, world_size_of
-from dnis_torchrec.selection.plain_names import SOFT_SELECTION
+from dnis_torchrec.selection.wrapper import SOFT_SELECTION
 from dnis_torchrec.storage.files import Address, inside, local_file
 from dnis_torchrec.training.checkpoint.folder import CheckpointFolder
 from dnis_torchrec.training.checkpoint.manifest import (

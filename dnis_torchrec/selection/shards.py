@@ -23,23 +23,23 @@ from torchrec.modules.embedding_modules import (
     EmbeddingCollectionInterface,
 )
 
-from dnis_torchrec.blocks.row_routing import RowRouter
+from dnis_torchrec.blocks.routing import RowRouter
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.selection.feature_processed import (
-    FEATURE_PROCESSED,
-    INNER,
-    SoftSelectionFeatureProcessedEmbeddingBagCollection,
-)
-from dnis_torchrec.selection.plain_names import plain_state_dict
-from dnis_torchrec.selection.sequence_tables import as_bags
 from dnis_torchrec.selection.torchrec import (
     MANAGED,
     MANAGED_COLLISIONS,
     frozen_tables,
     refuse_managed_collisions,
 )
-from dnis_torchrec.selection.wrapper import SoftSelectionModule
+from dnis_torchrec.selection.wrapper import (
+    FEATURE_PROCESSED,
+    INNER,
+    SoftSelectionFeatureProcessedEmbeddingBagCollection,
+    SoftSelectionModule,
+    as_bags,
+    plain_state_dict,
+)
 
 ROWS_PER_CHUNK = 1 << 16
 """Rows that one in-place operation touches, at most."""

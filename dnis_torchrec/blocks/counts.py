@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from dnis_torchrec.blocks.row_routing import ROWS_AT_A_TIME
+from dnis_torchrec.blocks.routing import ROWS_AT_A_TIME
 from dnis_torchrec.blocks.sketch import EstimatedCounts
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.storage.json_files import NotNegative
