@@ -56,8 +56,8 @@ from dnis_torchrec import (
     count_frequencies,
     prepare_,
 )
+from dnis_torchrec.data.files import write_json
 from dnis_torchrec.selection.shards import table_configs
-from dnis_torchrec.storage.whole_files import write_json
 from dnis_torchrec.training.evaluation import evaluate
 from dnis_torchrec.training.process_group import process_group
 from dnis_torchrec.training.sharded import shard

@@ -24,8 +24,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from benchmarks.files import output_file
 from dnis_torchrec.artifact import load, read_manifest, write_artifact
 from dnis_torchrec.blocks.routing import RowRouting
+from dnis_torchrec.data.files import write_json
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.storage.whole_files import write_json
 
 FORMS = ("csr_fp32", "csr_int8", "mixed_dimension_fp32")
 EMBEDDING_DIM, RETAINED = 32, 16

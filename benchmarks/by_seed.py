@@ -22,9 +22,9 @@ from benchmarks.files import output_file
 from dnis_torchrec.checks import check
 from dnis_torchrec.comparison.cells import Cell, CellResult, read_result
 from dnis_torchrec.comparison.summary import with_ranking_mean
+from dnis_torchrec.data.files import write_text
 from dnis_torchrec.report.content import DENSE, json_text
 from dnis_torchrec.report.tables import format_difference, is_higher_better
-from dnis_torchrec.storage.whole_files import write_text
 
 ALIKE = ("recipe", "data", "embedding_dims", "patience", "max_epochs")
 """Rules that results must share to stand beside each other, where both have them; folders may differ in the methods'

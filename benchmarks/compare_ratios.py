@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dnis_torchrec.storage.whole_files import write_json
+from dnis_torchrec.data.files import write_json
 
 BENCHMARKS = ("step_time", "against_naive")
 COMMITTED = Path(__file__).parent / "ratios.json"

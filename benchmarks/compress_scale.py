@@ -42,8 +42,8 @@ from dnis_torchrec.allocation import compress
 from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES
 from dnis_torchrec.artifact import read_manifest, write_artifact
 from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.data.files import write_json
 from dnis_torchrec.selection.shards import local_shards
-from dnis_torchrec.storage.whole_files import write_json
 from dnis_torchrec.streaming.counting import count_stream
 
 ROWS, QUICK_ROWS, DIM = 100_000_000, 1_000_000, 16

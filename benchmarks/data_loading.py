@@ -29,7 +29,7 @@ from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES
 
 from benchmarks.files import output_file
 from benchmarks.step_time import numbers
-from dnis_torchrec.storage.whole_files import write_json
+from dnis_torchrec.data.files import write_json
 from dnis_torchrec.streaming import WHOLE, ParsedStream, StreamedBatches, cut
 from examples.criteo_stream import KAGGLE_CATEGORIES, make_schema
 

@@ -33,11 +33,11 @@ from torch import nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from benchmarks.files import output_file
+from dnis_torchrec.data.files import write_json
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.search.search import Saving, SearchEvents, search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.selection.shards import collections, local_shards
-from dnis_torchrec.storage.whole_files import write_json
 from dnis_torchrec.training.checkpoint import LocalCheckpointFolder, Manifest
 from dnis_torchrec.training.process_group import process_group
 from examples.datasets.synthetic import generate

@@ -29,11 +29,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from benchmarks.files import output_file
 from dnis_torchrec.artifact import load, load_csr, read_manifest, read_scheme, write_artifact
 from dnis_torchrec.blocks.routing import RowRouting
+from dnis_torchrec.data.files import write_json
 from dnis_torchrec.jobs.packaging import Signature, load_package, write_package
 from dnis_torchrec.jobs.packaging.flat_model import FlatModel
 from dnis_torchrec.jobs.recorded import build_recorded
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.storage.whole_files import write_json
 
 COLLECTION = "sparse_arch.embedding_bag_collection"
 NUM_EMBEDDINGS = (

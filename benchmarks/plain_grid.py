@@ -26,8 +26,8 @@ from typing import TypedDict
 
 import torch
 
+from dnis_torchrec.data.files import parse_json
 from dnis_torchrec.data.recipe import TrainTask, build_recipe
-from dnis_torchrec.storage.json_files import parse_json
 from dnis_torchrec.training.evaluation import evaluate, primary_metric
 from dnis_torchrec.training.finite import NonFiniteError
 from dnis_torchrec.training.plain import train_plainly

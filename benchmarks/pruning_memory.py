@@ -30,9 +30,9 @@ from benchmarks.files import output_file
 from dnis_torchrec import Size, blocks_from_counts, export, prune
 from dnis_torchrec._dependencies import versions
 from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.data.files import write_json
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.selection.shards import collections, local_shards
-from dnis_torchrec.storage.whole_files import write_json
 
 SHARDINGS = ("row_wise", "column_wise")
 STRUCTURES = ("block", "element")

@@ -44,9 +44,8 @@ from benchmarks.rate_methods import METHODS, RIVALS, Served, Wanted, wanted_rows
 from benchmarks.rate_models import Case, Trained
 from benchmarks.rate_summary import MemoryRow, Row, print_summary
 from dnis_torchrec._dependencies import versions
+from dnis_torchrec.data.files import read_json, write_json
 from dnis_torchrec.data.recipe import Recipe, TrainTask
-from dnis_torchrec.storage.json_files import read_json
-from dnis_torchrec.storage.whole_files import write_json
 from dnis_torchrec.training.evaluation import evaluate
 
 RECIPES = {

@@ -43,12 +43,12 @@ from benchmarks.files import output_file
 from dnis_torchrec.artifact import load_csr, predict_forms, read_manifest, read_scheme
 from dnis_torchrec.artifact import serve as serve_tables
 from dnis_torchrec.blocks.routing import RowRouting
+from dnis_torchrec.data.files import write_json
 from dnis_torchrec.forms import FORMS
 from dnis_torchrec.ops.native_build import LOOKUPS
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import load_operator
 from dnis_torchrec.serving.buffer_collection import BufferCollection
-from dnis_torchrec.storage.whole_files import write_json
 
 EMBEDDING_DIM, DENSITY = 64, 0.05
 NUM_EMBEDDINGS, NUM_TABLES, NUM_EMBEDDINGS_OF_MANY = 1_000_000, 26, 40_000

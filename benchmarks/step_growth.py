@@ -24,7 +24,7 @@ import torchrec
 
 from benchmarks.files import output_file
 from benchmarks.step_time import SHAPES, WARM_UP_ROUNDS, Bilevel, Shape, make_batches, numbers, spread, vary
-from dnis_torchrec.storage.whole_files import write_json
+from dnis_torchrec.data.files import write_json
 from dnis_torchrec.training.process_group import process_group
 
 BATCH_SIZES = [1024, 2048, 4096, 8192]

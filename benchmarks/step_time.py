@@ -59,10 +59,10 @@ from dnis_torchrec import (
     prepare_,
 )
 from dnis_torchrec.data.batches import BatchParts
+from dnis_torchrec.data.files import write_json
 from dnis_torchrec.search.search import PARTS as UPPER_PARTS
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection
-from dnis_torchrec.storage.whole_files import write_json
 from dnis_torchrec.streaming import count_stream
 from dnis_torchrec.training.process_group import process_group
 from dnis_torchrec.training.sharded import shard

@@ -43,7 +43,7 @@ from benchmarks.step_time import (
     spread,
     take_turns,
 )
-from dnis_torchrec.storage.whole_files import write_json
+from dnis_torchrec.data.files import write_json
 
 RANKS = [1, 2, 4]
 BATCH_SIZE = 1024

@@ -20,7 +20,7 @@ from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES, DEFAU
 
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.storage.fetching import cache_folder
+from dnis_torchrec.data.urls import cache_folder
 from dnis_torchrec.streaming import ParsedStream, StreamSchema, split_stream
 from examples.datasets.criteo import PUBLISHER
 from examples.datasets.text_files import require_folder

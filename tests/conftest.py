@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 
-from dnis_torchrec.storage import access, claim
 from tests.started import IMPORTED
 
 ROOT = Path(__file__).parents[1]
@@ -89,10 +88,8 @@ def no_images() -> Iterator[None]:
 
 @pytest.fixture
 def remote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MemoryFileSystem]:
-    """Storage in memory (``memory://``), empty before and after, a cache of its own, and next to no waiting."""
+    """Storage in memory (``memory://``), empty before and after and a cache of its own."""
     monkeypatch.setenv("DNIS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(access, "FIRST_WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(claim, "SETTLE_SECONDS", 0.001)
     files = MemoryFileSystem()
     yield files
     files.store.clear()

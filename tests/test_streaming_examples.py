@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import data_loading
-from dnis_torchrec.storage.access import local_path
+from dnis_torchrec.data.urls import local_path
 from examples import criteo_stream
 
 ROWS = 600

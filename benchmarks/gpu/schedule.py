@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.cpu_ranks import hidden_gpus
 from benchmarks.gpu.figures import RESULTS, Figures, read_lines, tables
 from benchmarks.gpu.limited import Ended, run_limited
-from dnis_torchrec.storage.whole_files import write_text
+from dnis_torchrec.data.files import write_text
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,10 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.data.files import FolderKind, NotNegative, Positive, conform, parse_json
 from dnis_torchrec.forms import RETIRED_FORMS
 from dnis_torchrec.scheme import DescribedTable
-from dnis_torchrec.storage.json_files import NotNegative, Positive, conform, parse_json
-from dnis_torchrec.storage.whole_folders import FolderKind
 
 _FORMAT = "dnis-torchrec-artifact"
 _FORMAT_VERSION = "1.1"

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,11 @@ from dnis_torchrec.artifact.writing import (
     write_shards,
 )
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.data.files import FolderKind, new_folder
 from dnis_torchrec.forms import PACKED
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.selection.shards import TableShard, num_copies
-from dnis_torchrec.storage.shared_folders import shared_folder
 
 _COLUMNS = "columns"
 """Folder of an unfinished artifact through which ranks pass columns to each other."""
@@ -50,6 +51,27 @@ shard, or 16 MiB."""
 Span = tuple[int, int]
 _SpanOfRows = tuple[Span, Rows]
 """Rows of a table that a rank writes, and where it takes them from."""
+
+
+@contextmanager
+def shared_folder(
+    path: Path, *, overwrite: bool = False, kind: FolderKind, ranks: Ranks
+) -> Iterator[Path]:
+    """`new_folder` of rank 0, for all ranks to fill: it appears once all have left without error."""
+    with ExitStack() as stack:
+        with together(ranks.group):
+            made = (
+                str(stack.enter_context(new_folder(path, overwrite=overwrite, kind=kind)))
+                if ranks.is_first
+                else ""
+            )
+        folder = Path(ranks.gather_texts(made)[0])
+        with together(ranks.group):
+            place, remedy = f"{kind.name} {str(path)!r}", "write to storage that all ranks see"
+            check(folder.is_dir(), place, "to see the folder of rank 0", "none", remedy)
+        yield folder
+        with together(ranks.group):
+            stack.close()
 
 
 def write_over_ranks(

@@ -27,11 +27,10 @@ from dnis_torchrec.artifact.manifest import (
 )
 from dnis_torchrec.artifact.predictions import describe_forms
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.data.files import conform, new_folder
 from dnis_torchrec.forms import PACKED, WRITTEN_BY_DEFAULT, Form, form_named
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.serving.csr_table import CsrTable
-from dnis_torchrec.storage.json_files import conform
-from dnis_torchrec.storage.whole_folders import new_folder
 
 Shards = dict[str, list[dict[str, Any]]]
 """Form -> shards of a table, as the manifest lists them."""

@@ -18,7 +18,7 @@ from dnis_torchrec.blocks.counts import FrequencyCounts, RowCounts, count_chunks
 from dnis_torchrec.blocks.routing import MAX_NUM_BLOCKS, RowRouting
 from dnis_torchrec.blocks.settings import SCOPES, STRATEGIES
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.storage.whole_files import read_tensors, write_tensors
+from dnis_torchrec.data.files import read_tensors, write_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from dnis_torchrec.blocks.routing import ROWS_AT_A_TIME
 from dnis_torchrec.blocks.sketch import EstimatedCounts
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.storage.json_files import NotNegative
-from dnis_torchrec.storage.whole_files import read_tensors, write_tensors
+from dnis_torchrec.data.files import NotNegative, read_tensors, write_tensors
 
 RowCounts = Tensor | EstimatedCounts
 """Occurrences of a table's rows: ``(N,)`` int64, or in bounded memory, to be read a slice at a

@@ -42,9 +42,8 @@ def _is_told(error: Exception) -> bool:
         return True
     from dnis_torchrec.jobs.run_folder import RunWriteError
     from dnis_torchrec.search.loop import SearchInterrupted
-    from dnis_torchrec.storage.access import StorageError
     from dnis_torchrec.training.checkpoint import CheckpointWriteError
     from dnis_torchrec.training.finite import NonFiniteError
 
-    of_work = (CheckpointWriteError, NonFiniteError, RunWriteError, SearchInterrupted, StorageError)
+    of_work = (CheckpointWriteError, NonFiniteError, RunWriteError, SearchInterrupted)
     return isinstance(error, of_work)

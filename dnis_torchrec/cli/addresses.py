@@ -4,27 +4,28 @@ when it ends."""
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from dnis_torchrec.checks import check, describe
+from dnis_torchrec.checks import describe
 from dnis_torchrec.cli.terminal import fail
-from dnis_torchrec.storage.copies import address_of, stands_for
+from dnis_torchrec.data.urls import url_of
 
 
 def url_of_ranks(out: Path) -> str | None:
-    """Returns the URL where ranks write, if only ranks of the first host see `out`; else None."""
-    return address_of(out) if _are_on_several_hosts() else None
+    """The URL where ranks write themselves; None where the user named a path."""
+    return url_of(out)
 
 
 def check_seen_by_ranks(out: Path) -> None:
     """Refuses an output that only ranks of the first host see, for commands that write to a folder
     alone."""
-    url = url_of_ranks(out)
-    if url is not None:
+    url = url_of(out)
+    if url is not None and _are_on_several_hosts():
         supported = "supported is a folder that all hosts have mounted"
         raise NotImplementedError(describe("--out", supported, f"{url} on several hosts"))
 
@@ -42,7 +43,7 @@ def _fetched(value: str | None) -> Path | None:
         return None
 
     def prepare() -> Path:
-        from dnis_torchrec.storage.fetching import fetch
+        from dnis_torchrec.data.urls import fetch
 
         return fetch(value)
 
@@ -56,29 +57,17 @@ def _published(context: typer.Context, value: str | None) -> Path | None:
         return None
 
     def prepare() -> Path:
+        from dnis_torchrec.data.urls import output, output_folder
         from dnis_torchrec.jobs.run_folder import WRITTEN_BY_RANKS
-        from dnis_torchrec.storage.fetching import local_copy_of
-        from dnis_torchrec.storage.outputs import output, shared_output
 
-        # Ranks of one torchrun have it for a parent, also those that it starts again.
-        job = f"ranks of {os.getppid()}" if "TORCHELASTIC_RUN_ID" in os.environ else ""
         if _number("WORLD_SIZE", 1) == 1:
-            return context.with_resource(output(value, job=job))
-        variables = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        missing = [name for name in variables if name not in os.environ]
-        remedy = "start it with torchrun, which sets them"
-        requirement = f"{', '.join(variables)} of every rank"
-        check(not missing, f"address {value}", requirement, f"no {', '.join(missing)}", remedy)
-        if _number("RANK", 0) != _number("LOCAL_RANK", 0):  # of another host than the first
-            return local_copy_of(value)
-        attempt = os.environ.get(
-            "TORCHELASTIC_RESTART_COUNT", "0"
-        )  # which starts from what storage has
-        skip = WRITTEN_BY_RANKS if _are_on_several_hosts() else ()
-        is_first = os.environ["LOCAL_RANK"] == "0"
-        return context.with_resource(
-            shared_output(value, job=job, attempt=attempt, is_first=is_first, skip=skip)
-        )
+            job, is_first = f"{os.getpid()} {time.time_ns()}", True
+        else:  # ranks of one torchrun have it for a parent, also those that it starts again
+            job = f"{os.getppid()} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+            is_first = _number("RANK", 0) == 0
+        if not is_first:
+            return output_folder(value, job)
+        return context.with_resource(output(value, job, skip=WRITTEN_BY_RANKS))
 
     return _local(value, prepare)
 
@@ -94,17 +83,15 @@ def _published_first(context: typer.Context, values: Sequence[str]) -> list[Path
 
 def _local(value: str, prepare: Callable[[], Path]) -> Path:
     """The local path that stands for an address; a wrong address is a wrong argument, exit code 2."""
-    from dnis_torchrec.storage.access import local_path
+    from dnis_torchrec.data.urls import local_path
 
     here = local_path(value)
     if here is not None:
         return here
     try:
-        path = prepare()
+        return prepare()
     except (OSError, ValueError) as error:
         fail(error, 2)
-    stands_for(path, value)
-    return path
 
 
 # Text until the callback: a Path would swallow one of the two slashes of a URL.

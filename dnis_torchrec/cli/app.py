@@ -19,7 +19,7 @@ from dnis_torchrec._dependencies import version
 from dnis_torchrec.checks import check
 from dnis_torchrec.cli.addresses import fetched_settings, published_settings
 from dnis_torchrec.cli.terminal import PlainConsole, fail, say
-from dnis_torchrec.storage.copies import shown
+from dnis_torchrec.data.urls import address_of
 
 ORDER = (
     *(
@@ -200,7 +200,7 @@ def print_verdict(
     sentence: str, doubts: Sequence[str], following: Sequence[str], data: Path | None
 ) -> None:
     """Prints what a run has gained, what is uncertain about it, and the command to type next."""
-    of_data = [] if data is None else ["--data", shown(data)]
+    of_data = [] if data is None else ["--data", address_of(data)]
     say(f"\n{sentence[:1].upper()}{sentence[1:]}")
     for doubt in doubts:
         say(f"  uncertain: {doubt}")

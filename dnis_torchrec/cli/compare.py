@@ -22,7 +22,7 @@ from dnis_torchrec.cli.app import (
 from dnis_torchrec.cli.options import Fields, command
 from dnis_torchrec.cli.terminal import say
 from dnis_torchrec.comparison.settings import COMPARED_PRECISIONS, CompareSettings
-from dnis_torchrec.storage.copies import address_of, shown
+from dnis_torchrec.data.urls import address_of, url_of
 from dnis_torchrec.training.signals import Stopped
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def compare(
         comparison = Comparison(
             recipe=recipe,
             data=data,
-            data_address=address_of(data),
+            data_address=url_of(data),
             out=out,
             methods=parse_names(methods, "--methods"),
             sizes=parse_sizes(sizes, "--sizes"),
@@ -107,14 +107,14 @@ def compare(
 def _print_compared(compared: Compared, out: Path) -> None:
     from dnis_torchrec.comparison.outputs import comparison_table, missing_lines
 
-    content, page = compared.content, f"{shown(out)}/comparison.html"
+    content, page = compared.content, f"{address_of(out)}/comparison.html"
     print_metrics(partial(comparison_table, content), content.metrics, more=page)
     for line in missing_lines(content.rows):
         say(line, err=True)
     say(f"comparison: {page}")
     if compared.crashes:
         files = "\n".join(
-            f"  {shown(out)}/{file.relative_to(out)}" for file in compared.crashes.values()
+            f"  {address_of(out)}/{file.relative_to(out)}" for file in compared.crashes.values()
         )
         say(
             f"error: {len(compared.crashes)} cells crashed; the same command tries them again:\n{files}",

@@ -25,7 +25,7 @@ from dnis_torchrec.cli.app import (
 )
 from dnis_torchrec.cli.options import command
 from dnis_torchrec.cli.terminal import say
-from dnis_torchrec.storage.copies import shown
+from dnis_torchrec.data.urls import address_of
 
 if TYPE_CHECKING:
     from dnis_torchrec.report.compression_content import CompressionContent
@@ -117,16 +117,16 @@ def compress(
 def _print(
     content: CompressionContent, out: Path, data: Path | None, json_file: Path | None
 ) -> None:
+    from dnis_torchrec.data.files import write_json
     from dnis_torchrec.report.compression_page import compression_table, verdict
     from dnis_torchrec.report.verdict import ONE_SEED
-    from dnis_torchrec.storage.whole_files import write_json
 
     if json_file is not None:
         write_json(json_file, content.to_json())
 
     print_table(compression_table(content), TABLE_WIDTH)
     for row in content.compressed:
-        say(f"artifact: {shown(out)}/{row.name}")
-    say(f"report: {shown(out)}/report.html")
-    smallest = f"{shown(out)}/{content.compressed[-1].name}"
+        say(f"artifact: {address_of(out)}/{row.name}")
+    say(f"report: {address_of(out)}/report.html")
+    smallest = f"{address_of(out)}/{content.compressed[-1].name}"
     print_verdict(verdict(content), [ONE_SEED, *content.doubts], ["verify", smallest], data)

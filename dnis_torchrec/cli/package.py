@@ -18,8 +18,8 @@ from dnis_torchrec.cli.app import (
 )
 from dnis_torchrec.cli.options import command
 from dnis_torchrec.cli.terminal import fail, say
+from dnis_torchrec.data.urls import address_of
 from dnis_torchrec.data.users_code import named_errors
-from dnis_torchrec.storage.copies import shown
 
 
 @command
@@ -85,4 +85,4 @@ def package(
             )
     except RuntimeError as error:  # no compiler, or a package that predicts something else
         fail(error, 1)
-    say(f"package: {shown(out)}")
+    say(f"package: {address_of(out)}")

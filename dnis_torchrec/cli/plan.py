@@ -43,9 +43,9 @@ def plan(
     """Plans a cluster for the tables before and after pruning: storage per rank, step time, the
     fewest devices."""
     from dnis_torchrec.artifact import read_scheme
+    from dnis_torchrec.data.files import write_json
     from dnis_torchrec.jobs.planning.plans import compare_plans, plan_table
     from dnis_torchrec.jobs.planning.tables import parse_tables, tables_of_scheme
-    from dnis_torchrec.storage.whole_files import write_json
 
     with arguments():
         check(

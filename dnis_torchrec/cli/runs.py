@@ -36,13 +36,13 @@ from dnis_torchrec.cli.app import (
 )
 from dnis_torchrec.cli.options import command
 from dnis_torchrec.cli.terminal import say
+from dnis_torchrec.data.urls import address_of
 from dnis_torchrec.search.settings import (
     USUAL_EPOCHS,
     PruneSettings,
     SearchSettings,
     check_compression,
 )
-from dnis_torchrec.storage.copies import shown
 from dnis_torchrec.training.saving import Saving
 
 if TYPE_CHECKING:
@@ -173,10 +173,13 @@ def search(
     rows = run_search(job)
     if is_first_rank():
         print_rows(rows, out)
-        say(f"run: {shown(out)}")
+        say(f"run: {address_of(out)}")
         told, uncertain = verdict_of(out, rows)
         print_verdict(
-            told, uncertain, ["export", shown(out), "--out", f"{shown(out)}-artifact"], None
+            told,
+            uncertain,
+            ["export", address_of(out), "--out", f"{address_of(out)}-artifact"],
+            None,
         )
 
 
@@ -206,7 +209,9 @@ def prune(
 
     with arguments():
         head = RunFolder.open_searched(run).read_head()
-        check_source_kept(shown(run), shown(out))  # whose local copies are two folders in any case
+        check_source_kept(
+            address_of(run), address_of(out)
+        )  # whose local copies are two folders in any case
         check_seen_by_ranks(out)
         if is_first_rank():  # which may have made the folder before the others come here
             check_prune_out(run, out, overwrite=overwrite)
@@ -216,7 +221,7 @@ def prune(
     )
     if is_first_rank():
         print_rows([row], out)
-        say(f"run: {shown(out)}")
+        say(f"run: {address_of(out)}")
 
 
 @command
@@ -267,7 +272,7 @@ def export(
     )
     if is_first_rank():
         _print_forms(out)
-        say(f"artifact: {shown(out)}")
+        say(f"artifact: {address_of(out)}")
 
 
 @command
@@ -288,9 +293,9 @@ def evaluate(
 ) -> None:
     """Evaluates on the test split: a run's model, or an artifact's serving module dropped into the
     model."""
+    from dnis_torchrec.data.files import write_json
     from dnis_torchrec.jobs.artifact_jobs import recorded_run, run_evaluate
     from dnis_torchrec.jobs.recorded import load_recorded
-    from dnis_torchrec.storage.whole_files import write_json
 
     with arguments():
         check(path.is_dir(), str(path), "a run or an artifact", "no such folder")
@@ -324,9 +329,9 @@ def report(
     run_report(runs[0], runs[1:])
     print_rows(together.rows, runs[0])
     if together.drawn_only:
-        names = ", ".join(shown(Path(name)) for name in together.drawn_only)
+        names = ", ".join(address_of(Path(name)) for name in together.drawn_only)
         say(f"of another D or S, in the charts only: {names}")
-    say(f"report: {shown(runs[0])}/report.html")
+    say(f"report: {address_of(runs[0])}/report.html")
 
 
 def _size(compression: float | None, embedding_bytes: int | None, form: str | None) -> Size:
@@ -359,4 +364,4 @@ def print_rows(rows: Sequence[ReportRow], run: Path) -> None:
     from dnis_torchrec.report.tables import metric_names
 
     names = sorted(metric_names(rows), key=lambda name: name == "loss")  # one of the others, too
-    print_metrics(partial(rows_table, rows), names, more=f"{shown(run)}/report.json")
+    print_metrics(partial(rows_table, rows), names, more=f"{address_of(run)}/report.json")

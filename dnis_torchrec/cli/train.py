@@ -17,7 +17,7 @@ from dnis_torchrec.cli.app import (
 from dnis_torchrec.cli.options import Fields, command
 from dnis_torchrec.cli.runs import print_rows
 from dnis_torchrec.cli.terminal import say
-from dnis_torchrec.storage.copies import shown
+from dnis_torchrec.data.urls import address_of
 from dnis_torchrec.training.settings import TrainSettings
 
 
@@ -46,4 +46,4 @@ def train(
     row = run_train(job)
     if is_first_rank():
         print_rows([row], out)
-        say(f"run: {shown(out)}")
+        say(f"run: {address_of(out)}")

@@ -53,10 +53,10 @@ def verify(
 ) -> None:
     """Checks every file's hash, every form's values on hard bags, unknown ids and the metric;
     measures RSS and latency."""
+    from dnis_torchrec.data.files import write_json
     from dnis_torchrec.jobs import verification
     from dnis_torchrec.jobs.recorded import load_recorded
     from dnis_torchrec.jobs.run_folder import RunFolder
-    from dnis_torchrec.storage.whole_files import write_json
 
     with arguments():
         check_data(data)

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from dnis_torchrec.checks import check
+from dnis_torchrec.data.files import conform, read_json, write_text
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.content import WITH_VALIDATION, json_text
-from dnis_torchrec.storage.foreign_folders import make_folder
-from dnis_torchrec.storage.json_files import conform, read_json
-from dnis_torchrec.storage.whole_files import write_text
 
 _FORMAT = "dnis-torchrec-cell"
 _FORMAT_VERSION = 1
@@ -64,7 +62,7 @@ class CellTask:
 
     def write(self, folder: Path) -> None:
         """Writes task.json. The record of an earlier crash stays until the next try begins."""
-        make_folder(folder, within=folder.parents[1])
+        folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / "task.json", json_text(asdict(self), str(folder)) + "\n")
 
     @staticmethod

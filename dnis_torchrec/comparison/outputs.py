@@ -10,12 +10,12 @@ import pandas as pd
 from rich.table import Table
 
 from dnis_torchrec.comparison.cells import CellResult
+from dnis_torchrec.data.files import write_text
 from dnis_torchrec.report.compare_content import ComparisonContent, ComparisonRow
 from dnis_torchrec.report.compare_lines import compared_lines
 from dnis_torchrec.report.content import json_text
 from dnis_torchrec.report.provenance import PROVENANCE
 from dnis_torchrec.report.tables import cell
-from dnis_torchrec.storage.whole_files import write_text
 
 
 def comparison_table(content: ComparisonContent, metrics: Sequence[str] | None = None) -> Table:

@@ -17,6 +17,7 @@ from dnis_torchrec.comparison.methods.uniform import dense_table_bytes
 from dnis_torchrec.comparison.processes import default_jobs
 from dnis_torchrec.comparison.registry import REGISTRY, load_registry
 from dnis_torchrec.comparison.settings import COMPARED_PRECISIONS, CompareSettings, training_rules
+from dnis_torchrec.data.files import check_plain
 from dnis_torchrec.data.labels import RankingBatch, check_candidates
 from dnis_torchrec.data.over_ranks import SPLITS, fingerprints, warn_of_overlaps, with_notes
 from dnis_torchrec.data.recipe import Recipe, build_recipe, checked_batches
@@ -25,7 +26,6 @@ from dnis_torchrec.forms import PRECISIONS
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS
 from dnis_torchrec.selection.shards import collections, table_configs
-from dnis_torchrec.storage.foreign_folders import check_plain
 from dnis_torchrec.training.evaluation import primary_metric
 from dnis_torchrec.training.sharded import check_pooling
 

@@ -24,7 +24,6 @@ from dnis_torchrec.comparison.cells import (
     write_crash,
 )
 from dnis_torchrec.comparison.methods.shared_trials import unclaimed_trials
-from dnis_torchrec.storage.foreign_folders import open_log
 
 COMMAND = (sys.executable, "-m", "dnis_torchrec.comparison.worker")
 """Leads a cell: it is given the folder, and `HELPS` if it is to help; its input stays open while
@@ -121,7 +120,7 @@ class _Processes:
     def run(self, job: _Job, environment: Mapping[str, str]) -> None:
         """Runs a job and waits for it."""
         folder = job.folder
-        with open_log(folder / "log.txt", anew=not job.helps) as log:
+        with (folder / "log.txt").open("ab" if job.helps else "wb") as log:
             with (
                 self._lock
             ):  # an interrupt finds a process among the running ones, or it is never started

@@ -21,13 +21,13 @@ from dnis_torchrec.comparison.outputs import joined_versions, write_comparison_j
 from dnis_torchrec.comparison.plan import Comparison, RecipeFacts, recipe_facts
 from dnis_torchrec.comparison.processes import run_cells
 from dnis_torchrec.comparison.summary import comparison_rows
+from dnis_torchrec.data.files import file_lock
 from dnis_torchrec.data.users_code import errors_of_its_code
 from dnis_torchrec.ranks import Ranks, on_rank_zero, together
 from dnis_torchrec.report.compare_content import ComparisonContent
 from dnis_torchrec.report.compare_page import write_comparison
 from dnis_torchrec.report.provenance import Step
 from dnis_torchrec.report.tables import format_metric, format_seconds
-from dnis_torchrec.storage.foreign_folders import file_lock
 from dnis_torchrec.training.checkpoint import check_shared
 from dnis_torchrec.training.process_group import launched_ranks
 

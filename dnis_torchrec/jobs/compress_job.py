@@ -22,7 +22,9 @@ from dnis_torchrec.allocation.settings import CompressSettings
 from dnis_torchrec.artifact import read_manifest
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.artifact.manifest import write_manifest
+from dnis_torchrec.artifact.over_ranks import shared_folder
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.data.files import FolderKind, write_json
 from dnis_torchrec.data.over_ranks import measured_samples
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask, build_recipe, load_recipe
 from dnis_torchrec.data.test_split import CountedLabels, TestSplit
@@ -42,9 +44,6 @@ from dnis_torchrec.report.provenance import PROVENANCE, Step, steps_of
 from dnis_torchrec.report.verdict import doubts
 from dnis_torchrec.selection.shards import collections, dense_parameters, table_configs
 from dnis_torchrec.selection.swap import replace_
-from dnis_torchrec.storage.shared_folders import shared_folder
-from dnis_torchrec.storage.whole_files import write_json
-from dnis_torchrec.storage.whole_folders import FolderKind
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.streaming.checked_counts import read_before_training
 from dnis_torchrec.training.checkpoint import check_shared

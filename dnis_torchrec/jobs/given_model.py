@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from dnis_torchrec.allocation.axes import with_axes_
 from dnis_torchrec.checks import check
+from dnis_torchrec.data.files import check_plain, conform
 from dnis_torchrec.jobs.model_shards import check_state, fill_, open_tensor
 from dnis_torchrec.jobs.run_folder import TRAINED, RunFolder
 from dnis_torchrec.jobs.stored_tensors import StoredChunk, StoredTensor
 from dnis_torchrec.jobs.weights import weights_for_
 from dnis_torchrec.search.loop import SearchValues
 from dnis_torchrec.search.settings import USUAL_EPOCHS
-from dnis_torchrec.storage.foreign_folders import check_plain
-from dnis_torchrec.storage.json_files import conform
 from dnis_torchrec.training.checkpoint import LocalCheckpointFolder, Manifest
 from dnis_torchrec.training.checkpoint.manifest import chunk_name
 

@@ -17,6 +17,8 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from dnis_torchrec.allocation.axes import has_axes, with_axes_
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.data.files import Positive, parse_json
+from dnis_torchrec.data.urls import Address, file_names, path_in, put_file, remove_file
 from dnis_torchrec.jobs.stored_tensors import Cut, StoredChunk, StoredTensor
 from dnis_torchrec.ranks import Ranks, together, world_size_of
 from dnis_torchrec.selection.shards import (
@@ -30,8 +32,6 @@ from dnis_torchrec.selection.shards import (
     tables_under,
 )
 from dnis_torchrec.selection.torchrec import writing_to_tables
-from dnis_torchrec.storage.files import Address, file_names, inside, put_file, remove_file
-from dnis_torchrec.storage.json_files import Positive, parse_json
 from dnis_torchrec.training.sharded import spread_tables
 
 _HEADER = "model_part"
@@ -69,7 +69,7 @@ def save_shards(folder: Address, model: nn.Module, ranks: Ranks) -> None:
         }
     with together(ranks.group):
         target, header = (
-            inside(folder, shard_name(ranks.rank)),
+            path_in(folder, shard_name(ranks.rank)),
             {_HEADER: json.dumps({"world_size": ranks.world_size})},
         )
         try:
@@ -88,7 +88,7 @@ def delete_shards(folder: Address) -> None:
     attempt."""
     for name in file_names(folder):
         if fnmatchcase(name, shard_name("*")):
-            remove_file(inside(folder, name))
+            remove_file(path_in(folder, name))
 
 
 def load_shards(folder: Path) -> dict[str, Tensor]:

@@ -25,7 +25,6 @@ from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.ranks import rank_of, world_size_of
 from dnis_torchrec.report import SearchImages
 from dnis_torchrec.search.loop import EpochRecord, Phase, SearchEvents, SearchInterrupted
-from dnis_torchrec.storage.foreign_folders import make_folder
 from dnis_torchrec.training.evaluation import losses_in_words
 from dnis_torchrec.training.plain import PlainEpoch, PlainEvents
 from dnis_torchrec.training.signals import StopRequest
@@ -234,10 +233,9 @@ class _Curves:
     def _opened(self) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter  # imports slowly; no other job needs it
 
-        make_folder(self._folder.parent, within=self._folder.parents[1])
-        folder = make_folder(self._folder, within=self._folder.parent)
+        self._folder.mkdir(parents=True, exist_ok=True)
         return SummaryWriter(
-            str(folder), filename_suffix=f".{uuid4().hex}"
+            str(self._folder), filename_suffix=f".{uuid4().hex}"
         )  # a name nobody can guess
 
     def draw(self, record: EpochRecord) -> None:

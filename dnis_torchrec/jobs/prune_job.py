@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,9 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.data.files import PARTIAL
 from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.data.urls import Address
 from dnis_torchrec.data.users_code import errors_of_its_code
 from dnis_torchrec.forms import DEFAULT_FORM
 from dnis_torchrec.jobs.model_shards import check_state, fill_, forget_tables_
@@ -35,8 +38,6 @@ from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.pruning import prune
 from dnis_torchrec.search.settings import PruneSettings
 from dnis_torchrec.selection.shards import table_configs
-from dnis_torchrec.storage.files import Address, holds
-from dnis_torchrec.storage.workplaces import workplace
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.streaming.checked_counts import read_before_training
 from dnis_torchrec.training.checkpoint import check_shared
@@ -51,7 +52,7 @@ def check_source_kept(run: Address, out: Address) -> None:
     """Refuses to write a pruned run over the run to prune."""
     expected = "another folder than that of the run to prune"
     check(
-        not holds(out, run),
+        not Path(run).resolve().is_relative_to(Path(out).resolve()),
         f"run folder {out}",
         expected,
         f"the one that holds {run}",
@@ -181,8 +182,7 @@ def _fine_tune(
     out: Path,
 ) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
-    with workplace(out) as place:
-        place.new.mkdir()
+    with TemporaryDirectory(dir=out.parent, prefix=".", suffix=PARTIAL) as folder:
         train_plainly(
             model,
             optimizer,
@@ -190,7 +190,7 @@ def _fine_tune(
             device,
             max_epochs=max_epochs,
             patience=3,
-            folder=place.new,
+            folder=Path(folder),
             held=RetainedMask(model),
             starts_trained=True,
         )

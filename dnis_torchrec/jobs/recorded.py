@@ -15,6 +15,7 @@ from typing import Any
 
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.recipe import Recipe, build_recipe, load_recipe
+from dnis_torchrec.data.urls import cache_folder
 from dnis_torchrec.data.users_code import (
     RecipeError,
     editable_folders,
@@ -22,7 +23,6 @@ from dnis_torchrec.data.users_code import (
     is_of_python,
     lies_in,
 )
-from dnis_torchrec.storage.fetching import cache_folder
 
 _REMEDY = "name your own by --recipe MODULE:FUNCTION"
 WRITTEN = ("manifest.json", "package.json", "run.json", "compress.json")

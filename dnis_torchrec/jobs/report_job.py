@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dnis_torchrec.checks import check
+from dnis_torchrec.data.files import conform
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.report import (
     ReportContent,
@@ -25,7 +26,6 @@ from dnis_torchrec.report.content import seed_groups
 from dnis_torchrec.report.provenance import commands, steps_of
 from dnis_torchrec.report.verdict import ONE_SEED, group_sentence
 from dnis_torchrec.search.settings import SearchSettings
-from dnis_torchrec.storage.json_files import conform
 
 
 def run_report(run_path: Path, others: Sequence[Path] = ()) -> Path:

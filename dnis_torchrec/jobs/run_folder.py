@@ -20,6 +20,19 @@ from torch import Tensor, nn
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.data.files import (
+    PARTIAL,
+    FolderKind,
+    NotNegative,
+    Positive,
+    check_plain,
+    conform,
+    file_lock,
+    new_folder,
+    read_json,
+    unshared,
+)
+from dnis_torchrec.data.urls import Address, path_in, put_file, remove_file
 from dnis_torchrec.jobs.model_shards import (
     delete_shards,
     has_shards,
@@ -33,13 +46,6 @@ from dnis_torchrec.report import ReportRow, read_report_rows, write_rows
 from dnis_torchrec.report.provenance import DescribedStep
 from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme, TableScheme
 from dnis_torchrec.selection.shards import collections, ranks_of
-from dnis_torchrec.storage.fetching import FETCHED
-from dnis_torchrec.storage.files import Address, inside, put_file, remove_file
-from dnis_torchrec.storage.foreign_folders import check_outside, check_plain, file_lock, make_folder
-from dnis_torchrec.storage.json_files import NotNegative, Positive, conform, read_json
-from dnis_torchrec.storage.whole_files import unshared
-from dnis_torchrec.storage.whole_folders import FolderKind, new_folder
-from dnis_torchrec.storage.workplaces import PARTIAL, workplace
 from dnis_torchrec.training.checkpoint import checkpoint_folder
 
 _FORMAT = "dnis-torchrec-run"
@@ -120,7 +126,6 @@ class RunFolder:
             "an existing one",
             remedy,
         )
-        check_outside(path, f"run folder {path}")
         check_plain(path, f"run folder {path}")
 
     @staticmethod
@@ -131,7 +136,7 @@ class RunFolder:
         if path.exists() and not _is_unused(path):
             with run.lock():
                 run._set_aside()
-        make_folder(path / "checkpoints", within=path)
+        (path / "checkpoints").mkdir(parents=True, exist_ok=True)
         if url is not None:
             run._remove_what_ranks_wrote(url)
         return run
@@ -195,7 +200,7 @@ class RunFolder:
     @property
     def checkpoints(self) -> Address:
         """Address of the checkpoints."""
-        return inside(self._written_by_ranks, "checkpoints")
+        return path_in(self._written_by_ranks, "checkpoints")
 
     @property
     def _written_by_ranks(self) -> Address:
@@ -268,20 +273,21 @@ class RunFolder:
             shutil.rmtree(self.path)
             return
         path = self.path.resolve()
-        with workplace(path) as place:
-            place.set_aside(path)
-            path.mkdir()
-            os.rename(place.old, path / REPLACED)
+        aside = path.with_name(f".{path.name}{PARTIAL}")
+        os.rename(path, aside)
+        path.mkdir()
+        os.rename(aside, path / REPLACED)
 
     def _put_back(self) -> None:
         path = self.path.resolve()
-        with workplace(path) as place:
-            place.set_aside(path)
-            os.rename(place.old / REPLACED, path)
+        aside = path.with_name(f".{path.name}{PARTIAL}")
+        os.rename(path, aside)
+        os.rename(aside / REPLACED, path)
+        shutil.rmtree(aside)
 
     def _remove_what_ranks_wrote(self, url: str) -> None:
         """After run.json, without which nothing there is taken for a run."""
-        remove_file(inside(url, "run.json"))
+        remove_file(path_in(url, "run.json"))
         checkpoint_folder(self.checkpoints).remove()
         delete_shards(url)
 
@@ -311,7 +317,7 @@ class RunFolder:
         nobody's."""
         if self._url is not None:
             put_file(
-                inside(self._url, "run.json"), partial(shutil.copyfile, self.path / "run.json")
+                path_in(self._url, "run.json"), partial(shutil.copyfile, self.path / "run.json")
             )
 
     def save_stages(self, counts: FrequencyCounts, blocks: RowBlocks | None = None) -> None:
@@ -446,8 +452,7 @@ def _is_unused(path: Path) -> bool:
     is_before_head = bool(names) and names <= {
         "checkpoints",
         "lock",
-        FETCHED,
-    }  # of a URL, which has no empty folders
+    }
     return is_before_head and not any((path / "checkpoints").glob("*"))
 
 

@@ -41,7 +41,6 @@ from dnis_torchrec.report.verdict import doubts
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.search import COMPRESSED, SEARCHED, SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings, check_compression
-from dnis_torchrec.storage.access import StorageError
 from dnis_torchrec.training.checkpoint import check_shared
 from dnis_torchrec.training.evaluation import evaluate, primary_metric
 from dnis_torchrec.training.process_group import process_group
@@ -212,7 +211,7 @@ def _search(
                     job.log_to,
                     TrackedRun(name=name, settings=settings, history=curves, metrics=told),
                 )
-    except (OSError, SafetensorError, StorageError) as error:
+    except (OSError, SafetensorError) as error:
         requirement, remedy = "to write what the search found", "make room for it, then --resume"
         raise RunWriteError(
             describe(f"run folder {run.path}", requirement, str(error), remedy)
@@ -228,7 +227,7 @@ def _left_in_order(run: RunFolder, head: Mapping[str, Any]) -> Iterator[None]:
     except BaseException:
         if rank_of() == 0:
             with suppress(
-                OSError, StorageError
+                OSError
             ):  # a full disk, or storage that is away, must not hide what went wrong
                 _keep_or_delete(run, head)
         raise

@@ -16,7 +16,6 @@ import torch
 
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.jobs.stored_tensors import Cut, StoredChunk, StoredTensor
-from dnis_torchrec.storage.foreign_folders import is_plain_file
 
 METADATA = ".metadata"
 _MARK = object()
@@ -80,7 +79,7 @@ class ShardedCheckpoint(Mapping[str, StoredTensor]):
         self._folder = folder
         self._tensors: dict[str, StoredTensor] = {}
         place, file = f"checkpoint {folder}", folder / METADATA
-        check(is_plain_file(file), place, "a plain file .metadata", "none")
+        check(file.is_file() and not file.is_symlink(), place, "a plain file .metadata", "none")
         try:
             self._read(_walked(file.read_bytes()))
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -132,7 +131,7 @@ class ShardedCheckpoint(Mapping[str, StoredTensor]):
         """Maps a chunk into memory; torch's loader, which is given no storage, says where in it the
         values stand."""
         file = self._folder / name
-        is_inside = Path(name).name == name and is_plain_file(file)
+        is_inside = Path(name).name == name and file.is_file() and not file.is_symlink()
         check(is_inside, place, "plain files of the folder", repr(name), "copy all files of it")
         requirement, remedy = f"a tensor at byte {first_byte} of {name!r}", "it was damaged"
         try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from dnis_torchrec._dependencies import versions
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import describe
+from dnis_torchrec.data.files import PARTIAL
 from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
 from dnis_torchrec.data.users_code import errors_of_its_code
 from dnis_torchrec.jobs.new_run import new_run, task_of_trained
@@ -26,7 +28,6 @@ from dnis_torchrec.report.content import UNCOMPRESSED
 from dnis_torchrec.report.provenance import PROVENANCE, Step
 from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
 from dnis_torchrec.selection.shards import table_configs
-from dnis_torchrec.storage.workplaces import workplace
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.streaming.checked_counts import read_before_training
 from dnis_torchrec.training.checkpoint import check_shared
@@ -78,8 +79,8 @@ def _train(
     model, optimizer = shard(task, recipe, device)
     job.out.parent.mkdir(parents=True, exist_ok=True)
     progress = plain_progress(recipe, counts.num_samples, job.epochs, notes)
-    with progress as (events, train), workplace(job.out) as place:
-        place.new.mkdir()
+    place = TemporaryDirectory(dir=job.out.parent, prefix=".", suffix=PARTIAL)
+    with progress as (events, train), place as folder:
         trained = train_plainly(
             model,
             optimizer,
@@ -87,7 +88,7 @@ def _train(
             device,
             max_epochs=job.epochs,
             patience=job.patience,
-            folder=place.new,
+            folder=Path(folder),
             events=events,
         )
     metrics = evaluate(model, recipe.data.test, recipe.task, device)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -130,21 +131,20 @@ class NativeLibrary:
         root = Path(torch.__file__).parent
         sources = [str(source) for source in sorted(self.sources.glob("*.cpp"))]
         where = ["-isystem", str(root / "include"), f"-L{root / 'lib'}"]
+
         logger.info(
             "compiling operators, once for this machine, which takes up to a minute: %s", library
         )
-        from dnis_torchrec.storage.workplaces import (
-            workplace,
-        )  # serving mostly finds what is built, and needs none
 
-        with workplace(library) as place:
+        with TemporaryDirectory(dir=library.parent) as folder:
+            unfinished = Path(folder, library.name)
             command = [
                 compiler,
                 *FLAGS,
                 *where,
                 *sources,
                 "-o",
-                str(place.new),
+                str(unfinished),
                 "-ltorch_cpu",
                 "-lc10",
             ]
@@ -164,8 +164,8 @@ class NativeLibrary:
                 raise RuntimeError(
                     describe(self.place, f"{compiler} to compile it", f"\n{words}\n", remedy)
                 )
-            os.chmod(place.new, 0o755)
-            os.replace(place.new, library)
+            os.chmod(unfinished, 0o755)
+            os.replace(unfinished, library)
 
     def _key(self) -> str:
         """Hash of the sources, not of the compiler, so that a library outlives it, as in a slim
@@ -221,10 +221,7 @@ def find_compiler() -> str | None:
 def library_folder() -> Path:
     """Returns the folder of libraries: ``$XDG_CACHE_HOME/dnis_torchrec``, by default
     ``~/.cache/dnis_torchrec``."""
-    # serving needs nothing else of storage, and this only where no library was loaded yet
-    from dnis_torchrec.storage.user_folders import user_cache_folder
-
-    return user_cache_folder() / "dnis_torchrec"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dnis_torchrec"
 
 
 def once(function: Callable[[], bool]) -> Callable[[], bool]:

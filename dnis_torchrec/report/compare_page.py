@@ -9,6 +9,7 @@ from pathlib import Path
 
 from plotly import graph_objects as go
 
+from dnis_torchrec.data.files import write_text
 from dnis_torchrec.report import charts
 from dnis_torchrec.report.compare_content import ComparisonContent, ComparisonRow
 from dnis_torchrec.report.compare_lines import (
@@ -38,7 +39,6 @@ from dnis_torchrec.report.tables import (
     format_metric,
     group_metric,
 )
-from dnis_torchrec.storage.whole_files import write_text
 
 MANY_METRICS = 3
 """Number of metrics above which deviations stand below their means, so that the table stays

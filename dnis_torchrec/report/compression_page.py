@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from dnis_torchrec.data.files import write_text
 from dnis_torchrec.report import charts
 from dnis_torchrec.report.compression_content import COMPRESS, CompressionContent
 from dnis_torchrec.report.content import UNCOMPRESSED, json_text
@@ -24,7 +25,6 @@ from dnis_torchrec.report.tables import (
     format_seconds,
 )
 from dnis_torchrec.report.verdict import ONE_SEED, Rival, sentence
-from dnis_torchrec.storage.whole_files import write_text
 
 
 def write_compression(path: Path, content: CompressionContent) -> Path:

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.data.files import read_json, write_text
 from dnis_torchrec.report.provenance import Step
 from dnis_torchrec.report.row_distribution import RowDistribution
-from dnis_torchrec.storage.json_files import read_json
-from dnis_torchrec.storage.whole_files import write_text
 
 DENSE, NO_EMBEDDINGS = "dense", "no-embeddings"
 """The methods that have no size: the uncompressed model, and the model with every embedding zero.

@@ -18,6 +18,7 @@ from markupsafe import Markup
 from plotly import graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from dnis_torchrec.data.files import write_text
 from dnis_torchrec.report.rows import (
     COMPRESS,
     SEARCH,
@@ -30,7 +31,6 @@ from dnis_torchrec.report.rows import (
     rows_frame,
     table_lines,
 )
-from dnis_torchrec.storage.whole_files import write_text
 
 BLUE, ORANGE, GREEN, PURPLE = "#0A78BE", "#D55E00", "#009E73", "#BF5F93"
 SKY, YELLOW, GREY, BROWN = "#3A96CE", "#B98000", "#808080", "#A06A45"

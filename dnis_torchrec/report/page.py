@@ -9,6 +9,7 @@ from pathlib import Path
 
 from plotly import graph_objects as go
 
+from dnis_torchrec.data.files import write_text
 from dnis_torchrec.report import charts
 from dnis_torchrec.report.content import (
     SAME_BYTES,
@@ -34,7 +35,6 @@ from dnis_torchrec.report.tables import (
     metric_names,
 )
 from dnis_torchrec.report.verdict import ONE_SEED, group_sentence
-from dnis_torchrec.storage.whole_files import write_text
 
 MOST_KEY_NUMBERS = 3
 """Numbers at the head of the page: what does not fit there stands in the sentence and in the table.

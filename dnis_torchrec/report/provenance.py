@@ -14,8 +14,8 @@ from typing import Any, TypedDict
 
 import torch
 
+from dnis_torchrec.data.urls import address_of
 from dnis_torchrec.ranks import world_size_of
-from dnis_torchrec.storage.copies import shown
 
 PROVENANCE = "provenance"
 """Field of run.json, compress.json and comparison.json: `DescribedStep`s, the oldest first."""
@@ -46,7 +46,11 @@ class Step:
         """The command that is at work."""
         date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
         return Step(
-            job=job, folder=shown(folder), command=_typed(sys.argv), date=date, machine=_machine()
+            job=job,
+            folder=address_of(folder),
+            command=_typed(sys.argv),
+            date=date,
+            machine=_machine(),
         )
 
     def to_json(self) -> dict[str, str]:
@@ -56,7 +60,9 @@ class Step:
 
 def steps_of(head: Mapping[str, Any], folder: Path) -> tuple[Step, ...]:
     """The steps that a run tells; of an older one, which tells none, its folder alone."""
-    oldest = Step(job="train" if head.get("kind") == "trained" else "search", folder=shown(folder))
+    oldest = Step(
+        job="train" if head.get("kind") == "trained" else "search", folder=address_of(folder)
+    )
     told = (
         {field.name: step[field.name] for field in fields(Step)}
         for step in head.get(PROVENANCE, ())

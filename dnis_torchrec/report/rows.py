@@ -16,9 +16,8 @@ from rich.text import Text
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, visible
+from dnis_torchrec.data.files import read_json, write_json
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.storage.json_files import read_json
-from dnis_torchrec.storage.whole_files import write_json
 
 UNCOMPRESSED, COMPRESS, SEARCH = "uncompressed", "compress", "search"
 """Methods of the rows that commands write."""

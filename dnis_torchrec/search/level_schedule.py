@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.storage.json_files import conform
+from dnis_torchrec.data.files import conform
 
 _T = TypeVar("_T")
 

@@ -16,6 +16,7 @@ from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.data.urls import Address
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Size, check_compresses
 from dnis_torchrec.search.loop import EpochRecord, FinishedPhase, Phase, SearchEvents
@@ -23,7 +24,6 @@ from dnis_torchrec.search.pruning import num_elements, prune
 from dnis_torchrec.search.started import StartedSearch, highest_rate
 from dnis_torchrec.selection.shards import dense_parameters
 from dnis_torchrec.selection.swap import merge_
-from dnis_torchrec.storage.files import Address
 from dnis_torchrec.training.saving import Saving
 
 WARM_UP, BOTH_LEVELS = "warm-up", "both levels"

@@ -16,6 +16,7 @@ from torchrec.streamable import Pipelineable
 
 from dnis_torchrec.checks import describe
 from dnis_torchrec.data.recipe import data_terms_only
+from dnis_torchrec.data.urls import Address
 from dnis_torchrec.ranks import on_rank_zero
 from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer
 from dnis_torchrec.search.hypergradient import (
@@ -31,7 +32,6 @@ from dnis_torchrec.selection.alpha import Alpha
 from dnis_torchrec.selection.on_shards import select_on_shards_
 from dnis_torchrec.selection.torchrec import check_frozen_are_held, read_by_name_
 from dnis_torchrec.selection.wrapper import soft_selection_modules
-from dnis_torchrec.storage.files import Address
 from dnis_torchrec.training.checkpoint import (
     Manifest,
     PlacedTensor,

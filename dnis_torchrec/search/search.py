@@ -26,6 +26,7 @@ from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.over_ranks import measured_samples
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.data.task import LOSS
+from dnis_torchrec.data.urls import Address
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.loop import EpochRecord, FinishedPhase, Phase, SearchEvents, SearchLoop
@@ -33,7 +34,6 @@ from dnis_torchrec.search.ramp import LEAST_STEPS, Ramp, check_reachable
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.search.started import StartedSearch
 from dnis_torchrec.selection.swap import fold_, merge_
-from dnis_torchrec.storage.files import Address
 from dnis_torchrec.training.checkpoint import CheckpointWriteError
 from dnis_torchrec.training.evaluation import selection_loss
 from dnis_torchrec.training.paired_losses import is_ahead, part_losses

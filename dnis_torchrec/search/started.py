@@ -20,13 +20,13 @@ from dnis_torchrec.data.batches import BatchParts
 from dnis_torchrec.data.lookup_batches import LookupBatches
 from dnis_torchrec.data.over_ranks import split_over_ranks
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
+from dnis_torchrec.data.urls import Address
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.loop import Plan, SearchEvents, SearchLoop
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.swap import prepare_
-from dnis_torchrec.storage.files import Address
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.streaming.checked_counts import read_before_training
 from dnis_torchrec.training.saving import Saving

@@ -20,10 +20,10 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.data.files import parse_json
 from dnis_torchrec.ops.batch_checks import INTEGERS, check_bags, named, offsets_of_rows
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.logical_tables import torchrec_config
-from dnis_torchrec.storage.json_files import parse_json
 
 _FORMAT_VERSION = 1
 PER = ("feature", "block")

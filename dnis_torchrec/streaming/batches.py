@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.recipe import DataSplits
 from dnis_torchrec.ranks import rank_of, world_size_of
-from dnis_torchrec.storage.access import local_path
+from dnis_torchrec.streaming.access import local_path
 from dnis_torchrec.streaming.epochs import EpochOrder
 from dnis_torchrec.streaming.parsed import ParsedStream
 from dnis_torchrec.streaming.parsing import ParsedChunk

@@ -21,10 +21,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.storage.access import expand, filesystem, read_bytes, retrying, version_of
-from dnis_torchrec.storage.foreign_folders import is_plain_file
-from dnis_torchrec.storage.json_files import read_json
-from dnis_torchrec.storage.whole_files import write_text, written_whole
+from dnis_torchrec.data.files import read_json, write_text, written_whole
+from dnis_torchrec.streaming.access import (
+    expand,
+    filesystem,
+    is_plain_file,
+    read_bytes,
+    retrying,
+    version_of,
+)
 
 CHUNK_ROWS = 1 << 16
 CACHE_FORMAT_VERSION = 2

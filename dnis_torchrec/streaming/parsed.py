@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dnis_torchrec.blocks.hashing import HASH_VERSION, spread
-from dnis_torchrec.storage.foreign_folders import is_plain_file, make_folder
-from dnis_torchrec.storage.whole_files import written_whole
+from dnis_torchrec.data.files import written_whole
+from dnis_torchrec.streaming.access import is_plain_file, make_folder
 from dnis_torchrec.streaming.chunks import CACHE_FORMAT_VERSION, CHUNK_ROWS, ChunkIndex, index_files
 from dnis_torchrec.streaming.parsing import ParsedChunk, parse_chunk
 from dnis_torchrec.streaming.schema import StreamSchema

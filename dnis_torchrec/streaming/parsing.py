@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.storage.access import filesystem, read_bytes, retrying
+from dnis_torchrec.streaming.access import filesystem, read_bytes, retrying
 from dnis_torchrec.streaming.chunks import FileChunk, is_parquet
 from dnis_torchrec.streaming.schema import StreamSchema
 from dnis_torchrec.streaming.values import bags_of_column, rows_of_column, split_keys

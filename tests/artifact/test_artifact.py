@@ -20,9 +20,9 @@ from dnis_torchrec.artifact import load, load_csr, load_dense_state, read_manife
 from dnis_torchrec.artifact import manifest as artifact
 from dnis_torchrec.artifact import writing as artifact_writing
 from dnis_torchrec.blocks.routing import RowRouting
+from dnis_torchrec.data import files
 from dnis_torchrec.forms import FORMS
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.storage import whole_folders
 from tests.serving_reference import (
     CSR_FILE,
     MIXED_FILE,
@@ -205,7 +205,7 @@ def test_shards_of_rows_serve_the_same(tmp_path: Path, case: Case, max_file_byte
 
 
 def test_what_appears_while_a_folder_is_filled_is_not_replaced(tmp_path: Path) -> None:
-    filling = whole_folders.new_folder(tmp_path / "out", kind=artifact.ARTIFACT)
+    filling = files.new_folder(tmp_path / "out", kind=artifact.ARTIFACT)
     (filling.__enter__() / "new").touch()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").touch()
@@ -223,10 +223,10 @@ def test_an_old_folder_outlives_a_disk_that_fails_at_the_very_end(
     def fails(folder: Path) -> None:
         raise OSError("input/output error")
 
-    monkeypatch.setattr(whole_folders, "_flush_folder", lambda folder: fails(folder) if folder == tmp_path else None)
+    monkeypatch.setattr(files, "_flush", lambda folder: fails(folder) if folder == tmp_path else None)
     with (
         pytest.raises(OSError, match="input/output"),
-        whole_folders.new_folder(tmp_path / "out", overwrite=True, kind=artifact.ARTIFACT) as folder,
+        files.new_folder(tmp_path / "out", overwrite=True, kind=artifact.ARTIFACT) as folder,
     ):
         (folder / "new").touch()
     assert any((entry / "manifest.json").is_file() for entry in tmp_path.iterdir())
@@ -366,10 +366,7 @@ def test_existing_folder_is_kept(written: Path) -> None:
     assert left_in(written.parent) == ["artifact"]
 
 
-@pytest.mark.parametrize("exchange", [True, False])
-def test_overwrite(written: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
-    if not exchange:
-        monkeypatch.setattr(whole_folders, "_exchange", lambda first, second: False)
+def test_overwrite(written: Path) -> None:
     tables, scheme = two_tables()
     (written / "leftover.txt").write_text("old")
     write_artifact(tables, scheme, written, run={"seed": 4}, overwrite=True)
@@ -407,8 +404,8 @@ def test_overwrite_follows_no_link(written: Path) -> None:
         (artifact_writing, "check_table"),
         (artifact_writing, "write_manifest"),
         (artifact, "save_file"),
-        (whole_folders, "_flush"),
-        (whole_folders, "_move_into_place"),
+        (files, "_flush"),
+        (files.os, "rename"),
     ],
 )
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -426,7 +423,7 @@ def test_failure_leaves_nothing_behind(
         return original(*arguments, **keywords)
 
     monkeypatch.setattr(module, function, fails)
-    target = written if overwrite else written.parent / "deep" / "er" / "artifact"
+    target = written if overwrite else written.parent / "other"
     with pytest.raises(type(error)):
         write_artifact(tables, scheme, target, run={"seed": 4}, overwrite=overwrite)
     assert left_in(written.parent) == ["artifact"]
@@ -450,8 +447,7 @@ def test_failed_swap_in_two_renames_is_undone(written: Path, monkeypatch: pytest
         (folder / "new").touch()
 
     monkeypatch.setattr(artifact_writing, "write_manifest", marked)
-    monkeypatch.setattr(whole_folders, "_exchange", lambda first, second: False)
-    monkeypatch.setattr(whole_folders.os, "rename", second_fails)
+    monkeypatch.setattr(files.os, "rename", second_fails)
     with pytest.raises(OSError, match="disk full"):
         write_artifact(tables, scheme, written, overwrite=True)
     assert left_in(written.parent) == ["artifact"]

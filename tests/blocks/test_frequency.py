@@ -158,7 +158,7 @@ def test_a_save_that_breaks_off_leaves_the_file_as_it_was(tmp_path: Path, monkey
         file.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr("dnis_torchrec.storage.whole_files.save_file", break_off)
+    monkeypatch.setattr("dnis_torchrec.data.files.save_file", break_off)
     with pytest.raises(OSError, match="disk full"):
         expected_counts([]).save(path)
     assert_same(FrequencyCounts.load(path), counts)

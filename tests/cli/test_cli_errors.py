@@ -23,10 +23,10 @@ from dnis_torchrec.artifact import writing as artifact_writing
 from dnis_torchrec.checks import describe_error, is_of_system, visible
 from dnis_torchrec.cli import terminal
 from dnis_torchrec.cli.app import ORDER, print_table
+from dnis_torchrec.data.files import written_whole
 from dnis_torchrec.jobs import report_job, search_job
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.search.loop import SearchLoop
-from dnis_torchrec.storage.whole_files import written_whole
 from dnis_torchrec.training import signals
 from tests.cli.test_cli import SHORT, dnis
 from tests.test_architecture import sources

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
-import os
 import re
-import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +11,10 @@ import pytest
 
 from dnis_torchrec import Size
 from dnis_torchrec.jobs import prune_job
-from dnis_torchrec.jobs.artifact_jobs import run_export
 from dnis_torchrec.jobs.prune_job import run_prune
-from dnis_torchrec.jobs.report_job import run_report
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
 from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.search.settings import PruneSettings
-from dnis_torchrec.storage import whole_folders
 from dnis_torchrec.training.plain import train_plainly
 from dnis_torchrec.training.sharded import set_learning_rates_
 from tests.cli.test_cli import dnis
@@ -173,53 +166,3 @@ def test_what_stands_there_is_replaced_only_if_that_was_asked_for_and_it_is_a_ru
     (tmp_path / "mine" / "file").touch()
     with pytest.raises(ValueError, match=r"got an existing one; choose another --out$"):
         run_prune(run, None, tmp_path / "mine", size=SMALLER, settings=CUT, overwrite=True)
-
-
-def kill(*_: object, **__: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def killed_in_export(run: Path, out: Path) -> None:
-    whole_folders._flush = kill
-    run_export(run, out / "artifact", forms=("csr_fp32",))
-
-
-def killed_in_replace(run: Path, out: Path) -> None:
-    whole_folders._move_into_place, move = (lambda *given: (move(*given), kill())), whole_folders._move_into_place
-    run_export(run, out / "older", forms=("csr_fp32",), overwrite=True)
-
-
-def killed_in_fine_tuning(run: Path, out: Path) -> None:
-    prune_job.train_plainly = kill
-    run_prune(run, None, out / "pruned", size=SMALLER, settings=TUNED)
-
-
-def killed_in_write(run: Path, out: Path) -> None:
-    RunFolder.write_rows = kill
-    run_prune(run, None, out / "pruned", size=SMALLER, settings=CUT)
-
-
-def killed_in_report(run: Path, out: Path) -> None:
-    os.replace = kill
-    run_report(out / "run")
-
-
-KILLED = (killed_in_export, killed_in_replace, killed_in_fine_tuning, killed_in_write, killed_in_report)
-
-
-def test_what_was_killed_leaves_nothing_once_the_same_is_done_again(run: Path, tmp_path: Path) -> None:
-    shutil.copytree(run, tmp_path / "run")
-    run_export(run, tmp_path / "older", forms=("mixed_dimension_fp32",))
-    for act in KILLED:
-        child = multiprocessing.get_context("forkserver").Process(target=act, args=(run, tmp_path))
-        child.start()
-        child.join()
-        assert child.exitcode == -signal.SIGKILL, act
-    assert len(list(tmp_path.rglob("*.partial"))) == 2  # each has removed what the one before it left
-    before = files_of(tmp_path / "older")
-    run_export(run, tmp_path / "artifact", forms=("csr_fp32",))
-    assert files_of(tmp_path / "older") == before  # the new one, which was in its place when its writer was killed
-    run_prune(run, None, tmp_path / "pruned", size=SMALLER, settings=CUT)
-    run_report(tmp_path / "run")
-    assert not list(tmp_path.rglob("*.partial"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["artifact", "older", "pruned", "run"]

@@ -19,11 +19,11 @@ import pytest
 from dnis_torchrec.artifact import read_manifest
 from dnis_torchrec.artifact.manifest import write_manifest
 from dnis_torchrec.data import users_code
+from dnis_torchrec.data.urls import cache_folder
 from dnis_torchrec.jobs import artifact_jobs, recorded
 from dnis_torchrec.jobs.packaging import of_artifact
 from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
 from dnis_torchrec.jobs.verification import resident, verify
-from dnis_torchrec.storage.fetching import cache_folder
 from tests.cli.test_cli import dnis
 from tests.jobs.test_jobs_prune import run as run  # a fixture
 from tests.tiny_artifact import write_tiny_artifact

@@ -34,7 +34,6 @@ from dnis_torchrec.search import started as started_search
 from dnis_torchrec.search.loop import SearchInterrupted, SearchLoop
 from dnis_torchrec.search.settings import PruneSettings
 from dnis_torchrec.selection.shards import table_configs
-from dnis_torchrec.storage.fetching import FETCHED
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.training.checkpoint import LocalCheckpointFolder
 from dnis_torchrec.training.evaluation import evaluate
@@ -279,7 +278,7 @@ def test_a_folder_left_before_the_run_began_is_taken(tmp_path: Path) -> None:
         RunFolder.create(tmp_path / "run")
 
 
-@pytest.mark.parametrize("names", [("lock",), ("lock", FETCHED), (FETCHED,)])
+@pytest.mark.parametrize("names", [("lock",)])
 def test_what_comes_of_such_a_folder_at_a_url_is_taken(tmp_path: Path, names: tuple[str, ...]) -> None:
     """Storage keeps files alone, so there is no empty folder of checkpoints."""
     out = tmp_path / "run"

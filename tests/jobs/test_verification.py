@@ -23,6 +23,7 @@ from dnis_torchrec.artifact import load, load_csr, load_dense_state, read_manife
 from dnis_torchrec.artifact.manifest import describe_file, write_manifest
 from dnis_torchrec.cli import app
 from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.urls import fetch
 from dnis_torchrec.jobs.artifact_jobs import drop_in_, run_evaluate
 from dnis_torchrec.jobs.verification import Finding, parity, verify
 from dnis_torchrec.jobs.verification.findings import OK
@@ -31,7 +32,6 @@ from dnis_torchrec.jobs.verification.parity import Oracle, bag_cases, keyed_jagg
 from dnis_torchrec.jobs.verification.resident import every_row, measure_resident
 from dnis_torchrec.jobs.verification.served import UNCOMPRESSED_FORMS, baseline
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.storage.fetching import fetch
 from tests import tiny
 from tests.serving_reference import PLAIN_FORMS, pool
 from tests.tiny_artifact import tables_alone, write_tiny_artifact

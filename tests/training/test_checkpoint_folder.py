@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from dnis_torchrec.storage.files import Address
+from dnis_torchrec.data.urls import Address
 from dnis_torchrec.training.checkpoint import (
     CheckpointSaver,
     CheckpointWriteError,

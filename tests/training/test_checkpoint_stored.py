@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from dnis_torchrec.storage.access import StorageError
 from dnis_torchrec.training.checkpoint import (
     CheckpointSaver,
     CheckpointWriteError,
@@ -61,7 +60,7 @@ def test_one_that_is_written_again_is_replaced_by_its_manifest(
     folder = StoredCheckpointFolder(URL)
     write_checkpoint(folder, 1, numbers(1), None)
     with monkeypatch.context() as patch:
-        patch.setattr(Manifest, "text", Flaky(1, StorageError("gone")))  # when all ranks have put their files there
+        patch.setattr(Manifest, "text", Flaky(1, OSError("gone")))  # when all ranks have put their files there
         with pytest.raises(CheckpointWriteError, match="gone"):
             write_checkpoint(folder, 1, numbers(2), None)
     assert len(remote.find(f"{ROOT}/step-00000001")) == 3

@@ -13,10 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
+from dnis_torchrec.data.files import conform, file_lock, read_json, write_text
 from dnis_torchrec.report.content import json_text
-from dnis_torchrec.storage.foreign_folders import file_lock
-from dnis_torchrec.storage.json_files import conform, read_json
-from dnis_torchrec.storage.whole_files import write_text
 
 _SECONDS_BETWEEN_LOOKS = 0.2
 _ANNOUNCEMENT = "trials.json"

@@ -12,8 +12,7 @@ from typing import TypedDict
 
 from torch import nn
 
-from dnis_torchrec.storage.foreign_folders import file_lock
-from dnis_torchrec.storage.whole_files import read_tensors, unshared, write_tensors
+from dnis_torchrec.data.files import file_lock, read_tensors, unshared, write_tensors
 
 _SECONDS_BETWEEN_LOOKS = 0.2
 _KIND = "trained_model"

@@ -10,8 +10,7 @@ from typing import Any, TypedDict
 
 from dnis_torchrec.artifact.manifest import describe_file, file_inside
 from dnis_torchrec.checks import check
-from dnis_torchrec.storage.json_files import conform, parse_json
-from dnis_torchrec.storage.whole_folders import FolderKind
+from dnis_torchrec.data.files import FolderKind, conform, parse_json
 
 _FORMAT = "dnis-torchrec-package"
 _FORMAT_VERSION = "1.0"

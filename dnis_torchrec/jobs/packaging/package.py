@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.data.files import new_folder
 from dnis_torchrec.jobs.packaging.aot_inductor import (
     COMPILED_FILE,
     CONSTANTS_FILE,
@@ -32,7 +33,6 @@ from dnis_torchrec.jobs.packaging.folder import PACKAGE, read_package_json, writ
 from dnis_torchrec.jobs.packaging.triton import MODEL_FILE, write_triton_model
 from dnis_torchrec.ops.csr_operator import load_operator
 from dnis_torchrec.ops.native_build import LOOKUPS, built_elsewhere
-from dnis_torchrec.storage.whole_folders import new_folder
 
 KINDS = ("aoti", "torchscript")
 """AOTInductor with its constants outside; TorchScript in a Triton model repository."""

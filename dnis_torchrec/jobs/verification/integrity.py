@@ -29,7 +29,6 @@ from dnis_torchrec.jobs.verification.findings import (
 )
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.scheme import TableScheme, rows_per_chunk
-from dnis_torchrec.storage.fetching import FETCHED
 
 CODE_ROUNDING = 2.0**-22
 """The error that choosing a code in float32 may add, as a share of the largest value that the
@@ -72,12 +71,7 @@ def _unwanted(artifact: Path, manifest: dict[str, Any]) -> list[Finding]:
             findings.append(
                 Finding("checksums", name, FAILED, f"{unwanted}lists it, and nothing refers to it")
             )
-    known = {
-        MANIFEST,
-        CARD,
-        FETCHED,
-        *manifest["files"],
-    }  # FETCHED lies in copies of what is on storage
+    known = {MANIFEST, CARD, *manifest["files"]}
     for file in sorted(artifact.rglob("*")):
         name = file.relative_to(artifact).as_posix()
         if file.is_symlink() or not (file.is_dir() or name in known):

@@ -12,17 +12,15 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
 from socket import gethostname
+from tempfile import NamedTemporaryFile
 from typing import TypedDict
 
 import torch.distributed as dist
 
 from dnis_torchrec.checks import check
+from dnis_torchrec.data.files import PARTIAL, check_plain, parse_json, write_text
+from dnis_torchrec.data.urls import Address, path_in, put_file
 from dnis_torchrec.ranks import on_rank_zero, together, world_size_of
-from dnis_torchrec.storage.files import Address, inside, put_file
-from dnis_torchrec.storage.foreign_folders import check_plain
-from dnis_torchrec.storage.json_files import parse_json
-from dnis_torchrec.storage.whole_files import write_text
-from dnis_torchrec.storage.workplaces import remove_left, workplace
 from dnis_torchrec.training.checkpoint.manifest import Manifest
 
 LATEST = "latest.json"
@@ -45,9 +43,8 @@ def check_shared(path: Path, process_group: dist.ProcessGroup | None = None) -> 
 
         def write() -> str:
             path.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(workplace(path / "shared")).new
-            file.touch()
-            return file.relative_to(path).as_posix()
+            file = stack.enter_context(NamedTemporaryFile(dir=path, suffix=PARTIAL))
+            return os.path.basename(file.name)
 
         name = on_rank_zero(write, process_group)
         with together(process_group):  # all have looked when it is left
@@ -85,14 +82,14 @@ class CheckpointFolder(ABC):
 
     def path_of(self, step: int) -> Address:
         """Returns the address of the checkpoint of a step, once it is whole."""
-        return inside(self.path, f"step-{step:08d}")
+        return path_in(self.path, f"step-{step:08d}")
 
     def latest(self) -> Address | None:
         """The last whole checkpoint, or None."""
         text = self._latest_text()
         if text is None:
             return None
-        place, remedy = str(inside(self.path, LATEST)), "name a checkpoint of the folder in it"
+        place, remedy = str(path_in(self.path, LATEST)), "name a checkpoint of the folder in it"
         name = parse_json(text, _Latest, place, remedy=remedy)["checkpoint"]
         check(step_of(name) is not None, place, '{"checkpoint": "step-..."}', repr(name), remedy)
         known = {os.path.basename(self.path_of(step)): step for step in self.steps()}
@@ -155,7 +152,8 @@ class LocalCheckpointFolder(CheckpointFolder):
         """Removes the remains of checkpoints that never became whole, or are only half gone; see
         the base class."""
         check_plain(self._folder, f"checkpoints {self._folder}")
-        remove_left(self._folder)
+        for file in self._folder.glob(f".*{PARTIAL}"):
+            file.unlink()
         for path in self._folder.glob("step-*.partial"):
             final = path.with_name(path.name.removesuffix(ASIDE))
             is_latest = path.name.endswith(ASIDE) and self._latest_text() == latest_text(final)

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dnis_torchrec.checks import check, describe, nearest
+from dnis_torchrec.data.files import written_whole
 from dnis_torchrec.selection.shards import collections, local_shards, table_weight_names
 from dnis_torchrec.selection.torchrec import writing_to_tables
-from dnis_torchrec.storage.whole_files import written_whole
 from dnis_torchrec.training.checkpoint.placement import PlacedTensor
 
 

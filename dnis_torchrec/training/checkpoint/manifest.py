@@ -21,11 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.storage.access import local_path, read_bytes
-from dnis_torchrec.storage.files import Address, file_size, inside
-from dnis_torchrec.storage.foreign_folders import check_plain
-from dnis_torchrec.storage.json_files import Positive, conform, parse_json
-from dnis_torchrec.storage.whole_files import write_text
+from dnis_torchrec.data.files import Positive, check_plain, conform, parse_json, write_text
+from dnis_torchrec.data.urls import Address, file_size, local_path, path_in, read_bytes
 from dnis_torchrec.training.checkpoint.placement import ITERATIONS, TableDescription
 
 _FORMAT = "dnis-torchrec-checkpoint"
@@ -81,7 +78,7 @@ class Manifest:
     def read(folder: Address) -> Manifest:
         """Reads the manifest, and looks whether every file that it names is there and whole."""
         place = f"checkpoint {folder}"
-        file, here = inside(folder, CHECKPOINT_MANIFEST), local_path(folder)
+        file, here = path_in(folder, CHECKPOINT_MANIFEST), local_path(folder)
         if here is not None:
             check_plain(here, place)
         check(file_size(file) is not None, place, "a checkpoint", f"no {CHECKPOINT_MANIFEST} in it")
@@ -99,7 +96,7 @@ class Manifest:
         conform(head, _Head, str(file), remedy=_OTHER)
         for name, size in head["files"].items():
             check(os.path.basename(name) == name, place, "names of files in it", repr(name))
-            found = file_size(inside(folder, name))
+            found = file_size(path_in(folder, name))
             rank = name.removeprefix("rank").partition(".")[0]
             received = "no such file" if found is None else f"{found} bytes"
             remedy = f"put back what rank {rank} wrote, or resume from another checkpoint"

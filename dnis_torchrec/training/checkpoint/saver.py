@@ -10,8 +10,8 @@ from types import TracebackType
 import torch.distributed as dist
 
 from dnis_torchrec.checks import check_known
+from dnis_torchrec.data.urls import local_path
 from dnis_torchrec.ranks import rank_of
-from dnis_torchrec.storage.access import local_path
 from dnis_torchrec.training.checkpoint.folder import CheckpointFolder, check_shared
 from dnis_torchrec.training.checkpoint.placement import TrainingState
 from dnis_torchrec.training.checkpoint.transfer import CheckpointWriteError, write_checkpoint

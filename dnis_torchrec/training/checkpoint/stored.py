@@ -8,13 +8,14 @@ from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
-from dnis_torchrec.storage.access import local_path, read_bytes
-from dnis_torchrec.storage.files import (
+from dnis_torchrec.data.urls import (
     Address,
     file_names,
     file_size,
-    inside,
+    local_path,
+    path_in,
     put_file,
+    read_bytes,
     remove_file,
 )
 from dnis_torchrec.training.checkpoint.folder import (
@@ -46,13 +47,13 @@ class StoredCheckpointFolder(CheckpointFolder):
     def add(self, step: int, rank: int, write: Callable[[Path], object]) -> tuple[str, int]:
         """Puts a rank's file there; see the base class."""
         name = f"rank{rank}.{uuid4().hex[:8]}.safetensors"
-        return name, put_file(inside(self.path_of(step), name), write)
+        return name, put_file(path_in(self.path_of(step), name), write)
 
     def publish(self, step: int, manifest: Manifest, keep: Collection[int] = ()) -> None:
         """Makes a checkpoint whole and the latest, and removes those that nobody needs any more;
         see the base class."""
-        put_file(inside(self.path_of(step), CHECKPOINT_MANIFEST), partial(_write, manifest.text()))
-        put_file(inside(self.path, LATEST), partial(_write, latest_text(self.path_of(step))))
+        put_file(path_in(self.path_of(step), CHECKPOINT_MANIFEST), partial(_write, manifest.text()))
+        put_file(path_in(self.path, LATEST), partial(_write, latest_text(self.path_of(step))))
         found = self._found()
         self._remove_files(
             step,
@@ -63,12 +64,12 @@ class StoredCheckpointFolder(CheckpointFolder):
 
     def remove(self) -> None:
         """Removes all checkpoints, the name of the latest first."""
-        remove_file(inside(self.path, LATEST))
+        remove_file(path_in(self.path, LATEST))
         for step, files in self._found().items():
             self._remove_files(step, files)
 
     def _latest_text(self) -> str | None:
-        address = inside(self.path, LATEST)
+        address = path_in(self.path, LATEST)
         return (
             None
             if file_size(address) is None
@@ -88,7 +89,7 @@ class StoredCheckpointFolder(CheckpointFolder):
     def _remove_files(self, step: int, names: Collection[str]) -> None:
         """The manifest first, so that a kill leaves either a whole checkpoint or none."""
         for name in sorted(names, key=lambda name: name != CHECKPOINT_MANIFEST):
-            remove_file(inside(self.path_of(step), name))
+            remove_file(path_in(self.path_of(step), name))
 
 
 def checkpoint_folder(address: Address, *, keep_last: int = 2) -> CheckpointFolder:

@@ -37,9 +37,9 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from dnis_torchrec.checks import describe
+from dnis_torchrec.data.urls import Address, local_file, path_in
 from dnis_torchrec.ranks import rank_of, together, union_over_ranks, world_size_of
 from dnis_torchrec.selection.wrapper import SOFT_SELECTION
-from dnis_torchrec.storage.files import Address, inside, local_file
 from dnis_torchrec.training.checkpoint.folder import CheckpointFolder
 from dnis_torchrec.training.checkpoint.manifest import (
     Manifest,
@@ -277,7 +277,7 @@ class _Reader(StorageReader):
             per_file.setdefault(self._metadata.storage_data[index], []).append(item)
         for name, items in per_file.items():
             with (
-                local_file(inside(self._path, name)) as path,
+                local_file(path_in(self._path, name)) as path,
                 safe_open(path, framework="pt") as file,
             ):
                 for item in items:

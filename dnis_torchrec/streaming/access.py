@@ -152,3 +152,14 @@ def expand(addresses: Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
             name if is_local else files.unstrip_protocol(name) for name in here
         )
     return tuple(expanded)
+
+
+def is_plain_file(path: Path) -> bool:
+    """Returns whether a path names a file, and no link to one."""
+    return path.is_file() and not path.is_symlink()
+
+
+def make_folder(folder: Path, *, within: Path) -> Path:
+    """Makes a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

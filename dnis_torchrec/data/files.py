@@ -1,0 +1,328 @@
+"""Files and folders that appear whole or not at all, and JSON that is held against types."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import reprlib
+import shutil
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from socket import gethostname
+from typing import (
+    Annotated,
+    Any,
+    NamedTuple,
+    NoReturn,
+    NotRequired,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
+from uuid import uuid4
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dnis_torchrec.checks import check, describe
+
+NotNegative = Annotated[int, 0]
+Positive = Annotated[int, 1]
+"""Integers of at least so much."""
+PARTIAL = ".partial"
+"""Suffix of the name of a file or folder while it is being written."""
+
+_T = TypeVar("_T")
+_Fault = tuple[str, str, object]
+_LARGEST = 2**63 - 1
+_WORDS = {str: "text", bool: "true or false", int: "an integer of 64 bits", float: "a number"}
+
+
+class FolderKind(NamedTuple):
+    """A kind of folder that may be replaced, told from all others by the format in its JSON file."""
+
+    name: str
+    manifest: str
+    format: str
+
+
+def _partial_of(path: Path) -> Path:
+    return path.with_name(f".{path.name[:100]}.{uuid4().hex}{PARTIAL}")
+
+
+@contextmanager
+def written_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """Lends a path to write a file to, which takes the file's place once the block ends well."""
+    unfinished = _partial_of(Path(path))
+    try:
+        unfinished.touch()
+        mode = unfinished.stat().st_mode & 0o777
+        yield unfinished
+        os.chmod(unfinished, mode)  # safetensors writes for the owner alone
+        if durable:
+            _flush(unfinished)
+        os.replace(unfinished, path)
+    except OSError as error:
+        if PARTIAL in str(error.filename):
+            error.filename, error.filename2 = str(path), None
+        raise
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str, *, durable: bool = False) -> Path:
+    """Writes UTF-8 text whole or not at all; returns `path`."""
+    with written_whole(path, durable=durable) as unfinished:
+        unfinished.write_bytes(text.encode("utf-8"))
+    return Path(path)
+
+
+def write_json(path: Path, content: Any) -> Path:
+    """Writes an indented JSON document whole or not at all; returns `path`."""
+    return write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+@contextmanager
+def new_folder(path: Path | str, *, overwrite: bool = False, kind: FolderKind) -> Iterator[Path]:
+    """A folder that appears under `path` complete, or not at all."""
+    target = Path(os.path.abspath(path))
+    _check_target(target, overwrite, kind)
+    new, old = _partial_of(target), _partial_of(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new.mkdir()
+    try:
+        mode = new.stat().st_mode & 0o666
+        yield new
+        for file in new.rglob("*"):
+            if file.is_file():
+                os.chmod(file, mode | (file.stat().st_mode & 0o111))
+            _flush(file)
+        _check_target(target, overwrite, kind)  # another job may have put something there
+        if os.path.lexists(target):
+            os.rename(target, old)
+        os.rename(new, target)
+        _flush(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        if old.exists() and not target.exists():
+            os.rename(old, target)
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _check_target(target: Path, overwrite: bool, kind: FolderKind) -> None:
+    if not os.path.lexists(target):
+        return
+    place, remedy = f"{kind.name} {str(target)!r}", "pass overwrite=True to replace it"
+    check(overwrite, place, "a path that does not exist", "an existing one", remedy)
+    file = target / kind.manifest
+    is_ours = file.is_file() and not target.is_symlink()
+    if is_ours:
+        try:
+            is_ours = read_json(file, dict[str, Any]).get("format") == kind.format
+        except ValueError:
+            is_ours = False
+    remedy = "choose another path, or remove it first"
+    check(is_ours, place, f"an old {kind.name} to overwrite", "something else", remedy)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_plain(folder: Path, place: str) -> None:
+    """Refuses a folder of others that holds anything but plain files and folders, at any depth."""
+    for root, folders, names in os.walk(folder):
+        for path in (Path(root, name) for name in sorted(folders + names)):
+            is_plain = not path.is_symlink() and (path.is_file() or path.is_dir())
+            kind = "the link" if path.is_symlink() else "the special file"
+            inner = f"{kind} {path.relative_to(folder).as_posix()!r}"
+            check(is_plain, place, "plain files and folders in it", inner, "remove it")
+
+
+@contextmanager
+def file_lock(path: Path) -> Iterator[str | None]:
+    """Locks a file while the block runs: gives None, or who holds the lock."""
+    # The system lets go of it when this process ends, however it ends.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another one"
+            return
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {gethostname()}\n".encode(), 0)
+        yield None
+    finally:
+        os.close(descriptor)
+
+
+def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors without shared storage (tied weights), as safetensors wants them."""
+    pointers: set[int] = set()
+    copies = {}
+    for name, value in tensors.items():
+        is_shared = value.data_ptr() in pointers
+        pointers.add(value.data_ptr())
+        copies[name] = value.detach().clone() if is_shared else value.detach().contiguous()
+    return copies
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], kind: str, head: Mapping[str, Any]
+) -> None:
+    """Writes a safetensors file with a JSON head whole or not at all."""
+    with written_whole(path) as unfinished:
+        save_file(dict(tensors), unfinished, metadata={kind: json.dumps(head)})
+
+
+def read_tensors(path: Path, kind: str, head: type[_T]) -> tuple[dict[str, Tensor], _T]:
+    """Reads a file that `write_tensors` wrote."""
+    remedy = "use another one"
+    with path.open("rb"):  # safetensors does not say which file it cannot open
+        pass
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get(kind, "")
+            check(bool(text), str(path), f"a file of {kind.replace('_', ' ')}", "another file")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(
+            describe(str(path), "a whole safetensors file", str(error), remedy)
+        ) from error
+    return _Tensors(path, tensors), parse_json(text, head, str(path), remedy=remedy)
+
+
+class _Tensors(dict[str, Tensor]):
+    """The tensors of a file, which its head may name wrongly."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self._path = path
+
+    def __missing__(self, name: str) -> Tensor:
+        raise ValueError(describe(str(self._path), f"a tensor {name!r}", "none", "use another one"))
+
+
+def read_json(file: Path, kind: type[_T], *, remedy: str = "") -> _T:
+    """Reads a JSON file."""
+    return parse_json(file.read_bytes(), kind, str(file), remedy=remedy)
+
+
+def parse_json(content: bytes | str, kind: type[_T], place: str, *, remedy: str = "") -> _T:
+    """Parses JSON: UTF-8, no NaN, no infinity, no name twice in an object, of the given type."""
+    try:
+        text = content if isinstance(content, str) else content.decode("utf-8")
+        value = json.loads(
+            text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_object
+        )
+    except RecursionError as error:
+        raise ValueError(describe(place, "JSON of few levels", "too many", remedy)) from error
+    except ValueError as error:
+        raise ValueError(describe(place, "JSON", str(error), remedy)) from error
+    conform(value, kind, place, remedy=remedy)
+    return value  # type: ignore[no-any-return]
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"the constant {name}")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse(text[:60])
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("an object with a name twice")
+    return value
+
+
+def conform(value: object, kind: Any, place: str, *, remedy: str = "") -> None:
+    """Checks that a JSON value is of a type: what TypedDicts and dataclasses are made of."""
+    fault = _fault(value, kind, "")
+    if fault is not None:
+        field, requirement, received = fault
+        shown = received if isinstance(received, _Plain) else reprlib.repr(received)
+        raise ValueError(
+            describe(f"{place}, field {field}" if field else place, requirement, shown, remedy)
+        )
+
+
+class _Plain(str):
+    """A text to show without quotes."""
+
+
+def _fault(value: Any, kind: Any, field: str) -> _Fault | None:
+    """Field, requirement and value of the first fault."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return None
+    if origin in (Union, types.UnionType):
+        faults = [_fault(value, one, field) for one in arguments]
+        return None if None in faults else max(faults, key=lambda fault: len(fault[0]))  # type: ignore[index, arg-type]
+    if origin is Annotated:
+        is_enough = _is_plain(value, int) and value >= arguments[1]
+        return None if is_enough else (field, f"an integer >= {arguments[1]}", value)
+    if origin in (list, tuple, Sequence):
+        if not isinstance(value, list | tuple):
+            return field, "a list", value
+        kinds = [arguments[0]] * len(value)
+        if origin is tuple and arguments[-1] is not Ellipsis:
+            kinds = list(arguments)
+        if len(kinds) != len(value):
+            return field, f"a list of {len(kinds)}", _Plain(f"one of {len(value)}")
+        return _first(_fault(*pair, f"{field}[{i}]") for i, pair in enumerate(zip(value, kinds)))
+    if origin in (dict, Mapping) or is_typeddict(kind) or is_dataclass(kind):
+        if not isinstance(value, dict):
+            return field, "an object", value
+        members, needs, is_open = _members(kind) if origin is None else ({}, (), True)
+        absent = next((name for name in needs if name not in value), None)
+        if absent is not None:
+            return field, f"{absent!r} in it", _Plain("none")
+        more = next((name for name in value if name not in members), None)
+        if more is not None and not is_open:
+            return field, f"no more than {', '.join(members)}", more
+        of_others = Any if origin is None else arguments[1]
+        dot = f"{field}." if field else ""
+        return _first(_fault(v, members.get(n, of_others), dot + n) for n, v in value.items())
+    return None if _is_plain(value, kind) else (field, _WORDS.get(kind, "null"), value)
+
+
+def _first(faults: Iterator[_Fault | None]) -> _Fault | None:
+    return next((fault for fault in faults if fault is not None), None)
+
+
+@cache
+def _members(kind: Any) -> tuple[Mapping[str, Any], tuple[str, ...], bool]:
+    """Types by name, the names that must be there, and whether there may be others."""
+    hints = get_type_hints(kind, include_extras=True)
+    if is_dataclass(kind):
+        own = [f for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+        return hints, tuple(f.name for f in own), False
+    free = {n: get_args(hint)[0] for n, hint in hints.items() if get_origin(hint) is NotRequired}
+    return hints | free, tuple(name for name in hints if name not in free), True
+
+
+def _is_plain(value: Any, kind: Any) -> bool:
+    if kind is None or kind is types.NoneType:
+        return value is None
+    if type(value) is int and kind in (int, float):
+        return abs(value) <= _LARGEST
+    return type(value) is kind and (kind is not float or math.isfinite(value))

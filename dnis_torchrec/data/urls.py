@@ -1,0 +1,224 @@
+"""Addresses: paths of this machine, or URLs of storage that fsspec reaches."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import posixpath
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.data.files import PARTIAL, written_whole
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+Address = str | os.PathLike[str]
+CACHE_VARIABLE = "DNIS_CACHE"
+LAST_FILES = ("manifest.json", "run.json", "comparison.json", "compress.json")
+"""Files that say that a folder is whole: published after everything else."""
+
+_URL_OF: dict[Path, str] = {}
+
+
+def user_cache_folder() -> Path:
+    """``$XDG_CACHE_HOME``, or ``.cache`` in the user's home folder."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        remedy = "set XDG_CACHE_HOME to a folder of yours"
+        raise OSError(
+            describe("cache folder", "a home folder or XDG_CACHE_HOME", "neither", remedy)
+        ) from error
+
+
+def cache_folder() -> Path:
+    """``$DNIS_CACHE``, or dnis_torchrec in the user's cache folder: copies from storage."""
+    return Path(os.environ.get(CACHE_VARIABLE) or user_cache_folder() / "dnis_torchrec")
+
+
+def local_path(address: Address) -> Path | None:
+    """The path that an address names on this machine, or None for one on storage."""
+    text = os.fspath(address)
+    if text.startswith(("file://", "local://")):
+        return Path(text.split("://", 1)[1])
+    return None if re.match(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)", text) else Path(text)
+
+
+def url_of(path: Path | None) -> str | None:
+    """The URL that a local copy stands for; None where the user named the path itself."""
+    return None if path is None else _URL_OF.get(path)
+
+
+def address_of(path: Path) -> str:
+    """A path as the user named it: the URL that a local copy stands for, or the path itself."""
+    return url_of(path) or str(path)
+
+
+def path_in(folder: Address, name: str) -> Path | str:
+    """The address of a file in a folder."""
+    here = local_path(folder)
+    return f"{os.fspath(folder).rstrip('/')}/{name}" if here is None else here / name
+
+
+@contextmanager
+def storage(address: Address) -> Iterator[tuple[AbstractFileSystem, str]]:
+    """The file system of an address and the path in it; each library's errors become OSErrors."""
+    import fsspec  # what serves local files loads no fsspec
+
+    place = f"address {os.fspath(address)}"
+    try:
+        files, path = fsspec.core.url_to_fs(os.fspath(address))
+    except (ImportError, ValueError) as error:
+        requirement, remedy = "a protocol that fsspec knows here", "install the package it needs"
+        raise ValueError(describe(place, requirement, str(error), remedy)) from error
+    try:
+        files.invalidate_cache()
+        yield files, path.rstrip("/")
+    except (OSError, ValueError):
+        raise
+    except Exception as error:
+        remedy = "check address, credentials and network"
+        received = f"{type(error).__name__}: {error}"
+        raise OSError(describe(place, "storage that answers", received, remedy)) from error
+
+
+def read_bytes(address: Address) -> bytes:
+    """Reads a file."""
+    with storage(address) as (files, path):
+        return bytes(files.cat_file(path))
+
+
+def put_file(address: Address, write: Callable[[Path], object]) -> int:
+    """Writes a file that survives the machine, through a local one for a URL; returns its bytes."""
+    here = local_path(address)
+    if here is not None:
+        with written_whole(here, durable=True) as unfinished:
+            write(unfinished)
+            return unfinished.stat().st_size
+    with _temporary_folder() as folder, storage(address) as (files, path):
+        local = folder / posixpath.basename(path)
+        write(local)
+        files.put_file(str(local), path)
+        return local.stat().st_size
+
+
+@contextmanager
+def local_file(address: Address) -> Iterator[Path]:
+    """A local path with a file's content while the block runs: itself if it is local."""
+    here = local_path(address)
+    if here is not None:
+        yield here
+        return
+    with _temporary_folder() as folder:
+        copy = folder / posixpath.basename(os.fspath(address))
+        with storage(address) as (files, path):
+            files.get_file(path, str(copy))
+        yield copy
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    cache_folder().mkdir(parents=True, exist_ok=True)  # where there is room
+    with tempfile.TemporaryDirectory(dir=cache_folder(), suffix=PARTIAL) as folder:
+        yield Path(folder)
+
+
+def remove_file(address: Address) -> None:
+    """Removes a file that may be there."""
+    with storage(address) as (files, path), suppress(FileNotFoundError):
+        files.rm_file(path)
+
+
+def file_size(address: Address) -> int | None:
+    """Bytes of a file; None if there is none."""
+    with storage(address) as (files, path):
+        return int(files.size(path)) if files.isfile(path) else None
+
+
+def file_names(folder: Address) -> list[str]:
+    """Names of all files in a folder and in those below it, relative to it."""
+    with storage(folder) as (files, path):
+        names = files.find(path) if files.isdir(path) else []
+        return sorted(name.removeprefix(f"{path}/") for name in names)
+
+
+def fetch(address: Address) -> Path:
+    """A local path with the content of an address: itself if it is local, else a cached copy."""
+    here, url = local_path(address), os.fspath(address).rstrip("/")
+    if here is not None:
+        return here
+    with storage(url) as (files, root):
+        infos = files.find(root, detail=True)
+        check(bool(infos), f"address {url}", "a file or a folder with files", "nothing there")
+        # What is on storage tells a copy's name: one that is there is whole and up to date.
+        version = hashlib.sha256(f"{url} {sorted(map(str, infos.values()))}".encode()).hexdigest()
+        target = cache_folder() / "fetched" / version[:24] / posixpath.basename(root)
+        if not target.exists():
+            with _temporary_folder() as folder:
+                _get(files, root, list(infos), folder / "copy" / target.name)
+                target.parent.parent.mkdir(parents=True, exist_ok=True)
+                with suppress(FileExistsError):  # another process has fetched it, too
+                    os.rename(folder / "copy", target.parent)
+    _URL_OF[target] = url
+    return target
+
+
+def _get(files: AbstractFileSystem, root: str, names: list[str], target: Path) -> None:
+    for name in names:
+        inner = name.removeprefix(root).lstrip("/")
+        is_inside = name.startswith(root) and ".." not in inner.split("/")
+        check(is_inside, f"address {root}", "names inside the folder", repr(name))
+        copy = target / inner if inner else target
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        files.get_file(name, str(copy))
+
+
+def publish(folder: Path, url: str, *, skip: Collection[str] = ()) -> None:
+    """Makes a folder on storage like a local one, but for files of the patterns `skip`."""
+    with storage(url) as (files, root):
+        plain = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+        names = [path.relative_to(folder).as_posix() for path in plain]
+        names = [name for name in names if PARTIAL not in name]
+        for name in sorted(names, key=lambda name: (name in LAST_FILES, name)):
+            files.put_file(str(folder / name), f"{root}/{name}")
+        for name in set(file_names(url)) - set(names):
+            if not any(fnmatchcase(name, pattern) for pattern in skip):
+                files.rm_file(f"{root}/{name}")
+
+
+def output_folder(url: str, job: str) -> Path:
+    """The local folder in which a job fills what is published at a URL."""
+    key = hashlib.sha256(f"{job} {url}".encode()).hexdigest()[:24]
+    folder = cache_folder() / "outputs" / key / (posixpath.basename(url.rstrip("/")) or "root")
+    _URL_OF[folder] = url
+    return folder
+
+
+@contextmanager
+def output(url: str, job: str, *, skip: Collection[str] = ()) -> Iterator[Path]:
+    """A local folder with what is at a URL; published when the block is left, however it is left."""
+    folder = output_folder(url, job)
+    shutil.rmtree(folder.parent, ignore_errors=True)
+    folder.parent.mkdir(parents=True)
+    with storage(url) as (files, root):
+        names = files.find(root) if files.isdir(root) else []
+        patterns = [f"{root}/{pattern}" for pattern in skip]
+        wanted = [name for name in names if not any(fnmatchcase(name, p) for p in patterns)]
+        _get(files, root, wanted, folder)
+    try:
+        yield folder
+    finally:
+        try:
+            if folder.exists():
+                publish(folder, url, skip=skip)
+        except OSError as error:
+            raise OSError(f"{error}; {folder} has what was to be published: copy it") from error
+    shutil.rmtree(folder.parent)
