@@ -6,6 +6,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import reprlib
 import shutil
 import types
@@ -76,6 +77,11 @@ def written_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
         if PARTIAL in str(error.filename):
             error.filename, error.filename2 = str(path), None
         raise
+    except SafetensorError as error:  # its way to tell of a full disk
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -98,6 +104,7 @@ def new_folder(path: Path | str, *, overwrite: bool = False, kind: FolderKind) -
     target = Path(os.path.abspath(path))
     _check_target(target, overwrite, kind)
     new, old = _partial_of(target), _partial_of(target)
+    parents = [parent for parent in target.parents if not parent.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
     new.mkdir()
     try:
@@ -117,6 +124,8 @@ def new_folder(path: Path | str, *, overwrite: bool = False, kind: FolderKind) -
         if old.exists() and not target.exists():
             os.rename(old, target)
         shutil.rmtree(new, ignore_errors=True)
+        for parent in () if target.exists() else parents:
+            parent.rmdir()
 
 
 def _check_target(target: Path, overwrite: bool, kind: FolderKind) -> None:
@@ -164,8 +173,10 @@ def file_lock(path: Path) -> Iterator[str | None]:
         except BlockingIOError:
             yield os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another one"
             return
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {gethostname()}\n".encode(), 0)
+        if os.fstat(descriptor).st_nlink == 1:  # else it is a second name of somebody's file
+            os.pwrite(
+                descriptor, f"process {os.getpid()} on {gethostname()}".ljust(127).encode(), 0
+            )
         yield None
     finally:
         os.close(descriptor)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data.files import PARTIAL, written_whole
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -100,6 +99,8 @@ def put_file(address: Address, write: Callable[[Path], object]) -> int:
     """Writes a file that survives the machine, through a local one for a URL; returns its bytes."""
     here = local_path(address)
     if here is not None:
+        from dnis_torchrec.data.files import written_whole  # loads torch, which --help needs not
+
         with written_whole(here, durable=True) as unfinished:
             write(unfinished)
             return unfinished.stat().st_size
@@ -127,7 +128,7 @@ def local_file(address: Address) -> Iterator[Path]:
 @contextmanager
 def _temporary_folder() -> Iterator[Path]:
     cache_folder().mkdir(parents=True, exist_ok=True)  # where there is room
-    with tempfile.TemporaryDirectory(dir=cache_folder(), suffix=PARTIAL) as folder:
+    with tempfile.TemporaryDirectory(dir=cache_folder(), suffix=".partial") as folder:
         yield Path(folder)
 
 
@@ -139,14 +140,16 @@ def remove_file(address: Address) -> None:
 
 def file_size(address: Address) -> int | None:
     """Bytes of a file; None if there is none."""
-    with storage(address) as (files, path):
-        return int(files.size(path)) if files.isfile(path) else None
+    with storage(address) as (files, path), suppress(FileNotFoundError):
+        info = files.info(path)
+        return int(info["size"]) if info["type"] == "file" else None
+    return None
 
 
 def file_names(folder: Address) -> list[str]:
     """Names of all files in a folder and in those below it, relative to it."""
     with storage(folder) as (files, path):
-        names = files.find(path) if files.isdir(path) else []
+        names = [name for name in files.find(path) if name != path]
         return sorted(name.removeprefix(f"{path}/") for name in names)
 
 
@@ -186,7 +189,7 @@ def publish(folder: Path, url: str, *, skip: Collection[str] = ()) -> None:
     with storage(url) as (files, root):
         plain = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
         names = [path.relative_to(folder).as_posix() for path in plain]
-        names = [name for name in names if PARTIAL not in name]
+        names = [name for name in names if ".partial" not in name]
         for name in sorted(names, key=lambda name: (name in LAST_FILES, name)):
             files.put_file(str(folder / name), f"{root}/{name}")
         for name in set(file_names(url)) - set(names):
@@ -209,7 +212,7 @@ def output(url: str, job: str, *, skip: Collection[str] = ()) -> Iterator[Path]:
     shutil.rmtree(folder.parent, ignore_errors=True)
     folder.parent.mkdir(parents=True)
     with storage(url) as (files, root):
-        names = files.find(root) if files.isdir(root) else []
+        names = [name for name in files.find(root) if name != root]
         patterns = [f"{root}/{pattern}" for pattern in skip]
         wanted = [name for name in names if not any(fnmatchcase(name, p) for p in patterns)]
         _get(files, root, wanted, folder)

@@ -449,10 +449,7 @@ def _is_unused(path: Path) -> bool:
     names -= {
         name for name in names if name.endswith(PARTIAL)
     }  # a kill leaves what was being written
-    is_before_head = bool(names) and names <= {
-        "checkpoints",
-        "lock",
-    }
+    is_before_head = bool(names) and names <= {"checkpoints", "lock"}
     return is_before_head and not any((path / "checkpoints").glob("*"))
 
 

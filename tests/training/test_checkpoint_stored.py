@@ -19,11 +19,23 @@ from dnis_torchrec.training.checkpoint import (
     checkpoint_folder,
     write_checkpoint,
 )
-from tests.storage.test_storage import Flaky
 from tests.training.test_checkpoint_folder import numbers, read, refused
 
 URL = "memory://stored/run/checkpoints"
 ROOT = "/stored/run/checkpoints"
+
+
+class Flaky:
+    """Fails a number of times."""
+
+    def __init__(self, failures: int, error: Exception) -> None:
+        self.failures, self.error = failures, error
+
+    def __call__(self, *_: object, **__: object) -> None:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise self.error
+
 
 pytestmark = pytest.mark.usefixtures("gloo")
 
