@@ -167,7 +167,9 @@ def with_axes_(model: nn.Module) -> nn.Module:
     Example:
         >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
         >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=5, embedding_dim=8, feature_names=["f"])
+        >>> table = EmbeddingBagConfig(
+        ...     name="t", num_embeddings=5, embedding_dim=8, feature_names=["f"]
+        ... )
         >>> model = with_axes_(dlrm.DLRM(EmbeddingBagCollection(tables=[table]), 3, [4, 8], [4, 1]))
         >>> [name for name in model.state_dict() if name.endswith("axes")]
         ['dense_arch.model._mlp.turn.axes']
@@ -429,11 +431,11 @@ def rotate_(
 
 
 def _say_what_stays(dims: Mapping[str, int], turns: Sequence[str], ranks: Ranks) -> None:
-    """Names the tables whose axes stay as they are; those of a single column have nothing to turn."""
+    """Names the tables whose axes stay; those of a single column have nothing to turn."""
     rest = [table for table, dim in dims.items() if dim > 1 and table not in turns]
     if rest and ranks.is_first:
         requirement = "tables of which it is known what turns along, and that are not frozen"
-        remedy = "they keep their axes; see `with_axes_` for TorchRec's models, `rotation_groups` for others"
+        remedy = "they keep their axes: see `with_axes_`, and `rotation_groups` for your own models"
         logger.warning(describe("rotation", requirement, f"others: {rest}", remedy))
 
 

@@ -70,11 +70,7 @@ class Measured:
             self.sample.bias.shift_(self.model, result.output_shift)
 
     def allocate(
-        self,
-        *,
-        compression: float | None = None,
-        embedding_bytes: int | None = None,
-        max_loss: float | None = None,
+        self, *, compression: float | None = None, max_loss: float | None = None
     ) -> Allocation:
         """Chooses bits for one size, and predicts what it costs on the sample; the model does not
         change."""
@@ -84,7 +80,6 @@ class Measured:
             self.counts,
             self.curvature,
             compression=compression,
-            embedding_bytes=embedding_bytes,
             max_loss=max_loss,
             bits=self.energies.bits,
             energies=self.energies,
@@ -154,7 +149,9 @@ def compress(
         ...
         ...     def forward(self, dense_features, sparse_features):
         ...         return self.tables(sparse_features).values().sum(1)
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=800, embedding_dim=4, feature_names=["f"])
+        >>> table = EmbeddingBagConfig(
+        ...     name="t", num_embeddings=800, embedding_dim=4, feature_names=["f"]
+        ... )
         >>> model, ids = Sum(table), torch.arange(800)
         >>> features = KeyedJaggedTensor(["f"], ids, lengths=torch.ones(800, dtype=torch.int64))
         >>> batch = Batch(torch.zeros(800, 1), features, labels=model(None, features).detach())
@@ -347,7 +344,7 @@ def _turn_(
             requirement = (
                 f"predictions to stay within {UNCHANGED * largest:.3g} when tables are turned"
             )
-            remedy = "the model's rotation_groups do not hold for it: correct them, and load its weights again"
+            remedy = "correct the model's rotation_groups, and load its weights again"
             raise RuntimeError(
                 describe("rotation", requirement, f"a change by {change:.3g}", remedy)
             )

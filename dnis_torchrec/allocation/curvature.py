@@ -213,7 +213,8 @@ class Curvature:
 
     def __repr__(self) -> str:
         tables = f"{len(self.curvature)} table{'s' if len(self.curvature) != 1 else ''}"
-        return f"Curvature({tables}, {self.num_samples} samples, relative error {self.relative_error:.2g})"
+        error = f"relative error {self.relative_error:.2g}"
+        return f"Curvature({tables}, {self.num_samples} samples, {error})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -353,8 +354,8 @@ def _warn_of_untrained(result: Curvature, loss: float, noise: float) -> None:
     )
     if bend <= LEAST_CURVATURE * abs(loss) or slopes > LARGEST_STEP * bends:
         logger.warning(
-            "the model looks untrained: the gradient of the loss in alpha has a norm of %.3g beside a curvature of "
-            "%.3g, whose sum is %.3g at a loss of %.3g; train it first, or what columns are worth says little",
+            "the model looks untrained: the gradient of the loss in alpha has norm %.3g, its "
+            "curvature norm %.3g and sum %.3g, at a loss of %.3g; train the model first",
             *(slopes, bends, bend, loss),
         )
 
@@ -434,9 +435,13 @@ def curvature(
         ...     def forward(self, dense_features, sparse_features):
         ...         return self.tables(sparse_features).values().sum(1)
         >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=2, embedding_dim=2, feature_names=["f"])
-        >>> model, features = Sum(table), KeyedJaggedTensor(["f"], torch.tensor([0, 1]), lengths=torch.tensor([1, 1]))
-        >>> _ = model.tables.embedding_bags["t"].weight.data.copy_(torch.tensor([[1.0, 2.0], [0.0, 3.0]]))
+        >>> table = EmbeddingBagConfig(
+        ...     name="t", num_embeddings=2, embedding_dim=2, feature_names=["f"]
+        ... )
+        >>> ids, model = torch.tensor([0, 1]), Sum(table)
+        >>> features = KeyedJaggedTensor(["f"], ids, lengths=torch.tensor([1, 1]))
+        >>> weight = model.tables.embedding_bags["t"].weight.data
+        >>> _ = weight.copy_(torch.tensor([[1.0, 2.0], [0.0, 3.0]]))
         >>> counts = FrequencyCounts({"t": torch.tensor([2, 1])}, {"f": 1}, 3)
         >>> blocks = blocks_from_counts(counts, [table], num_blocks=2)
         >>> batch = Batch(torch.zeros(2, 1), features, labels=torch.tensor([3.0, 3.0]))
@@ -514,7 +519,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def first_batches(
     batches: Iterable[Batch], loss: Loss | Task, ranks: Ranks, enough: float, at_a_time: int
 ) -> Iterator[tuple[str, Batch]]:
-    """This rank's batches until all ranks together have enough samples, cut alike on all of them."""
+    """This rank's batches until all ranks together have enough samples, cut alike on all."""
     stream, done = iter(batches), 0
     for index in count():
         if done >= enough:

@@ -242,8 +242,8 @@ class _HeldRows:
 
     shard: TableShard
     place: Tensor
-    own: Tensor
-    rounded: Tensor
+    values: Tensor
+    values_in_codes: Tensor
     blocks: Tensor
 
     def multiply_(self, gain: Tensor) -> None:
@@ -253,7 +253,8 @@ class _HeldRows:
             :, first : first + width
         ]
         self.shard.weight[self.place] = (
-            self.rounded * of_columns.to(self.rounded)[self.blocks.to(self.rounded.device)]
+            self.values_in_codes
+            * of_columns.to(self.values_in_codes)[self.blocks.to(self.values_in_codes.device)]
         )
 
 
@@ -287,10 +288,10 @@ def rows_in_codes(
     }
     every = [part for of_table in parts.values() for part in of_table]
     try:
-        _write_(model, every, lambda part: part.rounded)
+        _write_(model, every, lambda part: part.values_in_codes)
         yield RowsInCodes(model, parts)
     finally:
-        _write_(model, every, lambda part: part.own)
+        _write_(model, every, lambda part: part.values)
 
 
 @torch.no_grad()
@@ -307,19 +308,19 @@ def _held_rows(whole: WholeRows, table: TableScheme, rows: Tensor) -> Iterator[_
     """For every shard of this rank some of the table's rows, and what they are in codes, a chunk at
     a time."""
     for chunk in rows.split(rows_per_chunk(table.embedding_dim)):
-        blocks, shared = table.routing.block_of(chunk), None
+        blocks, whole_values = table.routing.block_of(chunk), None
         if whole.is_cut:
             sample = RowSample(chunk, blocks, torch.ones(len(chunk), dtype=torch.float64))
             values = sampled_values(sample, whole.shards, table.embedding_dim, 1, whole.ranks)
-            shared = _in_codes(values, blocks, table)
+            whole_values = _in_codes(values, blocks, table)
         for shard in whole.shards:
             is_here = (chunk >= shard.first_row) & (chunk < shard.first_row + len(shard.weight))
             place = (chunk[is_here] - shard.first_row).to(shard.weight.device)
             part, of_own = shard.weight[place], blocks[is_here]
-            if shared is None:
+            if whole_values is None:
                 values_in_codes = _in_codes(part.cpu().float(), of_own, table)
             else:
-                values_in_codes = shared[
+                values_in_codes = whole_values[
                     is_here, shard.first_column : shard.first_column + shard.weight.shape[1]
                 ]
             yield _HeldRows(shard, place, part, values_in_codes.to(part), of_own)

@@ -1,4 +1,4 @@
-"""Held-out samples: what a size is predicted to lose, scales that they teach, and the output bias."""
+"""Held-out samples: the loss that a size is predicted to cost, scales, and the output bias."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class OutputBias:
 def output_bias(
     model: nn.Module, batch: Batch, loss: Loss | Task, ranks: Ranks
 ) -> OutputBias | None:
-    """Finds a model's output bias by adding to each of its single numbers, and looking at a batch."""
+    """Finds a model's output bias: adds to each single number, and looks at a batch."""
     old = predictions_of(model, batch, loss, "batch 0", ranks).values
     if old.shape[1] != 1:
         return None

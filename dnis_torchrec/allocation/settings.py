@@ -1,4 +1,4 @@
-"""Settings of compressing a trained model; without torch, as what command lines take options from."""
+"""Settings of compressing a trained model, without torch: a command line reads them."""
 
 from __future__ import annotations
 

@@ -269,7 +269,7 @@ class Purse:
         return costs
 
     def _cheaper(self, order: Tensor, limit: int, is_open: Tensor) -> Tensor:
-        """Steps after the first one, up to where each block has one that costs the limit or more."""
+        """Steps after the first, up to where each block has one that costs the limit or more."""
         blocks, rest = self.path.block[order], order[1:]
         dear = self._costs(rest, is_open) >= limit
         end = torch.full((len(self.table_of_block),), len(rest))

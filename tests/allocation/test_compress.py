@@ -1,14 +1,18 @@
-"""compress: what is served are the nearest codes of turned tables, in place; what cannot be is refused by name."""
+"""A trained model compressed in place, the sample of rows behind it, whole rows of shards."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
@@ -16,11 +20,20 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
+from dnis_torchrec import scheme
 from dnis_torchrec.allocation import compress as module
+from dnis_torchrec.allocation import energies as row_sample
 from dnis_torchrec.allocation.axes import LinearReader, RotationGroup
 from dnis_torchrec.allocation.compress import Measured, measure_, packed_collections
+from dnis_torchrec.allocation.energies import UNSEEN_WEIGHT, rounding_energies, sample_rows, whole_rows
+from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.blocks.routing import RowRouting
+from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import TableScheme
+from dnis_torchrec.selection.shards import TableShard
 from dnis_torchrec.serving import PackedEmbeddingBagCollection
+from tests.reference import rounding_error_reference
 
 ROWS = {"user": (60, 8), "genre": (30, 8), "bias": (60, 1), "one": (1, 4), "unread": (20, 4)}
 """Table -> N and D; each is read by a feature of its name, the last one by none that a batch fills."""
@@ -311,7 +324,7 @@ def test_bad_input_is_refused_by_name(
 
 
 def test_axes_that_change_predictions_are_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"^rotation: expected predictions to stay within .*rotation_groups do not"):
+    with pytest.raises(RuntimeError, match=r"^rotation: expected predictions to stay within .*rotation_groups"):
         measure_(trained(WronglyTurned), BATCHES, loss=nn.MSELoss())
 
 
@@ -323,3 +336,158 @@ def test_a_prepared_model_is_refused_before_it_is_changed() -> None:
     with pytest.raises(NotImplementedError, match=r"^FQN 'pairs': supported is a plain embedding collection, got Soft"):
         dnis.compress(prepared, BATCHES, loss=nn.MSELoss())
     assert all(value.equal(state[name]) for name, value in prepared.state_dict().items())
+
+
+def _skewed(rows: int) -> torch.Tensor:
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(1))
+    return (50_000 / torch.arange(1, rows + 1) ** 1.1).long()[order]
+
+
+def _routing(rows: int, num_blocks: int) -> RowRouting:
+    drawn = torch.randint(0, num_blocks + 1, (rows,), generator=torch.Generator().manual_seed(2))
+    return RowRouting.from_map(drawn, num_blocks)
+
+
+@pytest.mark.parametrize("rows_per_block", [1, 7, 200, 2000])
+def test_weights_add_up_to_the_look_ups_of_each_block(rows_per_block: int) -> None:
+    counts, routing = _skewed(5000), _routing(5000, 3)
+    sample = sample_rows(counts, routing, rows_per_block)
+    assert bool((sample.rows.diff() > 0).all())
+    assert torch.equal(routing.block_of(sample.rows), sample.blocks)
+    for block in range(3):
+        all_weights = counts[routing.all_blocks() == block].double().clamp(min=UNSEEN_WEIGHT)
+        own = sample.weights[sample.blocks == block]
+        assert max(1, min(rows_per_block, len(all_weights)) - 2) <= len(own) <= rows_per_block
+        lightest = float(own.min())
+        assert float(own.sum()) == pytest.approx(float(all_weights.sum()), abs=2 * lightest)
+
+
+def test_sums_over_a_sample_estimate_those_over_all_rows() -> None:
+    counts, routing = _skewed(20_000), _routing(20_000, 2)
+    values = torch.randn(20_000, generator=torch.Generator().manual_seed(3)).square()
+    sample = sample_rows(counts, routing, 2000)
+    for block in range(2):
+        mine, own = routing.all_blocks() == block, sample.blocks == block
+        expected = (values * counts.double().clamp(min=UNSEEN_WEIGHT))[mine].sum()
+        found = (values[sample.rows] * sample.weights)[own].sum()
+        assert float(found / expected) == pytest.approx(1, abs=0.05)
+
+
+def test_the_most_looked_up_rows_are_certain_and_small_blocks_whole() -> None:
+    counts = torch.tensor([1000, 1, 1, 1, 0, 0, 0, 500])
+    sample = sample_rows(counts, RowRouting(8, 1, boundaries=torch.tensor([0, 8])), rows_per_block=4)
+    assert {0, 7} <= set(sample.rows.tolist())
+    assert sample.weights[sample.rows == 0].item() == 1000
+    whole = sample_rows(counts, RowRouting(8, 2, boundaries=torch.tensor([0, 4, 6])), rows_per_block=4)
+    assert whole.rows.tolist() == [0, 1, 2, 3, 4, 5]
+    assert whole.weights.tolist() == [1000, 1, 1, 1, UNSEEN_WEIGHT, UNSEEN_WEIGHT]
+    steep = 8 ** torch.arange(20)
+    assert (
+        sample_rows(steep, RowRouting(20, 1, boundaries=torch.tensor([0, 20])), 20).weights.tolist() == steep.tolist()
+    )
+
+
+def test_rows_are_the_same_however_many_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for a few at which the sum of probabilities is a half, up to rounding."""
+    counts, routing = _skewed(5000), _routing(5000, 3)
+    expected = sample_rows(counts, routing, 100)
+    monkeypatch.setattr(row_sample, "ROWS_AT_A_TIME", 701)
+    found = sample_rows(counts, routing, 100)
+    assert len(set(found.rows.tolist()) ^ set(expected.rows.tolist())) <= 6
+    assert len(found.rows) == pytest.approx(len(expected.rows), abs=3)
+
+
+def _table(rows: int, dim: int) -> tuple[EmbeddingBagCollection, FrequencyCounts, RowBlocks]:
+    config = EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=dim, feature_names=["f"])
+    torch.manual_seed(0)
+    counts = FrequencyCounts({"t": _skewed(rows)}, {"f": 1}, 1000)
+    blocks = blocks_from_counts(counts, [config], num_blocks=2, scope="table")
+    return EmbeddingBagCollection(tables=[config]), counts, blocks
+
+
+def test_energies_are_those_of_the_blocks_rows_by_their_look_ups() -> None:
+    collection, counts, blocks = _table(60, 3)
+    energies = rounding_energies(collection, blocks, counts, bits=[3, 32])
+    assert energies.bits == (0, 3, 32)
+    found, of_row = energies.tables["t"], blocks.routings["t"].all_blocks()
+    weight = collection.embedding_bags["t"].weight.detach()
+    for block in range(2):
+        mine = of_row == block
+        weights = counts.counts["t"][mine].double().clamp(min=UNSEEN_WEIGHT).tolist()
+        for column in range(3):
+            scale, shift = float(found.scale[block, column, 1]), int(found.shift[block, column, 1])
+            expected = rounding_error_reference(weight[mine, column].tolist(), weights, scale, shift, 3)
+            assert float(found.energy[block, column, 1]) == pytest.approx(expected, rel=1e-6)
+    assert found.energy[..., 0].unique().tolist() == [1.0]
+    assert found.energy[..., 2].unique().tolist() == [0.0]
+
+
+def test_a_table_with_nan_is_refused_by_name_and_block() -> None:
+    collection, counts, blocks = _table(60, 3)
+    block = int(blocks.routings["t"].block_of(torch.tensor([11])))
+    collection.embedding_bags["t"].weight.data[11, 2] = torch.nan
+    with pytest.raises(ValueError, match=rf"table 't': expected finite values, got nan in block {block}, column 2"):
+        rounding_energies(collection, blocks, counts)
+
+
+def test_counts_of_another_size_are_refused() -> None:
+    collection, _, blocks = _table(60, 3)
+    counts = FrequencyCounts({"t": torch.ones(59, dtype=torch.int64)}, {"f": 1}, 59)
+    with pytest.raises(ValueError, match="table 't': expected counts of num_embeddings=60 rows, got 59"):
+        rounding_energies(collection, blocks, counts)
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> tuple[torch.Tensor, list[TableShard]]:
+    """A table, and it once more cut into shards of rows and of columns."""
+    num_rows, dim = draw(st.integers(1, 9)), draw(st.integers(1, 5))
+    table = torch.arange(num_rows * dim, dtype=torch.float32).reshape(num_rows, dim)
+    row_cuts = sorted({0, num_rows, *draw(st.lists(st.integers(0, num_rows), max_size=3))})
+    column_cuts = sorted({0, dim, *draw(st.lists(st.integers(0, dim), max_size=2))})
+    shards = [
+        TableShard("t", table[first:last, left:right].clone(), first, left)
+        for first, last in itertools.pairwise(row_cuts)
+        for left, right in itertools.pairwise(column_cuts)
+    ]
+    return table, draw(st.permutations(shards))
+
+
+@given(grids(), st.integers(1, 20))
+def test_rows_are_read_once_and_written_back_where_they_lie(
+    drawn: tuple[torch.Tensor, list[TableShard]], values_per_chunk: int
+) -> None:
+    table, shards = drawn
+    others = [TableShard("other", torch.ones(2, 3))]
+    rows = whole_rows([*shards, *others], {"t": (table.shape[0], table.shape[1])}, Ranks())["t"]
+    seen = torch.zeros_like(table)
+    with mock.patch.object(scheme, "VALUES_PER_CHUNK", values_per_chunk):
+        for chunk in rows.chunks():
+            seen[chunk.rows] += chunk.values.float()
+            chunk.write_(chunk.values * 2 + 1)
+    assert rows.is_cut == any(shard.weight.shape[1] < table.shape[1] for shard in shards)
+    assert torch.equal(seen, table)
+    for shard in shards:
+        columns = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
+        expected = table[shard.first_row : shard.first_row + shard.weight.shape[0], columns] * 2 + 1
+        assert torch.equal(shard.weight, expected)
+
+
+class OtherHoldsColumns(Ranks):
+    """Two ranks, of which the other holds a whole table of 4 x 2, in two shards of a column each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world_size = 2
+
+    def max_(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(values)
+
+    def sum_(self, values: torch.Tensor) -> torch.Tensor:
+        return values.add_(8)
+
+
+def test_a_rank_without_a_shard_walks_through_a_cut_table_too() -> None:
+    """The others would wait for it."""
+    rows = whole_rows([], {"t": (4, 2)}, OtherHoldsColumns())["t"]
+    assert (rows.is_cut, rows.copies) == (True, 2)
+    assert [chunk.rows for chunk in rows.chunks()] == [slice(0, 4)]

@@ -1,4 +1,4 @@
-"""Allocation against brute force, under budgets of served bytes; what it says of bad input."""
+"""Bits under a budget: bytes and loss as counted naively, cold blocks, retained columns."""
 
 from __future__ import annotations
 
@@ -10,18 +10,27 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.allocation.bits import Allocation, allocate
+from dnis_torchrec.allocation.bits import COLD_COLUMNS, Allocation, allocate, retained_columns
 from dnis_torchrec.allocation.curvature import Curvature
-from dnis_torchrec.allocation.energies import RoundingEnergies, TableEnergies, rounding_energies
+from dnis_torchrec.allocation.energies import (
+    RoundingEnergies,
+    TableEnergies,
+    blocked_tables,
+    check_all_merged,
+    rounding_energies,
+)
 from dnis_torchrec.allocation.spending import Path, Purse, RowOptions, column_steps, lower_hull, row_options, widths_of
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.codes import is_coded, row_strides
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.forms import PACKED
 from dnis_torchrec.selection.swap import prepare_
+from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
 from tests import small_models
 from tests.reference import least_loss_reference
 
@@ -107,12 +116,12 @@ MODELS = st.builds(
 def test_bytes_and_loss_are_those_of_the_scheme_and_within_the_budget(model: Model, share: float) -> None:
     budget = max(1, int(share * model.dense_bytes))
     try:
-        found = model.allocate(embedding_bytes=budget)
+        found = model.allocate(compression=model.dense_bytes / budget)
     except ValueError as error:
-        smallest = int(str(error).split("at least ")[1].split(" ")[0])
-        assert smallest > budget
-        found = model.allocate(embedding_bytes=smallest)
-        budget = smallest
+        most = float(str(error).split("at most ")[1].split(" ")[0])
+        assert most < model.dense_bytes / budget
+        found = model.allocate(compression=most)
+        budget = model.dense_bytes / most
     served = sum(map(PACKED.served_bytes, found.scheme.tables.values()))
     assert found.num_bytes == model.bytes_of(found) == served <= budget
     assert found.predicted_loss_increase == pytest.approx(model.loss_of(found), rel=1e-9, abs=1e-12)
@@ -125,11 +134,10 @@ def test_more_bytes_never_predict_more_loss(model: Model, shares: list[float]) -
     losses = []
     for share in sorted(shares):
         try:
-            losses.append(
-                model.allocate(embedding_bytes=max(1, int(share * model.dense_bytes))).predicted_loss_increase
-            )
+            budget = max(1, int(share * model.dense_bytes))
+            losses.append(model.allocate(compression=model.dense_bytes / budget).predicted_loss_increase)
         except ValueError as error:
-            assert "expected at least" in str(error)  # noqa: PT017
+            assert "expected at most" in str(error)  # noqa: PT017
             assert not losses
     assert all(more <= less + 1e-12 for less, more in pairwise(losses))
 
@@ -257,17 +265,6 @@ def test_several_sizes_of_one_measurement_and_the_fewest_bytes_for_a_loss() -> N
     assert again.num_bytes == pytest.approx(sizes[1].num_bytes, rel=0.05)
 
 
-def test_each_table_is_made_smaller_by_the_same_factor_on_request() -> None:
-    model = Model([300, 200], [8, 16], 3, 1, (0, 1, 2, 3, 4, 5, 6, 8))
-    model.curvature.curvature["t1"].mul_(1e-6)
-    everywhere, shared = model.allocate(compression=8), model.allocate(compression=8, per_table=True)
-    assert PACKED.served_bytes(everywhere.scheme.tables["t1"]) < PACKED.served_bytes(shared.scheme.tables["t1"])
-    for name, table in shared.scheme.tables.items():
-        dense = 4 * table.num_embeddings * table.embedding_dim
-        assert 8 <= dense / PACKED.served_bytes(table) < 10, name
-    assert everywhere.predicted_loss_increase < shared.predicted_loss_increase
-
-
 def test_codes_are_those_measured_at_the_chosen_bits() -> None:
     torch.manual_seed(0)
     model = Model([300], [8], 3, 1, (0, 2, 3, 4, 8, 32))
@@ -310,10 +307,9 @@ def test_sizes_that_cannot_be_met_name_the_nearest_that_can() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "size: expected exactly one of compression, embedding_bytes, max_loss, got none"),
+        ({}, "size: expected exactly one of compression, max_loss, got none"),
         ({"compression": 8, "max_loss": 0.1}, "size: expected exactly one"),
         ({"compression": math.nan}, "compression: expected a finite number above 0"),
-        ({"max_loss": 0.1, "per_table": True}, "max_loss: expected all tables to share the bytes"),
         ({"compression": 8, "bits": (2, 7)}, r"energies: expected those of \[0, 2, 7\] bits, got none of \[7\]"),
         ({"compression": 8, "energies": None, "bits": (2, 9)}, r"bits: expected some of .*, got \[9\]"),
     ],
@@ -346,23 +342,24 @@ def test_a_prepared_model_is_merged_first() -> None:
 
 
 @settings(max_examples=10)
-@given(st.integers(0, 99), st.integers(2, 12), st.booleans())
-def test_others_get_what_a_table_left_alone_leaves(seed: int, ratio: int, per_table: bool) -> None:
+@given(st.integers(0, 99), st.integers(2, 12))
+def test_others_get_what_a_table_left_alone_leaves(seed: int, ratio: int) -> None:
     """As if it were not there, of bytes that are fewer by its own."""
     model = Model([30, 20, 40], [4, 2, 3], 2, seed, EVERY_WIDTH[:7])
     alone = "t1"
     blocks = dataclasses.replace(model.blocks, left_alone=frozenset({alone}))
     others = [config for config in model.configs if config.name != alone]
-    given = {"energies": model.energies, "bits": model.energies.bits, "per_table": per_table}
-    budget = 4 * 20 * 2 + 200 + 4 * (30 * 4 + 40 * 3) // ratio
-    found = allocate(model.collection, blocks, model.counts, model.curvature, embedding_bytes=budget, **given)
+    given = {"energies": model.energies, "bits": model.energies.bits}
+    dense, others_dense = 4 * (30 * 4 + 20 * 2 + 40 * 3), 4 * (30 * 4 + 40 * 3)
+    budget = 4 * 20 * 2 + 200 + others_dense // ratio
+    found = allocate(model.collection, blocks, model.counts, model.curvature, compression=dense / budget, **given)
     own = PACKED.served_bytes(found.scheme.tables[alone])
     expected = allocate(
         EmbeddingBagCollection(tables=others),
         blocks_from_counts(model.counts, others, num_blocks=2, scope="table"),
         model.counts,
         model.curvature,
-        embedding_bytes=budget - own,
+        compression=others_dense / (budget - own),
         **given,
     )
     assert list(found.scheme.tables) == ["t0", "t1", "t2"]
@@ -382,3 +379,240 @@ def test_a_single_bit_is_offered_where_two_cost_too_much() -> None:
     )
     assert bits is not None
     assert (bits == 1).sum() > 8
+
+
+ROWS, BLOCKS = 400, 4
+
+
+class ModelOfColdBlocks:
+    """One table of which the last rows are never looked up, beside one that training knows whole."""
+
+    def __init__(self, dim: int, seen: int, *, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.tables = [
+            EmbeddingBagConfig(name="new", num_embeddings=ROWS, embedding_dim=dim, feature_names=["f"]),
+            EmbeddingBagConfig(name="old", num_embeddings=ROWS, embedding_dim=16, feature_names=["g"]),
+        ]
+        counted = torch.arange(ROWS, 0, -1)
+        drawn = {"new": counted * (torch.arange(ROWS) < seen), "old": counted}
+        self.counts = FrequencyCounts(drawn, {"f": 1, "g": 1}, 100)
+        self.blocks: RowBlocks = blocks_from_counts(self.counts, self.tables, num_blocks=BLOCKS, scope="table")
+        worth = {t.name: torch.rand(BLOCKS, t.embedding_dim, dtype=torch.float64) + 0.1 for t in self.tables}
+        worth["new"][self.blocks.seen_rows["new"] == 0] = 0.0
+        self.curvature = Curvature({name: 0 * part for name, part in worth.items()}, worth, 100, 0.1)
+        self.collection = EmbeddingBagCollection(tables=self.tables)
+
+    def allocate(self, **size: float) -> Allocation:
+        return allocate(self.collection, self.blocks, self.counts, self.curvature, **size)  # type: ignore[arg-type]
+
+
+def bits_of(found: Allocation) -> torch.Tensor:
+    bits = found.scheme.tables["new"].bits
+    assert bits is not None
+    return bits
+
+
+@pytest.mark.parametrize(("dim", "columns"), [(64, 4), (32, 4), (16, 2), (8, 1), (4, 0)])
+def test_the_first_columns_of_cold_blocks_are_stored_and_counted(dim: int, columns: int) -> None:
+    model = ModelOfColdBlocks(dim, seen=ROWS // 2)
+    found = model.allocate(compression=12)
+    bits = bits_of(found)
+    assert bits[:2].any(1).all()  # those of rows that are seen
+    expected = torch.zeros(2, dim, dtype=torch.uint8)
+    expected[:, :columns] = 2
+    assert torch.equal(bits[2:], expected)
+    assert found.num_bytes == sum(map(PACKED.served_bytes, found.scheme.tables.values()))
+    assert found.compression >= 12
+    assert columns <= COLD_COLUMNS
+
+
+def test_a_table_without_rows_never_seen_is_stored_as_before() -> None:
+    """Nothing is paid for: the last block gets nothing where it is worth nothing."""
+    model = ModelOfColdBlocks(16, seen=ROWS)
+    model.curvature.curvature["new"][2:] = 0
+    assert not bits_of(model.allocate(compression=12))[2:].any()
+
+
+def test_a_block_that_rare_rows_share_with_new_ones_is_not_cold() -> None:
+    model = ModelOfColdBlocks(16, seen=ROWS - 10)
+    model.curvature.curvature["new"][3:] = 0
+    assert not bits_of(model.allocate(compression=12))[3:].any()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    dim=st.sampled_from([8, 16, 40]),
+    seen=st.integers(0, ROWS),
+    seed=st.integers(0, 99),
+    bits=st.sampled_from([(0, 1, 2, 3, 4, 5, 6, 8), (0, 3, 32), (0, 1), (0, 32)]),
+    is_worth=st.booleans(),
+    compressions=st.lists(st.floats(1.5, 40), min_size=2, max_size=3),
+)
+def test_sizes_are_met_and_more_bytes_never_predict_more_loss(
+    dim: int, seen: int, seed: int, bits: tuple[int, ...], is_worth: bool, compressions: list[float]
+) -> None:
+    model = ModelOfColdBlocks(dim, seen, seed=seed)
+    if is_worth:  # as where validation data reads rows that training does not
+        model.curvature.curvature["new"] += 0.05
+    energies = rounding_energies(model.collection, model.blocks, model.counts, bits=bits)
+    losses = []
+    for compression in sorted(compressions, reverse=True):
+        try:
+            found = model.allocate(compression=compression, energies=energies, bits=bits)
+        except ValueError as error:
+            assert "compression: expected at most" in str(error)  # noqa: PT017
+            continue
+        assert found.compression >= compression
+        losses.append(found.predicted_loss_increase)
+    assert all(more <= less + 1e-12 for less, more in pairwise(losses))
+
+
+def test_columns_that_stay_in_a_search_are_those_of_cold_blocks_too() -> None:
+    model = ModelOfColdBlocks(32, seen=ROWS // 2)
+    tables = blocked_tables(model.collection, model.blocks)
+    found = retained_columns(tables, model.blocks, model.curvature.curvature, bits=4, compression=12)["new"]
+    assert found[2:, :COLD_COLUMNS].all()
+    assert not found[2:, COLD_COLUMNS:].any()
+
+
+def test_a_row_born_after_the_search_learns() -> None:
+    model = ModelOfColdBlocks(32, seen=ROWS // 2)
+    scheme = model.allocate(compression=12).scheme
+    weights = {name: bag.weight.detach() for name, bag in model.collection.embedding_bags.items()}
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, weights)
+    assert sum(p.numel() for p in module.parameters()) == scheme.parameters
+    new = torch.tensor([ROWS - 1])
+    bags = KeyedJaggedTensor(keys=["f", "g"], values=new, lengths=torch.tensor([1, 0]))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(module(bags)["f"], torch.ones(1, 32), reduction="sum").backward()
+        optimizer.step()
+    assert module(bags)["f"][0].tolist() == pytest.approx(COLD_COLUMNS * [1.0] + (32 - COLD_COLUMNS) * [0.0], abs=1e-4)
+
+
+MODELS_OF_RETAINED_COLUMNS = st.builds(
+    lambda sizes, num_blocks, seed: Model([n for n, _ in sizes], [d for _, d in sizes], num_blocks, seed, (0, 4)),
+    sizes=st.lists(st.tuples(st.integers(1, 60), st.sampled_from([1, 3, 8])), min_size=1, max_size=2),
+    num_blocks=st.integers(1, 2),
+    seed=st.integers(0, 10_000),
+)
+BITS = st.sampled_from([2, 4, 8])
+
+
+def retained(model: Model, bits: int, compression: float) -> dict[str, Tensor]:
+    """Of the worth that the model was drawn with."""
+    tables = blocked_tables(model.collection, model.blocks)
+    return retained_columns(tables, model.blocks, model.curvature.curvature, bits=bits, compression=compression)
+
+
+def fixed_of(model: Model) -> list[int]:
+    return [PACKED.index_bytes(model.blocks.routings[c.name], c.embedding_dim) for c in model.configs]
+
+
+def bytes_of(model: Model, found: dict[str, Tensor], bits: int) -> int:
+    """Rows of whole bytes, four bytes of scale and shift for every column of a block, the index of what is stored."""
+    total = 0
+    for (name, columns), fixed in zip(found.items(), fixed_of(model), strict=True):
+        rows = model.blocks.routings[name].row_counts().tolist()
+        own = [n * math.ceil(k * bits / 8) + 4 * k for n, k in zip(rows, columns.sum(1).tolist(), strict=True)]
+        total += sum(own) + fixed if any(own) else 0
+    return total
+
+
+def worth_of(model: Model, name: str) -> list[list[float]]:
+    return model.curvature.curvature[name].clamp(min=0).tolist()
+
+
+def loss_of(model: Model, found: dict[str, Tensor]) -> float:
+    """What the dropped columns were worth."""
+    dropped = [
+        value
+        for name, columns in found.items()
+        for worths, kept in zip(worth_of(model, name), columns.tolist(), strict=True)
+        for value, is_kept in zip(worths, kept, strict=True)
+        if not is_kept
+    ]
+    return sum(dropped)
+
+
+def least_loss(model: Model, bits: int, budget: int, *, fixed: list[int]) -> float:
+    """Of all ways to give every block so many of its best columns."""
+    options, table_of_block = [], []
+    for table, config in enumerate(model.configs):
+        rows = model.blocks.routings[config.name].row_counts().tolist()
+        for num_rows, worths in zip(rows, worth_of(model, config.name), strict=True):
+            best = sorted(worths, reverse=True)
+            counts = range(len(best) + 1) if num_rows else [0]
+            options.append([(num_rows * math.ceil(k * bits / 8) + 4 * k, sum(best[k:])) for k in counts])
+            table_of_block.append(table)
+    return least_loss_reference(options, table_of_block, fixed, budget)
+
+
+@settings(max_examples=60, deadline=None)
+@given(model=MODELS_OF_RETAINED_COLUMNS, bits=BITS, compression=st.floats(1.1, 40))
+@example(model=Model([1, 6], [8, 8], 1, 0, (0, 4)), bits=2, compression=9.0)  # 224 bytes / 8.96 is 24.99.. in floats
+def test_columns_are_chosen_as_well_as_brute_force_would(model: Model, bits: int, compression: float) -> None:
+    """Within the bytes, the best columns of each block, and no worse than what a step fewer could buy."""
+    try:
+        found = retained(model, bits, compression)
+    except ValueError as error:
+        largest = float(str(error).split("at most ")[1].split(" ")[0])
+        assert largest < compression
+        if largest > 1:
+            found, compression = retained(model, bits, largest), largest
+        else:
+            return
+    budget, fixed = math.floor(model.dense_bytes / compression * (1 + 1e-12)), fixed_of(model)
+    assert bytes_of(model, found, bits) <= budget
+    assert any(columns.any() for columns in found.values())
+    for name, columns in found.items():
+        for worths, kept in zip(model.curvature.curvature[name], columns, strict=True):
+            if kept.any() and not kept.all():
+                assert float(worths[kept].min()) >= float(worths[~kept].max())
+    lost = loss_of(model, found)
+    assert lost >= least_loss(model, bits, budget, fixed=fixed) - 1e-9
+    rows = max(int(routing.row_counts().max()) for routing in model.blocks.routings.values())
+    largest_step = rows * 8 + 4 * 8 + max(fixed)
+    fewer = budget - largest_step - sum(fixed)
+    if fewer >= 0:
+        assert lost <= least_loss(model, bits, fewer, fixed=[0] * len(fixed)) + 1e-9
+
+
+@settings(max_examples=40, deadline=None)
+@given(model=MODELS_OF_RETAINED_COLUMNS, bits=BITS, compressions=st.lists(st.floats(1.1, 40), min_size=2, max_size=5))
+def test_smaller_tables_never_lose_less(model: Model, bits: int, compressions: list[float]) -> None:
+    losses = []
+    for compression in sorted(compressions):
+        try:
+            losses.append(loss_of(model, retained(model, bits, compression)))
+        except ValueError:  # and none that is smaller either
+            losses.append(math.inf)
+    assert all(larger <= smaller + 1e-12 for larger, smaller in pairwise(losses))
+
+
+def test_what_is_worth_much_for_its_bytes_stays_however_few_its_columns() -> None:
+    """A table of one column beside a wide one of as many rows."""
+    model = Model([400, 400], [1, 16], 1, 0, (0, 4))
+    model.curvature.curvature["t1"].copy_(torch.linspace(1.0, 0.2, 16))
+    model.curvature.curvature["t0"].fill_(3.0)
+    found = retained(model, 4, 12)
+    assert bool(found["t0"].all())
+    assert 0 < int(found["t1"].sum()) < 16
+    model.curvature.curvature["t0"].fill_(0.1)
+    assert not bool(retained(model, 4, 12)["t0"].any())
+
+
+def test_a_prepared_model_whose_alpha_is_one_is_measured_as_the_plain_one_is() -> None:
+    plain = small_models.dlrm()
+    blocks, counts = small_models.blocks_for(plain, "table"), small_models.counts()
+    expected = rounding_energies(plain, blocks, counts)
+    prepared = prepare_(plain, blocks)
+    check_all_merged(prepared)
+    found = rounding_energies(prepared, blocks, counts)
+    assert all(torch.equal(found.tables[name].energy, own.energy) for name, own in expected.tables.items())
+    small_models.alpha_of(prepared).of(8)[0, 0] = 0.5
+    with pytest.raises(RuntimeError, match="expected a merged collection, got alpha below 1; call merge_ first"):
+        check_all_merged(prepared)
+    with pytest.raises(RuntimeError, match="call merge_ first"):
+        allocate(prepared, blocks, counts, None, compression=8, energies=found)  # type: ignore[arg-type]
