@@ -1,0 +1,484 @@
+"""Bits for every column of every block, under a budget of bytes or of loss."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from dnis_torchrec.allocation.curvature import Curvature
+from dnis_torchrec.allocation.energies import (
+    BITS,
+    BlockedTable,
+    RoundingEnergies,
+    blocked_tables,
+    check_all_merged,
+    rounding_energies,
+)
+from dnis_torchrec.allocation.spending import (
+    ColumnSteps,
+    Path,
+    Purse,
+    RowOptions,
+    Spent,
+    column_steps,
+    row_options,
+    widths_of,
+)
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.blocks.codes import FLOAT_BITS, ColumnCodes, feedback_of, is_coded
+from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.forms import COLUMN_SCALE_BYTES, PACKED
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, compression_of
+
+LISTED = 12
+"""Tables that are listed one by one, the largest; the others are added up."""
+
+_Size = tuple[str, int, int]
+"""Name, values, bytes served."""
+
+
+def sizes_as_text(scheme: MixedDimensionScheme) -> list[str]:
+    """A line for each table."""
+    lines = []
+    for name, values, size in _sizes(scheme):
+        lines.append(
+            f"  {name}: {values:,} values, {size:,} bytes, {8 * size / values:.2f} bits a value"
+        )
+    return lines
+
+
+def sizes_as_html(scheme: MixedDimensionScheme, captions: Sequence[str]) -> str:
+    """A row for each table, for ``_repr_html_``."""
+    rows = [
+        f"<tr><th>{escape(name)}</th><td>{values:,}</td><td>{size:,}</td>"
+        f"<td>{8 * size / values:.2f}</td></tr>"
+        for name, values, size in _sizes(scheme)
+    ]
+    caption = "<br>".join(map(escape, captions))
+    head = "<tr><th>table</th><th>values</th><th>bytes served</th><th>bits a value</th></tr>"
+    body = f"<tbody>{''.join(rows)}</tbody>"
+    return f"<table><caption>{caption}</caption><thead>{head}</thead>{body}</table>"
+
+
+def _sizes(scheme: MixedDimensionScheme) -> list[_Size]:
+    result = [
+        (name, table.num_embeddings * table.embedding_dim, PACKED.served_bytes(table))
+        for name, table in scheme.tables.items()
+    ]
+    largest = sorted(result, key=lambda size: size[1], reverse=True)[:LISTED]
+    large = [size for size in result if size in largest]
+    rest = [size for size in result if size not in largest]
+    if not rest:
+        return large
+    return [
+        *large,
+        (f"{len(rest)} other tables", sum(size[1] for size in rest), sum(size[2] for size in rest)),
+    ]
+
+
+COLD_COLUMNS, COLD_BITS = 4, 2
+"""Columns of a cold block, and their bits, at least: a byte of a row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What tables in codes are predicted to do to a model."""
+
+    loss_increase: float
+    output_shift: float = 0.0
+    scheme: MixedDimensionScheme | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class Allocation:
+    """An assignment of bits to every column of every block. The same on every rank.
+
+    Attributes:
+        scheme: with bits, scales and shifts of every table that has blocks.
+        predicted_loss_increase: predicted loss minus the loss of the model as it is: what `predict`
+            said, or else, to second order, the sum of H / 2 rho over all columns.
+        num_bytes: bytes served, of all tables together.
+        output_shift: see `Prediction`: `dnis_torchrec.compress` has added it, `Measured.shifted`
+            adds it.
+    """
+
+    scheme: MixedDimensionScheme
+    predicted_loss_increase: float
+    num_bytes: int
+    output_shift: float = 0.0
+
+    @property
+    def compression(self) -> float:
+        """Bytes of the float32 tables over the bytes served."""
+        return compression_of(self.scheme.dense_parameters, self.num_bytes)
+
+    def __repr__(self) -> str:
+        """The whole in one line."""
+        increase = f"predicted loss increase {self.predicted_loss_increase:.2g}"
+        return (
+            f"Allocation(compression {self.compression:.2f}, {self.num_bytes:,} bytes, {increase})"
+        )
+
+    def __str__(self) -> str:
+        """The whole, and a line for each table."""
+        return "\n".join([repr(self), *sizes_as_text(self.scheme)])
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        return sizes_as_html(self.scheme, [repr(self)])
+
+
+def allocate(
+    model: nn.Module,
+    blocks: RowBlocks,
+    counts: FrequencyCounts,
+    curvature: Curvature,
+    *,
+    compression: float | None = None,
+    max_loss: float | None = None,
+    bits: Sequence[int] = BITS,
+    energies: RoundingEnergies | None = None,
+    predict: Callable[[MixedDimensionScheme], Prediction] | None = None,
+) -> Allocation:
+    """Chooses how many bits every column of every block gets. The model does not change.
+
+    Distributed: that of `rounding_energies`, where they are not given, and that of `predict`, which
+        is called once, or
+    a dozen times for a largest loss. All ranks get the same bits.
+
+    Args:
+        model: trained and merged, sharded or not.
+        blocks: of its tables; rows of no block are served as zeros. Tables that they leave alone
+            are float32, and count in the bytes.
+        counts: of all rows in the training data.
+        curvature: of the loss, for these blocks. Where it has couplings, rows are rounded with
+            error feedback (see `dnis_torchrec.blocks.error_feedback`), and else to their nearest
+            codes.
+        compression: bytes of the float32 tables over bytes served, to be met from below. Give
+            either this or `max_loss`.
+        max_loss: predicted increase of the loss, at most, in the fewest bytes.
+        bits: widths that are offered, among `dnis_torchrec.blocks.bit_fields.WIDTHS`; 0 always is.
+        energies: measured before, for several sizes of the same model and blocks; None measures
+            them now.
+        predict: what a scheme is predicted to cost, in units of the loss, such as
+            `LossSample.predict`; None adds up what the columns cost, as if their errors were
+            independent. Bits are chosen by that sum in any case.
+
+    Raises:
+        ValueError: for not exactly one size, one that cannot be met (the message names the nearest
+            that can be), a curvature or energies of other blocks, or widths that were not measured.
+
+    Example:
+        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> from dnis_torchrec.blocks.blocking import blocks_from_counts
+        >>> table = EmbeddingBagConfig(
+        ...     name="t", num_embeddings=800, embedding_dim=4, feature_names=["f"]
+        ... )
+        >>> counts = FrequencyCounts({"t": torch.arange(800, 0, -1)}, {"f": 1}, 320_400)
+        >>> blocks = blocks_from_counts(counts, [table], num_blocks=2, scope="table")
+        >>> worth = torch.tensor([[4.0, 2.0, 1.0, 0.0], [1.0, 0.5, 0.0, 0.0]], dtype=torch.float64)
+        >>> curvature = Curvature({"t": 0 * worth}, {"t": worth}, 100, 0.1)
+        >>> _ = torch.manual_seed(0)
+        >>> model = EmbeddingBagCollection(tables=[table])
+        >>> small = allocate(model, blocks, counts, curvature, compression=7)
+        >>> small.scheme.tables["t"].bits.tolist(), small.num_bytes, round(small.compression, 2)
+        ([[6, 5, 5, 0], [8, 8, 0, 0]], 1652, 7.75)
+    """
+    _check_sizes({"compression": compression, "max_loss": max_loss})
+    check_all_merged(model)
+    every = blocked_tables(model, blocks)
+    tables, left_alone = _split(every, blocks)
+    energy = energies or rounding_energies(model, blocks, counts, bits=bits)
+    widths = sorted({0, *bits})
+    losses = _predicted_losses(tables, blocks, curvature, energy, widths)
+    problem = _Problem.of(tables, blocks, losses, torch.tensor(widths))
+
+    def allocation(spent: Spent) -> Allocation:
+        result = problem.allocation(spent, energy, curvature.couplings)
+        if left_alone:
+            result = _in_order(result, left_alone, every)
+        if predict is None:
+            return result
+        prediction = predict(result.scheme)
+        scheme = prediction.scheme or result.scheme
+        increase, shift = prediction.loss_increase, prediction.output_shift
+        return replace(result, scheme=scheme, predicted_loss_increase=increase, output_shift=shift)
+
+    if max_loss is not None:
+        return allocation(
+            problem.within_loss(max_loss, lambda spent: allocation(spent).predicted_loss_increase)
+        )
+    base = sum(map(PACKED.served_bytes, left_alone.values()))
+    dense = sum(map(_dense_bytes, every))
+    return allocation(problem.within(compression or 1.0, dense, base))
+
+
+def retained_columns(
+    tables: Sequence[BlockedTable],
+    blocks: RowBlocks,
+    worth: Mapping[str, Tensor],
+    *,
+    bits: int,
+    compression: float,
+) -> dict[str, Tensor]:
+    """Chooses which columns of every block are worth their bytes, if a value takes the same number
+    of bits everywhere."""
+    losses = {}
+    rest, left_alone = _split(tables, blocks)
+    for table in rest:
+        name = table.config.name
+        has_rows = (blocks.routings[name].row_counts() > 0)[:, None]
+        loss = worth[name].double().cpu().clamp(min=0) * has_rows
+        losses[name] = torch.stack([loss, torch.zeros_like(loss)], 2)
+    problem = _Problem.of(rest, blocks, losses, torch.tensor([0, bits]))
+    base, dense = (
+        sum(map(PACKED.served_bytes, left_alone.values())),
+        sum(map(_dense_bytes, tables)),
+    )
+    spent = problem.within(compression, dense, base)
+    columns = {name: width > 0 for name, width in problem.bits_of(spent).items()}
+    return columns | {name: table.retained for name, table in left_alone.items()}
+
+
+def _split(
+    tables: Sequence[BlockedTable], blocks: RowBlocks
+) -> tuple[list[BlockedTable], dict[str, TableScheme]]:
+    """The tables that get bits, and the schemes of those that are left alone: float32 in every
+    column."""
+    rest = [table for table in tables if table.config.name not in blocks.left_alone]
+    check(bool(rest), "blocks", "a table beside those that are left alone", "none")
+    alone = {}
+    for table in (table for table in tables if table.config.name in blocks.left_alone):
+        shape = (blocks.routings[table.config.name].num_blocks, table.config.embedding_dim)
+        bits, scale = torch.full(shape, FLOAT_BITS, dtype=torch.uint8), torch.ones(shape)
+        codes = ColumnCodes(bits, scale, torch.zeros(shape, dtype=torch.int16))
+        alone[table.config.name] = _scheme_of(table, blocks, codes)
+    return rest, alone
+
+
+def _in_order(
+    result: Allocation, left_alone: Mapping[str, TableScheme], every: Sequence[BlockedTable]
+) -> Allocation:
+    """An allocation with the tables that are left alone, in the model's order."""
+    schemes = {**result.scheme.tables, **left_alone}
+    scheme = MixedDimensionScheme(
+        {table.config.name: schemes[table.config.name] for table in every}
+    )
+    return replace(result, scheme=scheme, num_bytes=sum(map(PACKED.served_bytes, schemes.values())))
+
+
+def _dense_bytes(table: BlockedTable) -> int:
+    return 4 * table.config.num_embeddings * table.config.embedding_dim
+
+
+@dataclass(frozen=True, eq=False)
+class _Problem:
+    """All tables together, their blocks one after the other, ready to be spent on."""
+
+    tables: list[BlockedTable]
+    blocks: RowBlocks
+    bits: Tensor
+    steps: ColumnSteps
+    options: RowOptions
+    purse: Purse
+    cold: Tensor
+
+    @staticmethod
+    def of(
+        tables: list[BlockedTable], blocks: RowBlocks, loss: Mapping[str, Tensor], bits: Tensor
+    ) -> _Problem:
+        """Finds the path through the predicted losses of all columns at all widths, table -> ``(S,
+        D, K)``."""
+        routings = [blocks.routings[table.config.name] for table in tables]
+        widest = max(table.config.embedding_dim for table in tables)
+        by_bits = torch.cat(
+            [pad(part, (0, 0, 0, widest - part.shape[1])) for part in loss.values()]
+        )
+        cold = _cold_widths(tables, blocks, widest, bits)
+        paid_for = by_bits.gather(
+            2, cold[..., None]
+        )  # of cold blocks, so that nothing below it is bought
+        by_bits = torch.where(torch.arange(len(bits)) < cold[..., None], paid_for, by_bits)
+        rows = torch.cat([routing.row_counts() for routing in routings])
+        steps = column_steps(by_bits, rows, bits)
+        options = row_options(steps, by_bits[..., 0].sum(1), rows)
+        overhead = [
+            PACKED.index_bytes(r, table.config.embedding_dim)
+            for r, table in zip(routings, tables, strict=True)
+        ]
+        num_blocks = torch.tensor([routing.num_blocks for routing in routings])
+        table_of_block = torch.arange(len(tables)).repeat_interleave(num_blocks)
+        cold_bytes = _cold_bytes(bits[cold], rows, waste=7 * bool((bits == FLOAT_BITS).any()))
+        purse = Purse(
+            Path.of(options),
+            table_of_block,
+            torch.tensor(overhead).index_add(0, table_of_block, cold_bytes),
+        )
+        return _Problem(tables, blocks, bits, steps, options, purse, cold)
+
+    def within(self, compression: float, dense: int, base: int) -> Spent:
+        """The most that a compression of all tables buys, beside the bytes of those left alone."""
+        spent = self.purse.spend(_bytes_at(compression, dense) - base)
+        if not bool(spent.row_bytes.any()):
+            smallest = spent.smallest + base
+            most = math.floor(100 * dense / smallest) / 100  # more digits could not be met
+            requirement = f"at most {most:.2f} for these tables and blocks"
+            check(False, "compression", requirement, compression)
+        return spent
+
+    def within_loss(self, max_loss: float, loss_of: Callable[[Spent], float]) -> Spent:
+        """The fewest bytes along the path that are predicted to cost no more loss than this."""
+        first = self.purse.first
+        most, least = (loss_of(first(count)) for count in (0, len(self.purse.path.block)))
+        remedy = "allow more loss, or offer more bits"
+        check(
+            max_loss >= least, "max_loss", f"at least {least:.3g} for these bits", max_loss, remedy
+        )
+        requirement = f"less than {most:.3g}, which dropping all tables is predicted to cost"
+        check(max_loss < most, "max_loss", requirement, max_loss)
+        counts = range(len(self.purse.path.block) + 1)
+        return first(bisect_left(counts, -max_loss, key=lambda count: -loss_of(first(count))))
+
+    def bits_of(self, spent: Spent) -> dict[str, Tensor]:
+        """Table -> ``(S, D)``, the bits that the bytes have bought."""
+        index = widths_of(
+            self.steps,
+            self.options,
+            spent.row_bytes,
+            max(t.config.embedding_dim for t in self.tables),
+        )
+        is_open = torch.zeros(len(self.tables), dtype=torch.bool)
+        is_open[self.purse.table_of_block[spent.row_bytes > 0]] = True
+        index = torch.maximum(index, self.cold * is_open[self.purse.table_of_block][:, None])
+        sizes = [self.blocks.routings[table.config.name].num_blocks for table in self.tables]
+        return {
+            table.config.name: of_table[:, : table.config.embedding_dim].contiguous()
+            for table, of_table in zip(self.tables, self.bits[index].split(sizes), strict=True)
+        }
+
+    def allocation(
+        self, spent: Spent, energies: RoundingEnergies, couplings: Mapping[str, Tensor]
+    ) -> Allocation:
+        """Returns the scheme and codes that the bytes have bought."""
+        codes = {name: energies.codes(name, bits) for name, bits in self.bits_of(spent).items()}
+        for name in couplings.keys() & codes.keys():
+            codes[name] = replace(
+                codes[name], feedback=feedback_of(couplings[name], codes[name].bits)
+            )
+        schemes = {
+            table.config.name: _scheme_of(table, self.blocks, codes[table.config.name])
+            for table in self.tables
+        }
+        loss = self.options.loss.gather(1, spent.row_bytes[:, None])
+        return Allocation(
+            scheme=MixedDimensionScheme(schemes),
+            predicted_loss_increase=max(0.0, float(loss.sum())),
+            num_bytes=sum(map(PACKED.served_bytes, schemes.values())),
+        )
+
+
+def _cold_widths(
+    tables: list[BlockedTable], blocks: RowBlocks, widest: int, bits: Tensor
+) -> Tensor:
+    """``(A, D)`` int64, indices among `bits`: above 0 for the first columns of blocks whose rows
+    training never saw."""
+    columns = []
+    for config in (table.config for table in tables):
+        is_cold = (blocks.routings[config.name].row_counts() > 0) & (
+            blocks.seen_rows[config.name] == 0
+        )
+        num_columns = min(COLD_COLUMNS, config.embedding_dim // 8)
+        columns.append(is_cold[:, None] & (torch.arange(widest) < num_columns))
+    enough = min(int((bits < COLD_BITS).sum()), len(bits) - 1)
+    return torch.cat(columns) * enough
+
+
+def _cold_bytes(cold_bits: Tensor, rows: Tensor, *, waste: int) -> Tensor:
+    """``(A,)`` int64, what the columns of cold blocks take at most, as `row_options` counts what a
+    float32 wastes."""
+    num_bits = cold_bits + waste * (cold_bits > 0)
+    return rows * -(-num_bits.sum(1) // 8) + COLUMN_SCALE_BYTES * is_coded(cold_bits).sum(1)
+
+
+def _predicted_losses(
+    tables: list[BlockedTable],
+    blocks: RowBlocks,
+    curvature: Curvature,
+    energies: RoundingEnergies,
+    bits: list[int],
+) -> dict[str, Tensor]:
+    """Table -> ``(S, D, K)`` float64: H / 2 times the energy of every width; 0 in blocks without
+    rows."""
+    absent = sorted(set(bits) - set(energies.bits))
+    check(
+        not absent,
+        "energies",
+        f"those of {bits} bits",
+        f"none of {absent}",
+        "measure them with these bits",
+    )
+    index = [energies.bits.index(width) for width in bits]
+    losses = {}
+    for table in tables:
+        name = table.config.name
+        shape = (blocks.routings[name].num_blocks, table.config.embedding_dim)
+        check_known("table", name, curvature.curvature)
+        check_known("table", name, energies.tables)
+        worth, energy = curvature.curvature[name].double().cpu(), energies.tables[name].energy
+        for what, options in (("curvature", worth.shape), ("energies", energy.shape[:2])):
+            check(
+                options == shape, f"table {name!r}", f"{what} of (S, D) = {shape}", tuple(options)
+            )
+        check(
+            bool(worth.isfinite().all()), f"table {name!r}", "a finite curvature", "NaN or infinity"
+        )
+        has_rows = blocks.routings[name].row_counts() > 0
+        losses[name] = energy[..., index] * (worth.clamp(min=0) / 2 * has_rows[:, None])[..., None]
+    total = sum(float(loss[..., 0].sum()) for loss in losses.values())
+    remedy = "train the model, and measure on samples that look these tables up"
+    check(total > 0, "curvature", "a column of a table that is worth something", "none", remedy)
+    return losses
+
+
+def _scheme_of(table: BlockedTable, blocks: RowBlocks, codes: ColumnCodes) -> TableScheme:
+    config, routing, bits = table.config, blocks.routings[table.config.name], codes.bits
+    return TableScheme(
+        name=config.name,
+        collection=table.collection,
+        num_embeddings=config.num_embeddings,
+        embedding_dim=config.embedding_dim,
+        pooling=config.pooling.value.lower(),
+        feature_names=tuple(config.feature_names),
+        is_weighted=table.is_weighted,
+        routing=routing,
+        retained=bits > 0,
+        num_retained=int((routing.row_counts() * (bits > 0).sum(1)).sum()),
+        **vars(codes),
+    )
+
+
+def _check_sizes(sizes: Mapping[str, float | None]) -> None:
+    options = {name: value for name, value in sizes.items() if value is not None}
+    check(
+        len(options) == 1,
+        "size",
+        f"exactly one of {', '.join(sizes)}",
+        ", ".join(options) or "none",
+    )
+    for name, value in options.items():
+        check(math.isfinite(value) and value > 0, name, "a finite number above 0", value)
+
+
+def _bytes_at(compression: float, dense: int) -> int:
+    """Bytes that a compression leaves of those of the float32 tables: 25 of 224 at 8.96, where a
+    quotient is 24.99.."""
+    return math.floor(dense / compression * (1 + 1e-12))
