@@ -132,7 +132,7 @@ def test_commands_of_the_pages_are_those_that_there_are() -> None:
     assert unknown_words(["searhc"]) == ["searhc"]
     assert unknown_words(["search", "x", "--comprehension", "4"]) == ["--comprehension"]
     found = {}
-    for page in (path for path in PAGES if "benchmarks" not in path.parts and "lab-notes" not in path.parts):
+    for page in (path for path in PAGES if "benchmarks" not in path.parts):
         for words in shell_commands(name_of(page)):
             if "dnis" in words[:1] or "dnis_torchrec" in words:
                 start = 1 + (0 if words[0] == "dnis" else words.index("dnis_torchrec"))

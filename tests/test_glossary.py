@@ -13,7 +13,7 @@ from dnis_torchrec.forms import CODES, FORMS, PRECISIONS
 DOCS = Path(__file__).parents[1] / "docs"
 GLOSSARY = (DOCS / "glossary.md").read_text(encoding="utf-8")
 LAYOUTS = {form.layout for form in FORMS.values()}
-DOCUMENTS = [DOCS.parent / "README.md", *(page for page in DOCS.rglob("*.md") if page.parent.name != "lab-notes")]
+DOCUMENTS = [DOCS.parent / "README.md", *DOCS.rglob("*.md")]
 
 
 def meaning(word: str) -> str:
