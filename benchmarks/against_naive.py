@@ -58,9 +58,8 @@ from dnis_torchrec import (
 )
 from dnis_torchrec.data.files import write_json
 from dnis_torchrec.selection.shards import table_configs
-from dnis_torchrec.training.evaluation import evaluate
-from dnis_torchrec.training.process_group import process_group
-from dnis_torchrec.training.sharded import shard
+from dnis_torchrec.training.evaluate import evaluate
+from dnis_torchrec.training.shard import process_group, shard
 from examples.models import build_tables
 
 FEATURES = ("user", "item")

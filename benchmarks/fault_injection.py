@@ -39,7 +39,7 @@ from dnis_torchrec.search.search import Saving, SearchEvents, search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.training.checkpoint import LocalCheckpointFolder, Manifest
-from dnis_torchrec.training.process_group import process_group
+from dnis_torchrec.training.shard import process_group
 from examples.datasets.synthetic import generate
 from examples.models import build_dlrm, build_tables, draws
 

@@ -28,12 +28,11 @@ import torch
 
 from dnis_torchrec.data.files import parse_json
 from dnis_torchrec.data.recipe import TrainTask, build_recipe
-from dnis_torchrec.training.evaluation import evaluate, primary_metric
-from dnis_torchrec.training.finite import NonFiniteError
-from dnis_torchrec.training.plain import train_plainly
-from dnis_torchrec.training.process_group import process_group
+from dnis_torchrec.training.evaluate import evaluate, primary_metric
+from dnis_torchrec.training.loop import train_plainly
+from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.settings import TrainSettings
-from dnis_torchrec.training.sharded import shard
+from dnis_torchrec.training.shard import process_group, shard
 
 LADDER = (0.0, 0.001, 0.003, 0.01, 0.02, 0.03, 0.06, 0.1, 0.2, 0.3, 0.6, 1.0)
 """Values of L2, each a step from its neighbours."""

@@ -46,7 +46,7 @@ from benchmarks.rate_summary import MemoryRow, Row, print_summary
 from dnis_torchrec._dependencies import versions
 from dnis_torchrec.data.files import read_json, write_json
 from dnis_torchrec.data.recipe import Recipe, TrainTask
-from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.evaluate import evaluate
 
 RECIPES = {
     "examples.movielens:mf": "ml-1m",

@@ -32,7 +32,7 @@ from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
 from dnis_torchrec.search.search import search
 from dnis_torchrec.selection.shards import collections, local_shards
-from dnis_torchrec.training.process_group import process_group
+from dnis_torchrec.training.shard import process_group
 
 WHOLE_ROWS = ("int8", "int4")
 """Precisions of all D columns; their bytes are sizes for other methods, too."""

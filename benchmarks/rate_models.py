@@ -27,9 +27,8 @@ from dnis_torchrec.selection.swap import unshard_
 from dnis_torchrec.serving.quantized_rows import PRECISIONS, Precision
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.streaming.checked_counts import read_before_training
-from dnis_torchrec.training.plain import train_plainly
-from dnis_torchrec.training.process_group import process_group
-from dnis_torchrec.training.sharded import shard
+from dnis_torchrec.training.loop import train_plainly
+from dnis_torchrec.training.shard import process_group, shard
 
 MAX_EPOCHS, PATIENCE = 60, 3
 """Of plain training: what `dnis train` takes by default."""

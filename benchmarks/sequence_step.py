@@ -25,8 +25,7 @@ from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.swap import prepare_
-from dnis_torchrec.training.process_group import process_group
-from dnis_torchrec.training.sharded import shard
+from dnis_torchrec.training.shard import process_group, shard
 from examples.models.sequential import DeepInterestNetwork, build_sequence_table
 
 NUM_ITEMS, EMBEDDING_DIM, LONGEST, BATCH_SIZE, NUM_BLOCKS, NUM_BATCHES = 20_000, 32, 20, 1024, 8, 4

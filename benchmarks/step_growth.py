@@ -25,7 +25,7 @@ import torchrec
 from benchmarks.files import output_file
 from benchmarks.step_time import SHAPES, WARM_UP_ROUNDS, Bilevel, Shape, make_batches, numbers, spread, vary
 from dnis_torchrec.data.files import write_json
-from dnis_torchrec.training.process_group import process_group
+from dnis_torchrec.training.shard import process_group
 
 BATCH_SIZES = [1024, 2048, 4096, 8192]
 NUM_EMBEDDINGS = [10_000, 100_000, 1_000_000, 10_000_000]

@@ -64,8 +64,7 @@ from dnis_torchrec.search.search import PARTS as UPPER_PARTS
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.streaming import count_stream
-from dnis_torchrec.training.process_group import process_group
-from dnis_torchrec.training.sharded import shard
+from dnis_torchrec.training.shard import process_group, shard
 from examples.models import build_tables
 from examples.models.collaborative import MatrixFactorization
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from dnis_torchrec.training import late_values
+from dnis_torchrec.training import pipeline as late_values
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from dnis_torchrec.selection import wrapper as wrapper_module
 from dnis_torchrec.selection.alpha import Alpha
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.wrapper import soft_selection_modules
-from dnis_torchrec.training import sharded as sharding_of_training
+from dnis_torchrec.training import shard as sharding_of_training
 
 BATCH_SIZE = 5
 NUM_DENSE = 3

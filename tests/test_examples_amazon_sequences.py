@@ -19,7 +19,7 @@ from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.serving import ServedEmbeddingCollection
-from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.evaluate import evaluate
 from examples import amazon_sequences
 from examples.datasets.amazon_sequences import SequenceBatches, load_sequences
 from examples.datasets.in_memory import frequency_rank

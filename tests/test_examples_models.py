@@ -27,7 +27,7 @@ from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.selection.shards import collections, table_configs
 from dnis_torchrec.serving import load_operator
-from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.evaluate import evaluate
 from examples.models import (
     SCALARS,
     DeepFM,

@@ -17,7 +17,7 @@ from dnis_torchrec.comparison.streams import train_on_validation
 from dnis_torchrec.data.batches import BatchParts
 from dnis_torchrec.data.labels import RANKING_KS, RankingBatch
 from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.evaluate import evaluate
 from examples import ncf
 from examples.datasets.implicit import ImplicitBatches, KnownPositives, split_per_user
 from examples.datasets.ncf import load_leave_one_out

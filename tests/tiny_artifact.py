@@ -14,7 +14,7 @@ from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.selection.shards import collections
-from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.evaluate import evaluate
 from examples.models import DeepFM
 from tests import tiny
 from tests.coded_tables import rounded, with_codes

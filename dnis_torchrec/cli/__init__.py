@@ -9,7 +9,7 @@ from dnis_torchrec.cli import compare, compress, package, plan, runs, train, ver
 from dnis_torchrec.cli.app import app
 from dnis_torchrec.cli.terminal import guard_standard_error, say
 from dnis_torchrec.data.users_code import named_errors
-from dnis_torchrec.training.signals import Ending, Stopped, exit_code
+from dnis_torchrec.training.settings import Ending, Stopped, exit_code
 
 __all__ = ["app", "compare", "compress", "main", "package", "plan", "runs", "train", "verify"]
 
@@ -43,7 +43,7 @@ def _is_told(error: Exception) -> bool:
     from dnis_torchrec.jobs.run_folder import RunWriteError
     from dnis_torchrec.search.loop import SearchInterrupted
     from dnis_torchrec.training.checkpoint import CheckpointWriteError
-    from dnis_torchrec.training.finite import NonFiniteError
+    from dnis_torchrec.training.pipeline import NonFiniteError
 
     of_work = (CheckpointWriteError, NonFiniteError, RunWriteError, SearchInterrupted)
     return isinstance(error, of_work)

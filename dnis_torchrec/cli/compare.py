@@ -23,7 +23,7 @@ from dnis_torchrec.cli.options import Fields, command
 from dnis_torchrec.cli.terminal import say
 from dnis_torchrec.comparison.settings import COMPARED_PRECISIONS, CompareSettings
 from dnis_torchrec.data.urls import address_of, url_of
-from dnis_torchrec.training.signals import Stopped
+from dnis_torchrec.training.settings import Stopped
 
 if TYPE_CHECKING:
     from dnis_torchrec.comparison.run import Compared

@@ -43,7 +43,7 @@ from dnis_torchrec.search.settings import (
     SearchSettings,
     check_compression,
 )
-from dnis_torchrec.training.saving import Saving
+from dnis_torchrec.training.settings import Saving
 
 if TYPE_CHECKING:
     from dnis_torchrec.report import ReportRow

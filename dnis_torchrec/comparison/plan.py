@@ -26,8 +26,8 @@ from dnis_torchrec.forms import PRECISIONS
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS
 from dnis_torchrec.selection.shards import collections, table_configs
-from dnis_torchrec.training.evaluation import primary_metric
-from dnis_torchrec.training.sharded import check_pooling
+from dnis_torchrec.training.evaluate import primary_metric
+from dnis_torchrec.training.shard import check_pooling
 
 SETTINGS = "settings"
 """Name of the rule that holds the recipe's settings."""

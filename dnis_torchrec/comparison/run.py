@@ -29,7 +29,7 @@ from dnis_torchrec.report.compare_page import write_comparison
 from dnis_torchrec.report.provenance import Step
 from dnis_torchrec.report.tables import format_metric, format_seconds
 from dnis_torchrec.training.checkpoint import check_shared
-from dnis_torchrec.training.process_group import launched_ranks
+from dnis_torchrec.training.shard import launched_ranks
 
 
 @dataclass(frozen=True, kw_only=True)

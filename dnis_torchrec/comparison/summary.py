@@ -11,10 +11,10 @@ from dnis_torchrec.comparison.cells import Cell, CellResult, TrainedCell
 from dnis_torchrec.report.compare_content import ComparisonRow
 from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS, RowGroup, base_method
 from dnis_torchrec.report.pareto_points import Difference, pareto_front
-from dnis_torchrec.training.metrics import ranking_mean
+from dnis_torchrec.training.evaluate import ranking_mean
 
 RANKING_MEAN = "recall_mrr_ndcg"
-"""Name of `dnis_torchrec.training.metrics.ranking_mean` in the rows of a comparison."""
+"""Name of `dnis_torchrec.training.evaluate.ranking_mean` in the rows of a comparison."""
 
 
 def comparison_rows(

@@ -51,8 +51,8 @@ from dnis_torchrec.data.recipe import Recipe, build_recipe
 from dnis_torchrec.data.users_code import RecipeError
 from dnis_torchrec.forms import WRITTEN_BY_DEFAULT
 from dnis_torchrec.selection.shards import collections, dense_parameters
-from dnis_torchrec.training.process_group import process_group
-from dnis_torchrec.training.signals import Ending, Stopped
+from dnis_torchrec.training.settings import Ending, Stopped
+from dnis_torchrec.training.shard import process_group
 
 _SECONDS_TO_END = 10
 

@@ -37,8 +37,8 @@ from dnis_torchrec.report.provenance import PROVENANCE
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.selection.shards import TableShard, collections, table_configs_of
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
-from dnis_torchrec.training.evaluation import evaluate
-from dnis_torchrec.training.process_group import launched_ranks, process_group
+from dnis_torchrec.training.evaluate import evaluate
+from dnis_torchrec.training.shard import launched_ranks, process_group
 
 
 def run_export(

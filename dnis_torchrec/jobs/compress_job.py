@@ -47,8 +47,8 @@ from dnis_torchrec.selection.swap import replace_
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.streaming.checked_counts import read_before_training
 from dnis_torchrec.training.checkpoint import check_shared
-from dnis_torchrec.training.evaluation import evaluate, primary_metric
-from dnis_torchrec.training.process_group import process_group
+from dnis_torchrec.training.evaluate import evaluate, primary_metric
+from dnis_torchrec.training.shard import process_group
 
 _FORM = "packed"
 """Of the artifacts."""

@@ -32,7 +32,7 @@ from dnis_torchrec.selection.shards import (
     tables_under,
 )
 from dnis_torchrec.selection.torchrec import writing_to_tables
-from dnis_torchrec.training.sharded import spread_tables
+from dnis_torchrec.training.shard import spread_tables
 
 _HEADER = "model_part"
 

@@ -25,9 +25,9 @@ from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.ranks import rank_of, world_size_of
 from dnis_torchrec.report import SearchImages
 from dnis_torchrec.search.loop import EpochRecord, Phase, SearchEvents, SearchInterrupted
-from dnis_torchrec.training.evaluation import losses_in_words
-from dnis_torchrec.training.plain import PlainEpoch, PlainEvents
-from dnis_torchrec.training.signals import StopRequest
+from dnis_torchrec.training.evaluate import losses_in_words
+from dnis_torchrec.training.loop import PlainEpoch, PlainEvents
+from dnis_torchrec.training.settings import StopRequest
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

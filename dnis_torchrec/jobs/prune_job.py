@@ -41,11 +41,10 @@ from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.streaming.checked_counts import read_before_training
 from dnis_torchrec.training.checkpoint import check_shared
-from dnis_torchrec.training.evaluation import evaluate
-from dnis_torchrec.training.plain import train_plainly
-from dnis_torchrec.training.process_group import process_group
-from dnis_torchrec.training.retained_mask import RetainedMask
-from dnis_torchrec.training.sharded import shard
+from dnis_torchrec.training.evaluate import evaluate
+from dnis_torchrec.training.loop import train_plainly
+from dnis_torchrec.training.rounded import RetainedMask
+from dnis_torchrec.training.shard import process_group, shard
 
 
 def check_source_kept(run: Address, out: Address) -> None:

@@ -42,9 +42,9 @@ from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.search import COMPRESSED, SEARCHED, SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings, check_compression
 from dnis_torchrec.training.checkpoint import check_shared
-from dnis_torchrec.training.evaluation import evaluate, primary_metric
-from dnis_torchrec.training.process_group import process_group
-from dnis_torchrec.training.saving import Saving
+from dnis_torchrec.training.evaluate import evaluate, primary_metric
+from dnis_torchrec.training.settings import Saving
+from dnis_torchrec.training.shard import process_group
 
 logger = logging.getLogger(__name__)
 

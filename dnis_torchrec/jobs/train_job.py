@@ -31,11 +31,10 @@ from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.streaming.checked_counts import read_before_training
 from dnis_torchrec.training.checkpoint import check_shared
-from dnis_torchrec.training.evaluation import evaluate, primary_metric
-from dnis_torchrec.training.plain import PlainTraining, train_plainly
-from dnis_torchrec.training.process_group import process_group
+from dnis_torchrec.training.evaluate import evaluate, primary_metric
+from dnis_torchrec.training.loop import PlainTraining, train_plainly
 from dnis_torchrec.training.settings import TrainSettings
-from dnis_torchrec.training.sharded import shard
+from dnis_torchrec.training.shard import process_group, shard
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,10 +31,10 @@ from dnis_torchrec.training.checkpoint import (
     TrainingState,
     checkpoint_folder,
 )
-from dnis_torchrec.training.denormals import flushing_denormals
-from dnis_torchrec.training.evaluation import selection_loss
-from dnis_torchrec.training.late_values import LateValues
-from dnis_torchrec.training.saving import Saving
+from dnis_torchrec.training.evaluate import selection_loss
+from dnis_torchrec.training.pipeline import LateValues
+from dnis_torchrec.training.settings import Saving
+from dnis_torchrec.training.shard import flushing_denormals
 
 STOP_INTERVAL = 8
 """Steps after which several ranks ask each other whether one was told to stop."""

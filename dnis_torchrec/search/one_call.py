@@ -20,8 +20,8 @@ from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.loop import EpochRecord, SearchEvents
 from dnis_torchrec.search.search import COMPRESSED, SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings, check_compression
-from dnis_torchrec.training.evaluation import evaluate, losses_in_words, primary_metric
-from dnis_torchrec.training.process_group import process_group
+from dnis_torchrec.training.evaluate import evaluate, losses_in_words, primary_metric
+from dnis_torchrec.training.shard import process_group
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from dnis_torchrec.search.pruning import num_elements, prune
 from dnis_torchrec.search.started import StartedSearch, highest_rate
 from dnis_torchrec.selection.shards import dense_parameters
 from dnis_torchrec.selection.swap import merge_
-from dnis_torchrec.training.saving import Saving
+from dnis_torchrec.training.settings import Saving
 
 WARM_UP, BOTH_LEVELS = "warm-up", "both levels"
 

@@ -44,8 +44,7 @@ from dnis_torchrec.training.checkpoint import (
     rng_tensors,
     set_rng_,
 )
-from dnis_torchrec.training.finite import FiniteGuard
-from dnis_torchrec.training.prefetching_pipeline import PrefetchingTrainPipeline
+from dnis_torchrec.training.pipeline import FiniteGuard, PrefetchingTrainPipeline
 
 STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW = 2
 """Steps after which DistributedDataParallel makes its buckets anew, with a static graph, as

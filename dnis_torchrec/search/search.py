@@ -35,12 +35,11 @@ from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.search.started import StartedSearch
 from dnis_torchrec.selection.swap import fold_, merge_
 from dnis_torchrec.training.checkpoint import CheckpointWriteError
-from dnis_torchrec.training.evaluation import selection_loss
-from dnis_torchrec.training.paired_losses import is_ahead, part_losses
-from dnis_torchrec.training.plain import PlainEvents, train_plainly
-from dnis_torchrec.training.rounding import RoundedTables
-from dnis_torchrec.training.saving import Saving
-from dnis_torchrec.training.sharded import set_learning_rates_
+from dnis_torchrec.training.evaluate import is_ahead, part_losses, selection_loss
+from dnis_torchrec.training.loop import PlainEvents, train_plainly
+from dnis_torchrec.training.rounded import RoundedTables
+from dnis_torchrec.training.settings import Saving
+from dnis_torchrec.training.shard import set_learning_rates_
 
 DEFAULTS = SearchSettings()
 
@@ -98,7 +97,7 @@ def search(
 ) -> SearchOutcome:
     """Trains a model so that its tables can be served in a fraction of the bytes.
 
-    Needs a process group, which `dnis_torchrec.training.process_group.process_group` makes.
+    Needs a process group, which `dnis_torchrec.training.shard.process_group` makes.
 
     Distributed: every rank calls it with the same recipe and settings. Its data is split over ranks
         (see

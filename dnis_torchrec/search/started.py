@@ -29,8 +29,8 @@ from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.streaming.checked_counts import read_before_training
-from dnis_torchrec.training.saving import Saving
-from dnis_torchrec.training.sharded import check_pooling, shard
+from dnis_torchrec.training.settings import Saving
+from dnis_torchrec.training.shard import check_pooling, shard
 
 MakeBlocks = Callable[[FrequencyCounts, Sequence[EmbeddingBagConfig]], RowBlocks]
 

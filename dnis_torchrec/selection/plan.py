@@ -502,7 +502,7 @@ def _copy_weight_(shard: TableShard, weight: torch.Tensor) -> None:
 
 def _world_size(process_group: dist.ProcessGroup | None) -> int:
     if not dist.is_initialized():
-        remedy = "call torch.distributed.init_process_group, or use dnis_torchrec.training.process_group.process_group"
+        remedy = "call torch.distributed.init_process_group, or use dnis_torchrec.training.shard.process_group"
         raise RuntimeError(describe("sharding", "a process group", "none", remedy))
     return dist.get_world_size(process_group)
 

@@ -18,7 +18,7 @@ from dnis_torchrec.comparison.streams import train_on_validation
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.search.paper import PaperSettings
 from dnis_torchrec.selection.shards import table_configs
-from dnis_torchrec.training.process_group import process_group
+from dnis_torchrec.training.shard import process_group
 from tests import tiny
 
 RATIO = 3.0

@@ -12,9 +12,9 @@ import torch
 from dnis_torchrec import TrainTask
 from dnis_torchrec.comparison.methods import METHODS, NotApplicableError, SizeNotMetError, low_rank, trained_scheme
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.training.evaluation import evaluate
-from dnis_torchrec.training.plain import PlainTraining, train_plainly
-from dnis_torchrec.training.sharded import set_learning_rates_
+from dnis_torchrec.training.evaluate import evaluate
+from dnis_torchrec.training.loop import PlainTraining, train_plainly
+from dnis_torchrec.training.shard import set_learning_rates_
 from examples.models import FactorizationMachine, NeuMF, build_neumf_tables
 from tests.comparison.test_baselines_methods import CPU, build, make_task, served
 from tests.tiny import ROWS, make_batch, make_collection, make_recipe

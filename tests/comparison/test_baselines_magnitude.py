@@ -14,7 +14,7 @@ from dnis_torchrec.comparison.methods.magnitude import NUM_STAGES, stage_sizes
 from dnis_torchrec.comparison.methods.trained_scheme import row_blocks
 from dnis_torchrec.comparison.streams import train_on_validation
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.evaluate import evaluate
 from tests.comparison.test_baselines_methods import CPU, DIM, make_task
 from tests.tiny import Repeatable, make_batch, make_recipe
 

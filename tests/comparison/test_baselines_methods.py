@@ -27,7 +27,7 @@ from dnis_torchrec.comparison.methods import (
 from dnis_torchrec.comparison.methods.nis.supernet import Supernet
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.jobs.artifact_jobs import drop_in_
-from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.evaluate import evaluate
 from tests.tiny import ROWS, BagsOnly, Repeatable, make_batch, make_collection, make_recipe
 
 CPU = torch.device("cpu")

@@ -26,7 +26,7 @@ from dnis_torchrec.comparison.methods.trained_scheme import prune_to_columns_
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
 from dnis_torchrec.search.budget import Budget, Size
 from dnis_torchrec.selection.shards import collections, local_shards
-from dnis_torchrec.training.finite import NonFiniteError
+from dnis_torchrec.training.pipeline import NonFiniteError
 from tests.late import read_late
 from tests.tiny import ROWS, BagsOnly, Repeatable, make_batch, make_collection, make_recipe
 

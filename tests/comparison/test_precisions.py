@@ -35,7 +35,7 @@ from dnis_torchrec.comparison.shared_recipe import SharedRecipe
 from dnis_torchrec.comparison.worker import run_cell
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.search.budget import Budget
-from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.evaluate import evaluate
 from tests import tiny
 from tests.comparison.test_baselines_low_rank import factorization_machine
 from tests.comparison.test_baselines_methods import CPU, build, make_task

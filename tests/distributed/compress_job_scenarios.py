@@ -86,7 +86,7 @@ def job(out: Path, **fields: Any) -> CompressJob:
 
 
 def spread_as(kind: str, model: nn.Module, device: torch.device) -> nn.Module:
-    """Takes the place of `training.sharded.spread_tables`: every table in one sharding type."""
+    """Takes the place of `training.shard.spread_tables`: every table in one sharding type."""
     sharders = [CpuEmbeddingBagCollectionSharder()]
     constraints = {name: ParameterConstraints(sharding_types=[kind], min_partition=4) for name in ROWS}
     plan = make_sharding_plan(model, device, sharders, constraints=constraints)

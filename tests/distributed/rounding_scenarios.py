@@ -14,8 +14,7 @@ from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.training.checkpoint import CheckpointSaver, LocalCheckpointFolder
-from dnis_torchrec.training.held_tables import HoldingOptimizer
-from dnis_torchrec.training.rounding import RoundedTables
+from dnis_torchrec.training.rounded import HoldingOptimizer, RoundedTables
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU, ROWS, Stream, blocks, shard_as, tables, task
 from tests.distributed.scenarios import alpha_of, tables_of

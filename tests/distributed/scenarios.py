@@ -22,10 +22,10 @@ from dnis_torchrec.search.ramp import Ramp
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import fold_, merge_, prepare_
 from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint, state_tensors
-from dnis_torchrec.training.evaluation import evaluate
-from dnis_torchrec.training.finite import NonFiniteError
-from dnis_torchrec.training.plain import train_plainly
-from dnis_torchrec.training.sharded import shard
+from dnis_torchrec.training.evaluate import evaluate
+from dnis_torchrec.training.loop import train_plainly
+from dnis_torchrec.training.pipeline import NonFiniteError
+from dnis_torchrec.training.shard import shard
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU, KINDS, Stream, blocks, shard_as, task
 from tests.late import read_late

@@ -34,8 +34,8 @@ from dnis_torchrec.search.search import SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.streaming import CountLimits
-from dnis_torchrec.training.evaluation import evaluate
-from dnis_torchrec.training.saving import Saving
+from dnis_torchrec.training.evaluate import evaluate
+from dnis_torchrec.training.settings import Saving
 from examples.models import FactorizationMachine
 from tests.distributed.harness import Rank
 from tests.distributed.pruning_scenarios import described, outcome_of

@@ -26,7 +26,7 @@ from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, s
 from dnis_torchrec.selection.shards import holders_of_tables, local_shards
 from dnis_torchrec.selection.swap import fold_, prepare_
 from dnis_torchrec.selection.wrapper import SoftSelectionModule, plain_state_dict, soft_selection_modules
-from dnis_torchrec.training.sharded import shard as shard_task
+from dnis_torchrec.training.shard import shard as shard_task
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.sequence_models import (
     BATCH_SIZE,

@@ -18,7 +18,7 @@ from dnis_torchrec.search.loop import SearchEvents, SearchInterrupted
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.streaming import ParsedStream, StreamedBatches, count_stream, split_stream
-from dnis_torchrec.training.saving import Saving
+from dnis_torchrec.training.settings import Saving
 from tests.distributed.harness import Rank
 from tests.streaming.test_streaming_counting import ROUGH, TABLES, make_batches
 from tests.streaming_data import SCHEMA, draw, labels, write_text

@@ -17,8 +17,8 @@ from dnis_torchrec.jobs.train_job import run_train
 from dnis_torchrec.search.search import SearchOutcome
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.streaming.checked_counts import count_training_data
-from dnis_torchrec.training.evaluation import evaluate
-from dnis_torchrec.training.saving import Saving
+from dnis_torchrec.training.evaluate import evaluate
+from dnis_torchrec.training.settings import Saving
 from tests.distributed.harness import RankResults, running_ranks
 from tests.distributed.search_scenarios import (
     CPU,

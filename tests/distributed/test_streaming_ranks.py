@@ -9,7 +9,7 @@ import torch
 
 from dnis_torchrec import count_frequencies
 from dnis_torchrec.search.search import search
-from dnis_torchrec.training.saving import Saving
+from dnis_torchrec.training.settings import Saving
 from tests.distributed.harness import RankResults, run_on_ranks
 from tests.distributed.streaming_scenarios import (
     NUM_SAMPLES,

@@ -19,7 +19,7 @@ from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.jobs.train_job import TrainJob, run_train
 from dnis_torchrec.search.loop import SearchInterrupted
 from dnis_torchrec.training.checkpoint import LocalCheckpointFolder
-from dnis_torchrec.training.saving import Saving
+from dnis_torchrec.training.settings import Saving
 from tests.searched_runs import quick_job
 from tests.tiny import make_recipe
 

@@ -29,7 +29,7 @@ from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.jobs.stored_rows import in_rows
 from dnis_torchrec.jobs.train_job import TrainJob, run_train
 from dnis_torchrec.report.compression_content import CompressionContent
-from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.evaluate import evaluate
 from tests.jobs.test_jobs_prune import files_of
 from tests.report.pages import without_plotly
 from tests.searched_runs import quick_job

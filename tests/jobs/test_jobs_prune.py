@@ -15,8 +15,8 @@ from dnis_torchrec.jobs.prune_job import run_prune
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
 from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.search.settings import PruneSettings
-from dnis_torchrec.training.plain import train_plainly
-from dnis_torchrec.training.sharded import set_learning_rates_
+from dnis_torchrec.training.loop import train_plainly
+from dnis_torchrec.training.shard import set_learning_rates_
 from tests.cli.test_cli import dnis
 from tests.searched_runs import quick_job
 

@@ -36,9 +36,9 @@ from dnis_torchrec.search.settings import PruneSettings
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.training.checkpoint import LocalCheckpointFolder
-from dnis_torchrec.training.evaluation import evaluate
-from dnis_torchrec.training.finite import NonFiniteError
-from dnis_torchrec.training.saving import Saving
+from dnis_torchrec.training.evaluate import evaluate
+from dnis_torchrec.training.pipeline import NonFiniteError
+from dnis_torchrec.training.settings import Saving
 from tests.searched_runs import QUICK
 from tests.searched_runs import quick_job as job
 

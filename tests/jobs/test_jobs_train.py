@@ -20,7 +20,7 @@ from dnis_torchrec.jobs.report_job import run_report
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
 from dnis_torchrec.jobs.train_job import TrainJob, run_train
 from dnis_torchrec.search.budget import Size
-from dnis_torchrec.training.finite import NonFiniteError
+from dnis_torchrec.training.pipeline import NonFiniteError
 from tests.jobs.test_jobs_prune import files_of
 from tests.tiny import ROWS
 

@@ -12,7 +12,7 @@ from torchrec.datasets.utils import Batch
 from tqdm import tqdm
 
 from dnis_torchrec.jobs import progress
-from dnis_torchrec.training.plain import PlainEpoch
+from dnis_torchrec.training.loop import PlainEpoch
 from tests.tiny import make_recipe
 
 

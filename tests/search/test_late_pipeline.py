@@ -13,9 +13,9 @@ from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.search.loop import EpochRecord, SearchEvents
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-from dnis_torchrec.training.finite import NonFiniteError
-from dnis_torchrec.training.plain import PlainEvents, train_plainly
-from dnis_torchrec.training.sharded import shard
+from dnis_torchrec.training.loop import PlainEvents, train_plainly
+from dnis_torchrec.training.pipeline import NonFiniteError
+from dnis_torchrec.training.shard import shard
 from tests.late import read_late
 from tests.search.test_search import found_by
 from tests.search.test_train_pipeline import CPU, OPTIMIZERS, _poison, _progress, everything, make_pipeline

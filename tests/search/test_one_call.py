@@ -19,7 +19,7 @@ from dnis_torchrec.search import one_call
 from dnis_torchrec.search.one_call import SearchResult
 from dnis_torchrec.search.search import COMPRESSED, SEARCHED
 from dnis_torchrec.search.settings import SearchSettings
-from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.evaluate import evaluate
 from tests import tiny_tasks
 from tests.tiny import ROWS, make_recipe
 

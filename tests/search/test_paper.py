@@ -17,8 +17,8 @@ from dnis_torchrec.search.hypergradient import UnrollingError
 from dnis_torchrec.search.loop import SearchEvents, SearchInterrupted
 from dnis_torchrec.search.paper import PaperOutcome, PaperSettings, search_as_published
 from dnis_torchrec.selection.shards import collections, local_shards
-from dnis_torchrec.training.evaluation import evaluate
-from dnis_torchrec.training.saving import Saving
+from dnis_torchrec.training.evaluate import evaluate
+from dnis_torchrec.training.settings import Saving
 from tests.tiny import make_recipe
 
 CPU = torch.device("cpu")

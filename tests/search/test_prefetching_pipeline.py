@@ -30,11 +30,11 @@ from dnis_torchrec.selection.shards import collections, local_shards, table_conf
 from dnis_torchrec.selection.swap import fold_, prepare_
 from dnis_torchrec.selection.torchrec import writing_to_tables
 from dnis_torchrec.selection.wrapper import soft_selection_modules
-from dnis_torchrec.training import sharded as sharding_of_training
+from dnis_torchrec.training import shard as sharding_of_training
 from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
-from dnis_torchrec.training.evaluation import evaluate
-from dnis_torchrec.training.retained_mask import RetainedMask
-from dnis_torchrec.training.sharded import shard
+from dnis_torchrec.training.evaluate import evaluate
+from dnis_torchrec.training.rounded import RetainedMask
+from dnis_torchrec.training.shard import shard
 from tests.row_caches import caches_of, counting_locks, plan_caches_
 from tests.small_models import operators
 from tests.tiny import make_recipe

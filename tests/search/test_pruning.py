@@ -25,7 +25,7 @@ from dnis_torchrec.search.pruning import drop_zeros_, keep_largest_, prune
 from dnis_torchrec.selection import shards as shards_module
 from dnis_torchrec.selection.shards import TableShard, collections, local_shards
 from dnis_torchrec.selection.swap import merge_, prepare_
-from dnis_torchrec.training.retained_mask import RetainedMask
+from dnis_torchrec.training.rounded import RetainedMask
 from tests import small_models
 from tests.reference import elementwise_keep_reference
 from tests.sizes import affordable, size_of_values

@@ -35,11 +35,11 @@ from dnis_torchrec.search.started import _in_parts
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.streaming import checked_counts
 from dnis_torchrec.streaming.checked_counts import count_training_data
-from dnis_torchrec.training import sharded as sharding_of_training
+from dnis_torchrec.training import shard as sharding_of_training
 from dnis_torchrec.training.checkpoint import CheckpointWriteError, LocalCheckpointFolder, transfer
-from dnis_torchrec.training.evaluation import evaluate
-from dnis_torchrec.training.finite import NonFiniteError
-from dnis_torchrec.training.saving import Saving
+from dnis_torchrec.training.evaluate import evaluate
+from dnis_torchrec.training.pipeline import NonFiniteError
+from dnis_torchrec.training.settings import Saving
 from tests.batches import OneOf
 from tests.late import read_late
 from tests.tiny import ROWS, make_batch, make_collection, make_model, make_recipe, ranked

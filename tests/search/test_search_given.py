@@ -19,8 +19,8 @@ from dnis_torchrec.search.loop import SearchEvents, SearchInterrupted
 from dnis_torchrec.search.search import SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.training.checkpoint import LocalCheckpointFolder
-from dnis_torchrec.training.evaluation import evaluate
-from dnis_torchrec.training.saving import Saving
+from dnis_torchrec.training.evaluate import evaluate
+from dnis_torchrec.training.settings import Saving
 from tests.search.test_search_resume import assert_same
 from tests.tiny import make_recipe
 

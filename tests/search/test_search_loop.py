@@ -15,7 +15,7 @@ from dnis_torchrec.search import loop as search_loop
 from dnis_torchrec.search.loop import EpochRecord, FinishedPhase, Phase, SearchEvents, SearchLoop
 from dnis_torchrec.search.started import StartedSearch
 from dnis_torchrec.training.checkpoint import LocalCheckpointFolder, state_tensors
-from dnis_torchrec.training.saving import Saving
+from dnis_torchrec.training.settings import Saving
 from tests.tiny import make_recipe
 
 CPU = torch.device("cpu")

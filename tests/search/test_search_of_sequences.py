@@ -35,8 +35,8 @@ from dnis_torchrec.training.checkpoint import (
     write_checkpoint,
 )
 from dnis_torchrec.training.checkpoint.placement import TableDescription
-from dnis_torchrec.training.evaluation import evaluate
-from dnis_torchrec.training.sharded import shard
+from dnis_torchrec.training.evaluate import evaluate
+from dnis_torchrec.training.shard import shard
 from tests.reference import ReferenceTable, embedding_l2_reference
 from tests.sequence_models import FEATURES, NAMES, ClickAndRating, interest, make_batch, two_outputs
 from tests.tiny import Repeatable

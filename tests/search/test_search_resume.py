@@ -22,7 +22,7 @@ from dnis_torchrec.search.loop import EpochRecord, SearchEvents, SearchInterrupt
 from dnis_torchrec.search.search import SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.training.checkpoint import LocalCheckpointFolder
-from dnis_torchrec.training.saving import Saving
+from dnis_torchrec.training.settings import Saving
 from tests.tiny import make_recipe
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from dnis_torchrec.search.loop import EpochRecord, SearchEvents
 from dnis_torchrec.search.search import SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.selection.shards import collections, local_shards
-from dnis_torchrec.training import sharded as sharding_of_training
-from dnis_torchrec.training.saving import Saving
+from dnis_torchrec.training import shard as sharding_of_training
+from dnis_torchrec.training.settings import Saving
 from examples.models import FactorizationMachine
 from tests.reference import second_moment_reference
 from tests.tiny import make_collection, make_recipe

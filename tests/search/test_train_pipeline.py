@@ -23,8 +23,8 @@ from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.selection.wrapper import plain_state_dict, soft_selection_modules
-from dnis_torchrec.training.finite import NonFiniteError
-from dnis_torchrec.training.sharded import shard
+from dnis_torchrec.training.pipeline import NonFiniteError
+from dnis_torchrec.training.shard import shard
 from tests.distributed import model as net
 from tests.distributed import scenarios
 from tests.reference import ReferenceTable, pooled_reference

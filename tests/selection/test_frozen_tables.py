@@ -29,8 +29,8 @@ from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.swap import merge_, prepare_, unshard_
-from dnis_torchrec.training.plain import train_plainly
-from dnis_torchrec.training.sharded import set_learning_rates_, shard
+from dnis_torchrec.training.loop import train_plainly
+from dnis_torchrec.training.shard import set_learning_rates_, shard
 
 CPU = torch.device("cpu")
 FROZEN, LEARNING = "kept", "learnt"

@@ -32,7 +32,7 @@ from dnis_torchrec.selection.on_shards import (
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection
-from dnis_torchrec.training.sharded import shard
+from dnis_torchrec.training.shard import shard
 from tests.distributed.shard_selection_scenarios import MULTIPLIED_TABLES, make_features, make_model
 from tests.distributed.shard_selection_scenarios import shard as shard_scenario
 from tests.small_models import kernels_of

@@ -37,7 +37,7 @@ from dnis_torchrec.search.pruning import prune
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.selection.shards import collections, table_configs
 from dnis_torchrec.selection.swap import merge_, prepare_
-from dnis_torchrec.training.sharded import shard
+from dnis_torchrec.training.shard import shard
 
 CPU = torch.device("cpu")
 SHARDERS = [CpuEmbeddingBagCollectionSharder()]

@@ -37,7 +37,7 @@ from dnis_torchrec.search import started as started_search
 from dnis_torchrec.search.search import search
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.streaming import CountLimits, checked_counts
-from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.evaluate import evaluate
 from tests.searched_runs import QUICK
 from tests.tiny import ROWS, Repeatable, make_batch, make_collection, make_recipe, ranked
 

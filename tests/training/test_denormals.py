@@ -15,10 +15,8 @@ from torchrec.datasets.utils import Batch
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
-from dnis_torchrec.training.denormals import flushing_denormals, is_flushing
-from dnis_torchrec.training.plain import train_plainly
-from dnis_torchrec.training.process_group import process_group
-from dnis_torchrec.training.sharded import shard
+from dnis_torchrec.training.loop import train_plainly
+from dnis_torchrec.training.shard import flushing_denormals, is_flushing, process_group, shard
 from examples.synthetic import demo
 
 pytestmark = pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this CPU cannot flush denormals")

@@ -10,7 +10,7 @@ from torch import nn
 
 from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.swap import prepare_
-from dnis_torchrec.training.finite import FiniteGuard, NonFiniteError
+from dnis_torchrec.training.pipeline import FiniteGuard, NonFiniteError
 from tests.small_models import BATCH_SIZE, MODELS, NUM_DENSE, SHARDING_TYPES, blocks_for, features, shard_as
 
 BAD = [float("nan"), float("inf"), float("-inf")]

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from dnis_torchrec.selection.swap import prepare_
-from dnis_torchrec.training.finite import FiniteGuard, NonFiniteError
-from dnis_torchrec.training.late_values import LateValues
+from dnis_torchrec.training.pipeline import FiniteGuard, LateValues, NonFiniteError
 from tests.late import read_late
 from tests.sequence_models import features as sequence_features
 from tests.sequence_models import sequences

@@ -17,8 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.data.labels import RANKING_KS, RankingBatch, check_candidates
 from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.training.evaluation import evaluate, primary_metric
-from dnis_torchrec.training.metrics import Calibration, NormalizedEntropy, RankingMetrics
+from dnis_torchrec.training.evaluate import Calibration, NormalizedEntropy, RankingMetrics, evaluate, primary_metric
 from tests.distributed.harness import Rank, Results, run_on_ranks
 
 CPU = torch.device("cpu")

@@ -16,8 +16,7 @@ from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.data.task import Task, task_of
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.training.evaluation import evaluate
-from dnis_torchrec.training.paired_losses import LOSSES_PER_BATCH, is_ahead, part_losses
+from dnis_torchrec.training.evaluate import LOSSES_PER_BATCH, evaluate, is_ahead, part_losses
 from tests.tiny import make_batch, make_recipe
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dnis_torchrec.training.process_group import launched_ranks, process_group
+from dnis_torchrec.training.shard import launched_ranks, process_group
 
 
 @pytest.mark.parametrize("group", [process_group, launched_ranks])

@@ -27,10 +27,10 @@ from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.swap import prepare_, unshard_
 from dnis_torchrec.serving.packed_table import pack_rows, split_blocks
 from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
-from dnis_torchrec.training.evaluation import evaluate
-from dnis_torchrec.training.plain import train_plainly
-from dnis_torchrec.training.rounding import RoundedTables
-from dnis_torchrec.training.sharded import shard
+from dnis_torchrec.training.evaluate import evaluate
+from dnis_torchrec.training.loop import train_plainly
+from dnis_torchrec.training.rounded import RoundedTables
+from dnis_torchrec.training.shard import shard
 from tests import small_models
 from tests.coded_tables import rounded
 from tests.rounded_tables import (

@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import pytest
 
-from dnis_torchrec.training import signals
-from dnis_torchrec.training.signals import REQUESTS, Ending, Stopped, StopRequest
+from dnis_torchrec.training import settings as signals
+from dnis_torchrec.training.settings import REQUESTS, Ending, Stopped, StopRequest
 
 
 class SearchEndedError(Exception):

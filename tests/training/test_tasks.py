@@ -19,8 +19,16 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.data.task import Predictions, Task, possible_metrics
 from dnis_torchrec.data.trial import try_out
-from dnis_torchrec.training.evaluation import evaluate, primary_metric, selection_loss
-from dnis_torchrec.training.metrics import AreaUnderCurve, Calibration, LogLoss, NormalizedEntropy, WeightedSquaredError
+from dnis_torchrec.training.evaluate import (
+    AreaUnderCurve,
+    Calibration,
+    LogLoss,
+    NormalizedEntropy,
+    WeightedSquaredError,
+    evaluate,
+    primary_metric,
+    selection_loss,
+)
 from tests.distributed.harness import Rank, Results, run_on_ranks
 from tests.tiny import make_recipe as make_plain_recipe
 from tests.tiny_tasks import METRICS, SHARE, ClickAndRating, make_recipe, two_sided

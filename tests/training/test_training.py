@@ -21,11 +21,11 @@ from dnis_torchrec.ops.block_operators import are_compiled
 from dnis_torchrec.selection.shards import TableShard, collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.selection.wrapper import soft_selection_modules
-from dnis_torchrec.training.evaluation import evaluate, primary_metric
-from dnis_torchrec.training.finite import NonFiniteError
-from dnis_torchrec.training.plain import EarlyStopping, PlainEvents, train_plainly
-from dnis_torchrec.training.retained_mask import RetainedMask
-from dnis_torchrec.training.sharded import set_learning_rates_, shard
+from dnis_torchrec.training.evaluate import evaluate, primary_metric
+from dnis_torchrec.training.loop import EarlyStopping, PlainEvents, train_plainly
+from dnis_torchrec.training.pipeline import NonFiniteError
+from dnis_torchrec.training.rounded import RetainedMask
+from dnis_torchrec.training.shard import set_learning_rates_, shard
 from tests.small_models import kernels_of
 from tests.tiny import ROWS, make_batch, make_collection, make_recipe
 
@@ -69,7 +69,7 @@ def test_replicated_tables_that_learn_by_adam_are_fused_on_no_gpu_either(
         asked.extend(constraints.values())
         raise ValueError("asked")
 
-    monkeypatch.setattr("dnis_torchrec.training.sharded.make_sharding_plan", refuse)
+    monkeypatch.setattr("dnis_torchrec.training.shard.make_sharding_plan", refuse)
     recipe = make_recipe(optimizer=optimizer)
     with pytest.raises(ValueError, match="asked"):
         shard(TrainTask(recipe.model, recipe.loss), recipe, torch.device("cuda"), replicated=True)

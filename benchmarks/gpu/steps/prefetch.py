@@ -21,7 +21,7 @@ from dnis_torchrec.data.batches import BatchParts
 from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, shard_model
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.streaming import count_stream
-from dnis_torchrec.training.sharded import FUSED_OPTIMIZERS, rest_optimizer
+from dnis_torchrec.training.shard import FUSED_OPTIMIZERS, rest_optimizer
 
 SHAPE = replace(step_time.vary(step_time.SHAPES["criteo"], None, 400_000, None), batch_size=4096)
 SMALL = step_time.vary(step_time.SHAPES["criteo"], 2, 50, None, batch_size=64)

@@ -24,7 +24,7 @@ from dnis_torchrec.search.hypergradient import UnrollingError
 from dnis_torchrec.search.paper import PaperSettings, search_as_published
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
-from dnis_torchrec.training.evaluation import selection_loss
+from dnis_torchrec.training.evaluate import selection_loss
 
 SINGLE_VALUES = "csr_fp32"
 

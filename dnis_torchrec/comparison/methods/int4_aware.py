@@ -14,8 +14,8 @@ from dnis_torchrec.comparison.methods.trained_scheme import in_precision
 from dnis_torchrec.comparison.methods.uniform import largest_dim, uniform_candidate
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.selection.swap import unshard_
-from dnis_torchrec.training.plain import train_plainly
-from dnis_torchrec.training.sharded import shard
+from dnis_torchrec.training.loop import train_plainly
+from dnis_torchrec.training.shard import shard
 
 PRECISION = "int4"
 

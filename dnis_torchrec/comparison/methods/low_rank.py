@@ -26,9 +26,9 @@ from dnis_torchrec.comparison.methods.uniform import largest_dim, table_widths, 
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.forms import PRECISIONS
 from dnis_torchrec.selection.swap import unshard_
-from dnis_torchrec.training.plain import train_plainly
-from dnis_torchrec.training.retained_mask import RetainedMask
-from dnis_torchrec.training.sharded import shard
+from dnis_torchrec.training.loop import train_plainly
+from dnis_torchrec.training.rounded import RetainedMask
+from dnis_torchrec.training.shard import shard
 
 
 @served_in(*PRECISIONS)

@@ -30,9 +30,9 @@ from dnis_torchrec.search.pruning import keep_largest_, num_elements, prune
 from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.swap import unshard_
 from dnis_torchrec.selection.torchrec import writing_to_tables
-from dnis_torchrec.training.plain import PlainTraining, train_plainly
-from dnis_torchrec.training.retained_mask import RetainedMask
-from dnis_torchrec.training.sharded import rest_optimizer, shard
+from dnis_torchrec.training.loop import PlainTraining, train_plainly
+from dnis_torchrec.training.rounded import RetainedMask
+from dnis_torchrec.training.shard import rest_optimizer, shard
 
 ELEMENT_PRECISIONS = ("fp32", "fp16", "int8")
 """Precisions in which single values are served: those of the compressed sparse rows."""

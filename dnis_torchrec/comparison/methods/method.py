@@ -27,7 +27,7 @@ from dnis_torchrec.selection.shards import (
     table_configs,
 )
 from dnis_torchrec.selection.swap import replace_
-from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.evaluate import evaluate
 
 STEP_SHARE = 0.02
 """Bytes of a result are equal to those asked for if they are above them by no more than this share.

@@ -29,15 +29,15 @@ from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.search.pruning import keep_largest_, prune
 from dnis_torchrec.selection.shards import TableShard, collections, local_shards
 from dnis_torchrec.selection.swap import unshard_
-from dnis_torchrec.training.plain import (
+from dnis_torchrec.training.loop import (
     PlainEpoch,
     PlainEvents,
     PlainTraining,
     Stepper,
     train_plainly,
 )
-from dnis_torchrec.training.retained_mask import RetainedMask
-from dnis_torchrec.training.sharded import shard
+from dnis_torchrec.training.rounded import RetainedMask
+from dnis_torchrec.training.shard import shard
 
 START_SHARE = 0.1
 """Threshold at the beginning, as a share of the mean magnitude of all values: hardly anything is

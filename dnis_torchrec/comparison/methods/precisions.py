@@ -17,7 +17,7 @@ from dnis_torchrec.comparison.methods.method import (
     check_leaves_alone,
 )
 from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.training.evaluation import selection_loss
+from dnis_torchrec.training.evaluate import selection_loss
 
 
 def best_precision(method: Method, task: MethodTask, precisions: Sequence[str]) -> MethodResult:

@@ -37,9 +37,9 @@ from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import unshard_
 from dnis_torchrec.training.checkpoint import load_checkpoint
-from dnis_torchrec.training.plain import BEST_STATE, PlainTraining, train_plainly
-from dnis_torchrec.training.retained_mask import RetainedMask
-from dnis_torchrec.training.sharded import shard
+from dnis_torchrec.training.loop import BEST_STATE, PlainTraining, train_plainly
+from dnis_torchrec.training.rounded import RetainedMask
+from dnis_torchrec.training.shard import shard
 
 _HALVINGS = 24
 """Steps of a bisection: the amount is exact to 6e-8 of all bytes."""

@@ -33,8 +33,8 @@ from dnis_torchrec.jobs.verification.resident import Resident, measure_resident
 from dnis_torchrec.jobs.verification.served import UNCOMPRESSED_FORMS, collections_of
 from dnis_torchrec.ranks import Ranks, on_rank_zero, together
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.training.evaluation import evaluate
-from dnis_torchrec.training.process_group import launched_ranks
+from dnis_torchrec.training.evaluate import evaluate
+from dnis_torchrec.training.shard import launched_ranks
 
 METRIC_LIMITS = {"fp32": 1e-5, "codes": 1e-5, "fp16": 5e-4, "int8": 5e-4}
 """Precision -> largest difference of a form's test metrics from those of the run; int4 is not

@@ -8,7 +8,7 @@ from dnis_torchrec.search.pruning.elements import (
     num_elements,
 )
 from dnis_torchrec.search.pruning.prune import drop_zeros_, prune
-from dnis_torchrec.training.retained_mask import RetainedMask
+from dnis_torchrec.training.rounded import RetainedMask
 
 __all__ = [
     "RetainedMask",

@@ -15,7 +15,7 @@ from dnis_torchrec.ranks import rank_of
 from dnis_torchrec.training.checkpoint.folder import CheckpointFolder, check_shared
 from dnis_torchrec.training.checkpoint.placement import TrainingState
 from dnis_torchrec.training.checkpoint.transfer import CheckpointWriteError, write_checkpoint
-from dnis_torchrec.training.saving import ON_ERROR
+from dnis_torchrec.training.settings import ON_ERROR
 
 logger = logging.getLogger(__name__)
 

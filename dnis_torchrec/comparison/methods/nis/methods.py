@@ -31,7 +31,7 @@ from dnis_torchrec.comparison.methods.trained_scheme import (
 )
 from dnis_torchrec.forms import PRECISIONS
 from dnis_torchrec.search.budget import Budget
-from dnis_torchrec.training.sharded import check_pooling
+from dnis_torchrec.training.shard import check_pooling
 
 WARM_UP_EPOCHS, EPOCHS = 2, 12
 """Epochs of the supernet's weights alone, and of weights and controller."""

@@ -19,8 +19,8 @@ from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSched
 from dnis_torchrec.selection.alpha import Alpha
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.selection.wrapper import soft_selection_modules
-from dnis_torchrec.training.finite import FiniteGuard
-from dnis_torchrec.training.sharded import shard
+from dnis_torchrec.training.pipeline import FiniteGuard
+from dnis_torchrec.training.shard import shard
 
 NUM_SAMPLES = 4
 """Combinations that one controller step compares on the same validation batch (the synchronous

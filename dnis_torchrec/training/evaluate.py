@@ -1,22 +1,109 @@
-"""Metrics of an evaluation, from torchmetrics and torchrec.metrics; the same value on every rank."""
+"""A model evaluated on a split, over all ranks: its loss and the metrics of its tasks, the same on every rank."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat
+from torchrec.datasets.utils import Batch
 from torchrec.metrics.calibration import compute_calibration, get_calibration_states
 from torchrec.metrics.mse import compute_mse, get_mse_states
 from torchrec.metrics.ne import compute_ne, get_ne_states
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.labels import RANKING_KS, check_candidates
-from dnis_torchrec.data.task import BINARY, RANKING, REGRESSION, Predictions
+from dnis_torchrec.data.lookup_batches import for_lookup
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.task import (
+    BINARY,
+    LOSS,
+    METRICS,
+    RANKING,
+    REGRESSION,
+    Outputs,
+    Predictions,
+    Task,
+    checked_predictions,
+    direction_of,
+    metric_name,
+    task_of,
+)
+from dnis_torchrec.ranks import Ranks, world_size_of
+from dnis_torchrec.selection.torchrec import read_by_name_
+from dnis_torchrec.training.pipeline import REMEDY, NonFiniteError
+
+_PLACE = "evaluation split"
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, batches: Iterable[Batch], task: nn.Module, device: torch.device
+) -> dict[str, float]:
+    """Metrics of a model on a split, over all ranks."""
+    read_by_name_(model, refuse_weights=None)
+    was_training = model.training
+    model.eval()
+    task = task_of(task)
+    mean_loss = MeanMetric(nan_strategy=math.inf).to(device)  # by itself it would leave NaN out
+    judged: dict[str, JudgedPredictions] = {}
+    seen = 0
+    for batch in batches:
+        if not judged:
+            judged = {
+                name: JudgedPredictions(kind, device) for name, kind in task.kinds_of(batch).items()
+            }
+        if (
+            not len(batch.labels) and world_size_of() == 1
+        ):  # TorchRec's collections look up no batch of none
+            continue
+        batch = for_lookup(batch).to(device)
+        seen += len(batch.labels)
+        _, (value, outputs) = model(batch)
+        if len(batch.labels):  # the mean of none is NaN
+            mean_loss.update(value, weight=len(batch.labels))
+        for name, predictions in checked_predictions(task, batch, outputs, _PLACE).items():
+            judged[name].update(predictions)
+    model.train(was_training)
+    if not seen:
+        raise ValueError(describe(_PLACE, "at least one sample", "none", "check the data splits"))
+    total = {LOSS: float(mean_loss.compute())}
+    if not math.isfinite(total[LOSS]):
+        raise NonFiniteError(describe(_PLACE, "finite predictions", "nan or inf", REMEDY))
+    for name, of_name in judged.items():
+        total |= {metric_name(name, metric): value for metric, value in of_name.compute().items()}
+    return total
+
+
+def selection_loss(model: nn.Module, recipe: Recipe, device: torch.device) -> float:
+    """What early stopping and every other choice makes small, over all ranks, on the selection
+    split."""
+    found = evaluate(model, recipe.data.selection, recipe.task, device)
+    requirement = f"Recipe.stop_on to be one of {', '.join(found)}"
+    check(recipe.stop_on in found, "selection split", requirement, repr(recipe.stop_on))
+    value = found[recipe.stop_on]
+    return -value if direction_of(recipe.task, recipe.stop_on) else value
+
+
+def losses_in_words(recipe: Recipe, train_loss: float, selection_loss: float) -> str:
+    """The losses of an epoch as users are told them; a metric that the recipe stops on has its own
+    name and sign."""
+    value = -selection_loss if direction_of(recipe.task, recipe.stop_on) else selection_loss
+    return f"train loss {train_loss:.4f}, selection {recipe.stop_on} {value:.4f}"
+
+
+def primary_metric(task: nn.Module, test: Iterable[Batch] = ()) -> tuple[str, bool]:
+    """The metric that a recipe is judged by."""
+    name, kind = next(iter(task_of(task).kinds_of(next(iter(test), None)).items()))
+    metric, is_higher_better = next(iter(METRICS[kind].items()))
+    return metric_name(name, metric), bool(is_higher_better)
+
 
 _SMALLEST_PROBABILITY = 1e-12
 
@@ -273,3 +360,76 @@ def _ranked(preds: Tensor, target: Tensor, queries: Tensor) -> tuple[Tensor, Ten
     _, query, sizes = queries[order].unique_consecutive(return_inverse=True, return_counts=True)
     first = (sizes.cumsum(0) - sizes)[query]
     return target[order], query, torch.arange(query.numel(), device=query.device) - first
+
+
+LOSSES_PER_BATCH = 16
+"""Parts of a batch at most."""
+
+
+@torch.no_grad()
+def part_losses(
+    model: nn.Module, batches: Iterable[Batch], task: Task, device: torch.device
+) -> Tensor:
+    """Losses of a model on parts of every batch of a split."""
+    was_training = model.training
+    model.eval()
+    found = [torch.zeros(0, 2, dtype=torch.float64)]
+    for batch in batches:
+        if (
+            not len(batch.labels) and world_size_of() == 1
+        ):  # TorchRec's collections look up no batch of none
+            continue
+        batch = for_lookup(batch).to(device)
+        loss, (_, outputs) = model(batch)
+        if len(batch.labels):
+            found.append(_losses_of_parts(task, batch, outputs, loss))
+    model.train(was_training)
+    return torch.cat(found)
+
+
+def _losses_of_parts(task: Task, batch: Batch, outputs: Outputs, loss: Tensor) -> Tensor:
+    """Those of all parts; of the whole batch where one has no loss, as one whose samples all weigh
+    nothing."""
+    size = len(batch.labels)
+    bounds = torch.linspace(0, size, min(LOSSES_PER_BATCH, size) + 1).round().long()
+    losses = torch.stack([task.loss(*part) for part in _parts(batch, outputs, bounds.tolist())])
+    if not bool(losses.isfinite().all()):
+        bounds, losses = bounds[[0, -1]], loss.reshape(1)
+    return torch.stack([bounds.diff(), losses.cpu()], dim=1).double()
+
+
+def _parts(batch: Batch, outputs: Outputs, bounds: list[int]) -> Iterator[tuple[Batch, Outputs]]:
+    for first, last in pairwise(bounds):
+        rows = slice(first, last)
+        yield slice_of(batch, first, last), _rows_of(outputs, rows)
+
+
+def _rows_of(outputs: Outputs, rows: slice) -> Outputs:
+    """Some samples' rows; what is no tensor of rows stays as it is."""
+    if not isinstance(outputs, Mapping):
+        return outputs[rows]
+    return {
+        name: part[rows] if isinstance(part, Tensor) and part.dim() else part
+        for name, part in outputs.items()
+    }
+
+
+def is_ahead(losses: Tensor, rival: Tensor, ranks: Ranks) -> bool:
+    """Whether the mean loss is lower than a rival's by more than one standard error of the
+    difference."""
+    samples, lead = losses[:, 0], rival[:, 1] - losses[:, 1]
+    squared = samples.square()
+    terms = [
+        samples,
+        samples * lead,
+        squared,
+        squared * lead,
+        squared * lead.square(),
+        torch.ones_like(samples),
+    ]
+    n, of_n, n2, n2_lead, n2_lead2, parts = ranks.sum_(
+        torch.stack([term.sum() for term in terms])
+    ).tolist()
+    mean = of_n / n
+    spread = max(n2_lead2 - 2 * mean * n2_lead + mean**2 * n2, 0.0) / n**2
+    return mean > math.sqrt(spread * parts / max(parts - 1, 1))

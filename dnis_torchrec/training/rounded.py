@@ -1,4 +1,4 @@
-r"""RoundedTables: tables that train as they will be served, in the codes of an allocation."""
+"""Tables that obey a rule while they learn: pruned values stay zero, or all values stay what they will be served as."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dnis_torchrec.allocation.curvature import on_all
 from dnis_torchrec.allocation.energies import (
@@ -41,7 +43,84 @@ from dnis_torchrec.selection.swap import fold_
 from dnis_torchrec.selection.torchrec import lookups, writing_to_tables
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.checkpoint import Chunk, PlacedTensor
-from dnis_torchrec.training.held_tables import HeldTables
+
+
+class HeldTables:
+    """A rule for the values of tables, kept around every step of the optimizer; this one holds
+    nothing."""
+
+    def before_step_(self) -> None:
+        """Prepares gradients; to be called when backward is done and before the optimizer's step."""
+
+    def after_step_(self) -> None:
+        """Lets the tables obey again; to be called after the optimizer's step and before the next
+        lookup."""
+
+    def tensors(self) -> Mapping[str, PlacedTensor]:
+        """State beside the model's, live, as `TrainingState` and `save_checkpoint` take it. Local."""
+        return {}
+
+    def finish_load_(self) -> None:
+        """Goes on from `tensors` that were written from outside, as by a checkpoint. Local."""
+
+
+class HoldingOptimizer(OptimizerWrapper):
+    """An optimizer after whose steps tables obey their rule; in all else the optimizer that it is
+    given."""
+
+    def __init__(self, optimizer: KeyedOptimizer, held: HeldTables) -> None:
+        super().__init__(optimizer)
+        self._held = held
+
+    def step(self, closure: Any = None) -> None:
+        """Steps, and lets the tables obey; those of fused kernels were stepped in the backward
+        pass."""
+        self._held.before_step_()
+        super().step(closure)
+        self._held.after_step_()
+
+
+class RetainedMask(HeldTables):
+    """Holds pruned values at zero while the retained ones train on (masked fine-tuning)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._shards = [
+            shard for module in collections(model).values() for shard in local_shards(module)
+        ]
+        self._masks = [self._mask(shard.weight) for shard in self._shards]
+        storages = {shard.weight.data_ptr(): index for index, shard in enumerate(self._shards)}
+        not_fused = dict(in_backward_optimizer_filter(model.named_parameters())).values()
+        self._dense = [(p, storages[p.data_ptr()]) for p in not_fused if p.data_ptr() in storages]
+        self._fused = sorted(set(range(len(self._shards))) - {index for _, index in self._dense})
+
+    @staticmethod
+    def _mask(weight: Tensor) -> Tensor:
+        mask = weight != 0
+        return mask.to(weight.dtype) if weight.device.type == "cpu" else mask
+
+    @torch.no_grad()
+    def before_step_(self) -> None:
+        """Zeroes the gradients of pruned values."""
+        for parameter, index in self._dense:
+            if parameter.grad is not None:
+                parameter.grad.mul_(self._masks[index])
+
+    @torch.no_grad()
+    def hold_(self) -> None:
+        """Zeroes pruned values; call after the optimizer's step."""
+        self._hold_(range(len(self._shards)))
+
+    @torch.no_grad()
+    def after_step_(self) -> None:
+        """Zeroes pruned values of tables that kernels step inside backward."""
+        if self._fused:
+            self._hold_(self._fused)
+
+    def _hold_(self, indices: Iterable[int]) -> None:
+        with writing_to_tables(self._model):
+            for index in indices:
+                self._shards[index].weight.mul_(self._masks[index])
 
 
 class RoundedTables(HeldTables):

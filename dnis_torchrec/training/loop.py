@@ -1,4 +1,4 @@
-"""Plain training: epochs until the selection loss stops improving, and back to the best one."""
+"""Training: epochs until the selection loss stops improving, and back to the best one."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ from dnis_torchrec.data.lookup_batches import LookupBatches
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.ranks import world_size_of
 from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
-from dnis_torchrec.training.denormals import flushing_denormals
-from dnis_torchrec.training.detachable_pipeline import DetachableTrainPipeline
-from dnis_torchrec.training.evaluation import selection_loss
-from dnis_torchrec.training.finite import FiniteGuard
-from dnis_torchrec.training.held_tables import HeldTables, HoldingOptimizer
-from dnis_torchrec.training.late_values import LateValues
+from dnis_torchrec.training.evaluate import selection_loss
+from dnis_torchrec.training.pipeline import DetachableTrainPipeline, FiniteGuard, LateValues
+from dnis_torchrec.training.rounded import HeldTables, HoldingOptimizer
+from dnis_torchrec.training.shard import flushing_denormals
 
 BEST_STATE = "best"
 """Name of the checkpoint of the best epoch, in the folder that a training is given."""

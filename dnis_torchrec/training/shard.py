@@ -1,13 +1,17 @@
-"""A model sharded as a recipe's table optimizer needs it, and the optimizer of all weights without
-a fused one."""
+"""A model sharded as a recipe's table optimizer needs it, its process group, and the optimizer of all weights without a fused one."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import os
+import tempfile
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.embedding_sharding import USE_ONE_TBE_PER_TABLE
@@ -23,7 +27,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.ops.block_operators import are_compiled
-from dnis_torchrec.ranks import world_size_of
+from dnis_torchrec.ranks import Ranks, world_size_of
 from dnis_torchrec.selection.on_shards import select_on_shards_
 from dnis_torchrec.selection.plan import (
     CpuEmbeddingBagCollectionSharder,
@@ -235,3 +239,70 @@ def set_learning_rates_(
     # Where TorchRec's fused optimizers hand their rate on to the kernels; there are no gradients to
     # clear.
     model.fused_optimizer.zero_grad()
+
+
+LONGEST_WAIT = timedelta(days=30)
+"""For which ranks that train nothing wait for each other: one of them may measure or train
+something alone."""
+
+
+@contextmanager
+def process_group() -> Iterator[torch.device]:
+    """The process group of a run: a launcher's if there is one, else one of world size 1 on this
+    machine alone."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(torch.distributed.get_node_local_rank(fallback_rank=0)))
+        torch.cuda.set_device(device)
+    with flushing_denormals():
+        if dist.is_initialized():
+            yield device
+            return
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        with tempfile.TemporaryDirectory() as folder:
+            if _is_launched():
+                dist.init_process_group(backend)
+            else:  # a file, not a port: several runs on one machine never meet
+                dist.init_process_group(
+                    backend, store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1
+                )
+            try:
+                yield device
+            finally:
+                dist.destroy_process_group()
+
+
+@contextmanager
+def launched_ranks() -> Iterator[Ranks]:
+    """The ranks that a launcher such as torchrun has started, on CPUs, for work that trains
+    nothing."""
+    if dist.is_initialized() or not _is_launched():
+        yield Ranks.everyone()
+        return
+    dist.init_process_group("gloo", timeout=LONGEST_WAIT)
+    try:
+        yield Ranks.everyone()
+    finally:
+        dist.destroy_process_group()
+
+
+def _is_launched() -> bool:
+    """Returns whether this process is a rank of several, or one that torchrun started alone."""
+    return dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+@contextmanager
+def flushing_denormals() -> Iterator[None]:
+    """While it lasts this thread's CPU takes denormals for zero, where the CPU can."""
+    before = is_flushing()
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(before)
+
+
+def is_flushing() -> bool:
+    """Returns whether this thread's CPU takes denormals for zero."""
+    smallest = torch.tensor(torch.finfo(torch.float32).tiny)
+    return float(smallest / 2) == 0

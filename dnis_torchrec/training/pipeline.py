@@ -1,0 +1,417 @@
+"""Train pipelines whose model may be lent, numbers read late from a GPU, and checks that all of them are finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.pipeline_context import PrefetchTrainPipelineContext
+from torchrec.distributed.train_pipeline.runtime_forwards import PrefetchPipelinedForward
+from torchrec.distributed.train_pipeline.utils import _wait_for_batch
+from torchrec.modules.mc_modules import ManagedCollisionCollection
+from torchrec.streamable import Pipelineable
+
+from dnis_torchrec.checks import describe
+from dnis_torchrec.data.lookup_batches import with_ids_counted
+from dnis_torchrec.selection.shards import collections, local_shards, table_weight_names
+from dnis_torchrec.selection.torchrec import PrefetchedTables
+from dnis_torchrec.selection.wrapper import soft_selection_modules
+
+Reader = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Copy:
+    """Values on their way to the host."""
+
+    values: Tensor
+    is_there: torch.cuda.Event | None
+    then: Reader
+
+
+def is_read_late(device: torch.device) -> bool:
+    """Returns whether to read a number of this device at once would stop it."""
+    return device.type == "cuda"
+
+
+class LateValues:
+    """Copies on their way to the host. Local, no collective."""
+
+    def __init__(self) -> None:
+        self._coming: list[_Copy] = []
+
+    def read(self, values: Tensor, then: Reader) -> bool:
+        """Has values read: on a CPU now, those of a GPU when `settle` is called next."""
+        if not is_read_late(values.device):
+            then(values.detach())
+            return True
+        copied = values.detach().to(
+            "cpu", non_blocking=True, copy=True
+        )  # pinned, where it comes from a GPU
+        is_there = (
+            torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
+        )
+        self._coming.append(_Copy(values=copied, is_there=is_there, then=then))
+        return False
+
+    def settle(self) -> None:
+        """Reads all that is on its way, and waits for it where that has to be; one that raises ends
+        the reading."""
+        coming, self._coming = self._coming, []
+        for copy in coming:
+            if copy.is_there is not None:
+                copy.is_there.synchronize()
+            copy.then(copy.values)
+
+
+REMEDY = "lower the learning rate or clean the data, and start again from the last good checkpoint"
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss, gradient or weight is NaN or infinite."""
+
+
+class FiniteGuard:
+    """Checks losses and gradients of a model, prepared or not."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self._world_size = 1 if group is None else dist.get_world_size(group)
+        self._rank = 0 if group is None else dist.get_rank(group)
+        self._num_flags = (
+            self._world_size if self._world_size > 1 else 0
+        )  # read with what they are about
+        self._late = LateValues()
+        self._collections = collections(model)
+        self._wrappers = soft_selection_modules(model)
+        of_tables = table_weight_names(model)
+        self._dense = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and name not in of_tables
+        }
+
+    def settle(self) -> None:
+        """Reads what earlier checks on a GPU have found: to be called before a state is saved,
+        evaluated or left."""
+        self._late.settle()
+
+    def flags(self, value: Tensor) -> Tensor:
+        """Flags this rank if it holds a NaN or an infinity; the sum over ranks flags all that do.
+        Local."""
+        return self._flags(torch.isfinite(value.detach()).all())
+
+    def check_loss(self, loss: Tensor, place: str, flags: Tensor | None = None) -> None:
+        """Checks a loss, on all ranks alike; before that it reads what earlier checks on a GPU have
+        found."""
+        self.settle()
+        values = loss.detach().flatten()
+        if self._num_flags:
+            flags = self._summed(self.flags(loss)) if flags is None else flags
+            values = torch.cat([flags, values.to(flags.dtype)])
+        self._late.read(values, partial(self._stop_for_loss, place))
+
+    @contextmanager
+    def watch_gradients(self, place: str) -> Iterator[None]:
+        """Checks the gradients of pooled embeddings, table by table, during the backward pass
+        inside."""
+
+        def look(finite: Tensor, table_of: Callable[[Tensor], str]) -> Tensor | None:
+            is_finite, values = finite.all(), finite
+            if self._num_flags:
+                values = torch.cat([self._summed(self._flags(is_finite)), finite.float()])
+            is_read = self._late.read(values, partial(self._stop_for_gradient, place, table_of))
+            return None if is_read else is_finite
+
+        for wrapper in self._wrappers.values():
+            wrapper.selection.on_gradient = look
+        try:
+            yield
+        finally:
+            for wrapper in self._wrappers.values():
+                wrapper.selection.on_gradient = None
+
+    def check_dense_gradients(self, place: str) -> None:
+        """Checks the gradients of everything that is not a table; on a GPU makes all of them zero
+        if one is bad."""
+        gradients = {
+            name: p.grad for name, p in self._dense.items() if p.grad is not None and p.grad.numel()
+        }
+        if not gradients:
+            return
+        values = list(gradients.values())
+        if values[0].device.type == "cpu" and bool(
+            torch.isfinite(torch.stack(torch._foreach_norm(values)).sum())
+        ):
+            return  # by far the quickest there; not finite may also be a sum of squares that overflows
+        largest = torch.stack(torch._foreach_norm(values, math.inf))
+        if not self._late.read(
+            largest, partial(self._stop_for_dense_gradient, place, list(gradients))
+        ):
+            _zero_unless_((largest < math.inf).all(), values)  # NaN is not smaller, either
+
+    def check_alpha_gradient(self, gradient: Tensor, embedding_dim: int, place: str) -> Tensor:
+        """Checks the all-reduced gradient of an alpha, so that all ranks stop alike."""
+        finite = (gradient.abs() < math.inf).all(dim=1)
+        self._late.read(finite, partial(self._stop_for_alpha, place, embedding_dim))
+        return finite.all()
+
+    def _flags(self, is_finite: Tensor) -> Tensor:
+        flags = torch.zeros(self._world_size, device=is_finite.device)
+        flags[self._rank] = ~is_finite
+        return flags
+
+    def _summed(self, flags: Tensor) -> Tensor:
+        if self._world_size > 1:
+            dist.all_reduce(flags, group=self._group)
+        return flags
+
+    def _stop_for_loss(self, place: str, found: Tensor) -> None:
+        """Raises if a rank's loss is not finite; `found` holds the flags of ranks, if several, then
+        this one's loss."""
+        num_flags = self._num_flags
+        loss = found[num_flags:]
+        flags = found[:num_flags] if num_flags else ~torch.isfinite(loss).all().view(1)
+        if not bool(flags.any()):
+            return
+        self._stop_for_another_rank(flags, place, "a finite loss")
+        culprit = self._table_with_non_finite_value()
+        where = f"{place}, table {culprit!r}" if culprit else f"{place} (every table is finite)"
+        raise NonFiniteError(describe(where, "a finite loss", float(loss.sum()), REMEDY))
+
+    def _stop_for_gradient(
+        self, place: str, table_of: Callable[[Tensor], str], found: Tensor
+    ) -> None:
+        """Raises if a rank's gradient is not finite; `found` is of it, behind the flags of ranks,
+        if several."""
+        num_flags = self._num_flags
+        finite = found[num_flags:] > 0
+        flags = found[:num_flags] if num_flags else ~finite.all().view(1)
+        if not bool(flags.any()):
+            return
+        self._stop_for_another_rank(flags, place, "finite gradients")
+        raise NonFiniteError(
+            describe(f"{place}, {table_of(finite)}", "finite gradients", "nan or inf", REMEDY)
+        )
+
+    def _stop_for_dense_gradient(self, place: str, names: list[str], largest: Tensor) -> None:
+        finite = torch.isfinite(largest)
+        if not bool(finite.all()):
+            name = names[int((~finite).nonzero()[0])]
+            raise NonFiniteError(
+                describe(f"{place}, parameter {name!r}", "finite gradients", "nan or inf", REMEDY)
+            )
+
+    def _stop_for_alpha(self, place: str, embedding_dim: int, finite: Tensor) -> None:
+        if bool(finite.all()):
+            return
+        blocks, row = next(iter(self._wrappers.values())).blocks, int((~finite).nonzero()[0])
+        tables = [
+            table
+            for table, dim in blocks.embedding_dims.items()
+            if dim == embedding_dim
+            and 0 <= row - blocks.first_alpha_row(table) < blocks.routings[table].num_blocks
+        ]
+        where = f"{place}, tables {tables}, row {row} of alpha"
+        raise NonFiniteError(describe(where, "a finite gradient", "nan or inf", REMEDY))
+
+    def _stop_for_another_rank(self, flags: Tensor, place: str, requirement: str) -> None:
+        """Raises in the name of another rank, unless this one has something to tell itself."""
+        if not bool(flags[self._rank]):
+            rank = int(flags.nonzero()[0])
+            raise NonFiniteError(
+                describe(f"{place}, rank {rank}", requirement, "nan or inf", REMEDY)
+            )
+
+    def _table_with_non_finite_value(self) -> str | None:
+        for collection in self._collections.values():
+            for shard in local_shards(collection):
+                for chunk, _, _ in shard.chunks():
+                    if not bool(torch.isfinite(chunk).all()):
+                        return shard.table
+        return None
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _zero_unless_(is_finite: Tensor, gradients: Iterable[Tensor]) -> None:
+    """Makes gradients zero where a flag of no dimension, on their device, is False: all of them in
+    few launches."""
+    by_size: dict[int, list[Tensor]] = {}
+    for gradient in gradients:
+        size = gradient.element_size()
+        by_size.setdefault(size, []).append(
+            gradient.view(_INTEGERS[size])
+        )  # as a float NaN times 0 is NaN
+    for size, bits in by_size.items():
+        torch._foreach_mul_(bits, is_finite.to(_INTEGERS[size]))
+
+
+class DetachableTrainPipeline(TrainPipelineSparseDist):
+    """`TrainPipelineSparseDist` that puts modules of the input's way, such as bag splitters, back
+    where they were."""
+
+    def _next_batch(self, dataloader_iter: Iterator[Pipelineable]) -> Pipelineable | None:
+        batch = super()._next_batch(dataloader_iter)
+        return batch if batch is None or self._device.type == "cpu" else with_ids_counted(batch)
+
+    def _pipeline_model(self, *args: Any, **named: Any) -> None:
+        super()._pipeline_model(*args, **named)
+        for pipelined in self._pipelined_postprocs:
+            if isinstance(pipelined.postproc_module, ManagedCollisionCollection):
+                vars(pipelined)["evict"] = pipelined.postproc_module.evict
+
+    def detach(self) -> nn.Module:
+        """Takes the model out of the pipeline; batches in flight stay with it."""
+        model = super().detach()
+        for module in self._pipelined_modules:
+            module.is_pipelined = (
+                False  # feature processors in front of row shards leave their input to the pipeline
+            )
+        plain = get_unwrapped_module(model)
+        for pipelined in self._pipelined_postprocs:
+            parent, _, name = pipelined.fqn.rpartition(".")
+            if parent:
+                plain._modules.pop(pipelined.fqn, None)
+            setattr(plain.get_submodule(parent), name, pipelined.postproc_module)
+        return model
+
+
+class PrefetchingTrainPipeline(DetachableTrainPipeline):
+    """A train pipeline that fetches the next batch's rows into the GPU's cache during the current
+    forward pass."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        device: torch.device,
+        *,
+        context_type: type[PrefetchTrainPipelineContext] = PrefetchTrainPipelineContext,
+        **settings: Any,
+    ) -> None:
+        self._prefetched = PrefetchedTables(model)
+        if self._prefetched:
+            self._pipelined_forward_type = PrefetchPipelinedForward
+        super().__init__(model, optimizer, device, context_type=context_type, **settings)
+
+    @cached_property
+    def _prefetch_stream(self) -> torch.cuda.Stream | None:
+        """Returns the stream on which caches fetch beside the forward and backward passes; None on
+        a CPU."""
+        return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+    def fill_pipeline(self, dataloader_iter: Iterator[Pipelineable]) -> None:
+        """Puts the first batch through all that comes before its forward pass, and begins with the
+        second."""
+        if not self._prefetched:
+            super().fill_pipeline(dataloader_iter)
+            return
+        if self.batches or not self.enqueue_batch(dataloader_iter):
+            return
+        self._init_pipelined_modules(
+            self.batches[0], self.contexts[0], self._pipelined_forward_type
+        )
+        self.wait_sparse_data_dist(self.contexts[0])
+        self._prefetch(self.contexts[0])
+        if self.enqueue_batch(dataloader_iter):
+            self.start_sparse_data_dist(self.batches[1], self.contexts[1])
+
+    def progress(self, dataloader_iter: Iterator[Pipelineable]) -> Any:
+        """One step."""
+        if not self._prefetched:
+            return super().progress(dataloader_iter)
+        if not self._model_attached:
+            self.attach(self._model)
+        self.fill_pipeline(dataloader_iter)
+        if not self.batches:
+            raise StopIteration
+        self._set_module_context(self.contexts[0])
+        if self._model.training:
+            self._optimizer.zero_grad()
+        _wait_for_batch(self.batches[0], self._prefetch_stream)
+        self.enqueue_batch(dataloader_iter)
+        if len(self.batches) >= 2:
+            self.wait_sparse_data_dist(self.contexts[1])
+        losses, output = self._model_fwd(self.batches[0])
+        if len(self.batches) >= 2:
+            self._prefetch(self.contexts[1])
+        if self._model.training:
+            self._backward(losses)
+        if not self._goes_backward():
+            self._prefetched.unlock()  # no backward pass has
+        if self._model.training:
+            self._optimizer.step()
+        if len(self.batches) >= 3:
+            self.start_sparse_data_dist(self.batches[2], self.contexts[2])
+        self.dequeue_batch()
+        return output
+
+    def detach(self) -> nn.Module:
+        """Takes the model out of the pipeline; what was prefetched is forgotten."""
+        self._prefetched.forget()
+        return super().detach()
+
+    def attach(self, model: nn.Module | None = None, sparse_dist: bool = False) -> None:
+        """Takes the model back in, and prefetches again for the next batch."""
+        super().attach(model, sparse_dist=sparse_dist)
+        if self._prefetched and self.contexts:
+            self._fetch(self.contexts[0])
+
+    @contextmanager
+    def detached(self) -> Iterator[nn.Module]:
+        """Lends the model in eval mode, outside the pipeline; batches in flight wait."""
+        model = self.detach()
+        was_training = model.training
+        model.eval()
+        try:
+            with self._prefetched.unlocking_every_lookup():
+                yield model
+        finally:
+            model.train(was_training)
+            self.attach(model)
+
+    def _goes_backward(self) -> bool:
+        """Returns whether the step at hand has a backward pass."""
+        return self._model.training
+
+    def _prefetch(self, context: PrefetchTrainPipelineContext) -> None:
+        """Waits for a batch's ids, which its input_dist has sent, and fetches their rows."""
+        for module in self._pipelined_modules:
+            name = module.forward.name
+            with self._stream_context(self._data_dist_stream):
+                context.module_input_post_prefetch[name] = context.input_dist_tensors_requests.pop(
+                    name
+                ).wait()
+            context.module_contexts_post_prefetch[name] = context.module_contexts.pop(name)
+        self._fetch(context)
+
+    def _fetch(self, context: PrefetchTrainPipelineContext) -> None:
+        """Has the caches fetch the rows of a batch's ids, beside what the current stream is at."""
+        forward_stream = (
+            None if self._prefetch_stream is None else torch.cuda.current_stream(self._device)
+        )
+        with self._stream_context(self._prefetch_stream):
+            if self._prefetch_stream is not None:
+                self._prefetch_stream.wait_stream(self._data_dist_stream)
+            for module in self._pipelined_modules:
+                name = module.forward.name
+                features = context.module_input_post_prefetch[name]
+                module_context = context.module_contexts_post_prefetch[name]
+                for stream in (self._prefetch_stream, forward_stream):
+                    if stream is not None:
+                        features.record_stream(stream)
+                        module_context.record_stream(stream)
+                module.prefetch(
+                    ctx=module_context, dist_input=features, forward_stream=forward_stream
+                )
