@@ -53,7 +53,7 @@ def test_names_are_the_plain_models(name: str, sharding_type: str | None) -> Non
     prepared, plain = prepared_and_plain(name, sharding_type)
     assert list(plain_state_dict(prepared)) == list(plain.state_dict())
     added = set(prepared.state_dict()) - set(plain.state_dict())
-    assert {name.rpartition(".")[0].rpartition(".")[2] for name in added} == {"selection"}
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in added} == {"soft_selection"}
     assert [own for own, _ in prepared.named_parameters()] == [own for own, _ in plain.named_parameters()]
     assert {own for own, _ in plain.named_modules()} <= {own for own, _ in prepared.named_modules()}
     inner = prepared.module if isinstance(prepared, DistributedModelParallel) else prepared
