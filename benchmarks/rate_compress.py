@@ -65,7 +65,7 @@ def prepare(
     if turns:
         measured = measure_(model, batches, loss=loss, counts=counts, held_out=held_out)
     else:
-        blocks = blocks_from_counts(counts, table_configs(model), num_blocks=NUM_BLOCKS, scope="table")
+        blocks = blocks_from_counts(counts, table_configs(model), num_blocks=NUM_BLOCKS)
         worth = curvature(model, batches, blocks, loss=loss)
         energies = rounding_energies(model, blocks, counts)
         bias = output_bias(model, next(iter(batches)), loss, Ranks())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -62,26 +61,10 @@ def elementwise_keep_reference(tables: Sequence[Tensor], num_keep: int) -> list[
     return [mask.view(table.shape) for mask, table in zip(kept, tables, strict=True)]
 
 
-def blocks_reference(
-    counts: Sequence[int], strategy: str, num_blocks: int, boundaries: Sequence[int] = ()
-) -> list[int]:
+def blocks_reference(counts: Sequence[int], num_blocks: int) -> list[int]:
     """Block of every row: sorts the rows by descending count (ties in row order), walks down and cuts."""
     order = sorted(range(len(counts)), key=lambda row: (-counts[row], row))
-    total, seen = sum(counts), [count for count in counts if count]
-    starts = {0, *boundaries}
-    mass = 0
-    for position, row in enumerate(order):
-        if strategy == "equal_rows" and any(position == k * len(order) // num_blocks for k in range(num_blocks)):
-            starts.add(position)
-        if strategy == "equal_mass":
-            before, mass = mass, mass + counts[row]
-            shares = [Fraction(k * total, num_blocks) for k in range(1, num_blocks)]
-            if any((before < share or position == 0) and mass >= share for share in shares):
-                starts.add(position + 1)
-        if strategy == "decades" and position:
-            digits = [len(str(counts[r] or min(seen, default=1))) for r in (order[position - 1], row)]
-            if digits[0] != digits[1]:
-                starts.add(position)
+    starts = {k * len(order) // num_blocks for k in range(num_blocks)}
     blocks, block = [0] * len(counts), -1
     for position, row in enumerate(order):
         block += position in starts

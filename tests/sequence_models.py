@@ -53,9 +53,9 @@ def counts() -> FrequencyCounts:
     return FrequencyCounts({"item": torch.arange(ROWS["item"], 0, -1), "shop": drawn}, LONGEST, 60)
 
 
-def blocks(scope: str = "table") -> RowBlocks:
+def blocks() -> RowBlocks:
     """Three blocks of each table, by default with rows of alpha of its own."""
-    return blocks_from_counts(counts(), [as_bags(table) for table in tables()], num_blocks=3, scope=scope)
+    return blocks_from_counts(counts(), [as_bags(table) for table in tables()], num_blocks=3)
 
 
 def sequences(*, prepared: bool = True, need_indices: bool = False) -> nn.ModuleDict:
@@ -185,7 +185,7 @@ def blocks_of(model: nn.Module, batches: list[Batch], num_blocks: int = 2) -> Ro
     """Blocks of all tables of a plain model, from counts of the batches."""
     tables = table_configs(model)
     counted = count_frequencies([batch.sparse_features for batch in batches], tables)
-    return blocks_from_counts(counted, tables, num_blocks=num_blocks, scope="table")
+    return blocks_from_counts(counted, tables, num_blocks=num_blocks)
 
 
 @torch.no_grad()

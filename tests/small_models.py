@@ -59,10 +59,10 @@ def counts() -> FrequencyCounts:
     return FrequencyCounts(drawn, {f"{name}_id": 3 if name == MULTI_HOT else 1 for name in ROWS}, 40)
 
 
-def blocks(scope: str = "global", dims: dict[str, int] | None = None) -> RowBlocks:
+def blocks(dims: dict[str, int] | None = None) -> RowBlocks:
     """Blocks of all three tables."""
     configs = [config for name in ROWS for config in tables(name, dim=(dims or {}).get(name, 8))]
-    return blocks_from_counts(counts(), configs, num_blocks=3, scope=scope)
+    return blocks_from_counts(counts(), configs, num_blocks=3)
 
 
 @contextmanager
@@ -145,10 +145,10 @@ MODELS = {
 """name -> builder; ``"bare"`` is a collection and no model around it."""
 
 
-def blocks_for(model: nn.Module, scope: str = "global") -> RowBlocks:
+def blocks_for(model: nn.Module) -> RowBlocks:
     """Blocks that fit the D of each table of a model."""
     configs = [config for config in table_configs(model) if config.name in ROWS]
-    return blocks(scope, {config.name: config.embedding_dim for config in configs})
+    return blocks({config.name: config.embedding_dim for config in configs})
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from dnis_torchrec.blocks.blocking import SCOPES
 from dnis_torchrec.forms import CODES, FORMS, PRECISIONS
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -27,7 +26,6 @@ def words_in_code(text: str) -> set[str]:
 def test_the_glossary_names_what_there_is() -> None:
     assert words_in_code(meaning("layout")) == LAYOUTS
     assert words_in_code(meaning("precision")) == {*PRECISIONS, CODES.name}
-    assert words_in_code(meaning("scope")) == set(SCOPES)
     assert words_in_code(meaning("form")) & FORMS.keys()
     assert len(re.findall(r"^\| [^|]+ \|", GLOSSARY, re.MULTILINE)) in range(20, 30)
 

@@ -184,7 +184,7 @@ def allocate(
         ...     name="t", num_embeddings=800, embedding_dim=4, feature_names=["f"]
         ... )
         >>> counts = FrequencyCounts({"t": torch.arange(800, 0, -1)}, {"f": 1}, 320_400)
-        >>> blocks = blocks_from_counts(counts, [table], num_blocks=2, scope="table")
+        >>> blocks = blocks_from_counts(counts, [table], num_blocks=2)
         >>> worth = torch.tensor([[4.0, 2.0, 1.0, 0.0], [1.0, 0.5, 0.0, 0.0]], dtype=torch.float64)
         >>> curvature = Curvature({"t": 0 * worth}, {"t": worth}, 100, 0.1)
         >>> _ = torch.manual_seed(0)

@@ -226,9 +226,7 @@ def measure_(
             tables,
             process_group=ranks.group,
         )
-    blocks = blocks_from_counts(
-        counts, tables, num_blocks=num_blocks, scope="table", leave_alone=leave_alone
-    )
+    blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, leave_alone=leave_alone)
     first = _turn_(model, batches, loss, counts, ranks, leave_alone)
     worth = curvature_of_read_tables(model, batches, blocks, loss=loss, num_samples=num_samples)
     energies = rounding_energies(model, blocks, counts, bits=bits)

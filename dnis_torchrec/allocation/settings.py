@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
+from dnis_torchrec.blocks import NUM_BLOCKS
 from dnis_torchrec.checks import check
 
-NUM_BLOCKS = 8
-"""S of every table: a few blocks are enough, one is not."""
 ENOUGH_SAMPLES = 1 << 14
 """Samples that columns are measured on: the error of the sum of their worth is about a hundredth
 then, and four times as many give tables that are no better."""

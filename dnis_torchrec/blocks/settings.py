@@ -7,9 +7,6 @@ from dataclasses import dataclass
 
 from dnis_torchrec.checks import check
 
-SCOPES = ("global", "table")
-STRATEGIES = ("equal_rows", "equal_mass", "decades", "explicit")
-
 
 @dataclass(frozen=True, kw_only=True)
 class CountLimits:

@@ -73,8 +73,6 @@ def _summary(
 def named_alpha(alpha: Mapping[int, Tensor], blocks: RowBlocks) -> dict[str, Tensor]:
     """alpha as `ReportContent.alpha` wants it: by the D of tables that share it, or by table where
     each has its own."""
-    if blocks.scope == "global":
-        return {f"tables of D = {dim}": values for dim, values in alpha.items()}
     named = {}
     for table, routing in blocks.routings.items():
         first = blocks.first_alpha_row(table)

@@ -12,13 +12,14 @@ import torch
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.data.urls import Address
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Size, check_compresses
+from dnis_torchrec.search.global_blocks import global_blocks
 from dnis_torchrec.search.loop import EpochRecord, FinishedPhase, Phase, SearchEvents
 from dnis_torchrec.search.pruning import num_elements, prune
 from dnis_torchrec.search.started import StartedSearch, highest_rate
@@ -89,7 +90,7 @@ def search_as_published(
 def _blocks(
     settings: PaperSettings, counts: FrequencyCounts, tables: Sequence[EmbeddingBagConfig]
 ) -> RowBlocks:
-    blocks = blocks_from_counts(counts, tables, num_blocks=settings.num_blocks, scope="global")
+    blocks = global_blocks(counts, tables, settings.num_blocks)
     num_elements(settings.size, blocks)
     return blocks
 

@@ -193,9 +193,7 @@ def _blocks(
 ) -> RowBlocks:
     """Blocks of every table by itself; rows that were never seen stay in the last one."""
     left_alone = recipe.leave_alone
-    blocks = blocks_from_counts(
-        counts, tables, num_blocks=num_blocks, scope="table", leave_alone=left_alone
-    )
+    blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, leave_alone=left_alone)
     check_reachable(blocked_tables(recipe.model, blocks), blocks, compression)
     return blocks
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from dnis_torchrec.allocation.settings import NUM_BLOCKS
+from dnis_torchrec.blocks import NUM_BLOCKS
 from dnis_torchrec.blocks.settings import CountLimits
 from dnis_torchrec.checks import check
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,6 @@ class Case:
         lengths: longest bag of each feature.
         num_outputs: T.
         num_blocks: S.
-        scope: of the blocks.
         unassigned: rows of each table that belong to no block.
     """
 
@@ -44,7 +43,6 @@ class Case:
     lengths: tuple[int, ...] = tuple(LENGTHS.values())
     num_outputs: int = 1
     num_blocks: int = 3
-    scope: str = "table"
     unassigned: int = 0
 
 
@@ -98,20 +96,12 @@ def make_blocks(case: Case) -> RowBlocks:
     drawn["a"] = drawn["a"].sort(descending=True).values
     counts = FrequencyCounts(drawn, dict(zip(LENGTHS, case.lengths, strict=True)), 60)
     configs = [config(name, case) for name in ROWS]
-    blocks = blocks_from_counts(counts, configs, num_blocks=case.num_blocks, scope=case.scope)
+    blocks = blocks_from_counts(counts, configs, num_blocks=case.num_blocks)
     if not case.unassigned:
         return blocks
     dropped = {name: torch.arange(rows) >= rows - case.unassigned for name, rows in ROWS.items()}
     routings: dict[str, RowRouting] = {name: blocks.routings[name].without_rows(dropped[name]) for name in ROWS}
-    return RowBlocks(
-        blocks.scope,
-        blocks.strategy,
-        routings,
-        blocks.embedding_dims,
-        blocks.max_bag_lengths,
-        blocks.occurrences,
-        blocks.seen_rows,
-    )
+    return replace(blocks, routings=routings)
 
 
 def make_batch(case: Case, seed: int, size: int = 6) -> Batch:

@@ -49,7 +49,7 @@ class Model:
         ]
         drawn = {c.name: torch.randint(1, 9, (c.num_embeddings,), generator=generator) for c in self.configs}
         self.counts = FrequencyCounts(drawn, {f"f{i}": 1 for i in range(len(rows))}, 100)
-        self.blocks = blocks_from_counts(self.counts, self.configs, num_blocks=num_blocks, scope="table")
+        self.blocks = blocks_from_counts(self.counts, self.configs, num_blocks=num_blocks)
         worth, energies = {}, {}
         for config in self.configs:
             shape = (self.blocks.routings[config.name].num_blocks, config.embedding_dim)
@@ -334,7 +334,7 @@ def test_a_curvature_of_other_blocks_or_of_nothing_is_refused() -> None:
 
 def test_a_prepared_model_is_merged_first() -> None:
     model = small_models.dlrm()
-    blocks: RowBlocks = small_models.blocks_for(model, "table")
+    blocks: RowBlocks = small_models.blocks_for(model)
     prepared = prepare_(model, blocks)
     small_models.randomise_alpha_(prepared)
     with pytest.raises(RuntimeError, match="call merge_ first"):
@@ -356,7 +356,7 @@ def test_others_get_what_a_table_left_alone_leaves(seed: int, ratio: int) -> Non
     own = PACKED.served_bytes(found.scheme.tables[alone])
     expected = allocate(
         EmbeddingBagCollection(tables=others),
-        blocks_from_counts(model.counts, others, num_blocks=2, scope="table"),
+        blocks_from_counts(model.counts, others, num_blocks=2),
         model.counts,
         model.curvature,
         compression=others_dense / (budget - own),

@@ -26,7 +26,7 @@ LOSS = nn.BCEWithLogitsLoss()
 def make_blocks(model: nn.Module, num_blocks: int = 3) -> RowBlocks:
     batches = [make_batch(seed).sparse_features for seed in range(4)]
     tables = table_configs(model)
-    return blocks_from_counts(count_frequencies(batches, tables), tables, num_blocks=num_blocks, scope="table")
+    return blocks_from_counts(count_frequencies(batches, tables), tables, num_blocks=num_blocks)
 
 
 def expected(

@@ -16,6 +16,7 @@ from dnis_torchrec.comparison.methods import METHODS, MethodTask, NotApplicableE
 from dnis_torchrec.comparison.methods.method import MethodResult
 from dnis_torchrec.comparison.streams import train_on_validation
 from dnis_torchrec.data.recipe import DataSplits, Recipe
+from dnis_torchrec.search.global_blocks import global_blocks
 from dnis_torchrec.search.paper import PaperSettings
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.training.shard import process_group
@@ -105,7 +106,8 @@ def test_tables_have_blocks_of_their_own_but_for_the_paper_and_for_popularity(
     tables = table_configs(recipe.model)
     counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
     num_blocks = PaperSettings.num_blocks if name == "dnis-paper" else NUM_BLOCKS
-    expected = blocks_from_counts(counts, tables, num_blocks=num_blocks, scope=scope)
+    form = global_blocks if scope == "global" else blocks_from_counts
+    expected = form(counts, tables, num_blocks=num_blocks)
     num_kept = 0
     for table in run(name, tmp_path, 1.5 if name == "mde" else RATIO, max_epochs=3).scheme.tables.values():
         blocks = table.routing.all_blocks()

@@ -199,12 +199,11 @@ def test_a_uniform_scheme_keeps_every_row() -> None:
 @given(
     st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=12), min_size=1, max_size=3),
     st.integers(1, 5),
-    st.sampled_from(["global", "table"]),
     st.floats(0.0, 1.0),
     st.integers(0, 2**31),
 )
 def test_random_sequences_fall_and_use_the_budget_up(
-    rows: list[list[int]], num_blocks: int, scope: str, share: float, seed: int
+    rows: list[list[int]], num_blocks: int, share: float, seed: int
 ) -> None:
     rows[0][0] = 51  # at least one row was seen
     configs = [
@@ -212,7 +211,7 @@ def test_random_sequences_fall_and_use_the_budget_up(
         for i, c in enumerate(rows)
     ]
     counts = FrequencyCounts({f"t{i}": torch.tensor(c) for i, c in enumerate(rows)}, {}, 100)
-    blocks = blocks_from_counts(counts, configs, num_blocks=num_blocks, scope=scope)
+    blocks = blocks_from_counts(counts, configs, num_blocks=num_blocks)
     costs = Budget.of(Size(embedding_bytes=10**6), blocks).column_costs
     total = sum(float(costs[c.name].sum()) * c.embedding_dim for c in configs)
     budget = Budget(share * total, costs)
@@ -243,7 +242,7 @@ def test_random_dims_are_random_heights_times_the_largest_factor(seed: int, shar
         for name, counts in rows.items()
     ]
     counts = FrequencyCounts({name: torch.tensor(own) for name, own in rows.items()}, {}, 100)
-    blocks = blocks_from_counts(counts, configs, num_blocks=3, scope="table")
+    blocks = blocks_from_counts(counts, configs, num_blocks=3)
     costs = Budget.of(Size(embedding_bytes=10**6), blocks).column_costs
     budget = Budget(share * sum(float(costs[name].sum()) * dim for name, dim in widths.items()), costs)
     generator, heights = torch.Generator().manual_seed(seed), {}
@@ -271,7 +270,7 @@ def test_random_dims_are_random_heights_times_the_largest_factor(seed: int, shar
 def test_tables_that_share_no_blocks_have_random_sequences_of_their_own() -> None:
     counts = FrequencyCounts({"a": torch.tensor([9, 7, 2, 1]), "b": torch.tensor([9, 7, 2, 1])}, {}, 38)
     configs = [EmbeddingBagConfig(name=n, num_embeddings=4, embedding_dim=8, feature_names=[n]) for n in counts.counts]
-    blocks = blocks_from_counts(counts, configs, num_blocks=2, scope="table")
+    blocks = blocks_from_counts(counts, configs, num_blocks=2)
     budget = Budget.of(Size(embedding_bytes=2 * 8 * 3 + 12 * 10), blocks)
     drawn = [random_dims(blocks, budget, torch.Generator().manual_seed(seed)) for seed in range(40)]
     of_a = sum(int(dims["a"].sum() > dims["b"].sum()) for dims in drawn)

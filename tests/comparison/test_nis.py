@@ -39,7 +39,7 @@ def stages(embedding_bytes: int = 800, num_blocks: int = 3) -> tuple[FrequencyCo
     tables = make_collection().embedding_bag_configs()
     batches = [make_batch(64, seed).sparse_features for seed in range(2)]
     counts = count_frequencies(batches, tables)
-    blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, scope="table")
+    blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks)
     return counts, blocks, Budget.of(Size(embedding_bytes=embedding_bytes), blocks)
 
 
@@ -121,10 +121,8 @@ def test_the_grid_tells_the_bytes_of_the_scheme(kind: str, num_blocks: int) -> N
         assert 1200 - budget.amount + grid.cost(picked) == scheme.served_bytes("mixed_dimension_fp32")
 
 
-def test_grids_refuse_shared_blocks_and_no_dimension_block() -> None:
+def test_grids_refuse_no_dimension_block() -> None:
     _, blocks, budget = stages()
-    with pytest.raises(ValueError, match="blocks: expected scope 'table', got 'global'"):
-        single_size_grid(replace(blocks, scope="global"), budget, num_dimension_blocks=4)
     with pytest.raises(ValueError, match="num_dimension_blocks: expected at least 1, got 0"):
         multi_size_grid(blocks, budget, num_dimension_blocks=0)
 

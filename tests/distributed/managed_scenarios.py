@@ -37,7 +37,7 @@ def task(model_of: str) -> TrainTask:
     """A prepared model whose remapping has learnt ids before."""
     model = managed.trained(managed.zch, MODELS[model_of])
     counts = count_frequencies([remapped(model, own.sparse_features) for own in managed.BATCHES], TABLES)
-    prepare_(model, blocks_from_counts(counts, TABLES, num_blocks=4, scope="table"))
+    prepare_(model, blocks_from_counts(counts, TABLES, num_blocks=4))
     return TrainTask(model, nn.MSELoss())
 
 

@@ -64,7 +64,7 @@ def prepared() -> Net:
     """The model with soft selection, in blocks of two kinds of rows."""
     model = Net()
     counts = count_frequencies([batch(step, (0, 1)) for step in range(STEPS)], table_configs(model))
-    return prepare_(model, blocks_from_counts(counts, table_configs(model), num_blocks=2, scope="table"))
+    return prepare_(model, blocks_from_counts(counts, table_configs(model), num_blocks=2))
 
 
 def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: tuple[int, ...]) -> Tensor:

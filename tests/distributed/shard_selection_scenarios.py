@@ -80,14 +80,14 @@ def tables() -> list[EmbeddingBagConfig]:
     ]
 
 
-def make_model(weighted: bool, *, scope: str = "global", names: Collection[str] = ROWS) -> nn.Module:
+def make_model(weighted: bool, *, names: Collection[str] = ROWS) -> nn.Module:
     """The prepared collection of some tables, with the same weights and the same alpha in every process."""
     torch.manual_seed(1)
     configs = [table for table in tables() if table.name in names]
     rows_of = {table.name: table.num_embeddings for table in configs}
     counts = FrequencyCounts({n: torch.randint(0, 9, (rows,)) for n, rows in rows_of.items()}, LENGTHS, 30)
     model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=configs, is_weighted=weighted)})
-    prepared = prepare_(model, blocks_from_counts(counts, configs, num_blocks=3, scope=scope))
+    prepared = prepare_(model, blocks_from_counts(counts, configs, num_blocks=3))
     for dim in prepared["ebc"].alpha.dims:
         prepared["ebc"].alpha.of(dim).uniform_(0.1, 1)
     return prepared
@@ -165,8 +165,7 @@ def compare(
 
     One of the ranks may have none, which an unsharded collection of TorchRec does not take.
     """
-    scope = "table" if kind in MULTIPLIED_TABLES else "global"
-    whole = make_model(weighted, scope=scope)["ebc"]
+    whole = make_model(weighted)["ebc"]
     parts = [
         no_samples(weighted) if other == empty_rank else make_features(other, weighted) for other in range(world_size)
     ]
@@ -178,7 +177,7 @@ def compare(
         name: bag.weight.detach() - LEARNING_RATE * bag.weight.grad
         for name, bag in whole.embedding_bag_collection.embedding_bags.items()
     }
-    sharded = shard(make_model(weighted, scope=scope), kind, group)
+    sharded = shard(make_model(weighted), kind, group)
     before = list(sharded.state_dict())
     select_on_shards_(sharded)
     wrapper = soft_selection_modules(sharded)["ebc"]

@@ -216,7 +216,9 @@ def test_checkpoints_come_back(ranks: RankResults, kind: str) -> None:
         tables = {name.removeprefix("table/"): value for name, value in written.items() if name.startswith("table/")}
         assert_same(tables, own["tables"])
         for dim, alpha in own["alpha"].items():
-            assert any(name.endswith(f"soft_selection.dim{dim}") and torch.equal(written[name], alpha) for name in written)
+            assert any(
+                name.endswith(f"soft_selection.dim{dim}") and torch.equal(written[name], alpha) for name in written
+            )
 
 
 @pytest.mark.parametrize("loss", list(losses()))

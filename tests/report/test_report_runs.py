@@ -35,12 +35,12 @@ COUNTS = FrequencyCounts(
 )
 
 
-def make_row_blocks(scope: str) -> RowBlocks:
+def make_row_blocks() -> RowBlocks:
     tables = [
         EmbeddingBagConfig(name=name, num_embeddings=len(counts), embedding_dim=4, feature_names=[name])
         for name, counts in COUNTS.counts.items()
     ]
-    return blocks_from_counts(COUNTS, tables, num_blocks=2, scope=scope)
+    return blocks_from_counts(COUNTS, tables, num_blocks=2)
 
 
 def make_scheme(blocks: RowBlocks, retained: dict[str, Tensor], num_retained: dict[str, int]) -> MixedDimensionScheme:
@@ -84,24 +84,18 @@ def make_runs() -> dict[str, RunResults]:
 # From a run
 
 
-def test_alpha_is_named_by_dim_or_by_table() -> None:
-    by_dim = make_row_blocks("global")
-    alpha = {4: torch.rand(by_dim.alpha_shapes[4])}
-    assert list(named_alpha(alpha, by_dim)) == ["tables of D = 4"]
-    assert torch.equal(named_alpha(alpha, by_dim)["tables of D = 4"], alpha[4])
-    by_table = make_row_blocks("table")
+def test_alpha_is_named_by_table() -> None:
+    by_table = make_row_blocks()
     alpha = {4: torch.rand(by_table.alpha_shapes[4])}
     named = named_alpha(alpha, by_table)
     assert torch.equal(torch.cat([named["user"], named["genre"]]), alpha[4])
 
 
-@pytest.mark.parametrize("scope", ["global", "table"])
-def test_blocks_are_told_alike_while_searching_and_after(scope: str) -> None:
-    blocks = make_row_blocks(scope)
+def test_blocks_are_told_alike_while_searching_and_after() -> None:
+    blocks = make_row_blocks()
     kept = torch.tensor([[1, 1, 1, 0], [0, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]]).bool()
     alpha = {4: kept[: blocks.alpha_shapes[4][0]] * 0.5}
     retained = {name: values > 0 for name, values in named_alpha(alpha, blocks).items()}
-    retained = retained if scope == "table" else dict.fromkeys(COUNTS.counts, retained["tables of D = 4"])
     area = {
         name: int((routing.without_rows(COUNTS.never_seen(name)).row_counts() * retained[name].sum(1)).sum())
         for name, routing in blocks.routings.items()
@@ -119,7 +113,7 @@ def test_blocks_are_told_alike_while_searching_and_after(scope: str) -> None:
 
 
 def test_rows_of_a_run_are_counted_from_the_scheme_or_from_single_values() -> None:
-    blocks = make_row_blocks("global")
+    blocks = make_row_blocks()
     retained = torch.tensor([[True, True, True, False], [False, True, False, False]])
     area = {
         name: int((routing.without_rows(COUNTS.never_seen(name)).row_counts() * retained.sum(1)).sum())
@@ -139,7 +133,7 @@ def test_rows_of_a_run_are_counted_from_the_scheme_or_from_single_values() -> No
 
 
 def test_single_values_are_told_as_their_mean_over_the_rows_of_a_block() -> None:
-    blocks = make_row_blocks("table")
+    blocks = make_row_blocks()
     in_use = torch.tensor([[True, True, True, True], [False, True, False, False]])
     weights = {"user": torch.zeros(6, 4), "genre": torch.zeros(3, 4)}
     weights["user"][4, :3] = weights["user"][0, 3] = weights["user"][5, 1] = 0.5
@@ -224,9 +218,9 @@ def test_images_take_no_more_than_their_share_of_the_time(monkeypatch: pytest.Mo
     now = iter([0.0, 0.0, 1.0, 1.5, 9.9, 10.1])
     writer = Writer()
     monkeypatch.setattr("dnis_torchrec.report.search_images.time", SimpleNamespace(monotonic=lambda: next(now)))
-    images = SearchImages(writer, make_row_blocks("global"))
+    images = SearchImages(writer, make_row_blocks())
     assert images.is_due()
-    images.draw({4: torch.ones(2, 4)}, 7)
+    images.draw({4: torch.ones(4, 4)}, 7)
     assert writer.written == [(tag, 7) for tag in IMAGES]
     assert not images.is_due(), "half a second is more than a twentieth of 9.9"
     assert images.is_due()

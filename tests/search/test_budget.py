@@ -40,8 +40,7 @@ def many_blocks(draw) -> RowBlocks:
     if draw(st.booleans()):
         counts = {name: sorted(rows, reverse=True) for name, rows in counts.items()}
     dims = {name: draw(st.sampled_from([4, 300])) for name in counts}
-    scope = draw(st.sampled_from(["global", "table"]))
-    return blocks_of(counts, dims, num_blocks=draw(st.integers(1, 3)), scope=scope)
+    return blocks_of(counts, dims, num_blocks=draw(st.integers(1, 3)))
 
 
 def dense_parameters(blocks: RowBlocks) -> int:

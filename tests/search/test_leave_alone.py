@@ -153,12 +153,10 @@ def test_it_is_one_block_of_rows_as_they_stand(tmp_path: Path) -> None:
     tables = table_configs(recipe.model)
     counts = count_training_data(recipe.data, recipe.loss, tables)
     counts.counts[ALONE][3] = 0  # a row that was never seen, among others
-    blocks = blocks_from_counts(counts, tables, num_blocks=3, scope="table", leave_alone=[ALONE])
-    plain = blocks_from_counts(counts, tables, num_blocks=3, scope="table")
+    blocks = blocks_from_counts(counts, tables, num_blocks=3, leave_alone=[ALONE])
+    plain = blocks_from_counts(counts, tables, num_blocks=3)
     assert blocks.routings[ALONE].boundaries.tolist() == [0, ROWS[ALONE]]
     assert int(blocks.seen_rows[ALONE]) == int((counts.counts[ALONE] > 0).sum())
     assert torch.equal(blocks.occurrences["user"], plain.occurrences["user"])
     blocks.save(tmp_path / "blocks.safetensors")
     assert RowBlocks.load(tmp_path / "blocks.safetensors").left_alone == {ALONE}
-    with pytest.raises(ValueError, match=r"^leave_alone: expected scope 'table', got 'global'"):
-        blocks_from_counts(counts, tables, num_blocks=3, leave_alone=[ALONE])

@@ -58,9 +58,7 @@ def cases(draw, dims: tuple[int, ...] = (1, 2, 3)) -> Case:
         values = st.sampled_from([-0.75, -0.5, 0.0, 0.25, 0.5, 1.0]) if dim <= 3 else st.just(0.5)
         weights[name] = torch.tensor(draw(st.lists(values, min_size=rows * dim, max_size=rows * dim))).view(rows, dim)
     counted = FrequencyCounts(counts, {"fa": 1, "fb": 1}, 9)
-    blocks = blocks_from_counts(
-        counted, tables, num_blocks=draw(st.integers(1, 3)), scope=draw(st.sampled_from(["global", "table"]))
-    )
+    blocks = blocks_from_counts(counted, tables, num_blocks=draw(st.integers(1, 3)))
     model = nn.ModuleDict({config.name: EmbeddingBagCollection(tables=[config]) for config in tables})
     for name, weight in weights.items():
         table_of(model, name).copy_(weight)

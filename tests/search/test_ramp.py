@@ -48,7 +48,7 @@ class Ramped:
         ]
         counts = {name: torch.arange(rows, 0, -1) for name, (rows, _) in SIZES.items()}
         frequencies = FrequencyCounts(counts, dict.fromkeys(SIZES, 1), 100)
-        self.blocks: RowBlocks = blocks_from_counts(frequencies, configs, num_blocks=2, scope="table")
+        self.blocks: RowBlocks = blocks_from_counts(frequencies, configs, num_blocks=2)
         self.model = EmbeddingBagCollection(tables=configs)
         alpha = Alpha(self.blocks.alpha_shapes)
         self.optimizer = AlphaOptimizer(alpha, self.blocks)

@@ -25,7 +25,7 @@ THIRD = Phase(name="third", steps=25, patience=1, starts_best=True)
 
 
 def blocks_of(counts, tables) -> RowBlocks:
-    return blocks_from_counts(counts, tables, num_blocks=3, scope="table")
+    return blocks_from_counts(counts, tables, num_blocks=3)
 
 
 @dataclass

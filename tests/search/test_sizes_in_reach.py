@@ -86,7 +86,7 @@ def two_tables() -> tuple[nn.Module, RowBlocks, FrequencyCounts]:
     model = EmbeddingBagCollection(tables=tables)
     for table in model.embedding_bags.values():
         nn.init.ones_(table.weight)
-    return model, blocks_from_counts(counts, tables, num_blocks=1, scope="table"), counts
+    return model, blocks_from_counts(counts, tables, num_blocks=1), counts
 
 
 @pytest.mark.parametrize("structure", ["block", "element"])

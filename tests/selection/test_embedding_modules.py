@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -16,6 +18,13 @@ from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection
 from tests.reference import ReferenceTable, pooled_reference
 
 FEATURES = ("single", "multi", "shared")
+
+
+class SharedBlocks(RowBlocks):
+    """Tables of one embedding_dim share rows of alpha, as in the paper."""
+
+    def first_alpha_row(self, table: str) -> int:
+        return 0
 
 
 @st.composite
@@ -46,12 +55,9 @@ def cases(draw):
         )
         for table in tables
     }
-    blocks = blocks_from_counts(
-        FrequencyCounts(counts, longest, 10),
-        tables,
-        num_blocks=draw(st.integers(1, 3)),
-        scope=draw(st.sampled_from(["global", "table"])),
-    )
+    blocks = blocks_from_counts(FrequencyCounts(counts, longest, 10), tables, num_blocks=draw(st.integers(1, 3)))
+    if draw(st.booleans()):
+        blocks = SharedBlocks(**vars(blocks))
     order = draw(st.permutations(FEATURES))
     return tables, blocks, bags, weights if weighted else None, order
 
@@ -179,7 +185,8 @@ def test_unknown_names_show_the_nearest() -> None:
 def _renamed(blocks: RowBlocks) -> RowBlocks:
     routings = {"movie": blocks.routings["movie" if "movie" in blocks.routings else "moive"]}
     occurrences = {"movie": next(iter(blocks.occurrences.values()))}
-    return RowBlocks(blocks.scope, blocks.strategy, routings, {"movie": 2}, {}, occurrences, occurrences)
+    dims = {"movie": 2}
+    return replace(blocks, routings=routings, embedding_dims=dims, occurrences=occurrences, seen_rows=occurrences)
 
 
 def test_anything_but_a_collection_is_refused() -> None:

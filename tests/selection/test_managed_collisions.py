@@ -54,7 +54,7 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def counted(model: Model) -> tuple[FrequencyCounts, RowBlocks]:
     counts = count_frequencies([remapped(model, own.sparse_features) for own in BATCHES], TABLES)
-    return counts, blocks_from_counts(counts, TABLES, num_blocks=4, scope="table")
+    return counts, blocks_from_counts(counts, TABLES, num_blocks=4)
 
 
 @KINDS

@@ -49,7 +49,7 @@ def blocks_of(model: SequenceModel) -> RowBlocks:
             for row in rows:
                 expected["user" if feature == "user" else "item"][row] += 1
     assert {name: of_table.tolist() for name, of_table in counts.counts.items()} == expected
-    return blocks_from_counts(counts, TABLES, num_blocks=4, scope="table")
+    return blocks_from_counts(counts, TABLES, num_blocks=4)
 
 
 def test_a_wrapped_model_keeps_its_ids_and_comes_back() -> None:

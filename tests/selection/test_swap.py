@@ -83,11 +83,10 @@ def test_preparing_changes_no_output_and_shares_the_weights(name: str) -> None:
 
 
 @every_model
-@pytest.mark.parametrize("scope", ["global", "table"])
-def test_merging_gives_the_plain_model_with_the_output_of_the_wrapped_one(name: str, scope: str) -> None:
+def test_merging_gives_the_plain_model_with_the_output_of_the_wrapped_one(name: str) -> None:
     model = MODELS[name]()
     original = copy.deepcopy(model)
-    prepared = prepare_(model, blocks_for(model, scope))
+    prepared = prepare_(model, blocks_for(model))
     randomise_alpha_(prepared)
     expected = [predict(prepared, seed) for seed in range(3)]
     assert not torch.allclose(expected[1], predict(original), atol=1e-4)

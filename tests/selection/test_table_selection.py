@@ -102,7 +102,7 @@ def test_shards_are_multiplied_by_their_own_rows_and_columns() -> None:
     generator = torch.Generator().manual_seed(0)
     counts = {table.name: torch.randint(0, 4, (table.num_embeddings,), generator=generator) for table in configs}
     lengths = {f"f_{name}": 3 for name in shards}
-    blocks = blocks_from_counts(FrequencyCounts(counts, lengths, 30), configs, num_blocks=2, scope="table")
+    blocks = blocks_from_counts(FrequencyCounts(counts, lengths, 30), configs, num_blocks=2)
     wrapper = SoftSelectionEmbeddingBagCollection(EmbeddingBagCollection(tables=configs), blocks)
     alpha = wrapper.alpha.of(16).uniform_(generator=generator)
     kernel = dense_kernel(configs, shards, columns)

@@ -111,13 +111,12 @@ def test_anything_but_a_collection_is_refused() -> None:
         local_shards(nn.Linear(1, 1))
 
 
-@pytest.mark.parametrize("scope", ["global", "table"])
 @pytest.mark.parametrize("sharding_type", [None, *SHARDING_TYPES])
 @pytest.mark.usefixtures("gloo")
-def test_multiply_by_alpha(sharding_type: str | None, scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multiply_by_alpha(sharding_type: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards_module, "ROWS_PER_CHUNK", 4)
     model = MODELS["two_dims"]()
-    blocks = blocks_for(model, scope)
+    blocks = blocks_for(model)
     before = {
         name: bag.weight.detach().clone()
         for module in (model.first, model.module["second"])

@@ -126,7 +126,7 @@ def test_a_stream_beyond_the_limits_is_counted_with_the_stated_error_and_makes_b
     assert int(errors.min()) >= 0
     assert float((errors > bound).float().mean()) <= 0.001
     assert torch.equal(counts.never_seen("large"), found == 0)
-    blocks = blocks_from_counts(counts, TABLES, num_blocks=4, scope="table")
+    blocks = blocks_from_counts(counts, TABLES, num_blocks=4)
     occurrences = blocks.occurrences["large"].tolist()
     assert occurrences == sorted(occurrences, reverse=True)
     assert sum(occurrences) == int(found.sum())

@@ -108,7 +108,7 @@ def test_the_gradient_is_that_of_the_equation(
     alpha = {name: torch.ones(6, DIM, dtype=torch.float64) for name in READS}
     if is_selected:
         counts = count_frequencies([batch.sparse_features], configs)
-        blocks = blocks_from_counts(counts, configs, num_blocks=2, scope="table")
+        blocks = blocks_from_counts(counts, configs, num_blocks=2)
         prepare_(model, blocks, multi_hot_features=["watched", "wanted", "tag"])
         (wrapper,) = soft_selection_modules(model).values()
         wrapper.alpha.of(DIM).uniform_(0, 1)

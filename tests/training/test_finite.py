@@ -16,9 +16,9 @@ from tests.small_models import BATCH_SIZE, MODELS, NUM_DENSE, SHARDING_TYPES, bl
 BAD = [float("nan"), float("inf"), float("-inf")]
 
 
-def prepared(name: str = "dlrm", scope: str = "global", sharding_type: str | None = None) -> nn.Module:
+def prepared(name: str = "dlrm", sharding_type: str | None = None) -> nn.Module:
     model = MODELS[name]()
-    model = prepare_(model, blocks_for(model, scope))
+    model = prepare_(model, blocks_for(model))
     return model if sharding_type is None else shard_as(model, sharding_type)
 
 
@@ -104,15 +104,12 @@ def test_dense_gradients(bad: float, sharding_type: str | None) -> None:
         guard.check_dense_gradients("lower step 1")
 
 
-@pytest.mark.parametrize(
-    ("scope", "row", "names"),
-    [("global", 1, ["user", "genre"]), ("table", 1, ["user"]), ("table", 2, ["user"]), ("table", 3, ["genre"])],
-)
+@pytest.mark.parametrize(("row", "names"), [(1, ["user"]), (2, ["user"]), (3, ["genre"])])
 @pytest.mark.parametrize("bad", BAD)
-def test_alpha_gradient(scope: str, row: int, names: list[str], bad: float) -> None:
+def test_alpha_gradient(row: int, names: list[str], bad: float) -> None:
     """Tables that share the row of alpha are named; those of another D, or with rows of their own, are not."""
     model = MODELS["two_dims"]()
-    blocks = blocks_for(model, scope)  # three blocks per table
+    blocks = blocks_for(model)  # three blocks per table
     guard = FiniteGuard(prepare_(model, blocks))
     gradient = torch.zeros(blocks.alpha_shapes[4])
     guard.check_alpha_gradient(gradient, 4, "upper step 2")

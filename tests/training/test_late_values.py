@@ -207,7 +207,7 @@ def test_gradients_of_every_width_are_made_zero(late: None, dtype: torch.dtype) 
 @pytest.mark.usefixtures("late")
 def test_alpha_is_told_not_to_take_a_bad_gradient() -> None:
     model = MODELS["two_dims"]()
-    blocks = blocks_for(model, "table")
+    blocks = blocks_for(model)
     guard = FiniteGuard(prepare_(model, blocks))
     gradient = torch.zeros(blocks.alpha_shapes[4])
     assert bool(guard.check_alpha_gradient(gradient, 4, "upper step 1"))

@@ -98,7 +98,7 @@ def counts() -> FrequencyCounts:
 
 def blocks() -> RowBlocks:
     """Blocks of alpha, for tables of D = 8."""
-    return blocks_from_counts(counts(), configs(), num_blocks=2, scope="table")
+    return blocks_from_counts(counts(), configs(), num_blocks=2)
 
 
 def step_(model: nn.Module, optimizer: torch.optim.Optimizer | None, held: RoundedTables, seed: int) -> None:

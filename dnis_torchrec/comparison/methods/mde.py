@@ -96,7 +96,7 @@ class MdeDims(ProjectedDims):
 def mde(task: MethodTask) -> MethodResult:
     """The best, on the selection split, of 16 settings: temperature .1 to .8, dims rounded both
     ways."""
-    counts, blocks = row_blocks(task, scope="global")
+    counts, blocks = row_blocks(task)
     largest = smallest_dim(task, task.dense_bytes())
 
     @functools.cache

@@ -21,6 +21,7 @@ from dnis_torchrec.blocks.routing import RowRouter
 from dnis_torchrec.checks import check_known
 from dnis_torchrec.ops.jagged import jagged_by_key
 from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.search.global_blocks import GlobalBlocks
 from dnis_torchrec.selection.shards import check_pooled, collections, table_configs_of
 from dnis_torchrec.selection.wrapper import PooledFeature, SoftSelectionEmbeddingBagCollection
 
@@ -84,9 +85,7 @@ def project_as_exported_(model: nn.Module, scheme: MixedDimensionScheme) -> None
     tables = {table.name: scheme.tables[table.name] for table in configs}
     dims = {name: table.retained.sum(1) for name, table in tables.items()}
     whole = {feature for table in tables.values() for feature in table.feature_names}
-    blocks = RowBlocks(
-        scope="global",
-        strategy="exported",
+    blocks = GlobalBlocks(
         routings={name: table.routing for name, table in tables.items()},
         embedding_dims={name: table.embedding_dim for name, table in tables.items()},
         # A feature whose bags were split by block has keys of its blocks in the scheme instead of

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-from dnis_torchrec.allocation.settings import NUM_BLOCKS
 from dnis_torchrec.artifact.forms import rows_of
 from dnis_torchrec.artifact.uniform_bits import with_uniform_bits
+from dnis_torchrec.blocks import NUM_BLOCKS
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies, longest_bags
 from dnis_torchrec.blocks.routing import RowRouting
@@ -32,6 +32,7 @@ from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.forms import DEFAULT_FORM, PACKED, PRECISIONS, form_named
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Budget, Size, SizeOutOfReachError
+from dnis_torchrec.search.global_blocks import global_blocks
 from dnis_torchrec.search.pruning import drop_zeros_
 from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
@@ -45,7 +46,7 @@ _HALVINGS = 24
 """Steps of a bisection: the amount is exact to 6e-8 of all bytes."""
 
 
-def row_blocks(task: MethodTask, *, scope: str = "global") -> tuple[FrequencyCounts, RowBlocks]:
+def row_blocks(task: MethodTask, *, are_global: bool = True) -> tuple[FrequencyCounts, RowBlocks]:
     """Training counts of a task's tables, and their blocks: `NUM_BLOCKS` as a search has."""
     recipe = task.build(None)
     tables = table_configs(recipe.model)
@@ -59,7 +60,8 @@ def row_blocks(task: MethodTask, *, scope: str = "global") -> tuple[FrequencyCou
     counts = replace(
         counts, max_bag_lengths={feature: longest[feature] for feature in counts.max_bag_lengths}
     )
-    return counts, blocks_from_counts(counts, tables, num_blocks=NUM_BLOCKS, scope=scope)
+    form = global_blocks if are_global else blocks_from_counts
+    return counts, form(counts, tables, num_blocks=NUM_BLOCKS)
 
 
 def byte_budget(task: MethodTask, blocks: RowBlocks) -> Budget:

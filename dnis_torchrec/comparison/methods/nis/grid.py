@@ -93,7 +93,6 @@ def multi_size_grid(blocks: RowBlocks, budget: Budget, *, num_dimension_blocks: 
 
 def _dimension_cuts(blocks: RowBlocks, num_dimension_blocks: int) -> dict[str, list[int]]:
     """table -> columns at which a dimension block begins, and D; widths differ by one at most."""
-    check(blocks.scope == "table", "blocks", "scope 'table'", repr(blocks.scope))
     check(num_dimension_blocks >= 1, "num_dimension_blocks", "at least 1", num_dimension_blocks)
     cuts = {}
     for table, dim in blocks.embedding_dims.items():

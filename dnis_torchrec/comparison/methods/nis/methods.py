@@ -65,7 +65,7 @@ def _run(task: MethodTask, make_grid: Callable[[RowBlocks, Budget], Grid]) -> Me
     check_pooling(
         recipe.model
     )  # the supernet divides sums itself, and what is trained afterwards does not
-    counts, blocks = row_blocks(task, scope="table")
+    counts, blocks = row_blocks(task, are_global=False)
     budget = byte_budget(task, blocks)
     grid = make_grid(blocks, replace(budget, amount=budget.amount * _saving(task)))
     _check_size(grid, grid.budget.amount + embedding_bytes - budget.amount)
