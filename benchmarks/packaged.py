@@ -28,10 +28,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.files import output_file
 from dnis_torchrec.artifact import load, load_csr, read_manifest, read_scheme, write_artifact
+from dnis_torchrec.artifact.package import FlatModel, Signature, load_package, write_package
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data.files import write_json
-from dnis_torchrec.jobs.packaging import Signature, load_package, write_package
-from dnis_torchrec.jobs.packaging.flat_model import FlatModel
 from dnis_torchrec.jobs.recorded import build_recorded
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
@@ -167,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         models: Models = {"eager_dense_fp32": FlatModel(dense, signature)}
         for form in forms:
             model = serving(dense, artifact, form)
-            out = write_package(model, make_batch(scheme, 64), Path(folder) / form, kind="aoti")
+            out = write_package(model, make_batch(scheme, 64), Path(folder) / form)
             models |= {f"eager_{form}": FlatModel(model, signature), f"aoti_{form}": load_package(out)}
         rows = rows_of(models, scheme, rounds)
     if arguments.json:

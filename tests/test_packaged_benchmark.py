@@ -9,8 +9,7 @@ import torch
 
 from benchmarks import packaged
 from dnis_torchrec.artifact import write_artifact
-from dnis_torchrec.jobs.packaging import Signature
-from dnis_torchrec.jobs.packaging.flat_model import FlatModel
+from dnis_torchrec.artifact.package import FlatModel, Signature
 
 
 def test_models_that_agree_are_timed_and_others_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from dnis_torchrec.cli.app import (
 from dnis_torchrec.cli.options import command
 from dnis_torchrec.cli.terminal import fail, say
 from dnis_torchrec.data.urls import address_of
-from dnis_torchrec.data.users_code import named_errors
+from dnis_torchrec.data.users_code import errors_of_its_code, named_errors
 
 
 @command
@@ -29,60 +29,33 @@ def package(
     data: DataOption = None,
     recipe: RecipeOption = None,
     form: Annotated[
-        str | None,
-        typer.Option(
-            help="How tables are served; `packed` if the artifact holds it, else `csr_fp32`."
-        ),
-    ] = None,
-    package_format: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            help="`aoti` (compiled, constants memory-mapped) or `torchscript` (for Triton).",
-        ),
-    ] = "aoti",
-    name: Annotated[
-        str | None, typer.Option(help="Of the model; the recipe's function if not given.")
+        str | None, typer.Option(help="How tables are served; `packed` if the artifact holds it.")
     ] = None,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Packages the whole model, dense weights and pruned tables: inputs dense, values, lengths; any
-    batch size."""
+    """Packages the whole model, dense weights and compressed tables: inputs dense, values, lengths;
+    any batch size."""
+    from dnis_torchrec.artifact import package as packages
     from dnis_torchrec.artifact import read_manifest
+    from dnis_torchrec.artifact.loading import default_form
     from dnis_torchrec.forms import form_named
-    from dnis_torchrec.jobs.packaging import KINDS, run_package
-    from dnis_torchrec.jobs.packaging.of_artifact import check_packaged_form
-    from dnis_torchrec.jobs.packaging.package import check_name
+    from dnis_torchrec.jobs.artifact_jobs import drop_in_, recipe_of_artifact
     from dnis_torchrec.jobs.recorded import load_recorded
 
     with arguments():
         check_data(data)
-        if package_format not in KINDS:
-            raise ValueError(f"--format: expected one of {KINDS}, got {package_format!r}")
         place, remedy = f"package {out}", "choose another --out, or --overwrite"
         free = overwrite or not out.exists()
         check(free, place, "a folder that does not exist", "an existing one", remedy)
-        load_recorded(
-            artifact, read_manifest(artifact)["run"], data, recipe
-        )  # whose module may register the form
-        if form is not None:
-            form_named(form)
-            check_packaged_form(form)
-        if name is not None:
-            check_name(name)
-    kind = package_format
+        manifest = read_manifest(artifact)
+        spec = load_recorded(artifact, manifest["run"], data, recipe)
+        form = form_named(form or default_form(manifest)).name
     try:
-        with named_errors():
-            run_package(
-                artifact,
-                out,
-                recipe=recipe,
-                data=data,
-                form=form,
-                kind=kind,
-                name=name,
-                overwrite=overwrite,
-            )
+        with named_errors(), errors_of_its_code(spec):
+            built = recipe_of_artifact(artifact, data, recipe=recipe)
+            model, batch = drop_in_(built.model, artifact, form=form), next(iter(built.data.test))
+        notes = {"recipe": spec, "form": form}
+        packages.write_package(model, batch, out, notes=notes, overwrite=overwrite)
     except RuntimeError as error:  # no compiler, or a package that predicts something else
         fail(error, 1)
     say(f"package: {address_of(out)}")

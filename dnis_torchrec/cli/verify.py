@@ -1,16 +1,16 @@
-"""`dnis verify`: is an artifact whole, right, small and fast?"""
+"""`dnis verify`: is an artifact whole and right?"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from dnis_torchrec.cli.addresses import fetched_settings
 from dnis_torchrec.cli.app import (
     ArtifactArgument,
     DataOption,
@@ -25,92 +25,49 @@ from dnis_torchrec.cli.options import command
 from dnis_torchrec.cli.terminal import say
 
 if TYPE_CHECKING:
-    from dnis_torchrec.jobs.verification import Verification
-    from dnis_torchrec.jobs.verification.findings import Finding
+    from dnis_torchrec.artifact.verify import Finding
 
 WIDTH = 120
 MANY = 6
 """Rows of one kind that are counted instead of listed."""
-MIB = 2**20
 
 
 @command
 def verify(
     artifact: ArtifactArgument,
-    against: Annotated[
-        Path | None,
-        typer.Option(
-            help="The run that it came from: same tables, same dense weights.", **fetched_settings
-        ),
-    ] = None,
     data: DataOption = None,
     recipe: RecipeOption = None,
-    measure: Annotated[bool, typer.Option(help="Measure memory and latency too.")] = True,
-    rounds: Annotated[
-        int, typer.Option(help="Lookups timed per form and batch size.", min=1)
-    ] = 100,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write it here.")] = None,
 ) -> None:
-    """Checks every file's hash, every form's values on hard bags, unknown ids and the metric;
-    measures RSS and latency."""
+    """Checks every file's hash, every form's values on hard bags, unknown ids and the metric."""
+    from dnis_torchrec.artifact import verify as verification
     from dnis_torchrec.data.files import write_json
-    from dnis_torchrec.jobs import verification
+    from dnis_torchrec.jobs.artifact_jobs import recipe_of_artifact
     from dnis_torchrec.jobs.recorded import load_recorded
-    from dnis_torchrec.jobs.run_folder import RunFolder
+    from dnis_torchrec.training.shard import launched_ranks
 
     with arguments():
         check_data(data)
         check_json(json_file)
         if recipe is not None:
             load_recorded(artifact, {}, data, recipe)
-        if against is not None:
-            RunFolder.open(against)
-    found = verification.verify(
-        artifact, against=against, recipe=recipe, data=data, measure=measure, rounds=rounds
-    )
+    has_recipe = data is not None or recipe is not None
+    make = partial(recipe_of_artifact, artifact, data, recipe=recipe) if has_recipe else None
+    with launched_ranks() as ranks:
+        result = verification.verify(artifact, make_recipe=make, ranks=ranks)
     if is_first_rank():
-        _print(found)
+        table = Table(
+            "check", "of", "result", "detail", title=f"{result.artifact}: what was checked"
+        )
+        for cells in _rows(result.findings):
+            table.add_row(*cells)
+        print_table(table, WIDTH)
         if json_file is not None:
-            write_json(json_file, found.to_json())
-        for finding in found.failures:
+            write_json(json_file, result.to_json())
+        for finding in result.failures:
             say(f"error: {finding.check}, {finding.subject}: {finding.detail}", err=True)
-    if found.failures:
+    if result.failures:
         raise typer.Exit(1)
-
-
-def _print(found: Verification) -> None:
-    checks = Table("check", "of", "result", "detail", title=f"{found.artifact}: what was checked")
-    for cells in _rows(found.findings):
-        checks.add_row(*cells)
-    print_table(checks, WIDTH)
-    if found.resident:
-        dense = next(row.touched_bytes for row in found.resident if row.form == "uncompressed_fp32")
-        memory = Table(
-            "form",
-            "RSS loaded, MiB",
-            "RSS with every row used, MiB",
-            "uncompressed fp32 over it",
-            title="memory",
-        )
-        for row in found.resident:
-            smaller = f"{dense / row.touched_bytes:.1f}" if row.touched_bytes > 0 else "-"
-            memory.add_row(
-                row.form, f"{row.loaded_bytes / MIB:.2f}", f"{row.touched_bytes / MIB:.2f}", smaller
-            )
-        print_table(memory, WIDTH)
-    if found.latency:
-        latency = Table(
-            "form",
-            "batch",
-            "p50, ms",
-            "p99, ms",
-            "over uncompressed fp32",
-            title="latency of lookups",
-        )
-        for timed in found.latency:
-            figures = f"{timed.p50_ms:.3f}", f"{timed.p99_ms:.3f}", f"{timed.ratio:.2f}"
-            latency.add_row(timed.form, str(timed.batch_size), *figures)
-        print_table(latency, WIDTH)
 
 
 def _rows(findings: Sequence[Finding]) -> list[tuple[str, str, str, str]]:
@@ -130,8 +87,7 @@ def _rows(findings: Sequence[Finding]) -> list[tuple[str, str, str, str]]:
 
 
 def _is_plain(finding: Finding) -> bool:
-    """Returns whether a finding is good and brings no news; bytes of a file and figures of the
-    metric are none."""
-    from dnis_torchrec.jobs.verification.findings import OK
+    """Returns whether a finding is good and brings no news, as bytes of a file."""
+    from dnis_torchrec.artifact.verify import OK
 
-    return finding.status == OK and finding.check in ("checksums", "run")
+    return finding.status == OK and finding.check == "checksums"

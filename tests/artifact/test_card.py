@@ -13,8 +13,8 @@ from markdown_it import MarkdownIt
 from dnis_torchrec.artifact import load, write_artifact
 from dnis_torchrec.artifact.card import CARD, card_of
 from dnis_torchrec.artifact.manifest import verify_files
-from dnis_torchrec.jobs.verification.findings import FAILED
-from dnis_torchrec.jobs.verification.integrity import check_files
+from dnis_torchrec.artifact.verify import FAILED, check_files
+from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme
 from tests.coded_tables import coded_tables
 from tests.serving_reference import two_tables
@@ -73,12 +73,12 @@ def test_no_reader_minds_a_card_that_was_changed_or_left_out(written: Path) -> N
     for change in (lambda card: card.write_text("ours"), Path.unlink):
         change(written / CARD)
         verify_files(written)
-        assert FAILED not in {finding.status for finding in check_files(written)[1]}
+        assert FAILED not in {finding.status for finding in check_files(written, Ranks())[1]}
         load(written)
 
 
 def test_a_link_in_its_place_is_refused(written: Path, tmp_path: Path) -> None:
     (written / CARD).unlink()
     (written / CARD).symlink_to(tmp_path / "elsewhere")
-    failed = [finding.subject for finding in check_files(written)[1] if finding.status == FAILED]
+    failed = [finding.subject for finding in check_files(written, Ranks())[1] if finding.status == FAILED]
     assert failed == [CARD]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,10 +13,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import dnis_torchrec as dnis
 from dnis_torchrec.artifact import load
 from dnis_torchrec.artifact.export import export
-from dnis_torchrec.jobs.verification import resident
-from dnis_torchrec.jobs.verification.resident import Resident
-from dnis_torchrec.jobs.verification.served import UNCOMPRESSED_FORMS
-from dnis_torchrec.jobs.verification.verify import verify
 from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
 from dnis_torchrec.serving import ServedEmbeddingCollection
 from tests.sequence_models import interest, make_batch, rounded
@@ -66,29 +60,3 @@ def test_a_served_sequence_of_no_ids_and_of_unknown_ones(tmp_path: Path) -> None
     missing = KeyedJaggedTensor(keys=["history"], values=torch.tensor([5]), lengths=torch.tensor([1]))
     with pytest.raises(ValueError, match="candidate"):
         load(path, collection="sequences")(missing)
-
-
-def measured_here(artifact: Path, forms: Sequence[str]) -> list[Resident]:
-    """What the measuring process does; tests/jobs/test_verification.py starts one."""
-    gc.freeze()
-    for form in forms:
-        resident._warm_up(artifact, form)
-    found = [resident.measure_here(artifact, form) for form in forms]
-    gc.unfreeze()
-    return found
-
-
-def test_verify_finds_nothing_wrong_and_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batches = interest(), [make_batch(seed) for seed in range(12)]
-    scheme = dnis.compress(copy.deepcopy(model), batches, loss=LOSS, compression=2.5).scheme
-    path = export(model, scheme, tmp_path / "artifact", forms=["packed", "mixed_dimension_fp32"])
-    monkeypatch.setitem(verify.__globals__, "measure_resident", measured_here)
-    found = verify(path, rounds=2)
-    assert [row.form for row in found.resident] == [*UNCOMPRESSED_FORMS, *found.forms]
-    assert not [finding for finding in found.findings if finding.is_failure]
-    assert {"packed, sequences: random bags", "packed, users: random bags"} <= {own.subject for own in found.findings}
-    rows = ServedEmbeddingCollection._rows
-    monkeypatch.setattr(ServedEmbeddingCollection, "_rows", lambda *given: rows(*given).roll(1, 0))
-    failed = [finding.subject for finding in verify(path, measure=False).findings if finding.is_failure]
-    assert "packed, sequences: random bags" in failed
-    assert not [subject for subject in failed if "users" in subject]

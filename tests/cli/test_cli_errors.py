@@ -61,8 +61,8 @@ def commands(run: Path, artifact: Path, out: Path) -> dict[str, tuple[object, ..
         "prune": ("prune", run, "--compression", 5, "--fine-tune-epochs", 0, "--out", out),
         "evaluate": ("evaluate", run),
         "export": ("export", run, "--out", out),
-        "verify": ("verify", artifact, "--no-measure"),
-        "package": ("package", artifact, "--format", "torchscript", "--out", out),
+        "verify": ("verify", artifact),
+        "package": ("package", artifact, "--out", out),
         "plan": ("plan", artifact),
         "compare": ("compare", "tests.tiny:demo", "--methods", "uniform", "--out", out),
         "report": ("report", run),
@@ -76,8 +76,8 @@ WORK = {
     "prune": "jobs.prune_job.run_prune",
     "evaluate": "jobs.artifact_jobs.run_evaluate",
     "export": "jobs.artifact_jobs.run_export",
-    "verify": "jobs.verification.verify",
-    "package": "jobs.packaging.run_package",
+    "verify": "artifact.verify.verify",
+    "package": "artifact.package.write_package",
     "plan": "jobs.planning.plans.compare_plans",
     "compare": "comparison.run.run_comparison",
     "report": "jobs.report_job.run_report",
@@ -316,7 +316,6 @@ PRINTERS = {"print", "echo", "secho", "Console", "print_exc", "print_exception"}
 ALLOWED = {
     "dnis_torchrec/cli/terminal.py",  # the one way to the terminal
     "dnis_torchrec/cli/app.py",  # the width of the terminal
-    "dnis_torchrec/jobs/verification/resident.py",  # a process whose output another one reads
 }
 
 

@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,7 +28,6 @@ from dnis_torchrec.jobs.prune_job import run_prune
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.jobs.stored_tensors import StoredTensor
-from dnis_torchrec.jobs.verification import verify
 from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.settings import PruneSettings
 from tests.comparison.test_comparison import make_comparison
@@ -39,7 +37,6 @@ from tests.distributed.harness import Rank, Results
 from tests.distributed.pruning_scenarios import outcome_of
 from tests.searched_runs import quick_job
 
-VERIFYING = import_module("dnis_torchrec.jobs.verification.verify")  # whose function has its name in the package
 SMALLER = 5.5
 PRUNE = ("prune", "{run}", "--compression", str(SMALLER), "--out")
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -48,10 +45,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "packed": ("export", "{run}", "--out", "{out}/packed"),
     "forms": ("export", "{out}/cut", "--form", "csr_fp32", "--form", "mixed_dimension_fp32", "--out", "{out}/forms"),
     "grouped": ("export", "{out}/cut", "--regroup", "3", "--out", "{out}/grouped"),
-    "verified": ("verify", "{out}/packed", "--against", "{run}", "--recipe", RECIPE, "--json", "{out}/verified.json"),
-    "forms verified": ("verify", "{out}/forms", "--against", "{out}/cut", "--json", "{out}/forms.json"),
-    "damaged": ("verify", "{out}/damaged", "--no-measure"),
-    "another": ("verify", "{out}/packed", "--against", "{another}", "--no-measure"),
+    "verified": ("verify", "{out}/packed", "--recipe", RECIPE, "--json", "{out}/verified.json"),
+    "forms verified": ("verify", "{out}/forms", "--json", "{out}/forms.json"),
+    "damaged": ("verify", "{out}/damaged"),
 }
 """Name -> a command line."""
 
@@ -82,8 +78,8 @@ def damage(artifact: Path, to: Path) -> None:
 
 @contextmanager
 def noted() -> Iterator[dict[str, Any]]:
-    """Notes how many values of stored tables this process reads, which it reads whole, and whether it measures."""
-    found: dict[str, Any] = {"read": 0, "whole": [], "measured": 0}
+    """Notes how many values of stored tables this process reads, and which it reads whole."""
+    found: dict[str, Any] = {"read": 0, "whole": []}
     copy, part = StoredTensor.copy_to_, StoredTensor._part
 
     def reading(stored: StoredTensor, target: Tensor, first: Any = None) -> None:
@@ -95,16 +91,7 @@ def noted() -> Iterator[dict[str, Any]]:
             found["whole"].append(stored.place)
         return part(stored, places)
 
-    def measuring(*_: object, **__: object) -> list[Any]:
-        found["measured"] += 1
-        return []
-
-    with (
-        patch.object(StoredTensor, "copy_to_", reading),
-        patch.object(StoredTensor, "_part", cutting),
-        patch.object(VERIFYING, "measure_resident", measuring),
-        patch.object(VERIFYING, "measure_latency", measuring),
-    ):
+    with patch.object(StoredTensor, "copy_to_", reading), patch.object(StoredTensor, "_part", cutting):
         yield found
 
 
@@ -166,7 +153,6 @@ def refusals(at: Rank, run: Path, another: Path, out: Path) -> Results:
     found: Results = {
         "pruned": outcome_of(lambda: run_prune(own, None, target, **cut)),
         "exported": outcome_of(lambda: run_export(own, target)),
-        "verified": outcome_of(lambda: verify(at.folder / "packed", against=own, measure=False)),
         "`dnis export`": outcome_of(lambda: run_export(run, target, scipy_formats=("csr",))),
         "`dnis search`": outcome_of(lambda: run_search(quick_job(target, baselines=("dense",)))),
     }

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.artifact import load_dense_state, read_manifest, read_scheme
-from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
+from dnis_torchrec.artifact.verify import verify
+from dnis_torchrec.jobs.artifact_jobs import recipe_of_artifact, run_evaluate, run_export
 from dnis_torchrec.jobs.compress_job import CompressJob, run_compress
 from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.jobs.train_job import TrainJob, run_train
-from dnis_torchrec.jobs.verification import verify
 from tests.position_weighted import FEATURES, Net
 from tests.searched_runs import quick_job
 
@@ -24,7 +24,7 @@ RECIPE = "tests.position_weighted:recipe"
 
 def assert_served(artifact: Path) -> None:
     """It passes every check, its weights of places are learnt ones, and it is as good as its run was."""
-    assert [finding for finding in verify(artifact, recipe=RECIPE, measure=False).findings if finding.is_failure] == []
+    assert verify(artifact, make_recipe=lambda: recipe_of_artifact(artifact, None, recipe=RECIPE)).failures == []
     dense, start = load_dense_state(artifact), Net().state_dict()
     places: dict[str, Tensor] = {name: value for name, value in dense.items() if name.endswith("position_weight")}
     assert len(places) == len(FEATURES)

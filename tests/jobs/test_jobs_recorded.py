@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
+from dnis_torchrec.artifact import package as packages
 from dnis_torchrec.artifact import read_manifest
 from dnis_torchrec.artifact.manifest import write_manifest
+from dnis_torchrec.artifact.verify import verify
 from dnis_torchrec.data import users_code
 from dnis_torchrec.data.urls import cache_folder
 from dnis_torchrec.jobs import artifact_jobs, recorded
-from dnis_torchrec.jobs.packaging import of_artifact
 from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
-from dnis_torchrec.jobs.verification import resident, verify
 from tests.cli.test_cli import dnis
 from tests.jobs.test_jobs_prune import run as run  # a fixture
 from tests.tiny_artifact import write_tiny_artifact
@@ -443,11 +443,15 @@ def test_every_command_refuses_a_strangers_code_by_name(
         assert (done.returncode, done.stdout) == (2, ""), done.stderr
         assert "evil:recipe': expected code of yours" in done.stderr
         assert "--recipe" in done.stderr
-    findings = verify(hostile_artifact, data=attack.project / "data", measure=False).findings
+    findings = verify(
+        hostile_artifact, make_recipe=lambda: artifact_jobs.recipe_of_artifact(hostile_artifact, None)
+    ).findings
     assert {finding.subject for finding in findings if finding.is_failure} == {"evil.py"}  # and goes no further
     (hostile_artifact / "evil.py").rename(hostile_artifact.parent / "run" / "aside.py")
     with_recipe(hostile_artifact, "run.aside:recipe")
-    (failed,) = verify(hostile_artifact, data=attack.project / "data", measure=False).failures
+    (failed,) = verify(
+        hostile_artifact, make_recipe=lambda: artifact_jobs.recipe_of_artifact(hostile_artifact, None)
+    ).failures
     assert "expected code of yours" in failed.detail
     assert sorted(path.name for path in attack.project.iterdir()) == ["artifact", "run", "shop"]
     assert not attack.mark.exists()
@@ -468,11 +472,11 @@ def test_every_command_takes_a_recipe_of_the_users(
     assert artifact_jobs.recorded_run(Path("out"))["recipe"] == "shop.recipes:recipe"
     assert artifact_jobs.run_evaluate(Path("out"), None)["recipe"] == "shop.recipes:recipe"
     described: list[dict[str, str]] = []
-    monkeypatch.setattr(of_artifact, "write_package", lambda *_, **given: described.append(given["described"]))
+    monkeypatch.setattr(packages, "write_package", lambda *_, **given: described.append(given["notes"]))
     assert dnis("package", "artifact", "--out", "package", *own, folder=attack.project).returncode == 0
     assert described == [{"recipe": "shop.recipes:recipe", "form": "csr_fp32"}]
     (hostile_artifact / "evil.py").unlink()
-    done = dnis("verify", "artifact", "--no-measure", *own, folder=attack.project)
+    done = dnis("verify", "artifact", *own, folder=attack.project)
     assert done.returncode == 0, done.stderr
     assert not attack.mark.exists()
 
@@ -487,14 +491,3 @@ def test_a_recipe_that_is_mistyped_is_a_wrong_argument(
     done = dnis(command, folder, *out, *size, "--recipe", "shop.recipe:recipe", folder=attack.project)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: recipe 'shop.recipe:recipe': expected a module 'shop.recipe' in ")
-
-
-def test_memory_is_measured_by_no_code_of_the_folder_that_one_stands_in(
-    attack: Attack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    artifact = write_tiny_artifact(attack.project.parent / "small")
-    for name in ("json.py", "torch.py"):
-        attack.put(name)
-    monkeypatch.chdir(attack.project)
-    assert [row.form for row in resident.measure_resident(artifact, ["csr_fp32"])] == ["csr_fp32"]
-    assert not attack.mark.exists()

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from dnis_torchrec.artifact.verify import verify
 from dnis_torchrec.comparison.methods import METHODS
 from dnis_torchrec.comparison.methods.method import MethodTask, NotApplicableError, result_row
 from dnis_torchrec.comparison.methods.nis.supernet import Quality
 from dnis_torchrec.comparison.plan import Comparison, recipe_facts
-from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
+from dnis_torchrec.jobs.artifact_jobs import recipe_of_artifact, run_evaluate, run_export
 from dnis_torchrec.jobs.compress_job import CompressJob, run_compress
 from dnis_torchrec.jobs.report_job import run_report
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.jobs.train_job import TrainJob, run_train
-from dnis_torchrec.jobs.verification.verify import verify
 from tests.searched_runs import quick_job, without_images
 from tests.tiny_tasks import METRICS, two_tasks
 
@@ -53,7 +53,7 @@ def test_what_is_compressed_serves_both_predictions(trained: Path) -> None:
     assert after.compression >= 3
     assert after.metrics["click_auc"] == pytest.approx(before.metrics["click_auc"], abs=0.05)
     assert "click_auc" in (out / "report.html").read_text()
-    found = verify(out / "x3", recipe=RECIPE, measure=False)
+    found = verify(out / "x3", make_recipe=lambda: recipe_of_artifact(out / "x3", None, recipe=RECIPE))
     assert not found.failures
     assert {finding.subject for finding in found.findings if finding.check == "metric"} == {
         f"packed, {name}" for name in METRICS

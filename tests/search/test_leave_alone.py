@@ -12,6 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.allocation.axes import rotation_groups, with_axes_
 from dnis_torchrec.allocation.compress import compress, packed_collections
+from dnis_torchrec.artifact.verify import verify
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.comparison.methods import METHODS, NotApplicableError
 from dnis_torchrec.comparison.methods.precisions import best_precision
@@ -21,7 +22,6 @@ from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
 from dnis_torchrec.jobs.prune_job import run_prune
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.jobs.search_job import run_search
-from dnis_torchrec.jobs.verification.verify import verify
 from dnis_torchrec.search.budget import Size, SizeOutOfReachError
 from dnis_torchrec.search.paper import PaperSettings, search_as_published
 from dnis_torchrec.search.search import search
@@ -124,7 +124,7 @@ def test_a_run_is_exported_and_verified_with_it_and_not_pruned(gloo, tmp_path: P
     run_search(quick_job(run, compression=SIZE, recipe="tests.search.test_leave_alone:genre_alone"))
     run_export(run, artifact, forms=("packed",))
     assert run_evaluate(artifact, None)["metrics"] == pytest.approx(run_evaluate(run, None)["metrics"], abs=1e-6)
-    assert verify(artifact, against=run, measure=False).failures == []
+    assert verify(artifact).failures == []
     assert RunFolder(run).left_alone() == {ALONE}
     with pytest.raises(
         ValueError, match=r"^form 'csr_int8': expected a form that keeps float32, .*\['genre'\], got int8"

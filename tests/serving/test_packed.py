@@ -17,10 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from dnis_torchrec.artifact.package import Signature, export_graph
 from dnis_torchrec.blocks.codes import WIDTHS, packed_rows
 from dnis_torchrec.blocks.routing import RowRouting, directory_bytes
-from dnis_torchrec.jobs.packaging import Signature, export_graph
-from dnis_torchrec.jobs.packaging.torchscript import to_torchscript
 from dnis_torchrec.ops.native_build import INSTRUCTION_SETS, LOOKUPS
 from dnis_torchrec.ops.packed_operator import torch_packed_embedding_bag
 from dnis_torchrec.scheme import MixedDimensionScheme
@@ -200,7 +199,7 @@ class Model(nn.Module):
 
 
 def test_packages_take_it() -> None:
-    """By torch.export, and from there by TorchScript, with any batch size; the module serves on."""
+    """By torch.export, with any batch size; the module serves on."""
     module, _ = one_table()
     model, signature = Model(module), Signature(feature_names=("movie",), num_dense=1, is_weighted=False)
     program = export_graph(model, signature)
@@ -209,7 +208,6 @@ def test_packages_take_it() -> None:
     with torch.no_grad():
         expected = model(torch.zeros(5, 1), bags)
         assert program.module()(torch.zeros(5, 1), ids, lengths).allclose(expected)
-        assert to_torchscript(program)(torch.zeros(5, 1), ids, lengths).allclose(expected)
 
 
 def test_a_copy_and_what_came_from_another_process_serve() -> None:

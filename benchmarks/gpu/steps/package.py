@@ -27,10 +27,10 @@ LOADS: dict[str, tuple[bool, dict[str, str]]] = {
 
 
 def run(run: Run) -> None:
-    """Compiles and loads; as a stand-in a TorchScript package, which takes a second."""
-    folder, kind = run.folder / "package", "torchscript" if run.is_stand_in else "aoti"
+    """Compiles and loads."""
+    folder = run.folder / "package"
     folder.mkdir(exist_ok=True)
-    if child(run, "compiled", f"compiled({str(folder)!r}, {kind!r})").outcome != "done":
+    if child(run, "compiled", f"compiled({str(folder)!r})").outcome != "done":
         return
     for setting, (has_begun, variables) in LOADS.items():
         child(run, f"loaded, {setting}", f"loaded({str(folder)!r}, {has_begun and not run.is_stand_in})", variables)
@@ -80,16 +80,15 @@ def backtrace(command: list[str], folder: Path, variables: Mapping[str, str] | N
     return "\n".join(frames[:BACKTRACE_LINES]) or "gdb saw no crash"
 
 
-def compiled(folder: str, kind: str) -> None:
+def compiled(folder: str) -> None:
     """Packages a model of two small tables, which checks it, too.
 
     Args:
         folder: where the package and its artifact go.
-        kind: of the package.
     """
     from benchmarks import packaged
     from dnis_torchrec.artifact import write_artifact
-    from dnis_torchrec.jobs.packaging import write_package
+    from dnis_torchrec.artifact.package import write_package
 
     path = Path(folder)
     dense = packaged.made_up(num_embeddings=(50, 7), embedding_dim=24)
@@ -98,7 +97,7 @@ def compiled(folder: str, kind: str) -> None:
     tables = {name: bag.weight.detach() for name, bag in collection.embedding_bags.items()}
     artifact = write_artifact(tables, scheme, path / "artifact", forms=("csr_fp32",), overwrite=True)
     model = packaged.serving(dense, artifact, "csr_fp32")
-    write_package(model, packaged.make_batch(scheme, 64), path / "package", kind=kind, overwrite=True)
+    write_package(model, packaged.make_batch(scheme, 64), path / "package", overwrite=True)
 
 
 def loaded(folder: str, has_begun: bool) -> None:
@@ -112,7 +111,7 @@ def loaded(folder: str, has_begun: bool) -> None:
 
     from benchmarks import packaged
     from dnis_torchrec.artifact import read_scheme
-    from dnis_torchrec.jobs.packaging import Signature, load_package
+    from dnis_torchrec.artifact.package import Signature, load_package
 
     if has_begun:
         print(torch.ones(1, device="cuda").sum().item())

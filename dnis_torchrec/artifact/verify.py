@@ -1,0 +1,370 @@
+"""verify: is an artifact whole, and does every form of it serve what is stored? A finding for each
+thing that was checked: hashes, values of bags that break lookups, unknown ids, the metric."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from dnis_torchrec.artifact.card import CARD
+from dnis_torchrec.artifact.forms import Rows
+from dnis_torchrec.artifact.loading import exact_rows, load, read_scheme
+from dnis_torchrec.artifact.manifest import MANIFEST, describe_file, read_manifest
+from dnis_torchrec.data.over_ranks import check_same, split_over_ranks
+from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.jobs.artifact_jobs import drop_in_
+from dnis_torchrec.ranks import Ranks, together
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.serving.logical_tables import torchrec_config
+from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
+from dnis_torchrec.training.evaluate import evaluate
+
+OK, FAILED, SKIPPED = "ok", "failed", "skipped"
+ROW_ERROR = 1e-6
+"""Largest error of a stored value, as a share of its row's largest magnitude."""
+METRIC_LIMIT = 1e-5
+"""Largest difference of an artifact's test metrics from those of its run."""
+LONGEST_BAG = 1_000
+
+_FP32_ROUNDING, _SMALLEST_ERROR = 2.0**-24, 1e-7
+
+Bag = list[tuple[int, float]]
+FeatureBags = dict[str, list[Bag]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    check: str
+    subject: str
+    status: str
+    detail: str = ""
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether it makes the verification fail."""
+        return self.status == FAILED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """Results of a verification."""
+
+    artifact: str
+    forms: tuple[str, ...] = ()
+    findings: tuple[Finding, ...]
+
+    @property
+    def failures(self) -> list[Finding]:
+        """Findings that make the verification fail."""
+        return [finding for finding in self.findings if finding.is_failure]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, and ``"ok"``."""
+        return {"ok": not self.failures, **asdict(self)}
+
+
+def verify(
+    artifact: Path, *, make_recipe: Callable[[], Recipe] | None = None, ranks: Ranks | None = None
+) -> Verification:
+    """Checks an artifact, on all ranks together; a recipe's test data, with a fresh model of it for
+    every form, gives the metric."""
+    ranks = ranks or Ranks()
+    manifest, findings = check_files(artifact, ranks)
+    if manifest is None or any(finding.is_failure for finding in findings):
+        return Verification(artifact=str(artifact), findings=tuple(findings))
+    with together(ranks.group):
+        scheme, rows = read_scheme(artifact), exact_rows(artifact)
+        rows = rows and {name: cache(of_table) for name, of_table in rows.items()}
+    names = sorted({table.collection for table in scheme.tables.values()})
+    checks = []
+    for name in names if rows is not None else ():
+        tables = {t: table for t, table in scheme.tables.items() if table.collection == name}
+        oracle = Oracle(MixedDimensionScheme(tables), rows or {})
+        for form in manifest["forms"]:
+            place = form if len(names) == 1 else f"{form}, {name}"
+            checks.append(partial(check_form, artifact, form, name, oracle, place))
+    findings += _over_ranks(checks, ranks)
+    if rows is None:
+        findings.append(Finding("parity", "all forms", SKIPPED, "no exact rows to compare with"))
+    if make_recipe is not None:
+        findings += _check_metrics(artifact, manifest, make_recipe, ranks)
+    forms = tuple(manifest["forms"])
+    return Verification(artifact=str(artifact), forms=forms, findings=tuple(findings))
+
+
+def _judge(check: str, subject: str, good: bool, detail: str) -> Finding:
+    return Finding(check, subject, OK if good else FAILED, detail)
+
+
+def _over_ranks(checks: Sequence[Callable[[], list[Finding]]], ranks: Ranks) -> list[Finding]:
+    """Findings of checks that are dealt out to ranks, in the order of the checks, the same on all
+    ranks."""
+    with together(ranks.group):
+        numbers = range(ranks.rank, len(checks), ranks.world_size)
+        findings = {n: [asdict(finding) for finding in checks[n]()] for n in numbers}
+    of_all: dict[str, Any] = {}
+    for text in ranks.gather_texts(json.dumps(findings)):
+        of_all |= json.loads(text)
+    return [Finding(**fields) for n in range(len(checks)) for fields in of_all[str(n)]]
+
+
+def check_files(artifact: Path, ranks: Ranks) -> tuple[dict[str, Any] | None, list[Finding]]:
+    """Checks the manifest, then hashes every file that it lists; goes on after a bad one."""
+    words = ""
+    with together(ranks.group):
+        try:
+            manifest = read_manifest(artifact)
+        except ValueError as error:
+            words = str(error)
+    words = next(filter(None, ranks.gather_texts(words)), "")
+    if words:
+        return None, [Finding("checksums", MANIFEST, FAILED, words)]
+    files = [partial(_hash, artifact, name, entry) for name, entry in manifest["files"].items()]
+    findings = _over_ranks([*files, partial(_strangers, artifact, manifest)], ranks)
+    return manifest, [_judge("checksums", MANIFEST, True, ""), *findings]
+
+
+def _hash(artifact: Path, name: str, entry: dict[str, Any]) -> list[Finding]:
+    digest, expected = describe_file(artifact, name)["sha256"], entry["sha256"]
+    wrong = f"expected sha256 {expected}, got {digest}"
+    detail = f"{entry['bytes']} bytes" if digest == expected else wrong
+    return [_judge("checksums", name, digest == expected, detail)]
+
+
+def _strangers(artifact: Path, manifest: dict[str, Any]) -> list[Finding]:
+    """A finding per file that the manifest does not list, or that nothing in it refers to."""
+    uses = {*manifest["scheme"], *manifest["dense_state"]}
+    for table in manifest["tables"].values():
+        uses |= {shard["file"] for shards in table["shards"].values() for shard in shards}
+    idle, unlisted = "the manifest lists it, nothing refers to it", "the manifest does not list it"
+    strangers = {name: idle for name in manifest["files"] if name not in uses}
+    names = {MANIFEST, CARD, *manifest["files"]}
+    for file in sorted(artifact.rglob("*")):
+        name = file.relative_to(artifact).as_posix()
+        if file.is_symlink() or not (file.is_dir() or name in names):
+            strangers[name] = unlisted
+    return [
+        Finding("checksums", name, FAILED, f"no file of the artifact: {why}")
+        for name, why in strangers.items()
+    ]
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """The tables of one collection and their rows, looked up naively."""
+
+    scheme: MixedDimensionScheme
+    rows: Mapping[str, Rows]
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether bags have weights."""
+        return next(iter(self.scheme.tables.values())).is_weighted
+
+    def pool(self, bags: FeatureBags) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Output key -> pooled ``(B, D)`` in float64, and how far a form may be off, ``(B, 1)``."""
+        tables = list(self.scheme.tables.values())
+        configs = [torchrec_config(table, table.embedding_dim) for table in tables]
+        pooled, allowed = {}, {}
+        for table, names in zip(tables, get_embedding_names_by_table(configs), strict=True):
+            for feature, name in zip(table.feature_names, names, strict=True):
+                results = [self._pool_bag(table, bag) for bag in bags[feature]]
+                pooled[name] = torch.stack([result for result, _ in results])
+                allowed[name] = torch.tensor([[error] for _, error in results], dtype=torch.float64)
+        return pooled, allowed
+
+    def _pool_bag(self, table: TableScheme, bag: Bag) -> tuple[Tensor, float]:
+        total, magnitude = torch.zeros(table.embedding_dim, dtype=torch.float64), 0.0
+        for row_id, weight in bag:
+            if 0 <= row_id < table.num_embeddings:
+                row = self.rows[table.name](row_id, row_id + 1)[0].double()
+                row *= weight if table.is_weighted else 1.0
+                total += row
+                magnitude += float(row.abs().max())
+        length = len(bag) if table.pooling == "mean" and bag else 1
+        # every addition in float32 rounds, which no form does without
+        rounding = len(bag) * _FP32_ROUNDING
+        return total / length, ((ROW_ERROR + rounding) * magnitude + _SMALLEST_ERROR) / length
+
+
+def check_form(
+    artifact: Path, form: str, collection: str, oracle: Oracle, place: str
+) -> list[Finding]:
+    """Tries one form of one collection on all bags of `bag_cases`, and on unknown ids."""
+    try:
+        module = _summed(load(artifact, form=form, collection=collection))
+        lenient = _summed(load(artifact, form=form, collection=collection, unknown_ids="zero"))
+    except (ValueError, TypeError, NotImplementedError) as error:
+        return [Finding("parity", place, FAILED, str(error))]
+    findings = [
+        compare("parity", f"{place}: {name}", module, oracle, bags)
+        for name, bags in bag_cases(oracle.scheme).items()
+    ]
+    bags = unknown_bags(oracle.scheme)
+    findings.append(_check_refusal(f"{place}: refused", module, oracle, bags))
+    findings.append(compare("unknown ids", f"{place}: as zero", lenient, oracle, bags))
+    return findings
+
+
+class _SummedBags(nn.Module):
+    """What a served EmbeddingCollection looks up, summed over each bag: comparable with any pooled
+    one."""
+
+    def __init__(self, served: ServedEmbeddingCollection) -> None:
+        super().__init__()
+        self.served = served
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Looks ids up and sums them."""
+        sums = {}
+        for key, jagged in self.served(features).items():
+            bags = torch.arange(jagged.lengths().numel()).repeat_interleave(jagged.lengths())
+            zeros = torch.zeros(jagged.lengths().numel(), jagged.values().shape[1])
+            sums[key] = zeros.index_add(0, bags, jagged.values())
+        return KeyedTensor.from_tensor_list(list(sums), list(sums.values()))
+
+
+def _summed(module: nn.Module) -> nn.Module:
+    return _SummedBags(module) if isinstance(module, ServedEmbeddingCollection) else module
+
+
+def bag_cases(scheme: MixedDimensionScheme) -> dict[str, FeatureBags]:
+    """Bags that have broken lookups: name -> feature -> bags. The same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    rows = _rows_of_features(scheme, min)
+
+    def number(end: int) -> int:
+        return int(torch.randint(end, (1,), generator=generator))
+
+    def weight() -> float:
+        return round(4 * float(torch.rand(1, generator=generator)) - 2, 3)
+
+    def bags(make: Callable[[int], list[list[int]]]) -> FeatureBags:
+        ids = {feature: make(n) for feature, n in rows.items()}
+        return {f: [[(i, weight()) for i in bag] for bag in made] for f, made in ids.items()}
+
+    return {
+        "one id each": bags(lambda n: [[number(n)] for _ in range(33)]),
+        "random bags": bags(lambda n: [[number(n) for _ in range(number(8))] for _ in range(17)]),
+        "all empty": bags(lambda n: [[], [], []]),
+        "first and last row": bags(lambda n: [[0], [n - 1], [0, n - 1]]),
+        "all the same id": bags(lambda n: [[n // 2] * 50] * 5),
+        "one long bag": bags(lambda n: [[], [number(n) for _ in range(LONGEST_BAG)], []]),
+    }
+
+
+def unknown_bags(scheme: MixedDimensionScheme) -> FeatureBags:
+    """Bags with ids that are no rows, beside ones that are."""
+    rows = _rows_of_features(scheme, max)
+    return {f: [[(-1, 1.0)], [(0, 1.0), (n, 1.0)], [(2**31, 1.0)]] for f, n in rows.items()}
+
+
+def _rows_of_features(
+    scheme: MixedDimensionScheme, choose: Callable[[int, int], int]
+) -> dict[str, int]:
+    """Feature -> rows that every table that it is read from has, or that any has."""
+    rows: dict[str, int] = {}
+    for table in scheme.tables.values():
+        for feature in table.feature_names:
+            rows[feature] = choose(rows.get(feature, table.num_embeddings), table.num_embeddings)
+    return rows
+
+
+def keyed_jagged_tensor(bags: FeatureBags, *, is_weighted: bool) -> KeyedJaggedTensor:
+    """Bags as TorchRec takes them."""
+    flat = [bag for of_feature in bags.values() for bag in of_feature]
+    entries = [entry for bag in flat for entry in bag]
+    return KeyedJaggedTensor(
+        keys=list(bags),
+        values=torch.tensor([row_id for row_id, _ in entries], dtype=torch.int64),
+        weights=torch.tensor([weight for _, weight in entries]) if is_weighted else None,
+        lengths=torch.tensor([len(bag) for bag in flat], dtype=torch.int32),
+        stride=len(next(iter(bags.values()))),
+    )
+
+
+def compare(
+    check: str, subject: str, module: nn.Module, oracle: Oracle, bags: FeatureBags
+) -> Finding:
+    """Compares what a module looks up with what the oracle does."""
+    expected, allowed = oracle.pool(bags)
+    features = keyed_jagged_tensor(bags, is_weighted=oracle.is_weighted)
+    try:
+        with torch.inference_mode():
+            values: Mapping[str, Tensor] = module(features).to_dict()
+    except (ValueError, RuntimeError, IndexError) as error:
+        return Finding(check, subject, FAILED, f"{type(error).__name__}: {error}")
+    if set(values) != set(expected):
+        detail = f"expected keys {sorted(expected)}, got {sorted(values)}"
+        return Finding(check, subject, FAILED, detail)
+    errors = {key: (values[key] - value).abs() for key, value in expected.items()}
+    shares = {key: float((error / allowed[key]).max()) for key, error in errors.items()}
+    # NaN is not at most 1, and compares with nothing
+    wrong = [name for name, share in shares.items() if not share <= 1]
+    detail = f"off by at most {max(float(error.max()) for error in errors.values()):.2g}"
+    if wrong:
+        name, error = wrong[0], float(errors[wrong[0]].max())
+        detail = f"{name}: off by {error:.2g}, {shares[name]:.1f} times what it may be"
+    return _judge(check, subject, not wrong, detail)
+
+
+def _check_refusal(subject: str, module: nn.Module, oracle: Oracle, bags: FeatureBags) -> Finding:
+    for index in range(3):
+        one = {feature: of_feature[index : index + 1] for feature, of_feature in bags.items()}
+        try:
+            with torch.inference_mode():
+                module(keyed_jagged_tensor(one, is_weighted=oracle.is_weighted))
+        except (ValueError, RuntimeError, IndexError):
+            continue
+        ids = [row_id for row_id, _ in next(iter(one.values()))[0]]
+        return Finding("unknown ids", subject, FAILED, f"ids {ids} were looked up without an error")
+    return _judge("unknown ids", subject, True, "")
+
+
+def _check_metrics(
+    artifact: Path, manifest: dict[str, Any], make_recipe: Callable[[], Recipe], ranks: Ranks
+) -> list[Finding]:
+    of_run = manifest["run"].get("metrics")
+    if of_run is None:
+        return [Finding("metric", "all forms", SKIPPED, "the manifest holds no metrics")]
+    findings = []
+    for form in manifest["forms"]:
+        try:
+            metrics = _evaluate(artifact, form, make_recipe, ranks)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            if ranks.world_size > 1:  # the others may be waiting for this one's samples
+                raise
+            findings.append(Finding("metric", form, FAILED, str(error)))
+            continue
+        for name in sorted(set(metrics) & set(of_run)):
+            change = metrics[name] - of_run[name]
+            detail = f"{metrics[name]:.6f}, {change:+.6f} from the run's (may be {METRIC_LIMIT:g})"
+            subject, is_good = f"{form}, {name}", abs(change) <= METRIC_LIMIT
+            findings.append(_judge("metric", subject, is_good, detail))
+    return findings
+
+
+def _evaluate(
+    artifact: Path, form: str, make_recipe: Callable[[], Recipe], ranks: Ranks
+) -> dict[str, float]:
+    """On the CPU, which every form runs on. Each rank has its samples."""
+    with together(ranks.group):
+        recipe = make_recipe()
+        drop_in_(recipe.model, artifact, form=form)
+    with torch.inference_mode():
+        splits = split_over_ranks(recipe.data, ranks)
+        task = TrainTask(recipe.model, recipe.task)
+        metrics = evaluate(task, splits.test, recipe.task, torch.device("cpu"))
+        check_same(splits, ranks)
+        return metrics
