@@ -18,18 +18,15 @@ from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES, DEFAU
 from dnis_torchrec.checks import check
 from dnis_torchrec.data.in_memory import split_rows
 from examples.datasets.in_memory import Samples
-from examples.datasets.text_files import Column, MalformedLines, TextTable, find_file
+from examples.datasets.text_files import find_file, table_chunks
 
 PUBLISHER = "Criteo Labs' Display Advertising Challenge page (Kaggle), unpacked"
 FILES = ("train.txt",)
-TRAIN_TXT = TextTable(
-    columns=(
-        Column(DEFAULT_LABEL_NAME, int, 0, 1),
-        *(Column(name, int, optional=True) for name in DEFAULT_INT_NAMES),
-        *(Column(name, str, pattern="[0-9a-f]{1,8}", optional=True) for name in DEFAULT_CAT_NAMES),
-    ),
-    separator="\t",
-)
+COLUMNS: dict[str, type] = {
+    DEFAULT_LABEL_NAME: np.int64,
+    **dict.fromkeys(DEFAULT_INT_NAMES, np.float64),
+    **dict.fromkeys(DEFAULT_CAT_NAMES, str),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,19 +54,17 @@ def read_lines(folder: Path) -> CriteoLines:
         folder: holds ``train.txt``, plain or ``.gz``. Read once per process.
 
     Raises:
-        ValueError: if the file is missing or more than 1 % of it is malformed.
+        ValueError: if the file is missing or damaged.
     """
     path = find_file(folder, FILES, PUBLISHER)
     numbers: list[dict[str, int]] = [{} for _ in DEFAULT_CAT_NAMES]
-    dense, codes, labels, malformed, num_lines = [], [], [], [], 0
-    for frame, bad in TRAIN_TXT.chunks(path):
-        malformed += bad
-        num_lines += len(frame) + len(bad)
+    dense, codes, labels = [], [], []
+    for frame in table_chunks(path, COLUMNS):
         dense.append(_log_transformed(frame[DEFAULT_INT_NAMES].to_numpy(np.float64)))
         fields = zip(DEFAULT_CAT_NAMES, numbers, strict=True)
         codes.append(np.stack([_numbered(frame[name], known) for name, known in fields], axis=1))
         labels.append(frame[DEFAULT_LABEL_NAME].to_numpy(np.float32))
-    MalformedLines(path.name, num_lines, tuple(malformed)).report()
+        check(bool(np.isin(labels[-1], (0, 1)).all()), str(path), "labels 0 and 1", "others", "download it again")
     return CriteoLines(
         dense=torch.from_numpy(np.concatenate(dense)),
         codes=torch.from_numpy(np.concatenate(codes)),
@@ -96,7 +91,7 @@ def load_criteo(folder: Path, *, seed: int, min_count: int = 2) -> Samples:
         26 single-id features, 13 dense ones, label 1 for a click.
 
     Raises:
-        ValueError: if the file is missing, more than 1 % of it is malformed, or `min_count` is below 1.
+        ValueError: if the file is missing or damaged, or `min_count` is below 1.
     """
     check(min_count >= 1, "min_count", "an integer >= 1", min_count)
     lines = read_lines(folder)

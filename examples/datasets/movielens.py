@@ -17,38 +17,14 @@ from torch import Tensor
 from dnis_torchrec.checks import describe
 from dnis_torchrec.data.in_memory import Bags, split_rows
 from examples.datasets.in_memory import Samples
-from examples.datasets.text_files import Column, TextTable, find_file, number_rows
+from examples.datasets.text_files import find_file, number_rows, read_table
 
 PUBLISHER = "GroupLens' MovieLens page (ml-1m.zip or ml-20m.zip), unpacked"
 
-_RATINGS = (
-    Column("userId", int, 0),
-    Column("movieId", int, 0),
-    Column("rating", float, 0.5, 5),
-    Column("timestamp", int),
-)
-_MOVIES = (Column("movieId", int, 0), Column("title", str), Column("genres", str))
-_USERS = (
-    Column("userId", int, 0),
-    Column("gender", str, pattern="F|M"),
-    Column("age", int, 0),
-    Column("occupation", int, 0),
-    Column("zip", str),
-)
-
-
-def _dat(columns: tuple[Column, ...]) -> TextTable:
-    return TextTable(columns=columns, separator="::", encoding="latin-1")
-
-
-FORMATS = {
-    "ratings.dat": _dat(_RATINGS),
-    "ratings.csv": TextTable(columns=_RATINGS, separator=",", header="userId,movieId,rating,timestamp"),
-    "movies.dat": _dat(_MOVIES),
-    "movies.csv": TextTable(columns=_MOVIES, separator=",", header="movieId,title,genres", quoted=True),
-    "users.dat": _dat(_USERS),
-}
-"""File name -> its format; every file may also be gzipped."""
+_RATINGS = {"userId": np.int64, "movieId": np.int64, "rating": np.float64, "timestamp": np.int64}
+_MOVIES = {"movieId": np.int64, "title": str, "genres": str}
+_USERS = {"userId": np.int64, "gender": str, "age": np.int64, "occupation": np.int64, "zip": str}
+_COLUMNS = {"ratings": _RATINGS, "movies": _MOVIES, "users": _USERS}
 
 _RATINGS_FILES = ("ratings.dat", "ratings.csv")
 NO_GENRES = "(no genres listed)"
@@ -65,7 +41,7 @@ def load_ratings(folder: Path, *, seed: int) -> Samples:
         One row per distinct user and movie of the file.
 
     Raises:
-        ValueError: if the file is missing or more than 1 % of it is malformed.
+        ValueError: if the file is missing or damaged.
     """
     return _sorted(_parse_ratings(folder), seed)
 
@@ -82,7 +58,7 @@ def load_clicks(folder: Path, *, seed: int) -> Samples:
         seed: of the split; rows are numbered by falling frequency in its training part.
 
     Raises:
-        ValueError: if a file is missing, more than 1 % of it is malformed, or a rating names an unknown user.
+        ValueError: if a file is missing, damaged, or a rating names an unknown user.
     """
     samples = load_clicks_and_ratings(folder, seed=seed)
     return replace(samples, labels=samples.labels[:, 0])
@@ -133,8 +109,10 @@ def _parse_clicks(folder: Path) -> Samples:
 
 def _read(folder: Path, *names: str) -> pd.DataFrame:
     path = find_file(folder, names, PUBLISHER)
-    frame, _ = FORMATS[path.name.removesuffix(".gz")].read(path)
-    return frame
+    name, kind, *_ = path.name.split(".")
+    if kind == "dat":
+        return read_table(path, _COLUMNS[name], "::", encoding="latin-1")
+    return read_table(path, _COLUMNS[name], ",", has_header=True)
 
 
 def _genre_bags(movies: pd.DataFrame, rated: np.ndarray) -> tuple[Bags, int]:

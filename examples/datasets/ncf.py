@@ -19,13 +19,10 @@ from torch import Tensor
 
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.in_memory import Bags
-from examples.datasets.text_files import Column, TextTable, find_file, line_chunks
+from examples.datasets.text_files import find_file, read_table, unpacked
 
 PUBLISHER = "the authors' repository hexiangnan/neural_collaborative_filtering, folder Data"
-RATING = TextTable(
-    columns=(Column("user", int, 0), Column("item", int, 0), Column("rating", float, 0.5, 5), Column("timestamp", int)),
-    separator="\t",
-)
+RATING = {"user": np.int64, "item": np.int64, "rating": np.float64, "timestamp": np.int64}
 _PAIR = re.compile(r"\((\d{1,18}),(\d{1,18})\)", re.ASCII)
 _ITEM = re.compile(r"\d{1,18}", re.ASCII)
 _EXPECTED = "(user,item) and negative items, tab separated"
@@ -72,11 +69,11 @@ def load_leave_one_out(folder: Path, *, name: str = "ml-1m") -> LeaveOneOut:
         The protocol; in the published ml-1m 156 lines list the positive among its negatives.
 
     Raises:
-        ValueError: if a file is missing or damaged, more than 1 % of the ratings or any line of negatives is malformed,
+        ValueError: if a file is missing or damaged, or malformed,
             or a test case has no negatives.
     """
-    train, _ = RATING.read(find_file(folder, [f"{name}.train.rating"], PUBLISHER))
-    test, _ = RATING.read(find_file(folder, [f"{name}.test.rating"], PUBLISHER))
+    train = read_table(find_file(folder, [f"{name}.train.rating"], PUBLISHER), RATING)
+    test = read_table(find_file(folder, [f"{name}.test.rating"], PUBLISHER), RATING)
     path = find_file(folder, [f"{name}.test.negative"], PUBLISHER)
     listed = _read_negatives(path)
     lengths, values, num_dropped = [], [], 0
@@ -112,8 +109,7 @@ def _read_negatives(path: Path) -> dict[tuple[int, int], np.ndarray]:
         ValueError: for the first malformed line: a case left out would change what all others are compared by.
     """
     listed = {}
-    lines = (line for chunk in line_chunks(path) for line in chunk.splitlines())
-    for number, raw in enumerate(lines, start=1):
+    for number, raw in enumerate(unpacked(path).splitlines(), start=1):
         line = raw.decode("utf-8", "replace").strip()
         if not line:
             continue
