@@ -31,7 +31,7 @@ from dnis_torchrec.artifact import load, load_csr, read_manifest, read_scheme, w
 from dnis_torchrec.artifact.package import FlatModel, Signature, load_package, write_package
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data.files import write_json
-from dnis_torchrec.jobs.recorded import build_recorded
+from dnis_torchrec.data.recipe import build_recipe_again
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 COLLECTION = "sparse_arch.embedding_bag_collection"
@@ -181,7 +181,8 @@ def prepare(artifact: Path | None, data: Path | None, folder: Path, forms: Seque
         collection = model.get_submodule(COLLECTION)
         tables = {name: bag.weight.detach() for name, bag in collection.embedding_bags.items()}
         return model, write_artifact(tables, scheme_of(collection), folder / "artifact", forms=forms)
-    model = build_recorded(artifact, read_manifest(artifact)["run"], data).model
+    run = read_manifest(artifact)["run"]
+    model = build_recipe_again(run["recipe"], data, run).model
     collection = model.get_submodule(COLLECTION)
     for name, bag in collection.embedding_bags.items():
         with torch.no_grad():

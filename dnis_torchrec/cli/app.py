@@ -22,19 +22,7 @@ from dnis_torchrec.cli.terminal import PlainConsole, fail, say
 from dnis_torchrec.data.urls import address_of
 
 ORDER = (
-    *(
-        "train",
-        "compress",
-        "search",
-        "prune",
-        "evaluate",
-        "export",
-        "verify",
-        "package",
-        "plan",
-        "compare",
-        "report",
-    ),
+    *("train", "compress", "search", "prune", "evaluate", "export", "package", "compare", "report"),
 )
 """The commands in the order in which a user meets them."""
 
@@ -54,8 +42,8 @@ app = typer.Typer(
     help="Makes embedding tables many times smaller: every column of every block of rows gets the bits it is worth.\n\n"
     "A typical session:\n\n"
     "  dnis train examples.movielens:mf --data DIR --out TRAINED\n\n"
-    "  dnis compress TRAINED --data DIR --compression 8,20,40 --out SMALL\n\n"
-    "  dnis verify SMALL/x20 --data DIR\n\n"
+    "  dnis compress examples.movielens:mf --from TRAINED --data DIR --compression 8,20,40 --out SMALL\n\n"
+    "  dnis evaluate SMALL/x20 --verify\n\n"
     "A model trained for its size:\n\n"
     "  dnis search examples.movielens:mf --data DIR --from TRAINED --compression 20 --out RUN\n\n"
     "  dnis export RUN --out ARTIFACT\n\n"
@@ -66,7 +54,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-ON_RANKS = ("train", "compress", "search", "prune", "evaluate", "export", "verify", "compare")
+ON_RANKS = ("train", "compress", "search", "prune", "evaluate", "export", "compare")
 """Commands that know what to do as one of several ranks."""
 
 RecipeArgument = Annotated[
@@ -97,11 +85,11 @@ DataOption = Annotated[
     ),
 ]
 RecipeOption = Annotated[
-    str | None,
+    str,
     typer.Option(
         "--recipe",
         metavar="MODULE:FUNCTION",
-        help="Recipe of the model, by your own word; if not given, the recorded one, where that is code of yours.",
+        help="Recipe of the model, looked for from the current folder.",
     ),
 ]
 OutOption = Annotated[

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dnis_torchrec.allocation.settings import CompressSettings
-from dnis_torchrec.checks import check
 from dnis_torchrec.cli.addresses import check_seen_by_ranks, fetched_settings
 from dnis_torchrec.cli.app import (
     BaselinesOption,
     DataOption,
     OutOption,
     OverwriteOption,
-    RecipeOption,
+    RecipeArgument,
     arguments,
     check_data,
     check_json,
@@ -35,20 +34,22 @@ TABLE_WIDTH = 130
 
 @command
 def compress(
-    run_or_recipe: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN_OR_RECIPE",
-            help="What `dnis train` or `dnis search` wrote, or its URL; or `module:function` beside --weights.",
-            **fetched_settings,
-        ),
-    ],
+    recipe: RecipeArgument,
     out: OutOption,
     data: DataOption = None,
     compression: Annotated[
         str | None,
         typer.Option(
             help="Bytes of the float32 tables over bytes served, each above 1, with commas between them."
+        ),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="RUN",
+            help="The trained model: what `dnis train` or `dnis search` wrote, or its URL.",
+            **fetched_settings,
         ),
     ] = None,
     weights: Annotated[
@@ -59,7 +60,6 @@ def compress(
             "torch.distributed.checkpoint did, a folder.",
         ),
     ] = None,
-    recipe: RecipeOption = None,
     baselines: BaselinesOption = True,
     *,
     settings: CompressSettings,
@@ -77,24 +77,14 @@ def compress(
     torchrun every rank holds its shards of the tables alone, and the artifacts are the same.
     """
     from dnis_torchrec.comparison.plan import parse_sizes
-    from dnis_torchrec.jobs.compress_job import CompressJob, check_free, recipe_of, run_compress
+    from dnis_torchrec.data.recipe import load_recipe
+    from dnis_torchrec.jobs.compress_job import CompressJob, check_free, run_compress
 
     with arguments():
-        run = run_or_recipe if run_or_recipe.is_dir() else None
-        is_known = run is not None or ":" in str(run_or_recipe)
-        check(
-            is_known, str(run_or_recipe), "a run, or a recipe's module:function", "no such folder"
-        )
-        check(
-            run is not None or recipe is None,
-            "--recipe",
-            "a run beside it",
-            str(run_or_recipe),
-            "leave it out",
-        )
+        load_recipe(recipe)
         job = CompressJob(
             run=run,
-            recipe=recipe if run is not None else str(run_or_recipe),
+            recipe=recipe,
             data=data,
             out=out,
             compressions=() if compression is None else parse_sizes(compression, "--compression"),
@@ -108,7 +98,6 @@ def compress(
             check_free(out, overwrite=overwrite)
         check_data(data)
         check_json(json_file)
-        recipe_of(job)
     content = run_compress(job)
     if is_first_rank():
         _print(content, out, data, json_file)
@@ -129,4 +118,9 @@ def _print(
         say(f"artifact: {address_of(out)}/{row.name}")
     say(f"report: {address_of(out)}/report.html")
     smallest = f"{address_of(out)}/{content.compressed[-1].name}"
-    print_verdict(verdict(content), [ONE_SEED, *content.doubts], ["verify", smallest], data)
+    print_verdict(
+        verdict(content),
+        [ONE_SEED, *content.doubts],
+        ["evaluate", smallest, "--recipe", content.recipe],
+        data,
+    )

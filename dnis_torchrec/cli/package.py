@@ -26,8 +26,8 @@ from dnis_torchrec.data.users_code import errors_of_its_code, named_errors
 def package(
     artifact: ArtifactArgument,
     out: OutOption,
+    recipe: RecipeOption,
     data: DataOption = None,
-    recipe: RecipeOption = None,
     form: Annotated[
         str | None, typer.Option(help="How tables are served; `packed` if the artifact holds it.")
     ] = None,
@@ -38,9 +38,9 @@ def package(
     from dnis_torchrec.artifact import package as packages
     from dnis_torchrec.artifact import read_manifest
     from dnis_torchrec.artifact.loading import default_form
+    from dnis_torchrec.data.recipe import load_recipe
     from dnis_torchrec.forms import form_named
     from dnis_torchrec.jobs.artifact_jobs import drop_in_, recipe_of_artifact
-    from dnis_torchrec.jobs.recorded import load_recorded
 
     with arguments():
         check_data(data)
@@ -48,13 +48,13 @@ def package(
         free = overwrite or not out.exists()
         check(free, place, "a folder that does not exist", "an existing one", remedy)
         manifest = read_manifest(artifact)
-        spec = load_recorded(artifact, manifest["run"], data, recipe)
+        load_recipe(recipe)
         form = form_named(form or default_form(manifest)).name
     try:
-        with named_errors(), errors_of_its_code(spec):
+        with named_errors(), errors_of_its_code(recipe):
             built = recipe_of_artifact(artifact, data, recipe=recipe)
             model, batch = drop_in_(built.model, artifact, form=form), next(iter(built.data.test))
-        notes = {"recipe": spec, "form": form}
+        notes = {"recipe": recipe, "form": form}
         packages.write_package(model, batch, out, notes=notes, overwrite=overwrite)
     except RuntimeError as error:  # no compiler, or a package that predicts something else
         fail(error, 1)

@@ -78,13 +78,6 @@ BaselineOption = Annotated[
         "whichever is best on the selection split. May be repeated."
     ),
 ]
-LogToOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Tell `mlflow` or `wandb`, where installed, of the finished search, beside TensorBoard, which always is. "
-        "May be repeated."
-    ),
-]
 FromOption = Annotated[
     Path | None,
     typer.Option(
@@ -126,7 +119,6 @@ def search(
     from_run: FromOption = None,
     weights: TrainedWeightsOption = None,
     baselines: BaselinesOption = True,
-    log_to: LogToOption = None,
     *,
     settings: SearchSettings,
     saving: Saving,
@@ -163,7 +155,6 @@ def search(
             given=GivenModel.of(from_run, weights),
             baselines=tuple(baseline or ()),
             stored_rows=baselines,
-            log_to=tuple(log_to or ()),
             overwrite=overwrite,
             saving=saving,
         )
@@ -187,8 +178,8 @@ def search(
 def prune(
     run: RunArgument,
     out: OutOption,
+    recipe: RecipeOption,
     data: DataOption = None,
-    recipe: RecipeOption = None,
     compression: CompressionOption = None,
     embedding_bytes: BytesOption = None,
     form: FormOption = None,
@@ -203,19 +194,19 @@ def prune(
         check(settings.threshold is None or not has_size, "--threshold", "no size", "one")
         size = None if settings.threshold is not None else _size(compression, embedding_bytes, form)
 
+    from dnis_torchrec.data.recipe import load_recipe
     from dnis_torchrec.jobs.prune_job import check_prune_out, check_source_kept, run_prune
-    from dnis_torchrec.jobs.recorded import load_recorded
     from dnis_torchrec.jobs.run_folder import RunFolder
 
     with arguments():
-        head = RunFolder.open_searched(run).read_head()
+        RunFolder.open_searched(run)
         check_source_kept(
             address_of(run), address_of(out)
         )  # whose local copies are two folders in any case
         check_seen_by_ranks(out)
         if is_first_rank():  # which may have made the folder before the others come here
             check_prune_out(run, out, overwrite=overwrite)
-        load_recorded(run, head, data, recipe)
+        load_recipe(recipe)
     row = run_prune(
         run, data, out, recipe=recipe, size=size, settings=settings, overwrite=overwrite
     )
@@ -285,8 +276,23 @@ def evaluate(
             **fetched_settings,
         ),
     ],
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe",
+            metavar="MODULE:FUNCTION",
+            help="Recipe of the model; only --verify does without.",
+        ),
+    ] = None,
     data: DataOption = None,
-    recipe: RecipeOption = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Check an artifact: every file's hash, every form's values on hard bags, unknown ids; "
+            "with --recipe its metrics, too.",
+        ),
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write the result here.")
     ] = None,
@@ -294,19 +300,49 @@ def evaluate(
     """Evaluates on the test split: a run's model, or an artifact's serving module dropped into the
     model."""
     from dnis_torchrec.data.files import write_json
-    from dnis_torchrec.jobs.artifact_jobs import recorded_run, run_evaluate
-    from dnis_torchrec.jobs.recorded import load_recorded
+    from dnis_torchrec.data.recipe import load_recipe
+    from dnis_torchrec.jobs.artifact_jobs import run_evaluate
 
     with arguments():
         check(path.is_dir(), str(path), "a run or an artifact", "no such folder")
         check_data(data)
         check_json(json_file)
-        load_recorded(path, recorded_run(path), data, recipe)
-    result = run_evaluate(path, data, recipe=recipe)
+        is_known = recipe is not None or verify
+        check(is_known, "--recipe", "the recipe of the model", "none", "name one, module:function")
+        if recipe is not None:
+            load_recipe(recipe)
+    if verify:
+        _verify(path, recipe, data, json_file)
+        return
+    result = run_evaluate(path, data, recipe=str(recipe))
     if is_first_rank():
         say(json.dumps(result, indent=1))
         if json_file is not None:
             write_json(json_file, result)
+
+
+def _verify(path: Path, recipe: str | None, data: Path | None, json_file: Path | None) -> None:
+    from dnis_torchrec.artifact import verify as verification
+    from dnis_torchrec.data.files import write_json
+    from dnis_torchrec.jobs.artifact_jobs import recipe_of_artifact
+    from dnis_torchrec.training.shard import launched_ranks
+
+    make = None if recipe is None else partial(recipe_of_artifact, path, data, recipe=recipe)
+    with launched_ranks() as ranks:
+        result = verification.verify(path, make_recipe=make, ranks=ranks)
+    if is_first_rank():
+        checks = Table(
+            "check", "of", "result", "detail", title=f"{result.artifact}: what was checked"
+        )
+        for finding in result.findings:
+            checks.add_row(finding.check, finding.subject, finding.status, finding.detail)
+        print_table(checks, FORMS_WIDTH)
+        if json_file is not None:
+            write_json(json_file, result.to_json())
+        for finding in result.failures:
+            say(f"error: {finding.check}, {finding.subject}: {finding.detail}", err=True)
+    if result.failures:
+        raise typer.Exit(1)
 
 
 @command

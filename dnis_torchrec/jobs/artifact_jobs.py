@@ -25,11 +25,10 @@ from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.comparison.methods.partitioned import partition_as_exported_
 from dnis_torchrec.comparison.methods.projected import project_as_exported_
 from dnis_torchrec.data.over_ranks import check_same, split_over_ranks
-from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe_again
 from dnis_torchrec.data.users_code import errors_of_its_code
 from dnis_torchrec.forms import form_named
 from dnis_torchrec.jobs.model_shards import check_shapes, check_state, spread_filled
-from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.jobs.stored_tensors import StoredTensor
 from dnis_torchrec.ranks import Ranks, together
@@ -122,21 +121,20 @@ def _shard_of_rank(table: str, stored: StoredTensor, ranks: Ranks) -> TableShard
     return TableShard(table, stored.rows(first, last), first)
 
 
-def run_evaluate(path: Path, data: Path | None, *, recipe: str | None = None) -> dict[str, Any]:
+def run_evaluate(path: Path, data: Path | None, *, recipe: str) -> dict[str, Any]:
     """Evaluates a finished run, or an artifact loaded into its model, on the test split."""
     stored = None
     with process_group() as device:
         with together():
             is_artifact, head = (path / "manifest.json").is_file(), recorded_run(path)
-            spec = load_recorded(path, head, data, recipe)
             if is_artifact:
                 scheme, built = read_scheme(path), recipe_of_artifact(path, data, recipe=recipe)
                 drop_in_(built.model, path, form=head.get("form"))
             else:
-                built, run = build_recorded(path, head, data, recipe), RunFolder.open(path)
+                built, run = build_recipe_again(recipe, data, head), RunFolder.open(path)
                 scheme, stored = run.scheme(), run.stored()
                 check_state(built.model, stored, str(path))
-        with errors_of_its_code(spec):
+        with errors_of_its_code(recipe):
             ranks = Ranks.everyone()
             model = (
                 built.model.to(device)
@@ -151,7 +149,7 @@ def run_evaluate(path: Path, data: Path | None, *, recipe: str | None = None) ->
     return {
         "path": str(path),
         "kind": "artifact" if is_artifact else "run",
-        "recipe": spec,
+        "recipe": recipe,
         "seed": head.get("seed", 0),
         "compression": scheme.compression(),
         "parameters": scheme.parameters,
@@ -167,11 +165,11 @@ def recorded_run(path: Path) -> Any:
     return read_manifest(path)["run"] if is_artifact else RunFolder.open(path).read_head()
 
 
-def recipe_of_artifact(artifact: Path, data: Path | None, *, recipe: str | None = None) -> Recipe:
+def recipe_of_artifact(artifact: Path, data: Path | None, *, recipe: str) -> Recipe:
     """The recipe that an artifact's model was trained by, its fresh model of the kind that
     `drop_in_` takes."""
     run = read_manifest(artifact)["run"]
-    built = build_recorded(artifact, run, data, recipe)
+    built = build_recipe_again(recipe, data, run)
     if run.get("projected"):
         project_as_exported_(built.model, read_scheme(artifact))
     if run.get("partitioned"):

@@ -26,12 +26,17 @@ from dnis_torchrec.artifact.over_ranks import shared_folder
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.files import FolderKind, write_json
 from dnis_torchrec.data.over_ranks import measured_samples
-from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask, build_recipe, load_recipe
+from dnis_torchrec.data.recipe import (
+    DataSplits,
+    Recipe,
+    TrainTask,
+    build_recipe,
+    build_recipe_again,
+)
 from dnis_torchrec.data.test_split import CountedLabels, TestSplit
 from dnis_torchrec.data.users_code import errors_of_its_code
 from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.jobs.model_shards import check_state, spread_filled
-from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
 from dnis_torchrec.jobs.run_folder import COMPRESSION_FILE, RunFolder, RunWriteError
 from dnis_torchrec.jobs.stored_rows import NARROW, in_rows
 from dnis_torchrec.jobs.stored_tensors import StoredTensor
@@ -61,7 +66,7 @@ class CompressJob(CompressSettings):
     """A request to compress one model to some sizes, beside its settings."""
 
     run: Path | None
-    recipe: str | None
+    recipe: str
     data: Path | None
     out: Path
     compressions: tuple[float, ...] = ()
@@ -85,9 +90,6 @@ class CompressJob(CompressSettings):
         check(not twice, "compression", "each size once", twice)
         for size in self.compressions:
             check(1 < size < float("inf"), "compression", "finite numbers above 1", size)
-        check(
-            self.run is not None or self.recipe is not None, "model", "a run or a recipe", "neither"
-        )
         if self.run is not None:
             remedy = "give --weights to a recipe"
             check(
@@ -122,10 +124,8 @@ def run_compress(job: CompressJob) -> CompressionContent:
     page about all."""
     with process_group() as device:
         step = Step.now("compress", job.out)
-        with together():
-            spec = recipe_of(job)
-        with errors_of_its_code(spec):
-            return _compress(job, spec, step, device)
+        with errors_of_its_code(job.recipe):
+            return _compress(job, job.recipe, step, device)
 
 
 def _compress(job: CompressJob, spec: str, step: Step, device: torch.device) -> CompressionContent:
@@ -208,15 +208,6 @@ def check_free(out: Path, *, overwrite: bool) -> None:
     check(is_free, f"folder {out}", "a folder that does not exist", "an existing one", remedy)
 
 
-def recipe_of(job: CompressJob) -> str:
-    """The name of the recipe: the one that the user gives, or the run's, where that is the user's
-    own code."""
-    if job.run is None:
-        load_recipe(str(job.recipe))
-        return str(job.recipe)
-    return load_recorded(job.run, RunFolder.open(job.run).read_head(), job.data, job.recipe)
-
-
 def _trained(
     job: CompressJob, spec: str
 ) -> tuple[Recipe, dict[str, StoredTensor] | None, dict[str, Any]]:
@@ -229,7 +220,7 @@ def _trained(
         return recipe, stored, {"recipe": spec, "seed": seed}
     run = RunFolder.open(job.run)
     head = run.read_head()
-    recipe, stored = build_recorded(job.run, head, job.data, job.recipe), run.stored()
+    recipe, stored = build_recipe_again(spec, job.data, head), run.stored()
     check_state(recipe.model, stored, str(job.run))
     kept = ("seed", "embedding_dim")
     return recipe, stored, {"recipe": spec} | {name: head[name] for name in kept if name in head}

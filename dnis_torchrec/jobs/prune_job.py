@@ -20,13 +20,12 @@ from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.files import PARTIAL
-from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe_again
 from dnis_torchrec.data.urls import Address
 from dnis_torchrec.data.users_code import errors_of_its_code
 from dnis_torchrec.forms import DEFAULT_FORM
 from dnis_torchrec.jobs.model_shards import check_state, fill_, forget_tables_
 from dnis_torchrec.jobs.new_run import new_run, task_of_trained
-from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
 from dnis_torchrec.jobs.stored_tensors import StoredTensor
 from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_size_of
@@ -70,7 +69,7 @@ def run_prune(
     data: Path | None,
     out: Path,
     *,
-    recipe: str | None = None,
+    recipe: str,
     size: Size | None = None,
     settings: PruneSettings | None = None,
     overwrite: bool = False,
@@ -84,10 +83,9 @@ def run_prune(
         check_shared(out.parent)
         with together():
             run = RunFolder.open_searched(run_path)
-            spec = load_recorded(run_path, run.read_head(), data, recipe)
-        with errors_of_its_code(spec):
+        with errors_of_its_code(recipe):
             with together():
-                source = _Source.read(run, spec, data)
+                source = _Source.read(run, recipe, data)
             tables, ranks = table_configs(source.recipe.model), Ranks.everyone()
             read, _, _ = read_before_training(source.recipe, tables, ranks, CountLimits())
             source = replace(source, recipe=replace(source.recipe, data=read))
@@ -117,7 +115,7 @@ class _Source:
     @staticmethod
     def read(run: RunFolder, spec: str, data: Path | None) -> _Source:
         head, stored = run.read_head() | {"recipe": spec}, run.stored()
-        recipe = build_recorded(run.path, head, data, spec)
+        recipe = build_recipe_again(spec, data, head)
         if recipe.leave_alone:
             supported, remedy = (
                 "supported are recipes without tables to leave alone",

@@ -27,10 +27,9 @@ from dnis_torchrec.data.test_split import CountedLabels
 from dnis_torchrec.data.users_code import errors_of_its_code
 from dnis_torchrec.forms import PACKED
 from dnis_torchrec.jobs.given_model import TRAINED_EPOCHS, GivenModel
-from dnis_torchrec.jobs.progress import console_events, curves_of, tell_tensorboard
+from dnis_torchrec.jobs.progress import console_events, tell_tensorboard
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
 from dnis_torchrec.jobs.stored_rows import NARROW, in_rows
-from dnis_torchrec.jobs.tracking import TrackedRun, check_trackers, track
 from dnis_torchrec.jobs.train_job import uncompressed_row
 from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_size_of
 from dnis_torchrec.report import ReportRow
@@ -65,7 +64,6 @@ class SearchJob:
     given: GivenModel | None = None
     baselines: tuple[str, ...] = ()
     stored_rows: bool = True
-    log_to: tuple[str, ...] = ()
     overwrite: bool = False
     saving: Saving = field(default_factory=Saving)
     url: str | None = None
@@ -87,7 +85,6 @@ class SearchJob:
         check_compression(self.compression)
         for name in self.baselines:
             check_known("baseline", name, BASELINES)
-        check_trackers(self.log_to)
 
 
 def run_search(job: SearchJob) -> list[ReportRow]:
@@ -202,15 +199,6 @@ def _search(
                     "finished", head | found | _results(recipe, head["notes"], outcome, metrics)
                 )
                 run.drop_replaced()
-                curves = [(record.step, curves_of(record)) for record in outcome.history]
-                name, told = (
-                    run.path.resolve().name,
-                    {f"test/{metric}": value for metric, value in metrics.items()},
-                )
-                track(
-                    job.log_to,
-                    TrackedRun(name=name, settings=settings, history=curves, metrics=told),
-                )
     except (OSError, SafetensorError) as error:
         requirement, remedy = "to write what the search found", "make room for it, then --resume"
         raise RunWriteError(

@@ -284,12 +284,6 @@ def test_arguments_that_do_not_fit_an_artifact_exit_with_2(options: list[str], m
     assert not (tmp_path / "out").exists()
 
 
-def test_a_plan_of_one_name_twice_exits_with_2() -> None:
-    done = dnis("plan", "--table", "t=10x4:5x2", "--table", "t/b0=10x4", "--hbm", "1GB")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: table 't/b0': expected every name once, got it 2 times\n"
-
-
 def test_the_folder_of_a_result_is_looked_for_before_the_work(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "none" / "result.json"
     done = dnis("evaluate", run, "--json", file)

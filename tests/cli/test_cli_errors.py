@@ -61,9 +61,7 @@ def commands(run: Path, artifact: Path, out: Path) -> dict[str, tuple[object, ..
         "prune": ("prune", run, "--compression", 5, "--fine-tune-epochs", 0, "--out", out),
         "evaluate": ("evaluate", run),
         "export": ("export", run, "--out", out),
-        "verify": ("verify", artifact),
         "package": ("package", artifact, "--out", out),
-        "plan": ("plan", artifact),
         "compare": ("compare", "tests.tiny:demo", "--methods", "uniform", "--out", out),
         "report": ("report", run),
     }
@@ -76,9 +74,7 @@ WORK = {
     "prune": "jobs.prune_job.run_prune",
     "evaluate": "jobs.artifact_jobs.run_evaluate",
     "export": "jobs.artifact_jobs.run_export",
-    "verify": "artifact.verify.verify",
     "package": "artifact.package.write_package",
-    "plan": "jobs.planning.plans.compare_plans",
     "compare": "comparison.run.run_comparison",
     "report": "jobs.report_job.run_report",
 }
