@@ -1,10 +1,4 @@
-"""Reviews of Amazon's Sports and Outdoors as sequences: what a user reviewed before, and what came next.
-
-Splits are by time: train ends before validation begins, and so on. So about a tenth of the histories of the test split
-end in the training split, as they would in a shop.
-
-Shapes: n reviews with a history, C candidates of each.
-"""
+"""Reviews of Amazon's Sports and Outdoors as sequences: what a user reviewed before, and what came next."""
 
 from __future__ import annotations
 
@@ -33,29 +27,7 @@ FEATURES = ("candidate", "history")
 
 
 class SequenceBatches:
-    """Histories and candidates, to be iterated again and again: each time is the next epoch, with new negatives.
-
-    A sample has one label, and a candidate for each of the last items of its history: the items that came next (1), or
-    as many that its user never reviewed (0). Every positive stands in front of its negatives. Order and negatives
-    depend on `seed` and `epoch` only.
-
-    Args:
-        users: ``(n,)`` int64.
-        history: n bags, oldest item first.
-        following: n bags; the last items of a history were followed by these, so it has no fewer items.
-        known: pairs that are no negatives.
-        num_negatives: of each positive, so that C is one more.
-        batch_size: B, rounded down to whole groups of a positive and its negatives.
-        seed: of order and negatives.
-        is_fixed: serve the same epoch every time, for a split that is measured.
-        is_ranking: batches of type `RankingBatch`: each positive is a query, and has the same candidates every time.
-
-    Attributes:
-        epoch: number of the next epoch, from 0; set it to resume.
-
-    Raises:
-        ValueError: if there is no history, or a batch has no room for one group.
-    """
+    """Histories and candidates, to be iterated again and again: each time is the next epoch, with new negatives."""
 
     def __init__(
         self,
@@ -111,15 +83,7 @@ class SequenceBatches:
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Reviews in the order of time, each with the items that its user had reviewed before.
-
-    Attributes:
-        users: ``(n,)`` int64.
-        items: ``(n,)`` int64, numbered by falling frequency in the training part.
-        history: n bags, oldest item first, none of them empty.
-        known: pairs of a user and an item that are no negatives.
-        num_items: size of the catalogue.
-    """
+    """Reviews in the order of time, each with the items that its user had reviewed before."""
 
     users: Tensor
     items: Tensor
@@ -134,20 +98,12 @@ class Sequences:
         return torch.arange(number).split([number - sum(sizes), *sizes])
 
     def reviews(self, rows: Tensor) -> tuple[Tensor, Bags, Bags]:
-        """Users, histories and the item that followed, of some reviews.
-
-        Args:
-            rows: of the reviews.
-        """
+        """Users, histories and the item that followed, of some reviews."""
         history = Bags.of_lengths(*self.history.select(rows))
         return self.users[rows], history, Bags.of_lengths(self.items[rows], torch.ones_like(rows))
 
     def whole_sequences(self, rows: Tensor) -> tuple[Tensor, Bags, Bags]:
-        """Users, the history of the last review of each, and the items that followed each item of it.
-
-        Args:
-            rows: of reviews, in the order of time.
-        """
+        """Users, the history of the last review of each, and the items that followed each item of it."""
         last = torch.zeros(int(self.users.max()) + 1, dtype=torch.int64).scatter_reduce_(
             0, self.users[rows], rows, "amax", include_self=False
         )
@@ -157,23 +113,13 @@ class Sequences:
         return users, history, Bags(following, history.offsets)
 
     def known_in(self, rows: Tensor) -> KnownPositives:
-        """The pairs of some reviews and of their histories.
-
-        Args:
-            rows: of the reviews.
-        """
+        """The pairs of some reviews and of their histories."""
         before, lengths = self.history.select(rows)
         users = torch.cat([self.users[rows], self.users[rows].repeat_interleave(lengths)])
         return KnownPositives(users, torch.cat([self.items[rows], before]), self.num_items)
 
     def clicks(self, *, num_negatives: int, batch_size: int, seed: int) -> DataSplits:
-        """Splits in the order of time: every review is a click, its negatives are none.
-
-        Args:
-            num_negatives: of each review. Those of train are drawn from what its user did not review in train.
-            batch_size: B.
-            seed: of the negatives and of the order.
-        """
+        """Splits in the order of time: every review is a click, its negatives are none."""
         train, *measured = self.parts()
         batches = partial(SequenceBatches, num_negatives=num_negatives, batch_size=batch_size)
         validation, selection, test = (
@@ -186,15 +132,7 @@ class Sequences:
     def next_items(
         self, *, num_negatives: int, batch_size: int, seed: int, num_queries: int, num_ranked: int
     ) -> DataSplits:
-        """Splits in the order of time: train has whole sequences, test ranks what came next.
-
-        Args:
-            num_negatives: see `clicks`.
-            batch_size: B.
-            seed: see `clicks`.
-            num_queries: reviews of test that are ranked, evenly spread.
-            num_ranked: candidates of each.
-        """
+        """Splits in the order of time: train has whole sequences, test ranks what came next."""
         train, *_, test = self.parts()
         ranked = test[torch.linspace(0, len(test) - 1, min(num_queries, len(test))).long()]
         batches = partial(SequenceBatches, batch_size=batch_size)
@@ -210,15 +148,7 @@ class Sequences:
 
 
 def load_sequences(folder: Path, *, longest: int) -> Sequences:
-    """Loads every review whose user had reviewed something before.
-
-    Args:
-        folder: holds `examples.datasets.amazon_sports.FILE`, plain or ``.gz``, sorted by time.
-        longest: items of a history at most: the latest ones.
-
-    Raises:
-        ValueError: as `examples.datasets.amazon_sports.load_amazon_sports`, or if no user has two reviews.
-    """
+    """Loads every review whose user had reviewed something before."""
     reviews = read_reviews(find_file(folder, [FILE], PUBLISHER))
     users, items, num_items = reviews.users, reviews.items, reviews.num_embeddings["item"]
     num_held_out = sum(int(ratio * len(items)) for ratio in SPLIT_RATIOS[1:])

@@ -1,7 +1,4 @@
-"""Reviews of Amazon's Sports and Outdoors as clicks: every review is a positive, its negatives are drawn.
-
-Shapes: n reviews, I items.
-"""
+"""Reviews of Amazon's Sports and Outdoors as clicks: every review is a positive, its negatives are drawn."""
 
 from __future__ import annotations
 
@@ -31,15 +28,7 @@ ATTRIBUTES = "attrs"
 
 @dataclass(frozen=True, eq=False)
 class Reviews:
-    """Reviews, and the fields of the items.
-
-    Attributes:
-        users: ``(n,)`` int64, rows of the users' table; so the others of theirs.
-        items: ``(n,)`` int64.
-        item_fields: ``(I, 5)`` int64, columns as in `OF_ITEM`; an item's fields are those of its first review.
-        attributes: I bags.
-        num_embeddings: feature -> rows of its table.
-    """
+    """Reviews, and the fields of the items."""
 
     users: Tensor
     items: Tensor
@@ -49,22 +38,7 @@ class Reviews:
 
 
 def load_amazon_sports(folder: Path, *, seed: int) -> Samples:
-    """Loads every review with its negatives behind it: items that its user never reviewed, drawn uniformly.
-
-    Negatives are drawn once, and are the same in every epoch. The one dense feature, which torchrec's DLRM needs, is
-    the constant 1.
-
-    Args:
-        folder: holds `FILE`, plain or ``.gz``. Parsed once per process.
-        seed: of the negatives and of the split; rows are numbered by falling frequency in its training part.
-
-    Returns:
-        3 n samples in groups of a review and its negatives, which a split keeps together.
-
-    Raises:
-        ValueError: if the file is missing, lacks a column, or holds something else than integers, or if a user has
-            reviewed every item.
-    """
+    """Loads every review with its negatives behind it: items that its user never reviewed, drawn uniformly."""
     reviews = read_reviews(find_file(folder, [FILE], PUBLISHER))
     group_size = 1 + NUM_NEGATIVES
     users = reviews.users.repeat_interleave(group_size)
@@ -89,14 +63,7 @@ def load_amazon_sports(folder: Path, *, seed: int) -> Samples:
 
 @lru_cache(maxsize=1)
 def read_reviews(path: Path) -> Reviews:
-    """Reads the file; distinct values become rows of a table, whatever they are.
-
-    Args:
-        path: of the file; packed if its suffix is ``.gz``.
-
-    Raises:
-        ValueError: as `load_amazon_sports`.
-    """
+    """Reads the file; distinct values become rows of a table, whatever they are."""
     frame = read_columns(path, dict.fromkeys(("user", "item", *OF_ITEM), np.int64) | {ATTRIBUTES: str})
     of_items = frame.drop_duplicates("item").sort_values("item")
     lists = of_items[ATTRIBUTES].str.split()

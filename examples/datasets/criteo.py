@@ -1,7 +1,4 @@
-"""Criteo Kaggle's ``train.txt``: a label, 13 integers and 26 hexadecimal categories per line, tab separated.
-
-Source: Criteo Labs, Display Advertising Challenge, 2014. Column names are those of torchrec.datasets.criteo.
-"""
+"""Criteo Kaggle's ``train.txt``: a label, 13 integers and 26 hexadecimal categories per line, tab separated."""
 
 from __future__ import annotations
 
@@ -31,14 +28,7 @@ COLUMNS: dict[str, type] = {
 
 @dataclass(frozen=True, eq=False)
 class CriteoLines:
-    """The file as tensors, categories numbered in order of appearance, before any of them is left out.
-
-    Attributes:
-        dense: ``(n, 13)`` float32, ``log(1 + max(x, 0))`` and 0 where missing.
-        codes: ``(n, 26)`` int32.
-        labels: ``(n,)`` float32.
-        num_codes: distinct categories of each field, a missing one included.
-    """
+    """The file as tensors, categories numbered in order of appearance, before any of them is left out."""
 
     dense: Tensor
     codes: Tensor
@@ -48,14 +38,7 @@ class CriteoLines:
 
 @lru_cache(maxsize=1)
 def read_lines(folder: Path) -> CriteoLines:
-    """Reads ``train.txt`` in chunks; a chunk's text is dropped before the next is read.
-
-    Args:
-        folder: holds ``train.txt``, plain or ``.gz``. Read once per process.
-
-    Raises:
-        ValueError: if the file is missing or damaged.
-    """
+    """Reads ``train.txt`` in chunks; a chunk's text is dropped before the next is read."""
     path = find_file(folder, FILES, PUBLISHER)
     numbers: list[dict[str, int]] = [{} for _ in DEFAULT_CAT_NAMES]
     dense, codes, labels = [], [], []
@@ -75,24 +58,7 @@ def read_lines(folder: Path) -> CriteoLines:
 
 @lru_cache(maxsize=2)
 def load_criteo(folder: Path, *, seed: int, min_count: int = 2) -> Samples:
-    """Loads Criteo Kaggle with one dictionary per field, built on the training part alone.
-
-    A category seen fewer than `min_count` times in training shares one out-of-vocabulary row with all others of its
-    field, those never seen included; a missing category counts as a category of its own. The default is 2 because a
-    row met once in training learns that one label by heart, while the shared row is trained for exactly the samples
-    it will serve: those with an unknown category. torchrec's own preprocessing of the full data uses 3.
-
-    Args:
-        folder: holds ``train.txt``, plain or ``.gz``. Read once per process.
-        seed: of the split; rows are numbered by falling frequency in its training part.
-        min_count: occurrences in training that earn a category its own row.
-
-    Returns:
-        26 single-id features, 13 dense ones, label 1 for a click.
-
-    Raises:
-        ValueError: if the file is missing or damaged, or `min_count` is below 1.
-    """
+    """Loads Criteo Kaggle with one dictionary per field, built on the training part alone."""
     check(min_count >= 1, "min_count", "an integer >= 1", min_count)
     lines = read_lines(folder)
     train_rows = split_rows(lines.labels.numel(), seed=seed)[0]

@@ -1,7 +1,4 @@
-"""Implicit feedback: interactions as positives, items sampled at random as negatives, in TorchRec Batches.
-
-Shapes: n interactions, U users, B batch.
-"""
+"""Implicit feedback: interactions as positives, items sampled at random as negatives, in TorchRec Batches."""
 
 from __future__ import annotations
 
@@ -24,19 +21,7 @@ HELD_OUT_RATIO = 0.05
 
 
 class KnownPositives:
-    """Pairs (user, item) that must never be drawn as negatives.
-
-    Args:
-        users: ``(n,)`` int64.
-        items: ``(n,)`` int64.
-        num_items: size of the catalogue.
-
-    Attributes:
-        num_items: as given.
-
-    Raises:
-        ValueError: if a user knows every item, so that no negative is left.
-    """
+    """Pairs (user, item) that must never be drawn as negatives."""
 
     def __init__(self, users: Tensor, items: Tensor, num_items: int) -> None:
         self.num_items = num_items
@@ -47,15 +32,7 @@ class KnownPositives:
         check(leaves_one, f"user {most}", f"an item of {num_items} left to be a negative", "none")
 
     def contains(self, users: Tensor, items: Tensor) -> Tensor:
-        """Returns whether each pair is known, bool.
-
-        Args:
-            users: int64, any shape.
-            items: int64 in 0..num_items - 1, as many.
-
-        Returns:
-            Of the same shape.
-        """
+        """Returns whether each pair is known, bool."""
         if not self._pairs.numel():
             return torch.zeros_like(users, dtype=torch.bool)
         pairs = users * self.num_items + items
@@ -63,31 +40,14 @@ class KnownPositives:
         return self._pairs[place] == pairs
 
     def joined_with(self, other: KnownPositives) -> KnownPositives:
-        """The pairs that either of them knows, of the same catalogue.
-
-        Args:
-            other: of the same users and items.
-
-        Raises:
-            ValueError: if the other has another number of items, or a user then knows every item.
-        """
+        """The pairs that either of them knows, of the same catalogue."""
         check(other.num_items == self.num_items, "known pairs", f"{self.num_items} items", other.num_items)
         pairs = torch.cat([self._pairs, other._pairs])
         users, items = pairs.div(self.num_items, rounding_mode="floor"), pairs % self.num_items
         return KnownPositives(users, items, self.num_items)
 
     def draw_negatives(self, users: Tensor, generator: torch.Generator) -> Tensor:
-        """One item per user, uniform over those that are not known.
-
-        Args:
-            users: int64, repeated as often as negatives are wanted.
-            generator: source of randomness.
-
-        Example:
-            >>> known = KnownPositives(torch.tensor([0, 0]), torch.tensor([0, 2]), num_items=3)
-            >>> known.draw_negatives(torch.tensor([0, 0, 0]), torch.Generator()).tolist()
-            [1, 1, 1]
-        """
+        """One item per user, uniform over those that are not known."""
         items = torch.randint(self.num_items, users.shape, generator=generator)
         redrawn = self.contains(users, items).nonzero().squeeze(1)
         while redrawn.numel():
@@ -97,35 +57,7 @@ class KnownPositives:
 
 
 class ImplicitBatches:
-    """Positives with freshly drawn negatives, to be iterated again and again: each time is the next epoch.
-
-    Negatives are drawn batch by batch, so that an epoch never lies in memory as a whole. Order and negatives depend on
-    `seed` and `epoch` only. Every positive stands in front of its negatives: whoever takes a part of a batch, an upper
-    step or a rank, has both.
-
-    Args:
-        users: ``(n,)`` int64 of the positives.
-        items: ``(n,)`` int64 of the positives.
-        known: pairs that are no negatives.
-        num_negatives: negatives per positive.
-        batch_size: B, rounded down to whole groups of a positive and its negatives.
-        seed: of order and negatives.
-        is_fixed: serve the same epoch every time, for a split that is measured.
-
-    Attributes:
-        epoch: number of the next epoch, from 0; set it to resume.
-
-    Raises:
-        ValueError: if there is no positive, or a batch has no room for one group.
-
-    Example:
-        >>> users, items = torch.tensor([0, 1]), torch.tensor([2, 0])
-        >>> known = KnownPositives(users, items, num_items=3)
-        >>> batches = ImplicitBatches(users, items, known, num_negatives=2, batch_size=6, seed=0)
-        >>> batch = next(iter(batches))
-        >>> batch.sparse_features.keys(), batch.labels.tolist()
-        (['user', 'item'], [1.0, 0.0, 0.0, 1.0, 0.0, 0.0])
-    """
+    """Positives with freshly drawn negatives, to be iterated again and again: each time is the next epoch."""
 
     def __init__(
         self,
@@ -148,14 +80,7 @@ class ImplicitBatches:
         self.epoch = 0
 
     def joined_with(self, other: ImplicitBatches) -> ImplicitBatches:
-        """Both splits as one: a positive of either is a negative of neither, whose labels would contradict each other.
-
-        Args:
-            other: of the same users and items.
-
-        Returns:
-            Batches of the positives of both, with this split's seed, batch size and number of negatives.
-        """
+        """Both splits as one: a positive of either is a negative of neither, whose labels would contradict each other."""
         both = KnownPositives(other._users, other._items, self._known.num_items)
         return ImplicitBatches(
             torch.cat([self._users, other._users]),
@@ -202,22 +127,7 @@ class ImplicitBatches:
 def split_per_user(
     users: Tensor, *, seed: int, held_out_ratio: float = HELD_OUT_RATIO
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cuts interactions into train, validation and selection at random, for each user alone.
-
-    Every user with at least three interactions has one in each part, and trains on most.
-
-    Args:
-        users: ``(n,)`` int64.
-        seed: of the permutation.
-        held_out_ratio: share of a user's interactions that goes to validation, and again to selection.
-
-    Returns:
-        Three disjoint int64 tensors of rows, together all of ``0..n - 1``, each in rising order.
-
-    Example:
-        >>> [part.numel() for part in split_per_user(torch.tensor([0] * 40 + [1] * 3 + [2]), seed=0)]
-        [38, 3, 3]
-    """
+    """Cuts interactions into train, validation and selection at random, for each user alone."""
     order = torch.randperm(users.numel(), generator=torch.Generator().manual_seed(seed))
     order = order[users[order].argsort(stable=True)]
     _, user, sizes = users[order].unique_consecutive(return_inverse=True, return_counts=True)
@@ -232,22 +142,7 @@ def split_per_user(
 def split_leave_one_out(
     protocol: LeaveOneOut, *, num_negatives: int, batch_size: int, test_batch_size: int, seed: int
 ) -> DataSplits:
-    """The splits of top-k recommendation: sampled negatives to learn from, published candidates to be judged by.
-
-    Negatives of train are no positives of train; those of validation and selection are no published training
-    interaction at all, as the published test negatives are. The test positives are known to nothing but test.
-
-    Args:
-        protocol: interactions and test candidates.
-        num_negatives: sampled negatives per positive.
-        batch_size: B of train, validation and selection.
-        test_batch_size: B of test.
-        seed: of the split, the order and the negatives.
-
-    Returns:
-        train and validation with new negatives every epoch, selection with the same ones every time, and test as
-        `RankingBatch`: each case is a query with its positive and its published negatives.
-    """
+    """The splits of top-k recommendation: sampled negatives to learn from, published candidates to be judged by."""
     users, items, num_items = protocol.train_users, protocol.train_items, protocol.num_items
     train, validation, selection = split_per_user(users, seed=seed)
     known_in_train = KnownPositives(users[train], items[train], num_items)
@@ -273,26 +168,14 @@ def split_leave_one_out(
 
 
 def candidate_queries(protocol: LeaveOneOut) -> Tensor:
-    """The test case that each candidate belongs to: first of every case's positive, then of all negatives.
-
-    Args:
-        protocol: the cases.
-
-    Returns:
-        ``(candidates,)`` int64: numbers of the cases.
-    """
+    """The test case that each candidate belongs to: first of every case's positive, then of all negatives."""
     sizes = protocol.negatives.offsets.diff()
     cases = torch.arange(sizes.numel())
     return torch.cat([cases, cases.repeat_interleave(sizes)])
 
 
 def candidate_batches(protocol: LeaveOneOut, *, batch_size: int) -> InMemoryBatches:
-    """Every test case as a query: its positive (label 1) and its published negatives (label 0).
-
-    Args:
-        protocol: the cases.
-        batch_size: B.
-    """
+    """Every test case as a query: its positive (label 1) and its published negatives (label 0)."""
     queries, negatives = candidate_queries(protocol), protocol.negatives.values
     items = torch.cat([protocol.test_items, negatives])
     labels = torch.cat([torch.ones(protocol.test_items.numel()), torch.zeros(negatives.numel())])

@@ -1,7 +1,4 @@
-"""A data set held in memory: its samples, its splits, and its rows in the order of their frequency.
-
-Shapes: n samples of the data set, N rows of a table, F1 single-id features.
-"""
+"""A data set held in memory: its samples, its splits, and its rows in the order of their frequency."""
 
 from __future__ import annotations
 
@@ -17,18 +14,7 @@ from dnis_torchrec.data.recipe import DataSplits
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Samples:
-    """A whole data set as tensors; the splits of it share them.
-
-    Attributes:
-        dense: ``(n, num_dense)`` float32; num_dense may be 0.
-        ids: ``(n, F1)`` integers, one column per single-id feature.
-        labels: ``(n,)`` float32, or ``(n, T)`` for a recipe of T labels.
-        feature_names: names of the columns of `ids`.
-        multi_hot: feature -> its bags.
-        num_embeddings: feature -> rows that its table needs; every id is below it.
-        scalar_names: names of the columns of `dense` if these are also to be served as weighted bags, else empty.
-        group_size: so many samples, one after the other, come into the same split, as a positive and its negatives do.
-    """
+    """A whole data set as tensors; the splits of it share them."""
 
     dense: Tensor
     ids: Tensor
@@ -40,13 +26,7 @@ class Samples:
     group_size: int = 1
 
     def sorted_by_frequency(self, train_rows: Tensor) -> Samples:
-        """The same samples with every table's rows numbered from the most to the least frequent.
-
-        Rows in that order need no id remap once they are cut into blocks by frequency.
-
-        Args:
-            train_rows: the training samples; nothing else is counted. Ties keep their order.
-        """
+        """The same samples with every table's rows numbered from the most to the least frequent."""
         ids = self.ids.clone()
         for column, name in enumerate(self.feature_names):
             rank = frequency_rank(self.ids[train_rows, column], self.num_embeddings[name])
@@ -58,15 +38,7 @@ class Samples:
         return replace(self, ids=ids, multi_hot=multi_hot)
 
     def split(self, *, batch_size: int, seed: int) -> DataSplits:
-        """Splits the samples at random, 8:1:1, and serves them in batches.
-
-        Args:
-            batch_size: B of every split.
-            seed: decides the split and the order of every epoch.
-
-        Returns:
-            train and validation in a new order every epoch, selection and test in a fixed one.
-        """
+        """Splits the samples at random, 8:1:1, and serves them in batches."""
         parts = split_rows(len(self.labels), seed=seed, group_size=self.group_size)
         shuffled = (True, True, False, False)
         train, validation, selection, test = (
@@ -88,19 +60,7 @@ class Samples:
 
 
 def frequency_rank(ids: Tensor, num_embeddings: int) -> Tensor:
-    """Row -> its place in falling order of frequency, int64; ties keep their order.
-
-    Args:
-        ids: what is counted, any number of them.
-        num_embeddings: N; every id is below it.
-
-    Returns:
-        ``(N,)``.
-
-    Example:
-        >>> frequency_rank(torch.tensor([2, 2, 1]), 4).tolist()
-        [2, 1, 0, 3]
-    """
+    """Row -> its place in falling order of frequency, int64; ties keep their order."""
     counts = torch.bincount(ids, minlength=num_embeddings)
     rank = torch.empty(num_embeddings, dtype=torch.int64)
     rank[torch.argsort(counts, descending=True, stable=True)] = torch.arange(num_embeddings)

@@ -1,7 +1,4 @@
-"""MovieLens-1M (``.dat``) and MovieLens-20M (``.csv``) in GroupLens' own formats.
-
-Source: Harper and Konstan, The MovieLens Datasets: History and Context, 2015, doi 10.1145/2827872.
-"""
+"""MovieLens-1M (``.dat``) and MovieLens-20M (``.csv``) in GroupLens' own formats."""
 
 from __future__ import annotations
 
@@ -31,49 +28,18 @@ NO_GENRES = "(no genres listed)"
 
 
 def load_ratings(folder: Path, *, seed: int) -> Samples:
-    """Loads the ratings alone: features user and movie, the rating as label, no dense feature.
-
-    Args:
-        folder: holds ``ratings.dat`` or ``ratings.csv``, plain or ``.gz``. Parsed once per process.
-        seed: of the split; rows are numbered by falling frequency in its training part.
-
-    Returns:
-        One row per distinct user and movie of the file.
-
-    Raises:
-        ValueError: if the file is missing or damaged.
-    """
+    """Loads the ratings alone: features user and movie, the rating as label, no dense feature."""
     return _sorted(_parse_ratings(folder), seed)
 
 
 def load_clicks(folder: Path, *, seed: int) -> Samples:
-    """Loads MovieLens as a click-through task: label 1 for a rating of 4 or more.
-
-    Features: user, movie, and for MovieLens-1M gender, age, occupation, zip; the genres are multi-hot. A movie without
-    a known genre has an empty bag. MovieLens has no dense feature that the label does not leak into, and torchrec's
-    DLRM needs one: it is the constant 1.
-
-    Args:
-        folder: holds ratings and movies, and users for MovieLens-1M, plain or ``.gz``. Parsed once per process.
-        seed: of the split; rows are numbered by falling frequency in its training part.
-
-    Raises:
-        ValueError: if a file is missing, damaged, or a rating names an unknown user.
-    """
+    """Loads MovieLens as a click-through task: label 1 for a rating of 4 or more."""
     samples = load_clicks_and_ratings(folder, seed=seed)
     return replace(samples, labels=samples.labels[:, 0])
 
 
 def load_clicks_and_ratings(folder: Path, *, seed: int) -> Samples:
-    """Loads MovieLens with two labels for each sample: the click of `load_clicks`, and the rating itself.
-
-    Args:
-        folder: see `load_clicks`.
-        seed: see `load_clicks`.
-
-    Raises:
-        ValueError: see `load_clicks`.
-    """
+    """Loads MovieLens with two labels for each sample: the click of `load_clicks`, and the rating itself."""
     return _sorted(_parse_clicks(folder), seed)
 
 

@@ -1,8 +1,4 @@
-"""The leave-one-out files of NCF: ``ml-1m.train.rating``, ``.test.rating``, ``.test.negative``.
-
-Source: He et al., Neural Collaborative Filtering, 2017. Tab separated, ids from 0: one held-out positive per user, and
-99 items that the user has not rated to rank it among.
-"""
+"""The leave-one-out files of NCF: ``ml-1m.train.rating``, ``.test.rating``, ``.test.negative``."""
 
 from __future__ import annotations
 
@@ -32,19 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LeaveOneOut:
-    """Training interactions, and per test case one positive to be ranked among negatives.
-
-    Attributes:
-        train_users: ``(n,)`` int64.
-        train_items: ``(n,)`` int64.
-        test_users: ``(cases,)`` int64.
-        test_items: ``(cases,)`` int64: the positive.
-        negatives: per case the negatives, the positive never among them.
-        num_users: rows of the user table.
-        num_items: rows of the item table.
-        num_positives_among_negatives: lines of the published file in which the positive was listed as a negative, and
-            was dropped there.
-    """
+    """Training interactions, and per test case one positive to be ranked among negatives."""
 
     train_users: Tensor
     train_items: Tensor
@@ -58,20 +42,7 @@ class LeaveOneOut:
 
 @lru_cache(maxsize=1)
 def load_leave_one_out(folder: Path, *, name: str = "ml-1m") -> LeaveOneOut:
-    """Loads the three files of the leave-one-out protocol.
-
-    Args:
-        folder: holds ``{name}.train.rating``, ``{name}.test.rating`` and ``{name}.test.negative``, plain or ``.gz``.
-            Parsed once per process.
-        name: of the data set.
-
-    Returns:
-        The protocol; in the published ml-1m 156 lines list the positive among its negatives.
-
-    Raises:
-        ValueError: if a file is missing or damaged, or malformed,
-            or a test case has no negatives.
-    """
+    """Loads the three files of the leave-one-out protocol."""
     train = read_table(find_file(folder, [f"{name}.train.rating"], PUBLISHER), RATING)
     test = read_table(find_file(folder, [f"{name}.test.rating"], PUBLISHER), RATING)
     path = find_file(folder, [f"{name}.test.negative"], PUBLISHER)
@@ -103,11 +74,7 @@ def load_leave_one_out(folder: Path, *, name: str = "ml-1m") -> LeaveOneOut:
 
 
 def _read_negatives(path: Path) -> dict[tuple[int, int], np.ndarray]:
-    """(user, positive) -> the items listed beside it.
-
-    Raises:
-        ValueError: for the first malformed line: a case left out would change what all others are compared by.
-    """
+    """(user, positive) -> the items listed beside it."""
     listed = {}
     for number, raw in enumerate(unpacked(path).splitlines(), start=1):
         line = raw.decode("utf-8", "replace").strip()

@@ -1,11 +1,4 @@
-"""Criteo-shaped data made up on the spot, with a planted number of useful dimensions per block of rows.
-
-Ids follow the law of Zipf and Mandelbrot over a thin, even background. Every row has a latent vector, of which only the
-first few entries are not zero: many for frequent rows, few for rare ones. Labels come from a factorisation machine on
-those vectors, so a table needs the planted dimensions and no others, and a search that works gives frequent rows more.
-
-Shapes: n samples, N rows of a table.
-"""
+"""Criteo-shaped data made up on the spot, with a planted number of useful dimensions per block of rows."""
 
 from __future__ import annotations
 
@@ -42,13 +35,7 @@ _LOGIT_STD = {"first_order": 0.3, "interaction": 2.5, "dense": 0.5}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlantedSamples:
-    """Generated samples and the truth behind them.
-
-    Attributes:
-        samples: the data set.
-        useful_dims: feature -> ``(N,)`` int64, planted dimensions of each row.
-        logits: ``(n,)`` float32; a label is 1 with probability ``sigmoid(logit)``.
-    """
+    """Generated samples and the truth behind them."""
 
     samples: Samples
     useful_dims: Mapping[str, Tensor]
@@ -57,26 +44,7 @@ class PlantedSamples:
 
 @lru_cache(maxsize=2)
 def generate(num_samples: int, *, seed: int) -> PlantedSamples:
-    r"""Generates Criteo-shaped samples: 13 dense features, 6 single-id and 2 multi-hot ones.
-
-    .. math:: \text{logit} = b + w^\top x + \sum_f s_f + \sum_{(f, g)} \langle v_f, v_g \rangle
-
-    with x the dense features, :math:`s_f` and :math:`v_f` the sums of the first-order weights and latent vectors of the
-    ids in the bag of feature f, (f, g) the pairs of neighbouring features, and the three terms scaled to fixed standard
-    deviations. Row numbers are shuffled, so they say nothing about frequency.
-
-    Args:
-        num_samples: n.
-        seed: of everything.
-
-    Raises:
-        ValueError: if `num_samples` is below 2.
-
-    Example:
-        >>> planted = generate(100, seed=0)
-        >>> planted.samples.ids.shape, planted.useful_dims["cat_5"].bincount().nonzero().flatten().tolist()
-        (torch.Size([100, 6]), [1, 4, 8, 16])
-    """
+    r"""Generates Criteo-shaped samples: 13 dense features, 6 single-id and 2 multi-hot ones."""
     check(num_samples >= 2, "num_samples", "an integer >= 2", num_samples)
     random = torch.Generator().manual_seed(seed)
     num_embeddings = SINGLE_ID_TABLES | MULTI_HOT_TABLES

@@ -19,19 +19,7 @@ from examples.datasets.text_files import find_file, number_rows
 def load_tab_separated(
     folder: Path, name: str, *, label: str, fields: Mapping[str, str], publisher: str, seed: int
 ) -> Samples:
-    """Loads some columns of a file; the one dense feature, which torchrec's DLRM needs, is the constant 1.
-
-    Args:
-        folder: holds the file, plain or ``.gz``. Parsed once per process.
-        name: of the file, such as ``"anime.tsv"``.
-        label: column of the labels.
-        fields: feature -> its column, integers of any range; the distinct ones become rows of a table.
-        publisher: where to get the file, by name.
-        seed: of the split; rows are numbered by falling frequency in its training part.
-
-    Raises:
-        ValueError: if the file is missing, lacks a column, or holds something else than numbers.
-    """
+    """Loads some columns of a file; the one dense feature, which torchrec's DLRM needs, is the constant 1."""
     samples = _parse(find_file(folder, [name], publisher), label, tuple(fields.items()))
     return samples.sorted_by_frequency(split_rows(samples.labels.numel(), seed=seed)[0])
 
@@ -50,15 +38,7 @@ def _parse(path: Path, label: str, fields: tuple[tuple[str, str], ...]) -> Sampl
 
 
 def read_columns(path: Path, dtypes: Mapping[str, type]) -> pd.DataFrame:
-    """Reads columns of a tab-separated file with a header; empty text is text.
-
-    Args:
-        path: of the file; packed if its suffix is ``.gz``.
-        dtypes: column -> its dtype.
-
-    Raises:
-        ValueError: if a column is missing, or holds something else.
-    """
+    """Reads columns of a tab-separated file with a header; empty text is text."""
     names = [*dtypes]
     try:
         frame = pd.read_csv(path, sep="\t", dtype=dict(dtypes), keep_default_na=False)

@@ -27,18 +27,7 @@ def read_table(path: Path, dtypes: Mapping[str, Any], separator: str = "\t", **m
 def table_chunks(
     path: Path, dtypes: Mapping[str, Any], separator: str = "\t", *, has_header: bool = False, encoding: str = "utf-8"
 ) -> Iterator[pd.DataFrame]:
-    """Reads a file a million lines at a time; empty text is text, empty numbers of dtype float64 are NaN.
-
-    Args:
-        path: of the file; packed if its suffix is ``.gz``.
-        dtypes: column -> its dtype, in the order of the file.
-        separator: of two fields; one of two characters, such as ``"::"``, is replaced by a tab in memory.
-        has_header: whether the first line names the columns.
-        encoding: of the text.
-
-    Raises:
-        ValueError: if the file is empty, damaged, or holds something else.
-    """
+    """Reads a file a million lines at a time; empty text is text, empty numbers of dtype float64 are NaN."""
     numbers = {name: [""] for name, dtype in dtypes.items() if dtype is not str}
     source: Any = path
     try:
@@ -70,11 +59,7 @@ def table_chunks(
 
 
 def unpacked(path: Path) -> bytes:
-    """The bytes of a plain or ``.gz`` file.
-
-    Raises:
-        ValueError: if it is damaged or cut off.
-    """
+    """The bytes of a plain or ``.gz`` file."""
     try:
         return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, OSError, zlib.error) as error:
@@ -82,16 +67,7 @@ def unpacked(path: Path) -> bytes:
 
 
 def find_file(folder: Path, names: Sequence[str], publisher: str) -> Path:
-    """Finds the first of `names` in a folder, plain or with ``.gz``.
-
-    Args:
-        folder: where to look; not searched recursively.
-        names: names that would do, best first.
-        publisher: where to get the file, by name.
-
-    Raises:
-        ValueError: saying which names were looked for and where to get them.
-    """
+    """Finds the first of `names` in a folder, plain or with ``.gz``."""
     for name in names:
         for candidate in (folder / name, folder / f"{name}.gz"):
             if candidate.is_file():
@@ -103,37 +79,13 @@ def find_file(folder: Path, names: Sequence[str], publisher: str) -> Path:
 
 
 def number_rows(values: pd.Series) -> tuple[Tensor, int]:
-    """Row of a table for every value, and the number of rows: 0..N-1 in rising order of the distinct values.
-
-    Args:
-        values: of one field.
-
-    Returns:
-        ``(rows (n,) int64, N)``.
-
-    Example:
-        >>> rows, num_embeddings = number_rows(pd.Series([30, 10, 30]))
-        >>> rows.tolist(), num_embeddings
-        ([1, 0, 1], 2)
-    """
+    """Row of a table for every value, and the number of rows: 0..N-1 in rising order of the distinct values."""
     codes, distinct = pd.factorize(values, sort=True)
     return torch.from_numpy(codes.astype(np.int64)), len(distinct)
 
 
 def require_folder(data: Path | None, recipe: str, publisher: str) -> Path:
-    """The data folder of a recipe that cannot do without, as an absolute path.
-
-    Args:
-        data: folder that the recipe was given, or None.
-        recipe: ``module:function``, for the error.
-        publisher: where to get the data, for the error.
-
-    Returns:
-        The path; whether it exists is not looked at.
-
-    Raises:
-        ValueError: if none was given.
-    """
+    """The data folder of a recipe that cannot do without, as an absolute path."""
     if data is None:
         raise ValueError(describe(f"recipe {recipe!r}", "a data folder", "none", f"get it from {publisher}"))
     return Path(data).resolve()
