@@ -63,8 +63,7 @@ $(STAMP): pyproject.toml $(filter-out requirements/docs.txt,$(wildcard requireme
 demo: export OMP_WAIT_POLICY ?= passive
 demo: $(STAMP)
 	@rm -rf $(DEMO_OUT)
-	@$(BIN)/dnis search examples.synthetic:demo --compression 10 --out $(DEMO_OUT)/run \
-	    --baseline dense --baseline uniform --baseline magnitude >/dev/null
+	@$(BIN)/dnis search examples.synthetic:demo --compression 10 --out $(DEMO_OUT)/run >/dev/null
 	@$(BIN)/dnis export $(DEMO_OUT)/run --out $(DEMO_OUT)/artifact
 	@$(BIN)/dnis evaluate $(DEMO_OUT)/artifact --json $(DEMO_OUT)/artifact.json >/dev/null
 	@$(BIN)/dnis report $(DEMO_OUT)/run

@@ -23,10 +23,10 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from benchmarks.rate_compress import Prepared, UnmetError, compress
 from benchmarks.rate_models import Trained, row_bytes
+from benchmarks.rivals.methods.method import MethodResult
+from benchmarks.rivals.methods.reparametrised import rounded
+from benchmarks.rivals.methods.trained_scheme import first_columns
 from dnis_torchrec.allocation.axes import rotation_groups
-from dnis_torchrec.comparison.methods.method import MethodResult
-from dnis_torchrec.comparison.methods.reparametrised import rounded
-from dnis_torchrec.comparison.methods.trained_scheme import first_columns
 from dnis_torchrec.forms import DEFAULT_FORM, PACKED, PRECISIONS, Precision
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.pruning.schemes import uncompressed_scheme

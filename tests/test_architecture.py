@@ -31,7 +31,6 @@ LAYERS = (
     {"allocation", "artifact"},
     {"training"},
     {"search"},
-    {"comparison"},
     {"jobs"},
     {"cli"},
     {"__init__", "__main__"},

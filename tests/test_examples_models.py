@@ -17,9 +17,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from benchmarks.rivals.methods.trained_scheme import uniform_scheme_
 from dnis_torchrec import TrainTask, export, load
 from dnis_torchrec.artifact.package import Signature, export_graph
-from dnis_torchrec.comparison.methods.trained_scheme import uniform_scheme_
 from dnis_torchrec.data.in_memory import Bags, InMemoryBatches
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.jobs.artifact_jobs import drop_in_

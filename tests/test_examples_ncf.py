@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dnis_torchrec.comparison.streams import train_on_validation
+from benchmarks.rivals.streams import train_on_validation
 from dnis_torchrec.data.batches import BatchParts
 from dnis_torchrec.data.labels import RANKING_KS, RankingBatch
 from dnis_torchrec.data.recipe import TrainTask

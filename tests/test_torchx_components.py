@@ -21,7 +21,7 @@ from torchx.specs import AppDef, AppState
 from torchx.specs.file_linter import validate
 from torchx.specs.finder import get_components
 
-from torchx_components.dnis import benchmark, compare, export, search
+from torchx_components.dnis import benchmark, export, search
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "torchx_components" / "dnis.py"
@@ -98,7 +98,7 @@ def test_benchmark_runs_any_module_under_torchrun() -> None:
     assert app.roles[0].env | RESTARTS == app.roles[0].env
 
 
-@pytest.mark.parametrize("component", [export, compare])
+@pytest.mark.parametrize("component", [export])
 def test_jobs_of_one_process_do_without_torchrun(component) -> None:
     app = component("a b", "--out", "x", max_retries=2, h="aws_p4d.24xlarge", env={"A": "1"})
     assert command(app) == f"python -m dnis_torchrec {component.__name__} 'a b' --out x"
@@ -108,7 +108,7 @@ def test_jobs_of_one_process_do_without_torchrun(component) -> None:
     assert role.env == {"A": "1"}
 
 
-@pytest.mark.parametrize("component", [search, export, compare])
+@pytest.mark.parametrize("component", [search, export])
 def test_storage_is_mounted_and_the_environment_stays_the_callers(component) -> None:
     env = {"PET_MAX_RESTARTS": "7"}
     app = component("x", mounts=["type=bind", "src=/a", "dst=/b"], image="image:1", env=env, cpu=3, memMB=100)
@@ -119,7 +119,7 @@ def test_storage_is_mounted_and_the_environment_stays_the_callers(component) -> 
     assert env == {"PET_MAX_RESTARTS": "7"}
 
 
-@pytest.mark.parametrize("name", ["search", "export", "compare", "benchmark"])
+@pytest.mark.parametrize("name", ["search", "export", "benchmark"])
 def test_torchx_accepts_every_signature_and_its_docstring(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert validate(str(FILE), name) == []
     with pytest.raises(SystemExit) as stopped:
@@ -132,17 +132,12 @@ def test_torchx_accepts_every_signature_and_its_docstring(name: str, capsys: pyt
 
 def test_the_components_stand_beside_torchxs_own() -> None:
     names = set(get_components())
-    assert {name for name in names if name.startswith("dnis.")} == {
-        "dnis.benchmark",
-        "dnis.compare",
-        "dnis.export",
-        "dnis.search",
-    }
+    assert {name for name in names if name.startswith("dnis.")} == {"dnis.benchmark", "dnis.export", "dnis.search"}
     assert {"dist.ddp", "dist.spmd", "utils.echo", "utils.python", "utils.sh", "serve.torchserve"} <= names
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("name", ["search", "export", "compare", "benchmark"])
+@pytest.mark.parametrize("name", ["search", "export", "benchmark"])
 def test_every_scheduler_gets_the_command(
     scheduler: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,9 +72,6 @@ def one_process(
     job: str, args: Sequence[str], node: Mapping[str, Any], env: Mapping[str, str] | None, max_retries: int
 ) -> specs.AppDef:
     """One role that runs a `dnis` command in one process, which torchrun has nothing to do for.
-
-    It would be in the way of `dnis compare`, whose processes would all take themselves for rank 0 of its job.
-
     Args:
         job: the command, and the component's name.
         args: its arguments.

@@ -1,10 +1,10 @@
 """dnis_torchrec's jobs as TorchX components: the same command on this machine and on a cluster.
 
     torchx run dnis.search -- examples.synthetic:demo --compression 5 --out RUN
-    torchx run --scheduler slurm --dryrun dnis.compare -h gpu.xlarge -- RECIPE --data DIR --methods dnis --out OUT
+    torchx run --scheduler slurm --dryrun dnis.export -- RUN --out ARTIFACT
 
 Before ``--`` stands what the machines are, after it what the program of the same name takes. TorchX refuses an option
-that comes twice: write ``--baseline=dense --baseline=uniform``. Registered as ``dnis.*`` in pyproject.toml.
+that comes twice: write ``--form=packed --form=mixed_dimension``. Registered as ``dnis.*`` in pyproject.toml.
 """
 
 # TorchX reads the signature and its docstring as the command line: types are str, int, float, bool, Optional, List and
@@ -66,27 +66,6 @@ def export(
     """
     node = {"h": h, "cpu": cpu, "memMB": memMB, "image": image, "mounts": mounts}
     return _launch.one_process("export", args, node, env, max_retries)
-
-
-@_launch.documented
-def compare(
-    *args: str,
-    h: Optional[str] = None,
-    cpu: int = 2,
-    gpu: int = 0,
-    memMB: int = 8192,
-    image: str = torchx.IMAGE,
-    mounts: Optional[List[str]] = None,
-    env: Optional[Dict[str, str]] = None,
-    max_retries: int = 0,
-) -> specs.AppDef:
-    """Runs `dnis compare` on one node; it starts a process per cell itself, and goes on where an earlier try stopped.
-
-    Args:
-        args: after `--`: arguments of `dnis compare`
-    """
-    node = {"h": h, "cpu": cpu, "gpu": gpu, "memMB": memMB, "image": image, "mounts": mounts}
-    return _launch.one_process("compare", args, node, env, max_retries)
 
 
 @_launch.documented

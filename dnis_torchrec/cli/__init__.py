@@ -1,17 +1,17 @@
-"""The `dnis` command: parses and prints; jobs/ and comparison/ do the work."""
+"""The `dnis` command: parses and prints; jobs/ does the work."""
 
 from __future__ import annotations
 
 import sys
 
 from dnis_torchrec.checks import describe_error, is_of_system
-from dnis_torchrec.cli import compare, compress, package, runs, train
+from dnis_torchrec.cli import compress, package, runs, train
 from dnis_torchrec.cli.app import app
 from dnis_torchrec.cli.terminal import guard_standard_error, say
 from dnis_torchrec.data.users_code import named_errors
 from dnis_torchrec.training.settings import Ending, Stopped, exit_code
 
-__all__ = ["app", "compare", "compress", "main", "package", "runs", "train"]
+__all__ = ["app", "compress", "main", "package", "runs", "train"]
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dnis_torchrec.allocation.settings import CompressSettings
+from dnis_torchrec.checks import describe
 from dnis_torchrec.cli.addresses import check_seen_by_ranks, fetched_settings
 from dnis_torchrec.cli.app import (
     BaselinesOption,
@@ -76,7 +77,6 @@ def compress(
     Writes an artifact per size, OUT/x8 for 8 times, OUT/compress.json and OUT/report.html. Under
     torchrun every rank holds its shards of the tables alone, and the artifacts are the same.
     """
-    from dnis_torchrec.comparison.plan import parse_sizes
     from dnis_torchrec.data.recipe import load_recipe
     from dnis_torchrec.jobs.compress_job import CompressJob, check_free, run_compress
 
@@ -101,6 +101,14 @@ def compress(
     content = run_compress(job)
     if is_first_rank():
         _print(content, out, data, json_file)
+
+
+def parse_sizes(text: str, place: str) -> tuple[float, ...]:
+    """Numbers between commas."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(describe(place, "numbers with commas between them", repr(text))) from error
 
 
 def _print(

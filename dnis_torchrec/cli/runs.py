@@ -71,13 +71,6 @@ FormOption = Annotated[
         help="Of which the size counts the bytes: mixed_dimension_fp32 (if not given), csr_fp32, ...",
     ),
 ]
-BaselineOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Train beside, at the same bytes: `dense`, `uniform`, `magnitude`, served in fp32, int8 or int4, "
-        "whichever is best on the selection split. May be repeated."
-    ),
-]
 FromOption = Annotated[
     Path | None,
     typer.Option(
@@ -112,7 +105,6 @@ def search(
         ),
     ] = 20.0,
     seed: Annotated[int, typer.Option(help="Of weights, splits and batch order.")] = 0,
-    baseline: BaselineOption = None,
     embedding_dim: Annotated[
         int | None, typer.Option(help="D to start from; the recipe's own if not given.")
     ] = None,
@@ -153,7 +145,6 @@ def search(
             embedding_dim=embedding_dim,
             seed=seed,
             given=GivenModel.of(from_run, weights),
-            baselines=tuple(baseline or ()),
             stored_rows=baselines,
             overwrite=overwrite,
             saving=saving,

@@ -22,8 +22,6 @@ from dnis_torchrec.artifact.over_ranks import write_over_ranks
 from dnis_torchrec.artifact.regrouping import regroup_table
 from dnis_torchrec.artifact.writing import forms_of
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.comparison.methods.partitioned import partition_as_exported_
-from dnis_torchrec.comparison.methods.projected import project_as_exported_
 from dnis_torchrec.data.over_ranks import check_same, split_over_ranks
 from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe_again
 from dnis_torchrec.data.users_code import errors_of_its_code
@@ -170,10 +168,6 @@ def recipe_of_artifact(artifact: Path, data: Path | None, *, recipe: str) -> Rec
     `drop_in_` takes."""
     run = read_manifest(artifact)["run"]
     built = build_recipe_again(recipe, data, run)
-    if run.get("projected"):
-        project_as_exported_(built.model, read_scheme(artifact))
-    if run.get("partitioned"):
-        partition_as_exported_(built.model, read_scheme(artifact))
     return built
 
 

@@ -38,7 +38,7 @@ from dnis_torchrec.data.users_code import errors_of_its_code
 from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.jobs.model_shards import check_state, spread_filled
 from dnis_torchrec.jobs.run_folder import COMPRESSION_FILE, RunFolder, RunWriteError
-from dnis_torchrec.jobs.stored_rows import NARROW, in_rows
+from dnis_torchrec.jobs.stored_rows import CUT_AXES, ROWS, columns_within, in_rows, table_bytes
 from dnis_torchrec.jobs.stored_tensors import StoredTensor
 from dnis_torchrec.jobs.weights import weights_for_
 from dnis_torchrec.ranks import Ranks, on_rank_zero, together
@@ -160,6 +160,8 @@ def _compress(job: CompressJob, spec: str, step: Step, device: torch.device) -> 
         num_samples=job.num_samples,
         leave_alone=recipe.leave_alone,
     )
+    if job.baselines and ranks.world_size == 1:
+        beside += _cut(job, model, recipe, data, device)
     allocations = {name: measured.allocate(**size) for name, size in job.sizes.items()}  # type: ignore[arg-type]
     seconds = time.monotonic() - started
     head |= {"versions": versions(), "notes": [*recipe.notes, *counts.notes()]}
@@ -261,15 +263,43 @@ def _beside(
     job: CompressJob, model: nn.Module, recipe: Recipe, data: DataSplits, device: torch.device
 ) -> list[CompressionRow]:
     """Rows of the same model with its tables in fewer bits a value, all alike."""
-    rows = []
-    for name, precision in NARROW.items():
-        made = in_rows(model, precision, recipe.leave_alone)
-        with made.served(device) as served:
+    tables, rows = table_configs(model), []
+    for name, bits in ROWS.items():
+        with in_rows(model, bits, leave_alone=recipe.leave_alone) as served:
             metrics = _evaluated(served, data, recipe.task, device)
-        compression, num_bytes = made.scheme.compression(made.form), made.embedding_bytes()
+        num_bytes = table_bytes(tables, bits, leave_alone=recipe.leave_alone)
+        compression = 4 * dense_parameters(model) / num_bytes
         rows.append(
             _row(name, metrics, job.seed or 0, compression=compression, num_bytes=num_bytes)
         )
+    return rows
+
+
+def _cut(
+    job: CompressJob, model: nn.Module, recipe: Recipe, data: DataSplits, device: torch.device
+) -> list[CompressionRow]:
+    """The first columns of tables in their principal axes, of each size the better of int8 and int4
+    on the selection split."""
+    groups = rotation_groups(get_unwrapped_module(model), recipe.leave_alone)
+    axes = {table for group in groups for table in group.tables}
+    tables, rows = table_configs(model), []
+    if axes | set(recipe.leave_alone) != {table.name for table in tables}:
+        return []  # first columns of a table that may not be turned say no more than its last
+    for size in job.compressions:
+        budget, best = int(4 * dense_parameters(model) / size), None
+        for bits in ROWS.values():
+            columns = columns_within(tables, bits, budget, recipe.leave_alone)
+            if not columns:
+                continue
+            with in_rows(model, bits, columns, recipe.leave_alone) as served:
+                metrics = _evaluated(served, data, recipe.task, device)
+            if best is None or metrics[0]["loss"] < best[0][0]["loss"]:
+                best = metrics, table_bytes(tables, bits, columns, recipe.leave_alone)
+        if best is not None:
+            compression = 4 * dense_parameters(model) / best[1]
+            rows.append(
+                _row(CUT_AXES, best[0], job.seed or 0, compression=compression, num_bytes=best[1])
+            )
     return rows
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,11 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from dnis_torchrec._dependencies import versions
-from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.comparison.methods import METHODS, MethodTask, SizeNotMetError, result_row
-from dnis_torchrec.comparison.methods.method import NotApplicableError, precisions_of
-from dnis_torchrec.comparison.methods.precisions import best_precision
-from dnis_torchrec.comparison.settings import COMPARED_PRECISIONS
+from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.over_ranks import split_over_ranks
 from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
 from dnis_torchrec.data.task import direction_of
@@ -29,7 +24,7 @@ from dnis_torchrec.forms import PACKED
 from dnis_torchrec.jobs.given_model import TRAINED_EPOCHS, GivenModel
 from dnis_torchrec.jobs.progress import console_events, tell_tensorboard
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
-from dnis_torchrec.jobs.stored_rows import NARROW, in_rows
+from dnis_torchrec.jobs.stored_rows import ROWS, in_rows, table_bytes
 from dnis_torchrec.jobs.train_job import uncompressed_row
 from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_size_of
 from dnis_torchrec.report import ReportRow
@@ -37,17 +32,15 @@ from dnis_torchrec.report.content import UNCOMPRESSED
 from dnis_torchrec.report.of_run import scheme_row
 from dnis_torchrec.report.provenance import PROVENANCE, Step, steps_of
 from dnis_torchrec.report.verdict import doubts
-from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.search import COMPRESSED, SEARCHED, SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings, check_compression
+from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.training.checkpoint import check_shared
 from dnis_torchrec.training.evaluate import evaluate, primary_metric
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.shard import process_group
 
 logger = logging.getLogger(__name__)
-
-BASELINES = ("dense", "uniform", "magnitude")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +55,6 @@ class SearchJob:
     embedding_dim: int | None = None
     seed: int = 0
     given: GivenModel | None = None
-    baselines: tuple[str, ...] = ()
     stored_rows: bool = True
     overwrite: bool = False
     saving: Saving = field(default_factory=Saving)
@@ -83,15 +75,12 @@ class SearchJob:
         if self.given is not None:
             self.given.check_apart(self.out)
         check_compression(self.compression)
-        for name in self.baselines:
-            check_known("baseline", name, BASELINES)
 
 
 def run_search(job: SearchJob) -> list[ReportRow]:
-    """Searches, evaluates on the test split and writes the run folder; trains baselines if asked."""
+    """Searches, evaluates on the test split and writes the run folder."""
     with process_group() as device, errors_of_its_code(job.recipe):
         with together():
-            _check_baselines(job)
             recipe = build_recipe(
                 job.recipe, job.data, seed=job.seed, embedding_dim=job.embedding_dim
             )
@@ -112,25 +101,7 @@ def run_search(job: SearchJob) -> list[ReportRow]:
             ):
                 rows += _stored_rows(job, run, device)
                 run.write_rows(rows)
-            missing = [
-                name
-                for name in BASELINES
-                if name in job.baselines and name not in {r.method for r in rows}
-            ]
-            if missing:  # on one process, as was checked
-                for row in _baselines(job, missing, run.scheme(), device):
-                    rows.append(row)
-                    run.write_rows(rows)
     return rows
-
-
-def _check_baselines(job: SearchJob) -> None:
-    world_size = world_size_of()
-    if world_size > 1 and job.baselines:
-        remedy = "train them with dnis compare"
-        raise NotImplementedError(
-            describe("baselines", "supported is one process", f"{world_size} ranks", remedy)
-        )
 
 
 @contextmanager
@@ -231,39 +202,6 @@ def _keep_or_delete(run: RunFolder, head: Mapping[str, Any]) -> None:
         run.delete()
 
 
-def _baselines(
-    job: SearchJob, names: list[str], scheme: MixedDimensionScheme, device: torch.device
-) -> Iterator[ReportRow]:
-    """Rows of the baselines at the bytes that the search came to, each as soon as it is trained in
-    all precisions."""
-
-    def build(embedding_dim: int | None) -> Recipe:
-        return build_recipe(
-            job.recipe, job.data, seed=job.seed, embedding_dim=embedding_dim or job.embedding_dim
-        )
-
-    for name in names:
-        recipe = build(None)
-        with tempfile.TemporaryDirectory() as folder:
-            torch.manual_seed(job.seed)
-            task = MethodTask(
-                build=build,
-                compression=scheme.compression(PACKED.name),
-                seed=job.seed,
-                device=device,
-                folder=Path(folder),
-                patience=job.settings.patience,
-            )
-            try:
-                result = best_precision(
-                    METHODS[name], task, precisions_of(METHODS[name], COMPARED_PRECISIONS)
-                )
-            except (NotApplicableError, SizeNotMetError) as error:
-                logger.warning("baseline %s has no row: %s", name, error)
-                continue
-            yield result_row(name, result, recipe, recipe.data.test, seed=job.seed, device=device)
-
-
 def _stored_rows(job: SearchJob, run: RunFolder, device: torch.device) -> list[ReportRow]:
     """Rows of the model that plain training ended with, or that was given: as it is, and in fewer
     bits a value."""
@@ -274,9 +212,24 @@ def _stored_rows(job: SearchJob, run: RunFolder, device: torch.device) -> list[R
         TrainTask(recipe.model.to(device), recipe.task), recipe.data.test, recipe.task, device
     )
     rows = [uncompressed_row(recipe.model, metrics, job.seed)]
-    for name, precision in NARROW.items():
-        made = in_rows(recipe.model, precision, recipe.leave_alone)
-        rows.append(result_row(name, made, recipe, recipe.data.test, seed=job.seed, device=device))
+    tables, parameters = table_configs(recipe.model), rows[0].parameters
+    for name, bits in ROWS.items():
+        with in_rows(recipe.model, bits, leave_alone=recipe.leave_alone) as model:
+            task = TrainTask(model, recipe.task)
+            metrics = evaluate(task, recipe.data.test, recipe.task, device)
+        num_bytes = table_bytes(tables, bits, leave_alone=recipe.leave_alone)
+        rows.append(
+            ReportRow(
+                method=name,
+                compression=4 * parameters / num_bytes,
+                parameters=parameters,
+                dense_parameters=parameters,
+                bytes={"rows": num_bytes},
+                metrics=metrics,
+                seed=job.seed,
+                seconds=0.0,
+            )
+        )
     return rows
 
 

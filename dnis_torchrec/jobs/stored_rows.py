@@ -1,47 +1,81 @@
-"""A trained model with its rows in int8 or int4: what users try first, and what a search has to be
-compared with."""
+"""A trained model with its rows in int8 or int4, of all columns or of its first principal axes:
+what users try first. Nothing is trained."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
-from torch import nn
-from torchrec.distributed.model_parallel import get_unwrapped_module
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.artifact.forms import Rows, rows_of
-from dnis_torchrec.artifact.uniform_bits import with_uniform_bits
-from dnis_torchrec.comparison.methods.method import MethodResult
-from dnis_torchrec.comparison.methods.uniform import uniform_form
-from dnis_torchrec.forms import PACKED, PRECISIONS
-from dnis_torchrec.report.content import rows_name
-from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
-from dnis_torchrec.selection.shards import collections, local_shards, table_configs
+from dnis_torchrec.selection.shards import collections, local_shards
+from dnis_torchrec.selection.torchrec import writing_to_tables
 
-NARROW = {rows_name(precision): precision for precision in ("int8", "int4")}
-"""Name of a row -> what its rows are stored in."""
+ROWS = {"int8 rows": 8, "int4 rows": 4}
+"""Name of a result -> bits of a value."""
+CUT_AXES = "cut axes"
+SCALE_BYTES = 4  # of a row: scale and bias, a float16 each
 
 
-def in_rows(model: nn.Module, precision: str, leave_alone: Collection[str] = ()) -> MethodResult:
-    """A trained model whose rows are stored in a precision; nothing is trained. Local, no
-    collective."""
-    plain = get_unwrapped_module(model)
-    scheme, form = (
-        uncompressed_scheme(plain),
-        uniform_form(table_configs(plain), precision, is_cut=False),
-    )
-    if form == PACKED.name or leave_alone:
-        shards = [shard for module in collections(plain).values() for shard in local_shards(module)]
-        rows: dict[str, Rows] = {shard.table: rows_of(shard.weight) for shard in shards}
-        kept = MixedDimensionScheme({name: scheme.tables[name] for name in leave_alone})
-        floats = dict(with_uniform_bits(kept, rows, PRECISIONS["fp32"].bits).tables)
-        scheme, form = MixedDimensionScheme({**scheme.tables, **floats}), PACKED.name
-        scheme = with_uniform_bits(scheme, rows, PRECISIONS[precision].bits)
-    return MethodResult(
-        model=plain,
-        scheme=scheme,
-        form=form,
-        selection_loss=0.0,
-        seconds=0.0,
-        seconds_of_trials=0.0,
-    )
+def table_bytes(
+    tables: Sequence[EmbeddingBagConfig],
+    bits: int,
+    columns: int | None = None,
+    leave_alone: Collection[str] = (),
+) -> int:
+    """Bytes of tables whose first columns are stored in so many bits, all others in float32."""
+    total, multiple = 0, 16 // bits  # FBGEMM's rows end on two bytes
+    for table in tables:
+        width = min(table.embedding_dim, columns or table.embedding_dim)
+        wide = -(-width // multiple) * multiple
+        row = wide * bits // 8 + SCALE_BYTES
+        if table.name in leave_alone:
+            row = 4 * table.embedding_dim
+        total += table.num_embeddings * row
+    return total
+
+
+def columns_within(
+    tables: Sequence[EmbeddingBagConfig],
+    bits: int,
+    num_bytes: int,
+    leave_alone: Collection[str] = (),
+) -> int:
+    """The most columns, below all of them, that take at most so many bytes; 0 if none does."""
+    widest = max(table.embedding_dim for table in tables)
+    widths = range(16 // bits, widest, 16 // bits)
+    fitting = [w for w in widths if table_bytes(tables, bits, w, leave_alone) <= num_bytes]
+    return max(fitting, default=0)
+
+
+def rounded_rows(weight: Tensor, bits: int) -> Tensor:
+    """Rows as FBGEMM's inference kernels read them: rounded to codes with a scale each, and back."""
+    rows, missing = weight.detach().float().cpu(), -weight.shape[1] % (16 // bits)
+    if missing:  # the last column again, which leaves a row's range as it is
+        rows = torch.cat([rows, rows[:, -1:].expand(-1, missing)], dim=1)
+    codes = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(rows.contiguous(), bits)
+    values = torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(codes, bits)
+    return values[:, : weight.shape[1]].to(weight.device)
+
+
+@contextmanager
+def in_rows(
+    model: nn.Module, bits: int, columns: int | None = None, leave_alone: Collection[str] = ()
+) -> Iterator[nn.Module]:
+    """The model with its rows as they are served, for the block. Local, no collective."""
+    shards = [s for module in collections(model).values() for s in local_shards(module)]
+    before = {id(s): s.weight.clone() for s in shards if s.table not in leave_alone}
+    try:
+        with writing_to_tables(model):
+            for shard in shards:
+                if id(shard) in before:
+                    shard.weight[:, :columns] = rounded_rows(shard.weight[:, :columns], bits)
+                    shard.weight[:, columns or shard.weight.shape[1] :] = 0
+        yield model
+    finally:
+        with writing_to_tables(model):
+            for shard in shards:
+                if id(shard) in before:
+                    shard.weight.copy_(before[id(shard)])

@@ -55,10 +55,9 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def run(gloo, no_images, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One finished run, with all baselines."""
+    """One finished run."""
     out = tmp_path_factory.mktemp("cli") / "run"
-    baselines = [part for name in ("dense", "uniform", "magnitude") for part in ("--baseline", name)]
-    done = dnis("search", "tests.tiny:demo", "--compression", 4, "--out", out, *SHORT, *baselines)
+    done = dnis("search", "tests.tiny:demo", "--compression", 4, "--out", out, *SHORT)
     assert done.returncode == 0, done.stderr
     assert "dnis" in done.stdout
     assert "epoch 0, plain: train loss" in done.stderr
@@ -100,7 +99,9 @@ def test_compress_prints_a_line_per_size_and_writes_the_same_numbers(gloo, tmp_p
     assert done.returncode == 0, done.stderr
     rows = json.loads(file.read_text())["rows"]
     assert rows == json.loads((out / "compress.json").read_text())["rows"]
-    for row, name in zip(rows, ("uncompressed", "x2", "x3.5", "int8 rows", "int4 rows"), strict=True):
+    for row, name in zip(
+        rows, ("uncompressed", "x2", "x3.5", "int8 rows", "int4 rows", "cut axes", "cut axes"), strict=True
+    ):
         line = next(line for line in done.stdout.splitlines() if line.startswith(f"{name} "))
         assert f"{row['bytes']:,}" in line
         assert f"{row['metrics']['auc']:.4f}" in line
@@ -227,9 +228,6 @@ def test_report_prints_the_rows_of_its_page_and_names_runs_that_are_in_charts_on
         (["search", "tests.tiny:dmeo", "--compression", 4], "did you mean 'demo'?"),
         (["search", "nowhere:demo", "--compression", 4], "expected a module 'nowhere'"),
         (["search", "demo", "--compression", 4], "expected 'module:function', got 'demo'; name one"),
-        (["search", "tests.tiny:demo", "--compression", 4, "--baseline", "unifrom"], "did you mean 'uniform'?"),
-        (["compare", "tests.tiny:demo", "--methods", "unifrom"], "did you mean 'uniform'"),
-        (["compare", "tests.tiny:dmeo", "--methods", "uniform"], "did you mean 'demo'?"),
         (
             ["search", "tests.tiny:demo", "--compression", 4, "--data", "no/such"],
             "expected a folder, got none; without",

@@ -75,7 +75,6 @@ WORK = {
     "evaluate": "jobs.artifact_jobs.run_evaluate",
     "export": "jobs.artifact_jobs.run_export",
     "package": "artifact.package.write_package",
-    "compare": "comparison.run.run_comparison",
     "report": "jobs.report_job.run_report",
 }
 """What does the work of each command."""

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.rivals.methods import METHODS, MethodTask, NotApplicableError, SizeNotMetError, trained_scheme
+from benchmarks.rivals.methods.method import MethodResult
+from benchmarks.rivals.streams import train_on_validation
 from dnis_torchrec.allocation.settings import NUM_BLOCKS
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import count_frequencies
-from dnis_torchrec.comparison.methods import METHODS, MethodTask, NotApplicableError, SizeNotMetError, trained_scheme
-from dnis_torchrec.comparison.methods.method import MethodResult
-from dnis_torchrec.comparison.streams import train_on_validation
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.search.global_blocks import global_blocks
 from dnis_torchrec.search.paper import PaperSettings
@@ -153,7 +153,7 @@ def test_what_no_method_foresees_is_no_reason_to_leave_a_row_empty(
     def of_another_backend(*_: object, **__: object) -> None:
         raise NotImplementedError("Could not run 'fbgemm::dense_embedding' with arguments from the 'CUDA' backend")
 
-    monkeypatch.setattr("dnis_torchrec.comparison.methods.dnis.search", of_another_backend)
+    monkeypatch.setattr("benchmarks.rivals.methods.dnis.search", of_another_backend)
     with pytest.raises(NotImplementedError, match="Could not run") as raised:
         run("dnis", tmp_path)
     assert not isinstance(raised.value, NotApplicableError)

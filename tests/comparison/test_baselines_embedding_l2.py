@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchrec.datasets.utils import Batch
 
-from dnis_torchrec.comparison.methods import METHODS
+from benchmarks.rivals.methods import METHODS
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from examples.models import FactorizationMachine
 from tests.comparison.test_baselines_methods import make_task

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.rivals.methods import METHODS, NotApplicableError, SizeNotMetError, low_rank, trained_scheme
 from dnis_torchrec import TrainTask
-from dnis_torchrec.comparison.methods import METHODS, NotApplicableError, SizeNotMetError, low_rank, trained_scheme
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.loop import PlainTraining, train_plainly

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.rivals.methods import METHODS, SizeNotMetError, magnitude, trained_scheme
+from benchmarks.rivals.methods.magnitude import NUM_STAGES, stage_sizes
+from benchmarks.rivals.methods.trained_scheme import row_blocks
+from benchmarks.rivals.streams import train_on_validation
 from dnis_torchrec import TrainTask
-from dnis_torchrec.comparison.methods import METHODS, SizeNotMetError, magnitude, trained_scheme
-from dnis_torchrec.comparison.methods.magnitude import NUM_STAGES, stage_sizes
-from dnis_torchrec.comparison.methods.trained_scheme import row_blocks
-from dnis_torchrec.comparison.streams import train_on_validation
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.training.evaluate import evaluate
 from tests.comparison.test_baselines_methods import CPU, DIM, make_task

@@ -12,10 +12,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
-from dnis_torchrec.comparison.methods import SizeNotMetError
-from dnis_torchrec.comparison.methods.mde import (
+from benchmarks.rivals.methods import SizeNotMetError
+from benchmarks.rivals.methods.mde import (
     MDE_SETTINGS,
     ROUNDINGS,
     TEMPERATURES,
@@ -25,7 +23,9 @@ from dnis_torchrec.comparison.methods.mde import (
     popularity,
     solve,
 )
-from dnis_torchrec.comparison.methods.projected import ProjectedEmbeddingBagCollection, project_
+from benchmarks.rivals.methods.projected import ProjectedEmbeddingBagCollection, project_
+from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
 from dnis_torchrec.search.budget import Budget, Size
 from tests.comparison.test_baselines_methods import make_task
 from tests.tiny import make_recipe
@@ -237,7 +237,7 @@ def test_projections_learn_at_the_tables_rate(gloo, tmp_path: Path, monkeypatch:
         project_(model, plan)
         initial.append({name: weight.detach().clone() for name, weight in model.named_parameters()})
 
-    monkeypatch.setattr("dnis_torchrec.comparison.methods.mde.project_", noting)
+    monkeypatch.setattr("benchmarks.rivals.methods.mde.project_", noting)
     task = make_task(tmp_path, 2, max_epochs=1, trials=1)
     slow = replace(task, build=lambda dim: replace(task.build(dim), dense_learning_rate=1e-6))
     found = dict(mde(slow).model.named_parameters())

@@ -14,8 +14,7 @@ from torch import nn
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec import TrainTask, export
-from dnis_torchrec.comparison.methods import (
+from benchmarks.rivals.methods import (
     METHODS,
     MethodResult,
     MethodTask,
@@ -24,7 +23,8 @@ from dnis_torchrec.comparison.methods import (
     magnitude,
     trained_scheme,
 )
-from dnis_torchrec.comparison.methods.nis.supernet import Supernet
+from benchmarks.rivals.methods.nis.supernet import Supernet
+from dnis_torchrec import TrainTask, export
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.training.evaluate import evaluate

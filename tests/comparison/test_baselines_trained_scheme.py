@@ -13,27 +13,21 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dnis_torchrec import export
-from dnis_torchrec.allocation.settings import NUM_BLOCKS
-from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.comparison.methods import METHODS, Method, SizeNotMetError, train_scheme
-from dnis_torchrec.comparison.methods.best_trial import best_of
-from dnis_torchrec.comparison.methods.random_search import random_dims
-from dnis_torchrec.comparison.methods.trained_scheme import (
+from benchmarks.rivals.methods import METHODS, Method, SizeNotMetError, train_scheme
+from benchmarks.rivals.methods.best_trial import best_of
+from benchmarks.rivals.methods.random_search import random_dims
+from benchmarks.rivals.methods.trained_scheme import (
     Candidate,
     columns_of_dims,
     prune_to_columns_,
     row_blocks,
     uniform_scheme_,
 )
-from dnis_torchrec.comparison.methods.uniform import (
-    dense_table_bytes,
-    smallest_dim,
-    uniform,
-    uniform_candidate,
-    uniform_grid,
-)
+from benchmarks.rivals.methods.uniform import dense_table_bytes, smallest_dim, uniform, uniform_candidate, uniform_grid
+from dnis_torchrec import export
+from dnis_torchrec.allocation.settings import NUM_BLOCKS
+from dnis_torchrec.blocks.blocking import blocks_from_counts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.search.budget import Budget, Size
 from tests.comparison.test_baselines_methods import DIM, build, make_task

@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from benchmarks.rivals.methods.method import Method, MethodTask, SizeNotMetError
+from benchmarks.rivals.methods.nis import nis_me, nis_se
+from benchmarks.rivals.methods.nis.affordable import most_probable_within, trim
+from benchmarks.rivals.methods.nis.controller import Controller
+from benchmarks.rivals.methods.nis.grid import Grid, multi_size_grid, single_size_grid
+from benchmarks.rivals.methods.nis.methods import chosen
+from benchmarks.rivals.methods.nis.supernet import Quality, Supernet, train_controller
+from benchmarks.rivals.methods.trained_scheme import prune_to_columns_
 from dnis_torchrec import export, load
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
-from dnis_torchrec.comparison.methods.method import Method, MethodTask, SizeNotMetError
-from dnis_torchrec.comparison.methods.nis import nis_me, nis_se
-from dnis_torchrec.comparison.methods.nis.affordable import most_probable_within, trim
-from dnis_torchrec.comparison.methods.nis.controller import Controller
-from dnis_torchrec.comparison.methods.nis.grid import Grid, multi_size_grid, single_size_grid
-from dnis_torchrec.comparison.methods.nis.methods import chosen
-from dnis_torchrec.comparison.methods.nis.supernet import Quality, Supernet, train_controller
-from dnis_torchrec.comparison.methods.trained_scheme import prune_to_columns_
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
 from dnis_torchrec.search.budget import Budget, Size
 from dnis_torchrec.selection.shards import collections, local_shards
@@ -329,7 +329,7 @@ def test_the_controller_learns_for_as_many_epochs_as_a_training_leaves(
         asked.append((warm_up_epochs, epochs))
         raise InterruptedError
 
-    monkeypatch.setattr("dnis_torchrec.comparison.methods.nis.methods.train_controller", watched)
+    monkeypatch.setattr("benchmarks.rivals.methods.nis.methods.train_controller", watched)
     with pytest.raises(InterruptedError):
         nis_se(replace(make_task(tmp_path, 4), max_epochs=max_epochs))
     assert asked == [expected]

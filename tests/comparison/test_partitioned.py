@@ -15,9 +15,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.comparison.methods import METHODS, NotApplicableError, SizeNotMetError
-from dnis_torchrec.comparison.methods.partitioned import QUOTIENT, Partition, is_partitioned, partition_
-from dnis_torchrec.comparison.methods.shared_rows import partitions
+from benchmarks.rivals.methods import METHODS, NotApplicableError, SizeNotMetError
+from benchmarks.rivals.methods.partitioned import QUOTIENT, Partition, is_partitioned, partition_
+from benchmarks.rivals.methods.shared_rows import partitions
 from dnis_torchrec.data.recipe import Recipe
 from tests.comparison.test_baselines_methods import CPU, build, make_task
 from tests.tiny import make_batch, make_collection

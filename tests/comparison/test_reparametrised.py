@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dnis_torchrec import TrainTask
-from dnis_torchrec.comparison.methods import METHODS, NotApplicableError, pep
-from dnis_torchrec.comparison.methods.reparametrised import (
+from benchmarks.rivals.methods import METHODS, NotApplicableError, pep
+from benchmarks.rivals.methods.reparametrised import (
     RoundedRows,
     ThresholdedTables,
     rounded,
@@ -21,6 +20,7 @@ from dnis_torchrec.comparison.methods.reparametrised import (
     threshold_gradients,
     thresholded,
 )
+from dnis_torchrec import TrainTask
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.search.pruning import keep_largest_
 from dnis_torchrec.selection.shards import TableShard

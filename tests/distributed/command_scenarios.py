@@ -1,11 +1,10 @@
-"""What ranks do as `dnis prune`, `export`, `verify` and `compare`; judged in test_command_ranks.py."""
+"""What ranks do as `dnis prune`, `export`, and `verify`; judged in test_command_ranks.py."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,24 +17,17 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from dnis_torchrec.cli import app
-from dnis_torchrec.comparison import processes
-from dnis_torchrec.comparison import run as run_module
-from dnis_torchrec.comparison.run import run_comparison
 from dnis_torchrec.jobs import model_shards
 from dnis_torchrec.jobs.artifact_jobs import run_export
 from dnis_torchrec.jobs.model_shards import shard_name
 from dnis_torchrec.jobs.prune_job import run_prune
 from dnis_torchrec.jobs.run_folder import RunFolder
-from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.jobs.stored_tensors import StoredTensor
 from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.settings import PruneSettings
-from tests.comparison.test_comparison import make_comparison
-from tests.comparison_stand_ins import STAND_IN
 from tests.distributed.compress_job_scenarios import RECIPE
 from tests.distributed.harness import Rank, Results
 from tests.distributed.pruning_scenarios import outcome_of
-from tests.searched_runs import quick_job
 
 SMALLER = 5.5
 PRUNE = ("prune", "{run}", "--compression", str(SMALLER), "--out")
@@ -125,27 +117,7 @@ def commands(at: Rank, run: Path, another: Path, names: tuple[str, ...]) -> Resu
         return run_commands(at.folder, run, another, names)
 
 
-def compared(at: Rank, out: Path) -> Results:
-    """A comparison whose cells are done by stand-ins, twice: one that crashed is done again."""
-    comparison = make_comparison(out, methods=("dnis",), sizes=(2.0, 3.0), seeds=(0, 1), jobs=1)
-    told = []
-    with of_torchrun(at), patch.object(processes, "COMMAND", (sys.executable, "-c", STAND_IN)):
-        own: list[list[str]] = []
-        run_cells = run_module.run_cells
-
-        def running(folders: list[Path], **settings: Any) -> None:
-            own.append([folder.name for folder in folders])
-            run_cells(folders, **settings)
-
-        with patch.multiple(run_module, run_cells=running, write_comparison=lambda file, content: None):
-            for _ in range(2):
-                found = run_comparison(comparison)
-                told.append([[row.reason for row in found.content.rows], [cell.name for cell in found.crashes]])
-                (out / "calm").touch()
-    return {"own": own, "told": told}
-
-
-def refusals(at: Rank, run: Path, another: Path, out: Path) -> Results:
+def refusals(at: Rank, run: Path, another: Path) -> Results:
     """Things that go wrong on rank 1 alone, and what no ranks can do: all of them say so, and nothing is left."""
     missing, target = at.folder / "none", at.folder / "refused"
     own = run if at.rank == 0 else missing
@@ -154,14 +126,11 @@ def refusals(at: Rank, run: Path, another: Path, out: Path) -> Results:
         "pruned": outcome_of(lambda: run_prune(own, None, target, **cut)),
         "exported": outcome_of(lambda: run_export(own, target)),
         "`dnis export`": outcome_of(lambda: run_export(run, target, scipy_formats=("csr",))),
-        "`dnis search`": outcome_of(lambda: run_search(quick_job(target, baselines=("dense",)))),
     }
     with patch.object(model_shards, "put_file", _full if at.rank == 1 else model_shards.put_file):
         found["full"] = outcome_of(lambda: run_prune(run, None, target, **cut))
     with patch.object(RunFolder, "alpha", _full if at.rank == 1 else RunFolder.alpha):
         found["half a run"] = outcome_of(lambda: run_prune(run, None, target, **cut))
-    apart = make_comparison(out if at.rank == 0 else out.parent / "apart" / "out", methods=("dnis",), sizes=(2.0,))
-    found["compared"] = outcome_of(lambda: run_comparison(apart))
     dist.barrier()
     found["left"] = sorted(path.name for path in at.folder.iterdir() if "refused" in path.name)
     return found

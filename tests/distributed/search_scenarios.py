@@ -210,7 +210,7 @@ def uneven(rank: Rank) -> dict[str, Any]:
 
 
 def jobs(rank: Rank) -> dict[str, Any]:
-    """`dnis search` as the launcher runs it on every rank; again over its own run, and with a baseline."""
+    """`dnis search` as the launcher runs it on every rank; again over its own run."""
 
     def job(name: str, **options: Any) -> list[ReportRow]:
         given = {"recipe": "tests.tiny:demo", "data": None, "compression": SIZE, "settings": SHORT}
@@ -221,7 +221,6 @@ def jobs(rank: Rank) -> dict[str, Any]:
     return {
         "metrics": dict(row.metrics),
         "again": outcome_of(lambda: job("run")),
-        "baseline": outcome_of(lambda: job("other", baselines=("dense",))),
         "apart": outcome_of(lambda: job(f"apart{rank.rank}")),
         "is_left": (rank.folder / "apart0").exists(),
     }

@@ -13,8 +13,7 @@ from dnis_torchrec.artifact.verify import verify
 from dnis_torchrec.jobs.artifact_jobs import run_evaluate
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.jobs.search_job import run_search
-from tests.comparison_stand_ins import make_out
-from tests.distributed.command_scenarios import COMMANDS, commands, compared, refusals, run_commands, spread_run
+from tests.distributed.command_scenarios import COMMANDS, commands, refusals, run_commands, spread_run
 from tests.distributed.compress_job_scenarios import RECIPE, ROWS
 from tests.distributed.harness import RankResults, run_on_ranks
 from tests.documents import table_rows
@@ -40,12 +39,7 @@ def runs(gloo, no_images, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 @pytest.fixture(scope="module")
 def ranks(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> RankResults:
     """All scenarios on two ranks."""
-    out = make_out(tmp_path_factory.mktemp("compared"))
-    scenarios = {
-        "commands": partial(commands, **runs, names=tuple(COMMANDS)),
-        "compared": partial(compared, out=out),
-        "refusals": partial(refusals, **runs, out=out),
-    }
+    scenarios = {"commands": partial(commands, **runs, names=tuple(COMMANDS)), "refusals": partial(refusals, **runs)}
     return run_on_ranks(2, scenarios, tmp_path_factory.mktemp("ranks"))
 
 
@@ -139,28 +133,15 @@ def test_together_ranks_read_each_value_of_a_table_once(on_ranks: RankResults) -
         assert max(read) < NUM_VALUES, name
 
 
-def test_cells_of_a_comparison_are_dealt_out_and_only_crashed_ones_run_again(ranks: RankResults) -> None:
-    first, second = ranks["compared"]
-    cells = [
-        f"{name}-seed{seed}" for seed in (0, 1) for name in ("dense", "dense+validation", "dnis-size2", "dnis-size3")
-    ]
-    crashed = [name for name in cells if "size3" in name]
-    assert first["own"] == [cells[::2], crashed[:1]]
-    assert second["own"] == [cells[1::2], crashed[1:]]
-    assert first["told"] == second["told"]
-    assert [failed for _, failed in first["told"]] == [crashed, []]
-
-
 def test_what_goes_wrong_on_one_rank_stops_all_and_leaves_nothing(ranks: RankResults) -> None:
     for rank, own in enumerate(ranks["refusals"]):
         named = "" if rank == 1 else "rank 1: "
         for what in ("pruned", "exported"):
             assert own[what].startswith(f"ValueError: {named}run folder {ranks.folder}/none: expected a folder written")
-        for command in ("`dnis export`", "`dnis search`"):
+        for command in ("`dnis export`",):
             remedy = LIMITS[command][-1].partition(" is refused: ")[2]
             assert own[command].endswith(f": supported is one process, got 2 ranks; {remedy}")
         assert own["full"].startswith(f"RunWriteError: run folder {ranks.folder}/refused: expected to write the pruned")
         assert f"got {named}[Errno 28] No space left on device" in own["full"]
         assert own["half a run"].endswith(f"{named}[Errno 28] No space left on device")
-        assert "expected the folder that rank 0 writes to, on storage that all hosts have mounted" in own["compared"]
         assert own["left"] == []

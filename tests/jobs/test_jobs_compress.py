@@ -14,8 +14,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import save as save_checkpoint
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec.allocation.axes import has_axes
 from dnis_torchrec.artifact import load, load_dense_state, read_manifest, read_scheme
@@ -26,7 +24,6 @@ from dnis_torchrec.jobs.compress_job import CompressJob, run_compress
 from dnis_torchrec.jobs.report_job import run_report
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
 from dnis_torchrec.jobs.search_job import run_search
-from dnis_torchrec.jobs.stored_rows import in_rows
 from dnis_torchrec.jobs.train_job import TrainJob, run_train
 from dnis_torchrec.report.compression_content import CompressionContent
 from dnis_torchrec.training.evaluate import evaluate
@@ -68,7 +65,7 @@ def test_each_size_is_an_artifact_that_serves_what_its_row_says(
     assert (before["method"], before["compression"], before["bytes"]) == ("uncompressed", 1.0, DENSE_BYTES)
     assert before["metrics"] == pytest.approx(RunFolder.open(run).read_head()["metrics"], abs=1e-6)
     assert before["selection"].keys() == before["metrics"].keys()
-    assert [row["method"] for row in rows] == ["compress", "compress", "int8 rows", "int4 rows"]
+    assert [row["method"] for row in rows] == ["compress", "compress", "int8 rows", "int4 rows", "cut axes", "cut axes"]
     for row, size in zip(rows[:2], SIZES, strict=True):
         served, path = load(out / f"x{size:g}", form="packed"), out / f"x{size:g}"
         assert (row["method"], row["name"], row["seed"]) == ("compress", path.name, 0)
@@ -92,28 +89,18 @@ def test_beside_stand_the_models_own_rows_in_int8_and_int4_as_an_artifact_serves
     _, content = compressed
     forms = ("dense_int8", "dense_int4")
     run_export(run, tmp_path / "rows", forms=forms)
-    for row, form in zip(content.compared, forms, strict=True):
+    for row, form in zip(content.compared[:2], forms, strict=True):
         assert row.bytes == read_scheme(tmp_path / "rows").served_bytes(form)
         assert row.compression == pytest.approx(DENSE_BYTES / row.bytes)
         plain = drop_in_(demo(None).model, tmp_path / "rows", form=form)
         served = evaluate(TrainTask(plain, nn.BCEWithLogitsLoss()), demo(None).data.test, nn.BCEWithLogitsLoss(), CPU)
         assert row.metrics == pytest.approx(served, abs=1e-6)
     assert content.compared[1].metrics != content.uncompressed.metrics
+    for row, size in zip(content.compared[2:], SIZES, strict=True):
+        assert row.bytes <= DENSE_BYTES / size
+        assert row.compression == pytest.approx(DENSE_BYTES / row.bytes)
     alone = run_compress(job(run, tmp_path / "alone", baselines=False))
     assert [row.method for row in alone.rows] == ["uncompressed", "compress", "compress"]
-
-
-def test_tables_of_a_single_column_and_those_left_alone_have_rows_beside_them_too() -> None:
-    """FBGEMM's rows hold neither: columns then have scales of their own, and what is left alone is exact."""
-    torch.manual_seed(0)
-    wide = EmbeddingBagConfig(name="wide", num_embeddings=9, embedding_dim=8, feature_names=["a"])
-    narrow = EmbeddingBagConfig(name="narrow", num_embeddings=7, embedding_dim=1, feature_names=["b"])
-    model = nn.ModuleDict({"wide": EmbeddingBagCollection([wide]), "narrow": EmbeddingBagCollection([narrow])})
-    made = in_rows(model, "int4", ["wide"])
-    assert (made.form, made.precision) == ("packed", "codes")
-    assert made.scheme.tables["wide"].bits.unique().tolist() == [32]
-    assert made.scheme.tables["narrow"].bits.unique().tolist() == [4]
-    assert in_rows(model, "int4").scheme.tables["wide"].bits.unique().tolist() == [4]
 
 
 def test_the_page_says_what_the_rows_do(compressed: tuple[Path, CompressionContent]) -> None:

@@ -19,10 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec import Size
 from dnis_torchrec.blocks.counts import count_frequencies
-from dnis_torchrec.comparison.methods import METHODS, MethodResult, MethodTask
-from dnis_torchrec.comparison.methods.method import served_in
-from dnis_torchrec.data.recipe import TrainTask, build_recipe
-from dnis_torchrec.forms import PRECISIONS
+from dnis_torchrec.data.recipe import build_recipe
 from dnis_torchrec.jobs import run_folder
 from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
 from dnis_torchrec.jobs.progress import _StopRequest
@@ -36,7 +33,6 @@ from dnis_torchrec.search.settings import PruneSettings
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.training.checkpoint import LocalCheckpointFolder
-from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.settings import Saving
 from tests.searched_runs import QUICK
@@ -147,54 +143,6 @@ def test_resume_begins_a_run_and_leaves_a_finished_one(whole: Path, tmp_path: Pa
     resuming = job(out, saving=Saving(resume=True))
     first = run_search(resuming)
     assert run_search(resuming) == first
-    with_uniform = dataclasses.replace(resuming, baselines=("uniform",))
-    rows = run_search(with_uniform)
-    assert [row.method for row in rows] == ["dnis", "uniform"]
-    assert rows[0] == first[0]
-    assert run_search(with_uniform) == rows
-
-
-def test_a_baseline_has_the_precision_that_serves_best_on_selection(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of those that `dnis compare` tries, at the same bytes."""
-    shutil.copytree(whole, tmp_path / "run")
-    made: list[MethodResult] = []
-    own = METHODS["uniform"]
-
-    @served_in(*PRECISIONS)
-    def noted(task: MethodTask) -> MethodResult:
-        made.append(own(task))
-        return made[-1]
-
-    monkeypatch.setitem(METHODS, "uniform", noted)
-    _, row = run_search(job(tmp_path / "run", baselines=("uniform",), saving=Saving(resume=True)))
-    assert [result.precision for result in made] == ["fp32", "int8", "int4"]
-    recipe = build_recipe("tests.tiny:demo", None, seed=0)
-    losses = []
-    for result in made:
-        with result.served(CPU) as model:
-            losses.append(evaluate(TrainTask(model, recipe.loss), recipe.data.selection, recipe.loss, CPU)["loss"])
-    best = made[losses.index(min(losses))]
-    assert row.compression == 4 * 416 / best.embedding_bytes()
-    assert best.form in row.bytes
-
-
-def test_a_baseline_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
-        raise RuntimeError("not today")
-
-    asked = job(tmp_path / "run", baselines=("dense", "uniform"))
-    with monkeypatch.context() as patch:
-        patch.setitem(METHODS, "uniform", fails)
-        with pytest.raises(RuntimeError, match="not today"):
-            run_search(asked)
-    kept = RunFolder(tmp_path / "run").rows()
-    assert [row.method for row in kept] == ["dnis", "dense"]
-    monkeypatch.setitem(METHODS, "dense", fails)
-    rows = run_search(dataclasses.replace(asked, saving=Saving(resume=True)))
-    assert [row.method for row in rows] == ["dnis", "dense", "uniform"]
-    assert rows[:2] == list(kept)
 
 
 def test_other_settings_are_refused_by_name(whole: Path) -> None:

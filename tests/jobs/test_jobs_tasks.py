@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from dnis_torchrec.artifact.verify import verify
-from dnis_torchrec.comparison.methods import METHODS
-from dnis_torchrec.comparison.methods.method import MethodTask, NotApplicableError, result_row
-from dnis_torchrec.comparison.methods.nis.supernet import Quality
-from dnis_torchrec.comparison.plan import Comparison, recipe_facts
 from dnis_torchrec.jobs.artifact_jobs import recipe_of_artifact, run_evaluate, run_export
 from dnis_torchrec.jobs.compress_job import CompressJob, run_compress
 from dnis_torchrec.jobs.report_job import run_report
@@ -20,7 +15,7 @@ from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.jobs.train_job import TrainJob, run_train
 from tests.searched_runs import quick_job, without_images
-from tests.tiny_tasks import METRICS, two_tasks
+from tests.tiny_tasks import METRICS
 
 CPU = torch.device("cpu")
 RECIPE = "tests.tiny_tasks:two_tasks"
@@ -76,24 +71,3 @@ def test_a_search_keeps_both_predictions(gloo, tmp_path: Path) -> None:
     assert "rating_mse" in page
     assert "selection click_auc" in page
     assert "selection loss" not in page
-
-
-def test_a_method_gets_a_row_of_both_predictions(gloo, tmp_path: Path) -> None:
-    out = tmp_path / "compare"
-    facts = recipe_facts(Comparison(recipe=RECIPE, data=None, out=out, methods=("uniform",), sizes=(2.0,)))
-    assert (facts.primary_metric, facts.higher_is_better) == ("click_auc", True)
-    assert (facts.settings["loss"], facts.settings["stop_on"]) == ("ClickAndRating", "click_auc")
-    json.dumps(facts.rules())
-    recipe = two_tasks(None)
-    task = MethodTask(
-        build=lambda dim: two_tasks(None, embedding_dim=dim), compression=2.0, seed=0, device=CPU, folder=tmp_path
-    )
-    made = METHODS["uniform"](task)
-    row = result_row("uniform", made, recipe, recipe.data.test, seed=0, device=CPU)
-    assert set(row.metrics) == METRICS
-    assert -1 < made.selection_loss < -0.5
-
-
-def test_a_reward_of_one_prediction_knows_no_tasks() -> None:
-    with pytest.raises(NotApplicableError, match="reward: supported are recipes with a loss of one prediction, got Cl"):
-        Quality(two_tasks(None))

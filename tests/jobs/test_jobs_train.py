@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from dnis_torchrec.comparison.methods import METHODS, MethodTask
-from dnis_torchrec.data.recipe import TrainTask, build_recipe
+from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.jobs import train_job
 from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
 from dnis_torchrec.jobs.prune_job import run_prune
@@ -63,24 +61,6 @@ def test_what_is_exported_and_evaluated_is_the_model_that_was_trained(run: Path,
         assert found["metrics"] == pytest.approx(reported, abs=1e-6)
         assert found["compression"] == 4 * 416 / found["bytes"]["mixed_dimension_fp32"]
         assert (found["parameters"], found["bytes"]["dense_fp32"]) == (416, 4 * 416)
-
-
-def test_the_row_of_dense_is_that_of_the_same_training(gloo, tmp_path: Path) -> None:
-    """Of a recipe without a penalty, at the same seed."""
-    row = run_train(job(tmp_path / "run", embedding_l2=None, seed=3))
-    torch.manual_seed(3)
-    task = MethodTask(
-        build=lambda dim: build_recipe("tests.tiny:demo", None, seed=3, embedding_dim=dim),
-        compression=1,
-        seed=3,
-        device=torch.device("cpu"),
-        folder=tmp_path,
-        max_epochs=4,
-    )
-    dense = METHODS["dense"](task)
-    found = RunFolder.open(tmp_path / "run").read_head()["history"]
-    assert min(record["selection_loss"] for record in found) == pytest.approx(dense.selection_loss, abs=1e-6)
-    assert row.seed == 3
 
 
 def test_settings_of_the_job_take_the_place_of_the_recipes(gloo, tmp_path: Path, monkeypatch) -> None:

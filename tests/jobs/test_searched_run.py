@@ -31,9 +31,9 @@ SETTINGS = ("--compression", COMPRESSION, "--embedding-dim", EMBEDDING_DIM, "--n
 
 @pytest.fixture(scope="module")
 def run(gloo, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short search, and uniform tables beside it."""
+    """A short search."""
     out = tmp_path_factory.mktemp("searched") / "run"
-    short = ("--epochs", 2, "--patience", 1, "--baseline", "uniform")
+    short = ("--epochs", 2, "--patience", 1)
     done = dnis("search", "tests.tiny:demo", "--out", out, *SETTINGS, *short)
     assert done.returncode == 0, done.stderr
     for phase in ("plain", "ramp", "release"):
@@ -63,18 +63,13 @@ def test_a_run_says_how_it_was_searched_and_which_of_two_it_holds(run: Path) -> 
 
 
 def test_its_rows_count_the_bytes_that_are_served(run: Path) -> None:
-    found, *beside, uniform = json.loads((run / "report.json").read_text())["rows"]
+    found, *beside = json.loads((run / "report.json").read_text())["rows"]
     assert [row["method"] for row in beside] == ["uncompressed", "int8 rows", "int4 rows"]
-    assert [list(row["bytes"])[-1] for row in beside] == ["dense_fp32", "dense_int8", "dense_int4"]
     plain, int8, int4 = (row["metrics"]["loss"] for row in beside)
     assert 0 < abs(int8 - plain) < abs(int4 - plain) < 0.02
     dense = 4 * EMBEDDING_DIM * sum(ROWS.values())
     assert found["compression"] == dense / found["bytes"]["packed"]
     assert COMPRESSION <= found["compression"] < 1.2 * COMPRESSION
-    assert uniform["method"] == "uniform"
-    [served] = set(uniform["bytes"]) & {f"dense_{precision}" for precision in ("int8", "int4")} or {"dense_fp32"}
-    assert uniform["compression"] == dense / uniform["bytes"][served]
-    assert uniform["bytes"][served] <= 1.02 * found["bytes"]["packed"]
 
 
 def test_its_artifact_serves_just_what_was_found(run: Path, tmp_path: Path) -> None:
@@ -109,9 +104,7 @@ def test_its_curves_are_of_numbers_alone(run: Path) -> None:
     assert len(log.Scalars("loss/selection")) == len(head_of(run)["history"])
 
 
-def test_the_largest_compression_that_is_named_can_be_met_and_a_baseline_says_that_it_cannot(
-    gloo, no_images, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_largest_compression_that_is_named_can_be_met(gloo, no_images, tmp_path: Path) -> None:
     job = quick_job(tmp_path / "run", compression=1e5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(started_search, "shard", None)  # nothing gets so far as to train
@@ -121,9 +114,8 @@ def test_the_largest_compression_that_is_named_can_be_met_and_a_baseline_says_th
             run_search(job)
     assert not job.out.exists()
     named = float(re.search(r"at most ([\d.]+)", str(told.value)).group(1))
-    (row,) = run_search(quick_job(tmp_path / "run", compression=named, baselines=("uniform",)))
+    (row,) = run_search(quick_job(tmp_path / "run", compression=named))
     assert row.compression >= named
-    assert "baseline uniform has no row: fp32: uniform: expected at least" in caplog.text
 
 
 def test_a_search_that_gained_nothing_says_so_and_holds_plain_training_compressed(

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,7 @@ import torch
 from PIL import Image
 
 from dnis_torchrec.report import RowDistribution, write_report
-from dnis_torchrec.report.compare_page import write_comparison
 from dnis_torchrec.report.tables import PLUS_MINUS, TIMES
-from tests.comparison.test_comparison import make_content as make_comparison_content
-from tests.comparison.test_comparison import make_rows as make_comparison_rows
 from tests.report.test_report import make_content, make_row
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -203,25 +199,6 @@ def test_every_figure_is_drawn_readable_and_nothing_is_loaded(browser: Browser, 
     assert [url for url in browser.requests if not url.startswith("data:image/")] == [page.as_uri()]
 
 
-@pytest.fixture(scope="module")
-def comparison_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a comparison, with a method that has its second row and one that has none of its seeds."""
-    content = make_comparison_content(make_comparison_rows(dnis_0="E: no", dnis_1="E: no", dnis_2="E: no"))
-    return write_comparison(tmp_path_factory.mktemp("page") / "comparison.html", content)
-
-
-@pytest.fixture(scope="module")
-def awkward_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a comparison with ten metrics and words that are longer than a narrow page is wide."""
-    names = [f"{name}@{k}" for name in ("recall", "mrr", "ndcg") for k in (1, 5, 10)]
-    rows = []
-    for row in make_comparison_rows(dnis_1=f"{'company.recommendation.' * 4}errors.FeatureStoreUnavailableError: no"):
-        lines = (replace(line, metrics=line.metrics | dict.fromkeys(names, 0.5)) for line in row.group.rows)
-        rows.append(replace(row, group=replace(row.group, rows=tuple(lines))))
-    content = replace(make_comparison_content(tuple(rows)), recipe=f"{'company.recommendation.' * 4}recipes:two_tower")
-    return write_comparison(tmp_path_factory.mktemp("page") / "comparison.html", content)
-
-
 def overflows(browser: Browser) -> list[float]:
     """By how much every table is wider than its frame."""
     return browser.evaluate("[...document.querySelectorAll('.scroll')].map(s => s.scrollWidth - s.clientWidth)")
@@ -260,14 +237,6 @@ def test_a_printed_table_loses_no_column(browser: Browser, awkward_page: Path) -
         browser.command("Emulation.setEmulatedMedia", media="")
 
 
-@pytest.mark.parametrize("dark", [False, True])
-def test_the_text_of_a_comparison_stands_out_from_what_is_behind_it(
-    browser: Browser, comparison_page: Path, dark: bool
-) -> None:
-    browser.show(comparison_page, dark=dark)
-    assert_text_stands_out(browser)
-
-
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 def test_pointing_at_a_mark_tells_its_numbers(browser: Browser, page: Path, width: int) -> None:
     browser.show(page, width=width)
@@ -293,7 +262,7 @@ def test_pointing_at_a_mark_tells_its_numbers(browser: Browser, page: Path, widt
 
 
 @pytest.mark.parametrize("width", [WIDE, NARROW])
-@pytest.mark.parametrize("which", ["page", "comparison_page", "awkward_page"])
+@pytest.mark.parametrize("which", ["page"])
 def test_words_of_a_chart_are_whole_and_apart_and_nothing_scrolls_sideways(
     browser: Browser, which: str, width: int, request: pytest.FixtureRequest
 ) -> None:

@@ -14,8 +14,6 @@ from dnis_torchrec.allocation.axes import rotation_groups, with_axes_
 from dnis_torchrec.allocation.compress import compress, packed_collections
 from dnis_torchrec.artifact.verify import verify
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.comparison.methods import METHODS, NotApplicableError
-from dnis_torchrec.comparison.methods.precisions import best_precision
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.forms import PACKED
 from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
@@ -28,7 +26,6 @@ from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.streaming.checked_counts import count_training_data
-from tests.comparison.test_baselines_methods import make_task
 from tests.searched_runs import quick_job
 from tests.tiny import ROWS, make_recipe
 
@@ -103,20 +100,6 @@ def test_compress_keeps_every_bit_of_a_table_left_alone() -> None:
 def test_a_size_that_a_table_left_alone_does_not_leave_is_refused_before_training(gloo, tmp_path: Path) -> None:
     with pytest.raises(SizeOutOfReachError, match=r"^compression: expected at most [23]\.\d+ for these tables"):
         search(genre_alone(), 20.0, tmp_path, CPU)
-
-
-def test_methods_leave_it_alone_or_do_not_apply(gloo, tmp_path: Path) -> None:
-    task = make_task(tmp_path, SIZE, make=lambda dim: genre_alone(embedding_dim=dim), max_epochs=1)
-    leaving = {"dense", "compress", "dnis"}
-    for name in sorted(set(METHODS) - leaving):
-        with pytest.raises(
-            NotApplicableError, match=r"^Recipe\.leave_alone: supported are recipes without .*, got genre"
-        ):
-            best_precision(METHODS[name], task, ["fp32"])
-    made = {name: best_precision(METHODS[name], task, ["codes"]) for name in ("compress", "dnis")}
-    for name, result in made.items():
-        assert result.scheme.tables[ALONE].bits.tolist() == [[32] * 8], name
-        assert result.embedding_bytes() <= task.embedding_bytes()
 
 
 def test_a_run_is_exported_and_verified_with_it_and_not_pruned(gloo, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ With the caches of `row_caches` here; with FBGEMM's own, on GPUs, in distributed
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from dnis_torchrec.allocation.axes import rotate_
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import count_frequencies
-from dnis_torchrec.comparison.methods.magnitude import MagnitudePruning
-from dnis_torchrec.comparison.settings import TrainingRules
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.search import started as started_module
 from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
@@ -180,17 +177,14 @@ def test_whoever_writes_to_tables_finds_their_rows_there_and_leaves_no_older_one
     assert all(cache.events == ["flush", "purge"] for cache in caches)
 
 
-@pytest.mark.parametrize("write_", ["fold_", "mask", "rotate_", "load_checkpoint", "magnitude"])
+@pytest.mark.parametrize("write_", ["fold_", "mask", "rotate_", "load_checkpoint"])
 def test_everything_that_writes_to_tables_says_so(
     gloo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, write_: str
 ) -> None:
     recipe, model, optimizer, caches = prepared(cached=True)
     tables = table_configs(recipe.model)
     counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
-    mask, magnitude = RetainedMask(model), sys.modules[MagnitudePruning.__module__]
-    monkeypatch.setattr(magnitude, "shard", lambda *_: (model, optimizer))
-    monkeypatch.setattr(magnitude, "train_plainly", lambda *_, **__: None)
-    pruning = MagnitudePruning(recipe.model, recipe, device=CPU, folder=tmp_path, rules=TrainingRules(patience=1))
+    mask = RetainedMask(model)
     save_checkpoint(tmp_path / "saved", model)
     for cache in caches:
         cache.events.clear()
@@ -199,7 +193,6 @@ def test_everything_that_writes_to_tables_says_so(
         "mask": mask.hold_,
         "rotate_": lambda: rotate_(model, counts, optimizer),
         "load_checkpoint": lambda: load_checkpoint(tmp_path / "saved", model),
-        "magnitude": lambda: pruning.prune_(40),
     }[write_]()
     for cache in caches:
         assert cache.events.index("flush") < cache.events.index("purge")

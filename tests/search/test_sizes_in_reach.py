@@ -17,9 +17,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.comparison.cells import Cell, CellTask
-from dnis_torchrec.comparison.registry import REGISTRY
-from dnis_torchrec.comparison.worker import run_cell
 from dnis_torchrec.forms import PACKED
 from dnis_torchrec.search import started as started_module
 from dnis_torchrec.search.budget import Size, SizeOutOfReachError, check_compresses
@@ -153,15 +150,3 @@ def test_unfit_options_are_refused_before_a_table_changes(options: dict, message
     with pytest.raises(ValueError, match=f"^{message}"):
         prune(model, blocks, counts, **options)
     assert (model.embedding_bags["a"].weight == 1).all()
-
-
-@pytest.mark.parametrize(("method", "size"), [("no-embeddings", None), ("uniform", 2.0)])
-def test_a_cell_without_embeddings_has_a_result_and_nothing_to_export(
-    gloo, tmp_path: Path, method: str, size: float | None
-) -> None:
-    rules = {"recipe": "tests.tiny:demo", "patience": 1, "max_epochs": 1, "trials": None}
-    cell = Cell(method=method, size=size, seed=0)
-    CellTask(cell=cell, rules=rules, registry=REGISTRY, cells_at_once=1, artifact=True).write(tmp_path / "cell")
-    result = run_cell(tmp_path / "cell")
-    assert result.trained is not None
-    assert (tmp_path / "cell" / "artifact").exists() == (result.trained.row.parameters > 0) == (size is not None)

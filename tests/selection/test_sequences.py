@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given
@@ -14,8 +12,6 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.comparison.methods.partitioned import partition_
-from dnis_torchrec.comparison.methods.projected import project_
 from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
 from dnis_torchrec.selection import alpha
 from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, shard_model
@@ -258,15 +254,6 @@ def test_columns_of_several_widths(gloo: object) -> None:
     message = r"table 'shop': expected columns in shards of 4, as the other tables .*, got \[8\]; give all of them one"
     with pytest.raises(ValueError, match=message):
         shard_model(model, torch.device("cpu"), plan, sharders)
-
-
-@pytest.mark.parametrize(
-    ("change", "what"), [(lambda m: partition_(m, {}), "partitioned"), (lambda m: project_(m, None), "projected")]
-)
-def test_methods_that_know_pooled_tables_alone(change: Callable[[nn.Module], None], what: str) -> None:
-    message = rf"FQN 'tables': supported by {what} tables are EmbeddingBagCollections, got EmbeddingCollection"
-    with pytest.raises(NotImplementedError, match=message):
-        change(sequences(prepared=False))
 
 
 def test_pooled_serving_takes_no_unpooled_table() -> None:

@@ -23,9 +23,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
-from dnis_torchrec.comparison.methods.method import MethodTask
-from dnis_torchrec.comparison.methods.uniform import dense
-from dnis_torchrec.comparison.plan import Comparison, recipe_facts
 from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.final_sigmoid import ends_in_sigmoid
 from dnis_torchrec.data.lookup_batches import LookupBatches, for_lookup
@@ -142,17 +139,6 @@ def test_bad_batches_of_any_split_are_refused_before_training(
         search(recipe, 4.0, tmp_path, CPU, settings=QUICK)
 
 
-@pytest.mark.parametrize(("change", "message"), WRONG)
-def test_a_comparison_refuses_them_before_its_cells(
-    tmp_path: Path, change: Callable[[Batch], Batch], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = with_split(make_recipe(), "test", change, last_only=True)
-    monkeypatch.setattr("dnis_torchrec.comparison.plan.build_recipe", lambda *_, **__: recipe)
-    comparison = Comparison(recipe="tests.tiny:demo", data=None, out=tmp_path / "c", methods=("uniform",), sizes=(2.0,))
-    with pytest.raises(ValueError, match=f"^test batch 1{message}"):
-        recipe_facts(comparison)
-
-
 def test_a_batch_without_samples_of_a_later_epoch_is_named() -> None:
     batches = LookupBatches(Repeatable([make_batch(4, 0), no_samples(make_batch(4, 1))]), "train")
     with pytest.raises(ValueError, match=r"^train batch 1: expected at least one sample, got none"):
@@ -220,21 +206,6 @@ def test_ids_of_any_width_are_searched_and_evaluated_alike(gloo, tmp_path: Path,
         metrics = evaluate(TrainTask(outcome.model, recipe.loss), recipe.data.test, recipe.loss, CPU)
         results.append((metrics, outcome.history, outcome.scheme.parameters))
     assert results[0] == results[1]
-
-
-@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
-def test_ids_of_any_width_are_trained_plainly_alike(gloo, tmp_path: Path, optimizer: str) -> None:
-    results = []
-    for dtype in (torch.int64, torch.int8, torch.uint32):
-        folder = tmp_path / str(dtype)
-        folder.mkdir()
-
-        def build(embedding_dim: int | None, dtype: torch.dtype = dtype) -> Recipe:
-            return everywhere(make_recipe(optimizer=optimizer, embedding_dim=embedding_dim), narrow(dtype))
-
-        task = MethodTask(build=build, compression=1, seed=0, device=CPU, folder=folder, max_epochs=2)
-        results.append(dense(task).selection_loss)
-    assert len(set(results)) == 1
 
 
 class Weighted(nn.Module):
