@@ -27,7 +27,7 @@ from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data.files import write_json
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
-FORMS = ("csr_fp32", "csr_int8", "mixed_dimension_fp32")
+FORMS = ("packed", "mixed_dimension")
 EMBEDDING_DIM, RETAINED = 32, 16
 BYTES_PER_ROW = 4 * RETAINED
 """Bytes of a row's values in float32: every form's files take at least these, except int8."""

@@ -27,7 +27,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.files import output_file
-from dnis_torchrec.artifact import load, load_csr, read_manifest, read_scheme, write_artifact
+from dnis_torchrec.artifact import exact_rows, load, read_manifest, read_scheme, write_artifact
 from dnis_torchrec.artifact.package import FlatModel, Signature, load_package, write_package
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data.files import write_json
@@ -43,7 +43,7 @@ NUM_EMBEDDINGS = (
 EMBEDDING_DIM, NUM_DENSE = 64, 13
 DIMS_OF_BLOCKS = (20, 10, 6, 4, 3, 2)
 BATCH_SIZES = (1, 64, 1024, 4096)
-FORMS = ("csr_fp32", "mixed_dimension_fp32", "csr_int8")
+FORMS = ("packed",)
 
 Models = dict[str, Callable[..., Tensor]]
 """Name -> model of flat inputs."""
@@ -184,9 +184,10 @@ def prepare(artifact: Path | None, data: Path | None, folder: Path, forms: Seque
     run = read_manifest(artifact)["run"]
     model = build_recipe_again(run["recipe"], data, run).model
     collection = model.get_submodule(COLLECTION)
+    rows = exact_rows(artifact)
     for name, bag in collection.embedding_bags.items():
         with torch.no_grad():
-            bag.weight.copy_(load_csr(artifact, name).to_dense())
+            bag.weight.copy_(rows[name](0, len(bag.weight)))
     return model.eval(), artifact
 
 

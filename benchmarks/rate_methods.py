@@ -27,8 +27,8 @@ from benchmarks.rivals.methods.method import MethodResult
 from benchmarks.rivals.methods.reparametrised import rounded
 from benchmarks.rivals.methods.trained_scheme import first_columns
 from dnis_torchrec.allocation.axes import rotation_groups
-from dnis_torchrec.forms import DEFAULT_FORM, PACKED, PRECISIONS, Precision
-from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.forms import DEFAULT_FORM, PRECISIONS, Precision
+from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
 from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
 from dnis_torchrec.search.search import search
 from dnis_torchrec.selection.shards import collections, local_shards
@@ -181,7 +181,7 @@ def _compressed(prepared: Prepared, trained: Trained, wanted: Wanted) -> Served:
     return _served(
         model,
         found.scheme,
-        PACKED.name,
+        PACKED,
         seconds,
         predicted=found.predicted_loss_increase,
         shared_seconds=prepared.seconds,
@@ -198,7 +198,7 @@ def _searched(trained: Trained, wanted: Wanted) -> Served:
         size, epochs = trained.dense_bytes / trained.bytes_of(wanted.size), trained.best_epochs
         found = search(recipe, size, Path(folder), device, trained_epochs=epochs)
     seconds, predicted = time.monotonic() - started, found.predicted_loss_increase
-    return _served(found.model, found.scheme, PACKED.name, seconds, predicted=predicted, origin=found.origin)
+    return _served(found.model, found.scheme, PACKED, seconds, predicted=predicted, origin=found.origin)
 
 
 UNCOMPRESSED, COMPRESS, NOT_TURNED, SEARCH = "uncompressed", "compress", "compress, not turned", "search"

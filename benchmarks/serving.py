@@ -16,7 +16,7 @@ every byte of the module's tables and indices over 4 bytes per non-zero value pl
 block and column. Run it with OMP_WAIT_POLICY=passive, and two threads on an otherwise idle machine only: a core that
 somebody else needs makes torch's threads wait for each other, whichever form is looked up. On a GPU a turn ends when
 the GPU has done its last call; its ids lie there before it begins, as in a model that is served there as a whole.
-`resident_over_predicted` compares the module's bytes with `predict_forms`, which knows nothing of what a module makes
+`resident_over_predicted` compares the module's bytes with `served_bytes`, which knows nothing of what a module makes
 for itself; the floor of codes is their bits.
 """
 
@@ -40,13 +40,12 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.files import output_file
-from dnis_torchrec.artifact import load_csr, predict_forms, read_manifest, read_scheme
+from dnis_torchrec.artifact import exact_rows, read_manifest, read_scheme
 from dnis_torchrec.artifact import serve as serve_tables
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data.files import write_json
-from dnis_torchrec.forms import FORMS
 from dnis_torchrec.ops.native_build import LOOKUPS
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.scheme import FORMS, MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import load_operator
 from dnis_torchrec.serving.buffer_collection import BufferCollection
 
@@ -59,8 +58,6 @@ CODED_ENDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0)
 CODED_DIMS, CODED_BITS = (64, 64, 56, 48, 40, 32, 24, 16), (6, 5, 4, 3, 2)
 """`simulated_codes`: likewise, and the bits of each fifth of these columns: 4 a retained value, 22 times smaller."""
 
-CSR_FORMS = ("csr_fp32", "csr_fp16", "csr_int8")
-CODED_FORMS = ("packed", "csr_fp32")
 ROUNDS, QUICK_ROUNDS, SMALL_BATCH = 200, 7, 64
 """Rounds; fewer with ``--quick``, but for batches up to the small one, which take no time and vary most."""
 CALLS_PER_TURN, BAGS_PER_TURN = 4, 32
@@ -189,7 +186,7 @@ def modules_of(
     scheme: MixedDimensionScheme, tables: dict[str, Tensor], forms: Sequence[str], device: torch.device
 ) -> dict[str, nn.Module]:
     """A serving module of every form, made as an artifact's reader makes it; all that can hold the scheme if none."""
-    names = forms or [prediction.form for prediction in predict_forms(scheme)]
+    names = forms or FORMS
     return {name: serve_tables(scheme, tables, name, device=device) for name in names}
 
 
@@ -198,14 +195,14 @@ def of_artifact(path: Path, device: torch.device) -> Iterator[Case]:
     frequent.
     """
     scheme, held = read_scheme(path), read_manifest(path)["forms"]
-    forms = list(dict.fromkeys([*CSR_FORMS, *held]))
+    forms = list(dict.fromkeys(held))
     for collection in sorted({t.collection for t in scheme.tables.values() if not t.is_weighted}):
         whole = {n: t for n, t in scheme.tables.items() if t.collection == collection}
         parts = [whole] if len(whole) == 1 else [whole, *({name: table} for name, table in whole.items())]
         for part in parts:
-            sparse = {name: load_csr(path, name) for name in part}
-            rows = {name: table.row_pointers.diff().argsort(descending=True) for name, table in sparse.items()}
-            tables = {name: table.to_dense() for name, table in sparse.items()}
+            exact = exact_rows(path)
+            tables = {name: exact[name](0, table.num_embeddings) for name, table in part.items()}
+            rows = {name: (table != 0).sum(1).argsort(descending=True, stable=True) for name, table in tables.items()}
             name = ":".join([path.resolve().name, collection, *(part if part is not whole else ())])
             part_scheme = MixedDimensionScheme(part)
             yield Case(name, part_scheme, tables, modules_of(part_scheme, tables, forms, device), rows, device)
@@ -322,15 +319,14 @@ def check_equal(case: Case) -> None:
     batch = batch.to(case.device)
     expected = dense_collection(case)(batch).values()
     for form, module in case.forms.items():
-        if FORMS[form].is_exact or FORMS[form].needs_codes:
-            torch.testing.assert_close(module(batch).values(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(module(batch).values(), expected, rtol=1e-5, atol=1e-5)
 
 
 def rows_of(case: Case, poolings: Sequence[int], threads: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     """The rows of one case; `rounds` of its larger batches."""
     check_equal(case)
     floor, rows = floor_bytes(case), []
-    predicted = {p.form: p.resident_bytes for p in predict_forms(case.scheme, list(case.forms))}
+    predicted = {form: case.scheme.served_bytes(form) for form in case.forms}
     for num_threads in threads:
         torch.set_num_threads(num_threads)
         for pooling in poolings:
@@ -365,10 +361,10 @@ def rows_of(case: Case, poolings: Sequence[int], threads: Sequence[int], rounds:
 
 
 SIMULATED = (
-    (simulated, (CSR_FORMS, ("csr_fp32", "csr_int8"))),
-    (simulated_blocks, (None, ("csr_fp32", "mixed_dimension_fp32"))),
-    (simulated_codes, (CODED_FORMS, CODED_FORMS)),
-    (simulated_unsorted, (CODED_FORMS, CODED_FORMS)),
+    (simulated, (FORMS, FORMS)),
+    (simulated_blocks, (FORMS, FORMS)),
+    (simulated_codes, (FORMS, FORMS)),
+    (simulated_unsorted, (FORMS, FORMS)),
 )
 """What simulates, and the forms that are measured of one table and of several; None: no such case."""
 
@@ -390,7 +386,7 @@ def main(argv: list[str] | None = None) -> None:
     quick = "7 rounds, not 200, of batches above 64; several tables: pooling 1"
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--every-form", action="store_true", help="simulated cases in every form that can hold them")
-    parser.add_argument("--artifact", type=Path, help="an artifact with form csr_fp32, measured too, table by table")
+    parser.add_argument("--artifact", type=Path, help="an artifact measured too, table by table")
     parser.add_argument("--device", type=torch.device, default="cpu", help="what serves: cpu, or cuda, one GPU")
     parser.add_argument("--json", type=output_file, help="file to write")
     arguments = parser.parse_args(argv)

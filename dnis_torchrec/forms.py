@@ -11,12 +11,11 @@ from torch import Tensor
 from dnis_torchrec.blocks.codes import FLOAT_BITS, is_coded, row_strides
 from dnis_torchrec.blocks.routing import RowRouting, map_bytes, routing_bytes
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.ops.compact_pointers import (
-    compact_bytes,
-    has_compact_pointers,
-    plain_pointer_bytes,
-    pointer_bytes,
-)
+
+RECORD_BYTES = 64
+START_BYTES = 8
+ROWS_PER_RECORD = RECORD_BYTES - START_BYTES
+LARGEST_LENGTH = 255
 
 SCALE_BYTES = 4
 """Scale and bias of a row of int8 or int4, a float16 each."""
@@ -61,6 +60,28 @@ CODES = Precision(name="codes", bits=0, dim_multiple=1)
 `dnis_torchrec.blocks.codes`."""
 COLUMN_SCALE_BYTES = 4
 """Scale (bfloat16) and shift (int16) of a column of a block that is stored in codes."""
+
+
+def compact_bytes(num_rows: int) -> int:
+    """Bytes of the compact row pointers of n rows."""
+    return num_rows + START_BYTES * -(-num_rows // ROWS_PER_RECORD)
+
+
+def has_compact_pointers(embedding_dim: int) -> bool:
+    """Returns whether lookups read compact row pointers: up to D = 255."""
+    return embedding_dim <= LARGEST_LENGTH
+
+
+def plain_pointer_bytes(num_rows: int, num_values: int) -> int:
+    """Bytes of the row pointers of n rows as integers: four each, or eight from 2^31 values on."""
+    return (num_rows + 1) * (4 if num_values < 2**31 else 8)
+
+
+def pointer_bytes(num_rows: int, embedding_dim: int, num_values: int = 0) -> int:
+    """Bytes of a table's row pointers as lookups read them."""
+    if has_compact_pointers(embedding_dim):
+        return compact_bytes(num_rows)
+    return plain_pointer_bytes(num_rows, num_values)
 
 
 def precision_named(name: str) -> Precision:

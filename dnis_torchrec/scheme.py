@@ -7,15 +7,40 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
+import torch
 from torch import Tensor
 
-from dnis_torchrec.blocks.codes import ColumnCodes, check_widths
-from dnis_torchrec.blocks.routing import RowRouting
-from dnis_torchrec.checks import check, describe
-from dnis_torchrec.forms import DEFAULT_FORM, FORMS, PACKED, form_named
+from dnis_torchrec.blocks.codes import FLOAT_BITS, ColumnCodes, check_widths, is_coded, row_strides
+from dnis_torchrec.blocks.routing import RowRouting, directory_bytes, routing_bytes
+from dnis_torchrec.checks import check, check_known, describe
+
+PACKED = "packed"
+"""The form that serves: every column of every block in bits of its own, float32 among them."""
+MIXED_DIMENSION = "mixed_dimension"
+"""The form that trains: a float32 table per block of rows, as wide as the block's retained dims."""
+FORMS = (PACKED, MIXED_DIMENSION)
+FORMS_OF_0_1 = {"mixed_dimension_fp32": MIXED_DIMENSION}
+"""Form as release 0.1.0 spells it -> as it is spelt since."""
+COLUMN_SCALE_BYTES = 4
+"""Scale (bfloat16) and shift (int16) of a column of a block that is stored in codes."""
 
 POOLINGS = ("sum", "mean", "none")
 """What may become of the rows of a bag."""
+
+
+def form_named(name: str) -> str:
+    """The form of that name, as it is spelt now."""
+    name = FORMS_OF_0_1.get(name, name)
+    remedy = "dnis_torchrec 0.1.0 reads and writes it"
+    check(not is_gone(name), f"form {name!r}", f"one of {FORMS}", "one of release 0.1.0", remedy)
+    check_known("form", name, FORMS)
+    return name
+
+
+def is_gone(form: str) -> bool:
+    """Whether release 0.1.0 wrote a form of that name and later ones know it no more."""
+    gone = ("csr", "dense_", "row_pruned_", "mixed_dimension_")
+    return form not in FORMS_OF_0_1 and form.startswith(gone)
 
 
 class DescribedTable(TypedDict):
@@ -151,13 +176,56 @@ class TableScheme:
             return self
         return replace(self, routing=routing.with_unassigned_in(int(keeping[-1])))
 
+    def column_bits(self) -> Tensor:
+        """Bits of every column of every block, ``(S, D)`` uint8; float32 for all that is retained
+        where none are given."""
+        return self.retained.to(torch.uint8) * FLOAT_BITS if self.bits is None else self.bits
+
+    def with_float_codes(self) -> TableScheme:
+        """The same table with codes: where it has none, retained columns are float32."""
+        if self.has_codes:
+            return self
+        bits = self.column_bits()
+        shift = torch.zeros(bits.shape, dtype=torch.int16)
+        return self.with_codes(ColumnCodes(bits, torch.ones(bits.shape), shift))
+
+    def stored_blocks(self) -> dict[int, tuple[int, int]]:
+        """Block -> rows and retained dims, of the blocks that have both."""
+        rows, dims = self.routing.row_counts().tolist(), self.dims.tolist()
+        return {s: (n, dim) for s, (n, dim) in enumerate(zip(rows, dims, strict=True)) if n and dim}
+
     def served_bytes(self, form: str) -> int:
         """Bytes that lookups of this table read in a form, index bytes counted."""
-        known = form_named(form)
-        place, multiple = f"table {self.name!r}, form {form!r}", known.dim_multiple
-        fits = self.embedding_dim % multiple == 0
-        check(fits, place, f"an embedding_dim that is a multiple of {multiple}", self.embedding_dim)
-        return known.served_bytes(self)
+        if form_named(form) == PACKED:
+            return packed_bytes(self.column_bits().long(), self.routing.row_counts(), self.routing)
+        return self.file_bytes(form) + self.block_index_bytes()
+
+    def file_bytes(self, form: str) -> int:
+        """Bytes of this table's values in an artifact: all else is in the scheme."""
+        if form_named(form) == PACKED:
+            return int(self.routing.row_counts() @ row_strides(self.column_bits().long()))
+        return 4 * sum(rows * dim for rows, dim in self.stored_blocks().values())
+
+    def block_index_bytes(self) -> int:
+        """Bytes that tell where the values of the mixed-dimension form are: 2 per column of a
+        block, and the row routing."""
+        return 2 * sum(dim for _, dim in self.stored_blocks().values()) + routing_bytes(
+            self.routing
+        )
+
+
+def packed_bytes(bits: Tensor, rows: Tensor, routing: RowRouting) -> int:
+    """Bytes that lookups of a packed table read, of which some bits are known, and no scheme yet."""
+    if not bool(bits.any()):
+        return 0
+    scales = COLUMN_SCALE_BYTES * int(is_coded(bits).sum())
+    index = packed_index_bytes(routing, bits.shape[1], rows)
+    return int(rows @ row_strides(bits)) + scales + index
+
+
+def packed_index_bytes(routing: RowRouting, embedding_dim: int, rows: Tensor | None = None) -> int:
+    """One byte of bits for every column of a block, and the row directory."""
+    return routing.num_blocks * embedding_dim + directory_bytes(routing, rows)
 
 
 @dataclass(frozen=True)
@@ -174,8 +242,8 @@ class MixedDimensionScheme:
         >>> table = TableScheme(name="t", collection="ebc", num_embeddings=8, embedding_dim=4, pooling="sum",
         ...     feature_names=("f",), is_weighted=False, routing=routing, retained=retained, num_retained=14)
         >>> scheme = MixedDimensionScheme({"t": table})
-        >>> scheme.parameters, scheme.served_bytes("mixed_dimension_fp32"), round(scheme.compression("csr_int8"), 2)
-        (14, 90, 2.13)
+        >>> scheme.parameters, scheme.served_bytes("mixed_dimension"), round(scheme.compression("packed"), 2)
+        (14, 90, 1.45)
     """
 
     tables: Mapping[str, TableScheme] = field(default_factory=dict)
@@ -199,33 +267,39 @@ class MixedDimensionScheme:
         """Bytes that lookups of all tables read in a form, index bytes counted.
 
         Args:
-            form: a name in `dnis_torchrec.forms.FORMS`.
+            form: ``"packed"`` or ``"mixed_dimension"``.
 
         Raises:
-            ValueError: for another one, or one that does not fit a table's D.
+            ValueError: for another one.
         """
         return sum(table.served_bytes(form) for table in self.tables.values())
 
     def exact_bytes(self) -> dict[str, int]:
-        """Form -> bytes, for every form that holds the values bit for bit; where they have codes,
-        ``"packed"``, too."""
-        exact = {name: self.served_bytes(name) for name, form in FORMS.items() if form.is_exact}
-        return exact | ({PACKED.name: self.served_bytes(PACKED.name)} if self.has_codes else {})
+        """Form -> bytes served: both hold the same values."""
+        return {form: self.served_bytes(form) for form in FORMS}
+
+    def with_float_codes(self) -> MixedDimensionScheme:
+        """The same tables with codes: where they have none, retained columns are float32."""
+        tables = {name: table.with_float_codes() for name, table in self.tables.items()}
+        return MixedDimensionScheme(tables)
+
+    @property
+    def form(self) -> str:
+        """The form that the tables are in unless another is asked for."""
+        return PACKED if self.has_codes else MIXED_DIMENSION
 
     def compression(self, form: str | None = None) -> float:
         """Bytes of the float32 tables over bytes served.
 
         Args:
             form: in which they are served; None: ``"packed"`` where values have codes, else
-                `DEFAULT_FORM`.
+                ``"mixed_dimension"``.
 
         Raises:
             ValueError: as `served_bytes`.
         """
-        own = PACKED.name if self.has_codes else DEFAULT_FORM
-        return compression_of(
-            self.dense_parameters, self.served_bytes(own if form is None else form)
-        )
+        num_bytes = self.served_bytes(self.form if form is None else form)
+        return compression_of(self.dense_parameters, num_bytes)
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the tensors, ready for json.dumps; `to_tensors` gives the rest."""

@@ -17,11 +17,7 @@ from torch import Tensor
 
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ops.bag_offsets import names_tensor, torch_bag_offsets
-from dnis_torchrec.ops.csr_operator import torch_csr_embedding_bag
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.serving.block_collection import BlockLayout
-from dnis_torchrec.serving.csr_table import CsrTable
-from dnis_torchrec.serving.logical_tables import LogicalTables
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from tests.packed_reference import packed
 from tests.serving_reference import table_scheme
@@ -69,43 +65,6 @@ def of_bags(ids: list[int], lengths: list[int]) -> list[list[int]]:
     return [ids[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
-def csr_embedding_bag(random: Random) -> Case:
-    """Tables of every kind of values, columns and row pointers, in one shard or two."""
-    batch_size, num_keys = random.randint(1, 4), random.randint(1, 3)
-    tensors: list[Tensor] = []
-    placed, rows = [], []
-    for _ in range(random.randint(1, 2)):
-        dim, dtype = random.choice([1, 3, 8, 17, 300]), random.choice([torch.float32, torch.float16, torch.int8])
-        shards = [
-            CsrTable.from_dense(torch.randn(n, dim) * (torch.rand(n, dim) < random.random())).quantized(dtype)
-            for n in [random.randint(1, 70) for _ in range(random.randint(1, 2))]
-        ]
-        placed.append([len(tensors) // 2, len(shards), dim, dtype.itemsize, 1 if dim <= 256 else 2])
-        rows.append(sum(shard.num_embeddings for shard in shards))
-        tensors += [tensor for shard in shards for tensor in shard.lookup_tensors().values()]
-    readers = [random.randrange(len(placed)) for _ in range(random.randint(1, num_keys))]
-    keys = random.sample(range(num_keys), len(readers))
-    layout, width, rows_of_key = [], 0, [9] * num_keys
-    for table, key in zip(readers, keys, strict=True):
-        first_shard, num_shards, dim, value_bytes, column_bytes = placed[table]
-        layout.append([first_shard, num_shards, width, dim, random.randint(0, 1), value_bytes, column_bytes])
-        width, rows_of_key[key] = width + dim, rows[table]
-    lengths = draw_lengths(random, num_keys * batch_size, 4)
-    ids = draw_ids(random, lengths, rows_of_key)
-    arguments = [
-        integers(random, ids),
-        integers(random, offsets_of(lengths)),
-        torch.randn(len(ids)) if random.random() < 0.5 else None,
-        tensors,
-        torch.tensor(layout),
-        keys,
-        batch_size,
-        width,
-        random.random() < 0.3,
-    ]
-    return Case(arguments, lambda out: same(out, torch_csr_embedding_bag(*arguments)))
-
-
 def draw_block_table(random: Random, name: str) -> tuple[TableScheme, dict[int, Tensor], Tensor]:
     """A table of blocks, whose rows stand by block or do not: its scheme, the blocks' tables, and all of it dense."""
     num_rows, num_blocks, dim = random.randint(1, 12), random.choice([1, 3, 40]), random.choice([1, 5, 16, 33])
@@ -122,46 +81,6 @@ def draw_block_table(random: Random, name: str) -> tuple[TableScheme, dict[int, 
             stored[block] = torch.randn(len(rows), len(columns) + random.randint(0, 2))
             dense[rows.unsqueeze(1), columns] = stored[block][:, : len(columns)]
     return scheme, stored, dense
-
-
-def mixed_dimension_bag(random: Random) -> Case:
-    """One or two tables of blocks, and a key that nobody reads."""
-    batch_size = random.randint(1, 4)
-    schemes, dense, stored = {}, {}, {}
-    for name in "tu"[: random.randint(1, 2)]:
-        schemes[name], blocks, dense[name] = draw_block_table(random, name)
-        stored |= {(name, block): table for block, table in blocks.items()}
-    logical = LogicalTables.of(MixedDimensionScheme(schemes))
-    layout = BlockLayout.of(logical, list(stored), [table.routing.positions() for table in logical.tables])
-    names = ["f", "g", "x"]
-    random.shuffle(names)
-    rows_of = [min([t.num_embeddings for t in schemes.values() if n in t.feature_names], default=9) for n in names]
-    lengths = draw_lengths(random, 3 * batch_size, 4)
-    ids = draw_ids(random, lengths, rows_of)
-    weights = torch.randn(len(ids)) if random.random() < 0.5 else None
-    keys = [names.index(feature) for feature in logical.features]
-    arguments = [
-        integers(random, ids),
-        integers(random, offsets_of(lengths)),
-        weights,
-        list(stored.values()),
-        layout.positions,
-        layout.features,
-        layout.tables,
-        layout.blocks,
-        layout.masks,
-        keys,
-        batch_size,
-        layout.width,
-        random.random() < 0.3,
-    ]
-
-    def check(out: Tensor) -> None:
-        factors = torch.ones(len(ids)) if weights is None else weights
-        tables = [(table, dense[table.name]) for table in logical.tables]
-        same(out, pooled_by_loops(tables, keys, ids, lengths, factors, batch_size))
-
-    return Case(arguments, check)
 
 
 def packed_embedding_bag(random: Random) -> Case:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.ops import block_operators, native_build
-from dnis_torchrec.ops.csr_operator import load_operator
+from dnis_torchrec.ops.packed import load_operator
 from tests import fuzz_cases, fuzz_packed_cases
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=undefined")

@@ -13,21 +13,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.artifact import write_artifact
+from dnis_torchrec.artifact import exact_rows, read_scheme, write_artifact
 from dnis_torchrec.blocks.routing import RowRouting
-from dnis_torchrec.forms import FORMS
 from dnis_torchrec.ops.native_build import NO_COMPILE
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.scheme import FORMS, MixedDimensionScheme, TableScheme
 
 ROUTINGS = {
     "movie/seen": RowRouting.from_map(torch.tensor([2, 0, 1, 0, 2, 1, 1, 3, 0, 2]), 3),
     "user": RowRouting(10, 3, boundaries=torch.tensor([0, 2, 6, 9])),
 }
-MIXED_FILE = "mixed_dimension_fp32/000_movie_seen.safetensors"
-CSR_FILE = "csr_fp32/000_movie_seen.safetensors"
-
-PLAIN_FORMS = [name for name, form in FORMS.items() if not form.needs_codes]
-"""Forms that any scheme can take."""
+MIXED_FILE = "mixed_dimension/000_movie_seen.safetensors"
+PACKED_FILE = "packed/000_movie_seen.safetensors"
 
 
 @contextmanager
@@ -179,10 +175,15 @@ def two_tables() -> tuple[dict[str, Tensor], MixedDimensionScheme]:
 
 
 def write_two_tables(path: Path) -> Path:
-    """The artifact of `two_tables`, with a dense state and a run."""
+    """The artifact of `two_tables` in both forms, with a dense state and a run."""
     tables, scheme = two_tables()
     state = {"over_arch.weight": torch.randn(3, 2), "step": torch.tensor(7)}
-    return write_artifact(tables, scheme, path, dense_state=state, run={"seed": 3})
+    return write_artifact(tables, scheme, path, forms=FORMS, dense_state=state, run={"seed": 3})
+
+
+def whole_table(path: Path, table: str) -> Tensor:
+    """Every row of a table of an artifact, bit for bit."""
+    return exact_rows(path)[table](0, read_scheme(path).tables[table].num_embeddings)
 
 
 def all_rows() -> KeyedJaggedTensor:

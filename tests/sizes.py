@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from hypothesis import assume
 
-from dnis_torchrec.ops.compact_pointers import pointer_bytes
+from dnis_torchrec.forms import pointer_bytes
 from dnis_torchrec.search.budget import Size
 
 

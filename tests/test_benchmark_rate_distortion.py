@@ -18,7 +18,6 @@ from benchmarks.rate_summary import Differences, Row
 from dnis_torchrec.allocation.bits import Allocation
 from dnis_torchrec.blocks.codes import decode_rows, encode_rows
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.serving.dense import DenseEmbeddingBagCollection
 from examples.models import NeuMF, build_neumf_tables
 from tests import tiny
 
@@ -84,15 +83,6 @@ def test_a_second_run_measures_what_the_first_has_left_out(
     printed = capsys.readouterr().out
     assert "compress mixed" not in printed.split("\n\n")[0]
     assert printed.endswith("a table of 9 x 64: 0.50 of it, wanted 1.2: met\n")
-
-
-def test_the_model_has_its_own_tables_again_after_serving(case: Case) -> None:
-    trained = Trained(case)
-    served = rate_methods.METHODS["row-wise"](trained, Wanted(method="row-wise", precision="int4", size="int4 rows"))
-    own = trained.model.sparse_arch.embedding_bag_collection
-    with served.made.served(torch.device("cpu")) as model:
-        assert isinstance(model.sparse_arch.embedding_bag_collection, DenseEmbeddingBagCollection)
-    assert trained.model.sparse_arch.embedding_bag_collection is own
 
 
 def test_packed_tables_look_up_the_codes_of_the_turned_model(case: Case) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks import serving
-from dnis_torchrec.artifact import predict_forms, read_manifest
-from dnis_torchrec.forms import FORMS
+from dnis_torchrec.artifact import read_manifest
+from dnis_torchrec.scheme import FORMS
 from tests.serving_reference import write_two_tables
 
 FIELDS = {
@@ -59,15 +59,15 @@ def test_rows_of_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("artifact:ebc:user", 1, collection),
     }
     forms = {row["form"] for row in rows if row["case"] == "artifact:ebc:user"}
-    assert forms == {"csr_fp32", "csr_fp16", "csr_int8", "mixed_dimension_fp32"}
-    assert set(read_manifest(artifact)["forms"]) == {"csr_fp32", "mixed_dimension_fp32"}
+    assert forms == {"mixed_dimension"}
+    assert set(read_manifest(artifact)["forms"]) == {"mixed_dimension"}
     assert {row["pooling"] for row in rows if row["tables"] == 1 and row["case"] == "simulated"} == {1, 20}
-    exact = next(row for row in rows if (row["case"], row["form"], row["tables"]) == ("simulated", "csr_fp32", 1))
+    exact = next(row for row in rows if (row["case"], row["form"], row["tables"]) == ("simulated", "packed", 1))
     assert 1 < exact["bytes_over_floor"] < 2
 
 
 def test_the_floor_is_four_bytes_per_value_and_the_entropy_of_the_mask() -> None:
-    case = serving.simulated(1, 1000, ["csr_fp32"], torch.device("cpu"))
+    case = serving.simulated(1, 1000, ["packed"], torch.device("cpu"))
     values = int(case.tables["t0"].count_nonzero())
     share = values / (1000 * 64)
     column_shares = (case.tables["t0"] != 0).double().mean(dim=0)
@@ -80,8 +80,7 @@ def test_codes_take_the_bytes_that_are_predicted_and_give_what_they_stand_for() 
     for simulate in (serving.simulated_codes, serving.simulated_unsorted):
         case = simulate(1, 20_000, ["packed"], torch.device("cpu"))
         serving.check_equal(case)
-        (predicted,) = predict_forms(case.scheme, ["packed"])
-        assert case.forms["packed"].table_bytes() == predicted.resident_bytes
+        assert case.forms["packed"].table_bytes() == case.scheme.served_bytes("packed")
         area = case.scheme.tables["t0"].routing.row_counts().unsqueeze(1) * case.scheme.tables["t0"].bits.long()
         assert float(area.sum()) / case.scheme.tables["t0"].num_retained == pytest.approx(4, abs=0.2)
         assert serving.floor_bytes(case) == pytest.approx(int(area.sum()) / 8, rel=1e-3)
@@ -91,5 +90,4 @@ def test_codes_take_the_bytes_that_are_predicted_and_give_what_they_stand_for() 
 def test_every_form_that_can_hold_a_case_is_measured() -> None:
     plain = serving.simulated_blocks(1, 100, (), torch.device("cpu"))
     coded = serving.simulated_codes(1, 100, (), torch.device("cpu"))
-    assert set(FORMS) - set(plain.forms) == {"packed"}
-    assert set(coded.forms) == set(FORMS)
+    assert set(plain.forms) == set(coded.forms) == set(FORMS)

@@ -35,8 +35,14 @@ from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.codes import FLOAT_BITS, ColumnCodes, feedback_of, is_coded
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.forms import COLUMN_SCALE_BYTES, PACKED
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, compression_of
+from dnis_torchrec.scheme import (
+    COLUMN_SCALE_BYTES,
+    PACKED,
+    MixedDimensionScheme,
+    TableScheme,
+    compression_of,
+    packed_index_bytes,
+)
 
 LISTED = 12
 """Tables that are listed one by one, the largest; the others are added up."""
@@ -70,7 +76,7 @@ def sizes_as_html(scheme: MixedDimensionScheme, captions: Sequence[str]) -> str:
 
 def _sizes(scheme: MixedDimensionScheme) -> list[_Size]:
     result = [
-        (name, table.num_embeddings * table.embedding_dim, PACKED.served_bytes(table))
+        (name, table.num_embeddings * table.embedding_dim, table.served_bytes(PACKED))
         for name, table in scheme.tables.items()
     ]
     largest = sorted(result, key=lambda size: size[1], reverse=True)[:LISTED]
@@ -217,7 +223,7 @@ def allocate(
         return allocation(
             problem.within_loss(max_loss, lambda spent: allocation(spent).predicted_loss_increase)
         )
-    base = sum(map(PACKED.served_bytes, left_alone.values()))
+    base = sum(table.served_bytes(PACKED) for table in left_alone.values())
     dense = sum(map(_dense_bytes, every))
     return allocation(problem.within(compression or 1.0, dense, base))
 
@@ -241,7 +247,7 @@ def retained_columns(
         losses[name] = torch.stack([loss, torch.zeros_like(loss)], 2)
     problem = _Problem.of(rest, blocks, losses, torch.tensor([0, bits]))
     base, dense = (
-        sum(map(PACKED.served_bytes, left_alone.values())),
+        sum(table.served_bytes(PACKED) for table in left_alone.values()),
         sum(map(_dense_bytes, tables)),
     )
     spent = problem.within(compression, dense, base)
@@ -273,7 +279,11 @@ def _in_order(
     scheme = MixedDimensionScheme(
         {table.config.name: schemes[table.config.name] for table in every}
     )
-    return replace(result, scheme=scheme, num_bytes=sum(map(PACKED.served_bytes, schemes.values())))
+    return replace(
+        result,
+        scheme=scheme,
+        num_bytes=sum(table.served_bytes(PACKED) for table in schemes.values()),
+    )
 
 
 def _dense_bytes(table: BlockedTable) -> int:
@@ -312,7 +322,7 @@ class _Problem:
         steps = column_steps(by_bits, rows, bits)
         options = row_options(steps, by_bits[..., 0].sum(1), rows)
         overhead = [
-            PACKED.index_bytes(r, table.config.embedding_dim)
+            packed_index_bytes(r, table.config.embedding_dim)
             for r, table in zip(routings, tables, strict=True)
         ]
         num_blocks = torch.tensor([routing.num_blocks for routing in routings])
@@ -382,7 +392,7 @@ class _Problem:
         return Allocation(
             scheme=MixedDimensionScheme(schemes),
             predicted_loss_increase=max(0.0, float(loss.sum())),
-            num_bytes=sum(map(PACKED.served_bytes, schemes.values())),
+            num_bytes=sum(table.served_bytes(PACKED) for table in schemes.values()),
         )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.blocks.codes import FLOAT_BITS, is_coded
-from dnis_torchrec.forms import COLUMN_SCALE_BYTES
+from dnis_torchrec.scheme import COLUMN_SCALE_BYTES
 
 LOOK_AHEAD = 24
 """Steps that are tried for the bytes that are left of a row."""

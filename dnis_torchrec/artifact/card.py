@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from dnis_torchrec.checks import describe, visible
-from dnis_torchrec.forms import DEFAULT_FORM, PACKED
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, compression_of
 
 CARD = "MODEL_CARD.md"
@@ -35,7 +34,7 @@ def write_card(folder: Path, scheme: MixedDimensionScheme, manifest: Mapping[str
 
 def card_of(scheme: MixedDimensionScheme, manifest: Mapping[str, Any]) -> str:
     """The text of the card."""
-    form = PACKED.name if scheme.has_codes else DEFAULT_FORM
+    form = scheme.form
     num_bytes, dense = scheme.served_bytes(form), 4 * scheme.dense_parameters
     times = compression_of(scheme.dense_parameters, num_bytes)
     version = manifest["versions"].get("dnis-torchrec", "of an unknown version")

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from dnis_torchrec.artifact.over_ranks import write_over_ranks
-from dnis_torchrec.artifact.writing import forms_of, write_artifact
+from dnis_torchrec.artifact.writing import write_artifact
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.selection.shards import (
@@ -30,7 +30,6 @@ def export(
     *,
     forms: Sequence[str] | None = None,
     run: Mapping[str, Any] | None = None,
-    scipy_formats: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Path:
     """Writes a merged and pruned model as an artifact; its dense weights go along.
@@ -45,7 +44,6 @@ def export(
         path: folder to write.
         forms: see `write_artifact`.
         run: configuration and figures to keep in the manifest; any JSON.
-        scipy_formats: see `write_artifact`.
         overwrite: replace an artifact that stands at `path`.
 
     Returns:
@@ -55,7 +53,6 @@ def export(
         RuntimeError: if the model was never searched, or is not merged yet.
         ValueError: if the scheme retains no value at all; else see `write_artifact`; on all ranks
             alike.
-        NotImplementedError: for `scipy_formats` of a sharded model.
     """
     found = collections(model)
     ranks = ranks_of(*found.values())
@@ -81,12 +78,8 @@ def export(
         "none",
         "prune to a larger size",
     )
-    dense, forms = dense_state(model), forms_of(scheme) if forms is None else forms
+    dense, forms = dense_state(model), (scheme.form,) if forms is None else forms
     if ranks.world_size > 1:
-        if scipy_formats:
-            raise NotImplementedError(
-                describe("scipy_formats", "supported on one rank", f"{ranks.world_size} ranks")
-            )
         return write_over_ranks(
             shards,
             scheme,
@@ -104,6 +97,5 @@ def export(
         forms=forms,
         dense_state=dense,
         run=run,
-        scipy_formats=scipy_formats,
         overwrite=overwrite,
     )

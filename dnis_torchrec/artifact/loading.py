@@ -11,30 +11,26 @@ import torch
 from torch import Tensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
-from dnis_torchrec.artifact.csr_forms import VALUE_DTYPES, csr_of_shard
-from dnis_torchrec.artifact.forms import Rows, Shard, codec_of, whole_shard
-from dnis_torchrec.artifact.manifest import (
-    FORMS_OF_1_0,
-    MANIFEST,
-    read_artifact_file,
-    read_manifest,
+from dnis_torchrec.artifact.forms import (
+    Rows,
+    Shard,
+    build,
+    decoded_rows,
+    packed_table,
+    rows_of,
+    rows_of_blocks,
+    whole_shard,
 )
-from dnis_torchrec.artifact.mixed_dimension_form import retired_rows
-from dnis_torchrec.artifact.packed_form import decoded_rows, packed_table
-from dnis_torchrec.artifact.uniform_bits import with_uniform_bits
+from dnis_torchrec.artifact.manifest import MANIFEST, read_artifact_file, read_manifest
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.forms import (
-    CANONICAL_FORM,
-    DEFAULT_FORM,
+from dnis_torchrec.scheme import (
     FORMS,
+    MIXED_DIMENSION,
     PACKED,
-    RETIRED_FORMS,
-    Form,
+    MixedDimensionScheme,
+    TableScheme,
     form_named,
 )
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
-from dnis_torchrec.serving.csr_table import CsrTable
 from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalCollection
 from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
@@ -55,20 +51,7 @@ def read_scheme(path: Path | str) -> MixedDimensionScheme:
 def load(
     path: Path | str,
     *,
-    form: Literal["csr_fp32", "csr_fp16", "csr_int8"],
-    collection: str | None = None,
-    device: torch.device | str = "cpu",
-    unknown_ids: Literal["error", "zero"] = "error",
-    verify: bool = False,
-) -> CsrEmbeddingBagCollection:
-    """Serves compressed sparse rows."""
-
-
-@overload
-def load(
-    path: Path | str,
-    *,
-    form: Literal["mixed_dimension_fp32"],
+    form: Literal["mixed_dimension"],
     collection: str | None = None,
     device: torch.device | str = "cpu",
     unknown_ids: Literal["error", "zero"] = "error",
@@ -115,15 +98,12 @@ def load(
     """Builds a serving module from an artifact.
 
     Tables on the CPU stay in the artifact's files, memory-mapped, and are read as rows are looked
-    up. A form that the artifact does not hold is made from its exact sparse rows, or from what its
-    codes stand for, in memory.
+    up. A form that the artifact does not hold is made from the other one, in memory.
 
     Args:
         path: the artifact's folder.
-        form: one of `dnis_torchrec.forms.FORMS`; None takes ``"packed"`` if the artifact holds it,
-            else `dnis_torchrec.forms.DEFAULT_FORM`. The names of format 1.0 will do; of its forms
-            in float16, int8 and int4 a table per block is now ``"packed"`` with as many bits for
-            every column.
+        form: ``"packed"``, which serves, or ``"mixed_dimension"``, which can be trained on; None
+            takes ``"packed"`` if the artifact holds it.
         collection: FQN of the collection in the model; needed only if the artifact holds several.
         device: where the tables go.
         unknown_ids: ids that are no rows raise (``"error"``), contribute zero (``"zero"``), or the
@@ -143,57 +123,58 @@ def load(
     """
     ways = (*UNKNOWN_IDS, MEAN)
     check(unknown_ids in ways, "unknown_ids", f"one of {ways}", repr(unknown_ids))
-    wanted = None if form is None else FORMS_OF_1_0.get(form, form)
-    known = None if wanted is None else PACKED if wanted in RETIRED_FORMS else form_named(wanted)
+    wanted = None if form is None else form_named(form)
     manifest = read_manifest(path)
-    known = known or form_named(default_form(manifest))
+    wanted = wanted or default_form(manifest)
     scheme = _of_collection(path, _scheme_of(path, manifest), collection)
-    if wanted in RETIRED_FORMS and not scheme.has_codes:
-        scheme, shards = _in_uniform_bits(path, manifest, scheme, wanted, verify)
-    else:
-        shards = {
-            n: _shards_in_form(path, manifest, table, known, verify)
-            for n, table in scheme.tables.items()
-        }
-    codec, reads_mean = codec_of(known), unknown_ids == MEAN
+    shards = {
+        name: _shards_in_form(path, manifest, table, wanted, verify)
+        for name, table in scheme.tables.items()
+    }
 
-    def build(
-        own: MixedDimensionScheme, shards: Mapping[str, Sequence[Shard]]
-    ) -> EmbeddingBagCollectionInterface:
-        way = "zero" if reads_mean else unknown_ids
-        served = codec.build(known, own, shards, device=device, unknown_ids=way)
-        return MeanForUnknownIds(own, cast(LogicalCollection, served)) if reads_mean else served
+    def served(part: MixedDimensionScheme) -> EmbeddingBagCollectionInterface:
+        way = "zero" if unknown_ids == MEAN else unknown_ids
+        module = build(wanted, part, shards, device=device, unknown_ids=way)
+        if unknown_ids != MEAN:
+            return module
+        return MeanForUnknownIds(part, cast(LogicalCollection, module))
 
     if not is_unpooled(scheme):
-        return build(scheme, shards)
-    tables = {
-        name: build(table_of_single_ids(table), shards) for name, table in scheme.tables.items()
-    }
+        return served(scheme)
+    tables = {name: served(table_of_single_ids(table)) for name, table in scheme.tables.items()}
     return ServedEmbeddingCollection(scheme, tables)
 
 
 def default_form(manifest: Mapping[str, Any]) -> str:
     """The form that an artifact is served in unless another is asked for."""
-    return PACKED.name if PACKED.name in manifest["forms"] else DEFAULT_FORM
+    return PACKED if PACKED in manifest["forms"] else MIXED_DIMENSION
 
 
-def exact_rows(path: Path | str) -> dict[str, Rows] | None:
-    """The values of all tables, bit for bit: from the exact sparse rows, or from codes."""
-    manifest = read_manifest(path)
-    found = {
-        n: _exact_rows(path, manifest, table, True)
-        for n, table in _scheme_of(path, manifest).tables.items()
-    }
-    exact = {name: rows for name, rows in found.items() if rows is not None}
-    return exact if len(exact) == len(found) else None
+def serve(
+    scheme: MixedDimensionScheme,
+    tables: Mapping[str, Tensor],
+    form: str,
+    *,
+    device: torch.device | str = "cpu",
+    unknown_ids: str = "error",
+) -> EmbeddingBagCollectionInterface:
+    """Builds a serving module of one collection from the pruned tables, without an artifact."""
+    form, shards = form_named(form), {}
+    for name, table in scheme.tables.items():
+        check_known("table", name, tables)
+        shape, weight = (table.num_embeddings, table.embedding_dim), tables[name].detach()
+        check(
+            tuple(weight.shape) == shape, f"table {name!r}", f"shape {shape}", tuple(weight.shape)
+        )
+        shards[name] = [whole_shard(form, table, rows_of(weight))]
+    return build(form, scheme, shards, device=device, unknown_ids=unknown_ids)
 
 
-def load_csr(path: Path | str, table: str) -> CsrTable:
-    """Reads one table in its exact sparse form, with all that can be checked of it."""
+def exact_rows(path: Path | str) -> dict[str, Rows]:
+    """The values of all tables, bit for bit, from whichever form the artifact holds."""
     manifest = read_manifest(path)
     tables = _scheme_of(path, manifest).tables
-    check_known("table", table, tables)
-    return _read_csr(path, manifest, tables[table], verify=True)
+    return {name: _exact_rows(path, manifest, table, True) for name, table in tables.items()}
 
 
 def load_dense_state(path: Path | str) -> dict[str, Tensor]:
@@ -271,57 +252,31 @@ def _of_collection(
 
 
 def _shards_in_form(
-    path: Path | str, manifest: Mapping[str, Any], table: TableScheme, form: Form, verify: bool
+    path: Path | str, manifest: Mapping[str, Any], table: TableScheme, form: str, verify: bool
 ) -> list[Shard]:
-    """A table's shards as the artifact holds them, or one that is made of its exact values."""
-    held = manifest["tables"][table.name]["shards"]
-    rows = None if form.name in held else _exact_rows(path, manifest, table, verify)
-    if rows is None:
-        return _read_shards(path, manifest, table, form.name, verify)
-    return [whole_shard(form, table, rows)]
-
-
-def _in_uniform_bits(
-    path: Path | str,
-    manifest: Mapping[str, Any],
-    scheme: MixedDimensionScheme,
-    form: str,
-    verify: bool,
-) -> tuple[MixedDimensionScheme, dict[str, list[Shard]]]:
-    """Tables that are wanted in a form of earlier versions, as `PACKED`; what was rounded once gets
-    16 bits."""
-    bits, rows = RETIRED_FORMS[form], dict[str, Rows]()
-    for name, table in scheme.tables.items():
-        exact = _exact_rows(path, manifest, table, verify)
-        bits = bits if exact else 16
-        rows[name] = exact or retired_rows(
-            form, table, _read_shards(path, manifest, table, form, verify)
-        )
-    coded = with_uniform_bits(scheme, rows, bits)
-    return coded, {
-        name: [whole_shard(PACKED, table, rows[name])] for name, table in coded.tables.items()
-    }
+    """A table's shards as the artifact holds them, or one that is made of its values."""
+    if form in manifest["tables"][table.name]["shards"]:
+        return _read_shards(path, manifest, table, form, verify)
+    return [whole_shard(form, table, _exact_rows(path, manifest, table, verify))]
 
 
 def _exact_rows(
     path: Path | str, manifest: Mapping[str, Any], table: TableScheme, verify: bool
-) -> Rows | None:
-    """The values of a table from a form that holds them bit for bit, if there is one."""
-    held = manifest["tables"][table.name]["shards"]
-    if CANONICAL_FORM in held:
-        return _read_csr(path, manifest, table, verify=verify).rows
-    if PACKED.name in held:
-        return decoded_rows(
-            table, packed_table(table, _read_shards(path, manifest, table, PACKED.name, verify))
-        )
-    return None
+) -> Rows:
+    """The values of a table from a form that the artifact holds."""
+    form = PACKED if PACKED in manifest["tables"][table.name]["shards"] else MIXED_DIMENSION
+    shards = _read_shards(path, manifest, table, form, verify)
+    if form == MIXED_DIMENSION:
+        return rows_of_blocks(table, shards)
+    table = table.with_float_codes()
+    return decoded_rows(table, packed_table(table, shards))
 
 
 def _read_shards(
     path: Path | str, manifest: Mapping[str, Any], table: TableScheme, form: str, verify: bool
 ) -> list[Shard]:
     held = manifest["tables"][table.name]["shards"]
-    is_newer = not set(held) & {*FORMS, *RETIRED_FORMS}  # none of its forms is known here
+    is_newer = not set(held) & set(FORMS)  # none of its forms is known here
     remedy = (
         "update dnis_torchrec, which knows none of its forms"
         if is_newer
@@ -343,18 +298,3 @@ def _read_shards(
         )
         for shard in held[form]
     ]
-
-
-def _read_csr(
-    path: Path | str, manifest: Mapping[str, Any], table: TableScheme, *, verify: bool
-) -> CsrTable:
-    """The exact sparse rows as one table that was read and checked throughout."""
-    shards = _read_shards(path, manifest, table, CANONICAL_FORM, verify)
-    sparse = CsrTable.concatenate(
-        [csr_of_shard(table, shard, VALUE_DTYPES["fp32"]) for shard in shards]
-    )
-    try:
-        sparse.check_rows()
-    except ValueError as error:
-        raise ValueError(f"{shards[0].place}: {error}; export again") from error
-    return sparse

@@ -18,14 +18,11 @@ from torch import Tensor
 
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.data.files import FolderKind, NotNegative, Positive, conform, parse_json
-from dnis_torchrec.forms import RETIRED_FORMS
-from dnis_torchrec.scheme import DescribedTable
+from dnis_torchrec.scheme import FORMS_OF_0_1, DescribedTable, is_gone
 
 _FORMAT = "dnis-torchrec-artifact"
 _FORMAT_VERSION = "1.1"
 """Readers accept every minor version of their major one."""
-FORMS_OF_1_0 = {"csr": "csr_fp32", "mixed_dimension": "mixed_dimension_fp32"}
-"""Form as format 1.0 spells it -> as it is spelt since."""
 MANIFEST = "manifest.json"
 MAX_FILE_BYTES = 2_000_000_000
 """Default limit on the bytes of a file of an artifact."""
@@ -190,7 +187,7 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
         "it was damaged; export again",
     )
     conform(manifest, _Manifest, place, remedy="export again")
-    _spell_forms_(manifest)
+    _spell_forms_(manifest, place)
     for name, entry in manifest["files"].items():
         place = f"artifact {str(path)!r}, file {name!r}"
         size = file_inside(folder, name, place).stat().st_size
@@ -204,15 +201,25 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     return manifest
 
 
-def _spell_forms_(manifest: dict[str, Any]) -> None:
-    """Gives the forms of a manifest of format 1.0 the names that they have since; later ones have
-    them already."""
-    manifest["forms"] = [
-        FORMS_OF_1_0.get(form, form) for form in manifest["forms"] if form not in RETIRED_FORMS
-    ]
+def _spell_forms_(manifest: dict[str, Any], place: str) -> None:
+    """Gives the forms of a manifest of release 0.1.0 the names that they have since, and passes
+    over those that are gone."""
+
+    def spelt(form: str) -> str:
+        return FORMS_OF_0_1.get(form, form)
+
+    every = manifest["forms"]
+    manifest["forms"] = [spelt(form) for form in every if not is_gone(form)]
+    check(
+        bool(manifest["forms"]) or not every,
+        place,
+        "tables in a form that is read",
+        every,
+        "dnis_torchrec 0.1.0 reads it; export again with this one",
+    )
     for table in manifest["tables"].values():
         table["shards"] = {
-            FORMS_OF_1_0.get(form, form): shards for form, shards in table["shards"].items()
+            spelt(form): shards for form, shards in table["shards"].items() if not is_gone(form)
         }
 
 

@@ -36,9 +36,8 @@ from dnis_torchrec.artifact.writing import (
 )
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.data.files import FolderKind, new_folder
-from dnis_torchrec.forms import PACKED
 from dnis_torchrec.ranks import Ranks, together
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
+from dnis_torchrec.scheme import PACKED, MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.selection.shards import TableShard, num_copies
 
 _COLUMNS = "columns"
@@ -88,7 +87,7 @@ def write_over_ranks(
 ) -> Path:
     """Writes merged and pruned tables that are spread over ranks as one artifact."""
     with together(ranks.group):
-        check_forms(forms, scheme=scheme)
+        forms = check_forms(forms)
         for name in scheme.tables:
             check_known("table", name, shards)
         run = as_json(run or {})
@@ -99,8 +98,8 @@ def write_over_ranks(
     by_columns = _cut_by_columns(here, scheme, ranks)
     largest = max((shard.weight.nbytes for held in here.values() for shard in held), default=0)
     limit = min(max_file_bytes, max(_SMALLEST_FILE_BYTES, largest // _SHARE_OF_SHARD))
-    apart = _Apart([form for form in forms if form != PACKED.name], limit)
-    packed = _packed_files(scheme, max_file_bytes) if PACKED.name in forms else {}
+    apart = _Apart([form for form in forms if form != PACKED], limit)
+    packed = _packed_files(scheme, max_file_bytes) if PACKED in forms else {}
     with shared_folder(path, overwrite=overwrite, kind=ARTIFACT, ranks=ranks) as folder:
         with together(ranks.group):
             for name in by_columns:
@@ -127,7 +126,7 @@ def write_over_ranks(
             for file in _all(packed)[ranks.rank :: ranks.world_size]:
                 written.note(
                     file.table.name,
-                    PACKED.name,
+                    PACKED,
                     file.file.shard(),
                     describe_tensors(folder, file.file.name),
                 )

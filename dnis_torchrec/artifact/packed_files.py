@@ -10,14 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dnis_torchrec.artifact.forms import Rows
+from dnis_torchrec.artifact.forms import Rows, chunks_of, row_counts_of
 from dnis_torchrec.artifact.manifest import file_header
-from dnis_torchrec.artifact.mixed_dimension_form import chunks_of
-from dnis_torchrec.artifact.packed_form import row_counts_of
 from dnis_torchrec.artifact.writing import FileOfRows, files_of
 from dnis_torchrec.blocks.codes import row_strides
-from dnis_torchrec.forms import PACKED
-from dnis_torchrec.scheme import TableScheme
+from dnis_torchrec.scheme import PACKED, TableScheme
 from dnis_torchrec.serving.packed_table import packed_chunks
 
 
@@ -58,6 +55,7 @@ class SharedPackedFile:
 
 def packed_files(index: int, table: TableScheme, max_file_bytes: int) -> list[SharedPackedFile]:
     """The files of a table in bit fields, the same on every rank. Local, no collective."""
+    table = table.with_float_codes()
     strides, span = row_strides(table.codes.bits), (0, table.num_embeddings)
 
     def described(first: int, last: int) -> Mapping[str, Tensor]:

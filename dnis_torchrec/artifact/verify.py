@@ -23,7 +23,7 @@ from dnis_torchrec.data.over_ranks import check_same, split_over_ranks
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.ranks import Ranks, together
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, is_gone
 from dnis_torchrec.serving.logical_tables import torchrec_config
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
 from dnis_torchrec.training.evaluate import evaluate
@@ -85,18 +85,16 @@ def verify(
         return Verification(artifact=str(artifact), findings=tuple(findings))
     with together(ranks.group):
         scheme, rows = read_scheme(artifact), exact_rows(artifact)
-        rows = rows and {name: cache(of_table) for name, of_table in rows.items()}
+        rows = {name: cache(of_table) for name, of_table in rows.items()}
     names = sorted({table.collection for table in scheme.tables.values()})
     checks = []
-    for name in names if rows is not None else ():
+    for name in names:
         tables = {t: table for t, table in scheme.tables.items() if table.collection == name}
-        oracle = Oracle(MixedDimensionScheme(tables), rows or {})
+        oracle = Oracle(MixedDimensionScheme(tables), rows)
         for form in manifest["forms"]:
             place = form if len(names) == 1 else f"{form}, {name}"
             checks.append(partial(check_form, artifact, form, name, oracle, place))
     findings += _over_ranks(checks, ranks)
-    if rows is None:
-        findings.append(Finding("parity", "all forms", SKIPPED, "no exact rows to compare with"))
     if make_recipe is not None:
         findings += _check_metrics(artifact, manifest, make_recipe, ranks)
     forms = tuple(manifest["forms"])
@@ -142,13 +140,20 @@ def _hash(artifact: Path, name: str, entry: dict[str, Any]) -> list[Finding]:
     return [_judge("checksums", name, digest == expected, detail)]
 
 
+def _has_use(name: str, uses: set[str]) -> bool:
+    """Whether a file is one of those, or of a form or for a program that release 0.1.0 knew."""
+    folder = name.partition("/")[0]
+    return name in uses or folder == "scipy" or is_gone(folder)
+
+
 def _strangers(artifact: Path, manifest: dict[str, Any]) -> list[Finding]:
     """A finding per file that the manifest does not list, or that nothing in it refers to."""
     uses = {*manifest["scheme"], *manifest["dense_state"]}
     for table in manifest["tables"].values():
         uses |= {shard["file"] for shards in table["shards"].values() for shard in shards}
     idle, unlisted = "the manifest lists it, nothing refers to it", "the manifest does not list it"
-    strangers = {name: idle for name in manifest["files"] if name not in uses}
+    strangers = {name: idle for name in manifest["files"]}
+    strangers = {name: why for name, why in strangers.items() if not _has_use(name, uses)}
     names = {MANIFEST, CARD, *manifest["files"]}
     for file in sorted(artifact.rglob("*")):
         name = file.relative_to(artifact).as_posix()

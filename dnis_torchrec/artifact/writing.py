@@ -15,22 +15,24 @@ from torch import Tensor
 
 from dnis_torchrec._dependencies import versions
 from dnis_torchrec.artifact.card import write_card
-from dnis_torchrec.artifact.forms import Rows, check_codes, encode_shard, rows_of, values_of_codes
+from dnis_torchrec.artifact.forms import Rows, encode_shard, rows_of
 from dnis_torchrec.artifact.manifest import (
     ARTIFACT,
     MAX_FILE_BYTES,
     RunOfArtifact,
-    describe_file,
     file_bytes,
     write_artifact_file,
     write_manifest,
 )
-from dnis_torchrec.artifact.predictions import describe_forms
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.data.files import conform, new_folder
-from dnis_torchrec.forms import PACKED, WRITTEN_BY_DEFAULT, Form, form_named
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
-from dnis_torchrec.serving.csr_table import CsrTable
+from dnis_torchrec.scheme import (
+    FORMS,
+    MixedDimensionScheme,
+    TableScheme,
+    form_named,
+    rows_per_chunk,
+)
 
 Shards = dict[str, list[dict[str, Any]]]
 """Form -> shards of a table, as the manifest lists them."""
@@ -46,7 +48,6 @@ def write_artifact(
     forms: Sequence[str] | None = None,
     dense_state: Mapping[str, Tensor] | None = None,
     run: Mapping[str, Any] | None = None,
-    scipy_formats: Sequence[str] = (),
     overwrite: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
@@ -59,8 +60,7 @@ def write_artifact(
         "none",
         "search and prune a model first",
     )
-    forms = forms_of(scheme) if forms is None else forms
-    check_forms(forms, scipy_formats, scheme)
+    forms = (scheme.form,) if forms is None else check_forms(forms)
     for name in scheme.tables:
         check_known("table", name, tables)
     run = as_json(run or {})
@@ -81,7 +81,6 @@ def write_artifact(
                 )
                 shards[name][form] = of_form
                 files |= written
-            files |= _write_scipy_files(folder, index, table, weight, scipy_formats)
         manifest = manifest_of(
             scheme,
             forms,
@@ -106,14 +105,13 @@ def write_shards(
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> tuple[list[dict[str, Any]], Files]:
     """Writes consecutive rows of a table in one form, as many files as `max_file_bytes` asks for."""
-    known = form_named(form)
     shards: list[dict[str, Any]] = []
     files: Files = {}
 
     def encode(begin: int, end: int) -> dict[str, Tensor]:
-        return encode_shard(known, table, rows, begin, end)
+        return encode_shard(form, table, rows, begin, end)
 
-    for file in files_of(known, index, table, span, encode, max_file_bytes):
+    for file in files_of(form, index, table, span, encode, max_file_bytes):
         files[file.name] = write_artifact_file(folder, file.name, file.tensors)
         shards.append(file.shard())
     return shards, files
@@ -134,7 +132,7 @@ class FileOfRows(NamedTuple):
 
 
 def files_of(
-    form: Form,
+    form: str,
     index: int,
     table: TableScheme,
     span: tuple[int, int],
@@ -145,7 +143,7 @@ def files_of(
     first, last = span
     if first == last:  # a rank that holds none of the table's rows
         return
-    predicted = form.file_bytes(table) * (last - first) / table.num_embeddings
+    predicted = table.file_bytes(form) * (last - first) / table.num_embeddings
     step = math.ceil((last - first) / max(1, math.ceil(predicted / max_file_bytes)))
     spans = deque((begin, min(begin + step, last)) for begin in range(first, last, step))
     while spans:
@@ -153,7 +151,7 @@ def files_of(
         tensors = encode(begin, end)
         if file_bytes(tensors) > max_file_bytes:
             place, requirement = (
-                f"table {table.name!r}, form {form.name!r}",
+                f"table {table.name!r}, form {form!r}",
                 f"a row within {max_file_bytes} bytes",
             )
             check(end - begin > 1, place, requirement, file_bytes(tensors), "raise max_file_bytes")
@@ -162,7 +160,7 @@ def files_of(
             continue
         suffix = "" if (begin, end) == (0, table.num_embeddings) else f"_from_{begin}"
         yield FileOfRows(
-            f"{form.name}/{_stem(index, table.name)}{suffix}.safetensors", begin, end, tensors
+            f"{form}/{_stem(index, table.name)}{suffix}.safetensors", begin, end, tensors
         )
 
 
@@ -214,37 +212,18 @@ def manifest_of(
         "dense_state": list(dense_files),
         "parameters": scheme.parameters,
         "bytes": scheme.exact_bytes(),
-        "serving_forms": describe_forms(scheme),
         "bytes_on_disk": on_disk,
         "run": run,
         "files": files,
     }
 
 
-def scipy_file(index: int, table: str, scipy_format: str) -> str:
-    """The place of a table's file for other programs, the only one of an artifact that its manifest
-    lists alone."""
-    return f"scipy/{_stem(index, table)}.{scipy_format}.npz"
-
-
-def forms_of(scheme: MixedDimensionScheme) -> tuple[str, ...]:
-    """The forms that a scheme is written in unless others are asked for."""
-    return (PACKED.name,) if scheme.has_codes else WRITTEN_BY_DEFAULT
-
-
-def check_forms(
-    forms: Sequence[str],
-    scipy_formats: Sequence[str] = (),
-    scheme: MixedDimensionScheme | None = None,
-) -> None:
-    """Checks that an artifact can be written in these forms."""
-    check(bool(forms), "forms", f"some, such as {WRITTEN_BY_DEFAULT}", "none")
+def check_forms(forms: Sequence[str]) -> tuple[str, ...]:
+    """Checks that an artifact can be written in these forms, and spells them as they are spelt
+    now."""
+    check(bool(forms), "forms", f"some of {FORMS}", "none")
     check(len(set(forms)) == len(forms), "forms", "each once", tuple(forms))
-    for form in map(form_named, forms):
-        for table in () if scheme is None else scheme.tables.values():
-            check_codes(form, table)
-    for scipy_format in scipy_formats:
-        check_known("scipy format", scipy_format, SCIPY_FORMATS)
+    return tuple(map(form_named, forms))
 
 
 def check_table(table: TableScheme, weight: Tensor) -> None:
@@ -321,41 +300,9 @@ def _stem(index: int, table: str) -> str:
     return f"{index:03d}_{re.sub('[^A-Za-z0-9_-]+', '_', table)[:80]}"
 
 
-def _write_scipy_files(
-    folder: Path, index: int, table: TableScheme, weight: Tensor, scipy_formats: Sequence[str]
-) -> Files:
-    if not scipy_formats:
-        return {}
-    files: Files = {}
-    values = values_of_codes(table, rows_of(weight))
-    sparse = CsrTable.from_rows(values, 0, table.num_embeddings, embedding_dim=table.embedding_dim)
-    for scipy_format in scipy_formats:
-        name = scipy_file(index, table.name, scipy_format)
-        (folder / name).parent.mkdir(exist_ok=True)
-        write_scipy(sparse, folder / name, scipy_format=scipy_format)
-        files[name] = describe_file(folder, name)
-    return files
-
-
 def _describe_blocks(table: TableScheme) -> list[dict[str, Any]]:
     rows = table.routing.row_counts().tolist()
     return [
         {"rows": rows[s], "embedding_dim": int(table.dims[s]), "columns": table.columns(s).tolist()}
         for s in range(table.routing.num_blocks)
     ]
-
-
-SCIPY_FORMATS = ("coo", "csr")
-"""Interchange files that `write_scipy` knows."""
-
-
-def write_scipy(table: CsrTable, path: Path, *, scipy_format: str) -> None:
-    """Writes a table as a scipy.sparse ``.npz`` file, for interchange; nothing here reads it back."""
-    # scipy takes most of a second to import and only this needs it
-    from scipy import sparse
-
-    shape = (table.num_embeddings, table.embedding_dim)
-    arrays = (table.values.numpy(), table.columns.int().numpy(), table.row_pointers.numpy())
-    matrix: Any = sparse.csr_matrix(arrays, shape=shape)
-    build: Callable[[Any], Any] = sparse.coo_matrix if scipy_format == "coo" else sparse.csr_matrix
-    sparse.save_npz(path, build(matrix))

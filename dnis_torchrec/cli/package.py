@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from dnis_torchrec.checks import check
 from dnis_torchrec.cli.app import (
     ArtifactArgument,
@@ -28,33 +24,26 @@ def package(
     out: OutOption,
     recipe: RecipeOption,
     data: DataOption = None,
-    form: Annotated[
-        str | None, typer.Option(help="How tables are served; `packed` if the artifact holds it.")
-    ] = None,
     overwrite: OverwriteOption = False,
 ) -> None:
     """Packages the whole model, dense weights and compressed tables: inputs dense, values, lengths;
     any batch size."""
     from dnis_torchrec.artifact import package as packages
-    from dnis_torchrec.artifact import read_manifest
-    from dnis_torchrec.artifact.loading import default_form
     from dnis_torchrec.data.recipe import load_recipe
-    from dnis_torchrec.forms import form_named
     from dnis_torchrec.jobs.artifact_jobs import drop_in_, recipe_of_artifact
+    from dnis_torchrec.scheme import PACKED
 
     with arguments():
         check_data(data)
         place, remedy = f"package {out}", "choose another --out, or --overwrite"
         free = overwrite or not out.exists()
         check(free, place, "a folder that does not exist", "an existing one", remedy)
-        manifest = read_manifest(artifact)
         load_recipe(recipe)
-        form = form_named(form or default_form(manifest)).name
     try:
         with named_errors(), errors_of_its_code(recipe):
             built = recipe_of_artifact(artifact, data, recipe=recipe)
-            model, batch = drop_in_(built.model, artifact, form=form), next(iter(built.data.test))
-        notes = {"recipe": recipe, "form": form}
+            model, batch = drop_in_(built.model, artifact, form=PACKED), next(iter(built.data.test))
+        notes = {"recipe": recipe, "form": PACKED}
         packages.write_package(model, batch, out, notes=notes, overwrite=overwrite)
     except RuntimeError as error:  # no compiler, or a package that predicts something else
         fail(error, 1)

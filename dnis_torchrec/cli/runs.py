@@ -213,21 +213,13 @@ def export(
     form: Annotated[
         list[str] | None,
         typer.Option(
-            help="`csr_int8`, ...; if not given `mixed_dimension_fp32` and `csr_fp32`, or `packed` of codes."
+            help="`packed`, which serves, or `mixed_dimension`, which trains; by default `packed` of codes."
         ),
-    ] = None,
-    scipy: Annotated[
-        list[str] | None, typer.Option(help="Also write scipy `.npz` files: `csr`, `coo`.")
-    ] = None,
-    regroup: Annotated[
-        int | None,
-        typer.Option(help="Regroup rows that were pruned value by value into so many groups."),
     ] = None,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Exports a finished RUN as an artifact, ready to serve, and prints what every serving form of
-    it would come to."""
-    from dnis_torchrec.artifact.writing import check_forms, forms_of
+    """Exports a finished RUN as an artifact, ready to serve."""
+    from dnis_torchrec.artifact.writing import check_forms
     from dnis_torchrec.jobs.artifact_jobs import run_export
     from dnis_torchrec.jobs.run_folder import RunFolder
 
@@ -246,14 +238,9 @@ def export(
                 "an existing one",
                 remedy,
             )
-        check(regroup is None or regroup >= 1, "--regroup", "a number of groups >= 1", regroup)
-        forms, scipy_formats = form or forms_of(scheme), scipy or ()
-        check_forms(forms, scipy_formats, scheme)
-    run_export(
-        run, out, forms=forms, scipy_formats=scipy_formats, overwrite=overwrite, num_groups=regroup
-    )
+        forms = check_forms(form or [scheme.form])
+    run_export(run, out, forms=forms, overwrite=overwrite)
     if is_first_rank():
-        _print_forms(out)
         say(f"artifact: {address_of(out)}")
 
 
@@ -370,19 +357,6 @@ def _size(compression: float | None, embedding_bytes: int | None, form: str | No
     from dnis_torchrec.search.budget import Size
 
     return Size(compression=compression, embedding_bytes=embedding_bytes, form=form or Size.form)
-
-
-def _print_forms(artifact: Path) -> None:
-    from dnis_torchrec.artifact import read_scheme
-    from dnis_torchrec.artifact.predictions import forms_table
-
-    headings, *rows = forms_table(read_scheme(artifact))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("form", "") else "right")
-    for row in rows:
-        table.add_row(*row)
-    print_table(table, FORMS_WIDTH)
 
 
 def print_rows(rows: Sequence[ReportRow], run: Path) -> None:

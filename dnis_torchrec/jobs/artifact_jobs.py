@@ -19,13 +19,10 @@ from dnis_torchrec.artifact import (
     write_artifact,
 )
 from dnis_torchrec.artifact.over_ranks import write_over_ranks
-from dnis_torchrec.artifact.regrouping import regroup_table
-from dnis_torchrec.artifact.writing import forms_of
-from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.data.over_ranks import check_same, split_over_ranks
 from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe_again
 from dnis_torchrec.data.users_code import errors_of_its_code
-from dnis_torchrec.forms import form_named
 from dnis_torchrec.jobs.model_shards import check_shapes, check_state, spread_filled
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.jobs.stored_tensors import StoredTensor
@@ -39,27 +36,14 @@ from dnis_torchrec.training.shard import launched_ranks, process_group
 
 
 def run_export(
-    run_path: Path,
-    out: Path,
-    *,
-    forms: Sequence[str] | None = None,
-    scipy_formats: Sequence[str] = (),
-    overwrite: bool = False,
-    num_groups: int | None = None,
+    run_path: Path, out: Path, *, forms: Sequence[str] | None = None, overwrite: bool = False
 ) -> Path:
     """Exports a finished run as an artifact."""
     with launched_ranks() as ranks:
         with together(ranks.group):
             run = RunFolder.open(run_path)
-            _check_kept(run, forms or ())
             head, tables, scheme = run.read_head(), run.tables(), run.scheme()
-            if num_groups is not None:
-                regrouped = {
-                    name: regroup_table(table, tables[name].rows, num_groups=num_groups)
-                    for name, table in scheme.tables.items()
-                }
-                scheme = MixedDimensionScheme(regrouped)
-            chosen = forms_of(scheme) if forms is None else tuple(forms)
+            chosen = (scheme.form,) if forms is None else tuple(forms)
             dense = run.dense_state()
         names = (
             "recipe",
@@ -80,13 +64,7 @@ def run_export(
                 forms=chosen,
                 dense_state=dense,
                 run=described,
-                scipy_formats=tuple(scipy_formats),
                 overwrite=overwrite,
-            )
-        if scipy_formats:
-            supported, received = "supported is one process", f"{ranks.world_size} ranks"
-            raise NotImplementedError(
-                describe("scipy_formats", supported, received, "export on one process")
             )
         with together(ranks.group):
             shards = {
@@ -102,15 +80,6 @@ def run_export(
             run=described,
             overwrite=overwrite,
         )
-
-
-def _check_kept(run: RunFolder, forms: Sequence[str]) -> None:
-    """Refuses forms that would round tables which are to keep float32."""
-    left_alone = run.left_alone()
-    for form in map(form_named, forms):
-        is_kept = not left_alone or form.is_exact or form.needs_codes
-        requirement = f"a form that keeps float32, as the recipe wants it for {sorted(left_alone)}"
-        check(is_kept, f"form {form.name!r}", requirement, form.precision.name, "take 'packed'")
 
 
 def _shard_of_rank(table: str, stored: StoredTensor, ranks: Ranks) -> TableShard:

@@ -23,7 +23,6 @@ from dnis_torchrec.data.files import PARTIAL
 from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe_again
 from dnis_torchrec.data.urls import Address
 from dnis_torchrec.data.users_code import errors_of_its_code
-from dnis_torchrec.forms import DEFAULT_FORM
 from dnis_torchrec.jobs.model_shards import check_state, fill_, forget_tables_
 from dnis_torchrec.jobs.new_run import new_run, task_of_trained
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
@@ -32,7 +31,7 @@ from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_si
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.of_run import scheme_row
 from dnis_torchrec.report.provenance import PROVENANCE, Step, steps_of
-from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.scheme import MIXED_DIMENSION, MixedDimensionScheme
 from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.pruning import prune
 from dnis_torchrec.search.settings import PruneSettings
@@ -92,7 +91,7 @@ def run_prune(
             started = time.monotonic()
             task, scheme = _pruned(source, size, how, device, out)
             metrics = evaluate(task.to(device), read.test, task.task, device)
-        form = DEFAULT_FORM if size is None else size.form
+        form = MIXED_DIMENSION if size is None else size.form
         row = scheme_row(
             "dnis", scheme, metrics, source.head["seed"], time.monotonic() - started, form
         )

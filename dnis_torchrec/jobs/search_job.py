@@ -20,7 +20,6 @@ from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
 from dnis_torchrec.data.task import direction_of
 from dnis_torchrec.data.test_split import CountedLabels
 from dnis_torchrec.data.users_code import errors_of_its_code
-from dnis_torchrec.forms import PACKED
 from dnis_torchrec.jobs.given_model import TRAINED_EPOCHS, GivenModel
 from dnis_torchrec.jobs.progress import console_events, tell_tensorboard
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
@@ -32,6 +31,7 @@ from dnis_torchrec.report.content import UNCOMPRESSED
 from dnis_torchrec.report.of_run import scheme_row
 from dnis_torchrec.report.provenance import PROVENANCE, Step, steps_of
 from dnis_torchrec.report.verdict import doubts
+from dnis_torchrec.scheme import PACKED
 from dnis_torchrec.search.search import COMPRESSED, SEARCHED, SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings, check_compression
 from dnis_torchrec.selection.shards import table_configs
@@ -158,7 +158,7 @@ def _search(
     metrics = evaluate(task, test, recipe.task, device)
     history = [asdict(record) for record in outcome.history]
     found = {"doubts": doubts(test.of(Ranks.everyone()), metrics, history, job.settings.epochs)}
-    rows = [scheme_row("dnis", outcome.scheme, metrics, job.seed, seconds, PACKED.name)]
+    rows = [scheme_row("dnis", outcome.scheme, metrics, job.seed, seconds, PACKED)]
     try:
         run.save_model(outcome.model, outcome.scheme, outcome.alpha)
         with together():

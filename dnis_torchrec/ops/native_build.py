@@ -238,8 +238,8 @@ def once(function: Callable[[], bool]) -> Callable[[], bool]:
 
 
 LOOKUPS = NativeLibrary(
-    name="csr_embedding_bag",
-    place="CSR lookup",
+    name="packed_embedding_bag",
+    place="packed lookup",
     sources=Path(__file__).parent / "csrc" / "lookups",
     without="lookups run on torch's operators, many times slower",
     instruction_set_function="dnis_instruction_set",

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dnis_torchrec.blocks.routing import RecordLayout
 from dnis_torchrec.checks import check
 from dnis_torchrec.ops import triton_bags
-from dnis_torchrec.ops.packed_operator import COLUMNS_PER_GROUP, GROUP_FIELDS
+from dnis_torchrec.ops.packed import COLUMNS_PER_GROUP, GROUP_FIELDS
 from dnis_torchrec.ops.packed_rows_triton import (
     BAGS_PER_SEGMENT,
     GROUP_BITS,

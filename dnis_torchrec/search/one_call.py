@@ -14,9 +14,8 @@ from torch import nn
 from dnis_torchrec.allocation.bits import Allocation, sizes_as_html, sizes_as_text
 from dnis_torchrec.checks import describe
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
-from dnis_torchrec.forms import PACKED
 from dnis_torchrec.ranks import world_size_of
-from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
 from dnis_torchrec.search.loop import EpochRecord, SearchEvents
 from dnis_torchrec.search.search import COMPRESSED, SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings, check_compression
@@ -130,7 +129,7 @@ def search_once(
     found = Allocation(
         scheme=outcome.scheme,
         predicted_loss_increase=outcome.predicted_loss_increase,
-        num_bytes=sum(PACKED.served_bytes(table) for table in outcome.scheme.tables.values()),
+        num_bytes=sum(table.served_bytes(PACKED) for table in outcome.scheme.tables.values()),
     )
     return SearchResult(
         outcome=outcome,

@@ -4,9 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dnis_torchrec.ops.csr_operator import load_operator
-    from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
-    from dnis_torchrec.serving.csr_table import CsrTable
+    from dnis_torchrec.ops.packed import load_operator
     from dnis_torchrec.serving.mixed_dimension import (
         MixedDimensionEmbeddingBagCollection,
         block_tables,
@@ -17,8 +15,6 @@ if TYPE_CHECKING:
     from dnis_torchrec.serving.unknown_ids import MeanForUnknownIds
 
 __all__ = [
-    "CsrEmbeddingBagCollection",
-    "CsrTable",
     "MeanForUnknownIds",
     "MixedDimensionEmbeddingBagCollection",
     "PackedEmbeddingBagCollection",
@@ -29,9 +25,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "load_operator": "dnis_torchrec.ops.csr_operator",
-    "CsrEmbeddingBagCollection": "dnis_torchrec.serving.csr_collection",
-    "CsrTable": "dnis_torchrec.serving.csr_table",
+    "load_operator": "dnis_torchrec.ops.packed",
     "MeanForUnknownIds": "dnis_torchrec.serving.unknown_ids",
     "MixedDimensionEmbeddingBagCollection": "dnis_torchrec.serving.mixed_dimension",
     "PackedEmbeddingBagCollection": "dnis_torchrec.serving.packed",

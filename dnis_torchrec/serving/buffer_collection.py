@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import describe
-from dnis_torchrec.ops.csr_operator import load_operator
+from dnis_torchrec.ops.packed import load_operator
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.logical_tables import OperatorCollection
 

@@ -4,21 +4,19 @@ mixed-dimension tables."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.forms import stored_blocks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.serving.block_collection import BlockCollection
 
 
 def block_tables(table: TableScheme, chunks: Iterable[Tensor]) -> dict[int, Tensor]:
     """Cuts one dense table into its blocks' tables: rows ordered by block, retained columns only."""
-    shapes = stored_blocks(table)
+    shapes = table.stored_blocks()
     tables = {s: torch.empty(shape) for s, shape in shapes.items()}
     columns = {s: table.columns(s) for s in shapes}
     filled = dict.fromkeys(shapes, 0)
@@ -84,11 +82,10 @@ class MixedDimensionEmbeddingBagCollection(BlockCollection):
     whole bag, as FBGEMM does also for weighted bags. Rows of no block and blocks that retain
     nothing contribute zero.
 
-    To serve, call it under ``torch.inference_mode()`` (or ``no_grad``): on a CPU one compiled pass
-    then reads the tables. To train further, alone or under DistributedModelParallel, call it as any
-    other module: the sharder finds the stock collection inside, ``.blocks``, and what is pruned
-    stays pruned because it does not exist. Routing and merging are local and replicated; the
-    collectives are those of the sharded collection.
+    It is to train further, alone or under DistributedModelParallel: the sharder finds the stock
+    collection inside, ``.blocks``, and what is pruned stays pruned because it does not exist.
+    Routing and merging are local and replicated; the collectives are those of the sharded
+    collection. To serve, `PackedEmbeddingBagCollection` reads the same values faster.
 
     Args:
         scheme: the tables of ONE collection of a model.
@@ -140,10 +137,6 @@ class MixedDimensionEmbeddingBagCollection(BlockCollection):
             self.blocks = EmbeddingBagCollection(
                 tables=self._physical, is_weighted=is_weighted, device=place
             )
-            # nn.Module takes longer to find a hundred parts by attribute than the lookup takes; the
-            # parts, not their parameters, because torch.export and torch.func put others in their
-            # place for a while
-            self._bags: list[Any] = list(self.blocks.embedding_bags.values())
             self._fill_padding(place)
         if place.type != "meta":
             self.to(place)
@@ -156,17 +149,6 @@ class MixedDimensionEmbeddingBagCollection(BlockCollection):
             _, (_, dim) = self._check_block(name, s)
             with torch.no_grad():
                 self.blocks.embedding_bags[f"{name}/b{s}"].weight[:, dim:] = 0.0
-
-    def _stock_tables(self) -> list[Tensor] | None:
-        if self.blocks is None:
-            return []
-        if type(self.blocks) is not EmbeddingBagCollection:
-            return None
-        tables = [bag._parameters["weight"] for bag in self._bags]
-        return tables if tables[0].device.type == "cpu" else None
-
-    def _wants_gradient(self) -> bool:
-        return torch.is_grad_enabled()
 
     @classmethod
     def from_tables(

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from dnis_torchrec.blocks.codes import row_strides
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.ops.packed_operator import field_groups
+from dnis_torchrec.ops.packed import field_groups
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.buffer_collection import BufferCollection
 from dnis_torchrec.serving.held_buffers import HeldBuffers
-from dnis_torchrec.serving.packed_table import PackedTable, column_bits
+from dnis_torchrec.serving.packed_table import PackedTable
 
 
 class _Layout(NamedTuple):
@@ -130,6 +130,6 @@ def _check_table(table: TableScheme, packed: PackedTable) -> None:
     place, shape = f"table {table.name!r}", (table.num_embeddings, *table.retained.shape)
     received = (packed.directory.num_embeddings, *packed.bits.shape)
     check(received == shape, place, f"rows, blocks and columns {shape}", received)
-    check(packed.bits.equal(column_bits(table)), place, "the bits of the scheme", "others")
+    check(packed.bits.equal(table.column_bits()), place, "the bits of the scheme", "others")
     counts = table.routing.row_counts()
     check(packed.row_counts.equal(counts), place, f"blocks of {counts.tolist()} rows", "others")

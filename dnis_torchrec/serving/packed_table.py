@@ -8,14 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dnis_torchrec.blocks.codes import (
-    FLOAT_BITS,
-    check_widths,
-    encode_rows,
-    is_coded,
-    packed_rows,
-    row_strides,
-)
+from dnis_torchrec.blocks.codes import check_widths, encode_rows, is_coded, packed_rows, row_strides
 from dnis_torchrec.blocks.routing import RowDirectory
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.scheme import TableScheme
@@ -66,7 +59,7 @@ class PackedTable:
         cls, table: TableScheme, rows: Tensor, scale: Tensor, shift: Tensor
     ) -> PackedTable:
         """Takes the rows of all blocks as they are, so that they may lie in a mapped file."""
-        bits = column_bits(table)
+        bits = table.column_bits()
         is_code = is_coded(bits)
         return cls(
             bits=bits,
@@ -102,12 +95,6 @@ class PackedTable:
         scale, shift = torch.ones(self.bits.shape), torch.zeros(self.bits.shape, dtype=torch.int16)
         scale[is_code], shift[is_code] = self.scales.float(), self.shifts
         return scale, shift
-
-
-def column_bits(table: TableScheme) -> Tensor:
-    """Bits of every column of every block, ``(S, D)`` uint8; float32 for all that is retained where
-    none are given."""
-    return table.retained.to(torch.uint8) * FLOAT_BITS if table.bits is None else table.bits
 
 
 def split_blocks(rows: Tensor, row_counts: Tensor, bits: Tensor) -> list[Tensor]:

@@ -28,7 +28,7 @@ from dnis_torchrec.allocation.spending import Path, Purse, RowOptions, column_st
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.codes import is_coded, row_strides
 from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.forms import PACKED
+from dnis_torchrec.scheme import PACKED, packed_index_bytes
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
 from tests import small_models
@@ -93,7 +93,7 @@ class Model:
                     end = (math.ceil(end / 8) * 8 if width == 32 else end) + width
                     own += 4 * (0 < width < 32)
                 own += rows * math.ceil(end / 8)
-            total += own + PACKED.index_bytes(self.blocks.routings[name], table.embedding_dim) if own else 0
+            total += own + packed_index_bytes(self.blocks.routings[name], table.embedding_dim) if own else 0
         return total
 
 
@@ -122,7 +122,7 @@ def test_bytes_and_loss_are_those_of_the_scheme_and_within_the_budget(model: Mod
         assert most < model.dense_bytes / budget
         found = model.allocate(compression=most)
         budget = model.dense_bytes / most
-    served = sum(map(PACKED.served_bytes, found.scheme.tables.values()))
+    served = sum(table.served_bytes(PACKED) for table in found.scheme.tables.values())
     assert found.num_bytes == model.bytes_of(found) == served <= budget
     assert found.predicted_loss_increase == pytest.approx(model.loss_of(found), rel=1e-9, abs=1e-12)
     assert found.compression == pytest.approx(model.dense_bytes / found.num_bytes)
@@ -286,7 +286,7 @@ def test_a_table_that_nobody_looks_up_takes_nothing() -> None:
     model = Model([300, 200], [8, 16], 3, 1, (0, 2, 3, 4, 8))
     model.curvature.curvature["t1"].zero_()
     found = model.allocate(compression=10)
-    assert PACKED.served_bytes(found.scheme.tables["t1"]) == 0
+    assert found.scheme.tables["t1"].served_bytes(PACKED) == 0
     assert not bool(found.scheme.tables["t1"].retained.any())
 
 
@@ -353,7 +353,7 @@ def test_others_get_what_a_table_left_alone_leaves(seed: int, ratio: int) -> Non
     dense, others_dense = 4 * (30 * 4 + 20 * 2 + 40 * 3), 4 * (30 * 4 + 40 * 3)
     budget = 4 * 20 * 2 + 200 + others_dense // ratio
     found = allocate(model.collection, blocks, model.counts, model.curvature, compression=dense / budget, **given)
-    own = PACKED.served_bytes(found.scheme.tables[alone])
+    own = found.scheme.tables[alone].served_bytes(PACKED)
     expected = allocate(
         EmbeddingBagCollection(tables=others),
         blocks_from_counts(model.counts, others, num_blocks=2),
@@ -421,7 +421,7 @@ def test_the_first_columns_of_cold_blocks_are_stored_and_counted(dim: int, colum
     expected = torch.zeros(2, dim, dtype=torch.uint8)
     expected[:, :columns] = 2
     assert torch.equal(bits[2:], expected)
-    assert found.num_bytes == sum(map(PACKED.served_bytes, found.scheme.tables.values()))
+    assert found.num_bytes == sum(table.served_bytes(PACKED) for table in found.scheme.tables.values())
     assert found.compression >= 12
     assert columns <= COLD_COLUMNS
 
@@ -507,7 +507,7 @@ def retained(model: Model, bits: int, compression: float) -> dict[str, Tensor]:
 
 
 def fixed_of(model: Model) -> list[int]:
-    return [PACKED.index_bytes(model.blocks.routings[c.name], c.embedding_dim) for c in model.configs]
+    return [packed_index_bytes(model.blocks.routings[c.name], c.embedding_dim) for c in model.configs]
 
 
 def bytes_of(model: Model, found: dict[str, Tensor], bits: int) -> int:

@@ -14,18 +14,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scipy import sparse as scipy_sparse
 
-from dnis_torchrec.artifact import load, load_csr, load_dense_state, read_manifest, read_scheme, write_artifact
+from dnis_torchrec.artifact import load, load_dense_state, read_manifest, read_scheme, write_artifact
 from dnis_torchrec.artifact import manifest as artifact
 from dnis_torchrec.artifact import writing as artifact_writing
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data import files
-from dnis_torchrec.forms import FORMS
-from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.scheme import FORMS, MixedDimensionScheme
 from tests.serving_reference import (
-    CSR_FILE,
     MIXED_FILE,
+    PACKED_FILE,
     ROUTINGS,
     Case,
     all_rows,
@@ -33,6 +31,7 @@ from tests.serving_reference import (
     keyed_jagged_tensor,
     table_scheme,
     two_tables,
+    whole_table,
     write_two_tables,
 )
 
@@ -47,7 +46,7 @@ def written(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "artifact"))
 
 
-FORMS_HERE = ("mixed_dimension_fp32", "csr_fp32", "csr_fp16", "csr_int8")
+FORMS_HERE = FORMS
 
 
 def left_in(folder: Path) -> list[str]:
@@ -61,7 +60,7 @@ def left_in(folder: Path) -> list[str]:
 @given(cases())
 def test_both_forms_give_the_pruned_tables(tmp_path: Path, case: Case) -> None:
     path = write_artifact(case.tables, case.scheme, tmp_path / "artifact", overwrite=True)
-    only_csr = write_artifact(case.tables, case.scheme, tmp_path / "csr_fp32", forms=["csr_fp32"], overwrite=True)
+    only_csr = write_artifact(case.tables, case.scheme, tmp_path / "packed", forms=["packed"], overwrite=True)
     expected = case.expected()
     for folder in (path, only_csr):
         out = load(folder)(case.kjt())
@@ -69,7 +68,7 @@ def test_both_forms_give_the_pruned_tables(tmp_path: Path, case: Case) -> None:
         for name, pooled in out.to_dict().items():
             torch.testing.assert_close(pooled, expected[name], rtol=1e-6, atol=1e-6)
     for name, table in case.tables.items():
-        assert load_csr(path, name).to_dense().equal(table)
+        assert whole_table(path, name).equal(table)
 
 
 def test_scheme_round_trip(written: Path) -> None:
@@ -99,7 +98,7 @@ def test_manifest_tells_everything(written: Path) -> None:
     _, scheme = two_tables()
     manifest = read_manifest(written)
     assert (manifest["format"], manifest["format_version"]) == ("dnis-torchrec-artifact", "1.1")
-    assert manifest["forms"] == ["mixed_dimension_fp32", "csr_fp32"]
+    assert manifest["forms"] == ["mixed_dimension", "packed"]
     assert manifest["run"] == {"seed": 3}
     assert manifest["bytes"] == scheme.exact_bytes()
     assert manifest["parameters"] == scheme.parameters
@@ -110,8 +109,8 @@ def test_manifest_tells_everything(written: Path) -> None:
     assert movie["blocks"][1] == {"rows": 3, "embedding_dim": 2, "columns": [1, 3]}
     whole = {"first_row": 0, "num_rows": 10}
     assert movie["shards"] == {
-        "mixed_dimension_fp32": [{"file": MIXED_FILE, **whole}],
-        "csr_fp32": [{"file": CSR_FILE, **whole}],
+        "mixed_dimension": [{"file": MIXED_FILE, **whole}],
+        "packed": [{"file": PACKED_FILE, **whole}],
     }
     assert (manifest["scheme"], manifest["dense_state"]) == (["scheme.safetensors"], ["dense_state.safetensors"])
     on_disk = {p.relative_to(written).as_posix() for p in written.rglob("*") if p.is_file()}
@@ -119,22 +118,8 @@ def test_manifest_tells_everything(written: Path) -> None:
     for name, entry in manifest["files"].items():
         content = (written / name).read_bytes()
         assert (entry["bytes"], entry["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())
-    csr_files = [name for name in on_disk if name.startswith("csr_fp32/")]
-    assert manifest["bytes_on_disk"]["csr_fp32"] == sum((written / name).stat().st_size for name in csr_files)
-
-
-def test_scipy_files_on_request(tmp_path: Path) -> None:
-    tables, scheme = two_tables()
-    path = write_artifact(tables, scheme, tmp_path / "a", forms=["mixed_dimension_fp32"], scipy_formats=["coo", "csr"])
-    for scipy_format in ("coo", "csr"):
-        name = f"scipy/001_user.{scipy_format}.npz"
-        assert name in read_manifest(path)["files"]
-        matrix = scipy_sparse.load_npz(path / name)
-        assert matrix.format == scipy_format
-        assert torch.from_numpy(matrix.toarray()).equal(tables["user"])
-    torch.testing.assert_close(load(path)(all_rows()).to_dict()["user"], tables["user"])
-    with pytest.raises(ValueError, match="table 'user': expected form 'csr_fp32'"):
-        load_csr(path, "user")
+    csr_files = [name for name in on_disk if name.startswith("packed/")]
+    assert manifest["bytes_on_disk"]["packed"] == sum((written / name).stat().st_size for name in csr_files)
 
 
 def test_several_collections(tmp_path: Path) -> None:
@@ -177,7 +162,7 @@ def test_names_that_look_alike_as_files(tmp_path: Path) -> None:
     path = write_artifact(tables, MixedDimensionScheme(schemes), tmp_path / "a")
     assert left_in(tmp_path) == ["a"]
     for name in names:
-        assert load_csr(path, name).to_dense().equal(tables[name])
+        assert whole_table(path, name).equal(tables[name])
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -197,7 +182,7 @@ def test_shards_of_rows_serve_the_same(tmp_path: Path, case: Case, max_file_byte
     for file in path.rglob("*.safetensors"):
         assert file.stat().st_size <= max_file_bytes
     for name, table in case.tables.items():
-        assert load_csr(path, name).to_dense().equal(table)
+        assert whole_table(path, name).equal(table)
     for form in FORMS_HERE:
         torch.testing.assert_close(
             load(path, form=form)(case.kjt()).values(), load(whole, form=form)(case.kjt()).values(), rtol=0, atol=0
@@ -245,28 +230,28 @@ def test_a_table_is_cut_where_its_bytes_are(tmp_path: Path) -> None:
     retained = torch.tensor([[True] * 8, [True] + [False] * 7])
     weight = torch.randn(400, 8) * retained[routing.all_blocks()]
     scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained)})
-    path = write_artifact({"t": weight}, scheme, tmp_path / "a", max_file_bytes=6000, forms=["csr_fp32", "csr_int8"])
+    path = write_artifact({"t": weight}, scheme, tmp_path / "a", max_file_bytes=6000, forms=["packed", "csr_int8"])
     manifest = read_manifest(path)
     shards = manifest["tables"]["t"]["shards"]
-    rows = [(shard["first_row"], shard["num_rows"]) for shard in shards["csr_fp32"]]
+    rows = [(shard["first_row"], shard["num_rows"]) for shard in shards["packed"]]
     assert rows == [(0, 33), (33, 34), (67, 67), (134, 134), (268, 132)]  # three by prediction, of which one too large
     sizes = [manifest["files"][shard["file"]]["bytes"] for of_form in shards.values() for shard in of_form]
     assert max(sizes) <= 6000
     ids = torch.randint(0, 400, (50,))
-    assert load(path, form="csr_fp32").lookup(ids, torch.arange(51)).equal(weight[ids])
+    assert load(path, form="packed").lookup(ids, torch.arange(51)).equal(weight[ids])
     kjt = keyed_jagged_tensor({"f": [[(int(i), 1.0)] for i in ids]})
-    assert load(path, form="mixed_dimension_fp32")(kjt).values().equal(weight[ids])
+    assert load(path, form="mixed_dimension")(kjt).values().equal(weight[ids])
 
 
 def test_forms_that_are_not_held_are_made_of_csr(tmp_path: Path) -> None:
     tables, scheme = two_tables()
     held = write_artifact(tables, scheme, tmp_path / "held", forms=FORMS_HERE)
-    made = write_artifact(tables, scheme, tmp_path / "made", forms=["csr_fp32"])
+    made = write_artifact(tables, scheme, tmp_path / "made", forms=["packed"])
     for form in FORMS_HERE:
         assert load(made, form=form)(all_rows()).values().equal(load(held, form=form, verify=True)(all_rows()).values())
     assert read_manifest(held)["bytes_on_disk"].keys() == set(FORMS_HERE)
     without = write_artifact(tables, scheme, tmp_path / "without", forms=["csr_fp16"])
-    with pytest.raises(ValueError, match=r"expected form 'mixed_dimension_fp32', got \['csr_fp16'\]"):
+    with pytest.raises(ValueError, match=r"expected form 'mixed_dimension', got \['csr_fp16'\]"):
         load(without)
 
 
@@ -277,16 +262,16 @@ def test_bytes_of_a_form_are_predicted(tmp_path: Path) -> None:
     for name, table in scheme.tables.items():
         for form, shards in manifest["tables"][name]["shards"].items():
             (tensors,) = [artifact.read_artifact_file(path, manifest, shard["file"]) for shard in shards]
-            assert FORMS[form].file_bytes(table) == sum(tensor.nbytes for tensor in tensors.values())
+            assert table.file_bytes(form) == sum(tensor.nbytes for tensor in tensors.values())
 
 
 def test_policy_for_unknown_ids(tmp_path: Path) -> None:
     tables, scheme = two_tables()
     path = write_artifact(tables, scheme, tmp_path / "a")
     kjt = keyed_jagged_tensor({"user": [[(10, 1.0)]], "movie": [[(-1, 1.0)]]})
-    assert load(path, form="csr_fp32", unknown_ids="zero")(kjt).values().equal(torch.zeros(1, 10))
+    assert load(path, form="packed", unknown_ids="zero")(kjt).values().equal(torch.zeros(1, 10))
     with pytest.raises(ValueError, match=r"expected ids in 0\.\.9"):
-        load(path, form="csr_fp32")(kjt)
+        load(path, form="packed")(kjt)
     for form in (name for name, known in FORMS.items() if not known.needs_codes):
         if form not in ("dense_int8", "dense_int4", "row_pruned_int8", "row_pruned_int4"):  # D = 5 does not fit them
             assert load(path, form=form, unknown_ids="zero")(kjt).values().equal(torch.zeros(1, 10))
@@ -349,7 +334,7 @@ def test_other_bad_input(tmp_path: Path) -> None:
     refused("table 'user': expected floating", TypeError, tables=tables | {"user": torch.zeros(10, 5).long()})
     refused("scheme: expected at least one table", scheme=MixedDimensionScheme())
     refused("forms: expected some, such as", forms=[])
-    refused("forms: expected each once", forms=["csr_fp32", "csr_fp32"])
+    refused("forms: expected each once", forms=["packed", "packed"])
     refused("form 'cst': expected a known form, got 'cst'; did you mean 'csr_", forms=["cst"])
     refused("scipy format 'npz': expected a known scipy format", scipy_formats=["npz"])
     refused("run: expected values that JSON can hold", run={"loss": float("nan")})
@@ -454,7 +439,7 @@ def test_failed_swap_in_two_renames_is_undone(written: Path, monkeypatch: pytest
     assert read_manifest(written)["run"] == {"seed": 3}
 
 
-@pytest.mark.parametrize(("former", "form"), [("csr", "csr_fp32"), ("mixed_dimension", "mixed_dimension_fp32")])
+@pytest.mark.parametrize(("former", "form"), [("csr", "packed"), ("mixed_dimension", "mixed_dimension")])
 def test_forms_are_loaded_by_their_former_names(tmp_path: Path, former: str, form: str) -> None:
     path = write_two_tables(tmp_path / "a")
     assert load(path, form=former)(all_rows()).values().equal(load(path, form=form)(all_rows()).values())

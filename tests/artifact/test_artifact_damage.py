@@ -11,20 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from dnis_torchrec.artifact import (
-    load,
-    load_csr,
-    load_dense_state,
-    read_manifest,
-    read_scheme,
-    verify_files,
-    write_artifact,
-)
+from dnis_torchrec.artifact import exact_rows, load, load_dense_state, read_manifest, read_scheme, verify_files
 from dnis_torchrec.artifact import manifest as artifact
-from dnis_torchrec.ops.interleaved_rows import interleaved
-from tests.serving_reference import CSR_FILE, MIXED_FILE, all_rows, two_tables, write_two_tables
+from tests.serving_reference import MIXED_FILE, PACKED_FILE, all_rows, whole_table, write_two_tables
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +60,15 @@ def restate_file(path: Path, name: str, *, tensors: bool = True) -> None:
 
 
 def readers() -> list[Callable[[Path], object]]:
-    return [load, lambda path: load_csr(path, "movie/seen"), read_scheme, load_dense_state]
+    return [lambda path: load(path, form="mixed_dimension"), exact_rows, read_scheme, load_dense_state]
 
 
-@pytest.mark.parametrize("name", [MIXED_FILE, CSR_FILE, "scheme.safetensors", "dense_state.safetensors"])
+@pytest.mark.parametrize("name", [MIXED_FILE, PACKED_FILE, "scheme.safetensors", "dense_state.safetensors"])
 def test_flipped_bit_is_named(written: Path, name: str) -> None:
-    verified = [lambda path: load(path, verify=True), *readers()[1:]]
-    reader = dict(zip((MIXED_FILE, CSR_FILE, "scheme.safetensors", "dense_state.safetensors"), verified, strict=True))
+    verified = [lambda path: load(path, form="mixed_dimension", verify=True), *readers()[1:]]
+    reader = dict(
+        zip((MIXED_FILE, PACKED_FILE, "scheme.safetensors", "dense_state.safetensors"), verified, strict=True)
+    )
     verify_files(written)
     flip(written / name, -1)
     for verify in (reader[name], verify_files):
@@ -89,28 +82,6 @@ def flip(file: Path, position: int, bit: int = 0) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["csr_int8/000_movie_seen.safetensors", "csr_fp16/001_user.safetensors"])
-def test_a_flipped_bit_of_any_byte_is_found_and_never_leaves_the_table(tmp_path: Path, name: str) -> None:
-    """Bytes of values, columns, row pointers and scales, and of one file's header, each with a bit flipped in turn."""
-    tables, scheme = two_tables()
-    path = write_artifact(tables, scheme, tmp_path / "artifact", forms=["csr_int8", "csr_fp16"])
-    file, form = path / name, name.split("/")[0]
-    content, expected = file.read_bytes(), load(path, form=form)(all_rows()).values()
-    first_value = min(fields["offset"] for fields in read_manifest(path)["files"][name]["tensors"].values())
-    refused, has_header = 0, form == "csr_int8"
-    for position in range(0 if has_header else first_value, len(content)):
-        flip(file, position, position % 8)
-        with pytest.raises(ValueError, match=f"file '{name}': expected sha256"):
-            verify_files(path)
-        try:
-            out = load(path, form=form)(all_rows()).values()
-            assert position >= first_value or out.equal(expected)
-        except ValueError:
-            refused += 1
-        file.write_bytes(content)
-    assert refused >= (first_value - 8 if has_header else 1)  # all of the header but the blanks at its end
-
-
 def test_a_flipped_bit_of_the_manifest_is_found(written: Path) -> None:
     content = (written / "manifest.json").read_bytes()
     for position in range(0, len(content), 29):
@@ -120,7 +91,7 @@ def test_a_flipped_bit_of_the_manifest_is_found(written: Path) -> None:
         (written / "manifest.json").write_bytes(content)
 
 
-@pytest.mark.parametrize("name", [MIXED_FILE, CSR_FILE, "scheme.safetensors", "dense_state.safetensors"])
+@pytest.mark.parametrize("name", [MIXED_FILE, PACKED_FILE, "scheme.safetensors", "dense_state.safetensors"])
 def test_truncated_missing_and_renamed_files_are_named(written: Path, name: str) -> None:
     content = (written / name).read_bytes()
     for damage in (content[:-1], content + b"x", b""):
@@ -136,12 +107,12 @@ def test_truncated_missing_and_renamed_files_are_named(written: Path, name: str)
 
 def test_exchanged_files_are_named(written: Path) -> None:
     """Both are whole and ours, only not in their place."""
-    other = CSR_FILE.replace("000_movie_seen", "001_user")
-    (written / CSR_FILE).rename(written / "aside")
-    (written / other).rename(written / CSR_FILE)
+    other = PACKED_FILE.replace("000_movie_seen", "001_user")
+    (written / PACKED_FILE).rename(written / "aside")
+    (written / other).rename(written / PACKED_FILE)
     (written / "aside").rename(written / other)
-    with pytest.raises(ValueError, match=f"file '{CSR_FILE}': expected"):
-        load_csr(written, "movie/seen")
+    with pytest.raises(ValueError, match=f"file '{PACKED_FILE}': expected"):
+        exact_rows(written)
 
 
 def test_linked_file_is_refused(written: Path, tmp_path: Path) -> None:
@@ -152,8 +123,8 @@ def test_linked_file_is_refused(written: Path, tmp_path: Path) -> None:
 
 
 def test_linked_folder_is_refused(written: Path, tmp_path: Path) -> None:
-    (written / "csr_fp32").rename(tmp_path / "outside")
-    (written / "csr_fp32").symlink_to(tmp_path / "outside")
+    (written / "packed").rename(tmp_path / "outside")
+    (written / "packed").symlink_to(tmp_path / "outside")
     with pytest.raises(ValueError, match="expected a plain file, got a link or a folder"):
         read_manifest(written)
 
@@ -169,7 +140,7 @@ def test_path_out_of_the_folder_is_refused(written: Path, name: str) -> None:
 
 
 def test_table_may_not_name_an_unlisted_file(written: Path) -> None:
-    restate(written, lambda m: m["tables"]["user"]["shards"]["mixed_dimension_fp32"][0].update(file="../outside"))
+    restate(written, lambda m: m["tables"]["user"]["shards"]["mixed_dimension"][0].update(file="../outside"))
     with pytest.raises(ValueError, match=r"file '../outside': expected a known file"):
         load(written)
 
@@ -281,117 +252,23 @@ def test_scheme_that_does_not_fit_is_refused(written: Path) -> None:
         load(written)
 
 
-def test_sparse_rows_that_do_not_fit_are_refused(written: Path) -> None:
-    shutil.rmtree(written / "mixed_dimension_fp32")
-
-    def only_csr(manifest: dict) -> None:
-        manifest["forms"] = ["csr_fp32"]
-        manifest["files"] = {k: v for k, v in manifest["files"].items() if not k.startswith("mixed_dimension_fp32/")}
-        for table in manifest["tables"].values():
-            del table["shards"]["mixed_dimension_fp32"]
-
-    restate(written, only_csr)
-    load(written)
-    tensors = {
-        "values": torch.ones(1),
-        "columns": torch.zeros(1, dtype=torch.uint8),
-        "row_pointers": torch.tensor([0, 1], dtype=torch.int32),
-    }
-    save_file(tensors, written / CSR_FILE)
-    restate_file(written, CSR_FILE)
-    for read in (load, lambda path: load(path, form="csr_fp32"), lambda path: load_csr(path, "movie/seen")):
-        with pytest.raises(ValueError, match=f"file '{CSR_FILE}': expected 10 rows, got 1"):
-            read(written)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"values": torch.ones(21).half()}, r"expected torch\.float32 values, got torch\.float16"),
-        ({"columns": torch.zeros(21, dtype=torch.int32)}, r"expected torch\.uint8 columns, got torch\.int32"),
-        ({"row_pointers": torch.zeros(11)}, "CsrTable.row_pointers: expected int32 or int64"),
-        ({"row_pointers": torch.full((11,), 9)}, "CsrTable.row_pointers: expected rising row pointers from 0 to 21"),
-        ({"values": torch.ones(3)}, "CsrTable.row_pointers: expected rising row pointers from 0 to 3"),
-        ({"scales": torch.ones(10)}, "expected tensors"),
-        ({"compact_row_pointers": torch.ones(18)}, "CsrTable.compact_row_pointers: expected uint8"),
-        ({"compact_row_pointers": torch.ones(17).byte()}, "CsrTable.compact_row_pointers: expected 18 bytes, got 17"),
-        ({"interleaved_rows": torch.ones(105)}, "CsrTable.interleaved_rows: expected uint8"),
-        ({"interleaved_rows": torch.ones(104).byte()}, "CsrTable.interleaved_rows: expected 105 bytes, got 104"),
-    ],
-)
-def test_other_sparse_tensors_are_refused_before_they_are_used(
-    written: Path, changes: dict[str, torch.Tensor], message: str
-) -> None:
-    tensors = {key: tensor.clone() for key, tensor in load_file(written / CSR_FILE).items()}
-    save_file(tensors | changes, written / CSR_FILE)
-    restate_file(written, CSR_FILE)
-    with pytest.raises(ValueError, match=f"file '{CSR_FILE}': {message}"):
-        load(written, form="csr_fp32")
-
-
-def test_forged_rows_are_refused_where_they_are_read_as_a_whole(written: Path) -> None:
-    """The hash is right, the rows are not: serving finds it at the row, a conversion before it begins."""
-    tensors = {key: tensor.clone() for key, tensor in load_file(written / CSR_FILE).items()}
-    tensors["columns"][0] = 200
-    tensors["interleaved_rows"] = interleaved(*(tensors[name] for name in ("values", "columns", "row_pointers")))
-    save_file(tensors, written / CSR_FILE)
-    restate_file(written, CSR_FILE)
-    for read in (lambda path: load_csr(path, "movie/seen"), lambda path: load(path, form="csr_int8")):
-        with pytest.raises(ValueError, match=rf"file '{CSR_FILE}': CsrTable.columns: expected 0\.\.4"):
-            read(written)
-    with pytest.raises(ValueError, match="expected columns below embedding_dim"):
-        load(written, form="csr_fp32")(all_rows())
-
-
-@pytest.mark.parametrize("brought", [set(), {"compact_row_pointers"}, {"interleaved_rows"}])
-def test_what_lookups_read_is_made_where_an_artifact_does_not_bring_it(written: Path, brought: set[str]) -> None:
-    expected = load(written, form="csr_fp32")(all_rows()).values()
-    tensors = {key: tensor.clone() for key, tensor in load_file(written / CSR_FILE).items()}
-    for name in {"compact_row_pointers", "interleaved_rows"} - brought:
-        del tensors[name]
-    save_file(tensors, written / CSR_FILE)
-    restate_file(written, CSR_FILE)
-    assert load(written, form="csr_fp32")(all_rows()).values().equal(expected)
-    tensors["row_pointers"][3] = 20
-    save_file(tensors, written / CSR_FILE)
-    restate_file(written, CSR_FILE)
-    with pytest.raises(ValueError, match=rf"file '{CSR_FILE}': row pointers: expected rising ones"):
-        load(written, form="csr_fp32")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("compact_row_pointers", "expected what the row pointers say"),
-        ("interleaved_rows", "expected what the other arrays say"),
-    ],
-)
-def test_what_contradicts_the_canonical_arrays_is_refused(written: Path, name: str, message: str) -> None:
-    tensors = {key: tensor.clone() for key, tensor in load_file(written / CSR_FILE).items()}
-    tensors[name][-1] += 1
-    save_file(tensors, written / CSR_FILE)
-    restate_file(written, CSR_FILE)
-    with pytest.raises(ValueError, match=rf"file '{CSR_FILE}': CsrTable.{name}: {message}"):
-        load_csr(written, "movie/seen")
-
-
 @pytest.mark.parametrize(
     "shards",
     [
         None,
         [],
         [None],
-        [{"file": CSR_FILE}],
-        [{"file": CSR_FILE, "first_row": 1, "num_rows": 9}],
-        [{"file": CSR_FILE, "first_row": 0, "num_rows": 9}],
-        [{"file": CSR_FILE, "first_row": 0, "num_rows": 10}, {"file": CSR_FILE, "first_row": 10, "num_rows": 0}],
-        [{"file": CSR_FILE, "first_row": 0, "num_rows": True}],
+        [{"file": PACKED_FILE}],
+        [{"file": PACKED_FILE, "first_row": 1, "num_rows": 9}],
+        [{"file": PACKED_FILE, "first_row": 0, "num_rows": 9}],
+        [{"file": PACKED_FILE, "first_row": 0, "num_rows": 10}, {"file": PACKED_FILE, "first_row": 10, "num_rows": 0}],
+        [{"file": PACKED_FILE, "first_row": 0, "num_rows": True}],
     ],
 )
 def test_shards_that_are_not_all_rows_in_order_are_refused(written: Path, shards: object) -> None:
-    restate(written, lambda manifest: manifest["tables"]["movie/seen"]["shards"].update(csr_fp32=shards))
-    where = r"field tables\.'movie/seen'\.shards\.csr_fp32.*: expected"
-    form = rf"{where}|expected a?.*shards? of table 'movie/seen', form 'csr_fp32'"
+    restate(written, lambda manifest: manifest["tables"]["movie/seen"]["shards"].update(packed=shards))
+    where = r"field tables\.'movie/seen'\.shards\.packed.*: expected"
+    form = rf"{where}|expected a?.*shards? of table 'movie/seen', form 'packed'"
     with pytest.raises(ValueError, match=form):
         load(written)
 
@@ -438,15 +315,15 @@ def test_forged_manifest_is_read_or_refused(written: Path, forged: object) -> No
         restate(written, lambda _: None)
         try:
             load(written, collection="ebc")
-            load_csr(written, "user")
+            exact_rows(written)
         except ValueError:
             continue
 
 
 def test_artifacts_of_format_1_0_are_read(written: Path) -> None:
     """Their forms had other names."""
-    exact = load(written, form="csr_fp32")(all_rows()).values()
-    spelt = {"csr_fp32": "csr", "mixed_dimension_fp32": "mixed_dimension"}
+    exact = load(written, form="packed")(all_rows()).values()
+    spelt = {"packed": "csr", "mixed_dimension": "mixed_dimension"}
 
     def as_before(manifest: dict) -> None:
         manifest["format_version"] = "1.0"
@@ -455,9 +332,9 @@ def test_artifacts_of_format_1_0_are_read(written: Path) -> None:
             table["shards"] = {spelt[form]: shards for form, shards in table["shards"].items()}
 
     restate(written, as_before)
-    assert read_manifest(written)["forms"] == ["mixed_dimension_fp32", "csr_fp32"]
-    for form in ("csr_fp32", "mixed_dimension_fp32", "dense_fp16"):
+    assert read_manifest(written)["forms"] == ["mixed_dimension", "packed"]
+    for form in ("packed", "mixed_dimension", "dense_fp16"):
         torch.testing.assert_close(load(written, form=form)(all_rows()).values(), exact, rtol=1e-3, atol=1e-4)
-    assert load_csr(written, "movie/seen").num_embeddings == 10
+    assert whole_table(written, "movie/seen").shape == (10, 5)
     verify_files(written)
     assert load(written, form="csr")(all_rows()).values().equal(exact)  # scripts of then name it so

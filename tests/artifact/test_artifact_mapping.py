@@ -21,11 +21,11 @@ MEGABYTES = 32
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see resident memory")
 def test_loading_reads_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured as `python -m benchmarks.artifact_memory` does for a gigabyte."""
-    monkeypatch.setattr(artifact_memory, "FORMS", ("csr_fp32", "mixed_dimension_fp32"))
+    monkeypatch.setattr(artifact_memory, "FORMS", ("packed", "mixed_dimension"))
     path = tmp_path / "memory.json"
     artifact_memory.main(["--gigabytes", str(MEGABYTES / 1000), "--json", str(path)])
     rows = json.loads(path.read_text())["rows"]
-    assert [row["form"] for row in rows] == ["csr_fp32", "mixed_dimension_fp32"]
+    assert [row["form"] for row in rows] == ["packed", "mixed_dimension"]
     for row in rows:
         assert row["artifact_bytes"] >= MEGABYTES * 10**6
         assert row["loaded_bytes"] < row["artifact_bytes"] / 16, row

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ from dnis_torchrec.artifact import load, write_artifact, writing
 from dnis_torchrec.artifact.writing import write_packed
 from dnis_torchrec.blocks.codes import WIDTHS
 from dnis_torchrec.blocks.routing import RowRouting
-from dnis_torchrec.forms import FORMS
-from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.scheme import FORMS, MixedDimensionScheme
 from tests.coded_tables import rounded, with_codes
 from tests.serving_reference import table_scheme
 
@@ -40,23 +38,6 @@ NUMPY_DTYPES = {
     "float32": "<f4",
     "float64": "<f8",
 }
-PACKED = {"dense_fp16": 2000, "dense_int8": 500, "dense_int4": 28, "row_pruned_int8": 500, "row_pruned_int4": 28}
-"""Forms of packed rows, and into how many half steps they cut a row's range, at least."""
-
-
-def unpacked(row: np.ndarray, form: str, count: int) -> np.ndarray:
-    """The values of a packed row."""
-    if row.dtype == np.float32:
-        return row
-    if form.endswith("fp32"):
-        return row.view("<f4")
-    if form.endswith("fp16"):
-        return row.view("<f2").astype(np.float32)
-    scale, bias = row[-4:].copy().view("<f2").astype(np.float32)
-    quantised = row[:-4]
-    if form.endswith("int4"):
-        quantised = np.stack([quantised & 15, quantised >> 4], axis=1).ravel()
-    return (scale * quantised.astype(np.float32) + bias)[:count]
 
 
 def fields_of(bits: np.ndarray) -> list[tuple[int, int, int]]:
@@ -160,47 +141,15 @@ class Reader:
                 values = packed_values(tensors["rows"], blocks[first : first + num_rows], bits, scale, shift)
                 out[first : first + num_rows] = values
                 continue
-            if not form.startswith("csr"):
-                used = dict.fromkeys(tensors, 0)
-                every_column = np.ones(fields["embedding_dim"], bool)
-                for row in range(first, first + num_rows):
-                    retains = blocks[row] < len(retained) and retained[blocks[row]].any()
-                    if form.startswith("mixed_dimension"):
-                        key, columns = f"b{blocks[row]}", retained[blocks[row]] if retains else None
-                    else:
-                        key, columns = "rows", every_column
-                        retains = retains or form.startswith("dense")
-                    if retains:
-                        out[row, columns] = unpacked(tensors[key][used[key]], form, columns.sum())
-                        used[key] += 1
-                assert used == {key: len(rows) for key, rows in tensors.items()}
-                continue
-            compact = tensors.get("compact_row_pointers")
-            assert (compact is None) == (fields["embedding_dim"] > 255)
-            check_interleaved(tensors)
-            for i in range(num_rows):
-                if compact is not None:  # the other way to find a row
-                    record = compact[i // 56 * 64 :][:64]
-                    begin = int(record[:8].copy().view("<i8")[0]) + int(record[8 : 8 + i % 56].sum())
-                    assert begin == tensors["row_pointers"][i]
-                    assert begin + int(record[8 + i % 56]) == tensors["row_pointers"][i + 1]
-                for p in range(tensors["row_pointers"][i], tensors["row_pointers"][i + 1]):
-                    value = np.float32(tensors["values"][p])
-                    out[first + i, tensors["columns"][p]] = (
-                        value * tensors["scales"][i] if "scales" in tensors else value
-                    )
+            used = dict.fromkeys(tensors, 0)
+            for row in range(first, first + num_rows):
+                if blocks[row] < len(retained) and retained[blocks[row]].any():
+                    key = f"b{blocks[row]}"
+                    out[row, retained[blocks[row]]] = tensors[key][used[key]]
+                    used[key] += 1
+            assert used == {key: len(rows) for key, rows in tensors.items()}
         assert next_row == fields["num_embeddings"]
         return out
-
-
-def check_interleaved(tensors: dict[str, np.ndarray]) -> None:
-    """The other way to read rows: scale, values and columns of each, one after the other."""
-    wanted = bytearray()
-    for i, (begin, end) in enumerate(pairwise(tensors["row_pointers"])):
-        if "scales" in tensors:
-            wanted += (tensors["scales"][i : i + 1].view("<u4") >> 16).astype("<u2").tobytes()
-        wanted += tensors["values"][begin:end].tobytes() + tensors["columns"][begin:end].tobytes()
-    assert tensors["interleaved_rows"].tobytes() == wanted
 
 
 def large_tables(widest: int = 300) -> tuple[dict[str, torch.Tensor], MixedDimensionScheme]:
@@ -222,22 +171,13 @@ def large_tables(widest: int = 300) -> tuple[dict[str, torch.Tensor], MixedDimen
 @pytest.mark.parametrize("max_file_bytes", [2_000_000_000, 6000])
 def test_the_document_is_enough_to_read_an_artifact(tmp_path: Path, max_file_bytes: int) -> None:
     tables, scheme = large_tables()
-    forms, state = [n for n, form in FORMS.items() if not form.needs_codes], {"layer": torch.arange(3.0).double()}
-    path = write_artifact(tables, scheme, tmp_path / "a", forms=forms, dense_state=state, max_file_bytes=max_file_bytes)
+    state = {"layer": torch.arange(3.0).double()}
+    path = write_artifact(tables, scheme, tmp_path / "a", forms=FORMS, dense_state=state, max_file_bytes=max_file_bytes)
     reader = Reader(path)
     reader.verify()
     assert list(reader.manifest["tables"]) == list(tables)
     for name, table in tables.items():
-        weight = table.numpy()
-        bound = np.abs(weight).max(axis=1, keepdims=True)
-        for form in ("csr_fp32", "mixed_dimension_fp32", "dense_fp32"):
-            assert (reader.dense(name, form) == weight).all()
-        assert (np.abs(reader.dense(name, "csr_fp16") - weight) <= np.abs(weight) * 2**-11 + 2**-25).all()
-        assert (np.abs(reader.dense(name, "csr_int8") - weight) <= 0.004 * bound).all()
-        for form, steps in PACKED.items():
-            spread = weight.max(axis=1, keepdims=True) - weight.min(axis=1, keepdims=True)
-            assert (np.abs(reader.dense(name, form) - weight) <= spread / steps + 0.002 * bound + 1e-6).all(), form
-    assert set(FORMS) == {"csr_fp32", "csr_fp16", "csr_int8", "mixed_dimension_fp32", "dense_fp32", *PACKED, "packed"}
+        assert (reader.dense(name, "mixed_dimension") == table.numpy()).all()
     shards = [len(of_form) for fields in reader.manifest["tables"].values() for of_form in fields["shards"].values()]
     assert (max(shards) > 1) == (max_file_bytes == 6000)
     sizes = [entry["bytes"] for entry in reader.manifest["files"].values()]
@@ -277,7 +217,7 @@ def test_the_document_names_every_field(tmp_path: Path) -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     table = next(iter(manifest["tables"].values()))
     file = manifest["files"]["dense_state.safetensors"]
-    shard, tensor = table["shards"]["csr_fp32"][0], file["tensors"]["x"]
+    shard, tensor = table["shards"]["mixed_dimension"][0], file["tensors"]["x"]
     forms = [*table["shards"], *FORMS]
     for field in [*manifest, *table, *file, *shard, *tensor, *table["blocks"][0], *forms, *NUMPY_DTYPES]:
         assert f"`{field}`" in text or f'"{field}"' in text, field

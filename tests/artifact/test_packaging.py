@@ -44,7 +44,7 @@ from tests.known_models import NUM_DENSE, SUPPORTED, make_batch
 from tests.tiny_artifact import RECIPES, write_tiny_artifact
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "serving"
-FORMS = ("packed", "mixed_dimension_fp32")
+FORMS = ("packed", "mixed_dimension")
 SIGNATURE = Signature(feature_names=("user", "genre"), num_dense=4, is_weighted=False)
 NOTHING = (torch.rand(3, 4), torch.zeros(0, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int32))
 

@@ -81,7 +81,7 @@ def test_rows_of_another_size_or_dtype_are_refused(
 ) -> None:
     forge(written, PACKED_FILE, lambda tensors: tensors.update(rows=change(tensors["rows"]).contiguous()))
     size = num_bytes()
-    for form in (None, "csr_fp32"):
+    for form in (None, "mixed_dimension"):
         with pytest.raises(ValueError, match=f"file '{PACKED_FILE}': " + message.format(size, size)):
             load(written, form=form)
 
@@ -116,7 +116,7 @@ SCALE, SHIFT, BITS = f"{NAME}/scale", f"{NAME}/shift", f"{NAME}/bits"
 )
 def test_codes_that_no_writer_writes_are_refused(written: Path, part: str, value: float, message: str) -> None:
     forge(written, SCHEME_FILE, lambda tensors: tensors[part].__setitem__((1, 4), value))
-    for read in (load, read_scheme, lambda path: load(path, form="csr_fp32")):
+    for read in (load, read_scheme, lambda path: load(path, form="mixed_dimension")):
         with pytest.raises(ValueError, match=f"file '{SCHEME_FILE}': {message}"):
             read(written)
 
@@ -193,7 +193,7 @@ def test_forged_manifest_is_read_or_refused(written: Path, forged: object) -> No
             inner[last] = forged
         (written / "manifest.json").write_text(json.dumps(manifest))
         restate(written, lambda _: None)
-        for read in (load, lambda path: load(path, form="csr_fp32")):
+        for read in (load, lambda path: load(path, form="mixed_dimension")):
             try:
                 read(written)
             except ValueError:

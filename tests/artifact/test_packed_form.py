@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,33 +10,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scipy import sparse as scipy_sparse
 from torch import Tensor
 
-from dnis_torchrec import forms as form_registry
-from dnis_torchrec.artifact import (
-    load,
-    load_csr,
-    load_dense_state,
-    loading,
-    predict_forms,
-    read_manifest,
-    read_scheme,
-    recommended_form,
-    serve,
-    write_artifact,
-    writing,
-)
+from dnis_torchrec.artifact import load, load_dense_state, read_manifest, read_scheme, serve, write_artifact, writing
 from dnis_torchrec.artifact.forms import encode_shard
-from dnis_torchrec.artifact.predictions import forms_table
 from dnis_torchrec.artifact.writing import write_packed
-from dnis_torchrec.blocks.routing import RowRouting
-from dnis_torchrec.forms import FORMS, PACKED
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.scheme import FORMS, PACKED, MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import PackedEmbeddingBagCollection
 from tests.artifact.test_artifact_damage import restate
 from tests.coded_tables import PACKED_FILE, coded_case, coded_tables, rounded, write_coded_tables
-from tests.serving_reference import PLAIN_FORMS, Case, all_rows, cases, two_tables, write_two_tables
+from tests.serving_reference import Case, all_rows, cases, write_two_tables
 
 
 def dense_rows(path: Path, form: str) -> Tensor:
@@ -70,11 +51,11 @@ def test_serves_the_nearest_levels_in_any_number_of_shards(
     assert list(found) == list(expected)
     for name, pooled in expected.items():
         torch.testing.assert_close(found[name], pooled, rtol=1e-5, atol=2e-5)
-    assert served.table_bytes() == sum(map(PACKED.served_bytes, coded.scheme.tables.values()))
+    assert served.table_bytes() == sum(table.served_bytes(PACKED) for table in coded.scheme.tables.values())
     for name, table in coded.scheme.tables.items():
         shards = read_manifest(path)["tables"][name]["shards"]["packed"]
         stored = sum(read_manifest(path)["files"][s["file"]]["tensors"]["rows"]["shape"][0] for s in shards)
-        assert stored == FORMS["packed"].file_bytes(table)
+        assert stored == table.file_bytes(PACKED)
 
 
 def test_tables_are_cut_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,29 +70,6 @@ def test_tables_are_cut_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert dense_rows(cut, "packed").equal(dense_rows(whole, "packed"))
 
 
-def test_other_forms_are_made_of_what_the_codes_stand_for(tmp_path: Path) -> None:
-    path = write_coded_tables(tmp_path / "a")
-    assert read_manifest(path)["forms"] == ["packed"]
-    for form in ("csr_fp32", "mixed_dimension_fp32"):
-        torch.testing.assert_close(dense_rows(path, form), by_hand(), rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(dense_rows(path, "packed"), dense_rows(path, form), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(dense_rows(path, "csr_int8"), by_hand(), rtol=0, atol=0.02)
-
-
-def test_every_form_of_codes_holds_the_same_values(tmp_path: Path) -> None:
-    """Written or made, from packed or from sparse rows: nothing is rounded twice to something else."""
-    made, tables = write_coded_tables(tmp_path / "made"), coded_tables()
-    held = write_coded_tables(tmp_path / "held", ("csr_fp32", "mixed_dimension_fp32"))
-    for form in ("packed", "csr_fp32", "mixed_dimension_fp32", "csr_fp16"):
-        assert dense_rows(held, form).equal(dense_rows(made, form))
-        assert serve(tables[1], tables[0], form)(all_rows()).values().equal(dense_rows(made, form))
-    assert isinstance(load(made), PackedEmbeddingBagCollection)
-    assert not isinstance(load(held), PackedEmbeddingBagCollection)
-    scipy = write_artifact(*tables, tmp_path / "scipy", scipy_formats=["csr"])
-    stored = scipy_sparse.load_npz(scipy / "scipy" / "001_user.csr.npz").toarray()
-    assert torch.from_numpy(stored).equal(load_csr(held, "user").to_dense())
-
-
 def test_scheme_state_and_run_come_back(tmp_path: Path) -> None:
     path, (_, scheme) = write_coded_tables(tmp_path / "a"), coded_tables()
     found = read_scheme(path)
@@ -120,7 +78,7 @@ def test_scheme_state_and_run_come_back(tmp_path: Path) -> None:
     assert [name for name, value in scheme.to_tensors().items() if not value.equal(tensors[name])] == []
     assert load_dense_state(path)["step"] == 7
     assert read_manifest(path)["run"] == {"seed": 3}
-    assert read_manifest(path)["bytes"]["packed"] == sum(map(PACKED.served_bytes, scheme.tables.values()))
+    assert read_manifest(path)["bytes"]["packed"] == sum(table.served_bytes(PACKED) for table in scheme.tables.values())
 
 
 def test_several_collections(tmp_path: Path) -> None:
@@ -155,12 +113,12 @@ def test_rows_are_read_once(tmp_path: Path) -> None:
         read.extend(range(first, last))
         return weight[first:last]
 
-    encode_shard(FORMS["packed"], table, rows, 2, 9)
+    encode_shard(PACKED, table, rows, 2, 9)
     assert read == list(range(2, 9))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("form", ["packed", "csr_fp32"])
+@pytest.mark.parametrize("form", ["packed", "mixed_dimension"])
 def test_non_finite_values_are_named(tmp_path: Path, value: float, form: str) -> None:
     tables, scheme = coded_tables()
     tables["user"][3, 4] = value
@@ -168,65 +126,6 @@ def test_non_finite_values_are_named(tmp_path: Path, value: float, form: str) ->
     with pytest.raises(ValueError, match=message):
         write_artifact(tables, scheme, tmp_path / "a", forms=[form])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_schemes_without_codes_are_refused(tmp_path: Path) -> None:
-    tables, scheme = two_tables()
-    message = r"table '.*', form 'packed': expected bits, scales and shifts of its columns, got none; allocate bits"
-    with pytest.raises(ValueError, match=message):
-        write_artifact(tables, scheme, tmp_path / "a", forms=["packed"])
-    with pytest.raises(ValueError, match=message):
-        serve(scheme, tables, "packed")
-    with pytest.raises(ValueError, match=message):
-        load(write_two_tables(tmp_path / "b"), form="packed")
-    # and a table without codes among others that have them
-    coded = coded_tables()[1].tables | {"user": scheme.tables["user"]}
-    with pytest.raises(ValueError, match="table 'user', form 'packed'"):
-        write_artifact(tables, MixedDimensionScheme(coded), tmp_path / "a")
-
-
-def test_bytes_and_microseconds_are_predicted() -> None:
-    _, scheme = coded_tables()
-    found = {p.form: p for p in predict_forms(scheme)}
-    assert tuple(found) == (*PLAIN_FORMS, "packed")
-    assert found["packed"].resident_bytes == sum(map(PACKED.served_bytes, scheme.tables.values()))
-    assert not [form for form, p in found.items() if p.is_exact]
-    assert "packed" in [row[0] for row in forms_table(scheme)]
-    (without,) = predict_forms(two_tables()[1], ["packed"])
-    assert without.resident_bytes is None
-    assert "bits, scales and shifts" in without.warning
-
-
-def wide_scheme() -> MixedDimensionScheme:
-    table = coded_tables()[1].tables["user"]
-    big = RowRouting(10**6, 3, boundaries=torch.tensor([0, 10**5, 5 * 10**5, 10**6]))
-    rows = int((big.row_counts() * (table.codes.bits > 0).sum(1)).sum())
-    return MixedDimensionScheme({"t": replace(table, name="t", num_embeddings=10**6, routing=big, num_retained=rows)})
-
-
-def test_packed_is_recommended_where_there_are_codes() -> None:
-    assert recommended_form(predict_forms(wide_scheme())) == "packed"
-
-
-def test_a_reader_without_the_form_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a reader of an older version does, or one of this version with forms to come."""
-    path = write_coded_tables(tmp_path / "a")
-    for registry in (form_registry, loading):
-        monkeypatch.setattr(registry, "FORMS", {name: f for name, f in FORMS.items() if name != "packed"})
-    with pytest.raises(ValueError, match="form 'packed': expected a known form"):
-        load(path, form="packed")
-    shutil.copytree(path, tmp_path / "newer")
-    monkeypatch.undo()
-
-    def rename(manifest: dict) -> None:
-        manifest["forms"] = ["entropy_coded"]
-        for table in manifest["tables"].values():
-            table["shards"] = {"entropy_coded": table["shards"]["packed"]}
-
-    restate(tmp_path / "newer", rename)
-    message = r"expected form 'mixed_dimension_fp32', got \['entropy_coded'\]; update dnis_torchrec"
-    with pytest.raises(ValueError, match=message):
-        load(tmp_path / "newer")
 
 
 def test_artifacts_of_format_1_0_are_read(tmp_path: Path) -> None:
@@ -243,8 +142,6 @@ def test_the_manifest_says_where_rows_are(tmp_path: Path) -> None:
         "packed": [{"file": PACKED_FILE, "first_row": 0, "num_rows": 10}]
     }
     assert list(manifest["files"][PACKED_FILE]["tensors"]) == ["rows"]
-    described = {form["form"]: form for form in manifest["serving_forms"]["forms"]}
-    assert re.fullmatch(r"\d+", str(described["packed"]["resident_bytes"]))
 
 
 def test_rows_of_no_block_and_dropped_tables(tmp_path: Path) -> None:
@@ -263,4 +160,31 @@ def test_rows_of_no_block_and_dropped_tables(tmp_path: Path) -> None:
     found = load(path)(all_rows()).to_dict()
     assert found["user"].equal(torch.zeros(10, 5))
     torch.testing.assert_close(found["movie"], rounded(scheme.tables["movie/seen"], tables["movie/seen"]))
-    assert load(path, form="csr_fp32")(all_rows()).to_dict()["user"].equal(torch.zeros(10, 5))
+    assert load(path, form="mixed_dimension")(all_rows()).to_dict()["user"].equal(torch.zeros(10, 5))
+
+
+def test_both_forms_of_codes_hold_the_same_values(tmp_path: Path) -> None:
+    """Written or made, from one or the other: nothing is rounded twice to something else."""
+    made, tables = write_coded_tables(tmp_path / "made"), coded_tables()
+    held = write_coded_tables(tmp_path / "held", ("mixed_dimension",))
+    assert read_manifest(made)["forms"] == ["packed"]
+    torch.testing.assert_close(dense_rows(made, "packed"), by_hand(), rtol=1e-6, atol=1e-6)
+    for form in FORMS:
+        assert dense_rows(held, form).equal(dense_rows(made, "packed"))
+        assert dense_rows(made, form).equal(dense_rows(made, "packed"))
+        assert serve(tables[1], tables[0], form)(all_rows()).values().equal(dense_rows(made, form))
+    assert isinstance(load(made), PackedEmbeddingBagCollection)
+    assert not isinstance(load(held), PackedEmbeddingBagCollection)
+
+
+def test_an_artifact_of_forms_to_come_is_refused(tmp_path: Path) -> None:
+    path = write_coded_tables(tmp_path / "a")
+
+    def rename(manifest: dict) -> None:
+        manifest["forms"] = ["entropy_coded"]
+        for table in manifest["tables"].values():
+            table["shards"] = {"entropy_coded": table["shards"]["packed"]}
+
+    restate(path, rename)
+    with pytest.raises(ValueError, match=r"got \['entropy_coded'\]; update dnis_torchrec"):
+        load(path)

@@ -20,7 +20,7 @@ from tests.sequence_models import interest, make_batch, rounded
 LOSS = nn.BCEWithLogitsLoss()
 
 
-@pytest.mark.parametrize("form", ["packed", "mixed_dimension_fp32", "csr_fp32", "dense_fp32"])
+@pytest.mark.parametrize("form", ["packed", "mixed_dimension", "csr_fp32", "dense_fp32"])
 def test_an_artifact_serves_sequences_in_every_form(form: str, tmp_path: Path) -> None:
     model, batches = interest(), [make_batch(seed) for seed in range(12)]
     plain = copy.deepcopy(model)

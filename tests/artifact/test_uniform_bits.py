@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from unittest.mock import patch
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dnis_torchrec import forms
-from dnis_torchrec.artifact import load, mixed_dimension_form, read_manifest, serve, uniform_bits, write_artifact
-from dnis_torchrec.artifact.forms import CODECS, Codec, rows_of
+from dnis_torchrec.artifact import uniform_bits
+from dnis_torchrec.artifact.forms import rows_of
 from dnis_torchrec.artifact.uniform_bits import with_uniform_bits
 from dnis_torchrec.blocks.codes import decode_rows, encode_rows
-from dnis_torchrec.forms import PRECISIONS, RETIRED_FORMS, MixedDimension, form_named
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
-from dnis_torchrec.serving.quantized_rows import quantized_rows, values_of_rows
-from tests.artifact.test_quantized_forms import NUM_ROWS, pruned_tables
-from tests.serving_reference import Case, cases, keyed_jagged_tensor
+from tests.serving_reference import Case, cases, pruned, table_scheme
 
-BAGS = {f"{name}_id": [[(row, 1.0)] for row in range(NUM_ROWS)] for name in ("map", "sorted")}
+NUM_ROWS, DIM = 300, 8
+
+
+def pruned_tables() -> tuple[dict[str, Tensor], MixedDimensionScheme]:
+    """Two tables whose last block retains nothing, one routed by map and pooled by MEAN."""
+    torch.manual_seed(0)
+    retained = torch.tensor([[1] * DIM, [0, 1, 0, 1, 1, 0, 0, 0], [0] * DIM], dtype=torch.bool)
+    routings = {
+        "map": RowRouting.from_map(torch.randint(0, 4, (NUM_ROWS,)), 3),
+        "sorted": RowRouting(NUM_ROWS, 3, boundaries=torch.tensor([0, 40, 200, 290])),
+    }
+    tables = {name: pruned(torch.randn(NUM_ROWS, DIM), routing, retained) for name, routing in routings.items()}
+    pooling = {"map": "mean", "sorted": "sum"}
+    schemes = {
+        name: table_scheme(name, routing, retained, feature_names=(f"{name}_id",), pooling=pooling[name])
+        for name, routing in routings.items()
+    }
+    return tables, MixedDimensionScheme(schemes)
 
 
 def evenly_rounded(values: Tensor, bits: int) -> Tensor:
@@ -70,77 +81,3 @@ def test_a_large_block_is_fitted_to_rows_from_all_over_it() -> None:
     assert samples[1].equal(tables["sorted"][40:200:8])
     for name, table in found[0].tables.items():
         assert all(table.codes.scale.equal(other.tables[name].codes.scale) for other in found)
-
-
-def atol_of(form: str) -> float:
-    return {"fp16": 0.001, "int8": 0.03, "int4": 0.4}[form.rpartition("_")[2]]
-
-
-@pytest.mark.parametrize("form", RETIRED_FORMS)
-def test_a_form_of_earlier_versions_is_made_of_exact_rows(tmp_path: Path, form: str) -> None:
-    tables, scheme = pruned_tables()
-    path = write_artifact(tables, scheme, tmp_path / "a")
-    exact, module = load(path)(keyed_jagged_tensor(BAGS)).values(), load(path, form=form)
-    assert isinstance(module, PackedEmbeddingBagCollection)
-    found = module(keyed_jagged_tensor(BAGS)).values()
-    assert not found.equal(exact)
-    torch.testing.assert_close(found, exact, rtol=0, atol=atol_of(form))
-
-
-def written_by_1_0(path: Path, form: str, max_file_bytes: int) -> tuple[Path, dict[str, Tensor]]:
-    """An artifact that holds this form alone, as earlier versions wrote it, and the values of its tables."""
-    tables, scheme = pruned_tables()
-    former = MixedDimension(PRECISIONS[form.rpartition("_")[2]])
-
-    def encode(form: forms.Form, *arguments: object) -> dict[str, Tensor]:
-        blocks = mixed_dimension_form._encode(form, *arguments)
-        return {name: quantized_rows(block, former.precision, place=name) for name, block in blocks.items()}
-
-    with (
-        patch.dict(forms.FORMS, {form: former}),
-        patch.dict(CODECS, {former.layout: Codec(encode=encode, build=CODECS[former.layout].build)}),
-        patch.dict(RETIRED_FORMS, clear=True),
-    ):
-        write_artifact(tables, scheme, path, forms=[form], max_file_bytes=max_file_bytes)
-    values = {}
-    for name, table in scheme.tables.items():
-        values[name], blocks = torch.zeros_like(tables[name]), table.routing.all_blocks()
-        for s in range(2):  # the last block retains nothing
-            here, columns = (blocks == s).nonzero(), table.columns(s)
-            rows = quantized_rows(tables[name][here, columns], former.precision, place=name)
-            values[name][here, columns] = values_of_rows(rows, former.precision)[:, : len(columns)]
-    return path, values
-
-
-@pytest.mark.parametrize("max_file_bytes", [10**9, 2000])
-@pytest.mark.parametrize("form", RETIRED_FORMS)
-def test_an_artifact_of_such_a_form_is_read(tmp_path: Path, form: str, max_file_bytes: int) -> None:
-    """What was rounded once is not rounded a second time so that it shows."""
-    path, values = written_by_1_0(tmp_path / "a", form, max_file_bytes)
-    found = load(path, form=form)(keyed_jagged_tensor(BAGS))
-    for name, weight in values.items():
-        torch.testing.assert_close(found.to_dict()[f"{name}_id"], weight, rtol=0, atol=2e-4)
-    assert read_manifest(path)["forms"] == []
-    with pytest.raises(ValueError, match=f"expected form 'mixed_dimension_fp32', got .*{form}.*; export with forms"):
-        load(path)
-
-
-def test_they_are_not_written_any_more(tmp_path: Path) -> None:
-    tables, scheme = pruned_tables()
-    message = "form 'mixed_dimension_int8': expected 'packed', which took its place, got the former; give every column"
-    for ask in (
-        lambda: form_named("mixed_dimension_int8"),
-        lambda: serve(scheme, tables, "mixed_dimension_int8"),
-        lambda: write_artifact(tables, scheme, tmp_path / "a", forms=["mixed_dimension_int8"]),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ask()
-    assert not (tmp_path / "a").exists()
-
-
-def test_codes_stay_as_they_are(tmp_path: Path) -> None:
-    tables, scheme = pruned_tables()
-    coded = with_uniform_bits(scheme, {name: rows_of(weight) for name, weight in tables.items()}, 3)
-    path = write_artifact(tables, MixedDimensionScheme(coded.tables), tmp_path / "a")
-    bags = keyed_jagged_tensor(BAGS)
-    assert load(path, form="mixed_dimension_int8")(bags).values().equal(load(path)(bags).values())

@@ -36,7 +36,7 @@ from tests.sequence_models import interest, make_batch
 from tests.serving_reference import pool
 from tests.tiny_artifact import tables_alone, write_tiny_artifact
 
-FORMS = ("packed", "mixed_dimension_fp32")
+FORMS = ("packed", "mixed_dimension")
 
 
 @pytest.fixture(scope="module")

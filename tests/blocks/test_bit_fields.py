@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from dnis_torchrec.blocks.codes import WIDTHS, field_offsets, row_strides
 from dnis_torchrec.blocks.routing import RowRouting
-from dnis_torchrec.forms import PACKED
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.scheme import PACKED, MixedDimensionScheme, TableScheme
 
 
 @given(bits=st.lists(st.sampled_from(WIDTHS), min_size=1, max_size=40))
@@ -75,7 +74,7 @@ def test_bits_want_whole_columns() -> None:
 def test_served_bytes_are_rows_scales_bits_and_the_directory() -> None:
     """One row of the first block, two of the second; 4 bytes of bits and 24 of boundaries."""
     mixed = _table(torch.tensor([[8, 3], [0, 32]], dtype=torch.uint8))
-    assert PACKED.served_bytes(mixed) == (2 + 2 * 4) + 2 * 4 + 4 + 24
-    assert PACKED.served_bytes(_table(None)) == (8 + 2 * 4) + 4 + 24
+    assert mixed.served_bytes(PACKED) == (2 + 2 * 4) + 2 * 4 + 4 + 24
+    assert _table(None.served_bytes(PACKED)) == (8 + 2 * 4) + 4 + 24
     nothing = torch.zeros(2, 2, dtype=torch.uint8)
-    assert PACKED.served_bytes(replace(_table(None), retained=nothing > 0, num_retained=0, bits=nothing)) == 0
+    assert replace(_table(None.served_bytes(PACKED), retained=nothing > 0, num_retained=0, bits=nothing)) == 0

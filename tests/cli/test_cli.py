@@ -82,7 +82,7 @@ def test_train_writes_a_run_that_is_evaluated_and_exported_and_nothing_else(gloo
     assert "choose another --out or --overwrite the run" in again.stderr
     assert dnis(*train, "--overwrite").returncode == 0
     assert dnis("evaluate", run).returncode == 0
-    exported = dnis("export", run, "--form", "dense_int8", "--form", "mixed_dimension_fp32", "--out", artifact)
+    exported = dnis("export", run, "--form", "dense_int8", "--form", "mixed_dimension", "--out", artifact)
     assert exported.returncode == 0, exported.stderr
     assert dnis("evaluate", artifact).returncode == 0
     for refused in (("report", run), ("prune", run, "--compression", 4, "--out", tmp_path / "pruned")):
@@ -144,7 +144,7 @@ def test_search_writes_what_others_rely_on(run: Path) -> None:
     served = first["bytes"]["packed"]
     assert 4 <= first["compression"] == 1664 / served <= 4 * 1.25
     assert first["dense_parameters"] == 416
-    assert set(first["bytes"]) == {"dense_fp32", "csr_fp32", "mixed_dimension_fp32", "packed"}
+    assert set(first["bytes"]) == {"dense_fp32", "csr_fp32", "mixed_dimension", "packed"}
     assert {"auc", "logloss"} <= set(first["metrics"])
     assert first["seed"] == 0
     assert first["seconds"] > 0

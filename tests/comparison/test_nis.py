@@ -118,7 +118,7 @@ def test_the_grid_tells_the_bytes_of_the_scheme(kind: str, num_blocks: int) -> N
         if grid.cost(picked) == 0:
             continue
         scheme = prune_to_columns_(make_collection(), blocks, counts, grid.retained(picked))
-        assert 1200 - budget.amount + grid.cost(picked) == scheme.served_bytes("mixed_dimension_fp32")
+        assert 1200 - budget.amount + grid.cost(picked) == scheme.served_bytes("mixed_dimension")
 
 
 def test_grids_refuse_no_dimension_block() -> None:
@@ -355,7 +355,7 @@ def test_a_run_is_within_the_budget_and_serves_what_it_trained(
 ) -> None:
     task = make_task(tmp_path, ratio)
     result = method(task)
-    assert result.form == "mixed_dimension_fp32"
+    assert result.form == "mixed_dimension"
     assert result.scheme.parameters > 0
     assert result.embedding_bytes() <= DENSE_BYTES / ratio
     assert (result.trials, result.seconds > 0) == (1, result.seconds == result.seconds_of_trials)

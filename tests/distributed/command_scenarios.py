@@ -35,7 +35,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "cut": (*PRUNE, "{out}/cut", "--fine-tune-epochs", "0"),
     "tuned": (*PRUNE, "{out}/tuned", "--fine-tune-epochs", "1"),
     "packed": ("export", "{run}", "--out", "{out}/packed"),
-    "forms": ("export", "{out}/cut", "--form", "csr_fp32", "--form", "mixed_dimension_fp32", "--out", "{out}/forms"),
+    "forms": ("export", "{out}/cut", "--form", "packed", "--form", "mixed_dimension", "--out", "{out}/forms"),
     "grouped": ("export", "{out}/cut", "--regroup", "3", "--out", "{out}/grouped"),
     "verified": ("verify", "{out}/packed", "--recipe", RECIPE, "--json", "{out}/verified.json"),
     "forms verified": ("verify", "{out}/forms", "--json", "{out}/forms.json"),

@@ -18,7 +18,7 @@ from dnis_torchrec import scheme as scheme_module
 from dnis_torchrec.allocation.bits import allocate
 from dnis_torchrec.allocation.curvature import Curvature
 from dnis_torchrec.artifact import export as export_module
-from dnis_torchrec.artifact import packed_form, write_artifact
+from dnis_torchrec.artifact import forms, write_artifact
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.artifact.over_ranks import write_over_ranks
 from dnis_torchrec.blocks.blocking import blocks_from_counts
@@ -50,7 +50,7 @@ def export_packed(kind: str, rank: Rank) -> dict[str, Any]:
     export(whole, scheme, rank.folder / f"packed_{kind}")
     with patch.object(export_module, "write_over_ranks", partial(write_over_ranks, max_file_bytes=FILE_BYTES)):
         export(whole, allocated(whole, 1.1), rank.folder / f"files_{kind}")
-    export(whole, scheme, rank.folder / f"csr_{kind}", forms=("csr_fp32",))
+    export(whole, scheme, rank.folder / f"csr_{kind}", forms=("packed",))
     return {}
 
 
@@ -81,7 +81,7 @@ def memory(kind: str, rank: Rank) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as context:
         context.setattr(shards_module, "VALUES_PER_OPERATION", 1 << 13)
         context.setattr(scheme_module, "VALUES_PER_CHUNK", 1 << 13)
-        context.setattr(packed_form, "ROWS_AT_A_TIME", 1 << 10)
+        context.setattr(forms, "ROWS_AT_A_TIME", 1 << 10)
         with AllocatedPeak(weights) as exported:
             export(whole, scheme, rank.folder / f"memory_{kind}")
     return {"shard": max(weight.nbytes for weight in weights), "export": exported.peak}

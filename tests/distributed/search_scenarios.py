@@ -21,12 +21,12 @@ from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.over_ranks import split_over_ranks
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.data.sample_sketch import SampleSketch
-from dnis_torchrec.forms import PACKED
 from dnis_torchrec.jobs.model_shards import save_shards
 from dnis_torchrec.jobs.search_job import SearchJob, run_search
 from dnis_torchrec.jobs.train_job import TrainJob, run_train
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.report import ReportRow
+from dnis_torchrec.scheme import PACKED
 from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.loop import SearchEvents
 from dnis_torchrec.search.paper import PaperSettings, search_as_published
@@ -88,7 +88,7 @@ def whole_search(optimizer: str, rank: Rank) -> dict[str, Any]:
     target = rank.folder / f"model_{optimizer}"
     target.mkdir(exist_ok=True)
     save_shards(target, outcome.model, ranks)
-    export(outcome.model, outcome.scheme, rank.folder / f"artifact_{optimizer}", forms=(PACKED.name,))
+    export(outcome.model, outcome.scheme, rank.folder / f"artifact_{optimizer}", forms=(PACKED,))
     return {
         "steps_per_epoch": started,
         "counts": {name: value.clone() for name, value in outcome.counts.counts.items()},
@@ -96,7 +96,7 @@ def whole_search(optimizer: str, rank: Rank) -> dict[str, Any]:
         "history": [asdict(record) for record in outcome.history],
         "alpha": {str(dim): value for dim, value in outcome.alpha.items()},
         "scheme": described(outcome.scheme),
-        "compression": outcome.scheme.compression(PACKED.name),
+        "compression": outcome.scheme.compression(PACKED),
         "origin": outcome.origin,
         "selection_losses": outcome.selection_losses,
         "metrics": metrics,
@@ -280,7 +280,7 @@ def estimated(rank: Rank) -> dict[str, Any]:
         "error_bounds": counts.error_bounds(),
         "num_samples": counts.num_samples,
         "blocks": {name: routing.all_blocks() for name, routing in blocks.routings.items()},
-        "compression": outcome.scheme.compression(PACKED.name),
+        "compression": outcome.scheme.compression(PACKED),
     }
 
 

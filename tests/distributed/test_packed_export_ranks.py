@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from dnis_torchrec.artifact import exact_rows, load_csr, read_manifest
+from dnis_torchrec.artifact import exact_rows, read_manifest
 from tests.distributed.harness import RankResults, run_on_ranks
 from tests.distributed.model import ROWS
 from tests.distributed.packed_export_scenarios import export_alone, export_packed, memory, refusals
 from tests.distributed.pruning_scenarios import KINDS
 from tests.jobs.test_jobs_prune import files_of
+from tests.serving_reference import whole_table
 
 EXPORTS = {f"export {kind}": partial(export_packed, kind) for kind in KINDS}
 WATCHED = ("row_wise", "column_wise")
@@ -62,7 +63,7 @@ def test_other_forms_hold_what_the_codes_stand_for(ranks: RankResults, alone: Pa
     rows = exact_rows(alone / "packed")
     assert rows is not None
     for name, count in ROWS.items():
-        assert torch.equal(load_csr(ranks.folder / f"csr_{kind}", name).to_dense(), rows[name](0, count))
+        assert torch.equal(whole_table(ranks.folder / f"csr_{kind}", name), rows[name](0, count))
 
 
 @pytest.mark.parametrize("kind", WATCHED)

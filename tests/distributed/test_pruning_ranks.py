@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dnis_torchrec.artifact import load, load_csr, load_dense_state, read_manifest, read_scheme
+from dnis_torchrec.artifact import load, load_dense_state, read_manifest, read_scheme
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.pruning import prune
@@ -34,6 +34,7 @@ from tests.distributed.pruning_scenarios import (
     texts,
     unmerged,
 )
+from tests.serving_reference import whole_table
 
 WATCHED = ("row_wise", "column_wise")
 EXPORTED = ("row_wise", "grid_shard", "mixed")
@@ -164,7 +165,7 @@ def assert_artifact_of_one_process(found: Path, structure: str, folder: Path) ->
     expected = export(whole, scheme, folder / "alone", run={"metrics": {"auc": 0.5}})
     assert_same_scheme(described(read_scheme(found)), described(scheme))
     for name in ROWS:
-        assert torch.equal(load_csr(found, name).to_dense(), load_csr(expected, name).to_dense())
+        assert torch.equal(whole_table(found, name), whole_table(expected, name))
     if structure == "block":  # the other one was exported as csr alone
         assert read_manifest(found)["run"] == {"metrics": {"auc": 0.5}}
         for collection in ("first", "second"):

@@ -328,7 +328,7 @@ def test_what_ranks_have_put_at_a_url_goes_with_the_run(gloo, tmp_path: Path, mo
 def test_a_run_from_another_embedding_dim_is_exported_and_evaluated_as_such(gloo, tmp_path: Path) -> None:
     out, artifact = tmp_path / "run", tmp_path / "artifact"
     run_search(job(out, embedding_dim=4, compression=2.0))
-    run_export(out, artifact, forms=("mixed_dimension_fp32",))
+    run_export(out, artifact, forms=("mixed_dimension",))
     expected = run_evaluate(out, None)["metrics"]
     assert run_evaluate(artifact, None)["metrics"] == pytest.approx(expected, abs=1e-6)
 
@@ -354,7 +354,7 @@ def test_links_in_a_run_are_named_before_anything_is_read_or_written_through_the
     for act in (
         lambda: run_report(run),
         lambda: run_evaluate(run, None),
-        lambda: run_export(run, tmp_path / "artifact", forms=("csr_fp32",)),
+        lambda: run_export(run, tmp_path / "artifact", forms=("packed",)),
         lambda: run_prune(run, None, tmp_path / "pruned", size=Size(compression=5), settings=CUT),
         lambda: run_search(job(run, overwrite=True)),
         lambda: run_search(job(run, saving=Saving(resume=True))),

@@ -53,13 +53,13 @@ def test_the_run_holds_what_made_it_and_one_row(run: Path) -> None:
 
 
 def test_what_is_exported_and_evaluated_is_the_model_that_was_trained(run: Path, tmp_path: Path) -> None:
-    forms = ("mixed_dimension_fp32", "dense_int8")
+    forms = ("mixed_dimension", "dense_int8")
     artifact = run_export(run, tmp_path / "artifact", forms=forms)
     reported = json.loads((run / "run.json").read_text())["metrics"]
     for path in (run, artifact):
         found = run_evaluate(path, None)
         assert found["metrics"] == pytest.approx(reported, abs=1e-6)
-        assert found["compression"] == 4 * 416 / found["bytes"]["mixed_dimension_fp32"]
+        assert found["compression"] == 4 * 416 / found["bytes"]["mixed_dimension"]
         assert (found["parameters"], found["bytes"]["dense_fp32"]) == (416, 4 * 416)
 
 

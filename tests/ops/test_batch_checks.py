@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dnis_torchrec.artifact import serve
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ops.bag_offsets import bag_offsets, names_tensor, torch_bag_offsets
 from dnis_torchrec.ops.batch_checks import (
@@ -21,10 +22,8 @@ from dnis_torchrec.ops.batch_checks import (
     readable_bags,
     refuse_bags,
 )
-from dnis_torchrec.ops.csr_operator import load_operator
+from dnis_torchrec.ops.packed import load_operator
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
-from dnis_torchrec.serving.dense import DenseEmbeddingBagCollection
 from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection
 from dnis_torchrec.serving.narrow_tables import NarrowEmbeddingBagCollection, embedding_configs
 from tests.serving_reference import lookups, table_scheme
@@ -58,12 +57,9 @@ def uncompiled(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 FORMS: dict[str, Callable[[MixedDimensionScheme], nn.Module]] = {
-    "csr_fp32": lambda s: CsrEmbeddingBagCollection.from_tables(s, tables()),
-    "csr_int8": lambda s: CsrEmbeddingBagCollection.from_tables(s, tables(), value_dtype=torch.int8),
+    "packed": lambda s: serve(s, tables(), "packed"),
+    "packed_uncompiled": lambda s: uncompiled(lambda: serve(s, tables(), "packed")),
     "mixed": lambda s: MixedDimensionEmbeddingBagCollection.from_tables(s, tables()),
-    "mixed_uncompiled": lambda s: uncompiled(lambda: MixedDimensionEmbeddingBagCollection.from_tables(s, tables())),
-    "dense_fp16": lambda s: DenseEmbeddingBagCollection.from_tables(s, tables(), precision="fp16", drops_rows=False),
-    "row_pruned": lambda s: DenseEmbeddingBagCollection.from_tables(s, tables(), precision="int4", drops_rows=True),
     "narrow": lambda s: NarrowEmbeddingBagCollection.from_tables(embedding_configs(s), tables()),
 }
 

@@ -29,7 +29,7 @@ def blocks_of(counts: dict[str, list[int]], dims: dict[str, int], **options) -> 
     return blocks_from_counts(FrequencyCounts(tensors, dict.fromkeys(counts, 1), 1), tables, **options)
 
 
-BYTE_FORMS = ("mixed_dimension_fp32", "csr_fp32")
+BYTE_FORMS = ("mixed_dimension", "csr_fp32")
 
 
 @st.composite
@@ -151,7 +151,7 @@ def test_keep_within(items: list[tuple[float, int]], amount: float) -> None:
         ({"embedding_bytes": -1}, "embedding_bytes: expected a finite number above 0, got -1"),
         (
             {"embedding_bytes": 9, "form": "dense_fp32"},
-            r"form: expected one of .*'csr_fp32', .*'mixed_dimension_fp32'\], got",
+            r"form: expected one of .*'csr_fp32', .*'mixed_dimension'\], got",
         ),
     ],
 )

@@ -15,11 +15,11 @@ from dnis_torchrec.allocation.compress import compress, packed_collections
 from dnis_torchrec.artifact.verify import verify
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.forms import PACKED
 from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
 from dnis_torchrec.jobs.prune_job import run_prune
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.jobs.search_job import run_search
+from dnis_torchrec.scheme import PACKED
 from dnis_torchrec.search.budget import Size, SizeOutOfReachError
 from dnis_torchrec.search.paper import PaperSettings, search_as_published
 from dnis_torchrec.search.search import search
@@ -63,9 +63,9 @@ def test_a_search_leaves_a_table_in_float32_and_counts_its_bytes(gloo, tmp_path:
     assert list(found.scheme.tables) == list(ROWS)
     assert own.bits.tolist() == [[32] * 8]
     assert int(other.bits.max()) <= 8
-    assert PACKED.served_bytes(own) < BYTES + 64
-    served = sum(map(PACKED.served_bytes, found.scheme.tables.values()))
-    assert SIZE <= found.scheme.compression(PACKED.name) == DENSE / served
+    assert own.served_bytes(PACKED) < BYTES + 64
+    served = sum(table.served_bytes(PACKED) for table in found.scheme.tables.values())
+    assert SIZE <= found.scheme.compression(PACKED) == DENSE / served
     blocks = found.blocks
     alone = found.alpha[8][blocks.first_alpha_row(ALONE)]
     assert bool((alone == 1).all())

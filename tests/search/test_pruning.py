@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.ops.compact_pointers import pointer_bytes
+from dnis_torchrec.forms import pointer_bytes
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Budget, Size, SizeOutOfReachError, keep_within
 from dnis_torchrec.search.pruning import drop_zeros_, keep_largest_, prune
@@ -237,7 +237,7 @@ def whole_columns(case: Case, kept: dict[str, torch.Tensor]) -> list[torch.Tenso
     return [table * kept[name][blocks.routings[name].all_blocks()] for name, table in named]
 
 
-KINDS, FORMS = ("compression", "embedding_bytes"), ("mixed_dimension_fp32", "csr_fp32", "csr_int8")
+KINDS, FORMS = ("compression", "embedding_bytes"), ("mixed_dimension", "csr_fp32", "csr_int8")
 
 
 @given(cases(dims=(3, 9)), st.sampled_from(KINDS), st.sampled_from(FORMS), st.floats(0, 1), st.booleans())
@@ -329,7 +329,7 @@ def test_dropping_the_most_frequent_block_needs_no_id_remap() -> None:
     table = prune(model, blocks, counts, threshold=0.0).tables["a"]
     assert table.routing.boundaries.tolist() == [0, 2, 4]
     assert table.dims.tolist() == [0, 2]
-    assert table.served_bytes("mixed_dimension_fp32") == 4 * 4 + 2 * 2 + 8 * 3
+    assert table.served_bytes("mixed_dimension") == 4 * 4 + 2 * 2 + 8 * 3
 
 
 def test_never_seen_rows_in_the_middle_stay_within_the_bytes() -> None:
@@ -338,7 +338,7 @@ def test_never_seen_rows_in_the_middle_stay_within_the_bytes() -> None:
         model, blocks, counts = simple(counts=(3, 0, 2), dim=8, num_blocks=1)
         table = prune(model, blocks, counts, size=Size(embedding_bytes=embedding_bytes)).tables["a"]
         assert table.routing.all_blocks().tolist() == [0, 1, 0]
-        assert table.served_bytes("mixed_dimension_fp32") <= embedding_bytes
+        assert table.served_bytes("mixed_dimension") <= embedding_bytes
         assert int(table.dims) == min(8, (embedding_bytes - 32) // 10)
 
 

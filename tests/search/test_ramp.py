@@ -19,7 +19,7 @@ from dnis_torchrec.allocation.curvature import Curvature
 from dnis_torchrec.allocation.energies import blocked_tables
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.forms import PACKED
+from dnis_torchrec.scheme import packed_index_bytes
 from dnis_torchrec.search import ramp as ramp_module
 from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer
 from dnis_torchrec.search.budget import SizeOutOfReachError
@@ -87,7 +87,7 @@ class Ramped:
                 rows = routing.row_counts().tolist()
                 counts = columns.sum(1).tolist()
                 own = [n * math.ceil(k * COUNTED_BITS / 8) + 4 * k for n, k in zip(rows, counts, strict=True)]
-                total += sum(own) + PACKED.index_bytes(routing, columns.shape[1])
+                total += sum(own) + packed_index_bytes(routing, columns.shape[1])
         return total
 
 

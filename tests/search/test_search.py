@@ -23,9 +23,8 @@ from dnis_torchrec.allocation.held_out import LossSample, with_gains
 from dnis_torchrec.blocks.codes import is_coded
 from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.forms import PACKED
 from dnis_torchrec.jobs.artifact_jobs import drop_in_
-from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
 from dnis_torchrec.search import loop as search_loop
 from dnis_torchrec.search import search as search_module
 from dnis_torchrec.search.loop import EpochRecord, SearchEvents, SearchInterrupted
@@ -77,7 +76,7 @@ def assert_tables_hold_what_is_served(outcome: SearchOutcome) -> None:
 def test_torchrecs_models_go_all_the_way_unmodified(gloo, tmp_path: Path, kind: str, optimizer: str) -> None:
     recipe, seen = make_recipe(kind, optimizer=optimizer), []
     outcome = found_by(recipe, tmp_path, SearchEvents(on_epoch=seen.append))
-    assert SIZE <= outcome.scheme.compression(PACKED.name) <= 1.4 * SIZE  # a column of 13 rows is 4 % of the bytes
+    assert SIZE <= outcome.scheme.compression(PACKED) <= 1.4 * SIZE  # a column of 13 rows is 4 % of the bytes
     assert outcome.predicted_loss_increase >= 0 or outcome.origin == COMPRESSED  # where held-out samples teach scales
     assert_tables_hold_what_is_served(outcome)
     assert outcome.selection_loss == outcome.selection_losses[outcome.origin] == min(outcome.selection_losses.values())
@@ -95,7 +94,7 @@ def test_torchrecs_models_go_all_the_way_unmodified(gloo, tmp_path: Path, kind: 
     assert all(bool(((alpha == 0) | (alpha >= search_module.ALPHA_FLOOR)).all()) for alpha in outcome.alpha.values())
 
     expected = evaluate(TrainTask(outcome.model, recipe.loss), recipe.data.test, recipe.loss, CPU)
-    artifact = export(outcome.model, outcome.scheme, tmp_path / "artifact", forms=(PACKED.name,))
+    artifact = export(outcome.model, outcome.scheme, tmp_path / "artifact", forms=(PACKED,))
     fresh = make_recipe(kind, seed=1)
     fresh.model.load_state_dict({**fresh.model.state_dict(), **dense_of(outcome.model)}, strict=False)
     drop_in_(fresh.model, artifact)
@@ -144,7 +143,7 @@ def test_the_better_of_two_is_returned_with_its_own_weights(
     [bias] = [name for name, value in ends[0].items() if value.numel() == 1]
     assert not same.pop(bias)  # of the compressed model it goes up by what keeps the mean prediction
     assert set(same.values()) == {wins == COMPRESSED}
-    assert outcome.scheme.compression(PACKED.name) >= SIZE
+    assert outcome.scheme.compression(PACKED) >= SIZE
 
 
 def test_scales_of_what_was_searched_learn_once_weights_have(
@@ -192,7 +191,7 @@ def test_dense_weights_slow_down_behind_plain_training(gloo, tmp_path: Path, mon
 def test_a_size_that_bits_alone_lead_to_drops_no_column_before_the_end(gloo, tmp_path: Path) -> None:
     outcome = search(make_recipe(), 4, tmp_path, CPU, settings=replace(SHORT, epochs=1))
     assert {record.alpha_density for record in outcome.history} == {1.0}
-    assert outcome.scheme.compression(PACKED.name) >= 4
+    assert outcome.scheme.compression(PACKED) >= 4
 
 
 @pytest.mark.parametrize("compression", [1, 0.5, float("nan")])
@@ -317,7 +316,7 @@ def test_ids_and_bags_of_all_splits_are_looked_at_before_training(gloo, tmp_path
     recipe.data.test.batches[1].sparse_features = bags_of(longer)
     counts = count_training_data(recipe.data, recipe.loss, table_configs(recipe.model))
     assert counts.max_bag_lengths["user"] == 3
-    assert found_by(recipe, tmp_path).scheme.compression(PACKED.name) >= SIZE
+    assert found_by(recipe, tmp_path).scheme.compression(PACKED) >= SIZE
 
 
 def test_no_rank_is_left_out_of_a_part() -> None:

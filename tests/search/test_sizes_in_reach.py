@@ -17,7 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.forms import PACKED
+from dnis_torchrec.scheme import PACKED
 from dnis_torchrec.search import started as started_module
 from dnis_torchrec.search.budget import Size, SizeOutOfReachError, check_compresses
 from dnis_torchrec.search.paper import PaperSettings, search_as_published
@@ -38,7 +38,7 @@ def named(error: ValueError) -> float:
 def compression_of_search(value: float, folder: Path) -> float:
     """What a search comes to that is asked for a compression."""
     settings = SearchSettings(num_blocks=3, epochs=1)
-    return search(make_recipe(), value, folder, CPU, settings=settings).scheme.compression(PACKED.name)
+    return search(make_recipe(), value, folder, CPU, settings=settings).scheme.compression(PACKED)
 
 
 def compression_of_paper(value: float, folder: Path) -> float:
@@ -92,7 +92,7 @@ def two_tables() -> tuple[nn.Module, RowBlocks, FrequencyCounts]:
 def test_pruning_names_the_smallest_size_and_comes_to_it(structure: str, per_table: bool, kind: str) -> None:
     def found(value: float) -> int:
         model, blocks, counts = two_tables()
-        size = Size(**{kind: value}, form="csr_fp32" if structure == "element" else "mixed_dimension_fp32")
+        size = Size(**{kind: value}, form="csr_fp32" if structure == "element" else "mixed_dimension")
         parameters = prune(model, blocks, counts, size=size, structure=structure, per_table=per_table).parameters
         assert all(table.weight.any() or per_table for table in model.embedding_bags.values()) or parameters
         return parameters

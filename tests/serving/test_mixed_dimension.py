@@ -23,7 +23,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.artifact.predictions import serve
+from dnis_torchrec.artifact.loading import serve
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection, block_tables
@@ -82,7 +82,7 @@ def test_lookup_from_plain_tensors(compiled: bool) -> None:
         module.lookup(ids, torch.tensor([0, 2, 3, 3, 4, 6]))
 
 
-@pytest.mark.parametrize("form", ["mixed_dimension_fp32", "csr_int8"])
+@pytest.mark.parametrize("form", ["mixed_dimension", "csr_int8"])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_no_samples_give_an_output_of_none(form: str, compiled: bool) -> None:
     scheme, tables = one_table(MAPPED, feature_names=("f", "g"), pooling="mean")

@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import dnis_torchrec as dnis
 from dnis_torchrec.artifact import load, write_artifact
 from dnis_torchrec.artifact.export import export
-from dnis_torchrec.artifact.predictions import serve
+from dnis_torchrec.artifact.loading import serve
 from dnis_torchrec.scheme import TableScheme
 from dnis_torchrec.serving import MeanForUnknownIds, unknown_ids
 from tests.coded_tables import coded_case
@@ -48,7 +48,7 @@ def expected(case: Case) -> dict[str, Tensor]:
 
 
 @settings(max_examples=20, deadline=None)
-@given(cases(), st.sampled_from(["packed", "csr_fp32", "mixed_dimension_fp32", "dense_fp32"]), st.data())
+@given(cases(), st.sampled_from(["packed", "csr_fp32", "mixed_dimension", "dense_fp32"]), st.data())
 def test_they_are_a_further_row(case: Case, form: str, data: st.DataObject) -> None:
     given_to = case.tables
     if form == "packed":

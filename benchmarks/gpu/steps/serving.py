@@ -13,7 +13,7 @@ from benchmarks.gpu.step import Run
 from benchmarks.gpu.timing import in_turns
 
 DENSE = ("dense_fp32", "dense_fp16", "dense_int8", "dense_int4")
-FORMS = ("packed", "csr_fp32", "mixed_dimension_fp32", *DENSE)
+FORMS = ("packed", "csr_fp32", "mixed_dimension", *DENSE)
 BASELINE = DENSE[0]
 NUM_TABLES, ROWS = 26, 100_000
 SMALL_TABLES, SMALL_ROWS = 2, 400

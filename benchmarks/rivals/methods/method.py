@@ -14,7 +14,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from benchmarks.rivals.settings import TrainingRules
-from dnis_torchrec.artifact.predictions import serve
+from dnis_torchrec.artifact.loading import serve
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.forms import CODES, PRECISIONS, form_named

@@ -11,21 +11,19 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <limits>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(DNIS_PORTABLE)
 #define DNIS_X86 1
 #include <immintrin.h>
 #endif
-
-extern "C" const char* dnis_instruction_set(const char* limit);  // of the library, in csr_embedding_bag.cpp
 
 namespace {
 
@@ -185,18 +183,31 @@ namespace avx512 {
 #endif
 #endif  // DNIS_X86
 
-using Pool = Fault (*)(const Feature&, const Bags&, int64_t, int64_t);
+struct InstructionSet {
+  const char* name;
+  Fault (*pool)(const Feature&, const Bags&, int64_t, int64_t);
+};
 
-// The widest loops that the machine has, up to the instruction set that lookups are to run on.
-Pool pool_of_machine() {
+constexpr InstructionSet BASELINE{"baseline", baseline::pool};
 #ifdef DNIS_X86
-  const std::string_view chosen = dnis_instruction_set(nullptr);
-  const bool has_vbmi = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("bmi2");
-  if (chosen == "avx512" && has_vbmi) return avx512::pool;
-  if (chosen != "baseline") return avx2::pool;  // a machine with AVX2 has POPCNT
+constexpr InstructionSet AVX2{"avx2", avx2::pool};
+constexpr InstructionSet AVX512{"avx512", avx512::pool};
 #endif
-  return baseline::pool;
+
+// The widest instruction set of this machine, or up to `limit` ("baseline", "avx2", "avx512").
+const InstructionSet* widest_instruction_set(const std::string& limit) {
+#ifdef DNIS_X86
+  const bool has_avx2 = __builtin_cpu_supports("avx2");  // a machine with AVX2 has POPCNT
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+                          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vbmi") &&
+                          __builtin_cpu_supports("bmi2");
+  if (has_avx512 && limit == "avx512") return &AVX512;
+  if (has_avx2 && (limit == "avx512" || limit == "avx2")) return &AVX2;
+#endif
+  return &BASELINE;
 }
+
+std::atomic<const InstructionSet*> instruction_set{widest_instruction_set("avx512")};
 
 // Rows of an integer table of so many columns, on the CPU.
 template <typename Integer>
@@ -349,11 +360,17 @@ Tensor packed_embedding_bag(
   const auto ahead = [&](int64_t f) {
     if (f + 1 < static_cast<int64_t>(features.size())) prefetch_first(features[f + 1], bags);
   };
-  pool_all(features, bags, pool_of_machine(), ahead, describe);
+  pool_all(features, bags, instruction_set.load()->pool, ahead, describe);
   return out;
 }
 
 }  // namespace
+
+// Which instruction set the lookups run on, and, with a limit, from now on up to that one.
+extern "C" const char* dnis_instruction_set(const char* limit) {
+  if (limit != nullptr) instruction_set = widest_instruction_set(limit);
+  return instruction_set.load()->name;
+}
 
 STABLE_TORCH_LIBRARY_FRAGMENT(dnis_torchrec, library) {
   library.def(

@@ -11,7 +11,9 @@ from torch.nn.functional import pad
 
 from dnis_torchrec.blocks.codes import FLOAT_BITS, field_offsets
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.ops.bag_offsets import register_bag_offsets
 from dnis_torchrec.ops.batch_checks import INTEGERS
+from dnis_torchrec.ops.native_build import LOOKUPS, NAMESPACE, once
 
 PACKED_EMBEDDING_BAG = "packed_embedding_bag"
 PACKED_SCHEMA = (
@@ -29,9 +31,10 @@ _EMPTY, _CODES, _WITH_FLOATS = 0, 1, 2
 _WINDOW_BYTES, _QUAD_BYTES = 64, 16
 
 
-def register_packed_embedding_bag(*, compiled: bool) -> None:
-    """Makes the operator there; `load_operator` does so, once in a process."""
-    name = f"dnis_torchrec::{PACKED_EMBEDDING_BAG}"
+@once
+def load_operator() -> bool:
+    """Makes the operators of lookups there, compiling them if need be; modules do so by themselves."""
+    compiled, name = LOOKUPS.is_there(), f"{NAMESPACE}::{PACKED_EMBEDDING_BAG}"
     if not compiled:
         torch.library.define(name, PACKED_SCHEMA.removeprefix(PACKED_EMBEDDING_BAG))
     # on the CPU the compiled implementation goes before this one
@@ -42,6 +45,8 @@ def register_packed_embedding_bag(*, compiled: bool) -> None:
         if triton_bags.triton is not None:
             torch.library.impl(name, "CUDA", packed_triton.triton_packed_embedding_bag)
     torch.library.register_fake(name, _fake)
+    register_bag_offsets(compiled=compiled)
+    return compiled
 
 
 def field_groups(bits: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
