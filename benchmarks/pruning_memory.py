@@ -35,7 +35,7 @@ from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_
 from dnis_torchrec.selection.shards import collections, local_shards
 
 SHARDINGS = ("row_wise", "column_wise")
-STRUCTURES = ("block", "element")
+STRUCTURES = ("block",)
 CPU = torch.device("cpu")
 
 
@@ -70,10 +70,10 @@ def measure(rank: int, arguments: argparse.Namespace, sharding: str, structure: 
         shard.weight.normal_(generator=torch.Generator().manual_seed(rank))
     counts = FrequencyCounts({"t": torch.arange(arguments.rows, 0, -1)}, {"f": 1}, arguments.rows)
     blocks = blocks_from_counts(counts, [config], num_blocks=4)
-    size = Size(compression=arguments.compression, form="csr_fp32")  # in which both structures are counted
+    size = Size(compression=arguments.compression)
     schemes = []
     rises = {
-        "prune": rise_of_memory(lambda: schemes.append(prune(sharded, blocks, counts, size=size, structure=structure))),
+        "prune": rise_of_memory(lambda: schemes.append(prune(sharded, blocks, counts, size=size))),
         "export": rise_of_memory(lambda: export(sharded, schemes[0], Path(folder) / "artifact")),
     }
     own = {"shard_bytes": max(shard.weight.nbytes for shard in shards), "rises": rises}

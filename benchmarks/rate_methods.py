@@ -29,7 +29,7 @@ from benchmarks.rivals.methods.trained_scheme import first_columns
 from dnis_torchrec.allocation.axes import rotation_groups
 from dnis_torchrec.forms import DEFAULT_FORM, PRECISIONS, Precision
 from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
-from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
+from dnis_torchrec.search.prune import uncompressed_scheme
 from dnis_torchrec.search.search import search
 from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.training.shard import process_group

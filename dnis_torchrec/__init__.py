@@ -18,12 +18,11 @@ if TYPE_CHECKING:
     from dnis_torchrec.data.frame_recipe import recipe_from_frame
     from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
     from dnis_torchrec.data.task import Predictions, Task
-    from dnis_torchrec.search.budget import Size
-    from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
     from dnis_torchrec.search.one_call import search_once as search
     from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-    from dnis_torchrec.search.pruning import prune
+    from dnis_torchrec.search.prune import Size, prune
     from dnis_torchrec.search.ramp import Ramp
+    from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
     from dnis_torchrec.selection.plan import (
         CpuEmbeddingBagCollectionSharder,
         make_sharding_plan,
@@ -90,11 +89,11 @@ _HOME = {
     "Task": "data.task",
     "Predictions": "data.task",
     "search": "search",
-    "Size": "search.budget",
-    "BilevelStream": "search.level_schedule",
-    "LevelSchedule": "search.level_schedule",
+    "Size": "search.prune",
+    "BilevelStream": "search.schedule",
+    "LevelSchedule": "search.schedule",
     "BilevelTrainPipeline": "search.pipeline",
-    "prune": "search.pruning",
+    "prune": "search.prune",
     "Ramp": "search.ramp",
     "MixedDimensionEmbeddingBagCollection": "serving",
     "embedding_configs": "serving.narrow_tables",

@@ -29,6 +29,11 @@ def quick_job(out: Path, **changes: Any) -> SearchJob:
     return dataclasses.replace(job, **changes)
 
 
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Relative path -> bytes of every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 class _NoImages:
     def __init__(self, *_: object) -> None:
         pass

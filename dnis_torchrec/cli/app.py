@@ -21,7 +21,7 @@ from dnis_torchrec.cli.addresses import fetched_settings, published_settings
 from dnis_torchrec.cli.terminal import PlainConsole, fail, say
 from dnis_torchrec.data.urls import address_of
 
-ORDER = (*("train", "compress", "search", "prune", "evaluate", "export", "package", "report"),)
+ORDER = (*("train", "compress", "search", "evaluate", "export", "package", "report"),)
 """The commands in the order in which a user meets them."""
 
 
@@ -52,7 +52,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-ON_RANKS = ("train", "compress", "search", "prune", "evaluate", "export")
+ON_RANKS = ("train", "compress", "search", "evaluate", "export")
 """Commands that know what to do as one of several ranks."""
 
 RecipeArgument = Annotated[

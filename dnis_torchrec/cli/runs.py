@@ -1,4 +1,4 @@
-"""`dnis search`, `prune`, `export`, `evaluate` and `report`: one run, from data to artifact."""
+"""`dnis search`, `export`, `evaluate` and `report`: one run, from data to artifact."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from dnis_torchrec.cli.app import (
     OutOption,
     OverwriteOption,
     RecipeArgument,
-    RecipeOption,
     RunArgument,
     arguments,
     check_data,
@@ -37,17 +36,11 @@ from dnis_torchrec.cli.app import (
 from dnis_torchrec.cli.options import command
 from dnis_torchrec.cli.terminal import say
 from dnis_torchrec.data.urls import address_of
-from dnis_torchrec.search.settings import (
-    USUAL_EPOCHS,
-    PruneSettings,
-    SearchSettings,
-    check_compression,
-)
+from dnis_torchrec.search.settings import USUAL_EPOCHS, SearchSettings, check_compression
 from dnis_torchrec.training.settings import Saving
 
 if TYPE_CHECKING:
     from dnis_torchrec.report import ReportRow
-    from dnis_torchrec.search.budget import Size
 
 FORMS_WIDTH = 100
 
@@ -163,47 +156,6 @@ def search(
             ["export", address_of(out), "--out", f"{address_of(out)}-artifact"],
             None,
         )
-
-
-@command
-def prune(
-    run: RunArgument,
-    out: OutOption,
-    recipe: RecipeOption,
-    data: DataOption = None,
-    compression: CompressionOption = None,
-    embedding_bytes: BytesOption = None,
-    form: FormOption = None,
-    *,
-    settings: PruneSettings,
-    overwrite: OverwriteOption = False,
-) -> None:
-    """Prunes a finished RUN further, fine-tunes what is left with the mask held, and writes a new
-    run."""
-    with arguments():
-        has_size = any(given is not None for given in (compression, embedding_bytes, form))
-        check(settings.threshold is None or not has_size, "--threshold", "no size", "one")
-        size = None if settings.threshold is not None else _size(compression, embedding_bytes, form)
-
-    from dnis_torchrec.data.recipe import load_recipe
-    from dnis_torchrec.jobs.prune_job import check_prune_out, check_source_kept, run_prune
-    from dnis_torchrec.jobs.run_folder import RunFolder
-
-    with arguments():
-        RunFolder.open_searched(run)
-        check_source_kept(
-            address_of(run), address_of(out)
-        )  # whose local copies are two folders in any case
-        check_seen_by_ranks(out)
-        if is_first_rank():  # which may have made the folder before the others come here
-            check_prune_out(run, out, overwrite=overwrite)
-        load_recipe(recipe)
-    row = run_prune(
-        run, data, out, recipe=recipe, size=size, settings=settings, overwrite=overwrite
-    )
-    if is_first_rank():
-        print_rows([row], out)
-        say(f"run: {address_of(out)}")
 
 
 @command
@@ -346,17 +298,6 @@ def report(
         names = ", ".join(address_of(Path(name)) for name in together.drawn_only)
         say(f"of another D or S, in the charts only: {names}")
     say(f"report: {address_of(runs[0])}/report.html")
-
-
-def _size(compression: float | None, embedding_bytes: int | None, form: str | None) -> Size:
-    given = sum(value is not None for value in (compression, embedding_bytes))
-    place, received = "--compression, --embedding-bytes", ("none", "one", "both")[given]
-    check(given == 1, place, "one of the two", received, "say --compression 5, for example")
-    if compression is not None:
-        check_compression(compression, "--compression")
-    from dnis_torchrec.search.budget import Size
-
-    return Size(compression=compression, embedding_bytes=embedding_bytes, form=form or Size.form)
 
 
 def print_rows(rows: Sequence[ReportRow], run: Path) -> None:

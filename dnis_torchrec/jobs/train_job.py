@@ -26,7 +26,7 @@ from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.content import UNCOMPRESSED
 from dnis_torchrec.report.provenance import PROVENANCE, Step
-from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
+from dnis_torchrec.search.prune import uncompressed_scheme
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.streaming.checked_counts import read_before_training

@@ -22,8 +22,8 @@ from dnis_torchrec.data.files import conform
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.urls import Address
 from dnis_torchrec.ranks import on_rank_zero, rank_of, world_size_of
-from dnis_torchrec.search.level_schedule import BilevelStream
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.search.schedule import BilevelStream
 from dnis_torchrec.training.checkpoint import (
     CheckpointSaver,
     Manifest,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -10,27 +11,27 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.model_parallel import DMPCollection
 from torchrec.distributed.train_pipeline.pipeline_context import PrefetchTrainPipelineContext
 from torchrec.streamable import Pipelineable
 
-from dnis_torchrec.checks import describe
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.recipe import data_terms_only
 from dnis_torchrec.data.urls import Address
 from dnis_torchrec.ranks import on_rank_zero
-from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer
-from dnis_torchrec.search.hypergradient import (
-    UnrolledHypergradient,
-    first_order_gradient,
-    frozen_counters,
-    frozen_statistics,
-    fused_kernels,
-    without_synchronisation,
-)
-from dnis_torchrec.search.level_schedule import BilevelStream, Level
-from dnis_torchrec.selection.alpha import Alpha
+from dnis_torchrec.search.schedule import BilevelStream, Level
+from dnis_torchrec.selection.alpha import Alpha, normalise_gradient, step_and_clip_
 from dnis_torchrec.selection.on_shards import select_on_shards_
-from dnis_torchrec.selection.torchrec import check_frozen_are_held, read_by_name_
+from dnis_torchrec.selection.torchrec import (
+    check_frozen_are_held,
+    frozen_counters,
+    fused_kernels,
+    process_group_of,
+    read_by_name_,
+)
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.checkpoint import (
     Manifest,
@@ -51,6 +52,10 @@ STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW = 2
 TorchRec asks for it."""
 
 
+LEARNING_RATE = 0.01
+"""Of alpha, as in the paper."""
+
+
 class DenseOptimizer(Protocol):
     """An optimizer as TorchRec's pipelines call it: torch.optim.Optimizer and KeyedOptimizer both
     fit."""
@@ -60,6 +65,83 @@ class DenseOptimizer(Protocol):
 
     def step(self, closure: Any = None) -> Any:
         """Applies gradients."""
+
+
+class AlphaOptimizer:
+    """Steps alpha on validation gradients. Local and deterministic: equal gradients give equal
+    alphas on all ranks."""
+
+    def __init__(
+        self, alpha: Alpha, blocks: RowBlocks, *, averaging: float = 0.0, floor: float = 0.0
+    ) -> None:
+        check(0 <= averaging < 1, "averaging", "a number in [0, 1)", averaging)
+        check(0 <= floor < 1, "floor", "a number in [0, 1)", floor)
+        self._alpha, self._averaging, self._floor = alpha, averaging, floor
+        self._rows = {
+            dim: blocks.per_alpha_row(dim, blocks.seen_rows).to(alpha.of(dim).device)
+            for dim in alpha.dims
+        }
+        self._stands = {
+            dim: _rows_left_alone(blocks, dim).to(alpha.of(dim).device) for dim in alpha.dims
+        }
+        self._averages = {dim: torch.zeros_like(alpha.of(dim)) for dim in alpha.dims}
+        self._dead = {dim: torch.zeros_like(alpha.of(dim), dtype=torch.bool) for dim in alpha.dims}
+        self.learning_rate = LEARNING_RATE
+        self.last_density = alpha.density_there(self._rows)
+
+    def density(self) -> float:
+        """Share of the tables' values, of rows that training saw, whose alpha is not zero."""
+        return self._alpha.density(self._rows)
+
+    def mean(self) -> float:
+        """Mean of alpha over the same values."""
+        return self._alpha.mean(self._rows)
+
+    @torch.no_grad()
+    def retain_(self, columns: Mapping[int, Tensor]) -> None:
+        """Lets all other columns die: their alpha is 0 from now on."""
+        for dim, retained in columns.items():
+            self._dead[dim] |= ~retained.to(self._dead[dim].device)
+            self._alpha.of(dim).masked_fill_(self._dead[dim], 0.0)
+        self.last_density = self._alpha.density_there(self._rows)
+
+    @torch.no_grad()
+    def step(self, gradients: Mapping[int, Tensor], hits: Mapping[int, Tensor]) -> None:
+        """One upper step."""
+        for dim in self._alpha.dims:
+            moves, average = hits[dim] & ~self._stands[dim], self._averages[dim]
+            hit, fresh = moves.unsqueeze(1), normalise_gradient(gradients[dim], moves)
+            average.copy_(torch.where(hit, torch.lerp(fresh, average, self._averaging), average))
+            alpha = self._alpha.of(dim)
+            step_and_clip_(alpha, average * hit, self.learning_rate, floor=self._floor)
+            pushes_out = ((alpha >= 1) & (average < 0)) | ((alpha <= self._floor) & (average > 0))
+            average.masked_fill_(pushes_out, 0.0)
+            alpha.masked_fill_(self._dead[dim], 0.0)
+        self.last_density = self._alpha.density_there(self._rows)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything a continued search needs, as tensors."""
+        state = {}
+        for dim in self._alpha.dims:
+            state[f"average/{dim}"] = self._averages[dim]
+            state[f"dead/{dim}"] = self._dead[dim]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores what `state_dict` gave."""
+        for dim in self._alpha.dims:
+            self._averages[dim].copy_(state[f"average/{dim}"])
+            self._dead[dim].copy_(state[f"dead/{dim}"])
+        self.last_density = self._alpha.density_there(self._rows)
+
+
+def _rows_left_alone(blocks: RowBlocks, dim: int) -> Tensor:
+    """``(A,)`` bool."""
+    of_table = {
+        table: torch.full((routing.num_blocks,), int(table in blocks.left_alone))
+        for table, routing in blocks.routings.items()
+    }
+    return blocks.per_alpha_row(dim, of_table) > 0
 
 
 @dataclass
@@ -87,17 +169,12 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
     L_train is all that the model returns as its loss, a `TrainTask`'s L2 penalty included;
     L_validation is the data's loss alone.
 
-    An upper step takes Theta for Theta* (first order), or what one step of gradient descent on the
-    latest training batch would make of Theta (one-step unrolled; `UnrolledHypergradient` has the
-    equations, and what it costs). NOTE[DIFF]: DARTS unrolls the step to come, on the next training
-    batch; here the batch of the last lower step is at hand, already on the device.
+    An upper step takes Theta for Theta* (first order): a forward pass that leaves no trace.
 
     Distributed: tables and dense weights as TorchRec distributes them; alpha is replicated. An
-        upper step all-reduces
-    one flat tensor (alpha's gradients, hits, and whether the loss is finite) over the model's
-    process group, while the next batch's input_dist begins, so every rank takes the same step, or
-    stops. A lower step adds one all_reduce of W numbers for the loss and one per wrapper for its
-    gradient, for the same reason.
+    upper step all-reduces one flat tensor (alpha's gradients, hits, and whether the loss is finite)
+    while the next batch's input_dist begins, so every rank takes the same step, or stops. A lower
+    step adds one all_reduce of W numbers for the loss and one per wrapper for its gradient.
 
     Tables in host memory behind a cache on the GPU (the ``fused_uvm_caching`` kernel with
     ``CacheParams(prefetch_pipeline=True)``) have the next batch's rows fetched during the current
@@ -112,11 +189,6 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         device: where the model is.
         alpha_averaging: see `AlphaOptimizer`.
         alpha_floor: see `AlphaOptimizer`.
-        unrolled_step: xi of the one-step unrolled gradient, best the lower level's learning rate,
-            the highest if it has several; None for the first order. The unrolled step is plain
-            gradient descent, about as far as Adam goes where Adam trains the weights (see
-            `hypergradient`). An unrolled upper step returns validation loss and output at the
-            unrolled weights.
 
     Attributes:
         alpha_optimizer: the upper level's state.
@@ -126,9 +198,7 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
     Raises:
         RuntimeError: if the model is not prepared.
         NotImplementedError: for DMPCollection (2D parallelism), whose replicas of alpha are not
-            synchronised yet; for an `unrolled_step` with tables that have no ordinary gradient (see
-            `UnrolledHypergradient`); for frozen tables that `shard_model` has not sharded.
-        ValueError: for an `unrolled_step` that is not above 0.
+            synchronised yet; for frozen tables that `shard_model` has not sharded.
     """
 
     def __init__(
@@ -139,7 +209,6 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         *,
         alpha_averaging: float = 0.0,
         alpha_floor: float = 0.0,
-        unrolled_step: float | None = None,
     ) -> None:
         wrappers = soft_selection_modules(model)
         if not wrappers:
@@ -152,9 +221,7 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
             raise NotImplementedError(
                 describe("BilevelTrainPipeline", supported, "DMPCollection (2D parallelism)")
             )
-        self._process_group = (
-            model._env.process_group if isinstance(model, DistributedModelParallel) else None
-        )
+        self._process_group = process_group_of(model)
         for fqn, wrapper in wrappers.items():
             check_frozen_are_held(fqn, wrapper.lookup)
         select_on_shards_(model)
@@ -168,13 +235,7 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         self.upper_steps = 0
         self._dense_optimizer = optimizer
         self._guard = FiniteGuard(model, self._process_group)
-        self._unrolled = (
-            None
-            if unrolled_step is None
-            else UnrolledHypergradient(model, self._alpha, unrolled_step, optimizer)
-        )
         self._kernels = fused_kernels(model)
-        self._train_batch: Pipelineable | None = None
         self._world_size = (
             1 if self._process_group is None else dist.get_world_size(self._process_group)
         )
@@ -273,9 +334,8 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
                 describe("restore", "a pipeline before its first step", "one after it")
             )
         taken = on_rank_zero(lambda: Manifest.read(path).values, self._process_group)
-        passes = taken["lower_steps"] + (0 if self._unrolled is None else taken["upper_steps"])
         batch = stream.first_train_batch().to(self._device)
-        for _ in range(max(1, min(passes, STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW))):
+        for _ in range(max(1, min(taken["lower_steps"], STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW))):
             self._dense_optimizer.zero_grad()
             self._model(batch)[0].sum().backward()
             self._dense_optimizer.step()
@@ -289,9 +349,7 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
             value.copy_(own.tensors[f"alpha_optimizer/{name}"].chunks[0].tensor.view(value.shape))
         self.alpha_optimizer.load_state_dict(alpha_state)
         self.lower_steps, self.upper_steps = values["lower_steps"], values["upper_steps"]
-        last_train_batch = stream.load_state_dict(values["stream"])
-        if self._unrolled is not None and last_train_batch is not None:
-            self._train_batch = last_train_batch.to(self._device)
+        stream.load_state_dict(values["stream"])
         set_rng_(own.tensors, self._device)
         return values
 
@@ -328,24 +386,6 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         self._guard.settle()
         return super().detach()
 
-    def set_unrolled_step(self, step: float) -> None:
-        """Takes another xi from the next upper step on, as after a change of learning rates. On all
-        ranks alike.
-
-        Args:
-            step: see `unrolled_step`.
-
-        Raises:
-            RuntimeError: if the gradient is one of first order.
-            ValueError: if it is not above 0.
-        """
-        if self._unrolled is None:
-            remedy = "pass unrolled_step to BilevelTrainPipeline"
-            raise RuntimeError(
-                describe("set_unrolled_step", "an unrolled pipeline", "first order", remedy)
-            )
-        self._unrolled.set_step(step)
-
     @property
     def level(self) -> Level:
         """Level of the batch that is at the head of the queue."""
@@ -379,13 +419,8 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         if not self._model.training:
             return self._model(batch)
         if self.level is Level.LOWER:
-            self._train_batch = None if self._unrolled is None else batch
             return self._model(batch)
-        return (
-            self._first_order_step(batch)
-            if self._unrolled is None
-            else self._unrolled_step(batch, self._unrolled)
-        )
+        return self._first_order_step(batch)
 
     def _first_order_step(self, batch: Pipelineable) -> tuple[Tensor, Any]:
         """A forward pass that leaves no trace, and alpha's gradient on its way to the other ranks."""
@@ -402,50 +437,6 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
                 loss, first_order_gradient(loss, self._alpha), hits, self._guard.flags(loss)
             )
         return loss, output
-
-    def _unrolled_step(
-        self, batch: Pipelineable, unrolled: UnrolledHypergradient
-    ) -> tuple[Tensor, Any]:
-        """Passes of the latest training batch and of the validation batch, and alpha's gradient on
-        its way."""
-        train_batch = self._train_batch
-        if train_batch is None:
-            remedy = "let a BilevelStream begin with its warm-up"
-            raise RuntimeError(describe(self._place(), "a lower step before it", "none", remedy))
-        losses: list[Tensor] = []
-        results: list[tuple[Tensor, Any]] = []
-
-        def train() -> Tensor:
-            losses.append(self._forward_again(train_batch))
-            return losses[-1]
-
-        def validation() -> Tensor:
-            with data_terms_only(self._modules):
-                results.append(self._model(batch))
-            losses.append(results[0][0])
-            return losses[-1]
-
-        gradients = unrolled(train, validation)
-        # The forward passes note no hits here; a row of alpha that neither batch hits has a
-        # gradient of exact zeros.
-        hits = {dim: own.any(dim=1) for dim, own in zip(self._alpha.dims, gradients, strict=True)}
-        flags = self._guard.flags(torch.stack([loss.detach().sum() for loss in losses]))
-        loss, output = results[0]
-        self._share(loss, gradients, hits, flags)
-        return loss, output
-
-    def _forward_again(self, batch: Pipelineable) -> Tensor:
-        """Loss of a batch that has left the queue: its input_dist is made anew, in a context of its
-        own."""
-        context = self._context_type(index=self.contexts[0].index, version=1)
-        self.start_sparse_data_dist(batch, context)
-        self.wait_sparse_data_dist(context)
-        self._set_module_context(context)
-        try:
-            loss, _ = self._model(batch)
-        finally:
-            self._set_module_context(self.contexts[0])
-        return loss
 
     def _backward(self, losses: Tensor) -> None:
         if self.level is Level.UPPER:
@@ -523,3 +514,32 @@ class _LowerLevelOptimizer:
 
     def step(self) -> None:
         self._pipeline._finish_step()
+
+
+def first_order_gradient(loss: Tensor, alpha: Alpha) -> list[Tensor]:
+    """d loss / d alpha, one per D; no gradient of a weight is computed."""
+    alphas = [alpha.of(dim) for dim in alpha.dims]
+    return list(torch.autograd.grad(loss.sum(), alphas, materialize_grads=True))
+
+
+@contextmanager
+def without_synchronisation(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """DistributedDataParallel, where it is among the modules of a model, does not prepare for a
+    backward pass."""
+    with ExitStack() as stack:
+        for module in modules:
+            if isinstance(module, DistributedDataParallel):
+                stack.enter_context(module.no_sync())
+        yield
+
+
+@contextmanager
+def frozen_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Normalisation takes the batch's statistics, as in training, and leaves the running ones
+    alone."""
+    with ExitStack() as stack:
+        for module in modules:
+            if isinstance(module, _NormBase) and module.track_running_stats:
+                module.track_running_stats = False
+                stack.callback(setattr, module, "track_running_stats", True)
+        yield

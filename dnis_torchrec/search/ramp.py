@@ -12,9 +12,9 @@ from dnis_torchrec.allocation.curvature import curvature
 from dnis_torchrec.allocation.energies import BITS, BlockedTable, blocked_tables
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.ranks import rank_of
-from dnis_torchrec.search.budget import SizeOutOfReachError
-from dnis_torchrec.search.level_schedule import BilevelStream
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.search.prune import SizeOutOfReachError
+from dnis_torchrec.search.schedule import BilevelStream
 
 logger = logging.getLogger(__name__)
 

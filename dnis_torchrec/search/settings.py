@@ -1,4 +1,4 @@
-"""Settings of searching and pruning, in a module without torch: the command line builds its options
+"""Settings of searching, in a module without torch: the command line builds its options
 from it."""
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dnis_torchrec.checks import check
 
 USUAL_EPOCHS = 10
 """Epochs of plain training that weights are taken to have behind them where nobody knows."""
-STRUCTURES = ("element", "block")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,34 +44,3 @@ def check_compression(compression: float, place: str = "compression") -> None:
     """Checks a size before anything is imported or read for it."""
     is_fit = math.isfinite(compression) and compression > 1
     check(is_fit, place, "a finite number above 1", compression)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PruneSettings:
-    """Settings by which a finished run is pruned further; the first three are those of `prune`."""
-
-    threshold: Annotated[float | None, "Instead of a size: drop magnitudes up to this."] = None
-    structure: Annotated[str, "`block`: whole columns of blocks; `element`: single values."] = (
-        "block"
-    )
-    per_table: Annotated[
-        bool, "Bring every table to the same ratio, instead of one budget for all."
-    ] = False
-    fine_tune_epochs: Annotated[int, "Epochs at most of masked fine-tuning; 0 for none."] = 10
-
-    def __post_init__(self) -> None:
-        check_pruning(structure=self.structure, threshold=self.threshold)
-        remedy = "say 0 for no fine-tuning"
-        check(
-            self.fine_tune_epochs >= 0,
-            "fine_tune_epochs",
-            "an integer >= 0",
-            self.fine_tune_epochs,
-            remedy,
-        )
-
-
-def check_pruning(*, structure: str, threshold: float | None) -> None:
-    """Checks arguments of `prune` that need no model for it."""
-    check(structure in STRUCTURES, "structure", f"one of {STRUCTURES}", repr(structure))
-    check(threshold is None or threshold >= 0, "threshold", "a number >= 0", threshold)

@@ -22,9 +22,9 @@ from dnis_torchrec.data.over_ranks import split_over_ranks
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
 from dnis_torchrec.data.urls import Address
 from dnis_torchrec.ranks import Ranks, together
-from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.loop import Plan, SearchEvents, SearchLoop
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.streaming import CountLimits
@@ -61,7 +61,6 @@ class StartedSearch:
         alpha_averaging: float = 0.0,
         alpha_floor: float = 0.0,
         exact_count_rows: int = CountLimits.exact_rows,
-        is_unrolled: bool = False,
     ) -> StartedSearch:
         """Counts, cuts blocks, prepares and shards."""
         ranks = Ranks.everyone()
@@ -87,17 +86,11 @@ class StartedSearch:
             recipe,
             device,
             whole_rows=whole_rows,
-            replicated=is_unrolled,
-            prefetched=not is_unrolled,
+            prefetched=True,
             batch_size=counts.num_samples // steps_per_epoch,
         )
         pipeline = BilevelTrainPipeline(
-            model,
-            optimizer,
-            device,
-            alpha_averaging=alpha_averaging,
-            alpha_floor=alpha_floor,
-            unrolled_step=highest_rate(optimizer) if is_unrolled else None,
+            model, optimizer, device, alpha_averaging=alpha_averaging, alpha_floor=alpha_floor
         )
         data = recipe.data
         train, validation = (
@@ -146,12 +139,6 @@ class StartedSearch:
     def plain(self) -> nn.Module:
         """The recipe's own model, prepared and sharded still."""
         return cast(TrainTask, get_unwrapped_module(self.model)).model
-
-
-def highest_rate(optimizer: KeyedOptimizerWrapper) -> float:
-    """Returns the highest learning rate. As xi it moves every weight at its own rate, see
-    `UnrolledHypergradient`."""
-    return max(group["lr"] for group in optimizer.param_groups)
 
 
 def _in_parts(data: DataSplits, parts: int, ranks: Ranks) -> Iterable[Batch]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias, cast
 
@@ -32,7 +32,7 @@ from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
-from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.distributed.types import ParameterSharding, ShardingType
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
@@ -625,3 +625,33 @@ def _standing_still(collection: ManagedCollisionCollection) -> Iterator[None]:
 
 def _to_eval(collection: nn.Module, _: tuple[Tensor, ...]) -> None:
     collection.eval()
+
+
+def process_group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks that share a model; None for one that is not distributed."""
+    # DistributedModelParallel takes an env and gives none back, as of torchrec 1.9:
+    # https://github.com/meta-pytorch/torchrec/blob/main/torchrec/distributed/model_parallel.py
+    return model._env.process_group if isinstance(model, DistributedModelParallel) else None
+
+
+def fused_kernels(model: nn.Module) -> list[Any]:
+    """FBGEMM's kernels that count their forward passes, as fused optimizers want for bias
+    correction. Local."""
+    return [
+        part for lookup in lookups(model) for part in lookup.modules() if hasattr(part, "iter_cpu")
+    ]
+
+
+@contextmanager
+def frozen_counters(kernels: Iterable[Any]) -> Iterator[None]:
+    """Forward passes meanwhile are none of a training step: kernels of `fused_kernels` count them
+    and forget them."""
+    # A forward pass in training mode counts, whether or not a backward pass follows, as of FBGEMM
+    # 1.5: https://github.com/pytorch/FBGEMM, split_table_batched_embeddings_ops_training.py.
+    counters = [counter for kernel in kernels for counter in (kernel.iter, kernel.iter_cpu)]
+    before = [counter.clone() for counter in counters]
+    try:
+        yield
+    finally:
+        for counter, value in zip(counters, before, strict=True):
+            counter.copy_(value)

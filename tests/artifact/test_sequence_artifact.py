@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import dnis_torchrec as dnis
 from dnis_torchrec.artifact import load
 from dnis_torchrec.artifact.export import export
-from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
+from dnis_torchrec.search.prune import uncompressed_scheme
 from dnis_torchrec.serving import ServedEmbeddingCollection
 from tests.sequence_models import interest, make_batch, rounded
 

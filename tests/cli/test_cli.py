@@ -85,7 +85,7 @@ def test_train_writes_a_run_that_is_evaluated_and_exported_and_nothing_else(gloo
     exported = dnis("export", run, "--form", "dense_int8", "--form", "mixed_dimension", "--out", artifact)
     assert exported.returncode == 0, exported.stderr
     assert dnis("evaluate", artifact).returncode == 0
-    for refused in (("report", run), ("prune", run, "--compression", 4, "--out", tmp_path / "pruned")):
+    for refused in (("report", run),):
         done = dnis(*refused)
         assert done.returncode in (1, 2)
         assert "expected a run of `dnis search`, got a trained one" in done.stderr
@@ -173,17 +173,6 @@ def test_export_and_evaluate_agree_to_the_digit(run: Path, tmp_path: Path) -> No
     assert results["artifact"]["kind"] == "artifact"
 
 
-def test_prune_goes_on_from_a_run(run: Path, tmp_path: Path) -> None:
-    out = tmp_path / "smaller"
-    element = ("--structure", "element", "--form", "csr_fp32")
-    done = dnis("prune", run, "--compression", 8, *element, "--fine-tune-epochs", 2, "--out", out)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((out / "report.json").read_text())["rows"]
-    assert rows[0]["parameters"] == (1664 // 8 - (40 + 8) - (12 + 8)) // 5
-    assert rows[1:] == json.loads((run / "report.json").read_text())["rows"]
-    assert dnis("evaluate", out).returncode == 0
-
-
 def test_report_is_one_self_contained_page(run: Path) -> None:
     done = dnis("report", run)
     assert done.returncode == 0, done.stderr
@@ -254,12 +243,6 @@ def test_wrong_arguments_exit_with_2(arguments: list[object], message: str, tmp_
         ("export", ["--form", "crs_int8"], "form 'crs_int8': expected a known form, got 'crs_int8'; did you mean"),
         ("export", ["--form", "csr_fp32", "--form", "csr_fp32"], "forms: expected each once"),
         ("export", ["--scipy", "cso"], "scipy format 'cso': expected a known scipy format, got 'cso'; did you mean"),
-        ("prune", [], "--compression, --embedding-bytes: expected one of the two, got none; say --compression 5"),
-        ("prune", ["--compression", 4, "--embedding-bytes", 9], "--compression, --embedding-bytes: expected one of"),
-        ("prune", ["--compression", 4, "--form", "dense_fp32"], "form: expected one of ['csr_fp32', "),
-        ("prune", ["--compression", 8, "--structure", "blok"], "structure: expected one of ('element', 'block')"),
-        ("prune", ["--threshold", -1], "threshold: expected a number >= 0, got -1.0"),
-        ("prune", ["--threshold", "nan"], "threshold: expected a number >= 0, got nan"),
     ],
 )
 def test_arguments_that_do_not_fit_a_run_exit_with_2(
@@ -351,7 +334,6 @@ ANSWERED_AT_ONCE: list[tuple[str, int, str]] = [
     ("search a:b --out a --compression 4 --num-blocks 0", 2, "num_blocks: expected at least 1, got 0"),
     ("search a:b --out a --compression 4 --keep-checkpoints 0", 2, "keep_checkpoints: expected at least 1, got 0"),
     ("compress a:b --out c --compression 4 --num-blocks 0", 2, "num_blocks: expected an integer >= 1, got 0"),
-    ("prune a --out b --compression 4 --structure row", 2, "structure: expected one of ('element', 'block')"),
 ]
 """Command line, its exit code and what it says."""
 

@@ -58,7 +58,6 @@ def commands(run: Path, artifact: Path, out: Path) -> dict[str, tuple[object, ..
         "train": ("train", "tests.tiny:demo", "--out", out),
         "compress": ("compress", run, "--compression", 2, "--num-blocks", 2, "--out", out),
         "search": (*SEARCH, "--out", out),
-        "prune": ("prune", run, "--compression", 5, "--fine-tune-epochs", 0, "--out", out),
         "evaluate": ("evaluate", run),
         "export": ("export", run, "--out", out),
         "package": ("package", artifact, "--out", out),
@@ -71,7 +70,6 @@ WORK = {
     "train": "jobs.train_job.run_train",
     "compress": "jobs.compress_job.run_compress",
     "search": "jobs.search_job.run_search",
-    "prune": "jobs.prune_job.run_prune",
     "evaluate": "jobs.artifact_jobs.run_evaluate",
     "export": "jobs.artifact_jobs.run_export",
     "package": "artifact.package.write_package",
@@ -137,7 +135,7 @@ def test_names_that_no_file_can_have(run: Path, artifact: Path, tmp_path: Path) 
 def test_a_file_where_a_folder_should_be_and_the_other_way_round(run: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name, arguments in commands(run, run, tmp_path / "file" / "out").items():
-        if name in ("search", "prune", "export", "compare"):
+        if name in ("search", "export"):
             done = dnis(*arguments)
             assert done.returncode == 1
             assert "Not a directory" in done.stderr or "File exists" in done.stderr
@@ -175,10 +173,7 @@ def test_commands_without_checkpoints_end_with_a_sentence_and_leave_nothing(
     monkeypatch.setattr(artifact_writing, "write_manifest", struck)
     monkeypatch.setattr(RunFolder, "write_head", struck)
     handlers = [signal.getsignal(each) for each in signals.REQUESTS]
-    for arguments in (
-        ("export", run, "--out", tmp_path / "deep" / "artifact"),
-        ("prune", run, "--compression", 5, "--fine-tune-epochs", 0, "--out", tmp_path / "deep" / "run"),
-    ):
+    for arguments in (("export", run, "--out", tmp_path / "deep" / "artifact"),):
         done = dnis(*arguments)
         assert done.returncode == 128 + number
         assert (done.stdout, done.stderr) == ("", f"error: stopped by {signal.Signals(number).name}\n")

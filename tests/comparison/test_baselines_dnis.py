@@ -16,10 +16,10 @@ from dnis_torchrec.allocation.settings import NUM_BLOCKS
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.data.recipe import DataSplits, Recipe
-from dnis_torchrec.search.global_blocks import global_blocks
-from dnis_torchrec.search.paper import PaperSettings
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.training.shard import process_group
+from examples.paper.blocks import global_blocks
+from examples.paper.search import PaperSettings
 from tests import tiny
 
 RATIO = 3.0

@@ -26,7 +26,7 @@ from benchmarks.rivals.methods.mde import (
 from benchmarks.rivals.methods.projected import ProjectedEmbeddingBagCollection, project_
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
-from dnis_torchrec.search.budget import Budget, Size
+from dnis_torchrec.search.prune import Budget, Size
 from tests.comparison.test_baselines_methods import make_task
 from tests.tiny import make_recipe
 

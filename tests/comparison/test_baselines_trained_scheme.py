@@ -29,7 +29,7 @@ from dnis_torchrec.allocation.settings import NUM_BLOCKS
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.search.budget import Budget, Size
+from dnis_torchrec.search.prune import Budget, Size
 from tests.comparison.test_baselines_methods import DIM, build, make_task
 
 NUM_ROWS = 52

@@ -24,7 +24,7 @@ from dnis_torchrec import export, load
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
-from dnis_torchrec.search.budget import Budget, Size
+from dnis_torchrec.search.prune import Budget, Size
 from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.training.pipeline import NonFiniteError
 from tests.late import read_late

@@ -18,8 +18,8 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, shard_model
 from dnis_torchrec.training.checkpoint import CheckpointSaver, CheckpointWriteError, LocalCheckpointFolder
 from tests.distributed.harness import Rank, Results, Scenario

@@ -1,4 +1,4 @@
-"""What ranks do as `dnis prune`, `export`, and `verify`; judged in test_command_ranks.py."""
+"""What ranks do as `dnis export`, and `verify`; judged in test_command_ranks.py."""
 
 from __future__ import annotations
 
@@ -17,28 +17,16 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from dnis_torchrec.cli import app
-from dnis_torchrec.jobs import model_shards
 from dnis_torchrec.jobs.artifact_jobs import run_export
 from dnis_torchrec.jobs.model_shards import shard_name
-from dnis_torchrec.jobs.prune_job import run_prune
-from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.jobs.stored_tensors import StoredTensor
-from dnis_torchrec.search.budget import Size
-from dnis_torchrec.search.settings import PruneSettings
 from tests.distributed.compress_job_scenarios import RECIPE
 from tests.distributed.harness import Rank, Results
 from tests.distributed.pruning_scenarios import outcome_of
 
-SMALLER = 5.5
-PRUNE = ("prune", "{run}", "--compression", str(SMALLER), "--out")
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "cut": (*PRUNE, "{out}/cut", "--fine-tune-epochs", "0"),
-    "tuned": (*PRUNE, "{out}/tuned", "--fine-tune-epochs", "1"),
     "packed": ("export", "{run}", "--out", "{out}/packed"),
-    "forms": ("export", "{out}/cut", "--form", "packed", "--form", "mixed_dimension", "--out", "{out}/forms"),
-    "grouped": ("export", "{out}/cut", "--regroup", "3", "--out", "{out}/grouped"),
     "verified": ("verify", "{out}/packed", "--recipe", RECIPE, "--json", "{out}/verified.json"),
-    "forms verified": ("verify", "{out}/forms", "--json", "{out}/forms.json"),
     "damaged": ("verify", "{out}/damaged"),
 }
 """Name -> a command line."""
@@ -121,20 +109,10 @@ def refusals(at: Rank, run: Path, another: Path) -> Results:
     """Things that go wrong on rank 1 alone, and what no ranks can do: all of them say so, and nothing is left."""
     missing, target = at.folder / "none", at.folder / "refused"
     own = run if at.rank == 0 else missing
-    cut = {"size": Size(compression=SMALLER), "settings": PruneSettings(fine_tune_epochs=0)}
     found: Results = {
-        "pruned": outcome_of(lambda: run_prune(own, None, target, **cut)),
         "exported": outcome_of(lambda: run_export(own, target)),
         "`dnis export`": outcome_of(lambda: run_export(run, target, scipy_formats=("csr",))),
     }
-    with patch.object(model_shards, "put_file", _full if at.rank == 1 else model_shards.put_file):
-        found["full"] = outcome_of(lambda: run_prune(run, None, target, **cut))
-    with patch.object(RunFolder, "alpha", _full if at.rank == 1 else RunFolder.alpha):
-        found["half a run"] = outcome_of(lambda: run_prune(run, None, target, **cut))
     dist.barrier()
     found["left"] = sorted(path.name for path in at.folder.iterdir() if "refused" in path.name)
     return found
-
-
-def _full(*_: object, **__: object) -> None:
-    raise OSError(28, "No space left on device")

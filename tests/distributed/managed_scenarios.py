@@ -16,8 +16,8 @@ from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, shard_model
 from dnis_torchrec.selection.swap import merge_, prepare_
 from dnis_torchrec.selection.torchrec import remapped

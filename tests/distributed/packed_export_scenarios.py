@@ -24,8 +24,7 @@ from dnis_torchrec.artifact.over_ranks import write_over_ranks
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.search.budget import Size
-from dnis_torchrec.search.pruning import prune
+from dnis_torchrec.search.prune import Size, prune
 from dnis_torchrec.selection import shards as shards_module
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.selection.shards import collections, local_shards

@@ -19,10 +19,7 @@ from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.search.budget import Size
-from dnis_torchrec.search.pruning import prune
-from dnis_torchrec.search.pruning.columns import mean_squares
-from dnis_torchrec.search.pruning.tables import pruned_tables
+from dnis_torchrec.search.prune import Size, _pruned_tables, mean_squares, prune
 from dnis_torchrec.selection import shards as shards_module
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.selection.shards import collections, local_shards
@@ -31,7 +28,6 @@ from dnis_torchrec.selection.wrapper import soft_selection_modules
 from tests.allocations import AllocatedPeak
 from tests.distributed.harness import Rank
 from tests.distributed.model import ROWS, Net, tables
-from tests.sizes import size_of_values
 
 KINDS = {
     kind: dict.fromkeys(ROWS, kind)
@@ -43,18 +39,9 @@ KINDS = {
 KINDS["grid_shard"] |= {"item": "column_wise", "genre": "column_wise"}  # MEAN
 KINDS["mixed"] = {"user": "row_wise", "item": "column_wise", "genre": "data_parallel", "tag": "table_wise"}
 
-SHAPES = [(table.num_embeddings, table.embedding_dim) for table in tables()]
 CASES: dict[str, dict[str, Any]] = {
-    "block ratio": {"size": Size(compression=3)},
-    "block bytes per table": {"size": Size(embedding_bytes=2000), "per_table": True},
-    "block bytes": {"size": Size(embedding_bytes=2000)},
-    "block csr bytes": {"size": Size(embedding_bytes=2000, form="csr_fp32")},
-    "block threshold": {"threshold": 0.5},
-    "element ratio": {"size": Size(compression=3, form="csr_fp32"), "structure": "element"},
-    "element least": {"size": size_of_values(1, SHAPES), "structure": "element"},
-    "element csr bytes per table": {"size": size_of_values(333, SHAPES), "structure": "element", "per_table": True},
-    "element csr bytes": {"size": Size(embedding_bytes=3000, form="csr_fp32"), "structure": "element"},
-    "element threshold": {"threshold": 0.5, "structure": "element"},
+    "ratio": {"size": Size(compression=3)},
+    "bytes": {"size": Size(embedding_bytes=2000)},
 }
 """Name -> how to prune."""
 DRAWN = ("ties", "spread")
@@ -114,7 +101,7 @@ def described(scheme: MixedDimensionScheme) -> dict[str, Any]:
 
 def scores(whole: nn.Module) -> dict[str, torch.Tensor]:
     """What columns are chosen by."""
-    found, ranks = pruned_tables(whole, blocks(), counts())
+    found, ranks = _pruned_tables(whole, blocks(), counts())
     return {table.name: mean_squares(table, ranks) for table in found}
 
 
@@ -142,49 +129,31 @@ def outcome_of(action: Any) -> str:
     return "went on"
 
 
-NOTHING: dict[str, dict[str, Any]] = {
-    "block size": {"size": Size(embedding_bytes=1)},
-    "element size": {"size": Size(embedding_bytes=1, form="csr_fp32"), "structure": "element"},
-    "block threshold": {"threshold": 1e9},
-    "element threshold": {"threshold": 1e9, "structure": "element"},
-}
-"""Name -> how to prune to nothing."""
-
-
 def refusals(rank: Rank) -> dict[str, Any]:
     """What one rank alone meets stops all of them, and no table changes; nor where nothing would be left."""
     whole = sharded("ties", "row_wise", rank)
-    nothing = {
-        name: outcome_of(lambda options=options: prune(whole, blocks(), counts(), **options))
-        for name, options in NOTHING.items()
-    }
+    nothing = outcome_of(lambda: prune(whole, blocks(), counts(), size=Size(embedding_bytes=1)))
     if rank.rank == 1:
         next(s for m in collections(whole).values() for s in local_shards(m) if s.table == "tag").weight[0, 0] = (
             torch.inf
         )
     before = shards_of(whole)
-    ends = {
-        name: outcome_of(lambda options=options: prune(whole, blocks(), counts(), **options))
-        for name, options in {"block": CASES["block ratio"], "element": CASES["element ratio"]}.items()
-    }
+    infinite = outcome_of(lambda: prune(whole, blocks(), counts(), **CASES["ratio"]))
     after = shards_of(whole)
-    return ends | {
+    return {
+        "infinite": infinite,
         "nothing": nothing,
         "changed": [name for name, weight in before.items() if not torch.equal(weight, after[name])],
     }
 
 
 def export_all(kind: str, rank: Rank) -> dict[str, Any]:
-    """Artifacts of every structure, and again over the first one."""
-    for structure in ("block", "element"):
-        whole = sharded("spread", kind, rank)
-        scheme = prune(whole, blocks(), counts(), size=Size(compression=3, form="csr_fp32"), structure=structure)
-        target = rank.folder / f"{kind}_{structure}"
-        export(whole, scheme, target, run={"metrics": {"auc": 0.5}})
-        export(whole, scheme, target, forms=("csr_fp32",), overwrite=True) if structure == "element" else None
-    again = outcome_of(lambda: export(whole, scheme, target))
-    scipy = outcome_of(lambda: export(whole, scheme, rank.folder / "scipy", scipy_formats=("coo",)))
-    return {"again": again, "scipy": scipy}
+    """An artifact, and again over it."""
+    whole = sharded("spread", kind, rank)
+    scheme = prune(whole, blocks(), counts(), size=Size(compression=3))
+    target = rank.folder / kind
+    export(whole, scheme, target, run={"metrics": {"auc": 0.5}})
+    return {"again": outcome_of(lambda: export(whole, scheme, target))}
 
 
 def memory(kind: str, rank: Rank) -> dict[str, Any]:
@@ -204,16 +173,13 @@ def memory(kind: str, rank: Rank) -> dict[str, Any]:
         patch.setattr(shards_module, "VALUES_PER_OPERATION", 1 << 13)
         patch.setattr(scheme_module, "VALUES_PER_CHUNK", 1 << 13)
         patch.setattr(over_ranks, "_SMALLEST_FILE_BYTES", 1 << 16)
-        for structure in ("block", "element"):
-            for weight in weights:
-                weight.normal_(generator=torch.Generator().manual_seed(rank.rank))
-            with AllocatedPeak(weights) as pruned:
-                scheme = prune(
-                    whole, of_blocks, of_rows, size=Size(compression=1.1, form="csr_fp32"), structure=structure
-                )
-            with AllocatedPeak(weights) as exported:
-                export(whole, scheme, rank.folder / f"memory_{kind}_{structure}")
-            found |= {f"prune {structure}": pruned.peak, f"export {structure}": exported.peak}
+        for weight in weights:
+            weight.normal_(generator=torch.Generator().manual_seed(rank.rank))
+        with AllocatedPeak(weights) as pruned:
+            scheme = prune(whole, of_blocks, of_rows, size=Size(compression=1.1))
+        with AllocatedPeak(weights) as exported:
+            export(whole, scheme, rank.folder / f"memory_{kind}")
+        found |= {"prune": pruned.peak, "export": exported.peak}
     return found
 
 
@@ -234,7 +200,7 @@ def unmerged(rank: Rank) -> dict[str, Any]:
     for wrapper in soft_selection_modules(whole).values():
         for dim in wrapper.alpha.dims:
             wrapper.alpha.of(dim).fill_(0.5)
-    refused = outcome_of(lambda: prune(whole, blocks(), counts(), threshold=0.0))
+    refused = outcome_of(lambda: prune(whole, blocks(), counts(), size=Size(compression=3)))
     not_exported = outcome_of(lambda: export(whole, MixedDimensionScheme(), rank.folder / "unmerged"))
     scheme = prune(merge_(whole), blocks(), counts(), size=Size(compression=3))
     return {"prune": refused, "export": not_exported, "scheme": described(scheme), "shards": shards_of(whole)}

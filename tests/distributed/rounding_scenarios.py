@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.training.checkpoint import CheckpointSaver, LocalCheckpointFolder
 from dnis_torchrec.training.rounded import HoldingOptimizer, RoundedTables

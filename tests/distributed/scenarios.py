@@ -16,9 +16,9 @@ from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.data.task import LossTask
-from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.ramp import Ramp
+from dnis_torchrec.search.schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import fold_, merge_, prepare_
 from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint, state_tensors
@@ -33,8 +33,6 @@ from tests.tiny import make_recipe
 
 STEPS = 20
 STEPS_WHILE_COLUMNS_DIE = 24
-STEPS_UNROLLED = 8
-UNROLLED_STEP = 1.0
 STOPS = (
     (Level.LOWER, "loss"),
     (Level.LOWER, "gradient"),
@@ -181,23 +179,6 @@ def search_while_columns_die(at: Rank) -> Results:
     return {"alpha": alpha_of(pipeline)}
 
 
-def run_unrolled(group: dist.ProcessGroup, halves: tuple[int, ...]) -> Results:
-    """Some steps with one-step unrolled gradients, and what all of it came to."""
-    pipeline, stream, model = make_pipeline("data_parallel", group, halves, unrolled_step=UNROLLED_STEP)
-    found = run_steps(pipeline, stream, STEPS_UNROLLED)
-    return found | {"alpha": alpha_of(pipeline), "dense": dense_of(model), "tables": tables_of(model)}
-
-
-def search_unrolled(at: Rank) -> Results:
-    """With unrolled gradients, and how fused tables refuse them."""
-    try:
-        make_pipeline("mixed", at.process_group, (at.rank,), unrolled_step=UNROLLED_STEP)
-        refusal = "none"
-    except NotImplementedError as error:
-        refusal = str(error)
-    return run_unrolled(at.process_group, (at.rank,)) | {"refusal": refusal}
-
-
 def upper_steps_move_alpha_alone(optimizer: str, at: Rank) -> Results:
     """What each of some steps changed on this rank: model and optimizers of `training.shard`, as a search has them."""
     recipe = make_recipe(optimizer=optimizer)
@@ -316,7 +297,7 @@ def evaluate_halves(group: dist.ProcessGroup, halves: tuple[int, ...], loss: nn.
 def scenarios() -> dict[str, Scenario]:
     """All of them by name, in the order in which every rank runs them."""
     found: dict[str, Scenario] = {f"search {kind}": partial(search_and_fold, kind) for kind in KINDS}
-    found |= {"ramp": search_while_columns_die, "unrolled": search_unrolled}
+    found |= {"ramp": search_while_columns_die}
     for optimizer in ("adam", "rowwise_adagrad"):
         found[f"upper {optimizer}"] = partial(upper_steps_move_alpha_alone, optimizer)
     found["metrics"] = metrics

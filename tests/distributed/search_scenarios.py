@@ -27,9 +27,7 @@ from dnis_torchrec.jobs.train_job import TrainJob, run_train
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.scheme import PACKED
-from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.loop import SearchEvents
-from dnis_torchrec.search.paper import PaperSettings, search_as_published
 from dnis_torchrec.search.search import SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.selection.shards import collections, local_shards
@@ -149,16 +147,6 @@ def stopped(rank: Rank) -> dict[str, Any]:
     refusal = outcome_of(lambda: found_by(other, folder, saving=resumed))
     longer = outcome_of(lambda: found_by(rotatable(), folder, saving=resumed, patience=9))
     return {"outcome": outcome, "refusal": refusal, "refusal of a configuration": longer}
-
-
-def unrolled(rank: Rank) -> dict[str, Any]:
-    """The paper's search with one-step unrolled gradients."""
-    folder = rank.folder / "unrolled"
-    folder.mkdir(exist_ok=True)
-    size = Size(compression=4, form="csr_fp32")
-    short = PaperSettings(size=size, epochs=2, num_blocks=3, is_unrolled=True)
-    outcome = search_as_published(make_recipe(), short, folder, CPU)
-    return {"held": held_by(outcome.model), "parameters": outcome.scheme.parameters}
 
 
 def sketches(rank: Rank) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.ops.block_operators import are_compiled
-from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.search.schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.selection.on_shards import select_on_shards_
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.selection.shards import local_shards

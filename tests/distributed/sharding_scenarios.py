@@ -21,10 +21,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.recipe import TrainTask, data_terms_only
-from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer
-from dnis_torchrec.search.hypergradient import first_order_gradient
-from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
-from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.search.pipeline import AlphaOptimizer, BilevelTrainPipeline, first_order_gradient
+from dnis_torchrec.search.schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.swap import prepare_

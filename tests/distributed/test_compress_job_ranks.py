@@ -27,7 +27,7 @@ from tests.distributed.compress_job_scenarios import (
     trained,
 )
 from tests.distributed.harness import RankResults, Scenario, run_on_ranks
-from tests.jobs.test_jobs_prune import files_of
+from tests.searched_runs import files_of
 from tests.tiny import EMBEDDING_DIM
 
 READ = {"w.safetensors": "row_wise", "w.pt": "column_wise", "w.dcp": "grid_shard"}

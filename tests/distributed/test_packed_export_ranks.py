@@ -13,7 +13,7 @@ from tests.distributed.harness import RankResults, run_on_ranks
 from tests.distributed.model import ROWS
 from tests.distributed.packed_export_scenarios import export_alone, export_packed, memory, refusals
 from tests.distributed.pruning_scenarios import KINDS
-from tests.jobs.test_jobs_prune import files_of
+from tests.searched_runs import files_of
 from tests.serving_reference import whole_table
 
 EXPORTS = {f"export {kind}": partial(export_packed, kind) for kind in KINDS}

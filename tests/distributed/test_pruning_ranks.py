@@ -11,8 +11,7 @@ import torch
 
 from dnis_torchrec.artifact import load, load_dense_state, read_manifest, read_scheme
 from dnis_torchrec.artifact.export import export
-from dnis_torchrec.search.budget import Size
-from dnis_torchrec.search.pruning import prune
+from dnis_torchrec.search.prune import Size, prune
 from dnis_torchrec.selection.shards import collections, local_shards
 from tests.distributed.harness import RankResults, run_on_ranks
 from tests.distributed.model import DIMS, ROWS
@@ -34,7 +33,6 @@ from tests.distributed.pruning_scenarios import (
     texts,
     unmerged,
 )
-from tests.serving_reference import whole_table
 
 WATCHED = ("row_wise", "column_wise")
 EXPORTED = ("row_wise", "grid_shard", "mixed")
@@ -132,19 +130,12 @@ def test_scores_are_mean_squares() -> None:
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise", "grid_shard"])
 def test_tables_are_cut(ranks: RankResults, kind: str) -> None:
     """Else the test above would pass without having been tried."""
-    places = [set(own["ties block ratio"]["shards"]) for own in ranks[f"prune {kind}"]]
+    places = [set(own["ties ratio"]["shards"]) for own in ranks[f"prune {kind}"]]
     assert places[0]
     assert places[1]
     assert not places[0] & places[1]
     offsets = {place.split("/")[1 if kind == "row_wise" else 2] for own in places for place in own}
     assert len(offsets) > 1
-
-
-def test_ties_are_cut_in_the_middle(alone: dict[str, Results]) -> None:
-    kept = torch.cat([table.flatten() for table in alone["ties element ratio"]["shards"].values()]).abs()
-    smallest = kept[kept > 0].min()
-    before = torch.cat([table.flatten() for table in shards_of(model("ties")).values()]).abs()
-    assert 0 < int((kept == smallest).sum()) < int((before == smallest).sum())
 
 
 def test_infinity_on_one_rank_stops_all(ranks: RankResults) -> None:
@@ -153,40 +144,34 @@ def test_infinity_on_one_rank_stops_all(ranks: RankResults) -> None:
     )
     first, second = ranks["refusals"]
     assert first == second
-    for name, end in first.pop("nothing").items():
-        kind = "embedding_bytes: expected at least" if name.endswith("size") else "threshold: expected a number below"
-        assert end.startswith(f"SizeOutOfReachError: {kind}")
-    assert first == {"block": expected, "element": expected, "changed": []}
+    assert first["nothing"].startswith("SizeOutOfReachError: embedding_bytes: expected at least")
+    assert (first["infinite"], first["changed"]) == (expected, [])
 
 
-def assert_artifact_of_one_process(found: Path, structure: str, folder: Path) -> None:
+def assert_artifact_of_one_process(found: Path, folder: Path) -> None:
     whole = model("spread")
-    scheme = prune(whole, blocks(), counts(), size=Size(compression=3, form="csr_fp32"), structure=structure)
+    scheme = prune(whole, blocks(), counts(), size=Size(compression=3))
     expected = export(whole, scheme, folder / "alone", run={"metrics": {"auc": 0.5}})
     assert_same_scheme(described(read_scheme(found)), described(scheme))
-    for name in ROWS:
-        assert torch.equal(whole_table(found, name), whole_table(expected, name))
-    if structure == "block":  # the other one was exported as csr alone
-        assert read_manifest(found)["run"] == {"metrics": {"auc": 0.5}}
-        for collection in ("first", "second"):
-            state, wanted = (load(path, collection=collection).state_dict() for path in (found, expected))
-            assert state.keys() == wanted.keys()
-            assert [key for key in wanted if not torch.equal(state[key], wanted[key])] == []
+    assert read_manifest(found)["run"] == {"metrics": {"auc": 0.5}}
+    for collection in ("first", "second"):
+        state, wanted = (load(path, collection=collection).state_dict() for path in (found, expected))
+        assert state.keys() == wanted.keys()
+        assert [key for key in wanted if not torch.equal(state[key], wanted[key])] == []
     dense, wanted = load_dense_state(found), load_dense_state(expected)
     assert dense.keys() == wanted.keys()
     assert all(torch.equal(dense[key], wanted[key]) for key in wanted)
 
 
-@pytest.mark.parametrize("structure", ["block", "element"])
 @pytest.mark.parametrize("kind", EXPORTED)
-def test_artifact_reads_like_that_of_one_process(ranks: RankResults, tmp_path: Path, kind: str, structure: str) -> None:
+def test_artifact_reads_like_that_of_one_process(ranks: RankResults, tmp_path: Path, kind: str) -> None:
     assert ranks[f"export {kind}"]  # shows the ranks' tracebacks
-    assert_artifact_of_one_process(ranks.folder / f"{kind}_{structure}", structure, tmp_path)
+    assert_artifact_of_one_process(ranks.folder / kind, tmp_path)
 
 
 def test_artifact_of_four_ranks_reads_like_that_of_one_process(four_ranks: RankResults, tmp_path: Path) -> None:
     assert four_ranks["export grid_shard"]
-    assert_artifact_of_one_process(four_ranks.folder / "grid_shard_block", "block", tmp_path)
+    assert_artifact_of_one_process(four_ranks.folder / "grid_shard", tmp_path)
 
 
 @pytest.mark.parametrize("kind", EXPORTED)
@@ -194,8 +179,7 @@ def test_nothing_is_left_of_an_export_but_the_artifact(ranks: RankResults, kind:
     for rank, own in enumerate(ranks[f"export {kind}"]):
         named = "" if rank == 0 else "rank 0: "
         assert own["again"].startswith(f"ValueError: {named}artifact ")
-        assert own["scipy"].startswith("NotImplementedError: scipy_formats: supported on one rank, got ")
-    folder = ranks.folder / f"{kind}_block"
+    folder = ranks.folder / kind
     listed = {"manifest.json", "MODEL_CARD.md", *read_manifest(folder)["files"]}
     assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == listed
 
@@ -211,9 +195,8 @@ def test_what_one_rank_cannot_export_stops_all(ranks: RankResults) -> None:
 def test_memory_beyond_the_model_stays_below_a_shard(ranks: RankResults, kind: str) -> None:
     """With next to nothing pruned, which is the worst case of an export."""
     for own in ranks[f"memory {kind}"]:
-        for structure in ("block", "element"):
-            assert 0 < own[f"prune {structure}"] < 1.2 * own["shard"]
-            assert 0 < own[f"export {structure}"] < 1.2 * own["shard"]
+        assert 0 < own["prune"] < 1.2 * own["shard"]
+        assert 0 < own["export"] < 1.2 * own["shard"]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

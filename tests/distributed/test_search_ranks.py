@@ -39,7 +39,6 @@ from tests.distributed.search_scenarios import (
     train_job,
     trained,
     uneven,
-    unrolled,
     whole_search,
 )
 from tests.tiny import make_recipe
@@ -52,7 +51,6 @@ SCENARIOS = {f"search {name}": partial(whole_search, name) for name in OPTIMIZER
     "rotated": rotated,
     "given": given,
     "stopped": stopped,
-    "unrolled": unrolled,
     "uneven": uneven,
     "sketches": sketches,
     "estimated": estimated,
@@ -124,15 +122,14 @@ def assert_learnt_alike(history: list[dict], alone: SearchOutcome) -> None:
             assert own[name] == pytest.approx(getattr(expected, name), abs=1e-4), (expected.epoch, name)
 
 
-@pytest.mark.parametrize("scenario", [*(f"search {optimizer}" for optimizer in OPTIMIZERS), "rotated", "unrolled"])
+@pytest.mark.parametrize("scenario", [*(f"search {optimizer}" for optimizer in OPTIMIZERS), "rotated"])
 def test_no_rank_holds_what_another_holds(both, scenario: str) -> None:
-    """Adam's tables neither, though FBGEMM has no fused kernel for it on a CPU; only unrolled gradients want copies."""
+    """Adam's tables neither, though FBGEMM has no fused kernel for it on a CPU."""
     per_rank = [own["held"] for own in both[0][scenario]]
     whole = {table.name: table.num_embeddings * table.embedding_dim for table in table_configs(recipe("adam").model)}
-    copies = 2 if scenario == "unrolled" else 1
     held = [part for own in per_rank for part in own]
     assert {name: sum(size for table, size in held if table == name) for name in whole} == {
-        name: copies * size for name, size in whole.items()
+        name: size for name, size in whole.items()
     }
     assert all(per_rank)
 

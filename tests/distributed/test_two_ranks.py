@@ -26,7 +26,6 @@ from tests.distributed.scenarios import (
     losses,
     make_pipeline,
     run_steps,
-    run_unrolled,
     scenarios,
     tables_of,
 )
@@ -85,25 +84,6 @@ def test_both_ranks_hold_the_same_alpha_after_a_ramp(ranks: RankResults) -> None
     shares = [float((alpha == 0).float().mean()) for alpha in first["alpha"].values()]
     assert max(shares) > 0.2
     assert all(((alpha >= 0.01) | (alpha == 0)).all() and (alpha < 1).any() for alpha in first["alpha"].values())
-
-
-def test_unrolled_gradients_of_two_ranks_equal_those_of_one(ranks: RankResults, gloo: dist.ProcessGroup) -> None:
-    first, second = ranks["unrolled"]
-    for key in ("alpha", "dense", "tables"):
-        assert_same(first[key], second[key])
-    alone = run_unrolled(gloo, (0, 1))
-    torch.testing.assert_close(
-        torch.stack([first["losses"], second["losses"]]).mean(0), alone["losses"], atol=1e-5, rtol=0
-    )
-    assert len(alone["alpha_gradients"]) == 3
-    for step, expected in enumerate(alone["alpha_gradients"]):
-        for dim, gradient in expected.items():
-            assert (first["alpha_gradients"][step][dim] - gradient).norm() < 1e-3 * gradient.norm()
-            assert torch.equal(first["hits"][step][dim], alone["hits"][step][dim])
-    for key in ("dense", "tables"):
-        torch.testing.assert_close(first[key], alone[key], atol=1e-5, rtol=0)
-    assert first["refusal"] == second["refusal"]
-    assert "supported for one-step unrolling is the dense compute kernel" in first["refusal"]
 
 
 def hit_rows(halves: tuple[int, ...], upper_step: int) -> dict[str, torch.Tensor]:

@@ -27,9 +27,8 @@ from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.jobs.train_job import TrainJob, run_train
 from dnis_torchrec.report.compression_content import CompressionContent
 from dnis_torchrec.training.evaluate import evaluate
-from tests.jobs.test_jobs_prune import files_of
 from tests.report.pages import without_plotly
-from tests.searched_runs import quick_job
+from tests.searched_runs import files_of, quick_job
 from tests.tiny import ROWS, demo
 
 DENSE_BYTES = 4 * 8 * sum(ROWS.values())

@@ -17,19 +17,16 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from dnis_torchrec import Size
 from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.data.recipe import build_recipe
 from dnis_torchrec.jobs import run_folder
 from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
 from dnis_torchrec.jobs.progress import _StopRequest
-from dnis_torchrec.jobs.prune_job import run_prune
 from dnis_torchrec.jobs.report_job import run_report
 from dnis_torchrec.jobs.run_folder import REPLACED, RunFolder, RunWriteError
 from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.search import started as started_search
 from dnis_torchrec.search.loop import SearchInterrupted, SearchLoop
-from dnis_torchrec.search.settings import PruneSettings
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.training.checkpoint import LocalCheckpointFolder
@@ -41,7 +38,6 @@ from tests.searched_runs import quick_job as job
 pytestmark = pytest.mark.usefixtures("no_images")
 
 CPU = torch.device("cpu")
-CUT = PruneSettings(fine_tune_epochs=0)
 
 
 def stop_after(patch: pytest.MonkeyPatch, steps: int) -> None:
@@ -132,10 +128,6 @@ def test_a_table_too_large_to_count_exactly_is_searched_and_its_error_said(
     assert note in RunFolder(out).read_head()["notes"]
     assert note in capsys.readouterr().err
     assert note.replace("'", "&#39;") in run_report(out).read_text()
-    again = run_prune(
-        out, None, tmp_path / "pruned", size=Size(compression=5), settings=PruneSettings(fine_tune_epochs=1)
-    )
-    assert again.compression >= 5
 
 
 def test_resume_begins_a_run_and_leaves_a_finished_one(whole: Path, tmp_path: Path) -> None:
@@ -355,7 +347,6 @@ def test_links_in_a_run_are_named_before_anything_is_read_or_written_through_the
         lambda: run_report(run),
         lambda: run_evaluate(run, None),
         lambda: run_export(run, tmp_path / "artifact", forms=("packed",)),
-        lambda: run_prune(run, None, tmp_path / "pruned", size=Size(compression=5), settings=CUT),
         lambda: run_search(job(run, overwrite=True)),
         lambda: run_search(job(run, saving=Saving(resume=True))),
         lambda: RunFolder.check_free(run, overwrite=True),
@@ -395,7 +386,6 @@ def test_all_of_a_run_is_readable_by_whom_the_user_wants(gloo, tmp_path: Path) -
     before = os.umask(mask)
     try:
         run_search(job(tmp_path / "run"))
-        run_prune(tmp_path / "run", None, tmp_path / "pruned", size=Size(compression=5), settings=CUT)
     finally:
         os.umask(before)
     for path in tmp_path.rglob("*"):

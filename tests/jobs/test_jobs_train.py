@@ -13,13 +13,11 @@ import pytest
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.jobs import train_job
 from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
-from dnis_torchrec.jobs.prune_job import run_prune
 from dnis_torchrec.jobs.report_job import run_report
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
 from dnis_torchrec.jobs.train_job import TrainJob, run_train
-from dnis_torchrec.search.budget import Size
 from dnis_torchrec.training.pipeline import NonFiniteError
-from tests.jobs.test_jobs_prune import files_of
+from tests.searched_runs import files_of
 from tests.tiny import ROWS
 
 L2 = 0.02
@@ -94,10 +92,7 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path, fields: dict[str, A
         job(tmp_path / "run", **fields)
 
 
-@pytest.mark.parametrize(
-    "read",
-    [lambda run, out: run_report(run), lambda run, out: run_prune(run, None, out / "pruned", size=Size(compression=8))],
-)
+@pytest.mark.parametrize("read", [lambda run, out: run_report(run)])
 def test_what_wants_blocks_and_alpha_refuses_a_training(
     run: Path, tmp_path: Path, read: Callable[[Path, Path], object]
 ) -> None:

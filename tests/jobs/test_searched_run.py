@@ -17,7 +17,7 @@ from dnis_torchrec.jobs.report_job import run_report
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.search import started as started_search
-from dnis_torchrec.search.budget import SizeOutOfReachError
+from dnis_torchrec.search.prune import SizeOutOfReachError
 from dnis_torchrec.search.search import _Finishing
 from dnis_torchrec.search.settings import SearchSettings
 from tests.cli.test_cli import dnis

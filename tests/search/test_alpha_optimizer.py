@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.search.alpha_optimizer import LEARNING_RATE, AlphaOptimizer
+from dnis_torchrec.search.pipeline import LEARNING_RATE, AlphaOptimizer
 from dnis_torchrec.selection.alpha import Alpha
 from tests.reference import normalised_reference
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.search.loop import EpochRecord, SearchEvents
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.search.schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.training.loop import PlainEvents, train_plainly
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.shard import shard

@@ -16,16 +16,15 @@ from dnis_torchrec.artifact.verify import verify
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
-from dnis_torchrec.jobs.prune_job import run_prune
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.scheme import PACKED
-from dnis_torchrec.search.budget import Size, SizeOutOfReachError
-from dnis_torchrec.search.paper import PaperSettings, search_as_published
+from dnis_torchrec.search.prune import SizeOutOfReachError
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.streaming.checked_counts import count_training_data
+from examples.paper.search import PaperSettings, search_as_published
 from tests.searched_runs import quick_job
 from tests.tiny import ROWS, make_recipe
 
@@ -113,10 +112,8 @@ def test_a_run_is_exported_and_verified_with_it_and_not_pruned(gloo, tmp_path: P
         ValueError, match=r"^form 'csr_int8': expected a form that keeps float32, .*\['genre'\], got int8"
     ):
         run_export(run, tmp_path / "rounded", forms=("packed", "csr_int8"))
-    with pytest.raises(NotImplementedError, match=r"genre_alone': supported are .*, got \('genre',\); search at"):
-        run_prune(run, None, tmp_path / "pruned", size=Size(compression=8))
     with pytest.raises(NotImplementedError, match=r"^Recipe\.leave_alone: supported are recipes without"):
-        search_as_published(genre_alone(), PaperSettings(size=Size(compression=4)), tmp_path, CPU)
+        search_as_published(genre_alone(), PaperSettings(), CPU)
 
 
 @pytest.mark.parametrize(

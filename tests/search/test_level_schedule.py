@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dnis_torchrec.search.level_schedule import MAX_AHEAD, QUEUE, BilevelStream, Level, LevelSchedule
+from dnis_torchrec.search.schedule import MAX_AHEAD, QUEUE, BilevelStream, Level, LevelSchedule
 
 schedules = st.builds(LevelSchedule, warm_up_steps=st.none() | st.integers(1, 7))
 

@@ -18,8 +18,8 @@ from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.search import started as started_module
-from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.selection.plan import make_sharding_plan
@@ -30,8 +30,8 @@ from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training import shard as sharding_of_training
 from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
 from dnis_torchrec.training.evaluate import evaluate
-from dnis_torchrec.training.rounded import RetainedMask
 from dnis_torchrec.training.shard import shard
+from examples.paper.pruning import ValueMask
 from tests.row_caches import caches_of, counting_locks, plan_caches_
 from tests.small_models import operators
 from tests.tiny import make_recipe
@@ -184,7 +184,7 @@ def test_everything_that_writes_to_tables_says_so(
     recipe, model, optimizer, caches = prepared(cached=True)
     tables = table_configs(recipe.model)
     counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
-    mask = RetainedMask(model)
+    mask = ValueMask(model)
     save_checkpoint(tmp_path / "saved", model)
     for cache in caches:
         cache.events.clear()

@@ -21,8 +21,8 @@ from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.scheme import packed_index_bytes
 from dnis_torchrec.search import ramp as ramp_module
-from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer
-from dnis_torchrec.search.budget import SizeOutOfReachError
+from dnis_torchrec.search.pipeline import AlphaOptimizer
+from dnis_torchrec.search.prune import SizeOutOfReachError
 from dnis_torchrec.search.ramp import COUNTED_BITS, LEAST_STEPS, STAGES, Ramp, check_reachable, num_stages
 from dnis_torchrec.selection.alpha import Alpha
 

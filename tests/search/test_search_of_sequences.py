@@ -18,8 +18,8 @@ from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.data.pooled_outputs import pooled_outputs, squared_norm
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.jobs.artifact_jobs import drop_in_
-from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, shard_model

@@ -13,21 +13,15 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import count_frequencies
-from dnis_torchrec.blocks.routing import RowRouter
 from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.search import hypergradient
-from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer
-from dnis_torchrec.search.hypergradient import fused_kernels
-from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
-from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.search.pipeline import AlphaOptimizer, BilevelTrainPipeline
+from dnis_torchrec.search.schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import prepare_
+from dnis_torchrec.selection.torchrec import fused_kernels
 from dnis_torchrec.selection.wrapper import plain_state_dict, soft_selection_modules
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.shard import shard
-from tests.distributed import model as net
-from tests.distributed import scenarios
-from tests.reference import ReferenceTable, pooled_reference
 from tests.tiny import make_recipe
 
 CPU = torch.device("cpu")
@@ -67,9 +61,9 @@ def _tensors(tree, prefix: str = ""):
             yield f"{prefix}{name}", value
 
 
-@pytest.mark.parametrize(("optimizer", "unrolled_step"), [("adam", None), ("rowwise_adagrad", None), ("adam", 0.05)])
-def test_an_upper_step_moves_alpha_and_nothing_else(gloo, optimizer: str, unrolled_step: float | None) -> None:
-    recipe, model, dense_optimizer, pipeline = make_pipeline(optimizer, unrolled_step=unrolled_step)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_upper_step_moves_alpha_and_nothing_else(gloo, optimizer: str) -> None:
+    recipe, model, dense_optimizer, pipeline = make_pipeline(optimizer)
     stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=2))
     for _ in range(7):
         pipeline.progress(stream)
@@ -84,17 +78,13 @@ def test_an_upper_step_moves_alpha_and_nothing_else(gloo, optimizer: str, unroll
         if levels[-1] is Level.UPPER:
             assert not changed
             assert not torch.equal(alpha, pipeline.alpha.of(8))
-            if unrolled_step is not None:
-                assert all(parameter.grad is None for parameter in model.parameters())
-                assert not pipeline.alpha.of(8).requires_grad
         else:
             assert {"table/user", "table/genre"} <= changed
             assert torch.equal(alpha, pipeline.alpha.of(8))
     assert levels == [Level.LOWER, Level.UPPER] * 3 or levels == [Level.UPPER, Level.LOWER] * 3
 
 
-@pytest.mark.parametrize("unrolled_step", [None, 0.05])
-def test_running_statistics_stand_still_in_upper_steps(gloo, unrolled_step: float | None) -> None:
+def test_running_statistics_stand_still_in_upper_steps(gloo) -> None:
     recipe = make_recipe()
     recipe.model.dense_arch = nn.Sequential(recipe.model.dense_arch, nn.BatchNorm1d(8))
     tables = table_configs(recipe.model)
@@ -102,7 +92,7 @@ def test_running_statistics_stand_still_in_upper_steps(gloo, unrolled_step: floa
     blocks = blocks_from_counts(counts, tables, num_blocks=3)
     model, optimizer = shard(TrainTask(prepare_(recipe.model, blocks), recipe.loss), recipe, CPU)
     model.train()
-    pipeline = BilevelTrainPipeline(model, optimizer, CPU, unrolled_step=unrolled_step)
+    pipeline = BilevelTrainPipeline(model, optimizer, CPU)
     stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1))
     norm = next(module for module in model.modules() if isinstance(module, nn.BatchNorm1d))
     for _ in range(6):
@@ -112,9 +102,8 @@ def test_running_statistics_stand_still_in_upper_steps(gloo, unrolled_step: floa
         assert norm.track_running_stats
 
 
-@pytest.mark.parametrize("unrolled_step", [None, 0.05])
-def test_both_levels_are_pipelined(gloo, caplog: pytest.LogCaptureFixture, unrolled_step: float | None) -> None:
-    recipe, _, _, pipeline = make_pipeline(unrolled_step=unrolled_step)
+def test_both_levels_are_pipelined(gloo, caplog: pytest.LogCaptureFixture) -> None:
+    recipe, _, _, pipeline = make_pipeline()
     stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1))
     with caplog.at_level(logging.INFO):
         for _ in range(4):
@@ -234,19 +223,15 @@ def test_infinite_gradient_is_stopped_before_any_weight_takes_it(gloo, monkeypat
     assert all(torch.equal(before[name], after[name]) for name in weights)
 
 
-@pytest.mark.parametrize(
-    ("unrolled_step", "message"),
-    [(None, r", tables \['user', 'genre'\], row 0 of alpha"), (0.05, r" \(every table is finite\): expected a finite")],
-)
-def test_infinite_alpha_gradient_is_stopped(gloo, monkeypatch, unrolled_step: float | None, message: str) -> None:
-    recipe, model, optimizer, pipeline = make_pipeline(unrolled_step=unrolled_step)
+def test_infinite_alpha_gradient_is_stopped(gloo, monkeypatch) -> None:
+    recipe, model, optimizer, pipeline = make_pipeline()
     stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1))
     pipeline.progress(stream)
     pipeline.progress(stream)
     _poison(monkeypatch, model, float("nan"))
     alpha = pipeline.alpha.of(8).clone()
     monkeypatch.setattr(pipeline, "_backward", lambda losses: None)
-    with pytest.raises(NonFiniteError, match=f"upper step 0{message}"):
+    with pytest.raises(NonFiniteError, match="upper step 0"):
         _progress(pipeline, stream, steps=10)
     assert torch.equal(alpha, pipeline.alpha.of(8))
     assert all(bool(value.isfinite().all()) for value in everything(model, optimizer).values())
@@ -268,103 +253,3 @@ def test_lower_steps_equal_torchrecs_own_pipeline(gloo) -> None:
     own, batches = TrainPipelineSparseDist(model, optimizer, CPU), iter(plain.data.train)
     for _ in range(10):
         torch.testing.assert_close(pipeline.progress(stream)[0], own.progress(batches)[0], atol=1e-6, rtol=1e-5)
-
-
-def naive_gradient(
-    tables: dict[str, torch.Tensor],
-    over: nn.Module,
-    alphas: dict[int, torch.Tensor],
-    batches: tuple[Batch, Batch],
-    step: float,
-) -> dict[int, torch.Tensor]:
-    """The unrolled gradient of tests.distributed.model.Net by autograd alone: dense tables, float64, bag by bag.
-
-    The training loss is penalised, the validation loss is not.
-    """
-    blocks = net.blocks()
-    leaves = {f"table/{name}": table.double().requires_grad_() for name, table in tables.items()}
-    leaves |= {name: value.detach().double().requires_grad_() for name, value in over.named_parameters()}
-    alphas = {dim: value.detach().double().requires_grad_() for dim, value in alphas.items()}
-
-    def loss(weights: dict[str, torch.Tensor], batch: Batch, embedding_l2: float) -> torch.Tensor:
-        pooled = []
-        for name in ("user", "tag", "item", "genre"):
-            bags = [bag.tolist() for bag in batch.sparse_features[f"{name}_id"].to_dense()]
-            rows = blocks.first_alpha_row(name) + RowRouter(blocks.routings[name])(torch.arange(net.ROWS[name]))
-            dense_table = ReferenceTable(weights[f"table/{name}"], alphas[net.DIMS[name]], rows, name in net.MEAN)
-            pooled.append(pooled_reference(dense_table, bags))
-        inputs = torch.cat([*pooled, batch.dense_features.double()], dim=1)
-        dense = {name: weights[name] for name, _ in over.named_parameters()}
-        logits = torch.func.functional_call(over, dense, (inputs,)).flatten()
-        penalty = torch.cat(pooled, dim=1).square().sum() / len(logits)
-        return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.double()) + embedding_l2 * penalty
-
-    train, validation = batches
-    gradients = torch.autograd.grad(loss(leaves, train, net.EMBEDDING_L2), list(leaves.values()), create_graph=True)
-    unrolled = {name: w - step * g for (name, w), g in zip(leaves.items(), gradients, strict=True)}
-    of_alpha = torch.autograd.grad(loss(unrolled, validation, 0.0), list(alphas.values()))
-    return dict(zip(alphas, of_alpha, strict=True))
-
-
-@pytest.mark.parametrize("step", [0.02, 2.0])
-def test_unrolled_gradient_equals_autograd_through_a_naive_dense_model(gloo, monkeypatch, step: float) -> None:
-    pipeline, _, model = scenarios.make_pipeline("data_parallel", gloo, (0, 1), unrolled_step=step)
-    # Seven batches without a user of the last block: the last four train, so that one row of alpha is never hit.
-    batches = net.Stream("validation", 7, (0, 1)).batches
-    train, validation = batches[3:], batches[:3]
-    stream = BilevelStream(train, validation, LevelSchedule(warm_up_steps=2))
-    over = next(module for name, module in model.named_modules() if name.endswith(".over"))
-    found: list[tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]] = []
-    monkeypatch.setattr(pipeline.alpha_optimizer, "step", lambda *given: found.append(given))
-    for dim in pipeline.alpha.dims:
-        pipeline.alpha.of(dim).uniform_(0.2, 1)
-    while pipeline.upper_steps < 3:
-        taken = pipeline.lower_steps, pipeline.upper_steps
-        pipeline.progress(stream)
-        if pipeline.upper_steps == taken[1]:
-            continue
-        pair = train[(taken[0] - 1) % 4], validation[taken[1] % 3]
-        tables = {place.split("/")[0]: value for place, value in scenarios.tables_of(model).items()}
-        alphas = {dim: pipeline.alpha.of(dim) for dim in pipeline.alpha.dims}
-        expected = naive_gradient(tables, over, alphas, pair, step)
-        first_order = naive_gradient(tables, over, alphas, pair, 0.0)
-        gradients, hits = found[-1]
-        for dim in alphas:
-            error = (gradients[dim] - expected[dim]).norm()
-            second_order = (first_order[dim] - expected[dim]).norm()
-            assert error < 1e-3 * second_order + 1e-6 * expected[dim].norm()
-            assert second_order > 0.01 * step * expected[dim].norm()
-            assert torch.equal(hits[dim], expected[dim].any(dim=1))
-        assert not hits[8].all()
-
-
-def test_what_adam_trains_is_unrolled_as_far_as_adam_goes(gloo, monkeypatch) -> None:
-    recipe, _, _, pipeline = make_pipeline("adam", unrolled_step=0.05)
-    taken: list[list[float]] = []
-
-    def watched(weights, steps, **functions):
-        taken.append(list(steps))
-        return unrolled_gradient(weights, steps, **functions)
-
-    unrolled_gradient = hypergradient.unrolled_gradient
-    monkeypatch.setattr(hypergradient, "unrolled_gradient", watched)
-    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1))
-    while pipeline.upper_steps < 1:
-        pipeline.progress(stream)
-    assert min(taken[0]) > 0.05
-    assert len(set(taken[0])) == len(taken[0]) > 1
-
-
-def test_unrolling_needs_a_lower_step_first(gloo) -> None:
-    recipe, _, _, pipeline = make_pipeline(unrolled_step=0.05)
-    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1))
-    next(stream), next(stream)
-    with pytest.raises(RuntimeError, match=r"upper step 0: expected a lower step before it, got none; let a Bilevel"):
-        pipeline.progress(stream)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in net.KINDS if kind != "data_parallel"])
-def test_unrolling_is_refused_for_tables_without_ordinary_gradients(gloo, kind: str) -> None:
-    message = r"table '(user|tag)': supported .* dense compute kernel in data_parallel .*, got fused kernel in \w+_wise"
-    with pytest.raises(NotImplementedError, match=message):
-        scenarios.make_pipeline(kind, gloo, (0, 1), unrolled_step=0.1)

@@ -12,7 +12,7 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
+from dnis_torchrec.search.prune import uncompressed_scheme
 from dnis_torchrec.selection import alpha
 from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, shard_model
 from dnis_torchrec.selection.shards import collections, table_weight_names

@@ -14,8 +14,7 @@ from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.search.budget import Size
-from dnis_torchrec.search.pruning import prune
+from dnis_torchrec.search.prune import Size, prune
 from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
 from tests.serving_reference import Case, cases, keyed_jagged_tensor, routings, table_scheme
 

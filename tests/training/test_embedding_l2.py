@@ -19,8 +19,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.selection.wrapper import soft_selection_modules
@@ -204,9 +204,7 @@ def test_a_pipeline_steps_as_the_bare_model_does(gloo, optimizer: str, is_prepar
         torch.testing.assert_close(found[1][table], weight, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("xi", [None, 0.01])
-def test_upper_steps_use_the_loss_of_the_data_alone(gloo, xi: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an unrolled step the passes of the training batch are penalised, as the lower step that they stand for is."""
+def test_upper_steps_use_the_loss_of_the_data_alone(gloo, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = make_recipe()
     configs = table_configs(recipe.model)
     counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), configs)
@@ -220,15 +218,15 @@ def test_upper_steps_use_the_loss_of_the_data_alone(gloo, xi: float | None, monk
             penalised.append(not torch.equal(loss.detach(), output[0]))
         return loss, output
 
-    model, rest = shard(TrainTask(recipe.model, recipe.loss, embedding_l2=L2), recipe, CPU, replicated=xi is not None)
+    model, rest = shard(TrainTask(recipe.model, recipe.loss, embedding_l2=L2), recipe, CPU)
     model.train()
     stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1))
-    pipeline = BilevelTrainPipeline(model, rest, CPU, unrolled_step=xi)
+    pipeline = BilevelTrainPipeline(model, rest, CPU)
     pipeline.progress(stream)
     monkeypatch.setattr(TrainTask, "forward", watched)
     while pipeline.upper_steps == 0:
         del penalised[:]
         pipeline.progress(stream)
-    assert penalised == ([False] if xi is None else [True, False, True, True])
+    assert penalised == [False]
     pipeline.progress(stream)
     assert penalised[-1]  # the next lower step again

@@ -24,8 +24,8 @@ from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.evaluate import evaluate, primary_metric
 from dnis_torchrec.training.loop import EarlyStopping, PlainEvents, train_plainly
 from dnis_torchrec.training.pipeline import NonFiniteError
-from dnis_torchrec.training.rounded import RetainedMask
 from dnis_torchrec.training.shard import set_learning_rates_, shard
+from examples.paper.pruning import ValueMask
 from tests.small_models import kernels_of
 from tests.tiny import ROWS, make_batch, make_collection, make_recipe
 
@@ -325,7 +325,7 @@ def test_masked_fine_tuning_moves_what_is_retained_and_nothing_else(gloo, tmp_pa
     for part in tables.values():
         part.weight[:, ::2] = 0
     before = {name: part.weight.clone() for name, part in tables.items()}
-    train_plainly(model, rest, recipe, CPU, max_epochs=2, patience=2, folder=tmp_path, held=RetainedMask(model))
+    train_plainly(model, rest, recipe, CPU, max_epochs=2, patience=2, folder=tmp_path, held=ValueMask(model))
     for name, part in tables.items():
         assert not bool(part.weight[:, ::2].any())
         assert not torch.equal(part.weight[:, 1::2], before[name][:, 1::2])

@@ -10,7 +10,6 @@ import torch
 from benchmarks.rivals.methods.method import (
     MethodResult,
     MethodTask,
-    NotApplicableError,
     SizeNotMetError,
     learns_on_validation,
     leaves_alone,
@@ -19,12 +18,13 @@ from benchmarks.rivals.methods.method import (
 from benchmarks.rivals.methods.uniform import uniform_candidate
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.forms import CODES, PACKED
-from dnis_torchrec.search.budget import Size, SizeOutOfReachError
-from dnis_torchrec.search.hypergradient import UnrollingError
-from dnis_torchrec.search.paper import PaperSettings, search_as_published
+from dnis_torchrec.search.prune import Size, SizeOutOfReachError
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
+from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.training.evaluate import selection_loss
+from examples.paper.pruning import num_values, prune_values_
+from examples.paper.search import PaperSettings, search_as_published
 
 SINGLE_VALUES = "csr_fp32"
 
@@ -78,24 +78,20 @@ def dnis_unrolled(task: MethodTask) -> MethodResult:
 
 def _as_published(task: MethodTask, *, is_unrolled: bool) -> MethodResult:
     recipe = task.build(None)
-    settings = PaperSettings(
-        size=Size(embedding_bytes=task.embedding_bytes(), form=SINGLE_VALUES),
-        epochs=max(2, task.max_epochs),
-        patience=task.patience,
-        is_unrolled=is_unrolled,
-    )
+    size = Size(embedding_bytes=task.embedding_bytes())
+    settings = PaperSettings(epochs=max(2, task.max_epochs), patience=task.patience, is_unrolled=is_unrolled)
     torch.manual_seed(task.seed)
     started = time.monotonic()
     try:
-        found = search_as_published(recipe, settings, task.folder, task.device)
+        num_values(size, [(t.num_embeddings, t.embedding_dim) for t in table_configs(recipe.model)])
+        found = search_as_published(recipe, settings, task.device)
+        scheme = prune_values_(found.model, found.blocks, found.counts, size)
     except SizeOutOfReachError as error:
         raise SizeNotMetError(str(error)) from error
-    except UnrollingError as error:
-        raise NotApplicableError(str(error)) from error
     seconds = time.monotonic() - started
     return MethodResult(
         model=found.model,
-        scheme=found.scheme,
+        scheme=scheme,
         form=SINGLE_VALUES,
         selection_loss=selection_loss(TrainTask(found.model, recipe.task), recipe, task.device),
         seconds=seconds,

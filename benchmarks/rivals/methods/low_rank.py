@@ -17,8 +17,8 @@ from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.forms import PRECISIONS
 from dnis_torchrec.selection.swap import unshard_
 from dnis_torchrec.training.loop import train_plainly
-from dnis_torchrec.training.rounded import RetainedMask
 from dnis_torchrec.training.shard import shard
+from examples.paper.pruning import ValueMask
 
 
 @served_in(*PRECISIONS)
@@ -43,7 +43,7 @@ def low_rank(task: MethodTask) -> MethodResult:
         max_epochs=task.max_epochs,
         patience=task.patience,
         folder=task.folder,
-        held=RetainedMask(model),
+        held=ValueMask(model),
         starts_trained=True,
     )
     tuned = cast(TrainTask, unshard_(model))

@@ -15,14 +15,13 @@ from benchmarks.rivals.methods.trained_scheme import Candidate, columns_of_dims,
 from benchmarks.rivals.settings import TrainingRules
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.data.recipe import Recipe, TrainTask
-from dnis_torchrec.search.budget import Size, SizeOutOfReachError
-from dnis_torchrec.search.pruning import keep_largest_, num_elements, prune
+from dnis_torchrec.search.prune import Size, SizeOutOfReachError, drop_zeros_
 from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.swap import unshard_
 from dnis_torchrec.selection.torchrec import writing_to_tables
 from dnis_torchrec.training.loop import PlainTraining, train_plainly
-from dnis_torchrec.training.rounded import RetainedMask
 from dnis_torchrec.training.shard import rest_optimizer, shard
+from examples.paper.pruning import ValueMask, keep_largest_, num_values
 
 ELEMENT_PRECISIONS = ("fp32", "fp16", "int8")
 """Precisions in which single values are served: those of the compressed sparse rows."""
@@ -48,7 +47,7 @@ class MagnitudePruning:
         """Prunes the model from the state that it is in, and trains what is left on; the best state
         may be the first."""
         with writing_to_tables(self._model):
-            keep_largest_(self._shards, num_keep)
+            keep_largest_([one.weight for one in self._shards], num_keep)
         return train_plainly(
             self._model,
             rest_optimizer(self._model, self._recipe),
@@ -57,7 +56,7 @@ class MagnitudePruning:
             max_epochs=self._rules.max_epochs,
             patience=self._rules.patience,
             folder=self._folder,
-            held=RetainedMask(self._model),
+            held=ValueMask(self._model),
             starts_trained=True,
         )
 
@@ -101,7 +100,7 @@ def _pruned_in_stages(task: MethodTask, num_stages: int) -> MethodResult:
     pruning = MagnitudePruning(dense.model, recipe, device=task.device, folder=task.folder, rules=task)
     trained = [pruning.prune_(size) for size in stage_sizes(seen.parameters, num_keep, num_stages)][-1]
     model = pruning.unshard_()
-    scheme = prune(model, blocks, counts, threshold=0.0, structure="element")
+    scheme = drop_zeros_(model, blocks, counts)
     seconds = dense.seconds + time.monotonic() - started
     return MethodResult(
         model=model,
@@ -122,6 +121,7 @@ def element_form(task: MethodTask) -> str:
 def affordable_elements(task: MethodTask, blocks: RowBlocks) -> int:
     """Single values that a task's bytes pay for in its precision."""
     try:
-        return num_elements(Size(embedding_bytes=task.embedding_bytes(), form=element_form(task)), blocks)
+        shapes = [(routing.num_embeddings, blocks.embedding_dims[t]) for t, routing in blocks.routings.items()]
+        return num_values(Size(embedding_bytes=task.embedding_bytes()), shapes)
     except SizeOutOfReachError as error:
         raise SizeNotMetError(str(error)) from error

@@ -29,7 +29,7 @@ from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import describe
 from dnis_torchrec.forms import PRECISIONS
-from dnis_torchrec.search.budget import Budget
+from dnis_torchrec.search.prune import Budget
 
 ROUNDINGS = ("integer", "power of two")
 TEMPERATURES = (0.1, 0.4, 0.7, 0.2, 0.5, 0.8, 0.3, 0.6)

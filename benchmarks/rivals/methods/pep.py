@@ -18,12 +18,12 @@ from benchmarks.rivals.methods.method import MethodResult, MethodTask, served_in
 from benchmarks.rivals.methods.reparametrised import ThresholdedTables, table_parameters
 from benchmarks.rivals.methods.trained_scheme import columns_of_dims, prune_to_columns_, row_blocks
 from dnis_torchrec.data.recipe import Recipe, TrainTask
-from dnis_torchrec.search.pruning import keep_largest_, prune
+from dnis_torchrec.search.prune import drop_zeros_
 from dnis_torchrec.selection.shards import TableShard, collections, local_shards
 from dnis_torchrec.selection.swap import unshard_
 from dnis_torchrec.training.loop import PlainEpoch, PlainEvents, PlainTraining, Stepper, train_plainly
-from dnis_torchrec.training.rounded import RetainedMask
 from dnis_torchrec.training.shard import shard
+from examples.paper.pruning import ValueMask, keep_largest_
 
 START_SHARE = 0.1
 """Threshold at the beginning, as a share of the mean magnitude of all values: hardly anything is
@@ -57,7 +57,7 @@ def pep(task: MethodTask) -> MethodResult:
     found = _thresholds_learnt(task, recipes[0], num_keep)
     _keep_as_in_(recipes[1].model, found)
     model, loss = _trained(task, recipes[1])
-    scheme = prune(model, blocks, counts, threshold=0.0, structure="element")
+    scheme = drop_zeros_(model, blocks, counts)
     seconds = time.monotonic() - started
     return MethodResult(
         model=model,
@@ -96,7 +96,7 @@ def _thresholds_learnt(task: MethodTask, recipe: Recipe, num_keep: int) -> nn.Mo
     with suppress(_OverError):
         _train(replace(task, patience=task.max_epochs), model, stepper, recipe, events=events)
     plain = cast(TrainTask, unshard_(model)).model
-    keep_largest_(_tables(plain), num_keep)
+    keep_largest_([table.weight for table in _tables(plain)], num_keep)
     return plain
 
 
@@ -117,7 +117,7 @@ def _keep_as_in_(model: nn.Module, found: nn.Module) -> None:
 def _trained(task: MethodTask, recipe: Recipe) -> tuple[nn.Module, float]:
     """The plain model trained on what is not zero in it, and its selection loss."""
     model, optimizer = _sharded(task, recipe)
-    trained = _train(task, model, optimizer, recipe, held=RetainedMask(model))
+    trained = _train(task, model, optimizer, recipe, held=ValueMask(model))
     return cast(TrainTask, unshard_(model)).model, trained.selection_loss
 
 
@@ -133,7 +133,7 @@ def _train(
     optimizer: Stepper,
     recipe: Recipe,
     *,
-    held: RetainedMask | None = None,
+    held: ValueMask | None = None,
     events: PlainEvents | None = None,
 ) -> PlainTraining:
     return train_plainly(

@@ -18,9 +18,9 @@ from dnis_torchrec.blocks.routing import RowRouter
 from dnis_torchrec.checks import check_known
 from dnis_torchrec.ops.jagged import jagged_by_key
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.search.global_blocks import GlobalBlocks
 from dnis_torchrec.selection.shards import check_pooled, collections, table_configs_of
 from dnis_torchrec.selection.wrapper import PooledFeature, SoftSelectionEmbeddingBagCollection
+from examples.paper.blocks import GlobalBlocks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from benchmarks.rivals.methods.trained_scheme import (
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import describe
 from dnis_torchrec.forms import PRECISIONS
-from dnis_torchrec.search.budget import Budget
+from dnis_torchrec.search.prune import Budget
 
 NUM_TRIALS = 16
 

@@ -14,7 +14,7 @@ from benchmarks.rivals.methods.trained_scheme import Candidate
 from benchmarks.rivals.methods.uniform import uniform_bytes, uniform_form
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.forms import PRECISIONS
-from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
+from dnis_torchrec.search.prune import uncompressed_scheme
 
 _HALVINGS = 40
 

@@ -31,16 +31,14 @@ from dnis_torchrec.data.over_ranks import all_samples
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.forms import DEFAULT_FORM, PACKED, PRECISIONS, form_named
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.search.budget import Budget, Size, SizeOutOfReachError
-from dnis_torchrec.search.global_blocks import global_blocks
-from dnis_torchrec.search.pruning import drop_zeros_
-from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
+from dnis_torchrec.search.prune import Budget, Size, SizeOutOfReachError, drop_zeros_, uncompressed_scheme
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import unshard_
 from dnis_torchrec.training.checkpoint import load_checkpoint
 from dnis_torchrec.training.loop import BEST_STATE, PlainTraining, train_plainly
-from dnis_torchrec.training.rounded import RetainedMask
 from dnis_torchrec.training.shard import shard
+from examples.paper.blocks import global_blocks
+from examples.paper.pruning import ValueMask
 
 _HALVINGS = 24
 """Steps of a bisection: the amount is exact to 6e-8 of all bytes."""
@@ -245,7 +243,7 @@ def train_scheme(task: MethodTask, recipe: Recipe, scheme: MixedDimensionScheme)
         max_epochs=task.max_epochs,
         patience=task.patience,
         folder=task.folder,
-        held=None if is_full else RetainedMask(model),
+        held=None if is_full else ValueMask(model),
     )
     return cast(TrainTask, unshard_(model)).model, trained
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check
-from dnis_torchrec.search.budget import Budget
+from dnis_torchrec.search.prune import Budget
 from dnis_torchrec.selection.alpha import Alpha
 
 

@@ -25,7 +25,7 @@ from benchmarks.rivals.methods.trained_scheme import (
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import describe
 from dnis_torchrec.forms import PRECISIONS
-from dnis_torchrec.search.budget import Budget
+from dnis_torchrec.search.prune import Budget
 from dnis_torchrec.training.shard import check_pooling
 
 WARM_UP_EPOCHS, EPOCHS = 2, 12

@@ -15,7 +15,7 @@ from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.labels import check_classes
 from dnis_torchrec.data.lookup_batches import LookupBatches
 from dnis_torchrec.data.recipe import Recipe, TrainTask
-from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
+from dnis_torchrec.search.schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.selection.alpha import Alpha
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.selection.wrapper import soft_selection_modules

@@ -20,9 +20,7 @@ class GlobalBlocks(RowBlocks):
         return 0
 
 
-def global_blocks(
-    counts: FrequencyCounts, tables: Sequence[EmbeddingBagConfig], num_blocks: int = 10
-) -> GlobalBlocks:
+def global_blocks(counts: FrequencyCounts, tables: Sequence[EmbeddingBagConfig], num_blocks: int = 10) -> GlobalBlocks:
     """Cuts the rows of all tables of one embedding_dim, sorted together, into blocks of equal size."""
     exact = {table.name: counts.exact()[table.name] for table in tables}
     routings, occurrences, seen_rows = {}, {}, {}

@@ -1,20 +1,35 @@
-"""The unrolled gradient of alpha against finite differences and closed forms; what it leaves behind: nothing."""
+"""The paper as published: its gradients, its pruning value by value and its sparse tables, against oracles."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import scipy.sparse
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from dnis_torchrec.search import hypergradient
-from dnis_torchrec.search.hypergradient import UnrolledHypergradient, difference_radius, unrolled_gradient
+from dnis_torchrec import BilevelStream, BilevelTrainPipeline, LevelSchedule, TrainTask
+from dnis_torchrec.search.prune import Size, SizeOutOfReachError
+from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.swap import prepare_
+from dnis_torchrec.training.shard import shard
+from examples.paper import hypergradient
+from examples.paper.__main__ import main
+from examples.paper.blocks import global_blocks
+from examples.paper.hypergradient import UnrolledHypergradient, difference_radius, unrolled_gradient
+from examples.paper.pruning import keep_largest_, num_values, prune_values_
+from examples.paper.search import PaperSettings, fine_tune_, search_as_published
+from examples.paper.sparse_rows import load_table, lookup, save_tables
 from tests import small_models
+from tests.reference import blocks_reference, elementwise_keep_reference
+from tests.tiny import make_recipe
+
+CPU = torch.device("cpu")
 
 Loss = Callable[[list[Tensor], Tensor], Tensor]
 
@@ -105,12 +120,6 @@ def test_float32_is_precise_enough_and_no_other_radius_is_much_better(
     assert errors[1e2] > 3 * errors[1.0]
 
 
-def test_the_radius_grows_with_the_rounding() -> None:
-    assert difference_radius(torch.float32) == pytest.approx(0.01, rel=0.02)
-    radii = [difference_radius(dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)]
-    assert radii == sorted(radii)
-
-
 @given(
     num_weights=st.integers(1, 6),
     num_alphas=st.integers(1, 6),
@@ -144,30 +153,6 @@ def test_equals_the_closed_form_of_a_quadratic_problem(
     torch.testing.assert_close(gradient, expected, atol=1e-9 * size + rounding, rtol=0)
 
 
-def test_descends_to_the_solution_of_a_quadratic_bilevel_problem() -> None:
-    """With L_train = |w - A alpha|^2 / 2 a step of 1 lands on w*(alpha) = A alpha, so the gradient is the true one.
-
-    The minimum over alpha of |A alpha - t|^2 / 2 + c |alpha|^2 / 2 is (A'A + c)^-1 A' t; the first order sees only
-    c |alpha|^2 / 2 and would go to 0.
-    """
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randn(5, 3, generator=generator, dtype=torch.float64)
-    w, t = torch.randn(2, 5, generator=generator, dtype=torch.float64)
-    alpha, c = torch.ones(3, dtype=torch.float64), 0.1
-    for _ in range(400):
-        (gradient,) = unrolled_gradient(
-            [w],
-            [1.0],
-            train_weight_gradient=lambda: [w - a @ alpha],
-            validation_gradients=lambda: ([c * alpha], [w - t]),
-            train_alpha_gradient=lambda: [-a.T @ (w - a @ alpha)],
-        )
-        alpha.sub_(0.1 * gradient)
-        w.lerp_(a @ alpha, 0.5)
-    solution = torch.linalg.solve(a.T @ a + c * torch.eye(3, dtype=torch.float64), a.T @ t)
-    torch.testing.assert_close(alpha, solution, atol=1e-6, rtol=0)
-
-
 def test_weights_are_restored_bit_for_bit_after_an_error_too() -> None:
     weights = [torch.tensor([1e8, 1e-8, -0.0]), torch.rand(50, 3)]  # adding and subtracting would not bring these back
     before = [w.clone() for w in weights]
@@ -190,19 +175,6 @@ def test_weights_are_restored_bit_for_bit_after_an_error_too() -> None:
     assert len(calls) == 2
     assert not torch.equal(calls[0][1], before[1])
     assert all(w.view(torch.int32).equal(old.view(torch.int32)) for w, old in zip(weights, before, strict=True))
-
-
-def test_without_a_direction_there_is_no_second_order() -> None:
-    w = torch.ones(2)
-    (gradient,) = unrolled_gradient(
-        [w],
-        [0.1],
-        train_weight_gradient=lambda: [torch.ones(2)],
-        validation_gradients=lambda: ([torch.full((3,), 7.0)], [torch.zeros(2)]),
-        train_alpha_gradient=lambda: pytest.fail("nothing to differentiate"),
-    )
-    assert gradient.tolist() == [7.0] * 3
-    assert w.tolist() == [1.0, 1.0]
 
 
 class Noisy(nn.Module):
@@ -292,13 +264,89 @@ def test_all_passes_draw_the_same_random_numbers() -> None:
     assert len(set(model.drawn)) == 1
 
 
-def test_the_step_has_to_be_above_zero() -> None:
-    with pytest.raises(ValueError, match=r"unrolled_step: expected a number above 0, got -0\.1; pass the lower"):
-        noisy(step=-0.1)
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=30), st.data())
+def test_the_largest_values_stay(values: list[float], data: st.DataObject) -> None:
+    """Of any floats: ties, denormals, signed zeros, over two tables."""
+    cut, num_keep = data.draw(st.integers(0, len(values))), data.draw(st.integers(0, len(values)))
+    parts = [torch.tensor(values[:cut]).view(-1, 1), torch.tensor(values[cut:]).view(-1, 1)]
+    expected = [part * kept for part, kept in zip(parts, elementwise_keep_reference(parts, num_keep), strict=True)]
+    keep_largest_(parts, num_keep)
+    assert [part.tolist() for part in parts] == [part.tolist() for part in expected]
 
 
-def test_optimizers_fused_into_the_backward_pass_are_refused() -> None:
-    model = prepare_(small_models.TwoCollections(), small_models.blocks())
-    apply_optimizer_in_backward(torch.optim.SGD, model.over.parameters(), {"lr": 1.0})
-    with pytest.raises(NotImplementedError, match=r"parameter 'over\.weight': supported .* outside the backward pass"):
-        UnrolledHypergradient(model, small_models.alpha_of(model), 0.1)
+def test_a_size_is_met_to_a_value_and_the_scheme_tells_the_columns() -> None:
+    model, blocks, counts = small_models.collection(), small_models.blocks(), small_models.counts()
+    tables = {part.table: part.weight for part in local_shards(model)}
+    seen = [weight * (counts.counts[name] > 0).unsqueeze(1) for name, weight in tables.items()]
+    shapes = [tuple(weight.shape) for weight in tables.values()]
+    size = Size(embedding_bytes=sum(4 * (rows + 1) for rows, _ in shapes) + 5 * 50 + 4)
+    kept = elementwise_keep_reference(seen, num_values(size, shapes))
+    scheme = prune_values_(model, blocks, counts, size)
+    assert scheme.parameters == 50
+    for (name, weight), before, mask in zip(tables.items(), seen, kept, strict=True):
+        assert torch.equal(weight, before * mask)
+        table = scheme.tables[name]
+        for block, columns in enumerate(table.retained):
+            assert torch.equal((weight[table.routing.all_blocks() == block] != 0).any(dim=0), columns)
+    with pytest.raises(SizeOutOfReachError, match="at most"):
+        num_values(Size(compression=1e6), shapes)
+
+
+@pytest.mark.parametrize("kind", ["csr", "coo"])
+def test_sparse_tables_come_back(tmp_path: Path, kind: str) -> None:
+    model = small_models.collection()
+    keep_largest_([part.weight for part in local_shards(model)], 40)
+    paths = save_tables(model, tmp_path, kind)
+    for part in local_shards(model):
+        matrix = scipy.sparse.load_npz(paths[part.table])
+        assert matrix.format == kind
+        assert torch.equal(load_table(paths[part.table]), part.weight)
+        ids = torch.tensor([2, 0, 2])
+        assert torch.equal(lookup(matrix, ids), part.weight[ids])
+
+
+def test_blocks_are_cut_over_all_tables_of_a_dimension() -> None:
+    counts, tables = small_models.counts(), small_models.tables()
+    blocks = global_blocks(counts, tables, 3)
+    for dim in {table.embedding_dim for table in tables}:
+        names = [table.name for table in tables if table.embedding_dim == dim]
+        of_rows = [int(count) for name in names for count in counts.counts[name]]
+        expected = blocks_reference(of_rows, 3)
+        assert [b for name in names for b in blocks.routings[name].all_blocks().tolist()] == expected
+        assert {blocks.first_alpha_row(name) for name in names} == {0}
+
+
+def test_pruned_values_stay_zero_while_others_train_on() -> None:
+    recipe = make_recipe()
+    tables = [part.weight for module in collections(recipe.model).values() for part in local_shards(module)]
+    keep_largest_(tables, 60)
+    before = [table.clone() for table in tables]
+    fine_tune_(recipe.model, recipe, CPU, epochs=2)
+    assert not any(bool(table[old == 0].any()) for table, old in zip(tables, before, strict=True))
+    assert any(bool((table != old).any()) for table, old in zip(tables, before, strict=True))
+
+
+@pytest.mark.parametrize("is_unrolled", [False, True])
+def test_steps_are_those_of_the_bilevel_pipeline(gloo, is_unrolled: bool) -> None:
+    """Of first order as the package's pipeline takes them; unrolled they are others."""
+    recipe, others = make_recipe(), make_recipe()
+    outcome = search_as_published(recipe, PaperSettings(epochs=2, num_blocks=3, is_unrolled=is_unrolled), CPU)
+    task = TrainTask(prepare_(others.model, outcome.blocks), others.task)
+    model, optimizer = shard(task, others, CPU)
+    pipeline = BilevelTrainPipeline(model.train(), optimizer, CPU)
+    stream = BilevelStream(others.data.train, others.data.validation, LevelSchedule(warm_up_steps=10))
+    while pipeline.lower_steps < 20:
+        pipeline.progress(stream)
+    ours, theirs = outcome.alpha["user"], pipeline.alpha.of(8)
+    assert torch.allclose(ours, theirs, atol=1e-4) != is_unrolled
+
+
+def test_the_command_searches_prunes_and_draws(tmp_path: Path) -> None:
+    where = ["--out", str(tmp_path), "--compression", "2.5,4", "--num-blocks", "3", "--fine-tune-epochs", "1"]
+    assert main(["tests.tiny:demo", "--epochs", "3", "--unrolled", *where]) == 0
+    rows = json.loads((tmp_path / "results.json").read_text())
+    assert [row["compression"] for row in rows] == [2.5, 4]
+    assert rows[0]["values"] > rows[1]["values"]
+    for name in ("alpha", "frequencies", "history", "quality"):
+        assert (tmp_path / f"{name}.svg").stat().st_size > 1000
+    assert {path.name for path in (tmp_path / "x4").iterdir()} == {"user.npz", "genre.npz"}

@@ -1,0 +1,450 @@
+"""Pruning: which columns of which blocks stay, as many as a size pays for, on one rank or many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import InitVar, dataclass
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.blocks.counts import FrequencyCounts, RowCounts
+from dnis_torchrec.blocks.routing import RowRouting, routing_bytes
+from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.ranks import Ranks
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.selection.shards import (
+    TableShard,
+    check_merged,
+    collections,
+    is_weighted,
+    local_shards,
+    num_copies,
+    ranks_of,
+    table_configs_of,
+)
+
+UNSPENT_SHARE = 0.03
+"""Share of a budget that may be left before a worse but better fitting choice is taken."""
+LIMB_BITS = 28
+"""Two integers of so many bits hold a square over its column's largest one: sums are exact, so the
+same on every number of ranks, and of 2^35 rows fit int64."""
+
+
+class SizeOutOfReachError(ValueError):
+    """A size that the tables cannot be brought to, or that would leave nothing of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A requested size of all tables together, told in one of two ways.
+
+    Attributes:
+        compression: bytes of the float32 tables over those of the smaller ones, index bytes
+            counted; above 1.
+        embedding_bytes: the bytes themselves.
+        compression_ratio: the former name of `compression`, for scripts that give it.
+
+    Raises:
+        ValueError: if not exactly one of the two is given, or it is out of range.
+
+    Example:
+        >>> Size(compression=10).given, Size(compression=10).num_bytes(num_values=1000)
+        (('compression', 10), 400.0)
+    """
+
+    compression: float | None = None
+    embedding_bytes: int | None = None
+    compression_ratio: InitVar[float | None] = None
+
+    def __post_init__(self, compression_ratio: float | None) -> None:
+        if compression_ratio is not None:
+            both = "compression or compression_ratio, its former name"
+            check(self.compression is None, "size", both, "both")
+            object.__setattr__(self, "compression", compression_ratio)
+        is_one = (self.compression is None) != (self.embedding_bytes is None)
+        both = (self.compression, self.embedding_bytes)
+        check(is_one, "size", "one of compression, embedding_bytes", both)
+        name, value = self.given
+        above = 1 if name == "compression" else 0
+        is_fit = math.isfinite(value) and value > above
+        check(is_fit, name, f"a finite number above {above}", value)
+
+    @property
+    def given(self) -> tuple[str, float]:
+        """Which of the two is given, and its value."""
+        if self.compression is not None:
+            return "compression", self.compression
+        return "embedding_bytes", self.embedding_bytes or 0
+
+    def num_bytes(self, num_values: int) -> float:
+        """Bytes that the tables may take.
+
+        Args:
+            num_values: of the uncompressed tables: the sum of N D.
+        """
+        name, value = self.given
+        # 6864 / 8.8 is 779.9999999999999
+        return round(4 * num_values / value, 6) if name == "compression" else value
+
+
+@dataclass(frozen=True, eq=False)
+class Budget:
+    """Bytes that may be spent, and what each column of a block costs, ``(S,)`` of every table."""
+
+    amount: float
+    column_costs: Mapping[str, Tensor]
+
+    @staticmethod
+    def of(size: Size, blocks: RowBlocks) -> Budget:
+        """Turns a size into a budget that pays for one column at least."""
+        budget = Budget.unchecked(size, blocks)
+        costs = [cost[blocks.seen_rows[table] > 0] for table, cost in budget.column_costs.items()]
+        costs = [cost for cost in costs if cost.numel()]
+        check(bool(costs), "blocks", "rows that training looked up", "none")
+        cheapest = min(float(cost.min()) for cost in costs)
+        if budget.amount < cheapest:
+            raise _out_of_reach(size, blocks, cheapest)
+        return budget
+
+    @staticmethod
+    def unchecked(size: Size, blocks: RowBlocks) -> Budget:
+        """Turns a size into a budget, even if it pays for nothing."""
+        # A float32 of every row, and the number of the column.
+        costs = {table: 4 * rows.double() + 2 for table, rows in blocks.seen_rows.items()}
+        return Budget(size.num_bytes(_num_values(blocks)) - _index_bytes(blocks), costs)
+
+
+def keep_within(scores: Tensor, costs: Tensor, amount: float) -> Tensor:
+    """Chooses what to keep: highest score first, as long as the budget lasts; earlier ones first
+    among equals."""
+    keeps = torch.zeros(scores.numel(), dtype=torch.bool)
+    rest = amount
+    for index in torch.argsort(scores, descending=True, stable=True).tolist():
+        cost = float(costs[index])
+        if float(scores[index]) > 0 and cost <= rest:
+            keeps[index] = True
+            rest -= cost
+    if rest > UNSPENT_SHARE * amount:
+        _exchange_one_(keeps, scores, costs, rest)
+    return keeps
+
+
+def _exchange_one_(keeps: Tensor, scores: Tensor, costs: Tensor, rest: float) -> None:
+    """Replaces one item by a dearer one, so that less is left of the budget."""
+    others = (~keeps & (scores > 0)).nonzero().flatten().tolist()
+    best: tuple[float, float, int, int] | None = None
+    for out in keeps.nonzero().flatten().tolist():
+        for into in others:
+            gain = float(costs[into] - costs[out])
+            if 0 < gain <= rest and (best is None or (gain, -float(scores[out])) > best[:2]):
+                best = (gain, -float(scores[out]), out, into)
+    if best is not None:
+        keeps[best[2]], keeps[best[3]] = False, True
+
+
+def _index_bytes(blocks: RowBlocks) -> int:
+    """Bytes that the tables take if nothing of them stays."""
+    return sum(routing_bytes(routing) for routing in blocks.routings.values())
+
+
+def _num_values(blocks: RowBlocks) -> int:
+    dims = blocks.embedding_dims
+    return sum(routing.num_embeddings * dims[table] for table, routing in blocks.routings.items())
+
+
+def _out_of_reach(size: Size, blocks: RowBlocks, amount: float) -> SizeOutOfReachError:
+    """Names the smallest size that keeps something, as the user gave it."""
+    name, received = size.given
+    smallest = _index_bytes(blocks) + amount
+    limit = f"at least {math.ceil(smallest * (1 - 1e-12))}"
+    if name == "compression":  # rounded down: rounded up it could not be met
+        limit = f"at most {math.floor(400 * _num_values(blocks) / smallest) / 100:.2f}"
+    return SizeOutOfReachError(describe(name, f"{limit} for these tables and blocks", received))
+
+
+@torch.no_grad()
+def prune(
+    model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts, *, size: Size
+) -> MixedDimensionScheme:
+    """Zeroes columns of blocks until a size is met, in place, and returns the scheme of the rest.
+
+    The largest set of columns that fits stays, by mean square over the rows that training looked
+    up; rows never seen are zeroed. Tables are walked a few rows at a time: nothing of a table's
+    size is ever allocated, only a byte per row.
+
+    Distributed: every rank of the model calls it and changes its own shards, of any sharding type;
+    blocks and counts are those of the whole tables on every rank. Scores of columns and a byte per
+    row are reduced over ranks, never a value of a table. Every rank gets the same scheme, bit for
+    bit that of one process with the same tables.
+
+    Args:
+        model: a merged model (see `merge_`); its tables change. A collection that has no table in
+            `blocks`, such as one that `prepare_` left out, stays as it is and out of the scheme.
+        blocks: blocks of its tables.
+        counts: training counts.
+        size: how much stays, in narrow float32 tables, one for each block.
+
+    Returns:
+        The scheme, to `export` with the model.
+
+    Raises:
+        ValueError: for a size above that of the uncompressed tables or one that cannot be met, a
+            model without a collection, tables of zeros, or a NaN or infinity in a table of any
+            rank; no table has changed then.
+        NotImplementedError: for tables of which some ranks hold copies and some do not.
+        RuntimeError: if the model is not merged yet.
+
+    Example:
+        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
+        >>> from dnis_torchrec.blocks.blocking import blocks_from_counts
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"])
+        >>> counts = FrequencyCounts({"t": torch.tensor([3, 2, 1, 0])}, {"f": 1}, 6)
+        >>> blocks = blocks_from_counts(counts, [table], num_blocks=2)
+        >>> ebc = EmbeddingBagCollection(tables=[table])
+        >>> prune(ebc, blocks, counts, size=Size(compression=2)).parameters
+        5
+    """
+    tables, ranks = _pruned_tables(model, blocks, counts)
+    if size.embedding_bytes is not None:
+        limit = 4 * sum(table.num_values for table in tables)
+        requirement = f"at most {limit}, what the uncompressed tables take"
+        check(size.embedding_bytes <= limit, "embedding_bytes", requirement, size.embedding_bytes)
+    # All that may raise comes before a table changes.
+    return _with_columns_(tables, _columns_within(tables, blocks, size, ranks), ranks)
+
+
+@torch.no_grad()
+def drop_zeros_(
+    model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts
+) -> MixedDimensionScheme:
+    """Says what is left of a model in which all else is zero already, maybe nothing; rows never
+    seen are zeroed."""
+    tables, ranks = _pruned_tables(model, blocks, counts)
+    columns = {table.name: _largest_squares(table, ranks) > 0 for table in tables}
+    return _with_columns_(tables, columns, ranks)
+
+
+def uncompressed_scheme(model: nn.Module) -> MixedDimensionScheme:
+    """The scheme of tables of which everything stays, all rows in one block. Local."""
+    schemes = {}
+    for fqn, collection in collections(model).items():
+        for config in table_configs_of(collection):
+            num_rows = config.num_embeddings
+            routing = RowRouting(num_rows, 1, boundaries=torch.tensor([0, num_rows]))
+            columns = torch.ones(1, config.embedding_dim, dtype=torch.bool)
+            schemes[config.name] = _scheme(config, fqn, is_weighted(collection), routing, columns)
+    return MixedDimensionScheme(schemes)
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """One table to prune: this rank's shards, and what all ranks know of it."""
+
+    config: EmbeddingBagConfig
+    collection: str
+    is_weighted: bool
+    routing: RowRouting
+    counts: RowCounts
+    shards: tuple[TableShard, ...]
+    is_first_copy: bool
+
+    @property
+    def name(self) -> str:
+        """Of the table."""
+        return self.config.name
+
+    @property
+    def num_values(self) -> int:
+        """N times D, over all ranks."""
+        return self.config.num_embeddings * self.config.embedding_dim
+
+    def chunks(self, *, once: bool = False) -> Iterator[tuple[Tensor, slice, slice]]:
+        """Every value that this rank holds, a few rows at a time; `once`: over all ranks each value
+        of the table once."""
+        for shard in self.shards if self.is_first_copy or not once else ():
+            yield from shard.chunks()
+
+    def blocks_of(self, rows: slice) -> Tensor:
+        """Blocks of some rows, int64; S for "no block"."""
+        return self.routing.block_of(torch.arange(rows.start, rows.stop))
+
+
+def _pruned_tables(
+    model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts
+) -> tuple[list[_Table], Ranks]:
+    """The tables of a merged model that have blocks, and the ranks that hold them."""
+    modules = collections(model)
+    check(bool(modules), "prune", "a model with an embedding collection", type(model).__name__)
+    names = {fqn: {c.name for c in table_configs_of(module)} for fqn, module in modules.items()}
+    with_blocks = {fqn: m for fqn, m in modules.items() if names[fqn] & blocks.routings.keys()}
+    modules = with_blocks or modules  # of blocks of another model: the loop names a table
+    ranks = ranks_of(*modules.values())
+    for fqn, module in modules.items():
+        check_merged(fqn, module, ranks)
+    configs = [(fqn, config) for fqn, m in modules.items() for config in table_configs_of(m)]
+    for _, config in configs:
+        check_known("table", config.name, blocks.routings)
+        check_known("table", config.name, counts.counts)
+    shards = {
+        config.name: tuple(s for s in local_shards(modules[fqn]) if s.table == config.name)
+        for fqn, config in configs
+    }
+    shapes = {config.name: (config.num_embeddings, config.embedding_dim) for _, config in configs}
+    copies = num_copies(shards, shapes, ranks)
+    tables = [
+        _Table(
+            config=config,
+            collection=fqn,
+            is_weighted=is_weighted(modules[fqn]),
+            routing=blocks.routings[config.name],
+            counts=counts.counts[config.name],
+            shards=shards[config.name],
+            is_first_copy=copies[config.name] == 1 or ranks.is_first,
+        )
+        for fqn, config in configs
+    ]
+    bad = [sum(not chunk.isfinite().all() for chunk, _, _ in table.chunks()) for table in tables]
+    num_bad = ranks.max_(torch.tensor(bad, dtype=torch.int64)).tolist()
+    for table, count in zip(tables, num_bad, strict=True):
+        place, remedy = f"table {table.name!r}", "go back to the last good checkpoint"
+        check(count == 0, place, "finite values", "NaN or infinity", remedy)
+    return tables, ranks
+
+
+def _columns_within(
+    tables: list[_Table], blocks: RowBlocks, size: Size, ranks: Ranks
+) -> dict[str, Tensor]:
+    """Columns that a size pays for, the same on every rank; no table changes."""
+    scores = {table.name: mean_squares(table, ranks) for table in tables}
+    if not any(bool(score.any()) for score in scores.values()):
+        requirement = "a value that is not zero, in a row that training looked up"
+        raise SizeOutOfReachError(describe("tables", requirement, "none"))
+    budget = Budget.unchecked(size, blocks)
+    costs = {
+        name: budget.column_costs[name].unsqueeze(1).expand_as(score)
+        for name, score in scores.items()
+    }
+    flat_scores = torch.cat([score.flatten() for score in scores.values()])
+    flat_costs = torch.cat([cost.flatten() for cost in costs.values()])
+    keeps = keep_within(flat_scores, flat_costs, budget.amount)
+    if not bool(keeps.any()):
+        raise _out_of_reach(size, blocks, float(flat_costs[flat_scores > 0].min()))
+    parts = keeps.split([score.numel() for score in scores.values()])
+    return {name: part.view(scores[name].shape) for name, part in zip(scores, parts, strict=True)}
+
+
+def _with_columns_(
+    tables: list[_Table], columns: Mapping[str, Tensor], ranks: Ranks
+) -> MixedDimensionScheme:
+    """Zeroes rows never seen, rows of no block and all columns but these."""
+    for table in tables:
+        keeps = columns[table.name]
+        padded = torch.cat([keeps, torch.zeros(1, keeps.shape[1], dtype=torch.bool)])
+        for chunk, rows, of_chunk in table.chunks():
+            seen = (table.counts[rows] > 0).unsqueeze(1)
+            chunk.mul_((padded[table.blocks_of(rows), of_chunk] & seen).to(chunk.device))
+    return MixedDimensionScheme(
+        {table.name: _scheme_of(table, columns[table.name], ranks) for table in tables}
+    )
+
+
+def mean_squares(table: _Table, ranks: Ranks) -> Tensor:
+    """``(S, D)`` float64: mean square of every column of every block over its seen rows."""
+    num_blocks, largest = table.routing.num_blocks, _largest_squares(table, ranks)
+    # A power of two, exactly, so that dividing by it rounds nothing.
+    unit = torch.where(largest > 0, largest / torch.frexp(largest).mantissa, 1.0)
+    limbs = torch.zeros(2, num_blocks + 1, unit.shape[1], dtype=torch.int64)
+    padded = torch.cat([unit, torch.ones(1, unit.shape[1], dtype=torch.float64)])
+    for chunk, rows, columns in table.chunks(once=True):
+        block = table.blocks_of(rows)
+        squares = _seen_squares(table, chunk, rows)
+        squares = squares.div_(padded[block, columns]).mul_(2.0**LIMB_BITS)
+        high = squares.floor()
+        low = squares.sub_(high).mul_(2.0**LIMB_BITS).round_()
+        limbs[0, :, columns].index_add_(0, block, high.long())
+        limbs[1, :, columns].index_add_(0, block, low.long())
+    high, low = ranks.sum_(limbs)[:, :num_blocks].double()
+    sums = (high + low / 2.0**LIMB_BITS) / 2.0**LIMB_BITS * unit
+    return sums / _num_seen_rows(table).clamp(min=1).unsqueeze(1)
+
+
+def _largest_squares(table: _Table, ranks: Ranks) -> Tensor:
+    """``(S, D)`` float64: the largest square of a seen row in every column of every block."""
+    num_blocks = table.routing.num_blocks
+    # One row more than there are blocks, for rows of no block.
+    largest = torch.zeros(num_blocks + 1, table.config.embedding_dim, dtype=torch.float64)
+    for chunk, rows, columns in table.chunks(once=True):
+        squares = _seen_squares(table, chunk, rows)
+        index = table.blocks_of(rows).unsqueeze(1).expand_as(squares)
+        largest[:, columns].scatter_reduce_(0, index, squares, "amax")
+    return ranks.max_(largest)[:num_blocks]
+
+
+def _seen_squares(table: _Table, chunk: Tensor, rows: slice) -> Tensor:
+    squares = chunk.cpu().double().square()  # a new tensor, as of float64 on a CPU `double` is not
+    squares[table.counts[rows] == 0] = 0
+    return squares
+
+
+def _num_seen_rows(table: _Table) -> Tensor:
+    """``(S,)`` float64. Every rank has all counts, so nothing is reduced."""
+    total, step = torch.zeros(table.routing.num_blocks + 1, dtype=torch.int64), 1 << 16
+    for first in range(0, table.config.num_embeddings, step):
+        rows = slice(first, min(first + step, table.config.num_embeddings))
+        total.index_add_(0, table.blocks_of(rows), (table.counts[rows] > 0).long())
+    return total[: table.routing.num_blocks].double()
+
+
+def _scheme_of(table: _Table, columns: Tensor, ranks: Ranks) -> TableScheme:
+    has_values = torch.zeros(table.config.num_embeddings, dtype=torch.uint8)
+    num_values = torch.zeros(1, dtype=torch.int64)
+    for chunk, rows, _ in table.chunks(once=True):
+        has_values[rows] |= (chunk != 0).any(dim=1).cpu()
+        num_values += int(chunk.count_nonzero())
+    has_values, num_values = ranks.max_(has_values).bool(), ranks.sum_(num_values)
+    routing = _without_empty_rows(table.routing, has_values, columns)
+    columns = columns & (routing.row_counts() > 0).unsqueeze(1)
+    return _scheme(
+        table.config, table.collection, table.is_weighted, routing, columns, int(num_values)
+    )
+
+
+def _scheme(
+    config: EmbeddingBagConfig,
+    collection: str,
+    is_weighted: bool,
+    routing: RowRouting,
+    columns: Tensor,
+    num_values: int | None = None,
+) -> TableScheme:
+    num_stored = int((routing.row_counts() * columns.sum(1)).sum())
+    return TableScheme(
+        name=config.name,
+        collection=collection,
+        num_embeddings=config.num_embeddings,
+        embedding_dim=config.embedding_dim,
+        pooling=config.pooling.value.lower(),
+        feature_names=tuple(config.feature_names),
+        is_weighted=is_weighted,
+        routing=routing,
+        retained=columns,
+        num_retained=num_stored if num_values is None else min(num_values, num_stored),
+    )
+
+
+def _without_empty_rows(routing: RowRouting, has_values: Tensor, columns: Tensor) -> RowRouting:
+    """Drops rows that hold nothing, unless the id remap that this takes costs more than their
+    zeros."""
+    without = routing.without_rows(~has_values)
+    if routing.boundaries is None or without.boundaries is not None:
+        return without
+    end = len(has_values) - int(has_values.flip(0).byte().argmax())
+    tail = torch.zeros_like(has_values)
+    tail[end:] = True
+    trimmed = routing.without_rows(tail)
+    num_zeros = (trimmed.row_counts() - without.row_counts()) @ columns.sum(1)
+    return without if int(num_zeros) > routing.num_embeddings else trimmed

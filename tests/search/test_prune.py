@@ -1,0 +1,447 @@
+"""Pruning against naive Python: sizes and what they pay for, which columns stay, what the scheme says of them."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.search.prune import UNSPENT_SHARE, Budget, Size, SizeOutOfReachError, drop_zeros_, keep_within, prune
+from dnis_torchrec.selection import shards as shards_module
+from dnis_torchrec.selection.shards import local_shards
+from dnis_torchrec.selection.swap import merge_, prepare_
+from tests import small_models
+from tests.small_models import SHARDING_TYPES, shard_as
+
+FORM = "mixed_dimension"
+Case = tuple[nn.Module, RowBlocks, FrequencyCounts]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_chunks() -> Iterator[None]:
+    """Tables of a test are walked in several chunks, as large ones are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards_module, "ROWS_PER_CHUNK", 3)
+        yield
+
+
+@st.composite
+def cases(draw, dims: tuple[int, ...] = (1, 2, 3)) -> Case:
+    """Two collections with a table each, many equal values and zeros; whole rows zero, rows never seen."""
+    tables, counts, weights = [], {}, {}
+    for name in ("a", "b"):
+        rows, dim = draw(st.integers(1, 8)), draw(st.sampled_from(dims))
+        pooling = draw(st.sampled_from([PoolingType.SUM, PoolingType.MEAN]))
+        config = EmbeddingBagConfig(
+            name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[f"f{name}"], pooling=pooling
+        )
+        tables.append(config)
+        of_rows = draw(st.lists(st.integers(0, 4), min_size=rows, max_size=rows))
+        counts[name] = torch.tensor(sorted(of_rows, reverse=True) if draw(st.booleans()) else of_rows)
+        values = st.sampled_from([-0.75, -0.5, 0.0, 0.25, 0.5, 1.0]) if dim <= 3 else st.just(0.5)
+        weights[name] = torch.tensor(draw(st.lists(values, min_size=rows * dim, max_size=rows * dim))).view(rows, dim)
+    counted = FrequencyCounts(counts, {"fa": 1, "fb": 1}, 9)
+    blocks = blocks_from_counts(counted, tables, num_blocks=draw(st.integers(1, 3)))
+    model = nn.ModuleDict({config.name: EmbeddingBagCollection(tables=[config]) for config in tables})
+    for name, weight in weights.items():
+        table_of(model, name).copy_(weight)
+    return model, blocks, counted
+
+
+def table_of(model: nn.Module, name: str) -> torch.Tensor:
+    return model.get_submodule(f"{name}.embedding_bags.{name}").weight.detach()
+
+
+def seen_tables(model: nn.Module, counts: FrequencyCounts) -> list[torch.Tensor]:
+    """Copies of the tables, never-seen rows zeroed."""
+    return [table_of(model, name) * (counts.counts[name] > 0).unsqueeze(1) for name in ("a", "b")]
+
+
+def assert_scheme_tells_the_tables(model: nn.Module, blocks: RowBlocks, scheme: MixedDimensionScheme) -> None:
+    """Every number of a scheme, counted again in the tables."""
+    assert list(scheme.tables) == ["a", "b"]
+    for name, table in scheme.tables.items():
+        weight, config = table_of(model, name), model[name].embedding_bag_configs()[0]
+        assert (table.collection, table.feature_names, table.is_weighted) == (name, (f"f{name}",), False)
+        assert (table.num_embeddings, table.embedding_dim) == tuple(weight.shape)
+        assert table.pooling == config.pooling.value.lower()
+        assert table.num_retained == int(weight.count_nonzero())
+        original, block_of_row = blocks.routings[name].all_blocks(), table.routing.all_blocks()
+        for row, block in enumerate(block_of_row.tolist()):
+            if block == table.routing.num_blocks:
+                assert not weight[row].any()
+            else:
+                assert block == original[row]
+                assert not weight[row][~table.retained[block]].any()
+        for block, columns in enumerate(table.retained):
+            stored = weight[block_of_row == block]
+            assert (stored != 0).any(dim=0).tolist() == columns.tolist()
+    assert scheme.parameters == sum(int(table_of(model, name).count_nonzero()) for name in scheme.tables)
+
+
+def pruned(case: Case, expected: list[torch.Tensor], **options) -> MixedDimensionScheme | None:
+    """Prunes to the tables that are expected; None where these hold nothing: refused, and no table has changed."""
+    model, blocks, counts = case
+    before = [table_of(model, name).clone() for name in ("a", "b")]
+    if any(bool(table.any()) for table in expected):
+        scheme = prune(model, blocks, counts, **options)
+        assert_scheme_tells_the_tables(model, blocks, scheme)
+        assert scheme.parameters > 0
+    else:
+        scheme, expected = None, before
+        with pytest.raises(SizeOutOfReachError):
+            prune(model, blocks, counts, **options)
+    for name, table in zip(("a", "b"), expected, strict=True):
+        assert torch.equal(table_of(model, name), table)
+    return scheme
+
+
+@given(cases())
+def test_zeros_are_dropped_where_nothing_else_is_left_too(case: Case) -> None:
+    model, blocks, counts = case
+    before = seen_tables(model, counts)
+    scheme = drop_zeros_(model, blocks, counts)
+    for table, name in zip(before, ("a", "b"), strict=True):
+        assert torch.equal(table_of(model, name), table)
+    assert_scheme_tells_the_tables(model, blocks, scheme)
+
+
+def naive_scores(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) -> dict[str, torch.Tensor]:
+    """Mean square of every column of every block over the rows that training saw."""
+    scores = {}
+    for name, table in zip(("a", "b"), seen_tables(model, counts), strict=True):
+        of_row, num_blocks = blocks.routings[name].all_blocks().tolist(), blocks.routings[name].num_blocks
+        scores[name] = torch.zeros(num_blocks, table.shape[1], dtype=torch.float64)
+        for block in range(num_blocks):
+            rows = [r for r, b in enumerate(of_row) if b == block and counts.counts[name][r] > 0]
+            for d in range(table.shape[1]):
+                scores[name][block, d] = sum(float(table[r, d]) ** 2 for r in rows) / max(1, len(rows))
+    return scores
+
+
+def whole_columns(case: Case, kept: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The tables with these columns of blocks alone."""
+    model, blocks, counts = case
+    named = zip(("a", "b"), seen_tables(model, counts), strict=True)
+    return [table * kept[name][blocks.routings[name].all_blocks()] for name, table in named]
+
+
+@given(cases(dims=(3, 9)), st.sampled_from(["compression", "embedding_bytes"]), st.floats(0, 1))
+def test_the_best_columns_within_the_budget_stay(case: Case, kind: str, share: float) -> None:
+    model, blocks, counts = case
+    dense_bytes = 4 * sum(table.numel() for table in seen_tables(model, counts))
+    fixed = 1 - Budget.unchecked(Size(embedding_bytes=1), blocks).amount
+    assume(fixed < dense_bytes - 1)
+    num_bytes = math.ceil(fixed + share * (dense_bytes - 1 - fixed))
+    size = Size(**{kind: num_bytes if kind == "embedding_bytes" else dense_bytes / num_bytes})
+    try:
+        budget = Budget.of(size, blocks)
+    except ValueError:
+        assume(False)
+    scores = naive_scores(model, blocks, counts)
+    costs = torch.cat([budget.column_costs[t].repeat_interleave(scores[t].shape[1]) for t in ("a", "b")])
+    chosen = keep_within(torch.cat([scores[t].flatten() for t in ("a", "b")]), costs, budget.amount)
+    parts = chosen.split([scores[t].numel() for t in ("a", "b")])
+    kept = {t: part.view(scores[t].shape) for t, part in zip(("a", "b"), parts, strict=True)}
+    scheme = pruned(case, whole_columns(case, kept), size=size)
+    if scheme is not None:
+        assert scheme.served_bytes(FORM) <= num_bytes
+
+
+def simple(counts: tuple[int, ...] = (4, 3, 2, 0), dim: int = 2, num_blocks: int = 2) -> Case:
+    """A bare collection of one table of ones."""
+    config = EmbeddingBagConfig(name="a", num_embeddings=len(counts), embedding_dim=dim, feature_names=["f"])
+    model = EmbeddingBagCollection(tables=[config])
+    model.embedding_bags["a"].weight.detach().fill_(1.0)
+    counted = FrequencyCounts({"a": torch.tensor(counts)}, {"f": 1}, 9)
+    return model, blocks_from_counts(counted, [config], num_blocks=num_blocks), counted
+
+
+def test_a_bare_collection_is_named_by_the_empty_fqn() -> None:
+    model, blocks, counts = simple()
+    scheme = drop_zeros_(model, blocks, counts)
+    assert scheme.tables["a"].collection == ""
+    assert scheme.tables["a"].routing.boundaries.tolist() == [0, 2, 3]
+    assert scheme.tables["a"].is_block_structured
+
+
+def least_size(rows: int, dim: int, num_columns: int, num_blocks: int = 2) -> Size:
+    """What pays for so many columns of blocks of equal size, whose rows are all seen."""
+    return Size(embedding_bytes=8 * (num_blocks + 1) + num_columns * (4 * rows // num_blocks + 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_what_stays_keeps_its_bits(dtype: torch.dtype) -> None:
+    model, blocks, counts = simple(counts=(4, 3, 2, 1), dim=6)
+    model.to(dtype)
+    weight = model.embedding_bags["a"].weight.detach()
+    weight.copy_(torch.arange(1, 25).view(4, 6) / 8)
+    before = weight.clone()
+    scheme = prune(model, blocks, counts, size=least_size(4, 6, 3))
+    assert scheme.parameters == 6
+    assert torch.equal(weight, before * (weight != 0))
+
+
+def test_a_weighted_collection_is_told() -> None:
+    model, blocks, counts = simple()
+    model = EmbeddingBagCollection(tables=model.embedding_bag_configs(), is_weighted=True)
+    assert drop_zeros_(model, blocks, counts).tables["a"].is_weighted
+
+
+def test_dropping_the_most_frequent_block_needs_no_id_remap() -> None:
+    """Empty rows of a table in frequency order stay in their block, which costs nothing, and boundaries still do."""
+    model, blocks, counts = simple(counts=(4, 3, 2, 1))
+    model.embedding_bags["a"].weight.detach()[:2] = 0.0
+    table = drop_zeros_(model, blocks, counts).tables["a"]
+    assert table.routing.boundaries.tolist() == [0, 2, 4]
+    assert table.dims.tolist() == [0, 2]
+    assert table.served_bytes(FORM) == 4 * 4 + 2 * 2 + 8 * 3
+
+
+def test_never_seen_rows_in_the_middle_stay_within_the_bytes() -> None:
+    """The id remap that they need is paid for from the start."""
+    for embedding_bytes in range(50, 97):
+        model, blocks, counts = simple(counts=(3, 0, 2), dim=8, num_blocks=1)
+        table = prune(model, blocks, counts, size=Size(embedding_bytes=embedding_bytes)).tables["a"]
+        assert table.routing.all_blocks().tolist() == [0, 1, 0]
+        assert table.served_bytes(FORM) <= embedding_bytes
+        assert int(table.dims) == min(8, (embedding_bytes - 32) // 10)
+
+
+def test_empty_rows_in_the_middle_are_dropped_where_that_is_smaller() -> None:
+    model, blocks, counts = simple(counts=(4, 3, 2, 1), dim=8, num_blocks=1)
+    model.embedding_bags["a"].weight.detach()[1] = 0.0
+    table = drop_zeros_(model, blocks, counts).tables["a"]
+    assert table.routing.all_blocks().tolist() == [0, 1, 0, 0]
+    assert table.num_retained == table.block_area == 24
+
+
+# Refusals
+
+
+def test_unmerged_models_are_refused() -> None:
+    model, blocks, counts = simple()
+    prepared = prepare_(nn.ModuleDict({"ebc": model}), blocks)
+    message = "FQN 'ebc': expected a merged, unsharded collection, got SoftSelectionEmbeddingBagCollection; call merge_"
+    with pytest.raises(RuntimeError, match=message):
+        drop_zeros_(prepared, blocks, counts)
+
+
+def test_collections_that_were_not_prepared_stay_as_they_are() -> None:
+    model = small_models.TwoCollections()
+    [movies] = local_shards(model.module["second"])
+    blocks = blocks_from_counts(small_models.counts(), small_models.tables("user", "genre"), num_blocks=3)
+    counts = small_models.counts().counts
+    counted = FrequencyCounts({name: counts[name] for name in ("user", "genre")}, {}, 40)
+    before = movies.weight.clone()
+    merged = merge_(prepare_(model, blocks, fqns=["first"]))
+    scheme = prune(merged, blocks, counted, size=Size(compression=2))
+    assert list(scheme.tables) == ["user", "genre"]
+    assert scheme.compression(FORM) >= 2
+    assert torch.equal(movies.weight, before)
+
+
+@pytest.mark.parametrize("sharding_type", SHARDING_TYPES)
+@pytest.mark.usefixtures("gloo")
+def test_sharded_collections_are_refused_only_with_tables_of_the_blocks(sharding_type: str) -> None:
+    model, blocks, counts = simple()
+    other = shard_as(small_models.collection(), sharding_type)
+    both = nn.ModuleDict({"ebc": model, "other": other.module})
+    assert list(drop_zeros_(both, blocks, counts).tables) == ["a"]
+    with pytest.raises(RuntimeError, match="FQN 'other': expected a merged, unsharded collection"):
+        drop_zeros_(both, small_models.blocks(), small_models.counts())
+
+
+def test_models_without_collections_are_refused() -> None:
+    _, blocks, counts = simple()
+    with pytest.raises(ValueError, match="prune: expected a model with an embedding collection, got Linear"):
+        prune(nn.Linear(1, 1), blocks, counts, size=Size(compression=2))
+
+
+def test_other_tables_are_refused() -> None:
+    model, blocks, counts = simple()
+    other = copy.deepcopy(model.embedding_bag_configs()[0])
+    other.name = "b"
+    message = "table 'b': expected a known table, got 'b'; known names: 'a'"
+    with pytest.raises(ValueError, match=message):
+        prune(EmbeddingBagCollection(tables=[other]), blocks, counts, size=Size(compression=2))
+    with pytest.raises(ValueError, match="table 'a': expected a known table, got 'a'; known names: 'b'"):
+        prune(model, blocks, FrequencyCounts({"b": counts.counts["a"]}, {}, 1), size=Size(compression=2))
+
+
+def test_tables_of_zeros_are_refused() -> None:
+    model, blocks, counts = simple()
+    nn.init.zeros_(model.embedding_bags["a"].weight)
+    with pytest.raises(SizeOutOfReachError):
+        prune(model, blocks, counts, size=Size(embedding_bytes=31))
+    assert drop_zeros_(model, blocks, counts).parameters == 0
+
+
+@pytest.mark.parametrize("size", [Size(embedding_bytes=16), Size(embedding_bytes=33), Size(compression=1.9)])
+def test_sizes_that_do_not_fit_are_refused_before_a_table_changes(size: Size) -> None:
+    model, blocks, counts = simple()
+    with pytest.raises(ValueError, match=size.given[0]):
+        prune(model, blocks, counts, size=size)
+    assert (model.embedding_bags["a"].weight == 1).all()
+
+
+@pytest.mark.parametrize("kind", ["compression", "embedding_bytes"])
+def test_the_smallest_size_that_is_named_is_come_to(kind: str) -> None:
+    def found(value: float) -> int:
+        model, blocks, counts = simple(counts=(9, 8, 4, 3, 2, 1), dim=8)
+        return prune(model, blocks, counts, size=Size(**{kind: value})).parameters
+
+    with pytest.raises(SizeOutOfReachError) as caught:
+        found(100 if kind == "compression" else 0.5)
+    smallest = float(re.search(r"at (?:most|least) ([\d.]+)", str(caught.value)).group(1))
+    assert found(smallest) > 0
+    with pytest.raises(SizeOutOfReachError):
+        found(smallest + 0.01 if kind == "compression" else smallest - 1)
+
+
+# Sizes and budgets
+
+
+def blocks_of(counts: dict[str, list[int]], dims: dict[str, int], **options) -> RowBlocks:
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=len(rows), embedding_dim=dims[name], feature_names=[name])
+        for name, rows in counts.items()
+    ]
+    tensors = {name: torch.tensor(rows) for name, rows in counts.items()}
+    return blocks_from_counts(FrequencyCounts(tensors, dict.fromkeys(counts, 1), 1), tables, **options)
+
+
+@st.composite
+def many_blocks(draw) -> RowBlocks:
+    """Two tables, in frequency order or not, with rows never seen, but not only such."""
+    counts = {name: draw(st.lists(st.integers(0, 4), min_size=1, max_size=9)) for name in ("a", "b")}
+    assume(any(sum(rows) for rows in counts.values()))
+    if draw(st.booleans()):
+        counts = {name: sorted(rows, reverse=True) for name, rows in counts.items()}
+    dims = {name: draw(st.sampled_from([4, 300])) for name in counts}
+    return blocks_of(counts, dims, num_blocks=draw(st.integers(1, 3)))
+
+
+def dense_parameters(blocks: RowBlocks) -> int:
+    return sum(routing.num_embeddings * blocks.embedding_dims[t] for t, routing in blocks.routings.items())
+
+
+@given(many_blocks(), st.floats(1.01, 3))
+def test_a_compression_is_a_share_of_the_float32_bytes(blocks: RowBlocks, compression: float) -> None:
+    by_bytes = Budget.unchecked(Size(embedding_bytes=1), blocks)
+    budget = Budget.unchecked(Size(compression=compression), blocks)
+    dense_bytes = 4 * dense_parameters(blocks)
+    assert budget.amount == pytest.approx(dense_bytes / compression - 1 + by_bytes.amount, abs=1e-6)
+    assert {t: c.tolist() for t, c in budget.column_costs.items()} == {
+        t: c.tolist() for t, c in by_bytes.column_costs.items()
+    }
+
+
+@given(many_blocks())
+def test_bytes_cost_values_columns_and_indices(blocks: RowBlocks) -> None:
+    budget = Budget.of(Size(embedding_bytes=10**6), blocks)
+    fixed = 0
+    for table, routing in blocks.routings.items():
+        fixed += 8 * (routing.num_blocks + 1)
+        fixed += 0 if routing.boundaries is not None else 4 * (routing.num_embeddings + 1)
+        expected = [4 * seen + 2 for seen in blocks.seen_rows[table].tolist()]
+        assert budget.column_costs[table].tolist() == expected
+    assert budget.amount == pytest.approx(10**6 - fixed, abs=1e-5)
+
+
+@given(many_blocks(), st.sampled_from(["compression", "embedding_bytes"]))
+def test_the_smallest_size_that_is_named_can_be_met_and_one_less_cannot(blocks: RowBlocks, kind: str) -> None:
+    if kind == "compression":
+        named = _named(Size(compression=1e9), blocks)
+        assume(named > 1)
+        assert budget_buys_something(Size(compression=named), blocks)
+        message = f"^compression: expected at most {named:.2f} for these tables and blocks, got {named + 0.01}$"
+        with pytest.raises(ValueError, match=message):
+            Budget.of(Size(compression=named + 0.01), blocks)
+        return
+    named = int(_named(Size(embedding_bytes=1), blocks))
+    assert budget_buys_something(Size(embedding_bytes=named), blocks)
+    message = f"^embedding_bytes: expected at least {named} for these tables and blocks, got {named - 1}$"
+    with pytest.raises(ValueError, match=message):
+        Budget.of(Size(embedding_bytes=named - 1), blocks)
+
+
+def _named(size: Size, blocks: RowBlocks) -> float:
+    with pytest.raises(ValueError, match="for these tables and blocks") as caught:
+        Budget.of(size, blocks)
+    return float(re.search(r"expected at (?:most|least) ([\d.]+) for", str(caught.value)).group(1))
+
+
+def budget_buys_something(size: Size, blocks: RowBlocks) -> bool:
+    """Whether the budget affords a column of some block that training saw."""
+    budget = Budget.of(size, blocks)
+    seen = [cost for t, costs in budget.column_costs.items() for cost in costs[blocks.seen_rows[t] > 0].tolist()]
+    return min(seen) <= budget.amount
+
+
+def test_a_compression_that_divides_exactly_is_met() -> None:
+    """6864 / 8.8 is 780, but 779.9999999999999 in floating point."""
+    assert 6864 / 8.8 < 780
+    blocks = blocks_of({"a": [1] * 1716}, {"a": 1}, num_blocks=1)
+    assert Budget.unchecked(Size(compression=8.8), blocks).amount >= 780 - 8 * 2
+
+
+def test_tables_that_training_never_looked_up_are_refused() -> None:
+    with pytest.raises(ValueError, match="blocks: expected rows that training looked up, got none"):
+        Budget.of(Size(embedding_bytes=10**6), blocks_of({"a": [0, 0]}, {"a": 4}))
+
+
+numbers = st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0])
+
+
+@given(st.lists(st.tuples(numbers, st.integers(0, 5)), max_size=10), st.integers(0, 15) | st.floats(-1, 20))
+def test_keep_within(items: list[tuple[float, int]], amount: float) -> None:
+    expected, left = [False] * len(items), amount
+    for index in sorted(range(len(items)), key=lambda index: (-items[index][0], index)):
+        score, cost = items[index]
+        if score > 0 and cost <= left:
+            expected[index] = True
+            left -= cost
+    scores, costs = (torch.tensor([item[side] for item in items], dtype=torch.float64) for side in (0, 1))
+    kept = keep_within(scores, costs, amount)
+    assert kept.dtype == torch.bool
+    if left <= UNSPENT_SHARE * amount:
+        assert kept.tolist() == expected
+        return
+    assert not bool(kept[scores <= 0].any())
+    assert amount - left <= float(costs[kept].sum()) <= max(amount, 0)  # no less spent than greedily, never too much
+    assert sum(a != b for a, b in zip(kept.tolist(), expected, strict=True)) in (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("compression", "embedding_bytes"),
+    [(None, None), (2, 3), (1, None), (math.nan, None), (math.inf, None), (None, 0), (None, -1)],
+)
+def test_malformed_sizes_are_refused(compression: float | None, embedding_bytes: int | None) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        Size(compression=compression, embedding_bytes=embedding_bytes)
+
+
+def test_a_dearer_column_takes_the_place_of_a_cheap_one_where_much_would_be_left() -> None:
+    scores, costs = torch.tensor([5.0, 4.0, 3.0, 2.0]), torch.tensor([10.0, 6.0, 6.0, 10.0])
+    kept = keep_within(scores, costs, 27.0)  # greedily 10 + 6 + 6, and 5 of 27 are left
+    assert kept.tolist() == [True, True, False, True]
+    assert keep_within(scores, costs, 22.5).tolist() == [True, True, True, False]  # 0.5 of 22.5 are less than 3 %
+
+
+def test_the_former_name_of_compression_is_taken() -> None:
+    assert Size(compression_ratio=3) == Size(compression=3)
+    with pytest.raises(ValueError, match="compression or compression_ratio, its former name, got both"):
+        Size(compression=3, compression_ratio=3)
