@@ -38,7 +38,7 @@ from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.search.search import Saving, SearchEvents, search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.selection.shards import collections, local_shards
-from dnis_torchrec.training.checkpoint import LocalCheckpointFolder, Manifest
+from dnis_torchrec.training.checkpoint import CheckpointFolder, Manifest
 from dnis_torchrec.training.shard import process_group
 from examples.datasets.synthetic import generate
 from examples.models import build_dlrm, build_tables, draws
@@ -110,7 +110,7 @@ def read_all(checkpoints: Path) -> None:
     Raises:
         ValueError: if one is damaged.
     """
-    folder = LocalCheckpointFolder(checkpoints)
+    folder = CheckpointFolder(checkpoints)
     folder.latest()
     for step in folder.steps():
         path = folder.path_of(step)

@@ -17,7 +17,6 @@ import argparse
 import copy
 import json
 import math
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -141,19 +140,13 @@ class Grid:
             seconds=0.0,
         )
         started = time.monotonic()
-        with process_group() as device, tempfile.TemporaryDirectory() as folder:
+        with process_group() as device:
             torch.manual_seed(0)
             task = TrainTask(copy.deepcopy(recipe.model), recipe.loss, embedding_l2=recipe.embedding_l2)
             model, optimizer = shard(task, recipe, device)
             try:
                 trained = train_plainly(
-                    model,
-                    optimizer,
-                    recipe,
-                    device,
-                    max_epochs=self._max_epochs,
-                    patience=TrainSettings.patience,
-                    folder=Path(folder),
+                    model, optimizer, recipe, device, max_epochs=self._max_epochs, patience=TrainSettings.patience
                 )
                 metrics = evaluate(model, recipe.data.selection, recipe.loss, device)
             except NonFiniteError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ from benchmarks.rate_compress import Prepared, prepare
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.files import read_tensors, unshared, write_tensors
 from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
-from dnis_torchrec.jobs.model_shards import load_state_
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.selection.shards import dense_parameters, table_configs
 from dnis_torchrec.selection.swap import unshard_
@@ -29,6 +27,7 @@ from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.streaming.checked_counts import read_before_training
 from dnis_torchrec.training.loop import train_plainly
 from dnis_torchrec.training.shard import process_group, shard
+from dnis_torchrec.training.weights import load_state_
 
 MAX_EPOCHS, PATIENCE = 60, 3
 """Of plain training: what `dnis train` takes by default."""
@@ -155,14 +154,12 @@ class _Training(TypedDict):
 
 def _train(recipe: Recipe, case: Case, path: Path) -> None:
     """Trains as `dnis train` does, and keeps the weights."""
-    with process_group() as device, tempfile.TemporaryDirectory() as folder:
+    with process_group() as device:
         torch.manual_seed(case.seed)
         started = time.monotonic()
         task = TrainTask(copy.deepcopy(recipe.model), recipe.task, embedding_l2=recipe.embedding_l2)
         model, optimizer = shard(task, recipe, device)
-        trained = train_plainly(
-            model, optimizer, recipe, device, max_epochs=MAX_EPOCHS, patience=PATIENCE, folder=Path(folder)
-        )
+        trained = train_plainly(model, optimizer, recipe, device, max_epochs=MAX_EPOCHS, patience=PATIENCE)
         seconds = time.monotonic() - started
         plain = cast(TrainTask, unshard_(model)).model.cpu()
     head = {"seconds": seconds, "epochs": len(trained.history)}

@@ -29,6 +29,7 @@ from dnis_torchrec.selection.alpha import Alpha
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training import shard as sharding_of_training
+from dnis_torchrec.training.state import model_tensors
 
 BATCH_SIZE = 5
 NUM_DENSE = 3
@@ -201,3 +202,9 @@ def shard_as(
             columns = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
             shard.weight.copy_(weights[shard.table][:, columns])
     return sharded
+
+
+def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Live views of everything in a model that this rank would save."""
+    placed = model_tensors(model).items()
+    return {f"{key}@{chunk.offset}": chunk.tensor for key, value in placed for chunk in value.chunks}

@@ -23,16 +23,16 @@ from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.data.over_ranks import check_same, split_over_ranks
 from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe_again
 from dnis_torchrec.data.users_code import errors_of_its_code
-from dnis_torchrec.jobs.model_shards import check_shapes, check_state, spread_filled
 from dnis_torchrec.jobs.run_folder import RunFolder
-from dnis_torchrec.jobs.stored_tensors import StoredTensor
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.report.provenance import PROVENANCE
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.selection.shards import TableShard, collections, table_configs_of
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
+from dnis_torchrec.training.checkpoint import StoredTensor
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.shard import launched_ranks, process_group
+from dnis_torchrec.training.weights import check_shapes, check_state, spread_filled
 
 
 def run_export(

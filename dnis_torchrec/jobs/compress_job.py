@@ -36,11 +36,8 @@ from dnis_torchrec.data.recipe import (
 from dnis_torchrec.data.test_split import CountedLabels, TestSplit
 from dnis_torchrec.data.users_code import errors_of_its_code
 from dnis_torchrec.jobs.artifact_jobs import drop_in_
-from dnis_torchrec.jobs.model_shards import check_state, spread_filled
 from dnis_torchrec.jobs.run_folder import COMPRESSION_FILE, RunFolder, RunWriteError
 from dnis_torchrec.jobs.stored_rows import CUT_AXES, ROWS, columns_within, in_rows, table_bytes
-from dnis_torchrec.jobs.stored_tensors import StoredTensor
-from dnis_torchrec.jobs.weights import weights_for_
 from dnis_torchrec.ranks import Ranks, on_rank_zero, together
 from dnis_torchrec.report.compression_content import COMPRESS, CompressionContent, CompressionRow
 from dnis_torchrec.report.compression_page import write_compression
@@ -51,9 +48,10 @@ from dnis_torchrec.selection.shards import collections, dense_parameters, table_
 from dnis_torchrec.selection.swap import replace_
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.streaming.checked_counts import read_before_training
-from dnis_torchrec.training.checkpoint import check_shared
+from dnis_torchrec.training.checkpoint import StoredTensor, check_shared
 from dnis_torchrec.training.evaluate import evaluate, primary_metric
 from dnis_torchrec.training.shard import process_group
+from dnis_torchrec.training.weights import check_state, spread_filled, weights_for_
 
 _FORM = "packed"
 """Of the artifacts."""

@@ -5,23 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from dnis_torchrec.allocation.axes import with_axes_
 from dnis_torchrec.checks import check
 from dnis_torchrec.data.files import check_plain, conform
-from dnis_torchrec.jobs.model_shards import check_state, fill_, open_tensor
 from dnis_torchrec.jobs.run_folder import TRAINED, RunFolder
-from dnis_torchrec.jobs.stored_tensors import StoredChunk, StoredTensor
-from dnis_torchrec.jobs.weights import weights_for_
 from dnis_torchrec.search.loop import SearchValues
 from dnis_torchrec.search.settings import USUAL_EPOCHS
-from dnis_torchrec.training.checkpoint import LocalCheckpointFolder, Manifest
-from dnis_torchrec.training.checkpoint.manifest import chunk_name
+from dnis_torchrec.training.checkpoint import CheckpointFolder, Manifest, StoredTensor
+from dnis_torchrec.training.weights import check_state, fill_, weights_for_
 
 TRAINED_EPOCHS = "trained_epochs"
 """Field of a run's configuration: epochs of plain training that the model had behind it with which
@@ -99,7 +95,7 @@ def _after_plain_training(
         f"run folder {run}",
         "let it go on with --resume, or begin with a run of `dnis train`",
     )
-    folder = LocalCheckpointFolder(run / "checkpoints")
+    folder = CheckpointFolder(run / "checkpoints")
     latest = folder.latest()
     check(latest is not None, place, "a search with checkpoints", "none", remedy)
     values = Manifest.read(str(latest)).values
@@ -123,19 +119,22 @@ def _after_plain_training(
 def _stored_in(model: nn.Module, checkpoint: Path) -> dict[str, StoredTensor]:
     """The weights of a model in a checkpoint of its search; nothing but names and shapes is read
     yet."""
-    manifest, own = Manifest.read(checkpoint), model.state_dict()
+    stored, own = Manifest.read(checkpoint).stored(checkpoint), model.state_dict()
     keys: dict[
         int, str
     ] = {}  # what several modules share stands in a checkpoint once, under one of its names
     for name, value in own.items():
-        if _key(name) in manifest.tensors:
+        if _key(name) in stored:
             keys[value.data_ptr() or id(value)] = _key(name)
-    found = {name: keys.get(value.data_ptr() or id(value)) for name, value in own.items()}
-    return {
-        name: _stored(checkpoint, key, manifest.tensors[key], own[name])
-        for name, key in found.items()
-        if key is not None
-    }
+    found = {}
+    for name, value in own.items():
+        key = keys.get(value.data_ptr() or id(value))
+        if key is not None:
+            tensor = stored[key]
+            if not value.dim():  # a single number stands in a checkpoint as a tensor of one
+                tensor = StoredTensor.of(tensor.place, tensor.whole().view(()))
+            found[name] = tensor
+    return found
 
 
 def _key(name: str) -> str:
@@ -143,21 +142,3 @@ def _key(name: str) -> str:
     there."""
     _, is_table, table = f".{name}".rpartition(".embedding_bags.")
     return f"table/{table.removesuffix('.weight')}" if is_table else f"model/model.{name}"
-
-
-def _stored(checkpoint: Path, key: str, entry: Mapping[str, Any], own: Tensor) -> StoredTensor:
-    chunks = tuple(
-        StoredChunk(
-            tuple(chunk["offset"]),
-            tuple(chunk["size"]),
-            partial(open_tensor, checkpoint / chunk["file"], chunk_name(key, chunk["offset"])),
-        )
-        for chunk in entry["chunks"]
-    )
-    stored = StoredTensor(f"checkpoint {checkpoint}, {key}", tuple(entry["size"]), chunks)
-    # A single number stands in a checkpoint as a tensor of one.
-    return (
-        stored
-        if own.dim() or stored.shape != (1,)
-        else StoredTensor.of(stored.place, stored.whole().view(()))
-    )

@@ -33,25 +33,24 @@ from dnis_torchrec.data.files import (
     unshared,
 )
 from dnis_torchrec.data.urls import Address, path_in, put_file, remove_file
-from dnis_torchrec.jobs.model_shards import (
-    delete_shards,
-    has_shards,
-    save_shards,
-    shard_name,
-    stored_shards,
-)
-from dnis_torchrec.jobs.stored_tensors import StoredTensor
 from dnis_torchrec.ranks import rank_of, together
 from dnis_torchrec.report import ReportRow, read_report_rows, write_rows
 from dnis_torchrec.report.provenance import DescribedStep
 from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme, TableScheme
 from dnis_torchrec.selection.shards import collections, ranks_of
-from dnis_torchrec.training.checkpoint import checkpoint_folder
+from dnis_torchrec.training.checkpoint import CheckpointFolder, StoredTensor
+from dnis_torchrec.training.weights import (
+    MODEL,
+    has_written_model,
+    remove_model,
+    write_model,
+    written_model,
+)
 
 _FORMAT = "dnis-torchrec-run"
 _FORMAT_VERSION = 1
 _KIND = FolderKind("run", "run.json", _FORMAT)
-WRITTEN_BY_RANKS = ("checkpoints/*", shard_name("*"))
+WRITTEN_BY_RANKS = ("checkpoints/*", f"{MODEL}/*")
 """Patterns of the files that every rank writes; rank 0 writes the others."""
 REPLACED = f"replaced{PARTIAL}"
 """Folder in which a new run keeps the run that it replaces. It is never published."""
@@ -208,7 +207,7 @@ class RunFolder:
 
     def has_checkpoint(self) -> bool:
         """Returns whether training got as far as its first checkpoint."""
-        return bool(checkpoint_folder(self.checkpoints).steps())
+        return bool(CheckpointFolder(self.checkpoints).steps())
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -288,8 +287,8 @@ class RunFolder:
     def _remove_what_ranks_wrote(self, url: str) -> None:
         """After run.json, without which nothing there is taken for a run."""
         remove_file(path_in(url, "run.json"))
-        checkpoint_folder(self.checkpoints).remove()
-        delete_shards(url)
+        CheckpointFolder(self.checkpoints).remove()
+        remove_model(url)
 
     def read_head(self) -> dict[str, Any]:
         """The content of run.json."""
@@ -339,11 +338,11 @@ class RunFolder:
                 if alpha is not None:
                     self._save("alpha", {f"dim{dim}": value for dim, value in alpha.items()})
                 self._save("scheme", unshared(scheme.to_tensors()))
-                delete_shards(self._written_by_ranks)
+                remove_model(self._written_by_ranks)
                 if ranks.world_size == 1:
                     self._save("model", unshared(model.state_dict()))
         if ranks.world_size > 1:
-            save_shards(self._written_by_ranks, model, ranks)
+            write_model(self._written_by_ranks, model, ranks)
 
     def _save(self, name: str, tensors: dict[str, Tensor]) -> None:
         put_file(self.path / f"{name}.safetensors", partial(save_file, tensors))
@@ -394,8 +393,8 @@ class RunFolder:
 
     def stored(self) -> dict[str, StoredTensor]:
         """The same, of which nothing is read yet."""
-        if has_shards(self.path):
-            return stored_shards(self.path)
+        if has_written_model(self.path):
+            return written_model(self.path)
         place = str(self.path / "model.safetensors")
         return {
             name: StoredTensor.of(f"{place}, {name}", value)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch import nn
 from dnis_torchrec._dependencies import versions
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import describe
-from dnis_torchrec.data.files import PARTIAL
 from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
 from dnis_torchrec.data.users_code import errors_of_its_code
 from dnis_torchrec.jobs.new_run import new_run, task_of_trained
@@ -78,8 +76,7 @@ def _train(
     model, optimizer = shard(task, recipe, device)
     job.out.parent.mkdir(parents=True, exist_ok=True)
     progress = plain_progress(recipe, counts.num_samples, job.epochs, notes)
-    place = TemporaryDirectory(dir=job.out.parent, prefix=".", suffix=PARTIAL)
-    with progress as (events, train), place as folder:
+    with progress as (events, train):
         trained = train_plainly(
             model,
             optimizer,
@@ -87,7 +84,6 @@ def _train(
             device,
             max_epochs=job.epochs,
             patience=job.patience,
-            folder=Path(folder),
             events=events,
         )
     metrics = evaluate(model, recipe.data.test, recipe.task, device)

@@ -24,17 +24,12 @@ from dnis_torchrec.data.urls import Address
 from dnis_torchrec.ranks import on_rank_zero, rank_of, world_size_of
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.schedule import BilevelStream
-from dnis_torchrec.training.checkpoint import (
-    CheckpointSaver,
-    Manifest,
-    PlacedTensor,
-    TrainingState,
-    checkpoint_folder,
-)
+from dnis_torchrec.training.checkpoint import CheckpointFolder, CheckpointSaver, Manifest
 from dnis_torchrec.training.evaluate import selection_loss
 from dnis_torchrec.training.pipeline import LateValues
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.shard import flushing_denormals
+from dnis_torchrec.training.state import PlacedTensor, TrainingState
 
 STOP_INTERVAL = 8
 """Steps after which several ranks ask each other whether one was told to stop."""
@@ -178,7 +173,7 @@ class SearchLoop:
             events,
         )
         self._folder, self._saving = (
-            checkpoint_folder(folder, keep_last=saving.keep_checkpoints),
+            CheckpointFolder(folder, keep_last=saving.keep_checkpoints),
             saving,
         )
         self._steps_per_epoch, self._data = steps_per_epoch, dict(data or {})

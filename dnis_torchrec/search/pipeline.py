@@ -33,19 +33,18 @@ from dnis_torchrec.selection.torchrec import (
     read_by_name_,
 )
 from dnis_torchrec.selection.wrapper import soft_selection_modules
-from dnis_torchrec.training.checkpoint import (
-    Manifest,
+from dnis_torchrec.training.checkpoint import Manifest, go_back_, read_checkpoint
+from dnis_torchrec.training.pipeline import FiniteGuard, PrefetchingTrainPipeline
+from dnis_torchrec.training.state import (
     PlacedTensor,
     TrainingState,
     describe_tables,
     finish_load_,
     model_tensors,
     optimizer_tensors,
-    read_checkpoint,
     rng_tensors,
     set_rng_,
 )
-from dnis_torchrec.training.pipeline import FiniteGuard, PrefetchingTrainPipeline
 
 STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW = 2
 """Steps after which DistributedDataParallel makes its buckets anew, with a static graph, as
@@ -368,11 +367,8 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
             ValueError: if the checkpoint is damaged or of another run.
         """
         tensors = model_tensors(self._model) | optimizer_tensors(self._model, self._dense_optimizer)
-        own = TrainingState(tensors=tensors, tables=describe_tables(self._model))
-        read_checkpoint(
-            path, own, self._process_group, kinds=("table", "model", "fused", "optimizer")
-        )
-        finish_load_(self._model, own.tensors)
+        kinds = ("table", "model", "fused", "optimizer")
+        go_back_(path, self._model, tensors, self._process_group, kinds=kinds)
 
     def detach(self) -> nn.Module:
         """Takes the model out of the pipeline; batches in flight stay with it.

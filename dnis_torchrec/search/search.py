@@ -3,11 +3,9 @@ left."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -108,7 +106,7 @@ def search(
         recipe: model, data and loss. Its model is used up: take the one of the outcome.
         compression: bytes of the float32 tables over bytes served, above 1; met from below.
         checkpoints: folder for the last checkpoints and the best ones, a path that all ranks see or
-            a URL (see `checkpoint_folder`).
+            a URL (see `CheckpointFolder`).
         device: where to train.
         settings: how to search.
         trained_epochs: epochs of plain training that the recipe's model has behind it already, up
@@ -359,19 +357,17 @@ class _Finishing:
             Phase(name=FINISH, steps=FINISHING_EPOCHS * started.steps_per_epoch, patience=1)
         )
         recipe = started.recipe
-        with tempfile.TemporaryDirectory() as folder:
-            train_plainly(
-                started.model,
-                started.optimizer,
-                recipe,
-                started.pipeline.device,
-                max_epochs=FINISHING_EPOCHS,
-                patience=1,
-                folder=Path(folder),
-                held=rounded,
-                starts_trained=True,
-                events=PlainEvents(on_step=lambda _: self._loop.stop_if_requested()),
-            )
+        train_plainly(
+            started.model,
+            started.optimizer,
+            recipe,
+            started.pipeline.device,
+            max_epochs=FINISHING_EPOCHS,
+            patience=1,
+            held=rounded,
+            starts_trained=True,
+            events=PlainEvents(on_step=lambda _: self._loop.stop_if_requested()),
+        )
         rounded.stop_()
         sample = self._sample()
         said = sample.predict(rounded.scheme)

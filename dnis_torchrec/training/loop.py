@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol, cast
 
 import torch
@@ -19,14 +18,11 @@ from dnis_torchrec.checks import check
 from dnis_torchrec.data.lookup_batches import LookupBatches
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.ranks import world_size_of
-from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
 from dnis_torchrec.training.evaluate import selection_loss
 from dnis_torchrec.training.pipeline import DetachableTrainPipeline, FiniteGuard, LateValues
 from dnis_torchrec.training.rounded import HeldTables, HoldingOptimizer
 from dnis_torchrec.training.shard import flushing_denormals
-
-BEST_STATE = "best"
-"""Name of the checkpoint of the best epoch, in the folder that a training is given."""
+from dnis_torchrec.training.state import snapshot, take_
 
 
 class Stepper(Protocol):
@@ -37,24 +33,6 @@ class Stepper(Protocol):
 
     def step(self) -> None:
         """Steps all weights."""
-
-
-@dataclass
-class EarlyStopping:
-    """Stops when the selection loss has not improved for a while, and remembers the best state on
-    disk."""
-
-    path: Path
-    patience: int
-    best: float = math.inf
-    best_epoch: int = -1
-
-    def update(self, epoch: int, loss: float, save: Callable[[Path], None]) -> bool:
-        """Takes the selection loss of an epoch."""
-        if loss < self.best:
-            self.best, self.best_epoch = loss, epoch
-            save(self.path)
-        return epoch - self.best_epoch >= self.patience
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,26 +72,22 @@ def train_plainly(
     *,
     max_epochs: int,
     patience: int,
-    folder: Path,
     held: HeldTables | None = None,
     starts_trained: bool = False,
     events: PlainEvents = PlainEvents(),
 ) -> PlainTraining:
     """Trains with TorchRec's own pipeline until the selection loss stops improving, and goes back
     to the best epoch."""
-    started = time.monotonic()
+    begin = time.monotonic()
     rule = held or HeldTables()
     stepper = optimizer if held is None else HoldingOptimizer(cast(KeyedOptimizer, optimizer), held)
     pipeline = DetachableTrainPipeline(model, stepper, device, pipeline_postproc=True)
-    stopping, guard = (
-        EarlyStopping(folder / BEST_STATE, patience),
-        FiniteGuard(model, model._env.process_group),
-    )
-    late, start, loss_before = LateValues(), folder / "start", math.inf
+    guard, late = FiniteGuard(model, model._env.process_group), LateValues()
     history: list[PlainEpoch] = []
+    best, best_epoch, state = math.inf, -1, None
     if starts_trained:
-        loss_before = selection_loss(model, recipe, device)
-        save_checkpoint(start, model, rule.tensors())
+        best, state = selection_loss(model, recipe, device), snapshot(model, rule.tensors())
+    epoch_to_beat, loss_to_beat = -1, math.inf
     model.train()
     for epoch in range(max_epochs):
         batches = iter(LookupBatches(recipe.data.train, "train"))
@@ -127,28 +101,32 @@ def train_plainly(
             guard.check_loss(loss, f"epoch {epoch}, step {step}")
             losses += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)])
             late.settle()
-            late.read(loss, lambda found: events.on_step(float(found)))
+            late.read(loss, lambda value: events.on_step(float(value)))
         late.settle()
         guard.settle()
         check(step > 0, "training stream", "at least one batch", 0, "check the data splits")
-        found = selection_loss(pipeline.detach(), recipe, device)
-        steps_before = history[-1].step if history else 0
-        train_loss = _mean_over_ranks(losses, model)
-        history.append(
-            PlainEpoch(
-                epoch=epoch, step=steps_before + step, train_loss=train_loss, selection_loss=found
-            )
+        loss_of_epoch = selection_loss(pipeline.detach(), recipe, device)
+        record = PlainEpoch(
+            epoch=epoch,
+            step=step + (history[-1].step if history else 0),
+            train_loss=_mean_over_ranks(losses, model),
+            selection_loss=loss_of_epoch,
         )
-        events.on_epoch(history[-1])
-        if stopping.update(epoch, found, lambda path: save_checkpoint(path, model, rule.tensors())):
+        history.append(record)
+        events.on_epoch(record)
+        if loss_of_epoch < loss_to_beat:
+            epoch_to_beat, loss_to_beat = epoch, loss_of_epoch
+            if loss_of_epoch < best:
+                best, best_epoch, state = loss_of_epoch, epoch, snapshot(model, rule.tensors())
+        if epoch - epoch_to_beat >= patience:
             break
-    stays = starts_trained and loss_before <= stopping.best
-    load_checkpoint(start if stays else stopping.path, model, rule.tensors())
+    if state is not None:
+        take_(model, state, rule.tensors())
     rule.finish_load_()
     return PlainTraining(
-        selection_loss=min(stopping.best, loss_before),
-        best_epoch=-1 if stays else stopping.best_epoch,
-        seconds=time.monotonic() - started,
+        selection_loss=best,
+        best_epoch=best_epoch,
+        seconds=time.monotonic() - begin,
         history=tuple(history),
     )
 

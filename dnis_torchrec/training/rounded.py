@@ -41,7 +41,7 @@ from dnis_torchrec.selection.shards import (
 from dnis_torchrec.selection.swap import fold_
 from dnis_torchrec.selection.torchrec import lookups, writing_to_tables
 from dnis_torchrec.selection.wrapper import soft_selection_modules
-from dnis_torchrec.training.checkpoint import Chunk, PlacedTensor
+from dnis_torchrec.training.state import Chunk, PlacedTensor
 
 
 class HeldTables:
@@ -56,7 +56,7 @@ class HeldTables:
         lookup."""
 
     def tensors(self) -> Mapping[str, PlacedTensor]:
-        """State beside the model's, live, as `TrainingState` and `save_checkpoint` take it. Local."""
+        """State beside the model's, live, as `TrainingState` and `snapshot` take it. Local."""
         return {}
 
     def finish_load_(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,14 +11,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
 
 from dnis_torchrec.cli import app
 from dnis_torchrec.jobs.artifact_jobs import run_export
-from dnis_torchrec.jobs.model_shards import shard_name
-from dnis_torchrec.jobs.stored_tensors import StoredTensor
+from dnis_torchrec.training import weights
+from dnis_torchrec.training.checkpoint import CheckpointFolder, StoredTensor, write_checkpoint
+from dnis_torchrec.training.state import Chunk, PlacedTensor, TrainingState
 from tests.distributed.compress_job_scenarios import RECIPE
 from tests.distributed.harness import Rank, Results
 from tests.distributed.pruning_scenarios import outcome_of
@@ -35,17 +35,16 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 def spread_run(run: Path, to: Path, *, added: float = 0.0) -> Path:
     """A copy of a run as two ranks write it; a number is added to the second half of its tables."""
     shutil.copytree(run, to)
-    parts: list[dict[str, Tensor]] = [{}, {}]
+    tensors = {}
     for name, value in load_file(to / "model.safetensors").items():
         if "embedding_bags" in name:
             first, second = value.tensor_split(2)
-            parts[0][f"table/0/0/{name}"], parts[1][f"table/{len(first)}/0/{name}"] = first, second + added
+            chunks = (Chunk((0, 0), first), Chunk((len(first), 0), second + added))
         else:
-            parts[0][f"dense/{name}"] = value
+            chunks = (Chunk((0,) * value.dim(), value),)
+        tensors[name] = PlacedTensor(tuple(value.shape), chunks)
     (to / "model.safetensors").unlink()
-    for rank, tensors in enumerate(parts):
-        contiguous = {name: value.contiguous() for name, value in tensors.items()}
-        save_file(contiguous, to / shard_name(rank), metadata={"model_part": json.dumps({"world_size": 2})})
+    write_checkpoint(CheckpointFolder(to / weights.MODEL), 0, TrainingState(tensors=tensors, tables={}), None)
     return to
 
 

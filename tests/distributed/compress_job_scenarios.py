@@ -26,11 +26,12 @@ from typer.testing import CliRunner
 from dnis_torchrec.artifact.packed_files import SharedPackedFile
 from dnis_torchrec.cli import app
 from dnis_torchrec.data.recipe import DataSplits, Recipe
-from dnis_torchrec.jobs import compress_job, model_shards
+from dnis_torchrec.jobs import compress_job
 from dnis_torchrec.jobs.compress_job import CompressJob, run_compress
-from dnis_torchrec.jobs.stored_tensors import StoredTensor
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.selection.shards import collections, local_shards
+from dnis_torchrec.training import weights as weight_files
+from dnis_torchrec.training.checkpoint import StoredTensor
 from tests.distributed.harness import Rank, Results
 from tests.distributed.pruning_scenarios import outcome_of
 from tests.tiny import EMBEDDING_DIM, Repeatable, make_batch
@@ -100,7 +101,7 @@ def in_kind(kind: str) -> Iterator[None]:
     def spread(model: nn.Module, device: torch.device) -> nn.Module:
         return spread_as(kind, model, device)
 
-    with patch.object(model_shards, "spread_tables", spread):
+    with patch.object(weight_files, "spread_tables", spread):
         yield
 
 
@@ -115,7 +116,7 @@ def compressed(at: Rank, kind: str, file: Path) -> Results:
 def watched() -> Iterator[dict[str, list[list[Any]]]]:
     """Notes what this rank reads of stored tables, ``[weight, first place, shape]``, and what it holds of them."""
     found: dict[str, list[list[Any]]] = {"read": [], "held": [], "whole": []}
-    copy, measure, spread = StoredTensor.copy_to_, compress_job.measure_, model_shards.spread_tables
+    copy, measure, spread = StoredTensor.copy_to_, compress_job.measure_, weight_files.spread_tables
 
     def reading(stored: StoredTensor, target: Tensor, first: Any = None) -> None:
         if "embedding_bags" in stored.place:
@@ -136,7 +137,7 @@ def watched() -> Iterator[dict[str, list[list[Any]]]]:
     with (
         patch.object(StoredTensor, "copy_to_", reading),
         patch.object(StoredTensor, "whole", lambda stored: 1 / 0),
-        patch.object(model_shards, "spread_tables", spreading),
+        patch.object(weight_files, "spread_tables", spreading),
         patch.object(compress_job, "measure_", measuring),
     ):
         yield found

@@ -13,7 +13,7 @@ from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.selection.shards import collections, local_shards
-from dnis_torchrec.training.checkpoint import CheckpointSaver, LocalCheckpointFolder
+from dnis_torchrec.training.checkpoint import CheckpointFolder, CheckpointSaver
 from dnis_torchrec.training.rounded import HoldingOptimizer, RoundedTables
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU, ROWS, Stream, blocks, shard_as, tables, task
@@ -72,7 +72,7 @@ def trains_on_ranks(kind: str, at: Rank) -> Results:
 
 def goes_on(kind: str, then: str, at: Rank) -> Results:
     """The same run without and with an interruption."""
-    folder = LocalCheckpointFolder(at.folder / f"rounded_{kind}_{then}")
+    folder = CheckpointFolder(at.folder / f"rounded_{kind}_{then}")
     run = Run(kind, at.process_group, (at.rank,))
     run.steps(STEPS)
     with CheckpointSaver(folder) as saver:

@@ -21,14 +21,16 @@ from dnis_torchrec.search.ramp import Ramp
 from dnis_torchrec.search.schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import fold_, merge_, prepare_
-from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint, state_tensors
+from dnis_torchrec.training.checkpoint import CheckpointFolder, go_back_, write_checkpoint
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.loop import train_plainly
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.shard import shard
+from dnis_torchrec.training.state import TrainingState, describe_tables, model_tensors
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU, KINDS, Stream, blocks, shard_as, task
 from tests.late import read_late
+from tests.small_models import state_tensors
 from tests.tiny import make_recipe
 
 STEPS = 20
@@ -153,13 +155,14 @@ def search_and_fold(kind: str, at: Rank) -> Results:
 
 def round_trip(model: nn.Module, kind: str, at: Rank) -> Results:
     """Saves, and loads into a model with other weights."""
-    path = at.folder / f"{kind}_last"
-    save_checkpoint(path, model)
+    folder = CheckpointFolder(at.folder / f"{kind}_last")
+    state = TrainingState(tensors=model_tensors(model), tables=describe_tables(model))
+    write_checkpoint(folder, 1, state, at.process_group)
     other, _ = shard_as(task(), kind, at.process_group)
     with torch.no_grad():
         for value in state_tensors(other).values():
             value.fill_(-7.0)
-    load_checkpoint(path, other)
+    go_back_(folder.path_of(1), other, model_tensors(other), at.process_group)
     return {
         "saved": {name: value.clone() for name, value in state_tensors(model).items()},
         "loaded": {name: value.clone() for name, value in state_tensors(other).items()},
@@ -270,7 +273,7 @@ def plain_training_stops(at: Rank) -> Results:
     if at.rank == 1:
         poison_(model, "loss")
     try:
-        train_plainly(model, optimizer, recipe, CPU, max_epochs=1, patience=1, folder=at.folder)
+        train_plainly(model, optimizer, recipe, CPU, max_epochs=1, patience=1)
         return {"outcome": "went on"}
     except NonFiniteError as error:
         return {"outcome": f"NonFiniteError: {error}"}

@@ -21,7 +21,6 @@ from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.over_ranks import split_over_ranks
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.data.sample_sketch import SampleSketch
-from dnis_torchrec.jobs.model_shards import save_shards
 from dnis_torchrec.jobs.search_job import SearchJob, run_search
 from dnis_torchrec.jobs.train_job import TrainJob, run_train
 from dnis_torchrec.ranks import Ranks
@@ -34,6 +33,7 @@ from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.settings import Saving
+from dnis_torchrec.training.weights import write_model
 from examples.models import FactorizationMachine
 from tests.distributed.harness import Rank
 from tests.distributed.pruning_scenarios import described, outcome_of
@@ -85,7 +85,7 @@ def whole_search(optimizer: str, rank: Rank) -> dict[str, Any]:
     metrics = evaluate(TrainTask(outcome.model, own.loss), test, own.loss, CPU)
     target = rank.folder / f"model_{optimizer}"
     target.mkdir(exist_ok=True)
-    save_shards(target, outcome.model, ranks)
+    write_model(target, outcome.model, ranks)
     export(outcome.model, outcome.scheme, rank.folder / f"artifact_{optimizer}", forms=(PACKED,))
     return {
         "steps_per_epoch": started,

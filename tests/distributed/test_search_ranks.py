@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -12,13 +13,13 @@ import torch
 
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.jobs.artifact_jobs import drop_in_, run_evaluate, run_export
-from dnis_torchrec.jobs.model_shards import load_shards, load_state_
 from dnis_torchrec.jobs.train_job import run_train
 from dnis_torchrec.search.search import SearchOutcome
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.streaming.checked_counts import count_training_data
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.settings import Saving
+from dnis_torchrec.training.weights import load_state_, written_model
 from tests.distributed.harness import RankResults, running_ranks
 from tests.distributed.search_scenarios import (
     CPU,
@@ -174,12 +175,17 @@ def test_two_ranks_with_half_batches_learn_as_one_process_does(both, optimizer: 
     assert found["compression"] == pytest.approx(alone.scheme.compression(), rel=0.05)
 
 
+def whole_model(folder: Path) -> dict[str, torch.Tensor]:
+    """What several ranks have written, read by one process."""
+    return {name: stored.whole() for name, stored in written_model(folder).items()}
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_run_read_by_one_process_has_the_same_metric(both, optimizer: str) -> None:
     ranks = both[0]
     expected = ranks[f"search {optimizer}"][0]["metrics"]
     own = recipe(optimizer)
-    load_state_(own.model, load_shards(ranks.folder / f"model_{optimizer}"), "model")
+    load_state_(own.model, whole_model(ranks.folder / f"model_{optimizer}"), "model")
     assert evaluate(TrainTask(own.model, own.loss), own.data.test, own.loss, CPU) == pytest.approx(expected, abs=1e-6)
     fresh = recipe(optimizer)
     drop_in_(fresh.model, ranks.folder / f"artifact_{optimizer}")
@@ -240,16 +246,17 @@ def test_hosts_that_share_no_disk_search_as_ranks_of_one_do(both) -> None:
     assert second["own"] == []
     assert {"run/run.json", "run/report.json", "run/scheme.safetensors"} <= set(first["own"])
     assert not [name for name in first["own"] if "checkpoints" in name or "rank" in name]
-    stored, together = load_shards(both[0].folder / "stored"), load_shards(both[0].folder / "run")
+    stored, together = whole_model(both[0].folder / "stored"), whole_model(both[0].folder / "run")
     assert [name for name in together if not torch.equal(together[name], stored[name])] == []
     assert set(stored) == set(together)
 
 
 def test_a_missing_rank_is_named(both, tmp_path: Path) -> None:
     whole = both[0].folder / "model_adam"
-    (tmp_path / "model.rank0.safetensors").write_bytes((whole / "model.rank0.safetensors").read_bytes())
-    with pytest.raises(ValueError, match=r"model\.rank1\.safetensors: expected the part of a rank, got none; copy"):
-        load_shards(tmp_path)
+    shutil.copytree(whole / "model", tmp_path / "model")
+    next((tmp_path / "model").glob("*/rank1.*.safetensors")).unlink()
+    with pytest.raises(ValueError, match=r"rank1\..*: expected .* bytes, got no such file; put back what rank 1 wrote"):
+        whole_model(tmp_path)
 
 
 def test_what_one_rank_meets_stops_all_before_training(both) -> None:

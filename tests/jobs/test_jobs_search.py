@@ -29,7 +29,7 @@ from dnis_torchrec.search import started as started_search
 from dnis_torchrec.search.loop import SearchInterrupted, SearchLoop
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.streaming import CountLimits
-from dnis_torchrec.training.checkpoint import LocalCheckpointFolder
+from dnis_torchrec.training.checkpoint import CheckpointFolder
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.settings import Saving
 from tests.searched_runs import QUICK
@@ -96,14 +96,14 @@ def test_a_run_that_says_nothing_was_saved_is_gone_and_one_that_names_a_checkpoi
 
     out, saving = tmp_path / "run", Saving(on_save_error="continue")
     with monkeypatch.context() as patch:
-        patch.setattr(LocalCheckpointFolder, "add", full)
+        patch.setattr(CheckpointFolder, "add", full)
         stop_after(patch, 3)
         with pytest.raises(SearchInterrupted, match="stopped on request; nothing could be saved"):
             run_search(job(out, saving=saving))
     assert not out.exists()
     interrupted(out)
     with monkeypatch.context() as patch:
-        patch.setattr(LocalCheckpointFolder, "add", full)
+        patch.setattr(CheckpointFolder, "add", full)
         stop_after(patch, 3)
         with pytest.raises(SearchInterrupted, match=r"this state could not be saved, --resume goes on from .*step-"):
             run_search(job(out, saving=dataclasses.replace(saving, resume=True)))

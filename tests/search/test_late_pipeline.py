@@ -134,7 +134,7 @@ def plain(folder: Path, bad_batch: int | None = None) -> list[object]:
         recipe.data.train.batches[bad_batch].dense_features[:] = float("nan")
     model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
     listening = PlainEvents(on_step=events.append, on_epoch=lambda record: events.append(record.selection_loss))
-    train_plainly(model, optimizer, recipe, CPU, max_epochs=2, patience=2, folder=folder, events=listening)
+    train_plainly(model, optimizer, recipe, CPU, max_epochs=2, patience=2, events=listening)
     return events
 
 

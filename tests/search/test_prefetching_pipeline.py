@@ -28,9 +28,9 @@ from dnis_torchrec.selection.swap import fold_, prepare_
 from dnis_torchrec.selection.torchrec import writing_to_tables
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training import shard as sharding_of_training
-from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.shard import shard
+from dnis_torchrec.training.state import snapshot, take_
 from examples.paper.pruning import ValueMask
 from tests.row_caches import caches_of, counting_locks, plan_caches_
 from tests.small_models import operators
@@ -177,7 +177,7 @@ def test_whoever_writes_to_tables_finds_their_rows_there_and_leaves_no_older_one
     assert all(cache.events == ["flush", "purge"] for cache in caches)
 
 
-@pytest.mark.parametrize("write_", ["fold_", "mask", "rotate_", "load_checkpoint"])
+@pytest.mark.parametrize("write_", ["fold_", "mask", "rotate_", "take_"])
 def test_everything_that_writes_to_tables_says_so(
     gloo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, write_: str
 ) -> None:
@@ -185,14 +185,14 @@ def test_everything_that_writes_to_tables_says_so(
     tables = table_configs(recipe.model)
     counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
     mask = ValueMask(model)
-    save_checkpoint(tmp_path / "saved", model)
+    saved = snapshot(model)
     for cache in caches:
         cache.events.clear()
     {
         "fold_": lambda: fold_(model),
         "mask": mask.hold_,
         "rotate_": lambda: rotate_(model, counts, optimizer),
-        "load_checkpoint": lambda: load_checkpoint(tmp_path / "saved", model),
+        "take_": lambda: take_(model, saved),
     }[write_]()
     for cache in caches:
         assert cache.events.index("flush") < cache.events.index("purge")

@@ -34,8 +34,9 @@ from dnis_torchrec.search.started import _in_parts
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.streaming import checked_counts
 from dnis_torchrec.streaming.checked_counts import count_training_data
+from dnis_torchrec.training import checkpoint
 from dnis_torchrec.training import shard as sharding_of_training
-from dnis_torchrec.training.checkpoint import CheckpointWriteError, LocalCheckpointFolder, transfer
+from dnis_torchrec.training.checkpoint import CheckpointFolder, CheckpointWriteError
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.settings import Saving
@@ -214,7 +215,7 @@ def test_a_request_to_stop_saves_the_state(gloo, tmp_path: Path) -> None:
     events = SearchEvents(on_step=lambda loss, density: steps.append(loss), should_stop=lambda: len(steps) == 13)
     with pytest.raises(SearchInterrupted, match=r"epoch 1, lower step 13: stopped on request; .* saved in .*step-"):
         found_by(make_recipe(), tmp_path, events)
-    assert LocalCheckpointFolder(tmp_path).latest() == tmp_path / "step-00000013"
+    assert CheckpointFolder(tmp_path).latest() == tmp_path / "step-00000013"
 
 
 def test_a_request_to_stop_is_heard_while_a_search_finishes(gloo, tmp_path: Path) -> None:
@@ -251,7 +252,7 @@ def test_divergence_keeps_the_last_good_checkpoint(
 
     with reading(), pytest.raises(NonFiniteError, match="lower step 14"):
         found_by(recipe, tmp_path, SearchEvents(on_epoch=poison))
-    saved = load_file(LocalCheckpointFolder(tmp_path).latest() / "rank0.safetensors")
+    saved = load_file(next(CheckpointFolder(tmp_path).latest().glob("rank0.*")))
     assert all(bool(torch.isfinite(value.float()).all()) for value in saved.values())
 
 
@@ -279,7 +280,7 @@ def test_best_epochs_that_could_not_be_written_leave_the_last_one_that_was(
         if record.epoch == 3:
             is_full.set()
 
-    monkeypatch.setattr(transfer, "save_file", save_unless_full)
+    monkeypatch.setattr(checkpoint, "save_file", save_unless_full)
     events = SearchEvents(on_epoch=on_epoch)
     outcome = found_by(make_recipe(), tmp_path, events, Saving(on_save_error="continue"))
     assert [record.phase for record in records] == ["plain", "plain", "ramp", "release", "release"]
@@ -294,7 +295,7 @@ def test_a_phase_of_which_no_checkpoint_could_be_written_is_the_last_one(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(transfer, "save_file", full)
+    monkeypatch.setattr(checkpoint, "save_file", full)
     records: list[EpochRecord] = []
     message = "^phase 'plain': expected the checkpoint of an epoch, to go back to, got none; make room"
     with pytest.raises(CheckpointWriteError, match=message):

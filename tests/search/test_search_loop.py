@@ -14,8 +14,9 @@ from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.search import loop as search_loop
 from dnis_torchrec.search.loop import EpochRecord, FinishedPhase, Phase, SearchEvents, SearchLoop
 from dnis_torchrec.search.started import StartedSearch
-from dnis_torchrec.training.checkpoint import LocalCheckpointFolder, state_tensors
+from dnis_torchrec.training.checkpoint import CheckpointFolder
 from dnis_torchrec.training.settings import Saving
+from tests.small_models import state_tensors
 from tests.tiny import make_recipe
 
 CPU = torch.device("cpu")
@@ -140,7 +141,7 @@ def test_a_phase_that_gets_better_ends_with_its_own_best_epoch(gloo, tmp_path: P
     assert run.loop.finished[-1].last_step == 10 + 13 + 25  # the last epoch is a short one
     assert_same(run.now(), run.weights[4])
     for phase in run.loop.finished:
-        assert LocalCheckpointFolder(tmp_path).path_of(phase.best.step) == run.loop.checkpoint_of(phase)
+        assert CheckpointFolder(tmp_path).path_of(phase.best.step) == run.loop.checkpoint_of(phase)
         assert (run.loop.checkpoint_of(phase) / "manifest.json").exists()
 
 
@@ -149,9 +150,9 @@ def test_best_epochs_stay_and_others_go(gloo, tmp_path: Path, monkeypatch) -> No
     phases = (replace(FIRST, steps=20), SECOND, replace(THIRD, steps=12))
     run = Run(tmp_path, saving=Saving(keep_checkpoints=1, checkpoint_every=4), phases=phases)
     kept: list[int] = []
-    run.events.on_alpha = lambda *_: kept.append(len(LocalCheckpointFolder(tmp_path).steps()))
+    run.events.on_alpha = lambda *_: kept.append(len(CheckpointFolder(tmp_path).steps()))
     run.loop.run()
-    steps = LocalCheckpointFolder(tmp_path).steps()
+    steps = CheckpointFolder(tmp_path).steps()
     assert {own.best.step for own in run.loop.finished} <= set(steps)
     assert max(kept) <= 6  # the last one, the one that is being written, two best ones, those of two finished phases
     assert len(steps) <= 5

@@ -26,17 +26,10 @@ from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, s
 from dnis_torchrec.selection.shards import local_shards, table_configs
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.selection.wrapper import soft_selection_modules
-from dnis_torchrec.training.checkpoint import (
-    LocalCheckpointFolder,
-    TrainingState,
-    describe_tables,
-    model_tensors,
-    read_checkpoint,
-    write_checkpoint,
-)
-from dnis_torchrec.training.checkpoint.placement import TableDescription
+from dnis_torchrec.training.checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.shard import shard
+from dnis_torchrec.training.state import TableDescription, TrainingState, describe_tables, model_tensors
 from tests.reference import ReferenceTable, embedding_l2_reference
 from tests.sequence_models import FEATURES, NAMES, ClickAndRating, interest, make_batch, two_outputs
 from tests.tiny import Repeatable
@@ -203,7 +196,7 @@ def test_a_checkpoint_brings_everything_back_in_another_sharding(
         for own in local_shards(wrapper):
             own.weight.uniform_(-1, 1)
     assert sorted(key for key in model_tensors(one) if "embeddings" in key) == []
-    folder = LocalCheckpointFolder(tmp_path)
+    folder = CheckpointFolder(tmp_path)
     write_checkpoint(folder, 3, TrainingState(tensors=model_tensors(one), tables=described(one)), None)
     read_checkpoint(folder.latest(), TrainingState(tensors=model_tensors(two), tables=described(one)), None)
     batch = make_batch(5)

@@ -21,7 +21,7 @@ from dnis_torchrec.search import ramp
 from dnis_torchrec.search.loop import EpochRecord, SearchEvents, SearchInterrupted
 from dnis_torchrec.search.search import SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings
-from dnis_torchrec.training.checkpoint import LocalCheckpointFolder
+from dnis_torchrec.training.checkpoint import CheckpointFolder
 from dnis_torchrec.training.settings import Saving
 from tests.tiny import make_recipe
 
@@ -163,7 +163,7 @@ def test_a_search_goes_on_where_a_phase_is_over_and_the_next_has_not_begun(gloo,
 def test_steps_since_the_last_checkpoint_are_repeated_alike(gloo, tmp_path: Path) -> None:
     """As after SIGKILL, which saves nothing: the state on disk is that of some step before."""
     whole, expected = run(tmp_path, "adam", every=4)
-    kept = LocalCheckpointFolder(tmp_path).steps()
+    kept = CheckpointFolder(tmp_path).steps()
     assert len(kept) <= 6  # the last two, and the best ones of three phases, of the last one two
     latest = tmp_path / "latest.json"
     for step in kept[::2]:
@@ -201,24 +201,24 @@ def test_a_stop_names_the_latest_checkpoint_that_was_written(
     def stop_on_a_full_disk(full_from: int, stop_at: int, *, resume: bool = False) -> str:
         steps: list[float] = []
 
-        def add(folder: LocalCheckpointFolder, step: int, *arguments: object) -> tuple[str, int]:
+        def add(folder: CheckpointFolder, step: int, *arguments: object) -> tuple[str, int]:
             if step >= full_from:
                 raise OSError(errno.ENOSPC, "No space left on device")
             return kept_add(folder, step, *arguments)
 
         events = SearchEvents(on_step=lambda *_: steps.append(0), should_stop=lambda: len(steps) == stop_at)
-        monkeypatch.setattr(LocalCheckpointFolder, "add", add)
+        monkeypatch.setattr(CheckpointFolder, "add", add)
         with pytest.raises(SearchInterrupted) as caught:
             found_by(make_recipe(), tmp_path, events, Saving(on_save_error="continue", resume=resume))
         return str(caught.value)
 
-    kept_add = LocalCheckpointFolder.add
+    kept_add = CheckpointFolder.add
     nothing = "epoch 0, lower step 2: stopped on request; nothing could be saved"
     earlier = f"stopped on request; this state could not be saved, --resume goes on from {tmp_path}/step-00000010"
     assert stop_on_a_full_disk(0, 2) == nothing
-    assert not LocalCheckpointFolder(tmp_path).steps()
+    assert not CheckpointFolder(tmp_path).steps()
     assert stop_on_a_full_disk(11, 13) == f"epoch 1, lower step 13: {earlier}"
-    assert LocalCheckpointFolder(tmp_path).latest() == tmp_path / "step-00000010"
+    assert CheckpointFolder(tmp_path).latest() == tmp_path / "step-00000010"
     assert stop_on_a_full_disk(11, 2, resume=True) == f"epoch 1, lower step 12: {earlier}"
     assert stop_on_a_full_disk(0, 2) == nothing
 

@@ -143,7 +143,7 @@ def test_plain_training_leaves_a_frozen_table_alone(gloo: dist.ProcessGroup, tmp
     recipe = Recipe(model=net, data=splits, loss=nn.BCEWithLogitsLoss(), table_optimizer=optimizer)
     model, stepper = shard(TrainTask(net, recipe.loss), recipe, CPU)
     set_learning_rates_(model, stepper, tables=0.1, dense=0.1, rows=0.1)
-    train_plainly(model, stepper, recipe, CPU, max_epochs=2, patience=2, folder=tmp_path)
+    train_plainly(model, stepper, recipe, CPU, max_epochs=2, patience=2)
     after = weights_of(model)
     assert torch.equal(after[FROZEN], before[FROZEN])
     assert not torch.equal(after[LEARNING], before[LEARNING])

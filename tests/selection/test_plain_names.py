@@ -22,15 +22,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 import dnis_torchrec as dnis
 from dnis_torchrec.selection.swap import merge_, prepare_
 from dnis_torchrec.selection.wrapper import plain_state_dict
-from dnis_torchrec.training.checkpoint import (
-    LocalCheckpointFolder,
-    TrainingState,
-    describe_tables,
-    model_tensors,
-    optimizer_tensors,
-    read_checkpoint,
-    write_checkpoint,
-)
+from dnis_torchrec.training.checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
+from dnis_torchrec.training.state import TrainingState, describe_tables, model_tensors, optimizer_tensors
 from tests.small_models import MODELS, ROWS, alpha_of, blocks_for, features, predict, randomise_alpha_, shard_as
 
 SHARDED_AS = (None, "table_wise", "column_wise", "data_parallel")
@@ -114,13 +107,13 @@ def test_a_checkpoint_with_the_names_of_wrappers_is_read(tmp_path: Path) -> None
     longer = {
         key.replace(".soft_selection.", ".alpha.").replace(
             ".embedding_bags.", ".embedding_bag_collection.embedding_bags."
-        ): placed.copied()
+        ): placed.copy()
         for key, placed in tensors.items()
     }
     assert len(set(longer) - set(tensors)) > 3
-    folder = LocalCheckpointFolder(tmp_path)
+    folder = CheckpointFolder(tmp_path)
     write_checkpoint(folder, 1, TrainingState(tensors=longer, tables=describe_tables(model)), None)
-    before = {key: placed.copied() for key, placed in tensors.items()}
+    before = {key: placed.copy() for key, placed in tensors.items()}
     for placed in tensors.values():
         placed.chunks[0].tensor.zero_()
     read_checkpoint(folder.path_of(1), TrainingState(tensors=tensors, tables=describe_tables(model)), None)

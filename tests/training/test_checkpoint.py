@@ -1,26 +1,57 @@
-"""Checkpoints: everything comes back bit by bit, in every sharding; a file that does not fit changes nothing."""
+"""Checkpoints of a whole run: complete or absent, bit by bit, in any sharding, on disk and on storage."""
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+import itertools
+import json
+import logging
+import threading
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 
+from dnis_torchrec.data.urls import Address, file_names, path_in, put_file, read_bytes, remove_file
 from dnis_torchrec.selection.swap import prepare_
-from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint, state_tensors
+from dnis_torchrec.training import checkpoint
+from dnis_torchrec.training.checkpoint import (
+    CheckpointFolder,
+    CheckpointSaver,
+    CheckpointWriteError,
+    go_back_,
+    read_checkpoint,
+    write_checkpoint,
+)
+from dnis_torchrec.training.state import (
+    Chunk,
+    PlacedTensor,
+    TableDescription,
+    TrainingState,
+    describe_tables,
+    model_tensors,
+    optimizer_tensors,
+    snapshot,
+    take_,
+)
 from tests.small_models import (
     MODELS,
     SHARDING_TYPES,
     TwoCollections,
-    alpha_of,
     blocks_for,
     predict,
     randomise_alpha_,
     shard_as,
+    state_tensors,
 )
+
+pytestmark = pytest.mark.usefixtures("gloo")
 
 
 def build(name: str, *, prepared: bool, sharding_type: str | None = None) -> nn.Module:
@@ -32,30 +63,62 @@ def build(name: str, *, prepared: bool, sharding_type: str | None = None) -> nn.
     return model if sharding_type is None else shard_as(model, sharding_type)
 
 
-def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
+def state_of(model: nn.Module, **values) -> TrainingState:
+    return TrainingState(tensors=model_tensors(model), tables=describe_tables(model), values=values)
+
+
+def numbers(value: float, size: int = 3) -> TrainingState:
+    """A state of one tensor."""
+    return TrainingState(tensors={"model/x": PlacedTensor.of(torch.full((size,), value))}, tables={})
+
+
+def read(path: Address) -> list[float]:
+    state = numbers(0.0)
+    read_checkpoint(path, state, None)
+    return state.tensors["model/x"].chunks[0].tensor.tolist()
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in state_tensors(model).items()}
 
 
-def assert_state(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
-    state = state_tensors(model)
-    assert state.keys() == expected.keys()
-    assert all(torch.equal(state[name], expected[name]) for name in expected)
+def names(address: Address) -> list[str]:
+    """Of the files there, without what tells one writing of a file from another."""
+    parts = [name.split(".") for name in file_names(address)]
+    return sorted(f"{part[0]}.{part[-1]}" for part in parts)
+
+
+@pytest.fixture(params=["here", "on storage"])
+def address(request: pytest.FixtureRequest, remote: MemoryFileSystem, tmp_path: Path) -> Address:
+    """Where checkpoints go: a path, or a URL."""
+    return tmp_path / "checkpoints" if request.param == "here" else "memory://run/checkpoints"
+
+
+@pytest.fixture
+def folder(address: Address) -> CheckpointFolder:
+    return CheckpointFolder(address)
 
 
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("sharding_type", [None, *SHARDING_TYPES])
-@pytest.mark.usefixtures("gloo")
-def test_round_trip(name: str, prepared: bool, sharding_type: str | None, tmp_path: Path) -> None:
+def test_a_model_comes_back(name: str, prepared: bool, sharding_type: str | None, tmp_path: Path) -> None:
+    """From a file, and from a snapshot, which further steps do not change."""
     saved, other = (build(name, prepared=prepared, sharding_type=sharding_type) for _ in range(2))
     assert not torch.allclose(predict(saved), predict(other))
-    expected = snapshot(saved)
-    save_checkpoint(tmp_path / "last", saved)
-    assert_state(saved, expected)
-    load_checkpoint(tmp_path / "last", other)
-    assert_state(other, expected)
-    assert torch.equal(predict(other), predict(saved))
-    assert [path.name for path in tmp_path.iterdir()] == ["last.rank0.safetensors"]
+    expected, outputs, state = values_of(saved), predict(saved), snapshot(saved)
+    folder = CheckpointFolder(tmp_path)
+    write_checkpoint(folder, 7, state_of(saved, epoch=3), None)
+    assert go_back_(folder.latest(), other, model_tensors(other), None) == {"epoch": 3}
+    assert torch.equal(predict(other), outputs)
+    with torch.no_grad():
+        for value in state_tensors(saved).values():
+            value.fill_(-7)
+    take_(saved, state)
+    for model in (saved, other):
+        found = state_tensors(model)
+        assert found.keys() == expected.keys()
+        assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
 
 
 def test_everything_is_saved_once() -> None:
@@ -63,96 +126,249 @@ def test_everything_is_saved_once() -> None:
     model = TwoCollections()
     model.register_buffer("steps", torch.tensor([3.0]))
     prepare_(model, blocks_for(model))
-    names = ["table/user/0/0", "table/genre/0/0", "table/movie/0/0"]
-    names += ["dense/steps", "dense/first.soft_selection.dim8", "dense/over.weight", "dense/over.bias"]
-    assert sorted(state_tensors(model)) == sorted(names)
-    assert list(state_tensors(MODELS["bare"]())) == ["table/user/0/0", "table/movie/0/0", "table/genre/0/0"]
+    expected = ["table/user", "table/genre", "table/movie", "model/steps", "model/first.soft_selection.dim8"]
+    assert sorted(model_tensors(model)) == sorted([*expected, "model/over.weight", "model/over.bias"])
 
 
-@pytest.mark.usefixtures("gloo")
-def test_column_shards_are_told_apart() -> None:
-    sharded = shard_as(MODELS["bare"](), "column_wise")
-    assert sorted(state_tensors(sharded)) == [f"table/{t}/0/{c}" for t in ("genre", "movie", "user") for c in (0, 4)]
+def test_nothing_is_pickled_and_all_can_be_removed(folder: CheckpointFolder) -> None:
+    assert folder.latest() is None
+    write_checkpoint(folder, 7, numbers(1.0), None)
+    assert names(folder.path) == ["latest.json", "step-00000007/manifest.json", "step-00000007/rank0.safetensors"]
+    folder.remove()
+    assert file_names(folder.path) == []
 
 
-def test_the_previous_one_stays_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build("dlrm", prepared=True)
-    expected = snapshot(model)
-    save_checkpoint(tmp_path / "last", model)
+@given(
+    size=st.tuples(st.integers(1, 9), st.integers(1, 7)),
+    written=st.tuples(st.integers(1, 9), st.integers(1, 7)),
+    wanted=st.tuples(st.integers(1, 9), st.integers(1, 7)),
+)
+def test_any_pieces_are_read_from_any_others(tmp_path_factory, size, written, wanted) -> None:
+    """What one rank writes in tiles of one size is read in tiles of another."""
+    whole = torch.arange(size[0] * size[1]).view(size)
 
-    def half(tensors, path):
-        path.write_bytes(b"half")
-        raise OSError("no space left")
+    def tiles(values: torch.Tensor, tile: tuple[int, int]) -> TrainingState:
+        chunks = tuple(
+            Chunk((row, column), values[row : row + tile[0], column : column + tile[1]].clone())
+            for row in range(0, size[0], tile[0])
+            for column in range(0, size[1], tile[1])
+        )
+        return TrainingState(tensors={"table/t": PlacedTensor(size, chunks)}, tables={})
 
-    monkeypatch.setattr("dnis_torchrec.training.checkpoint.local.save_file", half)
-    randomise_alpha_(model)
-    with pytest.raises(OSError, match="no space left"):
-        save_checkpoint(tmp_path / "last", model)
-    load_checkpoint(tmp_path / "last", model)
-    assert_state(model, expected)
-
-
-def refused(path: Path, model: nn.Module, message: str) -> None:
-    """Loading fails with this message and changes nothing."""
-    expected = snapshot(model)
-    with pytest.raises(ValueError, match=message):
-        load_checkpoint(path, model)
-    assert_state(model, expected)
-
-
-def test_no_name_is_guessed_where_all_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def guess(*args: object, **given: object) -> list[str]:
-        raise AssertionError("it takes longer than all the rest where there are many tables")
-
-    model = build("dlrm", prepared=True)
-    save_checkpoint(tmp_path / "last", model)
-    monkeypatch.setattr("difflib.get_close_matches", guess)
-    load_checkpoint(tmp_path / "last", model)
+    folder = CheckpointFolder(tmp_path_factory.mktemp("tiles"))
+    write_checkpoint(folder, 1, tiles(whole, written), None)
+    found = tiles(torch.zeros_like(whole), wanted)
+    read_checkpoint(folder.latest(), found, None)
+    expected = tiles(whole, wanted).tensors["table/t"].chunks
+    pairs = zip(found.tensors["table/t"].chunks, expected, strict=True)
+    assert all(torch.equal(chunk.tensor, other.tensor) for chunk, other in pairs)
 
 
-def test_absent_checkpoint(tmp_path: Path) -> None:
-    refused(tmp_path / "last", MODELS["dlrm"](), r"last\.rank0\.safetensors: expected a checkpoint file, got none")
+def test_the_last_ones_and_the_best_are_kept(folder: CheckpointFolder) -> None:
+    for step in range(1, 7):
+        write_checkpoint(folder, step, numbers(step), None, keep=(2,))
+    assert folder.steps() == [2, 5, 6]
+    assert folder.latest() == folder.path_of(6)
+    write_checkpoint(folder, 4, numbers(4.5), None, keep=(2,))  # a run that went back to step 2
+    assert folder.steps() == [2, 4]
+    assert read(folder.latest()) == [4.5] * 3
 
 
-@pytest.mark.parametrize("keep", [0, 4, 200, -1])
-def test_damaged_checkpoint(keep: int, tmp_path: Path) -> None:
-    model = build("dlrm", prepared=True)
-    save_checkpoint(tmp_path / "last", model)
-    file = tmp_path / "last.rank0.safetensors"
-    file.write_bytes(file.read_bytes()[:keep])
-    message = r"last\.rank0\.safetensors: expected a whole safetensors file, got .*; use another one"
-    refused(tmp_path / "last", model, message)
+@pytest.mark.parametrize("killed_at", range(9))
+def test_a_kill_while_the_latest_is_replaced_loses_nothing(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, killed_at: int
+) -> None:
+    """A run that was stopped at the end of an epoch saves its step once more when it goes on."""
+    write_checkpoint(folder, 1, numbers(1), None)
+    write_checkpoint(folder, 2, numbers(2), None)
+    number = itertools.count()
+
+    def until_killed(act):
+        def acting(*given):
+            if next(number) == killed_at:
+                raise KeyboardInterrupt
+            return act(*given)
+
+        return acting
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "put_file", until_killed(put_file))
+        patch.setattr(checkpoint, "remove_file", until_killed(remove_file))
+        try:
+            for step in (2, 3):
+                write_checkpoint(folder, step, numbers(step), None)
+        except KeyboardInterrupt:
+            pass
+    folder.clean()
+    assert read(folder.latest())[0] in (2, 3)
+    for step in folder.steps():
+        assert read(folder.path_of(step)) == [step] * 3
+    assert 2 in folder.steps()
 
 
-def test_checkpoint_of_other_tables(tmp_path: Path) -> None:
-    model = build("dlrm", prepared=True)
-    save_checkpoint(tmp_path / "last", model)
-    file = tmp_path / "last.rank0.safetensors"
-    whole = load_file(file)
-
-    def change(**tensors: torch.Tensor | None) -> None:
-        names = {name.replace("__", "/"): value for name, value in tensors.items()}
-        save_file({name: value for name, value in (whole | names).items() if value is not None}, file)
-
-    change(table__movie__0__0=None, table__movies__0__0=whole["table/movie/0/0"])
-    message = "table/movie/0/0: expected in the checkpoint, got absent; did you mean 'table/mov"
-    refused(tmp_path / "last", model, message)
-    change(table__movie__0__0=torch.ones(4, 8))
-    refused(tmp_path / "last", model, r"table/movie/0/0: expected shape \(9, 8\), got \(4, 8\)")
-    change(table__more__0__0=torch.ones(4, 8))
-    refused(tmp_path / "last", model, r"expected nothing that the model lacks, got \['table/more/0/0'\]")
+def test_what_a_killed_writer_left_does_not_count_and_is_removed(folder: CheckpointFolder) -> None:
+    write_checkpoint(folder, 1, numbers(1), None)
+    folder.add(2, 0, lambda path: path.write_bytes(b"whole, but without a manifest"))
+    put_file(path_in(folder.path, ".latest.json.0123.partial"), lambda path: path.write_bytes(b"half"))
+    assert folder.latest() == folder.path_of(1)
+    assert folder.steps() == [1]
+    write_checkpoint(folder, 3, numbers(3), None)
+    assert {name.split("/")[0] for name in file_names(folder.path)} == {"latest.json", "step-00000001", "step-00000003"}
 
 
-def test_checkpoint_of_a_prepared_model_is_not_for_a_plain_one(tmp_path: Path) -> None:
-    model = build("dlrm", prepared=True)
-    save_checkpoint(tmp_path / "last", model)
-    message = r"expected nothing that the model lacks, got \['dense/.*soft_selection\.dim8'\]"
-    refused(tmp_path / "last", MODELS["dlrm"](), message)
-    assert alpha_of(model).dims == (8,)
+def test_a_save_is_of_the_moment_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training changes the tensors while the thread has not begun to write yet; two never write at once."""
+    go = threading.Event()
+
+    def slow(tensors, path):
+        go.wait(timeout=60)
+        save_file(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", slow)
+    state, folder = numbers(1.0), CheckpointFolder(tmp_path)
+    with CheckpointSaver(folder) as saver:
+        saver.save(1, state)
+        state.tensors["model/x"].chunks[0].tensor.fill_(2.0)
+        assert folder.latest() is None
+        go.set()
+        saver.save(2, state)
+        assert folder.latest() is not None  # the first was waited for
+    assert read(folder.path_of(1)) == [1.0] * 3
+    assert read(folder.path_of(2)) == [2.0] * 3
 
 
-@pytest.mark.usefixtures("gloo")
-def test_checkpoint_of_another_sharding(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "last", shard_as(MODELS["bare"](), "column_wise"))
-    other = shard_as(MODELS["bare"](), "table_wise")
-    refused(tmp_path / "last", other, r"table/\w+/0/0: expected shape \(\d+, 8\), got \(\d+, 4\)")
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+@pytest.mark.parametrize("what", ["save_file", "put_file", "_put_text", "CheckpointFolder.publish", "storage"])
+def test_a_place_that_cannot_be_written(folder: CheckpointFolder, caplog, what: str, on_error: str) -> None:
+    """Full, or away from now on: the last good checkpoint stays, and the run goes on as configured."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "cannot write")
+
+    saver = CheckpointSaver(folder, on_error=on_error)
+    saver.save(1, numbers(1))
+    saver.wait()
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING):
+        # Where storage is away, looking what is left there fails, too.
+        module = "dnis_torchrec.data.urls" if what == "storage" else "dnis_torchrec.training.checkpoint"
+        patch.setattr(f"{module}.{what}", refuse)
+        saver.save(2, numbers(2))
+        if on_error == "stop":
+            with pytest.raises(CheckpointWriteError, match="step-00000002.*cannot write"):
+                saver.wait()
+        else:
+            saver.wait()
+            assert "cannot write" in caplog.text
+    assert saver.failed_steps == {2}
+    assert folder.latest() == folder.path_of(1)
+    assert read(folder.latest()) == [1.0] * 3
+    saver.save(3, numbers(3))
+    saver.wait()
+    assert read(folder.latest()) == [3.0] * 3
+
+
+def refused(path: Address, state: TrainingState, place: str) -> None:
+    """Reading fails with an error that names the place, and changes nothing."""
+    before = state.copy()
+    with pytest.raises(ValueError, match=place):
+        read_checkpoint(path, state, None)
+    for key, value in state.tensors.items():
+        for chunk, other in zip(value.chunks, before.tensors[key].chunks, strict=True):
+            assert torch.equal(chunk.tensor, other.tensor)
+
+
+def test_what_differs_is_named_table_by_table(tmp_path: Path) -> None:
+    folder, state = CheckpointFolder(tmp_path), state_of(build("dlrm", prepared=True))
+    tables = {
+        "genre": dataclasses.replace(state.tables["genre"], rows=99),
+        "movie": dataclasses.replace(state.tables["movie"], blocks="other"),
+        "more": TableDescription(rows=1, embedding_dim=4, column_cuts=(0,), blocks=""),
+    }
+    tensors = {key: value for key, value in state.tensors.items() if "over" not in key}
+    write_checkpoint(folder, 1, TrainingState(tensors=tensors, tables=tables), None)
+    refused(folder.latest(), state, "step-00000001.*'more'.*'user'.*'genre'.*99.*'movie'.*model/.*over")
+
+
+def test_other_blocks_have_another_fingerprint() -> None:
+    first, second = (describe_tables(build("dlrm", prepared=True)) for _ in range(2))
+    assert first == second
+    plain = MODELS["dlrm"]()
+    assert {table.blocks for table in describe_tables(plain).values()} == {""}
+    assert len({table.blocks for table in first.values()}) == len(blocks_for(plain).routings)
+
+
+CHUNK = {"offset": [0], "size": [3], "file": "rank0.safetensors"}
+MANIFESTS = {
+    "not JSON": b"{",
+    "another version": {"format_version": 1},
+    "another format": {"format": "other"},
+    "a file elsewhere": {"files": {"../rank0.safetensors": 1}},
+    "a file that is missing": {"files": {"rank3.safetensors": 1}},
+    "a chunk of another file": {"tensors": {"model/x": {"dtype": "float32", "size": [3], "chunks": [CHUNK]}}},
+    "no dtype": {"tensors": {"model/x": {"dtype": "load", "size": [3], "chunks": []}}},
+    "no chunks": {"tensors": {"model/x": {"dtype": "float32", "size": [3], "chunks": []}}},
+    "no table": {"tables": {"t": {"rows": 3}}},
+}
+
+
+@pytest.mark.parametrize("change", MANIFESTS.values(), ids=list(MANIFESTS))
+def test_a_manifest_of_something_else(folder: CheckpointFolder, change: dict | bytes) -> None:
+    write_checkpoint(folder, 1, numbers(1), None)
+    file = path_in(folder.latest(), "manifest.json")
+    text = change if isinstance(change, bytes) else json.dumps(json.loads(read_bytes(file)) | change).encode()
+    put_file(file, lambda path: path.write_bytes(text))
+    refused(folder.latest(), numbers(0), "step-00000001")
+
+
+@pytest.mark.parametrize("keep", [None, 0, 40, -1])
+def test_a_file_that_was_cut_short(folder: CheckpointFolder, keep: int | None) -> None:
+    write_checkpoint(folder, 1, numbers(1), None)
+    (name,) = [name for name in file_names(folder.latest()) if name.endswith(".safetensors")]
+    file = path_in(folder.latest(), name)
+    whole = read_bytes(file)
+    if keep is None:
+        remove_file(file)
+    else:
+        put_file(file, lambda path: path.write_bytes(whole[:keep]))
+    refused(folder.latest(), numbers(0), "rank0.*rank 0")
+    put_file(file, lambda path: path.write_bytes(b"x" * len(whole)))
+    refused(folder.latest(), numbers(0), "rank0")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"checkpoint": "../x"}', '{"checkpoint": "step-00000009"}', "\udcff"]
+)
+def test_a_damaged_name_of_the_latest(folder: CheckpointFolder, text: str) -> None:
+    write_checkpoint(folder, 1, numbers(1), None)
+    content = text.encode(errors="surrogateescape")
+    put_file(path_in(folder.path, "latest.json"), lambda path: path.write_bytes(content))
+    with pytest.raises(ValueError, match="latest"):
+        folder.latest()
+
+
+def test_state_of_torchs_own_optimizer() -> None:
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    states = ("step", "exp_avg", "exp_avg_sq")
+    tensors = optimizer_tensors(model, optimizer)
+    assert set(tensors) == {f"optimizer/{name}/{state}" for name in ("weight", "bias") for state in states}
+    assert tensors["optimizer/weight/step"].size == (1,)
+
+
+@pytest.mark.parametrize("name", ["step-00000001", "step-00000001/manifest.json", "latest.json", "more"])
+def test_links_among_checkpoints_are_named(tmp_path: Path, name: str) -> None:
+    folder = CheckpointFolder(tmp_path / "named")
+    write_checkpoint(folder, 1, numbers(1), None)
+    outside, planted = tmp_path / "outside", tmp_path / "named" / name
+    outside.mkdir()
+    if planted.exists():
+        planted.rename(outside / "moved")
+    planted.symlink_to(outside / "moved")
+    with pytest.raises(ValueError, match=f"link '{name}'"):
+        folder.latest()
+    with pytest.raises(CheckpointWriteError, match=f"link '{name}'"):
+        write_checkpoint(folder, 2, numbers(2), None)
+    if name.endswith("manifest.json"):
+        refused(folder.path_of(1), numbers(0), "link 'manifest.json'")

@@ -76,7 +76,7 @@ def test_plain_training_flushes(watched: tuple[Recipe, Watched], tmp_path: Path)
     with process_group() as device:
         torch.set_flush_denormal(False)  # as in a program of somebody else's, whose group it is
         model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, device)
-        train_plainly(model, optimizer, recipe, device, max_epochs=1, patience=1, folder=tmp_path)
+        train_plainly(model, optimizer, recipe, device, max_epochs=1, patience=1)
         assert not is_flushing()
     assert batches.seen == [True]
 

@@ -26,11 +26,11 @@ from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.swap import prepare_, unshard_
 from dnis_torchrec.serving.packed_table import pack_rows, split_blocks
-from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.loop import train_plainly
 from dnis_torchrec.training.rounded import RoundedTables
 from dnis_torchrec.training.shard import shard
+from dnis_torchrec.training.state import snapshot, take_
 from tests import small_models
 from tests.coded_tables import rounded
 from tests.rounded_tables import (
@@ -284,13 +284,13 @@ def test_a_checkpoint_holds_residuals_and_codes(tmp_path: Path) -> None:
     model, held, _ = trained(scheme_of(configs(), ROUTINGS, seed=1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     held.refit_(counts())
-    save_checkpoint(tmp_path / "saved", model, held.tensors())
+    saved = snapshot(model, held.tensors())
     scheme = held.scheme
     step_(model, optimizer, held, 7)
     after = tables_of(model)
     other = collection(seed=9)
     resumed = RoundedTables(other, scheme_of(configs(), ROUTINGS, seed=8))
-    load_checkpoint(tmp_path / "saved", other, resumed.tensors())
+    take_(other, saved, resumed.tensors())
     resumed.finish_load_()
     for name, table in resumed.scheme.tables.items():
         assert table.num_retained == scheme.tables[name].num_retained
@@ -305,15 +305,13 @@ def test_training_in_codes_lowers_the_loss_and_packs_as_it_is(gloo, tmp_path: Pa
     recipe = make_recipe(optimizer=optimizer)
     task = TrainTask(recipe.model, recipe.loss)
     model, rest = shard(task, recipe, CPU)
-    train_plainly(model, rest, recipe, CPU, max_epochs=4, patience=2, folder=tmp_path)
+    train_plainly(model, rest, recipe, CPU, max_epochs=4, patience=2)
     plain = unshard_(model).model
     found = measure_(plain, recipe.data.train, loss=recipe.loss, num_blocks=2).allocate(compression=12)
     model, rest = shard(TrainTask(plain, recipe.loss), recipe, CPU)
     held = RoundedTables(model, found.scheme)
     rounded_loss = evaluate(model, recipe.data.selection, recipe.loss, CPU)["loss"]
-    done = train_plainly(
-        model, rest, recipe, CPU, max_epochs=4, patience=4, folder=tmp_path, held=held, starts_trained=True
-    )
+    done = train_plainly(model, rest, recipe, CPU, max_epochs=4, patience=4, held=held, starts_trained=True)
     assert done.best_epoch >= 0
     assert done.selection_loss < rounded_loss - 0.002
     assert evaluate(model, recipe.data.selection, recipe.loss, CPU)["loss"] == pytest.approx(done.selection_loss)

@@ -22,7 +22,7 @@ from dnis_torchrec.selection.shards import TableShard, collections, local_shards
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.evaluate import evaluate, primary_metric
-from dnis_torchrec.training.loop import EarlyStopping, PlainEvents, train_plainly
+from dnis_torchrec.training.loop import PlainEvents, train_plainly
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.shard import set_learning_rates_, shard
 from examples.paper.pruning import ValueMask
@@ -171,7 +171,7 @@ def test_a_model_of_tables_alone_trains(gloo, tmp_path: Path, optimizer: str) ->
     model, rest = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
     before = {name: part.weight.clone() for name, part in shards_of(model).items()}
     assert len(rest.params) == (2 if optimizer == "adam" else 0)
-    train_plainly(model, rest, recipe, CPU, max_epochs=1, patience=1, folder=tmp_path)
+    train_plainly(model, rest, recipe, CPU, max_epochs=1, patience=1)
     assert not any(torch.equal(part.weight, before[name]) for name, part in shards_of(model).items())
 
 
@@ -181,7 +181,7 @@ def test_a_state_that_no_epoch_improves_is_kept_where_it_was_trained_before(
 ) -> None:
     recipe = make_recipe()
     model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
-    first = train_plainly(model, optimizer, recipe, CPU, max_epochs=3, patience=1, folder=tmp_path)
+    first = train_plainly(model, optimizer, recipe, CPU, max_epochs=3, patience=1)
     before = {name: part.weight.clone() for name, part in shards_of(model).items()}
     set_learning_rates_(model, optimizer, tables=10.0, dense=10.0, rows=10.0)
     losses = []
@@ -192,7 +192,6 @@ def test_a_state_that_no_epoch_improves_is_kept_where_it_was_trained_before(
         CPU,
         max_epochs=9,
         patience=1,
-        folder=tmp_path,
         starts_trained=starts_trained,
         events=PlainEvents(on_epoch=lambda record: losses.append(record.selection_loss)),
     )
@@ -285,19 +284,11 @@ def test_models_are_evaluated_in_evaluation_mode_and_left_as_they_were(gloo, was
 def test_models_are_trained_in_training_mode_however_they_come(gloo, tmp_path: Path) -> None:
     recipe = dataclasses.replace(make_recipe(), model=Flippant())
     model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
-    train_plainly(model.eval(), optimizer, recipe, CPU, max_epochs=2, patience=2, folder=tmp_path)
+    train_plainly(model.eval(), optimizer, recipe, CPU, max_epochs=2, patience=2)
     statistics = dict(model.named_buffers())
     (counted,) = (value for name, value in statistics.items() if name.endswith("num_batches_tracked"))
     best_epoch_batches = len(list(recipe.data.train))
     assert int(counted) in (best_epoch_batches, 2 * best_epoch_batches)
-
-
-def test_early_stopping_saves_the_best_and_stops_after_patience(tmp_path: Path) -> None:
-    saved: list[Path] = []
-    stopping = EarlyStopping(tmp_path / "best", patience=2)
-    stops = [stopping.update(epoch, loss, saved.append) for epoch, loss in enumerate([3.0, 1.0, 2.0, 1.5])]
-    assert stops == [False, False, False, True]
-    assert (stopping.best, stopping.best_epoch, len(saved)) == (1.0, 1, 2)
 
 
 def test_plain_training_ends_in_its_best_epoch(gloo, tmp_path: Path) -> None:
@@ -305,7 +296,7 @@ def test_plain_training_ends_in_its_best_epoch(gloo, tmp_path: Path) -> None:
     model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
     steps: list[float] = []
     events = PlainEvents(on_step=steps.append)
-    done = train_plainly(model, optimizer, recipe, CPU, max_epochs=12, patience=2, folder=tmp_path, events=events)
+    done = train_plainly(model, optimizer, recipe, CPU, max_epochs=12, patience=2, events=events)
     losses = {record.epoch: record.selection_loss for record in done.history}
     assert [record.step for record in done.history] == [10 * (epoch + 1) for epoch in losses]
     means = [sum(steps[10 * epoch : 10 * epoch + 10]) / 10 for epoch in losses]
@@ -325,7 +316,7 @@ def test_masked_fine_tuning_moves_what_is_retained_and_nothing_else(gloo, tmp_pa
     for part in tables.values():
         part.weight[:, ::2] = 0
     before = {name: part.weight.clone() for name, part in tables.items()}
-    train_plainly(model, rest, recipe, CPU, max_epochs=2, patience=2, folder=tmp_path, held=ValueMask(model))
+    train_plainly(model, rest, recipe, CPU, max_epochs=2, patience=2, held=ValueMask(model))
     for name, part in tables.items():
         assert not bool(part.weight[:, ::2].any())
         assert not torch.equal(part.weight[:, 1::2], before[name][:, 1::2])
@@ -336,4 +327,4 @@ def test_a_loss_that_is_not_finite_stops_the_run(gloo, tmp_path: Path) -> None:
     recipe.data.train.batches[3].dense_features[:] = math.nan
     model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
     with pytest.raises(NonFiniteError, match=r"epoch 0.*expected a finite loss, got nan"):
-        train_plainly(model, optimizer, recipe, CPU, max_epochs=2, patience=1, folder=tmp_path)
+        train_plainly(model, optimizer, recipe, CPU, max_epochs=2, patience=1)

@@ -38,7 +38,6 @@ def int4_aware(task: MethodTask) -> MethodResult:
         task.device,
         max_epochs=task.max_epochs,
         patience=task.patience,
-        folder=task.folder,
     )
     seconds = time.monotonic() - started
     plain = cast(TrainTask, unshard_(model)).model

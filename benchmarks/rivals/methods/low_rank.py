@@ -42,7 +42,6 @@ def low_rank(task: MethodTask) -> MethodResult:
         device=task.device,
         max_epochs=task.max_epochs,
         patience=task.patience,
-        folder=task.folder,
         held=ValueMask(model),
         starts_trained=True,
     )

@@ -55,7 +55,6 @@ class MagnitudePruning:
             self._device,
             max_epochs=self._rules.max_epochs,
             patience=self._rules.patience,
-            folder=self._folder,
             held=ValueMask(self._model),
             starts_trained=True,
         )

@@ -143,7 +143,6 @@ def _train(
         task.device,
         max_epochs=task.max_epochs,
         patience=task.patience,
-        folder=task.folder,
         held=held,
         events=events or PlainEvents(),
     )

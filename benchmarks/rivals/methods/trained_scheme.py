@@ -29,14 +29,16 @@ from dnis_torchrec.checks import check_known, describe
 from dnis_torchrec.data.lookup_batches import features_of
 from dnis_torchrec.data.over_ranks import all_samples
 from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.data.urls import Address
 from dnis_torchrec.forms import DEFAULT_FORM, PACKED, PRECISIONS, form_named
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.prune import Budget, Size, SizeOutOfReachError, drop_zeros_, uncompressed_scheme
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import unshard_
-from dnis_torchrec.training.checkpoint import load_checkpoint
-from dnis_torchrec.training.loop import BEST_STATE, PlainTraining, train_plainly
+from dnis_torchrec.training.checkpoint import CheckpointFolder, go_back_, write_checkpoint
+from dnis_torchrec.training.loop import PlainTraining, train_plainly
 from dnis_torchrec.training.shard import shard
+from dnis_torchrec.training.state import TrainingState, describe_tables, model_tensors
 from examples.paper.blocks import global_blocks
 from examples.paper.pruning import ValueMask
 
@@ -210,7 +212,8 @@ class Candidate:
         if self.is_shared and task.trained is not None:
             return self.train(task)
         model, _ = _sharded(task, self.recipe, self.scheme)
-        load_checkpoint(task.folder / BEST_STATE, model)
+        path = cast(Address, CheckpointFolder(task.folder).latest())
+        go_back_(path, model, model_tensors(model), None)
         plain = cast(TrainTask, unshard_(model)).model
         return self._result(plain, selection_loss=finished.selection_loss, seconds=finished.seconds)
 
@@ -242,9 +245,10 @@ def train_scheme(task: MethodTask, recipe: Recipe, scheme: MixedDimensionScheme)
         task.device,
         max_epochs=task.max_epochs,
         patience=task.patience,
-        folder=task.folder,
         held=None if is_full else ValueMask(model),
     )
+    state = TrainingState(tensors=model_tensors(model), tables=describe_tables(model))
+    write_checkpoint(CheckpointFolder(task.folder), 0, state, None)  # for a trial that goes on
     return cast(TrainTask, unshard_(model)).model, trained
 
 

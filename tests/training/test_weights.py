@@ -1,7 +1,8 @@
-"""Folders of torch.distributed.checkpoint: read back value by value, and nothing in them is run."""
+"""Tensors in files, read as far as they are asked for, and folders of torch.distributed.checkpoint, of which nothing is run."""
 
 from __future__ import annotations
 
+import itertools
 import pickletools
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,13 +11,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import checkpoint
 
-from dnis_torchrec.jobs.sharded_checkpoint import ShardedCheckpoint
+from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, shard_model
+from dnis_torchrec.training.checkpoint import Cut, StoredChunk, StoredTensor
+from dnis_torchrec.training.weights import (
+    distributed_checkpoint,
+    has_written_model,
+    remove_model,
+    write_model,
+    written_model,
+)
 from tests.distributed.harness import Rank, Results, run_on_ranks
 from tests.distributed.model import CPU, plan_as, task
+from tests.small_models import MODELS
 
 STATE = {
     "weight": torch.arange(12.0).view(4, 3),
@@ -31,7 +43,7 @@ def save(folder: Path) -> Path:
 
 
 def test_tensors_are_read_back_with_their_names_and_dtypes(gloo, tmp_path: Path) -> None:
-    found = ShardedCheckpoint(save(tmp_path / "saved"))
+    found = distributed_checkpoint(save(tmp_path / "saved"))
     assert sorted(found) == ["model.ids", "model.scale", "model.weight", "optimizer.0"]
     for name, value in STATE.items():
         torch.testing.assert_close(found[f"model.{name}"].whole(), value, rtol=0, atol=0)
@@ -51,12 +63,14 @@ def test_what_several_ranks_have_saved_is_put_together(tmp_path: Path) -> None:
     kinds = ("row_wise", "column_wise", "mixed")
     results = run_on_ranks(2, {kind: partial(save_sharded, kind) for kind in kinds}, tmp_path)
     for kind in kinds:
-        before, found = results[kind][0], ShardedCheckpoint(tmp_path / kind)
+        before, found = results[kind][0], distributed_checkpoint(tmp_path / kind)
         assert set(found) == set(before)
         for name, value in before.items():
             torch.testing.assert_close(found[name].whole(), value, rtol=0, atol=0)
     (tmp_path / "row_wise" / "__1_0.distcp").unlink()  # which rank 0, that holds the first rows, does not read
-    of_user = next(tensor for name, tensor in ShardedCheckpoint(tmp_path / "row_wise").items() if "user.weight" in name)
+    of_user = next(
+        tensor for name, tensor in distributed_checkpoint(tmp_path / "row_wise").items() if "user.weight" in name
+    )
     of_user.copy_to_(first := torch.zeros(20, 8))
     name = next(name for name in before if "user.weight" in name)
     assert first.equal(before[name][:20])
@@ -69,14 +83,14 @@ def test_strides_and_halves_are_read_as_they_were_saved(gloo, tmp_path: Path) ->
     large = torch.arange(60.0).view(6, 10)
     state = {"ids": torch.ones(3).bool(), "turned": large.T, "view": large[2:5, 3:7].bfloat16(), "row": large[1]}
     checkpoint.save(state, checkpoint_id=tmp_path / "saved")
-    found = ShardedCheckpoint(tmp_path / "saved")
+    found = distributed_checkpoint(tmp_path / "saved")
     for name, value in state.items():
         torch.testing.assert_close(found[name].whole(), value, rtol=0, atol=0)
 
 
 def test_of_a_chunk_no_more_is_read_than_is_asked_for(gloo, tmp_path: Path) -> None:
     checkpoint.save({"weight": torch.arange(200_000.0).view(-1, 8)}, checkpoint_id=tmp_path / "saved")
-    stored, target = ShardedCheckpoint(tmp_path / "saved")["weight"], torch.zeros(100, 4)
+    stored, target = distributed_checkpoint(tmp_path / "saved")["weight"], torch.zeros(100, 4)
     read: list[int] = []
     copy = Tensor.copy_
     with pytest.MonkeyPatch.context() as context:
@@ -89,7 +103,7 @@ def test_of_a_chunk_no_more_is_read_than_is_asked_for(gloo, tmp_path: Path) -> N
 
 
 def test_a_tensor_with_holes_is_refused(gloo, tmp_path: Path) -> None:
-    found = ShardedCheckpoint(save(tmp_path / "saved"))
+    found = distributed_checkpoint(save(tmp_path / "saved"))
     larger = replace(found["model.weight"], shape=(5, 3))
     with pytest.raises(ValueError, match=r"model\.weight: expected chunks of 15 values, got 12; copy all files of it"):
         larger.whole()
@@ -129,24 +143,78 @@ def renamed(name: bytes, to: bytes) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "place"),
     [
-        (with_code, "expected metadata of torch.distributed.checkpoint, got another object; save it again"),
-        (cut, "expected metadata of torch.distributed.checkpoint, got"),
-        (emptied, "model.weight: expected a tensor at byte .* of '__0_0.distcp', got ValueError; it was damaged"),
-        (linked, "model.weight: expected plain files of the folder, got '__0_0.distcp'"),
-        (
-            renamed(b"__0_0.distcp", b"../../passwd"),
-            "model.weight: expected plain files of the folder, got '../../passwd'",
-        ),
-        (lambda folder: (folder / ".metadata").unlink(), "expected a plain file .metadata, got none"),
+        (with_code, "another object"),
+        (cut, "metadata"),
+        (emptied, r"model\.weight.*__0_0\.distcp"),
+        (linked, r"model\.weight.*__0_0\.distcp"),
+        (renamed(b"__0_0.distcp", b"../../passwd"), r"model\.weight.*\.\./\.\./passwd"),
+        (lambda folder: (folder / ".metadata").unlink(), r"\.metadata"),
     ],
 )
 def test_what_was_damaged_or_made_to_harm_is_refused(
-    gloo, tmp_path: Path, damage: Callable[[Path], None], message: str
+    gloo, tmp_path: Path, damage: Callable[[Path], None], place: str
 ) -> None:
     folder = save(tmp_path / "saved")
     damage(folder)
-    with pytest.raises(ValueError, match=f"^checkpoint {folder}.*{message}"):
-        ShardedCheckpoint(folder)["model.weight"].whole()
+    with pytest.raises(ValueError, match=f"^checkpoint {folder}.*{place}"):
+        distributed_checkpoint(folder)["model.weight"].whole()
     assert not (folder / "made").exists()
+
+
+def opened(part: torch.Tensor) -> Cut:
+    return part.__getitem__
+
+
+def stored_in(tensor: torch.Tensor, cuts: list[list[int]]) -> StoredTensor:
+    """The tensor in a grid of chunks, cut at these places of each dimension."""
+    spans = [list(itertools.pairwise([0, *inner, size])) for inner, size in zip(cuts, tensor.shape, strict=True)]
+    chunks = []
+    for grid in itertools.product(*spans):
+        part = tensor[tuple(slice(*span) for span in grid)].clone()
+        chunks.append(StoredChunk(tuple(start for start, _ in grid), tuple(part.shape), partial(opened, part)))
+    return StoredTensor("t", tuple(tensor.shape), tuple(reversed(chunks)))
+
+
+@given(st.lists(st.integers(1, 6), max_size=3), st.data())
+def test_any_part_of_any_chunks_is_copied(shape: list[int], data: st.DataObject) -> None:
+    tensor = torch.arange(torch.Size(shape).numel()).view(shape)
+    inner = [st.lists(st.integers(1, size - 1), unique=True).map(sorted) if size > 1 else st.just([]) for size in shape]
+    stored = stored_in(tensor, [data.draw(cuts) for cuts in inner])
+    first = [data.draw(st.integers(0, size - 1)) for size in shape]
+    last = [data.draw(st.integers(begin + 1, size)) for begin, size in zip(first, shape, strict=True)]
+    part = tensor[tuple(map(slice, first, last))]
+    stored.copy_to_(found := torch.full_like(part, -1), first)
+    assert found.equal(part)
+    assert stored.whole().equal(tensor)
+
+
+def test_what_no_chunk_holds_is_missed_where_it_is_asked_for() -> None:
+    stored = stored_in(torch.arange(6).view(3, 2), [[1], []])
+    first_row = StoredTensor("table 't'", (3, 2), stored.chunks[1:])
+    first_row.copy_to_(found := torch.zeros(1, 2, dtype=torch.int64))
+    assert found.tolist() == [[0, 1]]
+    with pytest.raises(ValueError, match=r"^table 't': expected chunks of 4 values, got 0; copy all files of it"):
+        first_row.copy_to_(torch.zeros(2, 2), (1, 0))
+    for of_none in (first_row, StoredTensor("table 't'", (3, 2), ())):
+        with pytest.raises(ValueError, match=r"^table 't': expected chunks of"):
+            of_none.whole()
+
+
+def test_the_model_of_a_run_is_put_together(gloo, tmp_path: Path) -> None:
+    """By one process here; what several ranks write is tested with the commands."""
+    model = MODELS["dlrm"]()
+    assert not has_written_model(tmp_path)
+    for _ in range(2):  # the second one replaces the first
+        with torch.no_grad():
+            for value in model.parameters():
+                value.add_(1)
+        write_model(tmp_path, model, Ranks())
+    expected = model.state_dict()
+    found = {name: stored.whole() for name, stored in written_model(tmp_path).items()}
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    remove_model(tmp_path)
+    assert not has_written_model(tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
@@ -20,7 +20,7 @@ from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import describe
 from dnis_torchrec.ranks import rank_of
 from dnis_torchrec.selection.shards import collections, lookup_of, table_weight_names, tables_under
-from dnis_torchrec.selection.torchrec import forget_cached_rows, lookups
+from dnis_torchrec.selection.torchrec import forget_cached_rows, lookups, writing_to_tables
 from dnis_torchrec.selection.wrapper import SoftSelectionModule
 
 ITERATIONS = "fused/iterations"
@@ -46,21 +46,18 @@ class PlacedTensor:
     def of(value: Tensor | ShardedTensor) -> PlacedTensor:
         """A tensor that every rank holds whole, or the local shards of a sharded one."""
         if isinstance(value, ShardedTensor):
-            shards = [
-                (part.metadata.shard_offsets, part.tensor.detach()) for part in value.local_shards()
-            ]
-            return PlacedTensor(
-                tuple(value.metadata().size), tuple(Chunk(tuple(at), part) for at, part in shards)
+            chunks = (
+                Chunk(tuple(shard.metadata.shard_offsets), shard.tensor.detach())
+                for shard in value.local_shards()
             )
+            return PlacedTensor(tuple(value.metadata().size), tuple(chunks))
         whole = value.detach().view(1) if value.dim() == 0 else value.detach()
         return PlacedTensor(tuple(whole.shape), (Chunk((0,) * whole.dim(), whole),))
 
-    def copied(self) -> PlacedTensor:
+    def copy(self) -> PlacedTensor:
         """The same chunks in memory of their own, on the CPU."""
-        copies = tuple(
-            Chunk(chunk.offset, chunk.tensor.to("cpu", copy=True)) for chunk in self.chunks
-        )
-        return PlacedTensor(self.size, copies)
+        chunks = (Chunk(part.offset, part.tensor.to("cpu", copy=True)) for part in self.chunks)
+        return PlacedTensor(self.size, tuple(chunks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,50 +78,60 @@ class TrainingState:
     tables: Mapping[str, TableDescription]
     values: Mapping[str, Any] = field(default_factory=dict)
 
-    def copied(self) -> TrainingState:
+    def copy(self) -> TrainingState:
         """A snapshot on the CPU that further steps do not change."""
-        tensors = {key: placed.copied() for key, placed in self.tensors.items()}
-        return TrainingState(tensors=tensors, tables=self.tables, values=self.values)
+        return replace(self, tensors={key: value.copy() for key, value in self.tensors.items()})
 
 
 def model_tensors(model: nn.Module) -> dict[str, PlacedTensor]:
     """Tables, dense weights, alpha and buffers of a model, sharded or not."""
-    placed = {f"table/{name}": PlacedTensor.of(value) for name, value in _tables(model)}
-    known: set[int] = set()  # wrappers share one alpha: it is saved once
+    tensors = {f"table/{name}": PlacedTensor.of(value) for name, value in _tables(model)}
+    addresses: set[int] = set()  # wrappers share one alpha: it is saved once
     of_tables = table_weight_names(model)
     for name, value in model.state_dict().items():
-        if (
-            type(value) in (Tensor, nn.Parameter)
-            and name not in of_tables
-            and value.data_ptr() not in known
-        ):
-            known.add(value.data_ptr())
-            placed[f"model/{name}"] = PlacedTensor.of(value)
-    return placed
+        is_plain = type(value) in (Tensor, nn.Parameter) and name not in of_tables
+        if is_plain and value.data_ptr() not in addresses:
+            addresses.add(value.data_ptr())
+            tensors[f"model/{name}"] = PlacedTensor.of(value)
+    return tensors
+
+
+def snapshot(model: nn.Module, more: Mapping[str, PlacedTensor] | None = None) -> TrainingState:
+    """A copy on the CPU of what a model has learnt, to go back to within a run."""
+    return TrainingState(tensors=model_tensors(model) | dict(more or {}), tables={}).copy()
+
+
+@torch.no_grad()
+def take_(
+    model: nn.Module, state: TrainingState, more: Mapping[str, PlacedTensor] | None = None
+) -> None:
+    """Goes back to a snapshot of the same model."""
+    with writing_to_tables(model):
+        for key, value in (model_tensors(model) | dict(more or {})).items():
+            for chunk, source in zip(value.chunks, state.tensors[key].chunks, strict=True):
+                chunk.tensor.copy_(source.tensor)
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Any) -> dict[str, PlacedTensor]:
     """State of the optimizers, both those fused into the tables' backward and the others."""
-    placed = {}
+    tensors = {}
     if isinstance(model, DistributedModelParallel):
         for fqn, states in model.fused_optimizer.state_dict()["state"].items():
             for name, value in states.items():
                 table, _, state = name.rpartition(".")
-                placed[f"fused/{table or fqn}/{state}"] = PlacedTensor.of(value)
+                tensors[f"fused/{table or fqn}/{state}"] = PlacedTensor.of(value)
         counters = _iteration_counters(model)
         if counters:
-            placed[ITERATIONS] = PlacedTensor.of(
-                torch.stack([part.cpu().max() for part in counters]).max()
-            )
-    sharded = _places_of_sharded_weights(model)
+            steps = torch.stack([part.cpu().max() for part in counters]).max()
+            tensors[ITERATIONS] = PlacedTensor.of(steps)
+    places = _places_of_shards(model)
     for name, parameter in _parameters(model, optimizer).items():
         for state, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
+                shard = places.get(parameter.data_ptr())
                 place = f"optimizer state {state!r} of {name!r}"
-                placed[f"optimizer/{name}/{state}"] = _place(
-                    value, parameter, sharded.get(parameter.data_ptr()), place
-                )
-    return placed
+                tensors[f"optimizer/{name}/{state}"] = _place(value, parameter, shard, place)
+    return tensors
 
 
 def finish_load_(model: nn.Module, tensors: Mapping[str, PlacedTensor]) -> None:
@@ -144,28 +151,28 @@ def describe_tables(model: nn.Module) -> dict[str, TableDescription]:
             blocks |= {
                 table: _fingerprint(module.blocks, table) for table in module.blocks.routings
             }
-    described = {}
+    tables = {}
     for name, value in _tables(model):
         cuts = {0}
         if isinstance(value, ShardedTensor):
             cuts = {part.shard_offsets[1] for part in value.metadata().shards_metadata}
         rows, dim = PlacedTensor.of(value).size
-        described[name] = TableDescription(
+        tables[name] = TableDescription(
             rows=rows,
             embedding_dim=dim,
             column_cuts=tuple(sorted(cuts)),
             blocks=blocks.get(name, ""),
         )
-    return described
+    return tables
 
 
 def rng_tensors(device: torch.device) -> dict[str, PlacedTensor]:
     """State of this rank's random number generators."""
     prefix = f"rank{rank_of()}/rng"
-    placed = {f"{prefix}/cpu": PlacedTensor.of(torch.get_rng_state())}
+    tensors = {f"{prefix}/cpu": PlacedTensor.of(torch.get_rng_state())}
     if device.type == "cuda":
-        placed[f"{prefix}/cuda"] = PlacedTensor.of(torch.cuda.get_rng_state(device))
-    return placed
+        tensors[f"{prefix}/cuda"] = PlacedTensor.of(torch.cuda.get_rng_state(device))
+    return tensors
 
 
 def set_rng_(tensors: Mapping[str, PlacedTensor], device: torch.device) -> None:
@@ -188,17 +195,17 @@ def _parameters(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """FQN -> parameter of an optimizer."""
     if isinstance(optimizer, KeyedOptimizer):
         return dict(optimizer.params)
-    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    return {name: parameter for name, parameter in model.named_parameters() if parameter in own}
+    steps = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return {name: weight for name, weight in model.named_parameters() if weight in steps}
 
 
-def _places_of_sharded_weights(model: nn.Module) -> dict[int, tuple[tuple[int, ...], Chunk]]:
+def _places_of_shards(model: nn.Module) -> dict[int, tuple[tuple[int, ...], Chunk]]:
     """Address of a local shard -> (size of the whole, the shard)."""
     places: dict[int, tuple[tuple[int, ...], Chunk]] = {}
     for _, value in _tables(model):
         if isinstance(value, ShardedTensor):
-            placed = PlacedTensor.of(value)
-            places |= {chunk.tensor.data_ptr(): (placed.size, chunk) for chunk in placed.chunks}
+            table = PlacedTensor.of(value)
+            places |= {chunk.tensor.data_ptr(): (table.size, chunk) for chunk in table.chunks}
     return places
 
 
@@ -209,19 +216,17 @@ def _place(
         return PlacedTensor.of(value)
     size, chunk = shard
     if value.shape != parameter.shape or value.shape != chunk.tensor.shape:
-        supported = "supported in a sharded dense compute kernel are states of the shard's shape"
-        raise NotImplementedError(describe(place, supported, tuple(value.shape)))
+        requirement = "a state of the shard's shape, in a sharded dense compute kernel"
+        raise NotImplementedError(describe(place, requirement, tuple(value.shape)))
     return PlacedTensor(size, (Chunk(chunk.offset, value.detach()),))
 
 
 def _iteration_counters(model: nn.Module) -> list[Tensor]:
     """Counters of fused kernels, by which Adam corrects its bias: every kernel counts the same
     steps."""
-    kernels = [module for lookup in lookups(model) for module in lookup.modules()]
-    fused = [
-        kernel for kernel in kernels if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen)
-    ]
-    return [counter for kernel in fused for counter in (kernel.iter, kernel.iter_cpu)]
+    modules = (module for lookup in lookups(model) for module in lookup.modules())
+    kernels = (k for k in modules if isinstance(k, SplitTableBatchedEmbeddingBagsCodegen))
+    return [counter for kernel in kernels for counter in (kernel.iter, kernel.iter_cpu)]
 
 
 def _fingerprint(blocks: RowBlocks, table: str) -> str:
@@ -229,9 +234,6 @@ def _fingerprint(blocks: RowBlocks, table: str) -> str:
     head = [blocks.first_alpha_row(table), routing.num_embeddings, routing.num_blocks]
     digest = sha256(repr(head).encode())
     for name, tensor in sorted(routing.to_tensors().items()):
-        digest.update(name.encode() + _bytes_of(tensor))
+        values = tensor.detach().cpu().contiguous().view(torch.uint8)
+        digest.update(name.encode() + values.numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,622 @@
+"""Checkpoints of a run, which may go on with other ranks: a safetensors file a rank and a manifest.
+
+A checkpoint is whole when its manifest is there, which is written last; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import posixpath
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from socket import gethostname
+from tempfile import NamedTemporaryFile
+from types import TracebackType
+from typing import Any, TypedDict
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.data.files import PARTIAL, Positive, check_plain, conform, parse_json
+from dnis_torchrec.data.urls import (
+    Address,
+    file_names,
+    file_size,
+    local_file,
+    local_path,
+    path_in,
+    put_file,
+    read_bytes,
+    remove_file,
+)
+from dnis_torchrec.ranks import on_rank_zero, rank_of, together, union_over_ranks, world_size_of
+from dnis_torchrec.selection.wrapper import SOFT_SELECTION
+from dnis_torchrec.training.settings import ON_ERROR
+from dnis_torchrec.training.state import (
+    ITERATIONS,
+    PlacedTensor,
+    TableDescription,
+    TrainingState,
+    describe_tables,
+    finish_load_,
+)
+
+logger = logging.getLogger(__name__)
+
+MANIFEST, LATEST = "manifest.json", "latest.json"
+_FORMAT, _FORMAT_VERSION = "dnis-torchrec-checkpoint", 3
+_OTHER = "use another checkpoint"
+_DIFFERENCES = 8
+"""Differences that one error names."""
+
+
+class CheckpointWriteError(RuntimeError):
+    """A checkpoint could not be written on some rank; the ones before are as they were."""
+
+
+# Tensors in files, read as far as they are asked for: of a table, a rank reads its own shards.
+
+Cut = Callable[[tuple[slice, ...]], Tensor]
+"""Gives a part of a chunk: ``cut((slice(2, 4), slice(0, 8)))``."""
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """A chunk of a tensor."""
+
+    first: tuple[int, ...]
+    shape: tuple[int, ...]
+    open: Callable[[], Cut]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in files."""
+
+    place: str
+    shape: tuple[int, ...]
+    chunks: tuple[StoredChunk, ...]
+
+    @classmethod
+    def of(cls, place: str, tensor: Tensor) -> StoredTensor:
+        """A tensor that is there as a whole, mapped from its file or not."""
+        shape = tuple(tensor.shape)
+        chunk = StoredChunk((0,) * len(shape), shape, lambda: tensor.__getitem__)
+        return cls(place, shape, (chunk,))
+
+    def copy_to_(self, target: Tensor, first: Sequence[int] | None = None) -> None:
+        """Copies the part of the tensor that is as large as `target`, and reads no more. Local."""
+        begin, num_values = tuple(first or (0,) * len(self.shape)), 0
+        for chunk in self.chunks:
+            low = list(map(max, begin, chunk.first))
+            ends = zip(begin, target.shape, chunk.first, chunk.shape, strict=True)
+            high = [min(at + extent, of_chunk + size) for at, extent, of_chunk, size in ends]
+            if all(start < stop for start, stop in zip(low, high, strict=True)):
+                part = target[_within(low, high, begin)]
+                part.copy_(chunk.open()(_within(low, high, chunk.first)))
+                num_values += part.numel()
+        requirement, remedy = f"chunks of {target.numel()} values", "copy all files of it"
+        check(num_values == target.numel(), self.place, requirement, num_values, remedy)
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """Rows ``first <= i < last``; mapped from their file where that is one chunk's."""
+        return self._part((slice(first, last), *self._everything[1:]))
+
+    def whole(self) -> Tensor:
+        """The whole tensor; mapped from its file where that holds it in one chunk."""
+        return self._part(self._everything)
+
+    @property
+    def _everything(self) -> tuple[slice, ...]:
+        return tuple(slice(0, size) for size in self.shape)
+
+    def _part(self, places: tuple[slice, ...]) -> Tensor:
+        check(bool(self.chunks), self.place, "chunks of it", "none", "copy all files of it")
+        cut = self.chunks[0].open()
+        if self.chunks[0].shape == self.shape:
+            return cut(places)
+        dtype = cut((slice(0, 0),) * len(self.shape)).dtype
+        target = torch.empty([place.stop - place.start for place in places], dtype=dtype)
+        self.copy_to_(target, [place.start for place in places])
+        return target
+
+
+def _within(low: Sequence[int], high: Sequence[int], first: Sequence[int]) -> tuple[slice, ...]:
+    """Places of a tensor as those of a part of it that begins at `first`."""
+    spans = zip(low, high, first, strict=True)
+    return tuple(slice(start - at, stop - at) for start, stop, at in spans)
+
+
+# The manifest
+
+
+class _Chunk(TypedDict):
+    offset: list[int]
+    size: list[int]
+    file: str
+
+
+class _Tensor(TypedDict):
+    dtype: str
+    size: list[int]
+    chunks: list[_Chunk]
+
+
+class _Head(TypedDict):
+    world_size: Positive
+    files: dict[str, int]
+    tables: dict[str, TableDescription]
+    values: dict[str, Any]
+    tensors: dict[str, _Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Manifest of a checkpoint: its files, tables, values and tensors."""
+
+    world_size: int
+    files: Mapping[str, int]
+    tables: Mapping[str, TableDescription]
+    values: Mapping[str, Any]
+    tensors: Mapping[str, _Tensor]
+
+    def text(self) -> str:
+        """The content of manifest.json."""
+        head = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **asdict(self)}
+        return json.dumps(head) + "\n"
+
+    @staticmethod
+    def read(folder: Address) -> Manifest:
+        """Reads the manifest, and looks whether every file that it names is there and whole."""
+        place, file, here = f"checkpoint {folder}", path_in(folder, MANIFEST), local_path(folder)
+        if here is not None:
+            check_plain(here, place)
+        check(file_size(file) is not None, place, "a checkpoint", f"no {MANIFEST} in it")
+        head = parse_json(read_bytes(file), dict[str, Any], str(file), remedy=_OTHER)
+        check(head.get("format") == _FORMAT, place, f"format {_FORMAT!r}", repr(head.get("format")))
+        version, remedy = head.get("format_version"), "use the version that wrote it"
+        requirement = f"format version {_FORMAT_VERSION}"
+        check(version == _FORMAT_VERSION, place, requirement, version, remedy)
+        conform(head, _Head, str(file), remedy=_OTHER)
+        for name, size in head["files"].items():
+            check(os.path.basename(name) == name, place, "names of files in it", repr(name))
+            bytes_there = file_size(path_in(folder, name))
+            rank = name.removeprefix("rank").partition(".")[0]
+            amount = "no such file" if bytes_there is None else f"{bytes_there} bytes"
+            remedy = f"put back what rank {rank} wrote, or resume from another checkpoint"
+            check(bytes_there == size, f"{place}, {name}", f"{size} bytes", amount, remedy)
+        for key, entry in head["tensors"].items():
+            _check_tensor(entry, head["files"], f"{file}, tensor {key!r}")
+        tables = {
+            name: TableDescription(**{**table, "column_cuts": tuple(table["column_cuts"])})
+            for name, table in head["tables"].items()
+        }
+        keys = ("world_size", "files", "values", "tensors")
+        return Manifest(tables=tables, **{key: head[key] for key in keys})
+
+    def stored(
+        self, folder: Address, path_of: Callable[[str], Path] | None = None
+    ) -> dict[str, StoredTensor]:
+        """The tensors, of which nothing is read yet, in files of the folder or of `path_of` name."""
+        path_of = path_of or (lambda name: Path(path_in(folder, name)))
+        tensors = {}
+        for key, entry in self.tensors.items():
+            chunks = [
+                StoredChunk(
+                    tuple(chunk["offset"]),
+                    tuple(chunk["size"]),
+                    partial(_open, path_of, chunk["file"], _chunk_name(key, chunk["offset"])),
+                )
+                for chunk in entry["chunks"]
+            ]
+            place = f"checkpoint {folder}, {key}"
+            tensors[key] = StoredTensor(place, tuple(entry["size"]), tuple(chunks))
+        return tensors
+
+
+def _open(path_of: Callable[[str], Path], file: str, name: str) -> Cut:
+    """Opens a tensor of a safetensors file, mapped into memory."""
+    try:
+        with safe_open(path_of(file), framework="pt") as tensors:
+            values: Tensor = tensors.get_tensor(name)
+    except SafetensorError as error:
+        remedy = "resume from another checkpoint"
+        raise ValueError(describe(file, "a whole file", str(error), remedy)) from error
+    return values.__getitem__
+
+
+def _chunk_name(key: str, offset: Iterable[int]) -> str:
+    """The name of a chunk in its file."""
+    return f"{key}@{','.join(map(str, offset))}"
+
+
+def _check_tensor(entry: _Tensor, files: Mapping[str, int], place: str) -> None:
+    is_dtype = isinstance(getattr(torch, entry["dtype"], None), torch.dtype)
+    check(is_dtype, place, "a dtype of torch", repr(entry["dtype"]), _OTHER)
+    whole = entry["size"]
+    for chunk in entry["chunks"]:
+        file, offset, size = chunk["file"], chunk["offset"], chunk["size"]
+        check(file in files, place, "a file of the checkpoint", repr(file), _OTHER)
+        fits = len(offset) == len(size) == len(whole)
+        fits = fits and all(
+            0 <= o <= o + s <= w for o, s, w in zip(offset, size, whole, strict=True)
+        )
+        check(fits, place, f"chunks inside of {whole}", f"{size} at {offset}", _OTHER)
+
+
+def _check_fits(
+    manifest: Manifest, state: TrainingState, sizes: Mapping[str, tuple[int, ...]], place: str
+) -> None:
+    """Checks that a checkpoint is one of the same tables, blocks, weights and optimizers. Local."""
+    differences = [
+        *_table_differences(manifest.tables, state.tables),
+        *_tensor_differences(manifest.tensors, sizes),
+    ]
+    more = len(differences) - _DIFFERENCES
+    text = "; ".join(differences[:_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+    remedy = "resume with the recipe, data and settings that the run was started with"
+    check(not differences, place, "a checkpoint of this run", f"one in which {text}", remedy)
+    for name, table in state.tables.items():
+        is_per_shard = any(k.startswith(f"fused/{name}/") and len(sizes[k]) == 1 for k in sizes)
+        if is_per_shard and manifest.tables[name].column_cuts != table.column_cuts:
+            before, now = len(manifest.tables[name].column_cuts), len(table.column_cuts)
+            requirement = f"for row-wise optimizers the checkpoint's {before} column shards"
+            remedy = "resume with the sharding plan or number of ranks of the checkpoint"
+            text = describe(f"{place}, table {name!r}", requirement, f"{now} column shards", remedy)
+            raise NotImplementedError(text)
+
+
+def _table_differences(
+    saved: Mapping[str, TableDescription], run: Mapping[str, TableDescription]
+) -> Iterator[str]:
+    for name in sorted(set(saved) ^ set(run)):
+        yield f"table {name!r} is only in the {'checkpoint' if name in saved else 'run'}"
+    for name in sorted(set(saved) & set(run)):
+        for field in ("rows", "embedding_dim"):
+            before, now = getattr(saved[name], field), getattr(run[name], field)
+            if before != now:
+                yield f"table {name!r} has {field} {before} instead of {now}"
+        if saved[name].blocks != run[name].blocks:
+            yield f"table {name!r} has other row blocks"
+
+
+def _tensor_differences(
+    saved: Mapping[str, _Tensor], sizes: Mapping[str, tuple[int, ...]]
+) -> Iterator[str]:
+    """Yields differences in tensors beside the tables; those of one rank, or of the kernels it
+    uses, may differ."""
+
+    def of_run(keys: Iterable[str]) -> set[str]:
+        return {key for key in keys if not key.startswith(("rank", "table/")) and key != ITERATIONS}
+
+    for key in sorted(of_run(saved) ^ of_run(sizes)):
+        yield f"{key} is only in the {'checkpoint' if key in saved else 'run'}"
+    for key in sorted(of_run(saved) & of_run(sizes)):
+        is_per_shard = key.startswith("fused/") and len(sizes[key]) == 1
+        size = tuple(saved[key]["size"])
+        if size != sizes[key] and not is_per_shard:
+            yield f"{key} has shape {size} instead of {sizes[key]}"
+
+
+# Folders of checkpoints
+
+
+class _Latest(TypedDict):
+    checkpoint: str
+
+
+class CheckpointFolder:
+    """Checkpoints of one run at a path that all ranks see, or at a URL: which there are, which is
+    the latest, which may go. No collective."""
+
+    def __init__(self, path: Address, *, keep_last: int = 2) -> None:
+        check(keep_last >= 1, "keep_last", "at least 1", keep_last)
+        here = local_path(path)
+        self.path: Address = str(path) if here is None else here
+        self._here, self._keep_last = here, keep_last
+
+    def path_of(self, step: int) -> Address:
+        """Returns the address of the checkpoint of a step, once it is whole."""
+        return path_in(self.path, f"step-{step:08d}")
+
+    def latest(self) -> Address | None:
+        """The last whole checkpoint, or None."""
+        self._check_plain()
+        file = path_in(self.path, LATEST)
+        if file_size(file) is None:
+            return None
+        text, remedy = read_bytes(file).decode(errors="replace"), "name a checkpoint of the folder"
+        name = parse_json(text, _Latest, str(file), remedy=remedy)["checkpoint"]
+        names = {os.path.basename(self.path_of(step)): step for step in self.steps()}
+        check(name in names, str(file), f"one of {list(names)}", repr(name), remedy)
+        return self.path_of(names[name])
+
+    def steps(self) -> list[int]:
+        """Numbers of the whole checkpoints, rising."""
+        return sorted(step for step, names in self._files().items() if MANIFEST in names)
+
+    def clean(self) -> None:
+        """Removes the remains of checkpoints that never became whole, or are only half gone."""
+        self._check_plain()
+        for step, names in self._files().items():
+            if MANIFEST not in names:
+                self._remove(step, names)
+        for name in file_names(self.path):
+            if name.endswith(PARTIAL):
+                remove_file(path_in(self.path, name))
+
+    def add(self, step: int, rank: int, write: Callable[[Path], object]) -> tuple[str, int]:
+        """Writes the file of a rank, on that rank, before `publish`; returns its name and bytes."""
+        # By a name of its own: a checkpoint of the same step stays until the manifest is another.
+        name = f"rank{rank}.{uuid4().hex[:8]}.safetensors"
+        if self._here is not None:
+            Path(self.path_of(step)).mkdir(parents=True, exist_ok=True)
+        return name, put_file(path_in(self.path_of(step), name), write)
+
+    def publish(self, step: int, manifest: Manifest, keep: Collection[int] = ()) -> None:
+        """Makes a checkpoint whole and the latest, and removes those that nobody needs any more."""
+        latest = json.dumps({"checkpoint": os.path.basename(self.path_of(step))}) + "\n"
+        _put_text(path_in(self.path_of(step), MANIFEST), manifest.text())
+        _put_text(path_in(self.path, LATEST), latest)
+        files = self._files()
+        for name in set(files[step]) - {MANIFEST, *manifest.files}:
+            remove_file(path_in(self.path_of(step), name))
+        # What is above the latest step is of a future that an interruption has undone.
+        past = sorted(before for before in files if before <= step)
+        for unneeded in set(files) - {*past[-self._keep_last :], *keep}:
+            self._remove(unneeded, files[unneeded])
+
+    def remove(self) -> None:
+        """Removes all checkpoints, the name of the latest first."""
+        remove_file(path_in(self.path, LATEST))
+        for step, names in self._files().items():
+            self._remove(step, names)
+        if self._here is not None:
+            with suppress(OSError):
+                self._here.rmdir()
+
+    def _check_plain(self) -> None:
+        if self._here is not None:
+            check_plain(self._here, f"checkpoints {self.path}")
+
+    def _files(self) -> dict[int, list[str]]:
+        """Step -> names of its files."""
+        files: dict[int, list[str]] = {}
+        for path in file_names(self.path):
+            folder, name = posixpath.split(path)
+            match = re.fullmatch(r"step-(\d{8,})", folder)
+            if match is not None:
+                files.setdefault(int(match[1]), []).append(name)
+        return files
+
+    def _remove(self, step: int, names: Collection[str]) -> None:
+        """The manifest first, so that a kill leaves either a whole checkpoint or none."""
+        for name in sorted(names, key=lambda name: name != MANIFEST):
+            remove_file(path_in(self.path_of(step), name))
+        if self._here is not None:
+            with suppress(OSError):
+                Path(self.path_of(step)).rmdir()
+
+
+def _put_text(address: Address, text: str) -> None:
+    put_file(address, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def check_shared(path: Path, process_group: dist.ProcessGroup | None = None) -> None:
+    """Checks that all ranks see the folder that rank 0 sees: on several hosts a path may name one
+    on each."""
+    if world_size_of(process_group) == 1:
+        return
+    with ExitStack() as stack:
+
+        def write() -> str:
+            path.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(NamedTemporaryFile(dir=path, suffix=PARTIAL))
+            return os.path.basename(file.name)
+
+        name = on_rank_zero(write, process_group)
+        with together(process_group):  # all have looked when it is left
+            requirement = "the folder that rank 0 writes to, on storage that all hosts have mounted"
+            content = "another one" if path.is_dir() else "no such folder"
+            remedy = "choose a path that leads to the same folder on all hosts"
+            place = f"folder {path} on {gethostname()}"
+            check((path / name).is_file(), place, requirement, content, remedy)
+
+
+# Writing and reading
+
+
+def write_checkpoint(
+    folder: CheckpointFolder,
+    step: int,
+    state: TrainingState,
+    process_group: dist.ProcessGroup | None,
+    *,
+    keep: Collection[int] = (),
+) -> None:
+    """Writes a checkpoint and makes it the latest."""
+    try:
+        on_rank_zero(folder.clean, process_group)
+        _write(folder, step, state, process_group, keep)
+    except Exception as error:
+        remains = _clean_up(folder, process_group)
+        place, cause = f"checkpoint {folder.path_of(step)}", f"{type(error).__name__}: {error}"
+        raise CheckpointWriteError(describe(place, "to write it", cause, remains)) from error
+
+
+def _write(
+    folder: CheckpointFolder,
+    step: int,
+    state: TrainingState,
+    process_group: dist.ProcessGroup | None,
+    keep: Collection[int],
+) -> None:
+    rank, num_values = rank_of(process_group), [0] * world_size_of(process_group)
+    chunks = {
+        (key, chunk.offset): chunk.tensor
+        for key, value in state.tensors.items()
+        for chunk in value.chunks
+        if chunk.tensor.numel()
+    }
+    of_rank = {
+        at: (state.tensors[at[0]].size, part.shape, part.dtype) for at, part in chunks.items()
+    }
+    of_ranks = union_over_ranks({str(rank): of_rank}, process_group)
+    holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for holder in range(len(num_values)):
+        for at in of_ranks[str(holder)]:
+            holders.setdefault(at, []).append(holder)
+    writers = {}
+    for at, candidates in holders.items():  # the one with the fewest values so far writes it
+        writers[at] = min(candidates, key=num_values.__getitem__)
+        num_values[writers[at]] += of_ranks[str(writers[at])][at][1].numel()
+    part = {_chunk_name(*at): chunks[at].contiguous() for at in chunks if writers[at] == rank}
+    with together(process_group):
+        file = folder.add(step, rank, partial(save_file, part))
+    files = union_over_ranks({str(rank): file}, process_group)
+    tensors: dict[str, _Tensor] = {}
+    for at, writer in writers.items():
+        size, shape, dtype = of_ranks[str(writer)][at]
+        name = str(dtype).removeprefix("torch.")
+        entry = tensors.setdefault(at[0], {"dtype": name, "size": list(size), "chunks": []})
+        chunk: _Chunk = {"offset": list(at[1]), "size": list(shape), "file": files[str(writer)][0]}
+        entry["chunks"].append(chunk)
+    manifest = Manifest(
+        world_size=len(num_values),
+        files=dict(files.values()),
+        tables=state.tables,
+        values=state.values,
+        tensors=tensors,
+    )
+    on_rank_zero(lambda: folder.publish(step, manifest, keep), process_group)
+
+
+def _clean_up(folder: CheckpointFolder, process_group: dist.ProcessGroup | None) -> str:
+    """Removes the remains of a failed write, and says which are still there; storage may be away
+    for that, too."""
+    try:
+        on_rank_zero(folder.clean, process_group)
+        with together(process_group):
+            latest = folder.latest()
+    except (RuntimeError, OSError, ValueError) as error:
+        return f"what is left there could not be looked at ({error})"
+    return "no earlier one is there" if latest is None else f"the last good one is {latest}"
+
+
+@torch.no_grad()
+def read_checkpoint(
+    path: Address,
+    state: TrainingState,
+    process_group: dist.ProcessGroup | None,
+    *,
+    kinds: tuple[str, ...] = (),
+) -> Mapping[str, Any]:
+    """Copies a checkpoint into the tensors of a run, whatever the world size and sharding that it
+    was written with."""
+    place = f"checkpoint {path}"
+    with together(process_group):
+        manifest = Manifest.read(path)
+    saved = {k: v for k, v in manifest.tensors.items() if not kinds or k.split("/")[0] in kinds}
+    manifest = replace(manifest, tensors=saved)
+    tensors = {_key_in(saved, key): value for key, value in state.tensors.items()}
+    sizes = union_over_ranks({key: value.size for key, value in tensors.items()}, process_group)
+    _check_fits(manifest, state, sizes, place)  # from the same facts on all ranks
+    with together(process_group), ExitStack() as stack:
+        path_of = cache(lambda name: stack.enter_context(local_file(path_in(path, name))))
+        stored = manifest.stored(path, path_of)
+        for key, value in tensors.items():
+            for chunk in value.chunks if key in stored else ():
+                if chunk.tensor.numel():
+                    stored[key].copy_to_(chunk.tensor, chunk.offset)
+    return manifest.values
+
+
+def _key_in(saved: Collection[str], key: str) -> str:
+    """The key in the checkpoint: those written before wrappers had the names of the plain model say
+    it longer."""
+    longer = key.replace(f".{SOFT_SELECTION}.", ".alpha.")
+    longer = longer.replace(".embedding_bags.", ".embedding_bag_collection.embedding_bags.")
+    return longer if key not in saved and longer in saved else key
+
+
+def go_back_(
+    path: Address,
+    model: nn.Module,
+    tensors: Mapping[str, PlacedTensor],
+    process_group: dist.ProcessGroup | None,
+    *,
+    kinds: tuple[str, ...] = (),
+) -> Mapping[str, Any]:
+    """Copies a checkpoint into the live tensors of a model and what trains it."""
+    state = TrainingState(tensors=tensors, tables=describe_tables(model))
+    values = read_checkpoint(path, state, process_group, kinds=kinds)
+    finish_load_(model, tensors)
+    return values
+
+
+class CheckpointSaver:
+    """Copies a run's state to the CPU and writes it in a thread; never two at once."""
+
+    def __init__(self, folder: CheckpointFolder, *, on_error: str = "stop") -> None:
+        check_known("on_error", on_error, ON_ERROR)
+        here = local_path(folder.path)
+        if here is not None:
+            check_shared(here)
+        self._folder, self._on_error = folder, on_error
+        self._process_group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._running: tuple[int, Future[None]] | None = None
+        self.failed_steps: set[int] = set()
+        self.last_step: int | None = None
+
+    def save(self, step: int, state: TrainingState, *, keep: Collection[int] = ()) -> None:
+        """Starts to write a checkpoint, after waiting for the one before."""
+        self.wait()
+        write = partial(write_checkpoint, keep=frozenset(keep))
+        task = self._executor.submit(write, self._folder, step, state.copy(), self._process_group)
+        self._running = (step, task)
+
+    def wait(self) -> None:
+        """Waits until nothing is being written."""
+        if self._running is None:
+            return
+        step, write = self._running
+        self._running = None
+        try:
+            write.result()
+            self.last_step = step
+        except CheckpointWriteError as error:
+            self.failed_steps.add(step)
+            if self._on_error == "stop":
+                raise
+            if rank_of() == 0:
+                logger.warning("%s; the run goes on without it", error)
+
+    def __enter__(self) -> CheckpointSaver:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                self.wait()
+        finally:
+            self._executor.shutdown()
+            if self._process_group is not None and error is None:
+                dist.destroy_process_group(self._process_group)
