@@ -268,7 +268,7 @@ def test_best_epochs_that_could_not_be_written_leave_the_last_one_that_was(
 ) -> None:
     """Two in a row, each better than all before."""
     records = scripted(monkeypatch, [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4])
-    is_full, save_file = threading.Event(), transfer.save_file
+    is_full, save_file = threading.Event(), checkpoint.save_file
 
     def save_unless_full(*arguments: object) -> None:
         if is_full.is_set():
