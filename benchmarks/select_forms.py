@@ -32,7 +32,7 @@ from torch.nn.functional import one_hot
 from benchmarks.files import output_file
 from benchmarks.step_time import spread
 from dnis_torchrec.data.files import write_json
-from dnis_torchrec.ops.block_operators import are_compiled, select_pieces
+from dnis_torchrec.ops.select import are_compiled, select_pieces
 from dnis_torchrec.selection.alpha import select_per_sample
 
 NUM_FEATURES, EMBEDDING_DIM, NUM_BLOCKS, BATCH_SIZE = 26, 64, 6, 4096

@@ -44,7 +44,7 @@ from dnis_torchrec.artifact import exact_rows, read_manifest, read_scheme
 from dnis_torchrec.artifact import serve as serve_tables
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data.files import write_json
-from dnis_torchrec.ops.native_build import LOOKUPS
+from dnis_torchrec.ops.build import LOOKUPS
 from dnis_torchrec.scheme import FORMS, MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import load_operator
 from dnis_torchrec.serving.buffer_collection import BufferCollection

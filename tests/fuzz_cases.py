@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.blocks.routing import RowRouting
-from dnis_torchrec.ops.bag_offsets import names_tensor, torch_bag_offsets
+from dnis_torchrec.ops.packed import names_tensor, torch_bag_offsets
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from tests.packed_reference import packed

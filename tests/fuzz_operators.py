@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dnis_torchrec.ops import block_operators, native_build
+from dnis_torchrec.ops import build as native_build
+from dnis_torchrec.ops import select as block_operators
 from dnis_torchrec.ops.packed import load_operator
 from tests import fuzz_cases, fuzz_packed_cases
 

@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.artifact import exact_rows, read_scheme, write_artifact
 from dnis_torchrec.blocks.routing import RowRouting
-from dnis_torchrec.ops.native_build import NO_COMPILE
+from dnis_torchrec.ops.build import NO_COMPILE
 from dnis_torchrec.scheme import FORMS, MixedDimensionScheme, TableScheme
 
 ROUTINGS = {

@@ -21,7 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.ops import bag_splitting
+from dnis_torchrec.ops import batches as bag_splitting
 from dnis_torchrec.selection import alpha as selection_alpha
 from dnis_torchrec.selection import on_shards
 from dnis_torchrec.selection import wrapper as wrapper_module

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import select_forms
-from dnis_torchrec.ops.block_operators import are_compiled
+from dnis_torchrec.ops.select import are_compiled
 
 
 @pytest.mark.parametrize("level", ["lower", "upper"])

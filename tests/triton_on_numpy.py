@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from dnis_torchrec.ops import triton_bags
+from dnis_torchrec.ops import batches_triton
 
 
 class Value(np.ndarray):
@@ -184,8 +184,8 @@ def without_triton(
     """
     language = Language(Memory(tables))
     sizes = {"next_power_of_2": lambda n: 1 << (n - 1).bit_length(), "cdiv": lambda n, by: -(-n // by)}
-    owners = (triton_bags, *modules)
-    patch.setattr(triton_bags, "triton", SimpleNamespace(**sizes))
+    owners = (batches_triton, *modules)
+    patch.setattr(batches_triton, "triton", SimpleNamespace(**sizes))
     plain_functions = {name: part for owner in owners for name, part in vars(owner).items()}
     for owner in owners:
         patch.setattr(owner, "tl", language, raising=False)

@@ -16,8 +16,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.routing import RowRouter
 from dnis_torchrec.checks import check
-from dnis_torchrec.ops.bag_splitting import BagSplitter, FeatureSplit, check_one_batch_size
-from dnis_torchrec.ops.jagged import jagged_by_key
+from dnis_torchrec.ops.batches import BagSplitter, FeatureSplit, check_one_batch_size, jagged_by_key
 from dnis_torchrec.selection.alpha import PooledFeature
 from dnis_torchrec.selection.shards import is_pooled, table_configs_of
 from dnis_torchrec.selection.wrapper import (

@@ -25,9 +25,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.artifact.manifest import describe_file, file_inside
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.files import FolderKind, conform, new_folder, parse_json, unshared
-from dnis_torchrec.ops.bag_offsets import bag_offsets, names_tensor
-from dnis_torchrec.ops.native_build import LOOKUPS, built_elsewhere, find_compiler
-from dnis_torchrec.ops.packed import load_operator
+from dnis_torchrec.ops.build import LOOKUPS, built_elsewhere, find_compiler
+from dnis_torchrec.ops.packed import bag_offsets, load_operator, names_tensor
 
 KIND = "aoti"
 """What package.json says of how the model was compiled; packages of other kinds are refused."""

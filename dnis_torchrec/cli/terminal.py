@@ -19,7 +19,7 @@ from rich.text import Text
 
 from dnis_torchrec.checks import describe_error, is_of_system, visible
 
-COMPILING = "dnis_torchrec.ops.native_build"
+COMPILING = "dnis_torchrec.ops.build"
 """Logger that tells when operators are compiled; importing its module would import torch."""
 
 _plain_warning, _show_any_error_of_thread = warnings.formatwarning, threading.excepthook

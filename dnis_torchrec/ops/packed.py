@@ -1,5 +1,4 @@
-"""The operator ``dnis_torchrec::packed_embedding_bag``: all features of a collection, from rows of
-bit fields."""
+"""The operators of lookups: bags of all features pooled from rows of bit fields, and where bags begin."""
 
 from __future__ import annotations
 
@@ -11,9 +10,8 @@ from torch.nn.functional import pad
 
 from dnis_torchrec.blocks.codes import FLOAT_BITS, field_offsets
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.ops.bag_offsets import register_bag_offsets
-from dnis_torchrec.ops.batch_checks import INTEGERS
-from dnis_torchrec.ops.native_build import LOOKUPS, NAMESPACE, once
+from dnis_torchrec.ops.batches import INTEGERS, are_sound, named, refuse_bags
+from dnis_torchrec.ops.build import LOOKUPS, NAMESPACE, once
 
 PACKED_EMBEDDING_BAG = "packed_embedding_bag"
 PACKED_SCHEMA = (
@@ -40,9 +38,9 @@ def load_operator() -> bool:
     # on the CPU the compiled implementation goes before this one
     torch.library.impl(name, "CompositeExplicitAutograd", torch_packed_embedding_bag)
     if torch.cuda.is_available():
-        from dnis_torchrec.ops import packed_triton, triton_bags  # Triton takes seconds to load
+        from dnis_torchrec.ops import batches_triton, packed_triton  # Triton takes seconds to load
 
-        if triton_bags.triton is not None:
+        if batches_triton.triton is not None:
             torch.library.impl(name, "CUDA", packed_triton.triton_packed_embedding_bag)
     torch.library.register_fake(name, _fake)
     register_bag_offsets(compiled=compiled)
@@ -223,3 +221,47 @@ def _fake(
     zero_unknown: bool,
 ) -> Tensor:
     return ids.new_empty((batch_size, width), dtype=torch.float32)
+
+
+_NAME = "bag_offsets"
+_SCHEMA = f"{_NAME}(Tensor lengths, Tensor ids, Tensor features) -> Tensor"
+
+
+def register_bag_offsets(*, compiled: bool) -> None:
+    """Makes the operator there; `load_operator` does so, once in a process."""
+    if not compiled:
+        torch.library.define(f"{NAMESPACE}::{_NAME}", _SCHEMA.removeprefix(_NAME))
+    # on the CPU the compiled implementation goes before this one
+    torch.library.impl(f"{NAMESPACE}::{_NAME}", "CompositeExplicitAutograd", torch_bag_offsets)
+    torch.library.register_fake(f"{NAMESPACE}::{_NAME}", _fake_offsets)
+
+
+def names_tensor(features: Sequence[str]) -> Tensor:
+    """Names as the operator takes them: a tensor, because torch loses the memory of every string
+    that it hands over."""
+    text = "\n".join(name.replace("\n", " ") for name in features)
+    return torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
+
+
+def bag_offsets(lengths: Tensor, ids: Tensor, features: Tensor) -> Tensor:
+    """Returns the offsets at which the bags of a batch begin. `load_operator` has to be called
+    before."""
+    return torch.ops.dnis_torchrec.bag_offsets.default(lengths.contiguous(), ids, features)
+
+
+def torch_bag_offsets(lengths: Tensor, ids: Tensor, features: Tensor) -> Tensor:
+    """The operator's meaning, from torch's own operators; same arguments and result as the compiled
+    one."""
+    names = bytes(features.tolist()).decode().split("\n")
+    fits = lengths.dim() == 2 and len(lengths) == len(names)
+    check(fits, named(names), "contiguous lengths of shape (F, B) on the CPU", "others")
+    check(lengths.dtype in INTEGERS, named(names), "int32 or int64 lengths", "others")
+    if not are_sound(lengths, lengths.numel(), ids.numel()):
+        refuse_bags(names, lengths, [lengths.shape[1]] * len(names), ids.flatten())
+    return torch.cat(
+        [lengths.new_zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0, dtype=torch.int64)]
+    )
+
+
+def _fake_offsets(lengths: Tensor, ids: Tensor, features: Tensor) -> Tensor:
+    return lengths.new_empty(lengths.shape[0] * lengths.shape[1] + 1, dtype=torch.int64)

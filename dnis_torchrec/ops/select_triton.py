@@ -3,17 +3,18 @@ block_operators.py mean on a CPU."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dnis_torchrec.ops import triton_bags
-from dnis_torchrec.ops.piece_layouts import OutputFields, PieceFields, PieceLayout, layout_of
-from dnis_torchrec.ops.triton_bags import jitted, on_device
+from dnis_torchrec.checks import check
+from dnis_torchrec.ops import batches_triton
+from dnis_torchrec.ops.batches_triton import jitted, on_device
 
-if triton_bags.triton is not None:
+if batches_triton.triton is not None:
     import triton.language as tl
 
 SELECTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -29,6 +30,100 @@ ZEROS_PER_STEP = 1024
 """Of a program that makes zeros."""
 SAMPLES_PER_FILL, ENDS_PER_STEP = 256, 16
 """Of a program that finds rows of alpha; the ends of 16 blocks are compared with at a time."""
+
+
+class OutputFields(NamedTuple):
+    """The numbers that the kernels read about an output."""
+
+    first_piece: int
+    num_pieces: int
+    out_column: int
+    begin: int  # first column of the output, counted over outputs
+    dim: int
+    alpha_offset: int
+    output: int
+
+
+class PieceFields(NamedTuple):
+    """The numbers that the kernels read about a piece, where alpha's gradient is summed."""
+
+    in_column: int
+    out_column: int
+    begin: int  # first column of the piece, counted over pieces
+    dim: int
+    first_row: int
+    num_rows: int
+    first_sum: int  # sums of (row, column) of the pieces before it
+    output: int
+
+
+class PieceLayout(NamedTuple):
+    """A layout of pieces as the kernels read it. Tensors lie on the GPU."""
+
+    output_of_column: Tensor
+    outputs: Tensor
+    piece_of_column: Tensor
+    pieces: Tensor
+    alpha_of_sum: Tensor
+    most_rows: int
+    in_order: bool
+
+
+def layout_of(layout: Tensor, device: torch.device) -> PieceLayout:
+    """Returns a layout as the kernels read it; a module's stays the same, so it is copied to the
+    device once."""
+    return _described(tuple(map(tuple, layout.tolist())), device)
+
+
+@functools.lru_cache(maxsize=256)
+def _described(fields: tuple[tuple[int, ...], ...], device: torch.device) -> PieceLayout:
+    outputs: list[OutputFields] = []
+    pieces: list[PieceFields] = []
+    alphas, begin, num_sums = [], 0, 0
+    for in_column, out_column, dim, alpha_offset, output, first_row, num_rows in fields:
+        if outputs and outputs[-1].output == output:
+            last = outputs[-1]
+            agrees = (last.out_column, last.dim, last.alpha_offset) == (
+                out_column,
+                dim,
+                alpha_offset,
+            )
+            check(
+                agrees,
+                "layout",
+                f"pieces of output {output} at the same columns and of one alpha",
+                "others",
+            )
+            outputs[-1] = last._replace(num_pieces=last.num_pieces + 1)
+        else:
+            begins = outputs[-1].begin + outputs[-1].dim if outputs else 0
+            outputs.append(
+                OutputFields(len(pieces), 1, out_column, begins, dim, alpha_offset, output)
+            )
+        pieces.append(
+            PieceFields(in_column, out_column, begin, dim, first_row, num_rows, num_sums, output)
+        )
+        alphas.append(torch.arange(num_rows * dim) + alpha_offset + first_row * dim)
+        begin, num_sums = begin + dim, num_sums + num_rows * dim
+    by_output, by_piece = (
+        torch.tensor(outputs, dtype=torch.int32),
+        torch.tensor(pieces, dtype=torch.int32),
+    )
+    return PieceLayout(
+        output_of_column=_numbered([output.dim for output in outputs], device),
+        outputs=by_output.to(device),
+        piece_of_column=_numbered([piece.dim for piece in pieces], device),
+        pieces=by_piece.to(device),
+        alpha_of_sum=torch.cat([torch.empty(0, dtype=torch.int64), *alphas]).to(device),
+        most_rows=max((piece.num_rows for piece in pieces), default=0),
+        in_order=all(p.in_column == p.out_column == p.begin for p in pieces)
+        and len(pieces) == len(outputs),
+    )
+
+
+def _numbered(sizes: Sequence[int], device: torch.device) -> Tensor:
+    numbers = torch.arange(len(sizes), dtype=torch.int32)
+    return numbers.repeat_interleave(torch.tensor(sizes, dtype=torch.int64)).to(device)
 
 
 def select_pooled(
@@ -88,8 +183,8 @@ def _for_tiles(
     """Runs a kernel on tiles of outputs: those side by side in memory follow one another, for they
     share its pages."""
     num_columns = len(columns.output_of_column)
-    column_tiles = triton_bags.triton.cdiv(num_columns, COLUMNS_PER_PROGRAM)
-    sample_tiles = triton_bags.triton.cdiv(len(narrow), SAMPLES_PER_PROGRAM)
+    column_tiles = batches_triton.triton.cdiv(num_columns, COLUMNS_PER_PROGRAM)
+    sample_tiles = batches_triton.triton.cdiv(len(narrow), SAMPLES_PER_PROGRAM)
     if not column_tiles * sample_tiles:
         return
     kernel[(column_tiles * sample_tiles,)](
@@ -133,10 +228,14 @@ def sum_alpha_gradient(
     chunks are summed."""
     columns = layout_of(layout, grad.device)
     grad_alpha.zero_()
-    num_columns, batch_size, cdiv = len(columns.piece_of_column), len(grad), triton_bags.triton.cdiv
+    num_columns, batch_size, cdiv = (
+        len(columns.piece_of_column),
+        len(grad),
+        batches_triton.triton.cdiv,
+    )
     if not num_columns * batch_size * columns.most_rows:
         return
-    blocks = min(MOST_BLOCKS_PER_SUM, triton_bags.triton.next_power_of_2(columns.most_rows))
+    blocks = min(MOST_BLOCKS_PER_SUM, batches_triton.triton.next_power_of_2(columns.most_rows))
     column_tiles = cdiv(num_columns, COLUMNS_PER_SUM)
     num_chunks = max(1, min(MOST_SUMS // column_tiles, cdiv(batch_size, LEAST_SAMPLES_PER_SUM)))
     samples_per_chunk = cdiv(batch_size, num_chunks)
@@ -172,7 +271,7 @@ def sum_alpha_gradient(
 def zero_unless_(values: Tensor, is_kept: Tensor) -> None:
     """Makes values zero unless a flag says that they are to be kept: then no memory but the flag's
     is read or written."""
-    num_programs = min(MOST_SUMS, triton_bags.triton.cdiv(values.numel(), ZEROS_PER_STEP))
+    num_programs = min(MOST_SUMS, batches_triton.triton.cdiv(values.numel(), ZEROS_PER_STEP))
     if num_programs:
         _zero_kernel[(num_programs,)](
             values,
@@ -200,7 +299,7 @@ def fill_rows(
         )
         for routing, at in zip(routings, range(0, len(places), 3), strict=True)
     ]
-    _fill_kernel[(triton_bags.triton.cdiv(len(rows), SAMPLES_PER_FILL), len(features))](
+    _fill_kernel[(batches_triton.triton.cdiv(len(rows), SAMPLES_PER_FILL), len(features))](
         ids,
         lengths,
         lengths.cumsum(0),

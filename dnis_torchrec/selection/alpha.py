@@ -16,8 +16,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.routing import RowRouter
 from dnis_torchrec.checks import check
-from dnis_torchrec.ops.block_operators import can_select, fill_rows_, select_pieces
-from dnis_torchrec.ops.jagged import jagged_by_key
+from dnis_torchrec.ops.batches import jagged_by_key
+from dnis_torchrec.ops.select import can_select, fill_rows_, select_pieces
 
 SAMPLES_PER_CHUNK = 256
 """Samples that soft selection works on at once: 1.7 MB of fp32 for 26 features of D = 64, which a
@@ -236,7 +236,7 @@ class PooledFeature:
 
 class PooledPieces:
     """The pieces of a collection, in the form that
-    `dnis_torchrec.ops.block_operators.select_pieces` reads."""
+    `dnis_torchrec.ops.select.select_pieces` reads."""
 
     def __init__(self, outputs: Sequence[PooledFeature], alpha_begins: Mapping[int, int]) -> None:
         self._outputs = tuple(outputs)

@@ -22,10 +22,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.routing import RowRouter
-from dnis_torchrec.ops.bag_splitting import sort_by_slot
-from dnis_torchrec.ops.block_operators import are_compiled
-from dnis_torchrec.ops.jagged import jagged_by_key
-from dnis_torchrec.ops.packed_bags import Packing, pack_bags, select_packed
+from dnis_torchrec.ops.batches import jagged_by_key, sort_by_slot
+from dnis_torchrec.ops.select import Packing, are_compiled, pack_bags, select_packed
 from dnis_torchrec.selection.alpha import (
     Alpha,
     PooledFeature,

@@ -35,10 +35,15 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.ops.bag_splitting import BagSplitter, FeatureSplit
-from dnis_torchrec.ops.batch_checks import INTEGERS, check_bags, named
-from dnis_torchrec.ops.block_operators import are_compiled, are_good_bags, can_select
-from dnis_torchrec.ops.jagged import jagged_by_key
+from dnis_torchrec.ops.batches import (
+    INTEGERS,
+    BagSplitter,
+    FeatureSplit,
+    check_bags,
+    jagged_by_key,
+    named,
+)
+from dnis_torchrec.ops.select import are_compiled, are_good_bags, can_select
 from dnis_torchrec.selection.alpha import (
     Alpha,
     PooledFeature,
@@ -241,7 +246,7 @@ class BagCheck(nn.Module):
         ids, lengths = features.values(), features.lengths()
         bounds, longest = self._limits_there(tuple(features.keys()), ids.device)
         if ids.is_cuda and can_select(torch.empty(0, device=ids.device)):
-            from dnis_torchrec.ops.bag_check_triton import bad_bags  # Triton takes seconds to load
+            from dnis_torchrec.ops.batches_triton import bad_bags  # Triton takes seconds to load
 
             fault = bad_bags(ids, lengths, features.offsets(), bounds, longest, UNLIMITED)
             torch._assert_async(fault == 0)

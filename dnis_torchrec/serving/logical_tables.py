@@ -18,10 +18,10 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.ops.bag_splitting import check_one_batch_size
-from dnis_torchrec.ops.batch_checks import (
+from dnis_torchrec.ops.batches import (
     INTEGERS,
     check_bags,
+    check_one_batch_size,
     integer_ids,
     named,
     offsets_of_rows,

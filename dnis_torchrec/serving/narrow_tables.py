@@ -21,7 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.data.files import parse_json
-from dnis_torchrec.ops.batch_checks import INTEGERS, check_bags, named, offsets_of_rows
+from dnis_torchrec.ops.batches import INTEGERS, check_bags, named, offsets_of_rows
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.logical_tables import torchrec_config
 

@@ -18,8 +18,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.ops.batch_checks import check_bags
-from dnis_torchrec.ops.jagged import jagged_by_key
+from dnis_torchrec.ops.batches import check_bags, jagged_by_key
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 

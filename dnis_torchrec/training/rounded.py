@@ -27,7 +27,7 @@ from dnis_torchrec.blocks.codes import LEAST_SCALE, ColumnCodes, check_finite, i
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.blocks.routing import RowRouter, RowRouting
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.ops.row_rounding import RowRounding
+from dnis_torchrec.ops.select import RowRounding
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.selection.shards import (
     TableShard,

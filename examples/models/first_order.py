@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.ops.bag_splitting import select_features
+from dnis_torchrec.ops.batches import select_features
 
 
 class SingleIdBiases(nn.Module):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.routing import RowRouting
-from dnis_torchrec.ops.bag_splitting import BagSplitter, FeatureSplit, select_features
+from dnis_torchrec.ops.batches import BagSplitter, FeatureSplit, select_features
 from tests.serving_reference import keyed_jagged_tensor, routings
 
 Bags = dict[str, list[list[tuple[int, float]]]]

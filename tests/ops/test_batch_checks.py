@@ -12,8 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.artifact import serve
 from dnis_torchrec.blocks.routing import RowRouting
-from dnis_torchrec.ops.bag_offsets import bag_offsets, names_tensor, torch_bag_offsets
-from dnis_torchrec.ops.batch_checks import (
+from dnis_torchrec.ops.batches import (
     are_sound,
     check_bags,
     integer_ids,
@@ -22,7 +21,7 @@ from dnis_torchrec.ops.batch_checks import (
     readable_bags,
     refuse_bags,
 )
-from dnis_torchrec.ops.packed import load_operator
+from dnis_torchrec.ops.packed import bag_offsets, load_operator, names_tensor, torch_bag_offsets
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection
 from dnis_torchrec.serving.narrow_tables import NarrowEmbeddingBagCollection, embedding_configs

@@ -14,8 +14,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.ops.block_operators import are_compiled, are_good_bags, fill_rows_, select_pieces, split_bags
-from dnis_torchrec.ops.native_build import INSTRUCTION_SETS, SELECTION
+from dnis_torchrec.ops.build import INSTRUCTION_SETS, SELECTION
+from dnis_torchrec.ops.select import are_compiled, are_good_bags, fill_rows_, select_pieces, split_bags
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection
 from tests.small_models import operators
 

@@ -10,7 +10,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import count_frequencies
-from dnis_torchrec.ops.jagged import jagged_by_key
+from dnis_torchrec.ops.batches import jagged_by_key
 from dnis_torchrec.streaming import count_stream
 
 META = torch.device("meta")

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dnis_torchrec.ops import native_build
-from dnis_torchrec.ops.native_build import LOOKUPS, built_elsewhere, find_compiler, library_folder
+from dnis_torchrec.ops import build as native_build
+from dnis_torchrec.ops.build import LOOKUPS, built_elsewhere, find_compiler, library_folder
 
 
 def build(*, compiler: str | None = None) -> Path:

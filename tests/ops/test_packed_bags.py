@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dnis_torchrec.ops.block_operators import are_compiled
-from dnis_torchrec.ops.packed_bags import PackedBags, Packing, pack_bags, select_packed
+from dnis_torchrec.ops.select import PackedBags, Packing, are_compiled, pack_bags, select_packed
 
 pytestmark = pytest.mark.skipif(not are_compiled(), reason="no C++ compiler, or DNIS_NO_COMPILE")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dnis_torchrec.blocks.codes import WIDTHS, field_offsets
 from dnis_torchrec.blocks.routing import RowRouting
-from dnis_torchrec.ops.native_build import LOOKUPS
+from dnis_torchrec.ops.build import LOOKUPS
 from dnis_torchrec.ops.packed import GROUP_FIELDS, PACKED_SCHEMA, field_groups, torch_packed_embedding_bag
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving import PackedEmbeddingBagCollection, load_operator

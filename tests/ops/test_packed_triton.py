@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dnis_torchrec.blocks.routing import RowRouting
-from dnis_torchrec.ops import packed_rows_triton, packed_triton, triton_bags
+from dnis_torchrec.ops import batches_triton, packed_triton
 from dnis_torchrec.ops.packed_triton import triton_packed_embedding_bag
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving import PackedEmbeddingBagCollection, load_operator
@@ -26,7 +26,7 @@ from tests.serving_reference import Case, cases, table_scheme
 from tests.triton_compiled import check_compiled
 from tests.triton_on_numpy import without_triton
 
-needs_triton = pytest.mark.skipif(triton_bags.triton is None, reason="needs Triton, which comes with torch for CUDA")
+needs_triton = pytest.mark.skipif(batches_triton.triton is None, reason="needs Triton, which comes with torch for CUDA")
 on_a_device = pytest.mark.skipif(
     not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
     reason="needs a CUDA device, or TRITON_INTERPRET=1",
@@ -54,7 +54,7 @@ def by_operator(arguments: list[Any]) -> Tensor:
 def on_numpy(arguments: list[Any]) -> Tensor:
     """The kernel, one program after another."""
     with pytest.MonkeyPatch.context() as patch:
-        without_triton(patch, [packed_rows_triton, packed_triton], JITTED, arguments[PLACES["tables"]])
+        without_triton(patch, [packed_triton], JITTED, arguments[PLACES["tables"]])
         return triton_packed_embedding_bag(*arguments)
 
 
@@ -215,7 +215,7 @@ def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(kind: int, num_planes
     fixed |= {"bags_per_program": packed_triton.BAGS_PER_PROGRAM, "columns_per_program": 64}
     types = {name: f"*{kind}" for name, kind in pointers.items()} | numbers
     for kernel, num_warps in (
-        (packed_rows_triton._search_kernel, packed_rows_triton.WARPS_PER_SEARCH),
+        (packed_triton._search_kernel, packed_triton.WARPS_PER_SEARCH),
         (packed_triton._kernel, packed_triton.NUM_WARPS),
     ):
         own = {name: part for name, part in fixed.items() if name in kernel.arg_names}

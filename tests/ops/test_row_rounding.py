@@ -12,10 +12,9 @@ from torch import Tensor
 
 from dnis_torchrec.blocks.codes import decode_rows, encode_rows
 from dnis_torchrec.blocks.routing import RowRouting
-from dnis_torchrec.ops import row_rounding
-from dnis_torchrec.ops.block_operators import are_compiled
-from dnis_torchrec.ops.native_build import INSTRUCTION_SETS, SELECTION
-from dnis_torchrec.ops.row_rounding import RowRounding
+from dnis_torchrec.ops import select as row_rounding
+from dnis_torchrec.ops.build import INSTRUCTION_SETS, SELECTION
+from dnis_torchrec.ops.select import RowRounding, are_compiled
 from dnis_torchrec.scheme import TableScheme
 from tests.coded_tables import rounded, with_codes
 

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.ops import block_operators, select_triton, triton_bags
-from dnis_torchrec.ops.block_operators import are_compiled, fill_rows_, select_pieces
+from dnis_torchrec.ops import batches_triton, select_triton
+from dnis_torchrec.ops import select as block_operators
+from dnis_torchrec.ops.select import are_compiled, fill_rows_, select_pieces
 from dnis_torchrec.selection import alpha
 from tests.ops.test_block_operators import mixed_collection, steps
 from tests.triton_compiled import check_compiled
@@ -29,7 +30,7 @@ from tests.triton_on_numpy import without_triton
 pytestmark = pytest.mark.skipif(
     not are_compiled(), reason="the oracle is compiled: no C++ compiler, or DNIS_NO_COMPILE"
 )
-needs_triton = pytest.mark.skipif(triton_bags.triton is None, reason="needs Triton, which comes with torch for CUDA")
+needs_triton = pytest.mark.skipif(batches_triton.triton is None, reason="needs Triton, which comes with torch for CUDA")
 on_a_device = pytest.mark.skipif(
     not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
     reason="needs a CUDA device, or TRITON_INTERPRET=1",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.ops import bag_check_triton
+from dnis_torchrec.ops import batches_triton
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.selection.wrapper import UNLIMITED, BagCheck
 from tests.small_models import ROWS, blocks, collection, operators
@@ -85,8 +85,8 @@ def is_refused_by_the_kernel(bag_check: BagCheck, features: KeyedJaggedTensor) -
     bounds, longest = bag_check._limits_there(tuple(features.keys()), torch.device("cpu"))
     parts = [part.contiguous() for part in (features.values(), features.lengths(), features.offsets(), bounds, longest)]
     with pytest.MonkeyPatch.context() as patch:
-        without_triton(patch, [bag_check_triton], {"_check_kernel": "_check_bags"}, [])
-        return bool(bag_check_triton.bad_bags(*parts, UNLIMITED))
+        without_triton(patch, [batches_triton], {"_check_kernel": "_check_bags"}, [])
+        return bool(batches_triton.bad_bags(*parts, UNLIMITED))
 
 
 @given(st.data())
@@ -158,4 +158,4 @@ def test_the_first_id_behind_a_table_is_refused_and_the_last_of_it_is_not(name: 
 @pytest.mark.parametrize("num_ids", [0, 1])
 def test_ids_of_no_bags_are_refused(num_ids: int) -> None:
     nothing, ids = torch.empty(0, dtype=torch.int64), torch.zeros(num_ids, dtype=torch.int64)
-    assert bool(bag_check_triton.bad_bags(ids, nothing, torch.zeros(1), nothing, nothing, UNLIMITED)) == bool(num_ids)
+    assert bool(batches_triton.bad_bags(ids, nothing, torch.zeros(1), nothing, nothing, UNLIMITED)) == bool(num_ids)

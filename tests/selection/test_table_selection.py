@@ -19,7 +19,7 @@ from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
 from dnis_torchrec.blocks.routing import RowRouter, RowRouting
 from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.ops.block_operators import are_compiled
+from dnis_torchrec.ops.select import are_compiled
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.selection.on_shards import (

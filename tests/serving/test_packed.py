@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dnis_torchrec.artifact.package import Signature, export_graph
 from dnis_torchrec.blocks.codes import WIDTHS, packed_rows
 from dnis_torchrec.blocks.routing import RowRouting, directory_bytes
-from dnis_torchrec.ops.native_build import INSTRUCTION_SETS, LOOKUPS
+from dnis_torchrec.ops.build import INSTRUCTION_SETS, LOOKUPS
 from dnis_torchrec.ops.packed import torch_packed_embedding_bag
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving import PackedEmbeddingBagCollection, PackedTable, load_operator

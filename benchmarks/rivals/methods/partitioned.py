@@ -14,7 +14,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.ops.jagged import jagged_by_key
+from dnis_torchrec.ops.batches import jagged_by_key
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.selection.shards import check_pooled, collections, table_configs_of
 from dnis_torchrec.selection.swap import replace_

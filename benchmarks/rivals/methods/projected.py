@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.routing import RowRouter
 from dnis_torchrec.checks import check_known
-from dnis_torchrec.ops.jagged import jagged_by_key
+from dnis_torchrec.ops.batches import jagged_by_key
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.selection.shards import check_pooled, collections, table_configs_of
 from dnis_torchrec.selection.wrapper import PooledFeature, SoftSelectionEmbeddingBagCollection

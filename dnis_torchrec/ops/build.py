@@ -24,6 +24,7 @@ import torch
 
 from dnis_torchrec.checks import check_known, describe
 
+CSRC = Path(__file__).parent / "csrc"
 NAMESPACE = "dnis_torchrec"
 """Namespace of all operators, as in ``torch.ops.dnis_torchrec``."""
 COMPILERS = ("c++", "g++", "clang++")
@@ -58,7 +59,7 @@ class NativeLibrary:
 
     name: str
     place: str
-    sources: Path
+    sources: tuple[Path, ...]
     without: str
     instruction_set_function: str
 
@@ -129,7 +130,7 @@ class NativeLibrary:
 
     def _compile(self, compiler: str, library: Path) -> None:
         root = Path(torch.__file__).parent
-        sources = [str(source) for source in sorted(self.sources.glob("*.cpp"))]
+        sources = [str(source) for source in self.sources if source.suffix == ".cpp"]
         where = ["-isystem", str(root / "include"), f"-L{root / 'lib'}"]
 
         logger.info(
@@ -172,7 +173,7 @@ class NativeLibrary:
         serving image."""
         parts = [str(torch.__version__), platform.machine(), *FLAGS]
         digest = hashlib.sha256("\0".join(parts).encode())
-        for source in sorted(self.sources.iterdir()):
+        for source in self.sources:
             digest.update(source.read_bytes())
         return digest.hexdigest()[:16]
 
@@ -238,16 +239,19 @@ def once(function: Callable[[], bool]) -> Callable[[], bool]:
 
 
 LOOKUPS = NativeLibrary(
-    name="packed_embedding_bag",
+    name="packed",
     place="packed lookup",
-    sources=Path(__file__).parent / "csrc" / "lookups",
+    sources=(CSRC / "packed.cpp", CSRC / "packed_kernel.h", CSRC / "fused_bags.h"),
     without="lookups run on torch's operators, many times slower",
     instruction_set_function="dnis_instruction_set",
 )
 SELECTION = NativeLibrary(
-    name="block_operators",
+    name="select",
     place="block operators",
-    sources=Path(__file__).parent / "csrc" / "selection",
+    sources=(
+        CSRC / "select.cpp",
+        *(CSRC / f"{n}.h" for n in ("blocks", "row_loops", "row_kernel")),
+    ),
     without="training steps run on torch's operators, somewhat slower",
     instruction_set_function="dnis_block_instruction_set",
 )

@@ -17,24 +17,31 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t SAMPLES_PER_THREAD = 64;  // samples that outweigh waking a thread
-constexpr int64_t MAX_PARTIAL_SUMS = 16;    // alpha's gradient is summed in at most so many parts, whatever the threads
-constexpr int64_t SAMPLES_PER_SUM = 256;    // and in fewer where the batch is small
-constexpr int64_t MOST = 1 << 30;           // of columns, keys and rows of alpha: far from where integers end
-constexpr int64_t FEW_BLOCKS = 16;          // up to here comparing with all ends beats guessing where to branch
+constexpr int64_t MAX_PARTIAL_SUMS =
+    16;  // alpha's gradient is summed in at most so many parts, whatever the threads
+constexpr int64_t SAMPLES_PER_SUM = 256;  // and in fewer where the batch is small
+constexpr int64_t MOST =
+    1 << 30;  // of columns, keys and rows of alpha: far from where integers end
+constexpr int64_t FEW_BLOCKS =
+    16;  // up to here comparing with all ends beats guessing where to branch
 
 inline void check(bool condition, const char* argument, const char* requirement) {
-  if (!condition) throw std::invalid_argument(std::string("block operators: ") + argument + ": expected " + requirement);
+  if (!condition)
+    throw std::invalid_argument(std::string("block operators: ") + argument + ": expected " +
+                                requirement);
 }
 
 template <typename Number>
 const Number* numbers(const Tensor& tensor, ScalarType dtype, const char* argument) {
-  check(tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.is_cpu(), argument, "another dtype or layout");
+  check(tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.is_cpu(), argument,
+        "another dtype or layout");
   return static_cast<const Number*>(tensor.const_data_ptr());
 }
 
 template <typename Number>
 Number* mutable_numbers(const Tensor& tensor, ScalarType dtype, const char* argument) {
-  check(tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.is_cpu(), argument, "another dtype or layout");
+  check(tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.is_cpu(), argument,
+        "another dtype or layout");
   return static_cast<Number*>(tensor.mutable_data_ptr());
 }
 
@@ -45,8 +52,12 @@ inline bool lies_within(int64_t first, int64_t count, int64_t size) {
 
 // Checks that what is written does not lie over what tells where to write.
 inline void check_apart(const Tensor& written, const Tensor& read, const char* argument) {
-  const auto begin_of = [](const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()); };
-  const auto end_of = [&](const Tensor& tensor) { return begin_of(tensor) + tensor.numel() * tensor.element_size(); };
+  const auto begin_of = [](const Tensor& tensor) {
+    return reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  };
+  const auto end_of = [&](const Tensor& tensor) {
+    return begin_of(tensor) + tensor.numel() * tensor.element_size();
+  };
   const bool is_apart = begin_of(written) >= end_of(read) || begin_of(read) >= end_of(written);
   check(is_apart, argument, "memory that nothing is written to");
 }
@@ -73,7 +84,8 @@ void with_integers(const Tensor& tensor, const char* argument, const Run& run) {
   }
 }
 
-// Where a row belongs: uint8 or uint16 block of every row, or (int64) the rising ends of the blocks; nothing passes on.
+// Where a row belongs: uint8 or uint16 block of every row, or (int64) the rising ends of the
+// blocks; nothing passes on.
 struct Routing {
   enum Kind { NONE, BYTES, SHORTS, ENDS };
   Kind kind;
@@ -85,13 +97,15 @@ struct Routing {
     if (size == 0) return;
     data = tensor.const_data_ptr();
     const ScalarType dtype = tensor.scalar_type();
-    check(dtype == ScalarType::Byte || dtype == ScalarType::UInt16 || dtype == ScalarType::Long, "routings",
-          "uint8, uint16 or int64");
+    check(dtype == ScalarType::Byte || dtype == ScalarType::UInt16 || dtype == ScalarType::Long,
+          "routings", "uint8, uint16 or int64");
     kind = dtype == ScalarType::Byte ? BYTES : dtype == ScalarType::UInt16 ? SHORTS : ENDS;
   }
 
   // No row lies in a block from here on.
-  int64_t num_blocks() const { return kind == NONE ? 1 : kind == ENDS ? size + 1 : kind == BYTES ? 256 : 65'536; }
+  int64_t num_blocks() const {
+    return kind == NONE ? 1 : kind == ENDS ? size + 1 : kind == BYTES ? 256 : 65'536;
+  }
 
   int64_t block(int64_t id) const {
     if (kind == NONE) return 0;
@@ -121,8 +135,9 @@ struct Routing {
   }
 };
 
-// out[i] = the sum over samples b of what `add(b, sum)` adds to sum[i]: alpha's gradient. Summed in parts that do not
-// depend on how many threads there are, so that every machine gives the same bits.
+// out[i] = the sum over samples b of what `add(b, sum)` adds to sum[i]: alpha's gradient. Summed in
+// parts that do not depend on how many threads there are, so that every machine gives the same
+// bits.
 template <typename Number, typename Add>
 void sum_over_samples(int64_t batch_size, Number* out, int64_t size, Add add) {
   const int64_t most = (batch_size + MAX_PARTIAL_SUMS - 1) / MAX_PARTIAL_SUMS;

@@ -1,5 +1,5 @@
-// The innermost loops of soft selection, in the widest instruction set of this machine: a row of D numbers at a time. One
-// library serves every machine, so that it may be built on another one.
+// The innermost loops of soft selection, in the widest instruction set of this machine: a row of D
+// numbers at a time. One library serves every machine, so that it may be built on another one.
 
 #pragma once
 
@@ -57,7 +57,8 @@ enum class InstructionSet { BASELINE, AVX2, AVX512 };
 inline InstructionSet widest_instruction_set(InstructionSet limit) {
 #ifdef DNIS_X86
   const bool has_avx2 = __builtin_cpu_supports("avx2");
-  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl");
+  const bool has_avx512 =
+      has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl");
   if (has_avx512 && limit == InstructionSet::AVX512) return InstructionSet::AVX512;
   if (has_avx2 && limit != InstructionSet::BASELINE) return InstructionSet::AVX2;
 #endif

@@ -1,8 +1,9 @@
-// The innermost loops of soft selection, compiled once per instruction set: row_loops.h includes this file in a namespace
-// and a target region of its own. Nothing of the standard library here: a shared inline function compiled for one
-// instruction set could be called on a machine without it.
+// The innermost loops of soft selection, compiled once per instruction set: row_loops.h includes
+// this file in a namespace and a target region of its own. Nothing of the standard library here: a
+// shared inline function compiled for one instruction set could be called on a machine without it.
 //
-// Every instruction set gives the same bits: one multiplication and at most one addition per number, never fused.
+// Every instruction set gives the same bits: one multiplication and at most one addition per
+// number, never fused.
 
 inline uint32_t bits_of(float number) {
   uint32_t bits;
@@ -16,11 +17,13 @@ inline uint64_t bits_of(double number) {
   return bits;
 }
 
-// Whether a number is NaN or infinite: then its exponent is all ones. Integers, because the order of a sum of floats must
-// not change and so is not vectorised.
+// Whether a number is NaN or infinite: then its exponent is all ones. Integers, because the order
+// of a sum of floats must not change and so is not vectorised.
 inline uint32_t is_bad(float number) { return (bits_of(number) & 0x7f800000u) == 0x7f800000u; }
 
-inline uint64_t is_bad(double number) { return (bits_of(number) & 0x7ff0000000000000u) == 0x7ff0000000000000u; }
+inline uint64_t is_bad(double number) {
+  return (bits_of(number) & 0x7ff0000000000000u) == 0x7ff0000000000000u;
+}
 
 // to = left * right; `to` may be `left`.
 template <typename Number>
@@ -52,11 +55,14 @@ bool are_finite(const Number* numbers, int64_t count) {
   return bad == 0;
 }
 
-// weight = the nearest of the values that codes stand for to weight + residual, residual = what it lacks of that, half a
-// step at most: see dnis_torchrec/ops/row_rounding.py. Four fields follow one another, `count` numbers each.
+// weight = the nearest of the values that codes stand for to weight + residual, residual = what it
+// lacks of that, half a step at most: see dnis_torchrec/ops/row_rounding.py. Four fields follow one
+// another, `count` numbers each.
 inline void round_row(const float* fields, float* weight, float* residual, int64_t count) {
-  constexpr float TO_INTEGERS = 12'582'912.f;  // from 2^23 on floats are integers, so that adding it rounds, to even
-  const float *scale = fields, *half_shift = fields + count, *largest = fields + 2 * count, *half_step = fields + 3 * count;
+  constexpr float TO_INTEGERS =
+      12'582'912.f;  // from 2^23 on floats are integers, so that adding it rounds, to even
+  const float *scale = fields, *half_shift = fields + count, *largest = fields + 2 * count,
+              *half_step = fields + 3 * count;
   for (int64_t d = 0; d < count; ++d) {
     const float latent = weight[d] + residual[d];
     float code = latent / scale[d] - half_shift[d];
@@ -74,4 +80,5 @@ inline void round_row(const float* fields, float* weight, float* residual, int64
 }
 
 template <typename Number>
-constexpr RowLoops<Number> LOOPS{multiply<Number>, add_product<Number>, multiply_finite<Number>, are_finite<Number>};
+constexpr RowLoops<Number> LOOPS{multiply<Number>, add_product<Number>, multiply_finite<Number>,
+                                 are_finite<Number>};

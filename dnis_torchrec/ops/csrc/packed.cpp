@@ -1,10 +1,13 @@
-// dnis_torchrec::packed_embedding_bag: bags of all features of a collection, pooled from rows of bit fields.
+// dnis_torchrec::packed_embedding_bag: bags of all features of a collection, pooled from rows of
+// bit fields.
 //
-// A table is the rows of its blocks, one block after another, each row of a fixed number of bytes, and a directory that
-// says where every row stands (blocks/row_directory.py). A row's values are codes of mixed width at bit offsets that
-// are the same for all rows of a block; ops/packed_operator.py tells how the layout describes them.
+// A table is the rows of its blocks, one block after another, each row of a fixed number of bytes,
+// and a directory that says where every row stands (blocks/row_directory.py). A row's values are
+// codes of mixed width at bit offsets that are the same for all rows of a block;
+// ops/packed_operator.py tells how the layout describes them.
 //
-// Shapes: B batch, F features, T tables, N rows of a table, K blocks of a table, D embedding_dim, I ids of a batch.
+// Shapes: B batch, F features, T tables, N rows of a table, K blocks of a table, D embedding_dim, I
+// ids of a batch.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -39,7 +42,8 @@ constexpr int64_t LANES = 16;         // columns of a group
 constexpr int64_t FEW_BYTES = 16;     // of a window, which most groups of codes do with
 constexpr int64_t WINDOW_BYTES = 64;  // that hold the fields of a group: 16 of at most 32 bits
 constexpr int64_t QUAD_BYTES = 16;    // that hold the fields of four columns
-constexpr int64_t READABLE_BYTES = WINDOW_BYTES + QUAD_BYTES + 4;  // that reading some window may touch
+constexpr int64_t READABLE_BYTES =
+    WINDOW_BYTES + QUAD_BYTES + 4;  // that reading some window may touch
 
 // A rank directory, see blocks/row_directory.py.
 constexpr int64_t ROWS_PER_START = 1 << 16, START_BYTES = 8, COUNT_BYTES = 2;
@@ -48,7 +52,9 @@ constexpr int64_t log_rows_per_record(int64_t num_planes) {
   return num_planes < 3 ? 7 : num_planes > 6 ? 10 : 4 + num_planes;
 }
 
-constexpr int64_t rows_per_record(int64_t num_planes) { return int64_t{1} << log_rows_per_record(num_planes); }
+constexpr int64_t rows_per_record(int64_t num_planes) {
+  return int64_t{1} << log_rows_per_record(num_planes);
+}
 
 constexpr int64_t FEATURE_FIELDS = 4, TABLE_FIELDS = 5, BLOCK_FIELDS = 4;
 
@@ -66,20 +72,22 @@ inline float float_of_bits(uint32_t bits) {
   return value;
 }
 
-// Sixteen columns of a block. Which bytes a field has is said twice, four to a column: within the group's window for
-// machines that pick from 64 bytes at once, within the window of its four columns for others.
+// Sixteen columns of a block. Which bytes a field has is said twice, four to a column: within the
+// group's window for machines that pick from 64 bytes at once, within the window of its four
+// columns for others.
 struct Group {
   enum Kind : int32_t { EMPTY = 0, CODES = 1, WITH_FLOATS = 2 };
 
   int32_t wide[LANES];
-  int32_t masks[LANES];  // of a field, where it stands in its bytes; 0: not retained; all bits: a float32
+  int32_t masks[LANES];  // of a field, where it stands in its bytes; 0: not retained; all bits: a
+                         // float32
   float scales[LANES];   // of the masked number
   float biases[LANES];
   int32_t narrow[LANES];
   int32_t window;    // its first byte, from the row's
   int32_t quads[4];  // first byte of the window of four columns, from the group's
   int32_t kind;
-  int32_t span;     // bytes of the window up to the last that a field has
+  int32_t span;  // bytes of the window up to the last that a field has
   int32_t unused[9];
 };
 constexpr int64_t GROUP_FIELDS = sizeof(Group) / sizeof(int32_t);
@@ -164,8 +172,9 @@ namespace avx2 {
 }  // namespace avx2
 #if defined(__clang__)
 #pragma clang attribute pop
-#pragma clang attribute push( \
-    __attribute__((target("avx2,popcnt,bmi2,avx512f,avx512vl,avx512bw,avx512vbmi"))), apply_to = function)
+#pragma clang attribute push(                                                         \
+    __attribute__((target("avx2,popcnt,bmi2,avx512f,avx512vl,avx512bw,avx512vbmi"))), \
+    apply_to = function)
 #else
 #pragma GCC pop_options
 #pragma GCC push_options
@@ -198,9 +207,10 @@ constexpr InstructionSet AVX512{"avx512", avx512::pool};
 const InstructionSet* widest_instruction_set(const std::string& limit) {
 #ifdef DNIS_X86
   const bool has_avx2 = __builtin_cpu_supports("avx2");  // a machine with AVX2 has POPCNT
-  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-                          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vbmi") &&
-                          __builtin_cpu_supports("bmi2");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
+                          __builtin_cpu_supports("avx512vl") &&
+                          __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("bmi2");
   if (has_avx512 && limit == "avx512") return &AVX512;
   if (has_avx2 && (limit == "avx512" || limit == "avx2")) return &AVX2;
 #endif
@@ -213,12 +223,11 @@ std::atomic<const InstructionSet*> instruction_set{widest_instruction_set("avx51
 template <typename Integer>
 const Integer* table_rows(const Tensor& tensor, const char* argument, int64_t columns) {
   const ScalarType dtype = sizeof(Integer) == 8 ? ScalarType::Long : ScalarType::Int;
-  const bool fits = tensor.dim() == 2 && tensor.size(1) == columns && tensor.scalar_type() == dtype &&
-                    tensor.is_contiguous() && tensor.is_cpu();
+  const bool fits = tensor.dim() == 2 && tensor.size(1) == columns &&
+                    tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.is_cpu();
   const void* data = tensor.const_data_ptr();
-  check(
-      fits && reinterpret_cast<uintptr_t>(data) % alignof(Integer) == 0, argument,
-      "contiguous integers on the CPU, with the columns that the operator's docstring names");
+  check(fits && reinterpret_cast<uintptr_t>(data) % alignof(Integer) == 0, argument,
+        "contiguous integers on the CPU, with the columns that the operator's docstring names");
   return static_cast<const Integer*>(data);
 }
 
@@ -233,12 +242,14 @@ const Tensor& tensor_at(const std::vector<Tensor>& tensors, int64_t index) {
 void set_directory(Table& table, const Tensor& directory) {
   table.directory = static_cast<const uint8_t*>(directory.const_data_ptr());
   if (directory.scalar_type() == ScalarType::Long) {
-    check(directory.numel() == table.num_blocks, "tables", "a boundary for each block and the rows of none");
+    check(directory.numel() == table.num_blocks, "tables",
+          "a boundary for each block and the rows of none");
     table.kind = Directory::SORTED;
     return;
   }
   check(directory.scalar_type() == ScalarType::Byte, "tables", "directories of int64 or uint8");
-  check(table.num_blocks >= 2 && table.num_blocks <= 256, "table_layout", "2 to 256 blocks beside a rank directory");
+  check(table.num_blocks >= 2 && table.num_blocks <= 256, "table_layout",
+        "2 to 256 blocks beside a rank directory");
   table.kind = Directory::RANKS;
   while (int64_t{1} << table.num_planes < table.num_blocks) ++table.num_planes;
   const int64_t per_record = rows_per_record(table.num_planes);
@@ -253,19 +264,22 @@ void set_directory(Table& table, const Tensor& directory) {
   table.records = table.directory + start_bytes;
 }
 
-// Fields of a table: N, its first block, K, its rows and its directory among the tensors (-1: none).
-// Fields of a block: its first byte, its rows, the bytes of a row, its first group (-1: nothing is stored).
-std::vector<Table> make_tables(
-    const Tensor& table_layout, const Tensor& block_layout, const Tensor& groups, const std::vector<Tensor>& tensors,
-    std::vector<Block>& blocks) {
+// Fields of a table: N, its first block, K, its rows and its directory among the tensors (-1:
+// none). Fields of a block: its first byte, its rows, the bytes of a row, its first group (-1:
+// nothing is stored).
+std::vector<Table> make_tables(const Tensor& table_layout, const Tensor& block_layout,
+                               const Tensor& groups, const std::vector<Tensor>& tensors,
+                               std::vector<Block>& blocks) {
   const int64_t* fields = table_rows<int64_t>(table_layout, "table_layout", TABLE_FIELDS);
   const int64_t* block_fields = table_rows<int64_t>(block_layout, "block_layout", BLOCK_FIELDS);
-  const Group* all_groups = reinterpret_cast<const Group*>(table_rows<int32_t>(groups, "groups", GROUP_FIELDS));
+  const Group* all_groups =
+      reinterpret_cast<const Group*>(table_rows<int32_t>(groups, "groups", GROUP_FIELDS));
   blocks.resize(block_layout.size(0));
   std::vector<Table> made(table_layout.size(0));
   int64_t next_block = 0;
   for (Table& table : made) {
-    const int64_t first = fields[1], num_blocks = fields[2], left = static_cast<int64_t>(blocks.size()) - next_block;
+    const int64_t first = fields[1], num_blocks = fields[2],
+                  left = static_cast<int64_t>(blocks.size()) - next_block;
     const bool is_own = first == next_block && num_blocks > 0 && num_blocks <= left;
     check(is_own, "table_layout", "blocks that exist, those of one table behind those of another");
     check(fields[0] >= 0, "table_layout", "no fewer than 0 rows");
@@ -284,7 +298,8 @@ std::vector<Table> make_tables(
     }
     table.end = rows + num_bytes;
     if (fields[4] >= 0) set_directory(table, tensor_at(tensors, fields[4]));
-    check(table.kind != Directory::NONE || num_blocks == 1, "table_layout", "one block where there is no directory");
+    check(table.kind != Directory::NONE || num_blocks == 1, "table_layout",
+          "one block where there is no directory");
     for (int64_t s = first; s < first + num_blocks; ++s) {
       const int64_t *field = block_fields + BLOCK_FIELDS * s, first_group = field[3];
       if (first_group < 0) continue;
@@ -301,24 +316,28 @@ std::vector<Table> make_tables(
 }
 
 // Fields of a feature: its table, its first output column, D, 1 for MEAN.
-std::vector<Feature> make_features(
-    const Tensor& layout, const Tensor& block_layout, const Tensor& table_layout, const Tensor& groups,
-    const std::vector<Table>& tables, const std::optional<std::vector<int64_t>>& keys, int64_t num_keys,
-    int64_t width) {
+std::vector<Feature> make_features(const Tensor& layout, const Tensor& block_layout,
+                                   const Tensor& table_layout, const Tensor& groups,
+                                   const std::vector<Table>& tables,
+                                   const std::optional<std::vector<int64_t>>& keys,
+                                   int64_t num_keys, int64_t width) {
   const int64_t* fields = table_rows<int64_t>(layout, "feature_layout", FEATURE_FIELDS);
   const int64_t* table_fields = static_cast<const int64_t*>(table_layout.const_data_ptr());
   const int64_t* block_fields = static_cast<const int64_t*>(block_layout.const_data_ptr());
-  check(!keys || static_cast<int64_t>(keys->size()) == layout.size(0), "keys", "one for each feature");
+  check(!keys || static_cast<int64_t>(keys->size()) == layout.size(0), "keys",
+        "one for each feature");
   check(keys || layout.size(0) == num_keys, "offsets", "bags for each feature and for no other");
   std::vector<Feature> features(layout.size(0));
   Columns columns{width};
   for (size_t f = 0; f < features.size(); ++f, fields += FEATURE_FIELDS) {
     const int64_t table = fields[0], first_column = fields[1], embedding_dim = fields[2];
     const int64_t key = keys ? (*keys)[f] : static_cast<int64_t>(f);
-    check(table >= 0 && table < static_cast<int64_t>(tables.size()), "feature_layout", "tables that exist");
+    check(table >= 0 && table < static_cast<int64_t>(tables.size()), "feature_layout",
+          "tables that exist");
     columns.take(first_column, embedding_dim, "feature_layout");
     check(key >= 0 && key < num_keys, "offsets", "bags for each feature");
-    const int64_t num_groups = (embedding_dim + LANES - 1) / LANES, first = table_fields[TABLE_FIELDS * table + 1];
+    const int64_t num_groups = (embedding_dim + LANES - 1) / LANES,
+                  first = table_fields[TABLE_FIELDS * table + 1];
     for (int64_t s = first; s < first + tables[table].num_blocks; ++s) {
       const int64_t first_group = block_fields[BLOCK_FIELDS * s + 3];
       check(first_group <= groups.size(0) - num_groups, "block_layout", "groups for all columns");
@@ -330,7 +349,8 @@ std::vector<Feature> make_features(
 }
 
 std::string describe(const Fault& fault, size_t feature, const Feature& fields, const Bags& bags) {
-  const std::string place = std::string(OPERATOR) + ": feature " + std::to_string(feature) + ": expected ";
+  const std::string place =
+      std::string(OPERATOR) + ": feature " + std::to_string(feature) + ": expected ";
   switch (fault.kind) {
     case Fault::UNKNOWN_ID:
       return place + "ids in 0.." + std::to_string(fields.table->num_embeddings - 1) + ", got " +
@@ -338,23 +358,26 @@ std::string describe(const Fault& fault, size_t feature, const Feature& fields, 
     case Fault::OFFSETS:
       return std::string(OPERATOR) + ": offsets: expected " + RISING;
     case Fault::DIRECTORY:
-      return place + "a directory of rows that exist, got others for row " + std::to_string(bags.ids[fault.position]);
+      return place + "a directory of rows that exist, got others for row " +
+             std::to_string(bags.ids[fault.position]);
     default:
-      return place + "fields within their rows, got others for row " + std::to_string(bags.ids[fault.position]);
+      return place + "fields within their rows, got others for row " +
+             std::to_string(bags.ids[fault.position]);
   }
 }
 
-Tensor packed_embedding_bag(
-    const Tensor& ids, const Tensor& offsets, const std::optional<Tensor>& per_sample_weights,
-    const std::vector<Tensor>& tables, const Tensor& feature_layout, const Tensor& table_layout,
-    const Tensor& block_layout, const Tensor& groups, const std::optional<std::vector<int64_t>>& keys,
-    int64_t batch_size, int64_t width, bool zero_unknown) {
+Tensor packed_embedding_bag(const Tensor& ids, const Tensor& offsets,
+                            const std::optional<Tensor>& per_sample_weights,
+                            const std::vector<Tensor>& tables, const Tensor& feature_layout,
+                            const Tensor& table_layout, const Tensor& block_layout,
+                            const Tensor& groups, const std::optional<std::vector<int64_t>>& keys,
+                            int64_t batch_size, int64_t width, bool zero_unknown) {
   Bags bags = read_bags(ids, offsets, per_sample_weights, batch_size, width, zero_unknown);
   if (batch_size == 0 || width == 0) return empty_output(batch_size, width);
   std::vector<Block> blocks;
   const std::vector<Table> made = make_tables(table_layout, block_layout, groups, tables, blocks);
-  const std::vector<Feature> features =
-      make_features(feature_layout, block_layout, table_layout, groups, made, keys, bags.num_keys, width);
+  const std::vector<Feature> features = make_features(feature_layout, block_layout, table_layout,
+                                                      groups, made, keys, bags.num_keys, width);
   Tensor out = empty_output(batch_size, width);
   bags.out = static_cast<float*>(out.mutable_data_ptr());
   const auto ahead = [&](int64_t f) {
@@ -362,6 +385,89 @@ Tensor packed_embedding_bag(
   };
   pool_all(features, bags, instruction_set.load()->pool, ahead, describe);
   return out;
+}
+
+// dnis_torchrec::bag_offsets: where bags begin, from their lengths, which are checked on the way.
+
+// Feature `index` of names that line breaks separate.
+std::string one_of(const std::string& names, int64_t index) {
+  size_t begin = 0;
+  for (; index > 0; --index) begin = names.find('\n', begin) + 1;
+  return "feature '" + names.substr(begin, names.find('\n', begin) - begin) + "'";
+}
+
+std::string all_of(const std::string& names) {
+  std::string place = "features '";
+  for (const char letter : names)
+    place += letter == '\n' ? std::string("', '") : std::string(1, letter);
+  return place + "'";
+}
+
+[[noreturn]] void refuse(const std::string& place, const std::string& requirement,
+                         const std::string& received) {
+  throw std::invalid_argument(place + ": expected " + requirement + ", got " + received);
+}
+
+template <typename Length>
+void add_up(const Length* lengths, int64_t num_bags, int64_t num_ids, int64_t batch_size,
+            const std::string& names, int64_t* offsets) {
+  int64_t total = 0;
+  offsets[0] = 0;
+  for (int64_t bag = 0; bag < num_bags; ++bag) {
+    const int64_t length = static_cast<int64_t>(lengths[bag]);
+    if (__builtin_expect(length < 0 || length > num_ids - total, 0)) {
+      const std::string place = one_of(names, bag / batch_size),
+                        sample = " in sample " + std::to_string(bag % batch_size);
+      if (length < 0) refuse(place, "lengths of at least 0", std::to_string(length) + sample);
+      const std::string left = std::to_string(num_ids - total);
+      refuse(place, "no more ids than there are",
+             "a bag of " + std::to_string(length) + sample + ", with " + left + " left");
+    }
+    total += length;
+    offsets[bag + 1] = total;
+  }
+  if (total != num_ids) {
+    refuse(all_of(names), "as many ids as their lengths add up to, " + std::to_string(total),
+           std::to_string(num_ids));
+  }
+}
+
+// The F names, UTF-8, separated by line breaks. A tensor, because torch's stable ABI loses the
+// memory of every string.
+std::string text_of(const Tensor& names) {
+  if (names.scalar_type() != ScalarType::Byte || !names.is_contiguous() || !names.is_cpu()) {
+    refuse("bag_offsets: features", "contiguous uint8 on the CPU", "others");
+  }
+  return {static_cast<const char*>(names.const_data_ptr()), static_cast<size_t>(names.numel())};
+}
+
+// `lengths`: (F, B) int32 or int64.
+Tensor bag_offsets(Tensor lengths, Tensor ids, Tensor names) {
+  const std::string features = text_of(names);
+  const ScalarType dtype = lengths.scalar_type();
+  const bool is_wide = dtype == ScalarType::Long;
+  if (!is_wide && dtype != ScalarType::Int)
+    refuse(all_of(features), "int32 or int64 lengths", "others");
+  int64_t num_features = 1;
+  for (const char letter : features) num_features += letter == '\n';
+  const bool fits = lengths.dim() == 2 && lengths.size(0) == num_features &&
+                    lengths.is_contiguous() && lengths.is_cpu();
+  if (!fits) refuse(all_of(features), "contiguous lengths of shape (F, B) on the CPU", "others");
+  const int64_t num_bags = lengths.numel(), size = num_bags + 1, stride = 1;
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_int64(),
+                                                  aoti_torch_device_type_cpu(), 0, &handle));
+  Tensor offsets(handle);
+  int64_t* begins = static_cast<int64_t*>(offsets.mutable_data_ptr());
+  const void* data = lengths.const_data_ptr();
+  if (is_wide) {
+    add_up(static_cast<const int64_t*>(data), num_bags, ids.numel(), lengths.size(1), features,
+           begins);
+  } else {
+    add_up(static_cast<const int32_t*>(data), num_bags, ids.numel(), lengths.size(1), features,
+           begins);
+  }
+  return offsets;
 }
 
 }  // namespace
@@ -374,11 +480,15 @@ extern "C" const char* dnis_instruction_set(const char* limit) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(dnis_torchrec, library) {
   library.def(
-      "packed_embedding_bag(Tensor ids, Tensor offsets, Tensor? per_sample_weights, Tensor[] tables, "
-      "Tensor feature_layout, Tensor table_layout, Tensor block_layout, Tensor groups, int[]? keys, SymInt batch_size, "
+      "packed_embedding_bag(Tensor ids, Tensor offsets, Tensor? per_sample_weights, Tensor[] "
+      "tables, "
+      "Tensor feature_layout, Tensor table_layout, Tensor block_layout, Tensor groups, int[]? "
+      "keys, SymInt batch_size, "
       "int width, bool zero_unknown) -> Tensor");
+  library.def("bag_offsets(Tensor lengths, Tensor ids, Tensor features) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dnis_torchrec, CPU, library) {
   library.impl("packed_embedding_bag", TORCH_BOX(&packed_embedding_bag));
+  library.impl("bag_offsets", TORCH_BOX(&bag_offsets));
 }

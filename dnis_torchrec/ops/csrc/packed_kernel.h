@@ -1,14 +1,14 @@
-// The lookup itself, compiled once per instruction set: packed_rows.cpp includes this file in a namespace and a target
-// region of its own, with DNIS_LEVEL 0 (what the compiler may assume anyway), 1 (AVX2) or 2 (AVX-512 with VBMI).
-// Nothing of the standard library here: a shared inline function compiled for one instruction set could be called on a
-// machine without it.
+// The lookup itself, compiled once per instruction set: packed_rows.cpp includes this file in a
+// namespace and a target region of its own, with DNIS_LEVEL 0 (what the compiler may assume
+// anyway), 1 (AVX2) or 2 (AVX-512 with VBMI). Nothing of the standard library here: a shared inline
+// function compiled for one instruction set could be called on a machine without it.
 //
-// Every level gives the same bits: value = number * scale + bias, times the weight if there is one, added to zero in
-// the order of the ids, never fused. Whatever ids, offsets, directories and layouts hold, nothing outside the buffers is
-// read or written.
+// Every level gives the same bits: value = number * scale + bias, times the weight if there is one,
+// added to zero in the order of the ids, never fused. Whatever ids, offsets, directories and
+// layouts hold, nothing outside the buffers is read or written.
 
-// Which block a row of a record has, and how many rows of that block stand before it there. All words of the planes are
-// counted, because where to end would be a guess.
+// Which block a row of a record has, and how many rows of that block stand before it there. All
+// words of the planes are counted, because where to end would be a guess.
 template <int64_t num_planes>
 inline int64_t rank_in_record(const uint8_t* planes, int64_t place, int64_t& block) {
   constexpr int64_t plane_bytes = rows_per_record(num_planes) / 8, words = plane_bytes / 8;
@@ -23,32 +23,38 @@ inline int64_t rank_in_record(const uint8_t* planes, int64_t place, int64_t& blo
     const int64_t left = place - 64 * word;
     uint64_t same = left >= 64 ? ~uint64_t{0} : (uint64_t{1} << (left & 63)) - 1;
     same &= -static_cast<uint64_t>(left > 0);
-    for (int64_t p = 0; p < num_planes; ++p) same &= read<uint64_t>(planes + p * plane_bytes, word) ^ others[p];
+    for (int64_t p = 0; p < num_planes; ++p)
+      same &= read<uint64_t>(planes + p * plane_bytes, word) ^ others[p];
     before += __builtin_popcountll(same);
   }
   return before;
 }
 
-// Where a row stands, or false if the directory makes no sense: which of the table's blocks, and which row of that.
+// Where a row stands, or false if the directory makes no sense: which of the table's blocks, and
+// which row of that.
 template <Directory kind, int64_t num_planes>
 inline bool locate(const Table& table, int64_t row, int64_t& block, int64_t& position) {
   block = 0;
   position = row;
   if constexpr (kind == Directory::SORTED) {
-    for (int64_t left = table.num_blocks; left > 1;) {  // the last of the blocks that begin at the row or before
+    for (int64_t left = table.num_blocks;
+         left > 1;) {  // the last of the blocks that begin at the row or before
       const int64_t half = left / 2;
       if (read<int64_t>(table.directory, block + half) <= row) block += half;
       left -= half;
     }
-    position = static_cast<int64_t>(static_cast<uint64_t>(row) - read<uint64_t>(table.directory, block));
+    position =
+        static_cast<int64_t>(static_cast<uint64_t>(row) - read<uint64_t>(table.directory, block));
   } else if constexpr (kind == Directory::RANKS) {
-    const uint8_t* record = table.records + (row >> log_rows_per_record(num_planes)) * table.record_bytes;
+    const uint8_t* record =
+        table.records + (row >> log_rows_per_record(num_planes)) * table.record_bytes;
     const uint8_t* planes = record + COUNT_BYTES * table.num_blocks;
     const int64_t place = row & (rows_per_record(num_planes) - 1);
     const int64_t before = rank_in_record<num_planes>(planes, place, block);
     if (__builtin_expect(block >= table.num_blocks, 0)) return false;
     const uint64_t start = read<uint64_t>(table.directory, (row >> 16) * table.num_blocks + block);
-    position = static_cast<int64_t>(start + read<uint16_t>(record, block) + static_cast<uint64_t>(before));
+    position =
+        static_cast<int64_t>(start + read<uint16_t>(record, block) + static_cast<uint64_t>(before));
   }
   return true;
 }
@@ -62,7 +68,9 @@ inline __mmask16 lanes_of(int64_t columns) {
   return static_cast<__mmask16>(columns >= LANES ? 0xffff : (1 << columns) - 1);
 }
 
-inline Sums load_sums(const float* out, int64_t columns) { return _mm512_maskz_loadu_ps(lanes_of(columns), out); }
+inline Sums load_sums(const float* out, int64_t columns) {
+  return _mm512_maskz_loadu_ps(lanes_of(columns), out);
+}
 
 inline void store_sums(float* out, int64_t columns, Sums sums) {
   if (columns >= LANES) return _mm512_storeu_ps(out, sums);
@@ -70,11 +78,13 @@ inline void store_sums(float* out, int64_t columns, Sums sums) {
 }
 
 inline bool is_within(const Group& group, int64_t stride) {
-  return static_cast<uint64_t>(group.window) <= static_cast<uint64_t>(stride);  // a number below 0 is a large one
+  return static_cast<uint64_t>(group.window) <=
+         static_cast<uint64_t>(stride);  // a number below 0 is a large one
 }
 
-// The bytes of a window that lie in the row; what is masked out is not read. Half a window where that is all there is:
-// reading the other half waits for a cache line that nobody asked for, masked out or not.
+// The bytes of a window that lie in the row; what is masked out is not read. Half a window where
+// that is all there is: reading the other half waits for a cache line that nobody asked for, masked
+// out or not.
 inline __m512i bytes_of_window(const uint8_t* window, int64_t left) {
   if (left <= WINDOW_BYTES / 2) {
     const __mmask32 inside = static_cast<__mmask32>((uint64_t{1} << left) - 1);
@@ -86,8 +96,8 @@ inline __m512i bytes_of_window(const uint8_t* window, int64_t left) {
 
 // All 16 columns of a group: their bytes are taken out of a window of 64.
 template <bool is_weighted>
-inline void add_group(
-    Sums& sums, const uint8_t* window, int64_t left, const uint8_t* end, const Group& group, float weight) {
+inline void add_group(Sums& sums, const uint8_t* window, int64_t left, const uint8_t* end,
+                      const Group& group, float weight) {
   __m512i bytes;
   if (__builtin_expect(group.span <= FEW_BYTES && end - window >= FEW_BYTES, 1)) {  // codes, mostly
     bytes = _mm512_zextsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(window)));
@@ -97,7 +107,8 @@ inline void add_group(
   const __m512i field = _mm512_permutexvar_epi8(_mm512_loadu_si512(group.wide), bytes);
   const __m512i mask = _mm512_loadu_si512(group.masks);
   const __m512 number = _mm512_cvtepi32_ps(_mm512_and_si512(field, mask));
-  __m512 value = _mm512_add_ps(_mm512_mul_ps(number, _mm512_loadu_ps(group.scales)), _mm512_loadu_ps(group.biases));
+  __m512 value = _mm512_add_ps(_mm512_mul_ps(number, _mm512_loadu_ps(group.scales)),
+                               _mm512_loadu_ps(group.biases));
   if (__builtin_expect(group.kind == Group::WITH_FLOATS, 0)) {
     const __mmask16 is_float = _mm512_cmpeq_epi32_mask(mask, _mm512_set1_epi32(-1));
     value = _mm512_mask_mov_ps(value, is_float, _mm512_castsi512_ps(field));
@@ -113,7 +124,8 @@ inline bool is_within(const Group& group, int64_t stride) {
 }
 
 // A window that may be read beyond its end: itself, or where the table ends there a copy.
-inline const uint8_t* readable(const uint8_t* window, int64_t left, const uint8_t* end, uint8_t* copy) {
+inline const uint8_t* readable(const uint8_t* window, int64_t left, const uint8_t* end,
+                               uint8_t* copy) {
   if (__builtin_expect(end - window >= READABLE_BYTES, 1)) return window;
   __builtin_memset(copy, 0, READABLE_BYTES);
   __builtin_memcpy(copy, window, left < WINDOW_BYTES ? left : WINDOW_BYTES);
@@ -133,7 +145,8 @@ inline __m256i lanes_of(int64_t columns) {
 }
 
 inline Sums load_sums(const float* out, int64_t columns) {
-  return {{_mm256_maskload_ps(out, lanes_of(columns)), _mm256_maskload_ps(out + 8, lanes_of(columns - 8))}};
+  return {{_mm256_maskload_ps(out, lanes_of(columns)),
+           _mm256_maskload_ps(out + 8, lanes_of(columns - 8))}};
 }
 
 inline void store_sums(float* out, int64_t columns, const Sums& sums) {
@@ -146,10 +159,11 @@ inline void store_sums(float* out, int64_t columns, const Sums& sums) {
   }
 }
 
-// Eight columns at a time, four in each half of a register: their bytes are taken out of a window of 16.
+// Eight columns at a time, four in each half of a register: their bytes are taken out of a window
+// of 16.
 template <bool is_weighted>
-inline void add_group(
-    Sums& sums, const uint8_t* window, int64_t left, const uint8_t* end, const Group& group, float weight) {
+inline void add_group(Sums& sums, const uint8_t* window, int64_t left, const uint8_t* end,
+                      const Group& group, float weight) {
   uint8_t copy[READABLE_BYTES];
   const uint8_t* bytes = readable(window, left, end, copy);
   for (int64_t half = 0; half < 2; ++half) {
@@ -158,11 +172,13 @@ inline void add_group(
     const __m256i both = _mm256_inserti128_si256(
         _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(quads[0]))),
         _mm_loadu_si128(reinterpret_cast<const __m128i*>(quads[1])), 1);
-    const __m256i shuffle = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(group.narrow + column));
+    const __m256i shuffle =
+        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(group.narrow + column));
     const __m256i mask = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(group.masks + column));
     const __m256i field = _mm256_shuffle_epi8(both, shuffle);
     const __m256 number = _mm256_cvtepi32_ps(_mm256_and_si256(field, mask));
-    const __m256 scales = _mm256_loadu_ps(group.scales + column), biases = _mm256_loadu_ps(group.biases + column);
+    const __m256 scales = _mm256_loadu_ps(group.scales + column),
+                 biases = _mm256_loadu_ps(group.biases + column);
     __m256 value = _mm256_add_ps(_mm256_mul_ps(number, scales), biases);
     if (group.kind == Group::WITH_FLOATS) {
       const __m256i is_float = _mm256_cmpeq_epi32(mask, _mm256_set1_epi32(-1));
@@ -190,14 +206,17 @@ inline void store_sums(float* out, int64_t columns, const Sums& sums) {
 }
 
 template <bool is_weighted>
-inline void add_group(
-    Sums& sums, const uint8_t* window, int64_t left, const uint8_t* end, const Group& group, float weight) {
+inline void add_group(Sums& sums, const uint8_t* window, int64_t left, const uint8_t* end,
+                      const Group& group, float weight) {
   uint8_t copy[READABLE_BYTES];
   const uint8_t* bytes = readable(window, left, end, copy);
   for (int64_t column = 0; column < LANES; ++column) {
-    const uint8_t* start = bytes + group.quads[column / 4] + (group.narrow[column] & (QUAD_BYTES - 1));
-    const uint32_t field = read<uint32_t>(start, 0), mask = static_cast<uint32_t>(group.masks[column]);
-    float value = static_cast<float>(static_cast<int32_t>(field & mask)) * group.scales[column] + group.biases[column];
+    const uint8_t* start =
+        bytes + group.quads[column / 4] + (group.narrow[column] & (QUAD_BYTES - 1));
+    const uint32_t field = read<uint32_t>(start, 0),
+                   mask = static_cast<uint32_t>(group.masks[column]);
+    float value = static_cast<float>(static_cast<int32_t>(field & mask)) * group.scales[column] +
+                  group.biases[column];
     if (group.kind == Group::WITH_FLOATS && mask == ~uint32_t{0}) value = float_of_bits(field);
     sums.columns[column] += is_weighted ? value * weight : value;
   }
@@ -219,20 +238,23 @@ inline void find_row(Row& row, const Table& table, const Bags& bags, int64_t at,
   if (__builtin_expect(!is_found, 0)) return fault.note(Fault::DIRECTORY, at);
   const Block& block = table.blocks[index];
   if (block.groups == nullptr) return;  // a row that retains nothing
-  if (__builtin_expect(position < 0 || position >= block.num_rows, 0)) return fault.note(Fault::DIRECTORY, at);
+  if (__builtin_expect(position < 0 || position >= block.num_rows, 0))
+    return fault.note(Fault::DIRECTORY, at);
   const float weight = bags.weights != nullptr ? bags.weights[at] : 1.0f;
   row.bytes = block.rows + position * block.stride;
   row.groups = block.groups;
   row.stride = block.stride;
   row.weight = weight;
   for (int64_t byte = 0; byte < block.stride; byte += LINE) __builtin_prefetch(row.bytes + byte);
-  // another cache line if the row straddles two, or a window does; a number, because no byte need be there
+  // another cache line if the row straddles two, or a window does; a number, because no byte need
+  // be there
   const uintptr_t end = reinterpret_cast<uintptr_t>(row.bytes) + block.stride + FEW_BYTES;
   __builtin_prefetch(reinterpret_cast<const void*>(end - 1));
 }
 
-// Rows of ids that are added next. All of them are found, and asked of memory, before the first is added: a loop that
-// does nothing else waits for many at once. Where the ids behind them stand was asked of memory by then.
+// Rows of ids that are added next. All of them are found, and asked of memory, before the first is
+// added: a loop that does nothing else waits for many at once. Where the ids behind them stand was
+// asked of memory by then.
 struct RowsAhead {
   Row rows[WINDOW];
   int64_t first = 0, last = 0;  // the ids
@@ -243,17 +265,27 @@ struct RowsAhead {
   void find(int64_t begin, int64_t last_id, const Table& table, const Bags& bags, Fault& fault) {
     first = begin;
     last = last_id - begin < WINDOW ? last_id : begin + WINDOW;
-    if (table.kind == Directory::NONE) return find_by<Directory::NONE, 0>(last_id, table, bags, fault);
-    if (table.kind == Directory::SORTED) return find_by<Directory::SORTED, 0>(last_id, table, bags, fault);
+    if (table.kind == Directory::NONE)
+      return find_by<Directory::NONE, 0>(last_id, table, bags, fault);
+    if (table.kind == Directory::SORTED)
+      return find_by<Directory::SORTED, 0>(last_id, table, bags, fault);
     switch (table.num_planes) {
-      case 1: return find_by<Directory::RANKS, 1>(last_id, table, bags, fault);
-      case 2: return find_by<Directory::RANKS, 2>(last_id, table, bags, fault);
-      case 3: return find_by<Directory::RANKS, 3>(last_id, table, bags, fault);
-      case 4: return find_by<Directory::RANKS, 4>(last_id, table, bags, fault);
-      case 5: return find_by<Directory::RANKS, 5>(last_id, table, bags, fault);
-      case 6: return find_by<Directory::RANKS, 6>(last_id, table, bags, fault);
-      case 7: return find_by<Directory::RANKS, 7>(last_id, table, bags, fault);
-      default: return find_by<Directory::RANKS, 8>(last_id, table, bags, fault);
+      case 1:
+        return find_by<Directory::RANKS, 1>(last_id, table, bags, fault);
+      case 2:
+        return find_by<Directory::RANKS, 2>(last_id, table, bags, fault);
+      case 3:
+        return find_by<Directory::RANKS, 3>(last_id, table, bags, fault);
+      case 4:
+        return find_by<Directory::RANKS, 4>(last_id, table, bags, fault);
+      case 5:
+        return find_by<Directory::RANKS, 5>(last_id, table, bags, fault);
+      case 6:
+        return find_by<Directory::RANKS, 6>(last_id, table, bags, fault);
+      case 7:
+        return find_by<Directory::RANKS, 7>(last_id, table, bags, fault);
+      default:
+        return find_by<Directory::RANKS, 8>(last_id, table, bags, fault);
     }
   }
 
@@ -266,12 +298,13 @@ struct RowsAhead {
   }
 };
 
-// Adds the rows of ids [first, last) to some groups of columns of the output, which stay in registers meanwhile. Groups
-// without a column add zeros: asking whether there is one costs more, as rows differ in that.
+// Adds the rows of ids [first, last) to some groups of columns of the output, which stay in
+// registers meanwhile. Groups without a column add zeros: asking whether there is one costs more,
+// as rows differ in that.
 template <bool is_weighted, int64_t num_groups>
-inline void add_rows(
-    float* out, int64_t columns, int64_t first_group, bool is_begun, const RowsAhead& rows, int64_t first, int64_t last,
-    const uint8_t* end, Fault& fault) {
+inline void add_rows(float* out, int64_t columns, int64_t first_group, bool is_begun,
+                     const RowsAhead& rows, int64_t first, int64_t last, const uint8_t* end,
+                     Fault& fault) {
   Sums sums[num_groups];
 #pragma GCC unroll 4
   for (int64_t g = 0; g < num_groups; ++g) {
@@ -288,11 +321,13 @@ inline void add_rows(
         continue;
       }
       const int64_t window = groups[g].window;
-      add_group<is_weighted>(sums[g], row.bytes + window, row.stride - window, end, groups[g], row.weight);
+      add_group<is_weighted>(sums[g], row.bytes + window, row.stride - window, end, groups[g],
+                             row.weight);
     }
   }
 #pragma GCC unroll 4
-  for (int64_t g = 0; g < num_groups; ++g) store_sums(out + LANES * g, columns - LANES * g, sums[g]);
+  for (int64_t g = 0; g < num_groups; ++g)
+    store_sums(out + LANES * g, columns - LANES * g, sums[g]);
 }
 
 template <bool is_weighted, int64_t num_groups>
@@ -309,16 +344,18 @@ Fault pool_bags(const Feature& feature, const Bags& bags, int64_t first_bag, int
     end = bags.offsets[first_offset + bag + 1];
     const bool rising = begin >= 0 && begin <= end && end <= last_id && last_id <= bags.num_ids;
     if (__builtin_expect(!rising, 0)) fault.note(Fault::OFFSETS, first_offset + bag);
-    if (bag + BAGS_AHEAD < last_bag) {  // bags of one feature lie pages apart, and stores wait in line for their pages
-      for (int64_t d = 0; d < dim; d += LANES) __builtin_prefetch(out + BAGS_AHEAD * bags.width + d, 1);
+    if (bag + BAGS_AHEAD <
+        last_bag) {  // bags of one feature lie pages apart, and stores wait in line for their pages
+      for (int64_t d = 0; d < dim; d += LANES)
+        __builtin_prefetch(out + BAGS_AHEAD * bags.width + d, 1);
     }
     if (!rising || begin == end) __builtin_memset(out, 0, sizeof(float) * dim);
     for (int64_t first = begin, last; rising && first < end; first = last) {
       if (!rows.has(first)) rows.find(first, last_id, table, bags, fault);
       last = end < rows.last ? end : rows.last;
       for (int64_t d = 0; d < dim; d += LANES * num_groups) {
-        add_rows<is_weighted, num_groups>(
-            out + d, dim - d, d / LANES, first > begin, rows, first, last, table.end, fault);
+        add_rows<is_weighted, num_groups>(out + d, dim - d, d / LANES, first > begin, rows, first,
+                                          last, table.end, fault);
       }
     }
     if (feature.is_mean && rising && end - begin > 1) {
@@ -335,7 +372,8 @@ Fault pool_groups(const Feature& feature, const Bags& bags, int64_t first_bag, i
                                  : pool_bags<false, num_groups>(feature, bags, first_bag, last_bag);
 }
 
-// Pools bags [first_bag, last_bag) of one feature, as many groups at a time as registers hold and divide them all.
+// Pools bags [first_bag, last_bag) of one feature, as many groups at a time as registers hold and
+// divide them all.
 Fault pool(const Feature& feature, const Bags& bags, int64_t first_bag, int64_t last_bag) {
   const int64_t num_groups = (feature.embedding_dim + LANES - 1) / LANES;
   if (num_groups % 4 == 0) return pool_groups<4>(feature, bags, first_bag, last_bag);

@@ -1,0 +1,382 @@
+"""Soft selection and bags split by block: the compiled operators of training, and what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dnis_torchrec.blocks.codes import (
+    FLOAT_BITS,
+    ColumnCodes,
+    is_coded,
+    largest_codes,
+    nearest_codes,
+)
+from dnis_torchrec.blocks.routing import RowRouter, RowRouting
+from dnis_torchrec.ops.build import NAMESPACE, SELECTION, once
+
+
+@once
+def are_compiled() -> bool:
+    """Returns whether the compiled operators are there. A process's first call loads, and if need
+    be builds, them."""
+    if not SELECTION.is_there():
+        return False
+    of_blocks = ("select_pooled", "sum_alpha_gradient", "split_bags", "fill_rows")
+    of_packed = (
+        "find_pieces",
+        "pack_ids",
+        "select_packed",
+        "spread_packed_gradient",
+        "sum_packed_alpha_gradient",
+    )
+    for name in (*of_blocks, *of_packed, "round_rows"):  # they write to their arguments
+        torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *arguments: None)
+    for name in ("spread_gradient", "are_good_bags"):
+        torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *arguments: True)
+    return True
+
+
+Watch = Callable[[Any, Tensor], Tensor | None]
+
+
+class _SelectPieces(torch.autograd.Function):
+    """Soft selection, forward and backward, each in one pass over the pooled embeddings, and in
+    place where it can."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        pooled: Tensor,
+        alpha: Tensor,
+        rows: Tensor,
+        divisors: Tensor | None,
+        layout: Tensor,
+        width: int,
+        watch: Watch | None,
+    ) -> Tensor:
+        needs_pooled, needs_alpha = ctx.needs_input_grad[:2]
+        is_result = pooled.grad_fn is not None or not pooled.requires_grad
+        is_free = not needs_alpha and is_result and pooled.is_contiguous() and not pooled._is_view()
+        values = pooled.contiguous()
+        ctx.is_output_room = is_free and torch.equal(layout[:, 0], layout[:, 1])
+        if ctx.is_output_room:
+            out = values
+            ctx.mark_dirty(out)
+        else:
+            out = values.new_empty(len(values), width)
+        _operators(values).select_pooled(values, alpha, rows, divisors, layout, out)
+        ctx.save_for_backward(alpha, rows, divisors, layout, values if needs_alpha else None)
+        has_room = is_free and needs_pooled and (ctx.is_output_room or values.shape[1] > width)
+        ctx.room = values.detach() if has_room else None
+        ctx.shape, ctx.watch = values.shape, watch
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        alpha, rows, divisors, layout, pooled = ctx.saved_tensors
+        grad_pooled = grad_alpha = None
+        grad, operators = grad.contiguous(), _operators(grad)
+        if ctx.needs_input_grad[1]:
+            grad_alpha = torch.empty_like(alpha)
+            operators.sum_alpha_gradient(grad, pooled, rows, divisors, layout, grad_alpha)
+        if ctx.needs_input_grad[0]:
+            room, ctx.room = ctx.room, None  # the graph may live on, with the loss
+            if room is not None and ctx.is_output_room and _is_held_elsewhere(room):
+                room = None
+            grad_pooled = grad.new_empty(ctx.shape) if room is None else room
+            keeps_empty = room is not None and not ctx.is_output_room
+            is_finite = operators.spread_gradient(
+                grad, alpha, rows, divisors, layout, keeps_empty, grad_pooled
+            )
+            if keeps_empty:
+                torch.autograd.graph.increment_version(grad_pooled)
+            if ctx.watch is not None:
+                may_learn = ctx.watch(is_finite, grad)
+                if may_learn is not None and grad_pooled.is_cuda:
+                    operators.zero_unless_(grad_pooled, may_learn)
+                elif may_learn is not None:
+                    grad_pooled = torch.where(may_learn, grad_pooled, 0.0)
+        return grad_pooled, grad_alpha, None, None, None, None, None
+
+
+def _holders(tensor: Tensor) -> int:
+    """Counts the holders of a tensor's memory: tensors, views, and tensors that autograd has saved."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_HELD_BY_ONE = _holders(torch.empty(1))
+
+
+def _is_held_elsewhere(tensor: Tensor) -> bool:
+    return _holders(tensor) > _HELD_BY_ONE
+
+
+def can_select(values: Tensor) -> bool:
+    """Returns whether `select_pieces` and `fill_rows_` are there for such values."""
+    if values.device.type == "cuda":
+        from dnis_torchrec.ops import batches_triton, select_triton  # Triton takes seconds to load
+
+        return batches_triton.triton is not None and values.dtype in select_triton.SELECTED_DTYPES
+    return (
+        values.device.type == "cpu"
+        and values.dtype in (torch.float32, torch.float64)
+        and are_compiled()
+    )
+
+
+def _operators(values: Tensor) -> Any:
+    if values.device.type == "cpu":
+        return torch.ops.dnis_torchrec
+    from dnis_torchrec.ops import select_triton  # as above
+
+    return select_triton
+
+
+def select_pieces(
+    pooled: Tensor,
+    alpha: Tensor,
+    rows: Tensor,
+    divisors: Tensor | None,
+    layout: Tensor,
+    width: int,
+    *,
+    watch: Watch | None = None,
+) -> Tensor:
+    """Soft selection of every output key of a collection at once; see the top of this module."""
+    return _SelectPieces.apply(pooled, alpha, rows, divisors, layout, width, watch)
+
+
+def fill_rows_(
+    rows: Tensor,
+    ids: Tensor,
+    lengths: Tensor,
+    routings: list[Tensor],
+    places: Sequence[tuple[int, int, int]],
+) -> Tensor:
+    """Writes the rows of alpha of single-id features into `rows`, -1 for an empty bag. See
+    `can_select`."""
+    flat = [number for place in places for number in place]
+    _operators(rows).fill_rows(ids.contiguous(), lengths.contiguous(), routings, flat, rows)
+    return rows
+
+
+def are_good_bags(ids: Tensor, lengths: Tensor, bounds: Tensor, longest: Tensor) -> bool:
+    """Returns whether no bag is too long, and every id is at least 0 and below the bound of its
+    key. CPU, compiled."""
+    return torch.ops.dnis_torchrec.are_good_bags(
+        ids.contiguous(), lengths.contiguous(), bounds, longest
+    )
+
+
+def split_bags(
+    ids: Tensor,
+    lengths: Tensor,
+    weights: Tensor | None,
+    routings: list[Tensor],
+    pieces: Tensor,
+    first_of: list[int],
+    batch_size: int,
+    num_pieces: int,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Splits the bags of all features by block in two passes over the ids, which keep their order.
+    CPU, compiled."""
+    split_ids, split_lengths = torch.empty_like(ids), lengths.new_empty(num_pieces * batch_size)
+    split_weights = None if weights is None else torch.empty_like(weights)
+    torch.ops.dnis_torchrec.split_bags(
+        ids,
+        lengths,
+        weights,
+        routings,
+        pieces,
+        first_of,
+        batch_size,
+        split_ids,
+        split_lengths,
+        split_weights,
+    )
+    total = int(split_lengths.sum())
+    return (
+        split_ids[:total],
+        split_lengths,
+        None if split_weights is None else split_weights[:total],
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedBags:
+    """Bags split into pieces, as a lookup reads them, and the bag and the row of alpha of every
+    piece."""
+
+    ids: Tensor
+    lengths: Tensor
+    weights: Tensor | None
+    num_rows: int
+    starts: Tensor
+    rows: Tensor
+
+    def rows_of(self, features: Sequence[int]) -> Tensor:
+        """Rows of alpha of the pieces of some features."""
+        ends = self.starts[:, [0, -1]].tolist()
+        return torch.cat([self.rows[ends[f][0] : ends[f][1]] for f in features])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Packing:
+    """The rule by which the bags of one feature are split."""
+
+    routing: Tensor
+    first_row: int
+    first_alpha_row: int
+    num_blocks: int
+    num_keys: int
+
+
+def pack_bags(
+    ids: Tensor,
+    lengths: Tensor,
+    weights: Tensor | None,
+    packings: Sequence[Packing],
+    batch_size: int,
+) -> PackedBags:
+    """Splits bags by block and packs the pieces; ids of no block are left out. CPU, compiled."""
+    operators = torch.ops.dnis_torchrec
+    starts = torch.empty(len(packings), batch_size + 1, dtype=torch.int64)
+    rows, sizes, piece_of_id = torch.empty(3, len(ids), dtype=torch.int32)
+    fields = [
+        n
+        for packing in packings
+        for n in (packing.first_row, packing.first_alpha_row, packing.num_blocks)
+    ]
+    routings = [packing.routing for packing in packings]
+    operators.find_pieces(ids, lengths, routings, fields, starts, rows, sizes, piece_of_id)
+    num_keys = [packing.num_keys for packing in packings]
+    counts = (starts[:, -1] - starts[:, 0]).tolist()
+    needed = [-(-count // keys) for count, keys in zip(counts, num_keys, strict=True)]
+    num_rows = max([1, *needed])  # no kernel takes an empty batch
+    packed_ids, packed_lengths = torch.empty_like(ids), lengths.new_empty(sum(num_keys) * num_rows)
+    learns = weights is not None and weights.requires_grad and torch.is_grad_enabled()
+    # The operator knows no gradient; torch's selection by the places that it packs does.
+    carried = torch.arange(len(ids)) if learns else weights
+    packed = None if carried is None else torch.empty_like(carried)
+    operators.pack_ids(
+        ids, carried, starts, sizes, piece_of_id, num_keys, packed_ids, packed_lengths, packed
+    )
+    total = int(packed_lengths.sum())
+    if packed is not None:
+        packed = (
+            weights.index_select(0, packed[:total])
+            if weights is not None and learns
+            else packed[:total]
+        )
+    return PackedBags(
+        ids=packed_ids[:total],
+        lengths=packed_lengths,
+        weights=packed,
+        num_rows=num_rows,
+        starts=starts,
+        rows=rows[: sum(counts)].clone(),  # the rest of that memory is given back
+    )
+
+
+class _SelectPacked(torch.autograd.Function):
+    """Soft selection of packed bags, forward and backward, each in one pass over what was pooled."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        pooled: Tensor,
+        alpha: Tensor,
+        starts: Tensor,
+        rows: Tensor,
+        layout: Tensor,
+        width: int,
+    ) -> Tensor:
+        values = pooled.contiguous()
+        out = values.new_empty(starts.shape[1] - 1, width)
+        torch.ops.dnis_torchrec.select_packed(values, alpha, starts, rows, layout, out)
+        ctx.save_for_backward(
+            alpha, starts, rows, layout, values if ctx.needs_input_grad[1] else None
+        )
+        ctx.shape = values.shape
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        alpha, starts, rows, layout, pooled = ctx.saved_tensors
+        grad_pooled = grad_alpha = None
+        grad, operators = grad.contiguous(), torch.ops.dnis_torchrec
+        if ctx.needs_input_grad[1]:
+            grad_alpha = torch.empty_like(alpha)
+            operators.sum_packed_alpha_gradient(grad, pooled, starts, rows, layout, grad_alpha)
+        if ctx.needs_input_grad[0]:
+            # No kernel reads the gradient of an empty bag: it stays unwritten, but where somebody
+            # looks for NaN.
+            grad_pooled = (
+                grad.new_zeros(ctx.shape)
+                if torch.is_anomaly_enabled()
+                else grad.new_empty(ctx.shape)
+            )
+            operators.spread_packed_gradient(grad, alpha, starts, rows, layout, grad_pooled)
+        return grad_pooled, grad_alpha, None, None, None, None
+
+
+def select_packed(
+    pooled: Tensor, alpha: Tensor, bags: PackedBags, layout: Tensor, width: int
+) -> Tensor:
+    """Soft selection of packed bags; see the top of this module. CPU, compiled."""
+    return _SelectPacked.apply(pooled, alpha, bags.starts, bags.rows, layout, width)
+
+
+ROUNDED_AT_A_TIME = 1 << 18
+"""Values that torch's operators work on at a time, so that what lies between them stays in the
+cache."""
+
+
+class RowRounding:
+    """Rounds rows of a shard: `decode_rows` of `encode_rows`, bit for bit."""
+
+    def __init__(
+        self,
+        codes: ColumnCodes,
+        routing: RowRouting,
+        first_row: int,
+        columns: slice,
+        device: torch.device,
+    ) -> None:
+        # the largest code of a float32 column is infinite: that tells it
+        largest = largest_codes(codes.bits).masked_fill_(codes.bits == FLOAT_BITS, torch.inf)
+        half_step = torch.where(is_coded(codes.bits), codes.scale / 2, 0.0)
+        fields = torch.stack([codes.scale, codes.shift / 2, largest, half_step], dim=1)[
+            :, :, columns
+        ]
+        of_no_block = torch.tensor([1.0, 0.0, 0.0, 0.0]).view(1, 4, 1).expand(1, 4, fields.shape[2])
+        self._codes = torch.cat([fields, of_no_block]).to(device)
+        self._router, self._first_row = RowRouter(routing).to(device), first_row
+
+    def round_(self, weight: Tensor, residual: Tensor, rows: Tensor | None = None) -> None:
+        """Rounds rows. Local."""
+        if weight.device.type == "cpu" and weight.is_contiguous() and are_compiled():
+            routing = self._router.routing_tensor()
+            torch.ops.dnis_torchrec.round_rows(
+                self._codes, routing, rows, self._first_row, weight, residual
+            )
+            return
+        step = max(1, ROUNDED_AT_A_TIME // max(1, weight.shape[1]))
+        chosen = torch.arange(len(weight), device=weight.device) if rows is None else rows
+        for chunk in chosen.split(step):
+            latent = weight.index_select(0, chunk) + residual.index_select(0, chunk)
+            of_rows = self._codes.index_select(0, self._router(chunk + self._first_row))
+            scale, half_shift, largest, half_step = of_rows.unbind(1)
+            rounded = (
+                nearest_codes(latent, scale, half_shift, largest)
+                .mul_(scale)
+                .add_(scale * half_shift)
+            )
+            rounded = torch.where(largest.isinf(), latent, rounded)
+            weight.index_copy_(0, chunk, rounded)
+            residual.index_copy_(0, chunk, (latent - rounded).clamp_(-half_step, half_step))
