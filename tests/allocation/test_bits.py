@@ -396,7 +396,7 @@ class ModelOfColdBlocks:
         counted = torch.arange(ROWS, 0, -1)
         drawn = {"new": counted * (torch.arange(ROWS) < seen), "old": counted}
         self.counts = FrequencyCounts(drawn, {"f": 1, "g": 1}, 100)
-        self.blocks: RowBlocks = blocks_from_counts(self.counts, self.tables, num_blocks=BLOCKS, scope="table")
+        self.blocks: RowBlocks = blocks_from_counts(self.counts, self.tables, num_blocks=BLOCKS)
         worth = {t.name: torch.rand(BLOCKS, t.embedding_dim, dtype=torch.float64) + 0.1 for t in self.tables}
         worth["new"][self.blocks.seen_rows["new"] == 0] = 0.0
         self.curvature = Curvature({name: 0 * part for name, part in worth.items()}, worth, 100, 0.1)

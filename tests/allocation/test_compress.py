@@ -401,7 +401,7 @@ def _table(rows: int, dim: int) -> tuple[EmbeddingBagCollection, FrequencyCounts
     config = EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=dim, feature_names=["f"])
     torch.manual_seed(0)
     counts = FrequencyCounts({"t": _skewed(rows)}, {"f": 1}, 1000)
-    blocks = blocks_from_counts(counts, [config], num_blocks=2, scope="table")
+    blocks = blocks_from_counts(counts, [config], num_blocks=2)
     return EmbeddingBagCollection(tables=[config]), counts, blocks
 
 
