@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         shard_model,
     )
     from dnis_torchrec.selection.swap import merge_, prepare_
-    from dnis_torchrec.selection.torchrec import remapped
+    from dnis_torchrec.selection.torchrec_inputs import remapped
     from dnis_torchrec.selection.wrapper import plain_state_dict
     from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
     from dnis_torchrec.serving.narrow_tables import embedding_configs
@@ -97,7 +97,7 @@ _HOME = {
     "Ramp": "search.ramp",
     "MixedDimensionEmbeddingBagCollection": "serving",
     "embedding_configs": "serving.narrow_tables",
-    "remapped": "selection.torchrec",
+    "remapped": "selection.torchrec_inputs",
     "plain_state_dict": "selection.wrapper",
     "CpuEmbeddingBagCollectionSharder": "selection.plan",
     "make_sharding_plan": "selection.plan",

@@ -39,7 +39,7 @@ from dnis_torchrec.selection.shards import (
     ranks_of,
     table_configs_of,
 )
-from dnis_torchrec.selection.torchrec import remapped
+from dnis_torchrec.selection.torchrec_inputs import remapped
 
 ADDED, EVEN = 1.0, 1e-3
 """What is added to a number to see what it does, and how far outputs may move unevenly, over how

@@ -1,9 +1,13 @@
-"""Soft selection: alpha, and the pure functions on it."""
+"""Soft selection: alpha, the functions on it, and the modules that multiply a lookup's outputs by it.
+
+Shapes: B batch, D embedding_dim, S blocks, A rows of alpha of one D, K pieces of outputs.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -74,8 +78,8 @@ class Alpha(nn.Module):
         """Notes, in an upper step, which rows of alpha the batch used."""
         if self._hits is not None:
             hits = self._hits[embedding_dim]
-            found = torch.zeros(len(hits) + 1, dtype=torch.bool, device=hits.device)
-            hits |= found.index_fill_(0, rows.flatten().long() + 1, True)[1:]
+            of_batch = torch.zeros(len(hits) + 1, dtype=torch.bool, device=hits.device)
+            hits |= of_batch.index_fill_(0, rows.flatten().long() + 1, True)[1:]
 
     def density(self, rows_per_alpha_row: Mapping[int, Tensor]) -> float:
         """Share of table values whose alpha is not zero, each row of alpha weighted by the table
@@ -84,88 +88,78 @@ class Alpha(nn.Module):
 
     def density_there(self, rows_per_alpha_row: Mapping[int, Tensor]) -> Tensor:
         """`density` as a float64 of no dimension, on alpha's device: nobody waits for it."""
-        return self._weighted(
-            {dim: (self.of(dim) > 0).double() for dim in self.dims}, rows_per_alpha_row
-        )
+        values = {dim: (self.of(dim) > 0).double() for dim in self.dims}
+        return self._mean_of(values, rows_per_alpha_row)
 
     def mean(self, rows_per_alpha_row: Mapping[int, Tensor]) -> float:
         """Mean of alpha over all table values."""
-        return float(
-            self._weighted({dim: self.of(dim).double() for dim in self.dims}, rows_per_alpha_row)
-        )
+        values = {dim: self.of(dim).double() for dim in self.dims}
+        return float(self._mean_of(values, rows_per_alpha_row))
 
-    def _weighted(
-        self, values: Mapping[int, Tensor], rows_per_alpha_row: Mapping[int, Tensor]
-    ) -> Tensor:
+    def _mean_of(self, values: Mapping[int, Tensor], rows: Mapping[int, Tensor]) -> Tensor:
         """Mean of any ``(A, D)`` values, each row of alpha weighted by the table rows it serves."""
-        total = torch.stack([rows_per_alpha_row[dim].sum() * dim for dim in self.dims]).sum()
-        summed = torch.stack(
-            [values[dim].sum(1) @ rows_per_alpha_row[dim] for dim in self.dims]
-        ).sum()
-        return summed / total
+        total = torch.stack([rows[dim].sum() * dim for dim in self.dims]).sum()
+        return torch.stack([values[dim].sum(1) @ rows[dim] for dim in self.dims]).sum() / total
 
 
 class _Select(torch.autograd.Function):
-    """out[b, f] = pooled[b, f] * alpha[rows[b, f]], with the alpha gradient as one segment sum."""
+    """out[b, f] = sums[b, f] * alpha[rows[b, f]], with the alpha gradient as one segment sum."""
 
     @staticmethod
-    def forward(ctx: Any, pooled: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
-        needs_pooled = ctx.needs_input_grad[1]
-        ctx.save_for_backward(alpha, rows, pooled if needs_pooled else None)
-        return _multiply_by_rows(pooled, alpha, rows)
+    def forward(ctx: Any, sums: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
+        needs_sums = ctx.needs_input_grad[1]
+        ctx.save_for_backward(alpha, rows, sums if needs_sums else None)
+        return _multiply_by_rows(sums, alpha, rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        alpha, rows, pooled = ctx.saved_tensors
-        grad_pooled = grad_alpha = None
+        alpha, rows, sums = ctx.saved_tensors
+        grad_sums = grad_alpha = None
         if ctx.needs_input_grad[0]:
-            grad_pooled = _multiply_by_rows(grad, alpha, rows)
+            grad_sums = _multiply_by_rows(grad, alpha, rows)
         if ctx.needs_input_grad[1]:
             grad_alpha = torch.zeros_like(alpha)
             for chunk in _chunks(rows):
-                products = grad[chunk].to(alpha.dtype) * pooled[chunk].to(alpha.dtype)
+                products = grad[chunk].to(alpha.dtype) * sums[chunk].to(alpha.dtype)
                 grad_alpha.index_add_(
                     0, rows[chunk].flatten(), products.reshape(-1, alpha.shape[1])
                 )
-        return grad_pooled, grad_alpha, None
+        return grad_sums, grad_alpha, None
 
 
 class _SelectBlocks(torch.autograd.Function):
-    """out[b] = sum over s of pooled[b, s] * alpha[s], products a few samples at a time, as in
+    """out[b] = sum over s of sums[b, s] * alpha[s], products a few samples at a time, as in
     `_Select`."""
 
     @staticmethod
-    def forward(ctx: Any, pooled: Tensor, alpha: Tensor) -> Tensor:
-        ctx.save_for_backward(alpha, pooled if ctx.needs_input_grad[1] else None)
-        out = torch.empty(
-            pooled.shape[0], pooled.shape[2], dtype=pooled.dtype, device=pooled.device
-        )
-        for chunk in _chunks(pooled):
-            torch.sum(pooled[chunk] * alpha, 1, out=out[chunk])
+    def forward(ctx: Any, sums: Tensor, alpha: Tensor) -> Tensor:
+        ctx.save_for_backward(alpha, sums if ctx.needs_input_grad[1] else None)
+        out = torch.empty(sums.shape[0], sums.shape[2], dtype=sums.dtype, device=sums.device)
+        for chunk in _chunks(sums):
+            torch.sum(sums[chunk] * alpha, 1, out=out[chunk])
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        alpha, pooled = ctx.saved_tensors
-        grad_pooled = grad_alpha = None
+        alpha, sums = ctx.saved_tensors
+        grad_sums = grad_alpha = None
         if ctx.needs_input_grad[0]:
-            grad_pooled = grad.unsqueeze(1) * alpha
+            grad_sums = grad.unsqueeze(1) * alpha
         if ctx.needs_input_grad[1]:
             grad_alpha = torch.zeros_like(alpha)
             for chunk in _chunks(grad):
                 grad_alpha += (
-                    pooled[chunk].to(alpha.dtype) * grad[chunk].to(alpha.dtype).unsqueeze(1)
+                    sums[chunk].to(alpha.dtype) * grad[chunk].to(alpha.dtype).unsqueeze(1)
                 ).sum(0)
-        return grad_pooled, grad_alpha
+        return grad_sums, grad_alpha
 
 
 def _multiply_by_rows(values: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
     out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
     for chunk in _chunks(rows):
-        gathered = alpha.index_select(0, rows[chunk].flatten()).view(
-            *rows[chunk].shape, alpha.shape[1]
-        )
-        torch.mul(values[chunk], gathered, out=out[chunk])
+        factors = alpha.index_select(0, rows[chunk].flatten())
+        shape = *rows[chunk].shape, alpha.shape[1]
+        torch.mul(values[chunk], factors.view(shape), out=out[chunk])
     return out
 
 
@@ -177,23 +171,23 @@ def _chunks(samples: Tensor) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def select_per_sample(pooled: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
+def select_per_sample(sums: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
     """Soft selection of features whose bags hold at most one id (paper, eq. 3): ``alpha[rows] *
-    pooled``."""
-    return _Select.apply(pooled, alpha, rows)
+    sums``."""
+    return _Select.apply(sums, alpha, rows)
 
 
-def select_per_block(pooled: Tensor, alpha: Tensor) -> Tensor:
-    """Soft selection of a multi-hot feature, pooled per block: ``sum over s of alpha[s] * pooled[:,
+def select_per_block(sums: Tensor, alpha: Tensor) -> Tensor:
+    """Soft selection of a multi-hot feature, a sum for every block: ``sum over s of alpha[s] * sums[:,
     s]``."""
-    return _SelectBlocks.apply(pooled, alpha)
+    return _SelectBlocks.apply(sums, alpha)
 
 
 def normalise_gradient(gradient: Tensor, hits: Tensor) -> Tensor:
     """Row-wise normalisation of the complete alpha gradient (paper, eq. 8): ``g / (mean_k |g_k| +
     1e-7)``."""
-    normalised = gradient / (gradient.abs().mean(dim=1, keepdim=True) + 1e-7)
-    return torch.where(hits.unsqueeze(1), normalised, torch.zeros_like(normalised))
+    direction = gradient / (gradient.abs().mean(dim=1, keepdim=True) + 1e-7)
+    return torch.where(hits.unsqueeze(1), direction, torch.zeros_like(direction))
 
 
 def step_and_clip_(
@@ -202,6 +196,15 @@ def step_and_clip_(
     """One projected descent step: ``alpha <- clip(alpha - learning_rate * direction, floor, 1)``."""
     check(learning_rate > 0, "learning_rate", "a number above 0", learning_rate)
     return alpha.sub_(direction, alpha=learning_rate).clamp_(min=floor, max=1.0)
+
+
+JaggedByKey = dict[str, JaggedTensor]
+
+OnGradient = Callable[[Tensor, Callable[[Tensor], str]], Tensor | None]
+"""Told of a gradient by bool on its device, and by what names the table once they are read; see
+`WatchedOutputs`."""
+
+_FINITE = torch.ones(1, dtype=torch.bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,11 +225,9 @@ class PooledFeature:
     def block_keys(self) -> tuple[str, ...]:
         """KJT keys that the child collection reads: one per block of a multi-hot feature, else the
         feature itself."""
-        return (
-            tuple(f"{self.name}/b{s}" for s in range(self.num_blocks))
-            if self.is_multi_hot
-            else (self.feature,)
-        )
+        if not self.is_multi_hot:
+            return (self.feature,)
+        return tuple(f"{self.name}/b{s}" for s in range(self.num_blocks))
 
     @property
     def whole_key(self) -> str:
@@ -235,28 +236,20 @@ class PooledFeature:
 
 
 class PooledPieces:
-    """The pieces of a collection, in the form that
-    `dnis_torchrec.ops.select.select_pieces` reads."""
+    """The pieces of a collection's outputs, in the form that `ops` reads (`select_pieces`)."""
 
     def __init__(self, outputs: Sequence[PooledFeature], alpha_begins: Mapping[int, int]) -> None:
         self._outputs = tuple(outputs)
-        owners = [
-            (index, output) for index, output in enumerate(outputs) for _ in output.block_keys
-        ]
-        self._owners = owners
+        self._owners = [(i, output) for i, output in enumerate(outputs) for _ in output.block_keys]
         self.keys = [
             key if output.is_multi_hot else output.name
             for output in outputs
             for key in output.block_keys
         ]
-        self.single_id = [
-            (k, output) for k, (_, output) in enumerate(owners) if not output.is_multi_hot
-        ]
-        self.of_dim = {
-            dim: [k for k, (_, o) in enumerate(owners) if o.embedding_dim == dim]
-            for dim in alpha_begins
-        }
-        self.of_dim = {dim: positions for dim, positions in self.of_dim.items() if positions}
+        self.single_id = [(k, o) for k, (_, o) in enumerate(self._owners) if not o.is_multi_hot]
+        self.of_dim: dict[int, list[int]] = {}
+        for k, (_, output) in enumerate(self._owners):
+            self.of_dim.setdefault(output.embedding_dim, []).append(k)
         self._rows_of_piece = [
             (output.first_alpha_row + s, 1 if output.is_multi_hot else output.num_blocks)
             for output in outputs
@@ -268,31 +261,18 @@ class PooledPieces:
 
     def layout(self, keys: Sequence[str], widths: Sequence[int]) -> Tensor:
         """Returns the place of every piece, ``(K, 7)`` int64."""
-        known = self._layouts.get(tuple(keys))
-        if known is not None:
-            return known
-        column_of_key, column = {}, 0
-        for key, width in zip(keys, widths, strict=True):
-            column_of_key[key] = column
-            column += width
-        out_columns, column = [], 0
-        for output in self._outputs:
-            out_columns.append(column)
-            column += output.embedding_dim
-        fields = [
-            (
-                column_of_key[key],
-                out_columns[index],
-                o.embedding_dim,
-                self._alpha_begins[o.embedding_dim],
-                index,
-                *rows,
-            )
-            for key, (index, o), rows in zip(
-                self.keys, self._owners, self._rows_of_piece, strict=True
-            )
-        ]
-        self._layouts[tuple(keys)] = torch.tensor(fields, dtype=torch.int64).view(-1, 7)
+        if tuple(keys) not in self._layouts:
+            dims = [output.embedding_dim for output in self._outputs]
+            starts = itertools.accumulate(dims, initial=0)
+            out_columns = dict(enumerate(starts))
+            column_of_key = dict(zip(keys, itertools.accumulate(widths, initial=0), strict=False))
+            fields = []
+            pieces = zip(self.keys, self._owners, self._rows_of_piece, strict=True)
+            for key, (index, output), rows in pieces:
+                dim = output.embedding_dim
+                places = (column_of_key[key], out_columns[index], dim, self._alpha_begins[dim])
+                fields.append((*places, index, *rows))
+            self._layouts[tuple(keys)] = torch.tensor(fields, dtype=torch.int64).view(-1, 7)
         return self._layouts[tuple(keys)]
 
     def rows_of_multi_hot(self, split: KeyedJaggedTensor, batch_size: int) -> Tensor:
@@ -308,15 +288,14 @@ class PooledPieces:
     def _places_in(self, keys: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
         """Position of every piece's key among `keys`, and its first row of alpha, ``(K, 1)``;
         copied once to a device."""
-        known = self._places.get((tuple(keys), device))
-        if known is None:
+        entry = tuple(keys), device
+        if entry not in self._places:
             position = {key: index for index, key in enumerate(keys)}
-            places = torch.tensor(
-                [position[key] for output in self._outputs for key in output.block_keys]
-            )
+            block_keys = [key for output in self._outputs for key in output.block_keys]
+            places = torch.tensor([position[key] for key in block_keys])
             rows = torch.tensor([[first] for first, _ in self._rows_of_piece], dtype=torch.int32)
-            known = self._places[tuple(keys), device] = places.to(device), rows.to(device)
-        return known
+            self._places[entry] = places.to(device), rows.to(device)
+        return self._places[entry]
 
     def places(self, keys: Sequence[str]) -> list[tuple[int, int, int]]:
         """Piece, position of its key among `keys`, and row of alpha of block 0, of every single-id
@@ -327,50 +306,43 @@ class PooledPieces:
         ]
 
     def divisors(self, bags: KeyedJaggedTensor, dtype: torch.dtype) -> Tensor | None:
-        """Returns the lengths of whole bags, by which pooled sums still have to be divided, ``(B,
+        """Returns the lengths of whole bags, by which sums still have to be divided, ``(B,
         outputs)``, or None."""
         if not any(output.divides for output in self._outputs):
             return None
-        lengths = dict(
-            zip(bags.keys(), bags.lengths().view(len(bags.keys()), bags.stride()), strict=True)
-        )
-        divisors = torch.ones(
-            bags.stride(), len(self._outputs), dtype=dtype, device=bags.lengths().device
-        )
+        lengths = bags.lengths().view(len(bags.keys()), bags.stride())
+        length_of = dict(zip(bags.keys(), lengths, strict=True))
+        shape = bags.stride(), len(self._outputs)
+        divisors = torch.ones(shape, dtype=dtype, device=lengths.device)
         for index, output in enumerate(self._outputs):
             if output.divides:
-                divisors[:, index] = lengths[output.feature].clamp(min=1)
+                divisors[:, index] = length_of[output.feature].clamp(min=1)
         return divisors
-
-
-JaggedByKey = dict[str, JaggedTensor]
-
-
-OnGradient = Callable[[Tensor, Callable[[Tensor], str]], Tensor | None]
-"""Told of a gradient by bool on its device, and by what names the table once they are read; see
-`WatchedOutputs`."""
-
-_FINITE = torch.ones(1, dtype=torch.bool)
 
 
 class WatchedOutputs(nn.Module):
     """Base of the modules that make a wrapper's outputs: it reports the gradient of the outputs to
     a listener."""
 
+    # A module of its own, so that TorchRec's tracer takes it for a leaf and pipelines the lookup
+    # before it.
+
     _across = 0
     """Dimension of the gradient across which values are of one table."""
 
-    def __init__(self, outputs: tuple[PooledFeature, ...]) -> None:
+    def __init__(self, outputs: tuple[PooledFeature, ...], alpha: Alpha) -> None:
         super().__init__()
         self._outputs = outputs
+        self._alpha = [alpha]  # in a list: the wrapper registers it, once
         self.on_gradient: OnGradient | None = None
         self._keys = [output.name for output in outputs]
         self._dims = [output.embedding_dim for output in outputs]
 
     def _watch(self, values: Tensor) -> None:
-        values.register_hook(self._watched)
+        if values.requires_grad and not self._alpha[0].is_upper:
+            values.register_hook(self._on_hook)
 
-    def _watched(self, gradient: Tensor) -> Tensor | None:
+    def _on_hook(self, gradient: Tensor) -> Tensor | None:
         """Runs before the tables' own backward, hence before a fused optimizer applies the
         gradient."""
         if self.on_gradient is None:
@@ -381,22 +353,21 @@ class WatchedOutputs(nn.Module):
         return None if may_learn is None else torch.where(may_learn, gradient, 0.0)
 
     def _check_gradient(self, is_finite: bool | Tensor, gradient: Tensor) -> Tensor | None:
-        """Tells the listener of a gradient."""
+        """Tells the listener of a gradient: whether all of it is finite, or which parts; on a GPU
+        the listener may answer whether tables learn by it."""
         if self.on_gradient is None:
             return None
         if isinstance(is_finite, bool):
             is_finite = _FINITE if is_finite else self._finite_parts(gradient)
-        return self.on_gradient(
-            is_finite, partial(_table_with_bad, self._outputs, self._sizes_of_parts())
-        )
+        table_of = partial(_table_with_bad, self._outputs, self._sizes_of_parts())
+        return self.on_gradient(is_finite, table_of)
 
     def _finite_parts(self, gradient: Tensor) -> Tensor:
         """Of every column, or row, whether all of it is finite: its largest magnitude is then, and
         only then."""
         if not gradient.numel():
-            return torch.ones(
-                gradient.shape[1 - self._across], dtype=torch.bool, device=gradient.device
-            )
+            size = gradient.shape[1 - self._across]
+            return torch.ones(size, dtype=torch.bool, device=gradient.device)
         return torch.isfinite(torch.linalg.vector_norm(gradient, math.inf, dim=self._across))
 
     def _sizes_of_parts(self) -> list[int]:
@@ -416,26 +387,40 @@ def _table_with_bad(outputs: tuple[PooledFeature, ...], sizes: list[int], finite
     return f"one of {len(tables)} tables, {tables[0]!r} to {tables[-1]!r}"
 
 
+class _Routers(nn.ModuleList):
+    """Row -> block of some tables, on the device of the model."""
+
+    def __init__(self, tables: Iterable[str], blocks: RowBlocks) -> None:
+        names = list(dict.fromkeys(tables))
+        super().__init__(RowRouter(blocks.routings[name]) for name in names)
+        self._index = {name: index for index, name in enumerate(names)}
+
+    def of(self, output: PooledFeature) -> RowRouter:
+        """That of an output's table."""
+        return cast(RowRouter, self[self._index[output.table]])
+
+    def alpha_rows(self, output: PooledFeature, ids: Tensor) -> Tensor:
+        """Row of alpha of each id of an output's feature."""
+        return cast(Tensor, self.of(output)(ids)) + output.first_alpha_row
+
+
 class SelectPooled(WatchedOutputs):
     """The part of the wrapper behind the lookup: local, no collective, no parameter."""
 
     def __init__(self, outputs: tuple[PooledFeature, ...], blocks: RowBlocks, alpha: Alpha) -> None:
-        super().__init__(outputs)
+        super().__init__(outputs, alpha)
         self._runs = _runs(outputs)
-        self._alpha = [alpha]  # in a list: the wrapper registers it, once
         self._pieces = PooledPieces(outputs, alpha.begins)
         tables = sorted({output.table for output in outputs if not output.is_multi_hot})
-        self._router_of = {table: index for index, table in enumerate(tables)}
-        self._routers = nn.ModuleList(RowRouter(blocks.routings[table]) for table in tables)
+        self._routers = _Routers(tables, blocks)
 
     def forward(
-        self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor
+        self, sums: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor
     ) -> KeyedTensor:
         """Multiplies pooled embeddings by alpha."""
-        select = self._select_at_once if can_select(pooled.values()) else self._select_in_runs
-        return KeyedTensor(
-            keys=self._keys, values=select(pooled, features, split), length_per_key=self._dims
-        )
+        select = self._select_at_once if can_select(sums.values()) else self._select_in_runs
+        values = select(sums, features, split)
+        return KeyedTensor(keys=self._keys, values=values, length_per_key=self._dims)
 
     def _may_learn(self, values: Tensor) -> Tensor:
         """Cuts off gradients in an upper step: the tables behind the lookup would learn from
@@ -443,25 +428,17 @@ class SelectPooled(WatchedOutputs):
         return values.detach() if self._alpha[0].is_upper else values
 
     def _select_at_once(
-        self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor
+        self, sums: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor
     ) -> Tensor:
         """Selects by the operators on blocks, for all outputs in one pass. On a GPU nothing waits
         for it."""
-        alpha, pieces = self._alpha[0], self._pieces
-        values, layout = (
-            self._may_learn(pooled.values()),
-            pieces.layout(pooled.keys(), pooled.length_per_key()),
-        )
+        alpha, pieces, values = self._alpha[0], self._pieces, self._may_learn(sums.values())
+        layout = pieces.layout(sums.keys(), sums.length_per_key())
         rows = pieces.rows_of_multi_hot(split, len(values))
         if pieces.single_id:
-            routings = [self._router(output).routing_tensor() for _, output in pieces.single_id]
-            fill_rows_(
-                rows,
-                features.values(),
-                features.lengths(),
-                routings,
-                pieces.places(features.keys()),
-            )
+            routings = [self._routers.of(output).routing_tensor() for _, output in pieces.single_id]
+            places = pieces.places(features.keys())
+            fill_rows_(rows, features.values(), features.lengths(), routings, places)
         if alpha.is_upper:
             for dim, columns in pieces.of_dim.items():
                 alpha.record_hits(dim, rows if len(columns) == rows.shape[1] else rows[:, columns])
@@ -469,84 +446,69 @@ class SelectPooled(WatchedOutputs):
         divisors = pieces.divisors(features, exact)
         flat = [alpha.of(dim).to(exact).flatten() for dim in alpha.dims]
         alphas = flat[0] if len(flat) == 1 else torch.cat(flat)
-        return select_pieces(
-            values, alphas, rows, divisors, layout, sum(self._dims), watch=self._check_gradient
-        )
+        width, watch = sum(self._dims), self._check_gradient
+        return select_pieces(values, alphas, rows, divisors, layout, width, watch=watch)
 
     def _select_in_runs(
-        self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor
+        self, sums: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor
     ) -> Tensor:
         """Selects by torch's own operators, one run of outputs after the other, where `can_select`
         says no."""
-        values = self._may_learn(self._in_order(pooled))
-        jagged, split_jagged = jagged_by_key(features), jagged_by_key(split)
-        widths = [sum(self._width(output) for output in run) for run in self._runs]
+        values = self._may_learn(self._in_order(sums))
+        bags, split_bags = jagged_by_key(features), jagged_by_key(split)
+        widths = [sum(o.embedding_dim * len(o.block_keys) for o in run) for run in self._runs]
         parts = []
         for run, part in zip(self._runs, values.split(widths, dim=1), strict=True):
-            selected = self._select_per_block if run[0].is_multi_hot else self._select_per_sample
-            parts.append(selected(part, run, jagged, split_jagged))
-        merged = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        if merged.requires_grad and not self._alpha[0].is_upper:
-            self._watch(merged)
-        return merged
+            select = self._select_per_block if run[0].is_multi_hot else self._select_per_sample
+            parts.append(select(part, run, bags, split_bags))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        self._watch(out)
+        return out
 
-    def _in_order(self, pooled: KeyedTensor) -> Tensor:
+    def _in_order(self, sums: KeyedTensor) -> Tensor:
         """Values in the order of the pieces; sharded collections may group keys by sharding type."""
-        if pooled.keys() == self._pieces.keys:
-            return pooled.values()
-        by_key = pooled.to_dict()
+        if sums.keys() == self._pieces.keys:
+            return sums.values()
+        by_key = sums.to_dict()
         return torch.cat([by_key[key] for key in self._pieces.keys], dim=1)
 
-    @staticmethod
-    def _width(output: PooledFeature) -> int:
-        return output.embedding_dim * len(output.block_keys)
-
     def _select_per_sample(
-        self, part: Tensor, run: list[PooledFeature], jagged: JaggedByKey, _: JaggedByKey
+        self, part: Tensor, run: list[PooledFeature], bags: JaggedByKey, _: JaggedByKey
     ) -> Tensor:
         alpha, dim = self._alpha[0], run[0].embedding_dim
-        rows_of_ids = [self._alpha_rows(output, jagged[output.feature]) for output in run]
+        of_ids = [self._routers.alpha_rows(o, bags[o.feature].values()) for o in run]
         if alpha.is_upper:
-            alpha.record_hits(dim, torch.cat(rows_of_ids))
-        filled = [
-            one_per_bag(rows, jagged[output.feature].lengths(), output.first_alpha_row)
-            for rows, output in zip(rows_of_ids, run, strict=True)
+            alpha.record_hits(dim, torch.cat(of_ids))
+        of_bags = [
+            one_per_bag(rows, bags[output.feature].lengths(), output.first_alpha_row)
+            for rows, output in zip(of_ids, run, strict=True)
         ]
-        rows = torch.stack(filled, dim=1)
-        selected = select_per_sample(part.view(len(part), len(run), dim), alpha.of(dim), rows)
-        return selected.view(len(part), len(run) * dim)
+        rows = torch.stack(of_bags, dim=1)
+        out = select_per_sample(part.view(len(part), len(run), dim), alpha.of(dim), rows)
+        return out.view(len(part), len(run) * dim)
 
     def _select_per_block(
-        self, part: Tensor, run: list[PooledFeature], jagged: JaggedByKey, split: JaggedByKey
+        self, part: Tensor, run: list[PooledFeature], bags: JaggedByKey, split: JaggedByKey
     ) -> Tensor:
         output, alpha = run[0], self._alpha[0]
         dim, num_blocks, first = output.embedding_dim, output.num_blocks, output.first_alpha_row
-        selected = select_per_block(
-            part.view(len(part), num_blocks, dim), alpha.of(dim)[first : first + num_blocks]
-        )
+        rows = alpha.of(dim)[first : first + num_blocks]
+        out = select_per_block(part.view(len(part), num_blocks, dim), rows)
         if alpha.is_upper:
-            used = [
-                first + s for s, key in enumerate(output.block_keys) if split[key].values().numel()
-            ]
-            alpha.record_hits(dim, torch.tensor(used, dtype=torch.int64, device=part.device))
+            keys = enumerate(output.block_keys, first)
+            hits = [row for row, key in keys if split[key].values().numel()]
+            alpha.record_hits(dim, torch.tensor(hits, dtype=torch.int64, device=part.device))
         if output.divides:
-            selected = selected / jagged[output.feature].lengths().clamp(min=1).unsqueeze(1)
-        return selected
-
-    def _alpha_rows(self, output: PooledFeature, bags: JaggedTensor) -> Tensor:
-        """Row of alpha of each id."""
-        return self._router(output)(bags.values()) + output.first_alpha_row
-
-    def _router(self, output: PooledFeature) -> RowRouter:
-        return cast(RowRouter, self._routers[self._router_of[output.table]])
+            out = out / bags[output.feature].lengths().clamp(min=1).unsqueeze(1)
+        return out
 
 
 def one_per_bag(rows: Tensor, lengths: Tensor, row_of_empty: int) -> Tensor:
     """Row of alpha of each single-id bag; an empty bag, whose embedding is zero, takes any."""
     if rows.numel() == lengths.numel():
         return rows
-    filled = torch.full_like(lengths, row_of_empty, dtype=torch.int64)
-    return filled.masked_scatter(lengths > 0, rows)
+    of_bags = torch.full_like(lengths, row_of_empty, dtype=torch.int64)
+    return of_bags.masked_scatter(lengths > 0, rows)
 
 
 def _runs(outputs: tuple[PooledFeature, ...]) -> list[list[PooledFeature]]:
@@ -554,77 +516,60 @@ def _runs(outputs: tuple[PooledFeature, ...]) -> list[list[PooledFeature]]:
     multi-hot one alone."""
     runs: list[list[PooledFeature]] = []
     for output in outputs:
-        if runs and _are_selected_together(runs[-1][-1], output):
+        last = runs[-1][-1] if runs else None
+        joins = last is not None and not last.is_multi_hot and not output.is_multi_hot
+        if joins and last is not None and last.embedding_dim == output.embedding_dim:
             runs[-1].append(output)
         else:
             runs.append([output])
     return runs
 
 
-def _are_selected_together(last: PooledFeature, output: PooledFeature) -> bool:
-    are_single_id = not last.is_multi_hot and not output.is_multi_hot
-    return are_single_id and last.embedding_dim == output.embedding_dim
-
-
 class SelectSequences(WatchedOutputs):
-    """The part of the wrapper behind the lookup: local, no collective, no parameter."""
+    """The same behind a lookup that does not pool."""
 
     _across = 1
 
     def __init__(self, outputs: tuple[PooledFeature, ...], blocks: RowBlocks, alpha: Alpha) -> None:
-        super().__init__(outputs)
-        self._alpha = [alpha]  # in a list: the wrapper registers it, once
-        tables = list(dict.fromkeys(output.table for output in outputs))
-        self._router_of = {table: index for index, table in enumerate(tables)}
-        self._routers = nn.ModuleList(RowRouter(blocks.routings[table]) for table in tables)
+        super().__init__(outputs, alpha)
+        self._routers = _Routers((output.table for output in outputs), blocks)
         self._sizes: list[int] = []
 
     def forward(
         self, embeddings: dict[str, JaggedTensor], features: KeyedJaggedTensor
     ) -> dict[str, JaggedTensor]:
         """Multiplies embeddings by alpha, those of all output keys at once."""
-        own, bags, alpha = (
+        parts, bags, alpha = (
             [embeddings[key] for key in self._keys],
             jagged_by_key(features),
             self._alpha[0],
         )
         ids = [bags[output.feature].values() for output in self._outputs]
-        rows = torch.cat([self._alpha_rows(*pair) for pair in zip(self._outputs, ids, strict=True)])
-        values = (
-            own[0].values() if len(own) == 1 else torch.cat([jagged.values() for jagged in own])
-        )
+        pairs = zip(self._outputs, ids, strict=True)
+        rows = torch.cat([self._routers.alpha_rows(*pair) for pair in pairs])
+        each = [part.values() for part in parts]
+        values = each[0] if len(each) == 1 else torch.cat(each)
         self._sizes = [len(of_output) for of_output in ids]
         if alpha.is_upper:
             alpha.record_hits(self._dims[0], rows)
-            values = (
-                values.detach()
-            )  # the tables behind the lookup would learn from validation data
-        selected = self._select(values, rows).split(self._sizes)
+            values = values.detach()  # the tables would learn from validation data
+        out = self._select(values, rows).split(self._sizes)
         return {
-            key: JaggedTensor(
-                values=part, lengths=jagged.lengths(), weights=jagged.weights_or_none()
-            )
-            for key, part, jagged in zip(self._keys, selected, own, strict=True)
+            key: JaggedTensor(value, lengths=part.lengths(), weights=part.weights_or_none())
+            for key, value, part in zip(self._keys, out, parts, strict=True)
         }
 
     def _select(self, values: Tensor, rows: Tensor) -> Tensor:
         dim, alpha = self._dims[0], self._alpha[0].of(self._dims[0])
         if can_select(values):
-            layout, own = (
-                torch.tensor([[0, 0, dim, 0, 0, 0, len(alpha)]]),
-                rows.to(torch.int32).unsqueeze(1),
-            )
+            layout = torch.tensor([[0, 0, dim, 0, 0, 0, len(alpha)]])
+            rows = rows.to(torch.int32).unsqueeze(1)
             flat = alpha.to(torch.promote_types(values.dtype, torch.float32)).flatten()
-            return select_pieces(values, flat, own, None, layout, dim, watch=self._check_gradient)
-        selected = select_per_sample(values.unsqueeze(1), alpha, rows.unsqueeze(1)).squeeze(1)
-        if selected.requires_grad and not self._alpha[0].is_upper:
-            self._watch(selected)
-        return selected
-
-    def _alpha_rows(self, output: PooledFeature, ids: Tensor) -> Tensor:
-        """Row of alpha of each id."""
-        router = cast(RowRouter, self._routers[self._router_of[output.table]])
-        return router(ids) + output.first_alpha_row
+            watch = self._check_gradient
+            return select_pieces(values, flat, rows, None, layout, dim, watch=watch)
+        out = select_per_sample(values.unsqueeze(1), alpha, rows.unsqueeze(1)).squeeze(1)
+        self._watch(out)
+        return out
 
     def _sizes_of_parts(self) -> list[int]:
         return self._sizes

@@ -1,17 +1,27 @@
-"""Soft selection on whole tables: every row times its alpha, before a kernel looks anything up.
-CPU, compiled."""
+"""Soft selection on the ranks that hold the shards, so that the output all-to-all is as large as
+the plain model's.
+
+A collection with multi-hot features is sharded with a key for every block of such a feature, because
+that is how its kernels are to pool. What travels need not know of blocks:
+
+    input_dist     the user's bags, whole, as in the plain model
+    lookup         on the rank of the shard: bags split by block, pooled, times alpha, added up
+    output_dist    one pooled embedding per feature, as in the plain model
+
+So `select_on_shards_` leaves TorchRec's lookups where they are and puts a `ShardSelection` around each
+of their kernels. Kernels on a CPU whose optimizer is not fused may multiply whole tables by alpha
+instead (`TableSelection`): a sum of rows times alpha is the sum of their products.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingBag
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
@@ -20,7 +30,6 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.routing import RowRouter
 from dnis_torchrec.ops.batches import jagged_by_key, sort_by_slot
 from dnis_torchrec.ops.select import Packing, are_compiled, pack_bags, select_packed
@@ -32,23 +41,148 @@ from dnis_torchrec.selection.alpha import (
     select_per_block,
     select_per_sample,
 )
-from dnis_torchrec.selection.torchrec import PrefetchedTables, read_collection_by_name_
+from dnis_torchrec.selection.torchrec import (
+    PrefetchedTables,
+    kernels_of,
+    lookups,
+    lookups_by_type,
+    read_whole_bags_,
+    replace_forward_,
+    set_features_per_kernel_,
+    sharding_env,
+    weights_replaced,
+)
 from dnis_torchrec.selection.wrapper import (
     SoftSelectionEmbeddingBagCollection,
     soft_selection_modules,
 )
 
 
+def select_on_shards_(model: nn.Module) -> nn.Module:
+    """Moves soft selection of multi-hot features to the ranks that hold the shards: on all ranks or
+    on none, before the model is pipelined. Local, no collective."""
+    # Weights, optimizers and the state_dict stay as they are; TorchRec makes process groups for
+    # hosts if it has none yet.
+    for wrapper in soft_selection_modules(model).values():
+        if not isinstance(wrapper, SoftSelectionEmbeddingBagCollection):
+            continue  # an EmbeddingCollection pools nothing: its volume is the plain model's
+        collection = wrapper.embedding_bag_collection
+        if (
+            isinstance(collection, ShardedEmbeddingBagCollection)
+            and wrapper.bag_splitter is not None
+            and all(type(lookup) is GroupedPooledEmbeddingsLookup for lookup in lookups(collection))
+            and not PrefetchedTables(collection)
+        ):
+            _select_on_shards_(wrapper, collection)
+    return model
+
+
+def _select_on_shards_(
+    wrapper: SoftSelectionEmbeddingBagCollection, collection: ShardedEmbeddingBagCollection
+) -> None:
+    outputs, device = wrapper.outputs, wrapper.alpha.of(wrapper.alpha.dims[0]).device
+    of_table: dict[str, list[PooledFeature]] = {}
+    for output in outputs:
+        of_table.setdefault(output.table, []).append(output)
+    routers = {name: RowRouter(wrapper.blocks.routings[name]).to(device) for name in of_table}
+    for kind, lookup in lookups_by_type(collection):
+        travels = kind != ShardingType.DATA_PARALLEL.value
+        division = sharding_env(collection).world_size if travels else 1
+        parts = [
+            (part, _features_of(tables, of_table, routers)) for part, tables in kernels_of(lookup)
+        ]
+        if parts[0][0] is not lookup:
+            set_features_per_kernel_(lookup, [len(features) for _, features in parts])
+        for part, features in parts:
+            products = _table_selection(part, features) if wrapper.multiplies_tables else None
+            forward = cast(Callable[[KeyedJaggedTensor], Tensor], part.forward)
+            selection = ShardSelection(forward, features, wrapper.alpha, division, products)
+            replace_forward_(part, selection)
+    read_whole_bags_(
+        collection,
+        lambda table: [output.feature for output in of_table.get(table, ())],
+        lambda table: [output.name for output in of_table.get(table, ())],
+    )
+    wrapper.bag_splitter = None
+    wrapper.selection = SelectSums(outputs, wrapper.alpha)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardFeature:
+    """A feature, as the lookup of one shard knows it: what id 0 is there, its columns, and the keys
+    that the lookup reads for it, one or one per block."""
+
+    output: PooledFeature
+    router: RowRouter
+    first_row: int
+    num_rows: int
+    first_column: int
+    num_columns: int
+    keys: tuple[str, ...]
+
+    @property
+    def num_keys(self) -> int:
+        """Returns the number of keys that the lookup reads for it."""
+        return len(self.keys)
+
+
+def _features_of(
+    tables: Sequence[ShardedEmbeddingTable],
+    of_table: dict[str, list[PooledFeature]],
+    routers: dict[str, RowRouter],
+) -> list[ShardFeature]:
+    """Returns the features in the order in which the lookup reads them: a table's features follow
+    one another."""
+    features = []
+    for table in tables:
+        row, column = (0, 0) if table.local_metadata is None else table.local_metadata.shard_offsets
+        outputs, keys = of_table[table.name], iter(table.feature_names)
+        is_whole = len(outputs) == len(table.feature_names)
+        features += [
+            ShardFeature(
+                output=output,
+                router=routers[table.name],
+                first_row=row,
+                num_rows=table.local_rows,
+                first_column=column,
+                num_columns=table.local_cols,
+                keys=tuple(itertools.islice(keys, 1 if is_whole else len(output.block_keys))),
+            )
+            for output in outputs
+        ]
+    return features
+
+
+def _table_selection(part: nn.Module, features: Sequence[ShardFeature]) -> TableSelection | None:
+    """Returns the selection on whole tables; None for a kernel that is fused or not on a CPU, or
+    whose tables have not all the same columns."""
+    if not isinstance(part, BatchedDenseEmbeddingBag) or not are_compiled():
+        return None
+    weights = part.emb_module.weights
+    columns = {(f.output.embedding_dim, f.first_column, f.num_columns) for f in features}
+    is_exact = weights.dtype in (torch.float32, torch.float64)
+    if weights.device.type != "cpu" or not is_exact or len(columns) != 1:
+        return None
+    rows, first_rows, num_rows = [], [], 0
+    for feature, last in zip(features, [None, *features], strict=False):
+        output, first = feature.output, feature.first_row
+        if last is None or (output.table, first) != (last.output.table, last.first_row):
+            blocks = feature.router(torch.arange(first, first + feature.num_rows))
+            has_block = blocks < output.num_blocks
+            rows.append(torch.where(has_block, output.first_alpha_row + blocks, -1))
+            num_rows += feature.num_rows
+        first_rows.append(num_rows - feature.num_rows)
+    return TableSelection(part.emb_module, torch.cat(rows), first_rows, features[0].num_columns)
+
+
 class _MultiplyRows(torch.autograd.Function):
-    """out[n] = weights[n] * alpha[rows[n]], zero where rows[n] is -1."""
+    """out[n] = weights[n] * alpha[rows[n]], zero where rows[n] is -1. CPU, compiled."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
         num_rows, dim = alpha.shape
-        flat, layout = (
-            alpha.flatten(),
-            torch.tensor([[0, 0, dim, 0, 0, 0, num_rows]]),
-        )  # one piece, see `select_pieces`
+        # one piece, see `select_pieces`
+        flat, layout = alpha.flatten(), torch.tensor([[0, 0, dim, 0, 0, 0, num_rows]])
         ctx.save_for_backward(flat, rows, layout, weights if ctx.needs_input_grad[1] else None)
         ctx.alpha_shape = alpha.shape
         out = torch.empty_like(weights)
@@ -70,13 +204,8 @@ class _MultiplyRows(torch.autograd.Function):
         return grad_weights, grad_alpha, None
 
 
-def multiply_rows(weights: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
-    """Every row of a table times its row of alpha: ``weights[n] * alpha[rows[n]]``. CPU, compiled."""
-    return _MultiplyRows.apply(weights, alpha, rows)
-
-
 class TableSelection:
-    """Looks bags up in multiplied tables. Local, no collective."""
+    """Looks bags up in tables times alpha. Local, no collective. CPU, compiled."""
 
     def __init__(
         self, kernel: nn.Module, rows: Tensor, first_rows: Sequence[int], num_columns: int
@@ -95,205 +224,21 @@ class TableSelection:
         weights_learn: bool,
     ) -> Tensor:
         """Soft selection of whole bags."""
-        own = cast(Tensor, self._kernel.weights)
-        weights = own if weights_learn else own.detach()
-        multiplied = multiply_rows(
-            weights.view(-1, self._num_columns), alpha.to(weights.dtype), self._rows
-        )
+        weights = cast(Tensor, self._kernel.weights)
+        weights = weights if weights_learn else weights.detach()
+        rows = weights.view(-1, self._num_columns)
+        product: Tensor = _MultiplyRows.apply(rows, alpha.to(weights.dtype), self._rows)
         if not features.stride():  # no kernel takes an empty batch
-            nothing = multiplied.new_empty(0, len(self._first_rows) * self._num_columns)
-            return nothing + multiplied.sum() * 0
-        with self._in_place_of_weights(multiplied.flatten()):
+            empty = product.new_empty(0, len(self._first_rows) * self._num_columns)
+            return empty + product.sum() * 0
+        with weights_replaced(self._kernel, product.flatten()):
             return lookup(features)
 
     def rows_of(self, features: KeyedJaggedTensor) -> Tensor:
         """Row of alpha of every id, ``(I,)``, -1 for an id of no block."""
         ids = features.values().split(features.length_per_key())
-        rows = [
-            self._rows[own.long() + first] for own, first in zip(ids, self._first_rows, strict=True)
-        ]
-        return torch.cat(rows).squeeze(1)
-
-    @contextmanager
-    def _in_place_of_weights(self, multiplied: Tensor) -> Iterator[None]:
-        """Puts a product in place of the weights, as `functional_call` does, for a kernel that its
-        owner calls."""
-        own = self._kernel._parameters["weights"]
-        self._kernel._parameters["weights"] = multiplied  # type: ignore[assignment]  # no parameter, and none is wanted
-        try:
-            yield
-        finally:
-            self._kernel._parameters["weights"] = own
-
-
-def select_on_shards_(model: nn.Module) -> nn.Module:
-    """Moves soft selection of multi-hot features to the ranks that hold the shards; see the top of
-    this module."""
-    for wrapper in soft_selection_modules(model).values():
-        if not isinstance(wrapper, SoftSelectionEmbeddingBagCollection):
-            continue  # an EmbeddingCollection pools nothing: its volume is the plain model's
-        collection = wrapper.embedding_bag_collection
-        if (
-            isinstance(collection, ShardedEmbeddingBagCollection)
-            and wrapper.bag_splitter is not None
-        ):
-            lookups = [_without_ddp(lookup) for lookup in collection._lookups]
-            is_torchrecs = all(type(lookup) is GroupedPooledEmbeddingsLookup for lookup in lookups)
-            if is_torchrecs and not PrefetchedTables(collection):
-                _select_on_shards_(wrapper, collection)
-    return model
-
-
-def _select_on_shards_(
-    wrapper: SoftSelectionEmbeddingBagCollection, collection: ShardedEmbeddingBagCollection
-) -> None:
-    routers = _routers(
-        wrapper.outputs, wrapper.blocks, wrapper.alpha.of(wrapper.alpha.dims[0]).device
-    )
-    for kind, lookup in zip(collection._sharding_types, collection._lookups, strict=True):
-        travels = kind != ShardingType.DATA_PARALLEL.value
-        division = collection._env.world_size if travels else 1
-        for part, features in _parts_of(lookup, wrapper.outputs, routers):
-            tables = _table_selection(part, features) if wrapper.multiplies_tables else None
-            # as TorchRec's pipelines replace forwards: no module, and so no name, changes
-            part.forward = ShardSelection(part.forward, features, wrapper.alpha, division, tables)
-    collection._embedding_shardings = [
-        _sharding_of_whole_bags(collection, kind, wrapper.outputs)
-        for kind in collection._sharding_types
-    ]
-    collection._input_dists, collection._feature_splits, collection._features_order = [], [], []
-    collection._has_uninitialized_input_dist = collection._has_features_permute = True
-    collection._output_dists, collection._embedding_names, collection._embedding_dims = [], [], []
-    collection._uncombined_embedding_names, collection._uncombined_embedding_dims = [], []
-    collection._create_output_dist()
-    read_collection_by_name_(
-        collection, anew=True
-    )  # it may have been called before, with a key for every block
-    wrapper.bag_splitter = None
-    wrapper.selection = SelectedPooled(wrapper.outputs, wrapper.alpha)
-
-
-def _parts_of(
-    lookup: nn.Module, outputs: Sequence[PooledFeature], routers: dict[str, RowRouter]
-) -> list[tuple[nn.Module, list[ShardFeature]]]:
-    """Returns the modules of a lookup that select for themselves, which are its kernels, and the
-    features they read."""
-    grouped = _without_ddp(lookup)
-    of_kernels = [
-        _features_of(config.embedding_tables, outputs, routers)
-        for config in grouped.grouped_configs
-    ]
-    if isinstance(lookup, DistributedDataParallel) or not of_kernels:
-        return [(lookup, list(itertools.chain.from_iterable(of_kernels)))]
-    grouped._feature_splits = [len(features) for features in of_kernels]  # of whole bags
-    return list(zip(grouped._emb_modules, of_kernels, strict=True))
-
-
-def _without_ddp(lookup: nn.Module) -> GroupedPooledEmbeddingsLookup:
-    return lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
-
-
-def _routers(
-    outputs: Sequence[PooledFeature], blocks: RowBlocks, device: torch.device
-) -> dict[str, RowRouter]:
-    return {
-        table: RowRouter(blocks.routings[table]).to(device)
-        for table in {output.table for output in outputs}
-    }
-
-
-def _sharding_of_whole_bags(
-    collection: ShardedEmbeddingBagCollection, kind: str, outputs: Sequence[PooledFeature]
-) -> Any:
-    """Builds the sharding that makes one sharding type's input_dist and output_dist for the user's
-    own features."""
-    infos = []
-    for info in collection.sharding_type_to_sharding_infos[kind]:
-        own = [output for output in outputs if output.table == info.embedding_config.name]
-        names = {
-            "feature_names": [o.feature for o in own],
-            "embedding_names": [o.name for o in own],
-        }
-        infos.append(replace(info, embedding_config=replace(info.embedding_config, **names)))
-    return collection.create_embedding_bag_sharding(
-        infos,
-        collection._env,
-        collection._device,
-        permute_embeddings=True,
-        qcomm_codecs_registry=collection.qcomm_codecs_registry,
-    )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ShardFeature:
-    """A feature, as the lookup of one shard knows it."""
-
-    output: PooledFeature
-    router: RowRouter
-    first_row: int
-    num_rows: int
-    first_column: int
-    num_columns: int
-    keys: tuple[str, ...]
-
-    @property
-    def num_keys(self) -> int:
-        """Returns the number of keys that the lookup reads for it."""
-        return len(self.keys)
-
-
-def _features_of(
-    tables: Sequence[ShardedEmbeddingTable],
-    outputs: Sequence[PooledFeature],
-    routers: dict[str, RowRouter],
-) -> list[ShardFeature]:
-    """Returns the features in the order in which the lookup reads them: a table's features follow
-    one another."""
-    features = []
-    for table in tables:
-        row, column = (0, 0) if table.local_metadata is None else table.local_metadata.shard_offsets
-        own, keys = (
-            [output for output in outputs if output.table == table.name],
-            iter(table.feature_names),
-        )
-        is_whole = len(own) == len(table.feature_names)
-        features += [
-            ShardFeature(
-                output=output,
-                router=routers[table.name],
-                first_row=row,
-                num_rows=table.local_rows,
-                first_column=column,
-                num_columns=table.local_cols,
-                keys=tuple(itertools.islice(keys, 1 if is_whole else len(output.block_keys))),
-            )
-            for output in own
-        ]
-    return features
-
-
-def _table_selection(part: nn.Module, features: Sequence[ShardFeature]) -> TableSelection | None:
-    """Returns the selection on whole tables, or None for a kernel without it."""
-    if not isinstance(part, BatchedDenseEmbeddingBag) or not are_compiled():
-        return None
-    weights = part.emb_module.weights
-    columns = {(own.output.embedding_dim, own.first_column, own.num_columns) for own in features}
-    if (
-        weights.device.type != "cpu"
-        or weights.dtype not in (torch.float32, torch.float64)
-        or len(columns) != 1
-    ):
-        return None
-    rows, first_rows, num_rows = [], [], 0
-    for own, last in zip(features, [None, *features], strict=False):
-        if last is None or (own.output.table, own.first_row) != (last.output.table, last.first_row):
-            blocks = own.router(torch.arange(own.first_row, own.first_row + own.num_rows))
-            rows.append(
-                torch.where(blocks < own.output.num_blocks, own.output.first_alpha_row + blocks, -1)
-            )
-            num_rows += own.num_rows
-        first_rows.append(num_rows - own.num_rows)
-    return TableSelection(part.emb_module, torch.cat(rows), first_rows, features[0].num_columns)
+        pairs = zip(ids, self._first_rows, strict=True)
+        return torch.cat([self._rows[part.long() + first] for part, first in pairs]).squeeze(1)
 
 
 class ShardSelection:
@@ -340,8 +285,8 @@ class ShardSelection:
     def _pool(self, features: KeyedJaggedTensor) -> Tensor:
         """Looks up; in an upper step without gradients, for the lookup would learn from validation
         data."""
-        pooled = self._lookup(features)
-        return pooled.detach() if self._alpha.is_upper else pooled
+        sums = self._lookup(features)
+        return sums.detach() if self._alpha.is_upper else sums
 
     def _alphas(self) -> dict[int, Tensor]:
         """Alpha by embedding_dim; its gradient is multiplied by what TorchRec has divided it by."""
@@ -350,11 +295,8 @@ class ShardSelection:
 
     def _select_on_tables(self, features: KeyedJaggedTensor, tables: TableSelection) -> Tensor:
         """Selects by multiplying the tables themselves."""
-        first = self._features[0]
-        dim, columns = (
-            first.output.embedding_dim,
-            slice(first.first_column, first.first_column + first.num_columns),
-        )
+        first, dim = self._features[0], self._features[0].output.embedding_dim
+        columns = slice(first.first_column, first.first_column + first.num_columns)
         alpha = self._alphas()[dim][:, columns]
         if self._alpha.is_upper:
             self._alpha.record_hits(dim, tables.rows_of(features))
@@ -377,51 +319,48 @@ class ShardSelection:
         bags = pack_bags(
             values.contiguous(), lengths.contiguous(), weights, packings, features.stride()
         )
-        packed = KeyedJaggedTensor(
+        compact = KeyedJaggedTensor(
             keys=self._keys,
             values=bags.ids,
             weights=bags.weights,
             lengths=bags.lengths,
             stride=bags.num_rows,
         )
-        pooled = self._pool(packed)
+        sums = self._pool(compact)
         if self._alpha.is_upper:
-            for dim in {feature.output.embedding_dim for feature in self._features}:
-                of_dim = [
-                    f
-                    for f, feature in enumerate(self._features)
-                    if feature.output.embedding_dim == dim
-                ]
-                self._alpha.record_hits(dim, bags.rows_of(of_dim))
-        exact = pooled if pooled.dtype in (torch.float32, torch.float64) else pooled.float()
+            dims = [feature.output.embedding_dim for feature in self._features]
+            for dim in set(dims):
+                self._alpha.record_hits(
+                    dim, bags.rows_of([f for f, d in enumerate(dims) if d == dim])
+                )
+        exact = sums if sums.dtype in (torch.float32, torch.float64) else sums.float()
         alphas = torch.cat([alpha.to(exact.dtype).flatten() for alpha in self._alphas().values()])
-        return select_packed(exact, alphas, bags, self._layout, self._width).to(pooled.dtype)
+        return select_packed(exact, alphas, bags, self._layout, self._width).to(sums.dtype)
 
     def _select_by_torch(self, features: KeyedJaggedTensor) -> Tensor:
         """Selects by torch's own operators, on any device; every block has a place."""
         batch_size, blocks = features.stride(), self._blocks_of(features)
         slots, first_slot = [], 0
         for feature, block in zip(self._features, blocks, strict=True):
-            own = block if feature.output.is_multi_hot else torch.zeros_like(block)
-            dropped = block >= feature.output.num_blocks
-            slots.append(torch.where(dropped, len(self._keys), first_slot + own))
+            slot = block if feature.output.is_multi_hot else torch.zeros_like(block)
+            has_block = block < feature.output.num_blocks
+            slots.append(torch.where(has_block, first_slot + slot, len(self._keys)))
             first_slot += feature.num_keys
         slot = torch.cat(slots) if slots else features.values().new_empty(0)
         values, lengths, weights = sort_by_slot(features, slot, len(self._keys))
         split = KeyedJaggedTensor(
             keys=self._keys, values=values, weights=weights, lengths=lengths, stride=batch_size
         )
-        pooled, alphas, parts = self._pool(split), self._alphas(), []
+        sums, alphas, parts = self._pool(split), self._alphas(), []
         widths = [feature.num_keys * feature.num_columns for feature in self._features]
         lengths_of = features.lengths().view(len(self._features), batch_size)
-        for index, part in enumerate(pooled.split(widths, dim=1) if widths else ()):
-            parts.append(
-                self._select(self._features[index], part, blocks[index], lengths_of[index], alphas)
-            )
+        for index, part in enumerate(sums.split(widths, dim=1) if widths else ()):
+            feature = self._features[index]
+            parts.append(self._select(feature, part, blocks[index], lengths_of[index], alphas))
         # Also where this rank holds nothing: the ranks that do need it in the collectives of
         # alpha's backward pass.
-        nothing = torch.stack([alpha.sum() for alpha in alphas.values()]).sum() * 0
-        return (torch.cat(parts, dim=1) if parts else pooled) + nothing.to(pooled.dtype)
+        zero = torch.stack([alpha.sum() for alpha in alphas.values()]).sum() * 0
+        return (torch.cat(parts, dim=1) if parts else sums) + zero.to(sums.dtype)
 
     def _select(
         self,
@@ -436,10 +375,8 @@ class ShardSelection:
         rows = slice(output.first_alpha_row, output.first_alpha_row + output.num_blocks)
         columns = slice(feature.first_column, feature.first_column + feature.num_columns)
         alpha = alphas[output.embedding_dim][rows, columns].to(part.dtype)
-        self._alpha.record_hits(
-            output.embedding_dim,
-            torch.where(blocks < output.num_blocks, output.first_alpha_row + blocks, -1),
-        )
+        hits = torch.where(blocks < output.num_blocks, output.first_alpha_row + blocks, -1)
+        self._alpha.record_hits(output.embedding_dim, hits)
         pieces = part.view(len(part), feature.num_keys, feature.num_columns)
         if output.is_multi_hot:
             return select_per_block(pieces, alpha)
@@ -450,8 +387,8 @@ class ShardSelection:
         """Block of every id, feature by feature."""
         ids = features.values().split(features.length_per_key()) if self._features else ()
         return [
-            feature.router(own.long() + feature.first_row)
-            for feature, own in zip(self._features, ids, strict=True)
+            feature.router(part.long() + feature.first_row)
+            for feature, part in zip(self._features, ids, strict=True)
         ]
 
 
@@ -468,28 +405,23 @@ class _ScaleGradient(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-class SelectedPooled(WatchedOutputs):
+class SelectSums(WatchedOutputs):
     """The part of a wrapper behind lookups that have multiplied by alpha: local, no collective, no
     parameter."""
 
-    def __init__(self, outputs: tuple[PooledFeature, ...], alpha: Alpha) -> None:
-        super().__init__(outputs)
-        self._alpha = [alpha]  # in a list: the wrapper registers it, once
-
     def forward(
-        self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor
+        self, sums: KeyedTensor, features: KeyedJaggedTensor, _: KeyedJaggedTensor
     ) -> KeyedTensor:
-        """Orders and divides."""
-        values = pooled.values()
-        if pooled.keys() != self._keys or any(output.divides for output in self._outputs):
-            by_key, jagged = pooled.to_dict(), jagged_by_key(features)
-            parts = [
-                by_key[output.name] / jagged[output.feature].lengths().clamp(min=1).unsqueeze(1)
-                if output.divides
-                else by_key[output.name]
-                for output in self._outputs
-            ]
+        """Puts output keys in order, and divides MEAN by the length of the whole bag, which no
+        shard alone knows."""
+        values = sums.values()
+        if sums.keys() != self._keys or any(output.divides for output in self._outputs):
+            by_key, bags, parts = sums.to_dict(), jagged_by_key(features), []
+            for output in self._outputs:
+                part = by_key[output.name]
+                if output.divides:
+                    part = part / bags[output.feature].lengths().clamp(min=1).unsqueeze(1)
+                parts.append(part)
             values = torch.cat(parts, dim=1)
-        if values.requires_grad and not self._alpha[0].is_upper:
-            self._watch(values)
+        self._watch(values)
         return KeyedTensor(keys=self._keys, values=values, length_per_key=self._dims)

@@ -1,5 +1,12 @@
-"""Under which FQNs TorchRec shards a model's collections, and by which sharders: in front of some
-stand processors."""
+"""Sharding for a search: every sharding type on every device, plans that all ranks agree on,
+weights that stay.
+
+Any sharder and plan of TorchRec's does for a search. What these add: on a CPU TorchRec's sharder leaves
+the row-wise family out, a plan that cannot be made or does not fit leaves ranks hanging, and a model on
+a CPU loses its weights when it is sharded.
+
+Shapes: N rows of a table, D its embedding_dim, W ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +19,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
-from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.embeddingbag import (
-    EmbeddingBagCollectionSharder,
-    ShardedEmbeddingBagCollection,
-)
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -49,11 +51,16 @@ from dnis_torchrec.selection.shards import (
     whole_module_of,
 )
 from dnis_torchrec.selection.torchrec import (
+    EnumerableShardingSpec,
+    Sharded,
     freeze_before_sharding_,
-    frozen_tables,
     hold_frozen_,
     read_by_name_,
     read_rows_in_order_,
+    reduce_no_tables_,
+    set_device_,
+)
+from dnis_torchrec.selection.torchrec_inputs import (
     refuse_managed_collisions,
     share_remapping_,
     stands_still,
@@ -64,47 +71,9 @@ from dnis_torchrec.selection.wrapper import (
     soft_selection_modules,
 )
 
-
-def planned_fqns(model: nn.Module) -> dict[str, str]:
-    """FQN of every collection of an unsharded model -> that of the module which TorchRec shards."""
-    if not stands_still(model):
-        remedy = "call prepare_ first: then rows keep their ids; to train it as it is, take TorchRec's own sharder"
-        refuse_managed_collisions(model, "sharding", remedy)
-    planned = {}
-    for fqn, module in collections(model).items():
-        is_processed = isinstance(
-            whole_module_of(model, fqn), FeatureProcessedEmbeddingBagCollection
-        )
-        if is_processed or isinstance(module, SoftSelectionFeatureProcessedEmbeddingBagCollection):
-            own = fqn.rpartition(".")[0]
-        else:
-            own = fqn
-        is_wrapped = isinstance(module, SoftSelectionModule)
-        planned[fqn] = f"{own}.{module.child_name}".removeprefix(".") if is_wrapped else own
-    return planned
-
-
-def planned_collections(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns an unsharded model's collections, also inside wrappers, by the FQN under which
-    TorchRec shards them."""
-    planned = planned_fqns(model)
-    return {planned[fqn]: lookup_of(module) for fqn, module in collections(model).items()}
-
-
-def with_processors(
-    sharders: Sequence[ModuleSharder[nn.Module]],
-) -> Sequence[ModuleSharder[nn.Module]]:
-    """The sharders, and one for what processes features in front of a collection, made of the
-    collection's sharder."""
-    kinds = {sharder.module_type: sharder for sharder in sharders}
-    inner = kinds.get(EmbeddingBagCollection)
-    if inner is None or FeatureProcessedEmbeddingBagCollection in kinds:
-        return sharders
-    processed = FeatureProcessedEmbeddingBagCollectionSharder(
-        inner, qcomm_codecs_registry=inner.qcomm_codecs_registry
-    )
-    return [*sharders, cast(ModuleSharder[nn.Module], processed)]
-
+Sharders = Sequence[ModuleSharder[nn.Module]]
+Constraints = Mapping[str, ParameterConstraints]
+TablePlans = Mapping[str, ParameterSharding]
 
 ROW_WISE_FAMILY = {
     ShardingType.ROW_WISE.value,
@@ -117,99 +86,6 @@ ON_ONE_HOST = {ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value}
 FUSED_COLUMNS = 4
 """FBGEMM's fused kernels take shards with multiples of so many columns, its dense ones on a CPU
 any."""
-
-
-def check_ranks(
-    planned: ParameterSharding, place: str, world_size: int, local_world_size: int
-) -> None:
-    """Checks that a table's shards are on ranks that there are, as its sharding type wants them."""
-    rank_numbers, kind = list(planned.ranks or []), planned.sharding_type
-    remedy = f"make a plan for {world_size} ranks"
-    within = all(0 <= rank < world_size for rank in rank_numbers)
-    check(within, place, f"ranks below the world size {world_size}", rank_numbers, remedy)
-    if kind == ShardingType.ROW_WISE.value:
-        everywhere = sorted(rank_numbers) == list(range(world_size))
-        check(everywhere, place, f"a shard on each of {world_size} ranks", rank_numbers, remedy)
-    if kind in ON_ONE_HOST:
-        hosts = [
-            rank_numbers[start : start + local_world_size]
-            for start in range(0, len(rank_numbers), local_world_size)
-        ]
-        whole = all(
-            host == list(range(host[0], host[0] + local_world_size))
-            and host[0] % local_world_size == 0
-            for host in hosts
-        )
-        check(
-            whole,
-            place,
-            f"shards on all {local_world_size} ranks of a host (LOCAL_WORLD_SIZE)",
-            rank_numbers,
-            remedy,
-        )
-
-
-def has_fused_columns(planned: ParameterSharding) -> bool:
-    """Returns whether fused kernels take all shards of a table."""
-    spec = planned.sharding_spec  # data_parallel has none
-    shards = spec.shards if isinstance(spec, EnumerableShardingSpec) else []
-    return all(shard.shard_sizes[1] % FUSED_COLUMNS == 0 for shard in shards)
-
-
-def check_shards(
-    planned: ParameterSharding, place: str, shape: tuple[int, int], device: torch.device
-) -> None:
-    """Checks that shards cover a table, and are such as their kernels take."""
-    if not isinstance(planned.sharding_spec, EnumerableShardingSpec):
-        return  # data_parallel has none
-    shards = planned.sharding_spec.shards
-    ends = [
-        [o + s for o, s in zip(shard.shard_offsets, shard.shard_sizes, strict=True)]
-        for shard in shards
-    ]
-    covered = (max(end[0] for end in ends), max(end[1] for end in ends))
-    smallest = min(shard.shard_sizes[0] for shard in shards)
-    if device.type == "cpu":  # FBGEMM's CPU kernels take no table without rows
-        kind = planned.sharding_type
-        remedy = "shard it table_wise or column_wise"
-        check(smallest > 0, place, f"a row on every rank of {kind}", f"{shape[0]} rows", remedy)
-    remedy = "make the plan for this model"
-    check(
-        covered == shape, place, f"shards of a table of shape {shape}", f"one of {covered}", remedy
-    )
-    requirement = (
-        f"multiples of {FUSED_COLUMNS} columns in shards of kernel {planned.compute_kernel!r}"
-    )
-    fits = planned.compute_kernel == EmbeddingComputeKernel.DENSE.value or has_fused_columns(
-        planned
-    )
-    remedy = "leave the kernel to make_sharding_plan on a CPU; on a GPU take another embedding_dim"
-    check(fits, place, requirement, sorted({shard.shard_sizes[1] for shard in shards}), remedy)
-
-
-def check_column_cuts(planned: Mapping[str, ParameterSharding]) -> None:
-    """Checks that all tables of an EmbeddingCollection are cut into columns of one width: TorchRec
-    reads one alone."""
-    widths = {}
-    for table, own in planned.items():
-        if own.sharding_type == ShardingType.COLUMN_WISE.value:
-            shards = cast(EnumerableShardingSpec, own.sharding_spec).shards
-            widths[table] = sorted({shard.shard_sizes[1] for shard in shards})
-    for table, own_widths in widths.items():
-        first = next(iter(widths.values()))[:1]
-        requirement = (
-            f"columns in shards of {first[0]}, as the other tables of its EmbeddingCollection"
-        )
-        remedy = (
-            "give all of them one min_partition that divides embedding_dim, or shard it table_wise"
-        )
-        check(
-            own_widths == first, f"sharding plan, table {table!r}", requirement, own_widths, remedy
-        )
-
-
-Sharders = Sequence[ModuleSharder[nn.Module]]
-Constraints = Mapping[str, ParameterConstraints]
 
 
 class CpuEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
@@ -286,19 +162,20 @@ def make_sharding_plan(
 
     def plan() -> ShardingPlan:
         possible = _possible_constraints(model, device, sharders, topology, constraints or {})
+        planner = EmbeddingShardingPlanner(topology=topology, constraints=possible)
         try:
-            made = EmbeddingShardingPlanner(topology=topology, constraints=possible).plan(
-                model, list(sharders)
-            )
+            result = planner.plan(model, list(sharders))
         except (PlannerError, RuntimeError) as error:
             requirement = f"constraints that can be met on {world_size} ranks"
-            remedy = "loosen the constraints, or take more ranks"
-            received = " ".join(str(error).split())
-            raise ValueError(describe("sharding plan", requirement, received, remedy)) from error
-        _check_pooling(made, model)
+            remedy, text = (
+                "loosen the constraints, or take more ranks",
+                " ".join(str(error).split()),
+            )
+            raise ValueError(describe("sharding plan", requirement, text, remedy)) from error
+        _check_pooling(result, model)
         if device.type == "cpu":
-            _choose_dense_kernels_(made, constraints or {})
-        return made
+            _choose_dense_kernels_(result, constraints or {})
+        return result
 
     return on_rank_zero(plan, process_group)
 
@@ -311,38 +188,32 @@ def check_sharding_plan(
     local_world_size: int,
 ) -> None:
     """Checks that a plan is one for this model on this many ranks. Local, no collective."""
-    tables, lookups = _tables_by_fqn(model), planned_collections(model)
+    lookups = _lookups_of_plan(model)
     for fqn in plan.plan:
-        if not _has(model, fqn):
-            place, requirement = f"sharding plan, FQN {fqn!r}", "a module of the model"
-            raise ValueError(describe(place, requirement, "none", nearest(fqn, tables)))
-    for fqn in plan.plan:
-        module = model.get_submodule(fqn)
+        place = f"sharding plan, FQN {fqn!r}"
+        module = _submodule(model, fqn)
+        check(module is not None, place, "a module of the model", "none", nearest(fqn, lookups))
         kinds = (
-            EmbeddingBagCollection,
-            EmbeddingCollection,
-            FeatureProcessedEmbeddingBagCollection,
+            EmbeddingBagCollection | EmbeddingCollection | FeatureProcessedEmbeddingBagCollection
         )
         if not isinstance(module, kinds):
-            supported = "supported are EmbeddingBagCollections and EmbeddingCollections"
+            limit = "supported are EmbeddingBagCollections and EmbeddingCollections"
             remedy = "take its sharder away; its weights would be drawn anew"
-            raise NotImplementedError(
-                describe(f"sharding plan, FQN {fqn!r}", supported, type(module).__name__, remedy)
-            )
-    for fqn, shapes in tables.items():
-        planned = cast(Mapping[str, ParameterSharding], plan.plan.get(fqn, {}))
-        for table, shape in shapes.items():
-            place = f"sharding plan, table {table!r}"
-            kind = type(lookups[fqn])
-            remedy = "make the plan for the prepared model"
-            if kind not in (EmbeddingBagCollection, EmbeddingCollection):
-                base = EmbeddingBagCollection if is_pooled(lookups[fqn]) else EmbeddingCollection
-                remedy = f"build it as an {base.__name__}: sharders take no subclass, such as {kind.__name__}"
-            check(table in planned, place, f"an entry under FQN {fqn!r}", "none", remedy)
-            check_ranks(planned[table], place, world_size, local_world_size)
-            check_shards(planned[table], place, shape, device)
-        if not is_pooled(lookups[fqn]):
-            check_column_cuts(planned)
+            raise NotImplementedError(describe(place, limit, type(module).__name__, remedy))
+    for fqn, lookup in lookups.items():
+        plans, kind = _plans_under(plan, fqn), type(lookup)
+        remedy = "make the plan for the prepared model"
+        if kind not in (EmbeddingBagCollection, EmbeddingCollection):
+            base = EmbeddingBagCollection if is_pooled(lookup) else EmbeddingCollection
+            remedy = f"build it as an {base.__name__}: sharders take no subclass, such as {kind.__name__}"
+        for table in table_configs_of(lookup):
+            place = f"sharding plan, table {table.name!r}"
+            check(table.name in plans, place, f"an entry under FQN {fqn!r}", "none", remedy)
+            _check_ranks(plans[table.name], place, world_size, local_world_size)
+            shape = table.num_embeddings, table.embedding_dim
+            _check_shards(plans[table.name], place, shape, device)
+        if not is_pooled(lookup):
+            _check_column_cuts(plans)
     _check_pooling(plan, model)
 
 
@@ -364,9 +235,9 @@ def shard_model(
     nothing.
 
     Distributed: two all_gather_object of a short string, so that a plan that does not fit raises
-        everywhere, one
-    broadcast per data_parallel table and per tensor of a remapping, what DistributedModelParallel
-    itself needs, and without a plan the collectives of `make_sharding_plan`.
+    everywhere, one broadcast per data_parallel table and per tensor of a remapping, what
+    DistributedModelParallel itself needs, and without a plan the collectives of
+    `make_sharding_plan`.
 
     Args:
         model: unsharded, prepared or not. Used up.
@@ -384,63 +255,54 @@ def shard_model(
         RuntimeError: without a process group.
     """
     world_size = _world_size(process_group)
-    if sharders is None:
-        sharders = default_sharders()
-    sharders = with_processors(sharders)
+    sharders = with_processors(default_sharders() if sharders is None else sharders)
     if plan is None:
         plan = make_sharding_plan(model, device, sharders, process_group=process_group)
     with together(process_group):
         check_sharding_plan(plan, model, device, world_size, get_local_size(world_size))
     _check_same(plan, process_group)
-    unsharded, planned = _every_lookup(model), planned_fqns(model)
-    frozen = {fqn: _freeze_before_sharding_(lookup) for fqn, lookup in unsharded.items()}
+    unsharded, fqns_of_plan = _every_lookup(model), _fqns_of_plan(model)
+    frozen = {
+        fqn: freeze_before_sharding_(holders_of_tables(lookup)) for fqn, lookup in unsharded.items()
+    }
     weights = _take_weights(model)
-    group = (
-        process_group if process_group is not None else cast(dist.ProcessGroup, dist.group.WORLD)
-    )
+    world = cast(dist.ProcessGroup, dist.group.WORLD)
+    group = world if process_group is None else process_group
+    env = ShardingEnv.from_process_group(group)
     sharded = DistributedModelParallel(
-        model,
-        env=ShardingEnv.from_process_group(group),
-        device=device,
-        plan=plan,
-        sharders=list(sharders),
+        model, env=env, device=device, plan=plan, sharders=list(sharders)
     )
     _share_again_(sharded, unsharded)
     for fqn, module in collections(sharded).items():
-        replicated = _replicated_tables(plan, planned[fqn])
-        by_table = itertools.groupby(
-            sorted(local_shards(module), key=lambda part: part.table), lambda part: part.table
-        )
-        for table, parts in by_table:
-            weight = weights.pop(
-                (fqn, table)
-            )  # so that tables are held twice one after the other, not all at once
+        plans = _plans_under(plan, fqns_of_plan[fqn])
+        shards = sorted(local_shards(module), key=lambda shard: shard.table)
+        for table, parts in itertools.groupby(shards, lambda shard: shard.table):
+            # taken out, so that tables are held twice one after the other, not all at once
+            weight = weights.pop((fqn, table))
             for part in parts:
                 if not weight.is_meta:
                     _copy_weight_(part, weight)
-                if table in replicated:
+                if plans[table].sharding_type == ShardingType.DATA_PARALLEL.value:
                     dist.broadcast(part.weight, src=dist.get_global_rank(group, 0), group=group)
     share_remapping_(sharded, group)
     for fqn, lookup in _every_lookup(sharded).items():
-        if isinstance(lookup, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
+        if isinstance(lookup, Sharded):
             hold_frozen_(lookup, holders_of_tables(lookup), frozen[fqn])
         if isinstance(lookup, ShardedEmbeddingCollection):
             read_rows_in_order_(lookup)
     if world_size == 1:
-        _reduce_no_tables_(sharded)
+        reduce_no_tables_(sharded)
     read_by_name_(sharded, refuse_weights=True)
     for wrapper in soft_selection_modules(sharded).values():
         read_by_name_(wrapper)
     return sharded
 
 
-def _reduce_no_tables_(model: nn.Module) -> None:
-    """Takes data_parallel tables out of DistributedDataParallel, for a process group of one."""
-    for module in model.modules():
-        if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
-            for i, lookup in enumerate(module._lookups):
-                if isinstance(lookup, DistributedDataParallel):
-                    module._lookups[i] = lookup.module
+def _submodule(model: nn.Module, fqn: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(fqn)
+    except AttributeError:
+        return None
 
 
 def _every_lookup(model: nn.Module) -> dict[str, nn.Module]:
@@ -448,17 +310,46 @@ def _every_lookup(model: nn.Module) -> dict[str, nn.Module]:
     return {fqn: lookup_of(module) for fqn, module in collections(model).items()}
 
 
-def _freeze_before_sharding_(lookup: nn.Module) -> frozenset[str]:
-    """The frozen tables of a collection, for which TorchRec then makes kernels of their own."""
-    holders = holders_of_tables(lookup)
-    frozen = frozen_tables(holders)
-    for table in frozen:
-        freeze_before_sharding_(cast(nn.Parameter, holders[table].weight))
-    return frozen
+def _fqns_of_plan(model: nn.Module) -> dict[str, str]:
+    """FQN of every collection of an unsharded model -> that of the module which TorchRec shards,
+    which may process features in front of it."""
+    if not stands_still(model):
+        remedy = "call prepare_ first: then rows keep their ids; to train it as it is, take TorchRec's own sharder"
+        refuse_managed_collisions(model, "sharding", remedy)
+    fqns = {}
+    for fqn, module in collections(model).items():
+        whole = whole_module_of(model, fqn)
+        is_behind = isinstance(whole, FeatureProcessedEmbeddingBagCollection)
+        is_behind |= isinstance(module, SoftSelectionFeatureProcessedEmbeddingBagCollection)
+        holder = fqn.rpartition(".")[0] if is_behind else fqn
+        if isinstance(module, SoftSelectionModule):
+            holder = f"{holder}.{module.child_name}".removeprefix(".")
+        fqns[fqn] = holder
+    return fqns
+
+
+def _lookups_of_plan(model: nn.Module) -> dict[str, nn.Module]:
+    """An unsharded model's collections, also inside wrappers, by the FQN under which TorchRec
+    shards them."""
+    fqns = _fqns_of_plan(model)
+    return {fqns[fqn]: lookup_of(module) for fqn, module in collections(model).items()}
+
+
+def with_processors(sharders: Sharders) -> Sharders:
+    """The sharders, and one for what processes features in front of a collection, made of the
+    collection's sharder."""
+    kinds = {sharder.module_type: sharder for sharder in sharders}
+    inner = kinds.get(EmbeddingBagCollection)
+    if inner is None or FeatureProcessedEmbeddingBagCollection in kinds:
+        return sharders
+    codecs = inner.qcomm_codecs_registry
+    extra = FeatureProcessedEmbeddingBagCollectionSharder(inner, qcomm_codecs_registry=codecs)
+    return [*sharders, cast(ModuleSharder[nn.Module], extra)]
 
 
 def _share_again_(model: nn.Module, unsharded: Mapping[str, nn.Module]) -> None:
-    """Puts sharded collections wherever those that they were made of are."""
+    """Puts sharded collections wherever those that they were made of are: of a module under several
+    names, TorchRec shards what is under the first alone."""
     plain = get_unwrapped_module(model)
     sharded = {id(lookup): lookup_of(plain.get_submodule(fqn)) for fqn, lookup in unsharded.items()}
     for parent in list(plain.modules()):
@@ -470,28 +361,23 @@ def _share_again_(model: nn.Module, unsharded: Mapping[str, nn.Module]) -> None:
 def _take_weights(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:
     """Takes the weights out of a model: (FQN, table) -> weight; parameters on the meta device stay
     in their place."""
+    # TorchRec keeps what it has sharded for as long as the sharded collection lives: with weights,
+    # twice the memory. Of sequence collections that are not on "meta" it would copy the weights.
     weights = {}
     for fqn, lookup in _every_lookup(model).items():
         for table, holder in holders_of_tables(lookup).items():
             weight = cast(nn.Parameter, holder.weight)
             weights[fqn, table] = weight.detach()
-            holder.weight = nn.Parameter(
-                weight.detach().to("meta"), requires_grad=weight.requires_grad
-            )
+            meta = weight.detach().to("meta")
+            holder.weight = nn.Parameter(meta, requires_grad=weight.requires_grad)
             vars(holder.weight).update(vars(weight))  # the optimizers that are noted there
         if isinstance(lookup, EmbeddingCollection):
-            lookup._device = torch.device("meta")
+            set_device_(lookup, torch.device("meta"))
     return weights
 
 
-def _replicated_tables(plan: ShardingPlan, fqn: str) -> set[str]:
-    """Tables that every rank holds whole, of what a plan says under an FQN."""
-    planned = cast(Mapping[str, ParameterSharding], plan.plan.get(fqn, {}))
-    return {
-        table
-        for table, own in planned.items()
-        if own.sharding_type == ShardingType.DATA_PARALLEL.value
-    }
+def _plans_under(plan: ShardingPlan, fqn: str) -> TablePlans:
+    return cast(TablePlans, plan.plan.get(fqn, {}))
 
 
 def _copy_weight_(shard: TableShard, weight: torch.Tensor) -> None:
@@ -510,34 +396,14 @@ def _world_size(process_group: dist.ProcessGroup | None) -> int:
 def _topology(device: torch.device, world_size: int) -> Topology:
     """Returns a topology of as many hosts as the launcher says; each GPU has the memory of this
     one."""
-    memory = (
-        torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    )
+    is_gpu = device.type == "cuda"
+    memory = torch.cuda.get_device_properties(device).total_memory if is_gpu else None
     return Topology(
         world_size=world_size,
         local_world_size=get_local_size(world_size),
         compute_device=device.type,
         hbm_cap=memory,
     )
-
-
-def _tables_by_fqn(model: nn.Module) -> dict[str, dict[str, tuple[int, int]]]:
-    """FQN of every plain collection -> table -> (N, D)."""
-    return {
-        fqn: {
-            table.name: (table.num_embeddings, table.embedding_dim)
-            for table in table_configs_of(module)
-        }
-        for fqn, module in planned_collections(model).items()
-    }
-
-
-def _has(model: nn.Module, fqn: str) -> bool:
-    try:
-        model.get_submodule(fqn)
-    except AttributeError:
-        return False
-    return True
 
 
 def _possible_constraints(
@@ -548,119 +414,164 @@ def _possible_constraints(
     constraints: Constraints,
 ) -> dict[str, ParameterConstraints]:
     """The constraints, narrowed to the sharding types that a table can have."""
-    of_model = [
-        config
-        for module in planned_collections(model).values()
-        for config in table_configs_of(module)
-    ]
+    lookups = _lookups_of_plan(model).values()
+    configs = [config for lookup in lookups for config in table_configs_of(lookup)]
     for table in constraints:
-        check_known("table", table, [config.name for config in of_model])
+        check_known("table", table, [config.name for config in configs])
     possible: dict[str, ParameterConstraints] = {}
-    for config in of_model:
+    for config in configs:
         constraint = constraints.get(config.name)
         kind = EmbeddingCollection if config.pooling == PoolingType.NONE else EmbeddingBagCollection
-        sharder = next((own for own in sharders if own.module_type is kind), None)
+        sharder = next((sharder for sharder in sharders if sharder.module_type is kind), None)
         if sharder is not None:
-            possible[config.name] = _possible_constraint(
-                config, constraint, sharder, device, topology
-            )
-        elif constraint is not None:
+            constraint = _possible_constraint(config, constraint, sharder, device, topology)
+        if constraint is not None:
             possible[config.name] = constraint
     return possible
 
 
 def _possible_constraint(
     table: EmbeddingBagConfig,
-    given: ParameterConstraints | None,
+    constraint: ParameterConstraints | None,
     sharder: ModuleSharder[nn.Module],
     device: torch.device,
     topology: Topology,
 ) -> ParameterConstraints:
-    place, constraint = f"table {table.name!r}", given or ParameterConstraints()
-    offered = sharder.sharding_types(device.type)
-    wanted = constraint.sharding_types or offered
-    types = [kind for kind in wanted if kind in offered]
-    requirement = f"a sharding type that the sharder offers on {device.type}: {', '.join(offered)}"
-    check(bool(types), place, requirement, wanted)
+    place, constraint = f"table {table.name!r}", constraint or ParameterConstraints()
+    on_device = sharder.sharding_types(device.type)
+    wishes = constraint.sharding_types or on_device
+    types = [kind for kind in wishes if kind in on_device]
+    requirement = (
+        f"a sharding type that the sharder offers on {device.type}: {', '.join(on_device)}"
+    )
+    check(bool(types), place, requirement, wishes)
     if table.pooling == PoolingType.MEAN:  # see _check_pooling
         types = [kind for kind in types if kind not in ROW_WISE_FAMILY] or types
-    types = [
-        kind for kind in types if not _has_empty_shard(kind, table.num_embeddings, device, topology)
-    ]
-    remedy = "shard it table_wise or column_wise"
-    rows = f"{table.num_embeddings} rows"
-    check(bool(types), place, f"a row on every rank of {', '.join(wanted)}", rows, remedy)
+    rows = table.num_embeddings
+    types = [kind for kind in types if not _has_empty_shard(kind, rows, device, topology)]
+    remedy, requirement = (
+        "shard it table_wise or column_wise",
+        f"a row on every rank of {', '.join(wishes)}",
+    )
+    check(bool(types), place, requirement, f"{rows} rows", remedy)
     kernels = {kernel for kind in types for kernel in sharder.compute_kernels(kind, device.type)}
-    allowed = constraint.compute_kernels
+    wishes = constraint.compute_kernels or []
     requirement = f"a compute kernel for {', '.join(types)}: {', '.join(sorted(kernels))}"
-    check(not allowed or bool(kernels & set(allowed)), place, requirement, allowed)
+    check(not wishes or bool(kernels & set(wishes)), place, requirement, wishes)
     return replace(constraint, sharding_types=types)
 
 
 def _choose_dense_kernels_(plan: ShardingPlan, constraints: Constraints) -> None:
     """Gives shards whose columns fused kernels do not take the dense one, which the planner knows
     for data_parallel."""
-    for planned in cast(Mapping[str, Mapping[str, ParameterSharding]], plan.plan).values():
-        for table, sharding in planned.items():
+    for plans in cast(Mapping[str, TablePlans], plan.plan).values():
+        for table, table_plan in plans.items():
             is_free = table not in constraints or not constraints[table].compute_kernels
-            if is_free and not has_fused_columns(sharding):
-                sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
+            if is_free and not _has_fused_columns(table_plan):
+                table_plan.compute_kernel = EmbeddingComputeKernel.DENSE.value
 
 
 def _has_empty_shard(kind: str, rows: int, device: torch.device, topology: Topology) -> bool:
     """Returns whether rows run out before ranks do: FBGEMM's CPU kernels take no table without
     rows."""
-    rank_numbers = {ShardingType.ROW_WISE.value: topology.world_size} | dict.fromkeys(
-        ON_ONE_HOST, topology.local_world_size
-    )
-    if device.type != "cpu" or kind not in rank_numbers:
+    num_ranks = {ShardingType.ROW_WISE.value: topology.world_size}
+    num_ranks |= dict.fromkeys(ON_ONE_HOST, topology.local_world_size)
+    if device.type != "cpu" or kind not in num_ranks:
         return False
-    per_rank = -(-rows // rank_numbers[kind])
-    return per_rank * (rank_numbers[kind] - 1) >= rows
+    per_rank = -(-rows // num_ranks[kind])
+    return per_rank * (num_ranks[kind] - 1) >= rows
+
+
+def _check_ranks(
+    plan: ParameterSharding, place: str, world_size: int, local_world_size: int
+) -> None:
+    """Checks that a table's shards are on ranks that there are, as its sharding type wants them."""
+    ranks, kind = list(plan.ranks or []), plan.sharding_type
+    remedy = f"make a plan for {world_size} ranks"
+    within = all(0 <= rank < world_size for rank in ranks)
+    check(within, place, f"ranks below the world size {world_size}", ranks, remedy)
+    if kind == ShardingType.ROW_WISE.value:
+        everywhere = sorted(ranks) == list(range(world_size))
+        check(everywhere, place, f"a shard on each of {world_size} ranks", ranks, remedy)
+    if kind in ON_ONE_HOST:
+        size = local_world_size
+        hosts = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+        fits = all(h == list(range(h[0], h[0] + size)) and h[0] % size == 0 for h in hosts)
+        requirement = f"shards on all {size} ranks of a host (LOCAL_WORLD_SIZE)"
+        check(fits, place, requirement, ranks, remedy)
+
+
+def _has_fused_columns(plan: ParameterSharding) -> bool:
+    """Returns whether fused kernels take all shards of a table."""
+    spec = plan.sharding_spec  # data_parallel has none
+    shards = spec.shards if isinstance(spec, EnumerableShardingSpec) else []
+    return all(shard.shard_sizes[1] % FUSED_COLUMNS == 0 for shard in shards)
+
+
+def _check_shards(
+    plan: ParameterSharding, place: str, shape: tuple[int, int], device: torch.device
+) -> None:
+    """Checks that shards cover a table, and are such as their kernels take."""
+    if not isinstance(plan.sharding_spec, EnumerableShardingSpec):
+        return  # data_parallel has none
+    shards, kernel = plan.sharding_spec.shards, plan.compute_kernel
+    ends = [(s.shard_offsets[i] + s.shard_sizes[i] for i in range(2)) for s in shards]
+    end = tuple(max(of_dim) for of_dim in zip(*ends, strict=True))
+    if device.type == "cpu":  # FBGEMM's CPU kernels take no table without rows
+        requirement = f"a row on every rank of {plan.sharding_type}"
+        remedy = "shard it table_wise or column_wise"
+        smallest = min(shard.shard_sizes[0] for shard in shards)
+        check(smallest > 0, place, requirement, f"{shape[0]} rows", remedy)
+    requirement, remedy = f"shards of a table of shape {shape}", "make the plan for this model"
+    check(end == shape, place, requirement, f"one of {end}", remedy)
+    requirement = f"multiples of {FUSED_COLUMNS} columns in shards of kernel {kernel!r}"
+    fits = kernel == EmbeddingComputeKernel.DENSE.value or _has_fused_columns(plan)
+    remedy = "leave the kernel to make_sharding_plan on a CPU; on a GPU take another embedding_dim"
+    check(fits, place, requirement, sorted({shard.shard_sizes[1] for shard in shards}), remedy)
+
+
+def _check_column_cuts(plans: TablePlans) -> None:
+    """Checks that all tables of an EmbeddingCollection are cut into columns of one width: TorchRec
+    reads one alone."""
+    widths = {}
+    for table, plan in plans.items():
+        if plan.sharding_type == ShardingType.COLUMN_WISE.value:
+            shards = cast(EnumerableShardingSpec, plan.sharding_spec).shards
+            widths[table] = sorted({shard.shard_sizes[1] for shard in shards})
+    remedy = "give all of them one min_partition that divides embedding_dim, or shard it table_wise"
+    for table, of_table in widths.items():
+        first = next(iter(widths.values()))[:1]
+        requirement = f"columns in shards of {first[0]}, as its EmbeddingCollection's other tables"
+        check(of_table == first, f"sharding plan, table {table!r}", requirement, of_table, remedy)
 
 
 def _check_pooling(plan: ShardingPlan, model: nn.Module) -> None:
     """Refuses MEAN tables where TorchRec computes something else."""
-    divided = ROW_WISE_FAMILY - {ShardingType.GRID_SHARD.value}
-    for fqn, module in planned_collections(model).items():
-        if fqn not in plan.plan:
-            continue
-        planned = cast(Mapping[str, ParameterSharding], plan.plan[fqn])
-        kinds = {name: sharding.sharding_type for name, sharding in planned.items()}
-        means = [
-            table.name for table in table_configs_of(module) if table.pooling == PoolingType.MEAN
-        ]
-        for table in means:
-            place, remedy = f"sharding plan, table {table!r}", "shard it table_wise or column_wise"
-            check(
-                kinds[table] not in ROW_WISE_FAMILY - divided,
-                place,
-                "SUM under grid_shard",
-                "MEAN",
-                remedy,
-            )
-            others = sorted(name for name, kind in kinds.items() if kind not in divided)
-            requirement = f"all tables of {fqn!r} row-wise beside a row-wise MEAN table"
-            check(
-                kinds[table] not in divided or not others,
-                place,
-                requirement,
-                f"others: {others}",
-                remedy,
-            )
+    # Row-wise parts of a bag are summed and divided by its length at last. TorchRec 1.8 divides the
+    # other tables of the collection too, unless they are row_wise or table_row_wise themselves, and
+    # divides nothing under grid_shard. A prepared model sums everywhere: any plan does for it.
+    grid, remedy = ShardingType.GRID_SHARD.value, "shard it table_wise or column_wise"
+    for fqn, module in _lookups_of_plan(model).items():
+        kinds = {
+            name: table_plan.sharding_type for name, table_plan in _plans_under(plan, fqn).items()
+        }
+        rest = sorted(name for name, kind in kinds.items() if kind not in ROW_WISE_FAMILY - {grid})
+        for table in table_configs_of(module):
+            if table.pooling == PoolingType.MEAN and table.name in kinds:
+                place, kind = f"sharding plan, table {table.name!r}", kinds[table.name]
+                check(kind != grid, place, "SUM under grid_shard", "MEAN", remedy)
+                requirement = f"all tables of {fqn!r} row-wise beside a row-wise MEAN table"
+                fits = kind not in ROW_WISE_FAMILY or not rest
+                check(fits, place, requirement, f"others: {rest}", remedy)
 
 
 def _check_same(plan: ShardingPlan, process_group: dist.ProcessGroup | None) -> None:
     """Raises on every rank if one of them has another plan than the first."""
-    world_size = dist.get_world_size(process_group)
-    if world_size == 1:
+    digests = [""] * dist.get_world_size(process_group)
+    if len(digests) == 1:
         return
-    digests = [""] * world_size
-    dist.all_gather_object(
-        digests, hashlib.sha256(str(plan).encode()).hexdigest(), group=process_group
-    )
-    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    digest = hashlib.sha256(str(plan).encode()).hexdigest()
+    dist.all_gather_object(digests, digest, group=process_group)
+    ranks = [rank for rank, of_rank in enumerate(digests) if of_rank != digests[0]]
     remedy = "make it with make_sharding_plan"
-    check(
-        not others, "sharding plan", "the same on every rank", f"another on ranks {others}", remedy
-    )
+    check(not ranks, "sharding plan", "the same on every rank", f"another on ranks {ranks}", remedy)

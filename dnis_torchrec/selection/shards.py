@@ -1,5 +1,5 @@
-"""Local shards of tables, whatever holds them: a plain embedding collection, pooled or not, or any
-sharded one."""
+"""Collections of a model, and the local shards of their tables, whatever holds them: a plain
+embedding collection, pooled or not, a wrapped or any sharded one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
@@ -27,14 +26,23 @@ from dnis_torchrec.blocks.routing import RowRouter
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.selection.torchrec import (
+    Sharded,
+    ShardedTensor,
+    bag_configs_of,
+    frozen_tables,
+    frozen_tables_of_sharded,
+    sequence_configs_of,
+    sharding_env,
+    takes_weights,
+)
+from dnis_torchrec.selection.torchrec_inputs import (
+    FEATURE_PROCESSED,
+    INNER,
     MANAGED,
     MANAGED_COLLISIONS,
-    frozen_tables,
     refuse_managed_collisions,
 )
 from dnis_torchrec.selection.wrapper import (
-    FEATURE_PROCESSED,
-    INNER,
     SoftSelectionFeatureProcessedEmbeddingBagCollection,
     SoftSelectionModule,
     as_bags,
@@ -65,9 +73,8 @@ PLAIN_HOLDERS = (
     *("torchrec.modules.mlp", "torchrec.modules.regroup", "torchrec.distributed.test_utils."),
 )
 """Modules from there whose classes do neither, nor do those that a user derives from them."""
-
-
 NO_HOOKS = "remove the hooks: neither sharded nor merged collections keep them"
+MOVE_OUT = "move what it adds into a module around a plain collection"
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,52 +98,43 @@ class TableShard:
 def collections(model: nn.Module) -> dict[str, nn.Module]:
     """The collections in a model by FQN, pooled or not: wrapped, sharded or plain, the outermost of
     each."""
-    found: dict[str, nn.Module] = {}
+    outermost: dict[str, nn.Module] = {}
     plain_model = get_unwrapped_module(model)
-    kinds = (
-        *(SoftSelectionModule, ShardedEmbeddingBagCollection, EmbeddingBagCollection),
-        *(ShardedEmbeddingCollection, EmbeddingCollection),
-    )
+    kinds = SoftSelectionModule | Sharded | EmbeddingBagCollection | EmbeddingCollection
     for fqn, module in plain_model.named_modules():
         if isinstance(module, SoftSelectionFeatureProcessedEmbeddingBagCollection):
             fqn = f"{fqn}.{INNER}".removeprefix(".")
-        if isinstance(module, kinds) and not any(
-            fqn == outer or _is_inside(fqn, outer) for outer in found
-        ):
-            _check_plain_lookup(plain_model, fqn, module)
-            found[fqn] = module
-    return found
+        if isinstance(module, kinds):
+            if not any(fqn == outer or _is_inside(fqn, outer) for outer in outermost):
+                _check_plain_lookup(plain_model, fqn, module)
+                outermost[fqn] = module
+    return outermost
 
 
 def _check_plain_lookup(model: nn.Module, fqn: str, collection: nn.Module) -> None:
     kind_of = EmbeddingBagCollection if is_pooled(collection) else EmbeddingCollection
-    place, supported = (
-        f"FQN {fqn!r}",
-        f"supported are {kind_of.__name__}s that the model calls themselves",
-    )
+    place = f"FQN {fqn!r}"
+    limit = f"supported are {kind_of.__name__}s that the model calls themselves"
     parts = fqn.split(".") if fqn else []
-    for holder in (".".join(parts[:depth]) for depth in range(len(parts))):
+    for depth in range(len(parts)):
+        holder, rest = ".".join(parts[:depth]), parts[depth:]
         kind = type(model.get_submodule(holder))
-        if kind in FEATURE_PROCESSED and parts[len(holder.split(".")) if holder else 0 :] == [
-            INNER
-        ]:
+        if kind in FEATURE_PROCESSED and rest == [INNER]:
             continue
-        if kind in MANAGED_COLLISIONS and fqn == f"{holder}.{MANAGED}".removeprefix("."):
+        if kind in MANAGED_COLLISIONS and rest == [MANAGED]:
             continue
         if any(_changes_lookups(base) for base in kind.__mro__):
-            raise NotImplementedError(
-                describe(place, supported, f"one inside the {kind.__name__} {holder!r}")
-            )
+            inside = f"one inside the {kind.__name__} {holder!r}"
+            raise NotImplementedError(describe(place, limit, inside))
     if not isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
         return
     if getattr(collection.forward, "__func__", None) is not kind_of.forward:
-        remedy = "move what it adds into a module around a plain collection"
-        received = f"{type(collection).__name__} with a forward of its own"
-        raise NotImplementedError(describe(place, supported, received, remedy))
+        kind_name = f"{type(collection).__name__} with a forward of its own"
+        raise NotImplementedError(describe(place, limit, kind_name, MOVE_OUT))
     if _has_hooks(collection):
-        raise NotImplementedError(describe(place, supported, "one with hooks", NO_HOOKS))
-    for table, embedding in holders_of_tables(collection).items():
-        _check_plain_table(f"{place}, table {table!r}", embedding)
+        raise NotImplementedError(describe(place, limit, "one with hooks", NO_HOOKS))
+    for table, holder_of_table in holders_of_tables(collection).items():
+        _check_plain_table(f"{place}, table {table!r}", holder_of_table)
 
 
 def _changes_lookups(kind: type) -> bool:
@@ -145,37 +143,28 @@ def _changes_lookups(kind: type) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return any(hooks)
+    forward = module._forward_hooks, module._forward_pre_hooks
+    return any((*forward, module._backward_hooks, module._backward_pre_hooks))
 
 
 def _check_plain_table(place: str, holder: nn.Module) -> None:
     """Refuses a table with anything beside its config and weight, which TorchRec would lose in
     sharding."""
-    supported = "supported are tables as TorchRec makes them"
+    limit = "supported are tables as TorchRec makes them"
     if not (type(holder) is nn.EmbeddingBag or type(holder) is nn.Embedding):
-        remedy = "move what it adds into a module around a plain collection"
-        raise NotImplementedError(describe(place, supported, type(holder).__name__, remedy))
+        raise NotImplementedError(describe(place, limit, type(holder).__name__, MOVE_OUT))
     if _has_hooks(holder) or holder.weight._backward_hooks:
-        raise NotImplementedError(describe(place, supported, "one with hooks", NO_HOOKS))
-    changed = {
-        name: getattr(holder, name)
-        for name in ("max_norm", "padding_idx")
-        if getattr(holder, name) is not None
-    }
-    if changed or holder.scale_grad_by_freq:
-        received = ", ".join(
-            f"{name}={value}" for name, value in (changed or {"scale_grad_by_freq": True}).items()
-        )
+        raise NotImplementedError(describe(place, limit, "one with hooks", NO_HOOKS))
+    options = {name: getattr(holder, name) for name in ("max_norm", "padding_idx")}
+    options = {name: value for name, value in options.items() if value is not None}
+    if holder.scale_grad_by_freq:
+        options["scale_grad_by_freq"] = True
+    if options:
+        text = ", ".join(f"{name}={value}" for name, value in options.items())
         remedy = (
             "leave it out: sharded collections do not know it; empty bags need no id for padding"
         )
-        raise NotImplementedError(describe(place, supported, received, remedy))
+        raise NotImplementedError(describe(place, limit, text, remedy))
 
 
 def is_pooled(collection: nn.Module) -> bool:
@@ -188,11 +177,9 @@ def check_pooled(model: nn.Module, what: str) -> None:
     """Refuses a model with an EmbeddingCollection, for what takes pooled ones alone."""
     for fqn, collection in collections(model).items():
         if not is_pooled(collection):
-            supported = f"supported by {what} are EmbeddingBagCollections"
-            remedy = "leave the method out of the comparison"
-            raise NotImplementedError(
-                describe(f"FQN {fqn!r}", supported, type(collection).__name__, remedy)
-            )
+            limit = f"supported by {what} are EmbeddingBagCollections"
+            kind, remedy = type(collection).__name__, "leave the method out of the comparison"
+            raise NotImplementedError(describe(f"FQN {fqn!r}", limit, kind, remedy))
 
 
 def lookup_of(collection: nn.Module) -> nn.Module:
@@ -213,8 +200,8 @@ def holders_of_tables(collection: nn.Module) -> nn.ModuleDict:
 def frozen_tables_of(collection: nn.Module) -> frozenset[str]:
     """Tables of a collection that no step may change."""
     collection = lookup_of(collection)
-    if isinstance(collection, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
-        return cast(frozenset[str], getattr(collection, "frozen_tables", frozenset()))
+    if isinstance(collection, Sharded):
+        return frozen_tables_of_sharded(collection)
     return frozen_tables(holders_of_tables(collection))
 
 
@@ -224,10 +211,10 @@ def local_shards(collection: nn.Module) -> list[TableShard]:
     if isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
         holders = holders_of_tables(collection).items()
         return [TableShard(name, cast(Tensor, holder.weight).detach()) for name, holder in holders]
-    if not isinstance(collection, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
-        received = type(collection).__name__
+    if not isinstance(collection, Sharded):
+        kind = type(collection).__name__
         raise TypeError(
-            describe("local_shards", "an EmbeddingBagCollection, plain or sharded", received)
+            describe("local_shards", "an EmbeddingBagCollection, plain or sharded", kind)
         )
     shards = []
     for key, value in collection.state_dict().items():
@@ -249,10 +236,8 @@ def ranks_of(*modules: nn.Module) -> Ranks:
     sharded."""
     for module in modules:
         inner = lookup_of(module)
-        if not isinstance(inner, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
-            continue
-        if inner._env.world_size > 1:
-            return Ranks(inner._env.process_group)
+        if isinstance(inner, Sharded) and sharding_env(inner).world_size > 1:
+            return Ranks(sharding_env(inner).process_group)
     return Ranks()
 
 
@@ -270,9 +255,9 @@ def table_configs_of(collection: nn.Module) -> list[EmbeddingBagConfig]:
     """Tables of a collection as its user wrote them: whole, with the features that the model names.
     Local."""
     if isinstance(collection, ShardedEmbeddingBagCollection):
-        return list(collection._embedding_bag_configs)
+        return bag_configs_of(collection)
     if isinstance(collection, ShardedEmbeddingCollection):
-        return [as_bags(table) for table in collection._embedding_configs]
+        return [as_bags(table) for table in sequence_configs_of(collection)]
     if isinstance(collection, EmbeddingCollectionInterface):
         return [as_bags(table) for table in collection.embedding_configs()]
     return cast(EmbeddingBagCollectionInterface, collection).embedding_bag_configs()
@@ -283,25 +268,21 @@ def is_weighted(collection: nn.Module) -> bool:
     if not is_pooled(collection):
         return False
     if isinstance(collection, ShardedEmbeddingBagCollection):
-        return collection._is_weighted
+        return takes_weights(collection)
     return cast(EmbeddingBagCollectionInterface, collection).is_weighted()
 
 
 def check_merged(fqn: str, collection: nn.Module, ranks: Ranks) -> None:
     """Checks that alpha has been folded into a collection. Local, no collective."""
-    place, received = f"FQN {fqn!r}", type(collection).__name__
-    if ranks.world_size == 1 and not isinstance(
-        collection, EmbeddingBagCollection | EmbeddingCollection
-    ):
-        raise RuntimeError(
-            describe(place, "a merged, unsharded collection", received, "call merge_ first")
-        )
+    place, remedy = f"FQN {fqn!r}", "call merge_ first"
+    is_plain = isinstance(collection, EmbeddingBagCollection | EmbeddingCollection)
+    if ranks.world_size == 1 and not is_plain:
+        required, kind = "a merged, unsharded collection", type(collection).__name__
+        raise RuntimeError(describe(place, required, kind, remedy))
     if isinstance(collection, SoftSelectionModule):
         alpha = collection.alpha
         if not all(bool((alpha.of(dim) == 1).all()) for dim in alpha.dims):
-            raise RuntimeError(
-                describe(place, "a merged collection", "alpha below 1", "call merge_ first")
-            )
+            raise RuntimeError(describe(place, "a merged collection", "alpha below 1", remedy))
 
 
 def dense_state(model: nn.Module) -> dict[str, Tensor]:
@@ -309,11 +290,8 @@ def dense_state(model: nn.Module) -> dict[str, Tensor]:
     model. Local."""
     holders = list(collections(model))
     state = plain_state_dict(get_unwrapped_module(model))
-    return {
-        name: value
-        for name, value in state.items()
-        if not any(_is_inside(name, fqn) for fqn in holders)
-    }
+    is_dense = {name: not any(_is_inside(name, fqn) for fqn in holders) for name in state}
+    return {name: value for name, value in state.items() if is_dense[name]}
 
 
 def num_copies(
@@ -321,18 +299,17 @@ def num_copies(
 ) -> dict[str, int]:
     """On how many ranks each value of a table is held: 1 where tables are spread, W where they are
     replicated."""
-    held = torch.tensor(
-        [sum(shard.weight.numel() for shard in of_table) for of_table in shards.values()]
-    )
-    ranks.sum_(held)
+    sizes = [sum(shard.weight.numel() for shard in of_table) for of_table in shards.values()]
+    totals = torch.tensor(sizes)
+    ranks.sum_(totals)
     copies = {}
-    for name, values in zip(shards, held.tolist(), strict=True):
+    for name, values in zip(shards, totals.tolist(), strict=True):
         whole = shapes[name][0] * shapes[name][1]
         copies[name] = values // whole
         if values not in (whole, ranks.world_size * whole):
-            supported = "supported are tables spread over the ranks, or whole on each of them"
-            received = f"{values} values on {ranks.world_size} ranks instead of {whole}"
-            raise NotImplementedError(describe(f"table {name!r}", supported, received))
+            limit = "supported are tables spread over the ranks, or whole on each of them"
+            text = f"{values} values on {ranks.world_size} ranks instead of {whole}"
+            raise NotImplementedError(describe(f"table {name!r}", limit, text))
     return copies
 
 
@@ -357,9 +334,8 @@ def table_weight_names(model: nn.Module) -> set[str]:
     for fqn, module in get_unwrapped_module(model).named_modules(remove_duplicate=False):
         if id(module) in holders:
             under = f"{fqn}.{tables_under(module)}".removeprefix(".")
-            names |= {
-                f"{under}.{table.name}.weight" for table in table_configs_of(holders[id(module)])
-            }
+            tables = table_configs_of(holders[id(module)])
+            names |= {f"{under}.{table.name}.weight" for table in tables}
     return names
 
 
@@ -374,20 +350,17 @@ def table_configs(model: nn.Module) -> list[EmbeddingBagConfig]:
     configs: list[EmbeddingBagConfig] = []
     for fqn, module in collections(model).items():
         if not isinstance(module, EmbeddingBagCollectionInterface | EmbeddingCollectionInterface):
-            received = type(module).__name__
-            raise TypeError(describe(f"FQN {fqn!r}", "an unsharded collection", received))
+            kind = type(module).__name__
+            raise TypeError(describe(f"FQN {fqn!r}", "an unsharded collection", kind))
         configs += table_configs_of(module)
-    repeated = sorted(
-        name for name, times in Counter(config.name for config in configs).items() if times > 1
-    )
-    check(
-        not repeated,
-        "table names",
-        "distinct names over all collections",
-        repeated,
-        "rename tables",
-    )
+    check_distinct([config.name for config in configs], "over all collections")
     return configs
+
+
+def check_distinct(tables: Sequence[str], where: str) -> None:
+    """Checks that no two tables have one name."""
+    names = sorted(name for name, times in Counter(tables).items() if times > 1)
+    check(not names, "table names", f"distinct names {where}", names, "rename tables")
 
 
 def dense_parameters(model: nn.Module) -> int:

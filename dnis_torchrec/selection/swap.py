@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from typing import TypeAlias, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.train_pipeline.postproc import PipelinedPostproc
 from torchrec.distributed.types import ShardedModule
@@ -23,6 +22,7 @@ from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.selection.alpha import Alpha
 from dnis_torchrec.selection.shards import (
+    check_distinct,
     collections,
     frozen_tables_of,
     holders_of_tables,
@@ -35,10 +35,19 @@ from dnis_torchrec.selection.shards import (
     whole_module_of,
 )
 from dnis_torchrec.selection.torchrec import (
+    Plain,
+    Sharded,
+    returns_indices,
+    sequence_configs_of,
+    set_device_,
+    sharding_env,
+    writing_to_tables,
+)
+from dnis_torchrec.selection.torchrec_inputs import (
     check_remapping,
     go_on_,
     stand_still_,
-    writing_to_tables,
+    with_processors_of,
 )
 from dnis_torchrec.selection.wrapper import (
     SoftSelectionEmbeddingBagCollection,
@@ -46,10 +55,8 @@ from dnis_torchrec.selection.wrapper import (
     SoftSelectionFeatureProcessedEmbeddingBagCollection,
     SoftSelectionModule,
     soft_selection_modules,
-    with_processors_of,
 )
 
-Plain: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 PlainCollection = TypeVar("PlainCollection", EmbeddingBagCollection, EmbeddingCollection)
 
 
@@ -98,31 +105,28 @@ def prepare_(
         'EmbeddingBagCollection'
     """
     if soft_selection_modules(model):
-        raise RuntimeError(
-            describe("prepare_", "a model not yet prepared", "wrapped collections", "merge_ it")
-        )
-    kinds = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
-    sharded = [fqn for fqn, module in model.named_modules() if isinstance(module, kinds)]
-    if sharded:
-        remedy = "call prepare_ before DistributedModelParallel"
-        raise RuntimeError(
-            describe(f"FQN {sharded[0]!r}", "an unsharded collection", "a sharded one", remedy)
-        )
-    found = cast(dict[str, Plain], collections(model))
-    check(bool(found), "prepare_", "a model with an embedding collection", type(model).__name__)
-    remedy = f"leave it out to wrap all collections: {', '.join(map(repr, found))}"
+        place, kind = "prepare_", "wrapped collections"
+        raise RuntimeError(describe(place, "a model not yet prepared", kind, "merge_ it"))
+    for fqn, module in model.named_modules():
+        if isinstance(module, Sharded):
+            remedy = "call prepare_ before DistributedModelParallel"
+            required = "an unsharded collection"
+            raise RuntimeError(describe(f"FQN {fqn!r}", required, "a sharded one", remedy))
+    plain = cast(dict[str, Plain], collections(model))
+    check(bool(plain), "prepare_", "a model with an embedding collection", type(model).__name__)
+    remedy = f"leave it out to wrap all collections: {', '.join(map(repr, plain))}"
     check(fqns is None or len(fqns) > 0, "fqns", "at least one FQN", "none", remedy)
     for fqn in fqns or ():
-        check_known("FQN", fqn, found)
-    chosen = {fqn: module for fqn, module in found.items() if fqns is None or fqn in fqns}
-    _check_features(chosen, multi_hot_features)
-    _check_weights(get_unwrapped_module(model), found, chosen)
+        check_known("FQN", fqn, plain)
+    choice = {fqn: module for fqn, module in plain.items() if fqns is None or fqn in fqns}
+    _check_features(choice, multi_hot_features)
+    _check_weights(get_unwrapped_module(model), plain, choice)
     check_remapping(model)
     alpha = Alpha(blocks.alpha_shapes)
     wrappers = []  # all of them before the first is put in: a model that does not fit stays whole
-    for fqn, collection in chosen.items():
+    for fqn, collection in choice.items():
         whole = whole_module_of(model, fqn)
-        wrapper = _wrapped(whole, collection, blocks, alpha, multi_hot_features)
+        wrapper = _wrapper_around(whole, collection, blocks, alpha, multi_hot_features)
         wrappers.append((whole, wrapper.train(collection.training)))
     for whole, wrapper in wrappers:
         model = replace_(model, whole, wrapper)
@@ -130,7 +134,7 @@ def prepare_(
     return model
 
 
-def _wrapped(
+def _wrapper_around(
     whole: nn.Module,
     collection: Plain,
     blocks: RowBlocks,
@@ -140,12 +144,14 @@ def _wrapped(
     """A wrapper around a collection, or around what processes features in front of it."""
     if isinstance(collection, EmbeddingCollection):
         return SoftSelectionEmbeddingCollection(collection, blocks, alpha=alpha)
-    own = {f for table in collection.embedding_bag_configs() for f in table.feature_names}
-    multi_hot = None if multi_hot_features is None else own & set(multi_hot_features)
+    multi_hot = None
+    if multi_hot_features is not None:
+        tables = collection.embedding_bag_configs()
+        features = {feature for table in tables for feature in table.feature_names}
+        multi_hot = features & set(multi_hot_features)
     if isinstance(whole, FeatureProcessedEmbeddingBagCollection):
-        return SoftSelectionFeatureProcessedEmbeddingBagCollection(
-            whole, blocks, alpha=alpha, multi_hot_features=multi_hot
-        )
+        kind = SoftSelectionFeatureProcessedEmbeddingBagCollection
+        return kind(whole, blocks, alpha=alpha, multi_hot_features=multi_hot)
     return SoftSelectionEmbeddingBagCollection(
         collection, blocks, alpha=alpha, multi_hot_features=multi_hot
     )
@@ -172,27 +178,20 @@ def merge_(model: nn.Module) -> nn.Module:
         RuntimeError: if the model is not prepared.
     """
     wrappers = soft_selection_modules(model)
-    if not wrappers:
-        raise RuntimeError(
-            describe("merge_", "a prepared model", "no wrapped collection", "call prepare_ first")
-        )
     fold_(model)
-    if _spans_ranks(wrappers):
+    lookups = [wrapper.lookup for wrapper in wrappers.values()]
+    if any(isinstance(c, Sharded) and sharding_env(c).world_size > 1 for c in lookups):
         return model
     model = get_unwrapped_module(model)
     go_on_(model)
-    for pipelined in [
-        module for module in model.modules() if isinstance(module, PipelinedPostproc)
-    ]:
-        model = replace_(
-            model, pipelined, pipelined.postproc_module
-        )  # it would give the bags of an older batch
+    for module in list(model.modules()):
+        if isinstance(module, PipelinedPostproc):  # it would give the bags of an older batch
+            model = replace_(model, module, module.postproc_module)
     for wrapper in wrappers.values():
         plain = _plain_around(wrapper)
         if isinstance(wrapper, SoftSelectionFeatureProcessedEmbeddingBagCollection):
-            plain = with_processors_of(
-                wrapper.feature_processed, cast(EmbeddingBagCollection, plain)
-            )
+            collection = cast(EmbeddingBagCollection, plain)
+            plain = with_processors_of(wrapper.feature_processed, collection)
         model = replace_(model, wrapper, plain)
     return unshard_(model)  # collections that were not wrapped are sharded still
 
@@ -202,26 +201,25 @@ def unshard_(model: nn.Module) -> nn.Module:
     weights."""
     plain = get_unwrapped_module(model)
     for fqn, module in collections(model).items():
-        if not isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
+        if not isinstance(module, Sharded):
             continue
-        if module._env.world_size > 1:
-            raise NotImplementedError(
-                describe(f"FQN {fqn!r}", "supported is world size 1", module._env.world_size)
-            )
+        world_size = sharding_env(module).world_size
+        if world_size > 1:
+            limit = "supported is world size 1"
+            raise NotImplementedError(describe(f"FQN {fqn!r}", limit, world_size))
         around, whole = _plain_around(module), whole_module_of(plain, fqn)
         if whole is not module:
             around = with_processors_of(whole, cast(EmbeddingBagCollection, around))
         plain = replace_(plain, whole, around)
-    left = {
+    rest = {
         fqn: type(module).__name__
         for fqn, module in plain.named_modules()
         if isinstance(module, ShardedModule)
     }
-    if left:
+    if rest:
         remedy = "copy their weights yourself: only embedding collections become plain again"
-        warnings.warn(
-            f"the plain model: some modules stay sharded, got {left}; {remedy}", stacklevel=3
-        )
+        text = f"the plain model: some modules stay sharded, got {rest}; {remedy}"
+        warnings.warn(text, stacklevel=3)
     return plain
 
 
@@ -230,9 +228,8 @@ def fold_(model: nn.Module) -> None:
     """Folds alpha into the tables and sets alpha to 1; the wrappers stay. Local, no collective."""
     wrappers = soft_selection_modules(model)
     if not wrappers:
-        raise RuntimeError(
-            describe("fold_", "a prepared model", "no wrapped collection", "call prepare_ first")
-        )
+        remedy = "call prepare_ first"
+        raise RuntimeError(describe("merge_", "a prepared model", "no wrapped collection", remedy))
     with writing_to_tables(model):
         for wrapper in wrappers.values():
             multiply_by_alpha_(wrapper)
@@ -241,41 +238,33 @@ def fold_(model: nn.Module) -> None:
             wrapper.alpha.of(dim).fill_(1.0)
 
 
-def _check_features(chosen: dict[str, Plain], multi_hot_features: list[str] | None) -> None:
-    tables = [table for collection in chosen.values() for table in table_configs_of(collection)]
-    names = [table.name for table in tables]
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    check(not repeated, "table names", "distinct names over all wrapped collections", repeated)
+def _check_features(choice: dict[str, Plain], multi_hot_features: list[str] | None) -> None:
+    tables = [table for collection in choice.values() for table in table_configs_of(collection)]
+    check_distinct([table.name for table in tables], "over all wrapped collections")
     features = {feature for table in tables for feature in table.feature_names}
     for feature in multi_hot_features or ():
         check_known("feature", feature, features)
 
 
-def _check_weights(model: nn.Module, found: dict[str, Plain], chosen: dict[str, Plain]) -> None:
+def _check_weights(model: nn.Module, plain: dict[str, Plain], choice: dict[str, Plain]) -> None:
     """Refuses shared weights: each holder would need its own alpha, and weights are multiplied by
     one alone."""
-    tables = {
-        id(holder)
-        for collection in found.values()
-        for holder in holders_of_tables(collection).values()
-    }
+    tables = [table for c in plain.values() for table in holders_of_tables(c).values()]
+    of_collections = {id(table) for table in tables}
     holders: dict[int, list[str]] = {}
     for fqn, module in model.named_modules():
-        if id(module) not in tables:  # a collection speaks for its own: two may hold one table
+        if id(module) not in of_collections:  # a collection speaks for its tables: two may hold one
             is_collection = isinstance(module, EmbeddingBagCollection | EmbeddingCollection)
-            for name, weight in module.named_parameters(
-                fqn, recurse=is_collection, remove_duplicate=False
-            ):
+            weights = module.named_parameters(fqn, recurse=is_collection, remove_duplicate=False)
+            for name, weight in weights:
                 holders.setdefault(_memory(weight), []).append(name)
     remedy = "let one table read the features of both (feature_names), or copy the weights"
-    for fqn, collection in chosen.items():
+    for fqn, collection in choice.items():
         for table, holder in holders_of_tables(collection).items():
-            own = f"{fqn}.{tables_under(collection)}.{table}.weight".removeprefix(".")
-            others = [
-                name for name in holders[_memory(cast(torch.Tensor, holder.weight))] if name != own
-            ]
-            received = f"those of {others[0]!r} too" if others else ""
-            check(not others, f"table {table!r}", "weights of its own", received, remedy)
+            name = f"{fqn}.{tables_under(collection)}.{table}.weight".removeprefix(".")
+            names = [n for n in holders[_memory(cast(torch.Tensor, holder.weight))] if n != name]
+            text = f"those of {names[0]!r} too" if names else ""
+            check(not names, f"table {table!r}", "weights of its own", text, remedy)
 
 
 def _memory(weight: torch.Tensor) -> int:
@@ -284,29 +273,20 @@ def _memory(weight: torch.Tensor) -> int:
     return weight.data_ptr() or id(weight)
 
 
-def _spans_ranks(wrappers: dict[str, SoftSelectionModule]) -> bool:
-    children = [wrapper.lookup for wrapper in wrappers.values()]
-    return any(getattr(getattr(child, "_env", None), "world_size", 1) > 1 for child in children)
-
-
 def _plain_around(holder: nn.Module) -> nn.Module:
     """A plain collection around the live weights of a sharded or wrapped one; only column-wise
     shards are joined."""
+    meta = torch.device("meta")
     if is_pooled(holder):
-        bags, weighted = table_configs_of(holder), is_weighted(holder)
-        plain = EmbeddingBagCollection(
-            tables=bags, is_weighted=weighted, device=torch.device("meta")
-        )
-        return _take_live_weights_(plain, holder)
+        bags, weighs = table_configs_of(holder), is_weighted(holder)
+        return _take_live_weights_(EmbeddingBagCollection(bags, weighs, meta), holder)
     if isinstance(holder, ShardedEmbeddingCollection):
-        sequences, need_indices = list(holder._embedding_configs), holder._need_indices
+        tables, need_indices = sequence_configs_of(holder), returns_indices(holder)
     else:
         interface = cast(EmbeddingCollectionInterface, holder)
-        sequences, need_indices = interface.embedding_configs(), interface.need_indices()
-    tables = EmbeddingCollection(
-        tables=sequences, need_indices=need_indices, device=torch.device("meta")
-    )
-    return _take_live_weights_(tables, holder)
+        tables, need_indices = interface.embedding_configs(), interface.need_indices()
+    plain = EmbeddingCollection(tables, device=meta, need_indices=need_indices)
+    return _take_live_weights_(plain, holder)
 
 
 def _take_live_weights_(plain: PlainCollection, holder: nn.Module) -> PlainCollection:
@@ -315,15 +295,13 @@ def _take_live_weights_(plain: PlainCollection, holder: nn.Module) -> PlainColle
         parts = [shard for shard in shards if shard.table == table]
         weight = parts[0].weight
         if len(parts) > 1:
-            whole = cast(torch.Tensor, target.weight).shape
-            weight = weight.new_empty(whole)
+            weight = weight.new_empty(cast(torch.Tensor, target.weight).shape)
             for shard in parts:
                 rows = slice(shard.first_row, shard.first_row + shard.weight.shape[0])
-                weight[rows, shard.first_column : shard.first_column + shard.weight.shape[1]] = (
-                    shard.weight
-                )
+                end = shard.first_column + shard.weight.shape[1]
+                weight[rows, shard.first_column : end] = shard.weight
         target.weight = nn.Parameter(weight, requires_grad=table not in frozen)
-        plain._device = weight.device
+        set_device_(plain, weight.device)
     return plain.train(holder.training)
 
 

@@ -1,9 +1,24 @@
-"""Names of the plain model for a model with wrappers: state_dict, parameters and optimizers know no
-wrapper."""
+"""The wrappers that apply soft selection: around an EmbeddingBagCollection, around one behind feature
+processors, and around an EmbeddingCollection.
+
+The user's collection stays a child, so any sharder, planner and kernel works on it unchanged. Two kinds
+of features, told apart when the wrapper is built:
+
+- a *single-id* feature (bags of at most one id): its embedding times the row of alpha of its block;
+- a *multi-hot* feature: BagSplitter makes one bag per block of each bag, each is pooled alone, and the
+  wrapper adds up alpha_s * pooled_s. That costs up to S times the output volume of the feature; in a
+  sharded model `on_shards` moves both to the ranks of the shards, and the volume is the plain model's.
+
+Names know no wrapper: a checkpoint of the plain model is one of the prepared model, and the other way
+round. TorchRec does the same for its own wrapper, PipelinedPostproc.
+
+    the plain model                    prepared, sharded or not
+    ebc.embedding_bags.t.weight        ebc.embedding_bags.t.weight
+                                       ebc.soft_selection.dim8        what a wrapper adds, apart
+"""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any, ClassVar, cast
@@ -15,7 +30,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.types import ShardedModule
-from torchrec.distributed.utils import append_prefix, modify_input_for_feature_processor
+from torchrec.distributed.utils import append_prefix
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
@@ -24,11 +39,7 @@ from torchrec.modules.embedding_modules import (
     EmbeddingCollectionInterface,
     get_embedding_names_by_table,
 )
-from torchrec.modules.feature_processor_ import FeatureProcessorsCollection
-from torchrec.modules.fp_embedding_modules import (
-    FeatureProcessedEmbeddingBagCollection,
-    apply_feature_processors_to_kjt,
-)
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -57,18 +68,32 @@ from dnis_torchrec.selection.torchrec import (
     read_by_name_,
     read_collection_by_name_,
     read_rows_in_order_,
+    set_device_,
+)
+from dnis_torchrec.selection.torchrec_inputs import (
+    INNER,
+    inner_collection,
+    processed_bags,
+    with_processors_of,
 )
 
 SOFT_SELECTION = "soft_selection"
 """The name under which a wrapper holds all that the plain model lacks."""
+UNLIMITED = torch.iinfo(torch.int64).max
+"""Limit of the ids and bags of a key that nobody reads."""
 
 
-class PlainNames(FusedOptimizerModule, nn.Module):
-    """Base of a wrapper whose child stands under the wrapper's own name."""
+class SoftSelectionModule(FusedOptimizerModule, nn.Module):
+    """Base of the wrappers: a child that stands under the wrapper's own name, and alpha."""
 
     child_name: ClassVar[str]
     _FORCE_STATE_DICT_LOAD = True  # DistributedModelParallel then loads wrapper and child as one
     soft_selection: Alpha
+    blocks: RowBlocks
+    selection: WatchedOutputs
+    bag_splitter: BagSplitter | None
+    outputs: tuple[PooledFeature, ...]
+    """The feature and table behind each output key, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,10 +102,29 @@ class PlainNames(FusedOptimizerModule, nn.Module):
         self.register_load_state_dict_pre_hook(_lengthen)
         self.register_load_state_dict_post_hook(_shorten_differences)
 
+    @property
+    def alpha(self) -> Alpha:
+        """See `Alpha`; wrappers of one model share it."""
+        return self.soft_selection
+
+    @property
+    def lookup(self) -> nn.Module:
+        """The collection in it, plain or sharded, which holds the tables."""
+        return cast(nn.Module, getattr(self, self.child_name))
+
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute; whoever replaces children by `named_children` sets the child under no
-        name."""
-        super().__setattr__(name or self.child_name, value)
+        """Sets an attribute. Whoever replaces children by `named_children` sets the child under no
+        name; a child that is sharded reads by name from then on."""
+        name = name or self.child_name
+        child = vars(self).get("_modules", {}).get(name)
+        if isinstance(value, ShardedEmbeddingCollection):
+            if isinstance(child, EmbeddingCollection):
+                note_frozen_(value, frozen_tables(child.embeddings))
+            read_rows_in_order_(value)
+        super().__setattr__(name, value)
+        if isinstance(value, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
+            # pipelines call it without the wrapper
+            read_collection_by_name_(value)
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
@@ -91,10 +135,8 @@ class PlainNames(FusedOptimizerModule, nn.Module):
         """The modules in it; a sharded child has no name: DistributedModelParallel joins names by
         this."""
         for name, child in super().named_children():
-            yield (
-                "" if name == self.child_name and isinstance(child, ShardedModule) else name,
-                child,
-            )
+            is_sharded = name == self.child_name and isinstance(child, ShardedModule)
+            yield "" if is_sharded else name, child
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -108,24 +150,13 @@ class PlainNames(FusedOptimizerModule, nn.Module):
         yield prefix, self
         for name, module in self._modules.items():
             if module is not None:
-                own = prefix if name == self.child_name else append_prefix(prefix, name)
-                yield from module.named_modules(memo, own, remove_duplicate)
+                place = prefix if name == self.child_name else append_prefix(prefix, name)
+                yield from module.named_modules(memo, place, remove_duplicate)
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:
     """The state_dict without what soft selection adds: names, and live values, as the plain model
-    has them.
-
-    What ``torch.distributed.checkpoint.load`` fills from a checkpoint of the plain model, and what
-    to save for one.
-
-    Args:
-        model: prepared, sharded or not; of another it is the state_dict.
-
-    Example:
-        >>> plain_state_dict(nn.Linear(1, 1)).keys()
-        odict_keys(['weight', 'bias'])
-    """
+    has them; what ``torch.distributed.checkpoint.load`` fills from a checkpoint of that."""
     state = model.state_dict()
     for name in [name for name in state if f".{SOFT_SELECTION}." in f".{name}"]:
         del state[name]
@@ -133,56 +164,324 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def _fused_in(module: nn.Module, name: str) -> Iterator[tuple[str, KeyedOptimizer]]:
-    """Yields the fused optimizers of a module, found as DistributedModelParallel finds them."""
+    """Yields the fused optimizers of a module, by the walk of DistributedModelParallel."""
     if isinstance(module, FusedOptimizerModule):
         yield name, module.fused_optimizer
         return
-    for own, child in module.named_children():
-        yield from _fused_in(child, append_prefix(name, own))
+    for child_name, child in module.named_children():
+        yield from _fused_in(child, append_prefix(name, child_name))
 
 
 def _shorten(wrapper: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Takes the child's name out of what the wrapper has just written."""
-    own = f"{prefix}{cast(PlainNames, wrapper).child_name}."
-    for name in [name for name in state if name.startswith(own)]:
-        state[prefix + name.removeprefix(own)] = state.pop(name)
+    long = f"{prefix}{cast(SoftSelectionModule, wrapper).child_name}."
+    for name in [name for name in state if name.startswith(long)]:
+        state[prefix + name.removeprefix(long)] = state.pop(name)
 
 
 def _lengthen(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Says where the child is, and that alpha is 1 where a state of its tables has none."""
-    wrapper = cast(PlainNames, wrapper)
-    wrapper._prefix, added = prefix, f"{prefix}{SOFT_SELECTION}."
-    of_child = [name for name in state if name.startswith(prefix) and not name.startswith(added)]
+    wrapper = cast(SoftSelectionModule, wrapper)
+    wrapper._prefix, extra = prefix, f"{prefix}{SOFT_SELECTION}."
+    of_child = [name for name in state if name.startswith(prefix) and not name.startswith(extra)]
     for name in of_child:
         state[f"{prefix}{wrapper.child_name}.{name.removeprefix(prefix)}"] = state.pop(name)
-    if of_child and not any(name.startswith(added) for name in state):
-        ones = {
-            name: torch.ones_like(alpha)
-            for name, alpha in wrapper.soft_selection.state_dict().items()
-        }
-        state.update({added + name: value for name, value in ones.items()})
+    if of_child and not any(name.startswith(extra) for name in state):
+        for name, alpha in wrapper.soft_selection.state_dict().items():
+            state[extra + name] = torch.ones_like(alpha)
 
 
 def _shorten_differences(wrapper: nn.Module, differences: Any) -> None:
-    wrapper = cast(PlainNames, wrapper)
-    own = f"{wrapper._prefix}{wrapper.child_name}."
+    wrapper = cast(SoftSelectionModule, wrapper)
+    long, short = f"{wrapper._prefix}{wrapper.child_name}.", wrapper._prefix
     for names in differences:
-        names[:] = [
-            name.replace(own, wrapper._prefix, 1) if name.startswith(own) else name
-            for name in names
-        ]
+        names[:] = [n.replace(long, short, 1) if n.startswith(long) else n for n in names]
+
+
+class SoftSelectionEmbeddingBagCollection(SoftSelectionModule, EmbeddingBagCollectionInterface):
+    """Wraps an EmbeddingBagCollection and applies soft selection (paper, eq. 3) to its output."""
+
+    # For a bag that mixes blocks: sum over s of alpha_s * (sum of the bag's rows in block s); MEAN
+    # divides by the length of the whole bag, per-sample weights multiply each row. The weights are
+    # shared with the wrapped collection, not copied. `multi_hot_features` names the features whose
+    # bags may hold several ids; without it, those whose longest bag in the counts has.
+
+    child_name = "embedding_bag_collection"
+
+    def __init__(
+        self,
+        embedding_bag_collection: EmbeddingBagCollection,
+        blocks: RowBlocks,
+        *,
+        alpha: Alpha | None = None,
+        multi_hot_features: Collection[str] | None = None,
+    ) -> None:
+        super().__init__()
+        plain = self._take(embedding_bag_collection)
+        self.blocks = blocks
+        self._tables = list(plain.embedding_bag_configs())
+        self._is_weighted = plain.is_weighted()
+        check_blocks(self._tables, blocks)
+        self.outputs = pooled_features(self._tables, blocks, multi_hot_features)
+        self.bag_check = BagCheck(self.outputs)
+        self.bag_splitter = _bag_splitter(self.outputs, blocks)
+        self.embedding_bag_collection = self._child_of(plain)
+        self.soft_selection = alpha if alpha is not None else Alpha(blocks.alpha_shapes)
+        self.selection = SelectPooled(self.outputs, blocks, self.alpha)
+        self.multiplies_tables = False
+
+    def _take(self, module: nn.Module) -> EmbeddingBagCollection:
+        """Returns the collection of what is to be wrapped."""
+        if not isinstance(module, EmbeddingBagCollection):
+            kind = type(module).__name__
+            raise TypeError(describe("SoftSelection", "an EmbeddingBagCollection", kind))
+        return module
+
+    def _child_of(self, plain: EmbeddingBagCollection) -> EmbeddingBagCollection:
+        """The collection that reads split bags: the same tables, names and weights, all sums."""
+        # MEAN is divided by the length of the whole bag afterwards: nn.EmbeddingBag refuses weights
+        # with MEAN, and TorchRec pools MEAN wrongly in some plans (see `plan`). Sharders look up
+        # what to do by the very type of a collection.
+        sums = all(table.pooling == PoolingType.SUM for table in self._tables)
+        if type(plain) is EmbeddingBagCollection and self.bag_splitter is None and sums:
+            return plain
+        return self._reading(plain, {output.name: output.block_keys for output in self.outputs})
+
+    def _reading(
+        self, plain: EmbeddingBagCollection, keys_of: Mapping[str, tuple[str, ...]]
+    ) -> EmbeddingBagCollection:
+        """The tables of a collection, read by other keys and summed: output -> its keys."""
+        configs = []
+        for table in self._tables:
+            names = [output.name for output in self.outputs if output.table == table.name]
+            keys = [key for name in names for key in keys_of[name]]
+            configs.append(replace(table, feature_names=keys, pooling=PoolingType.SUM))
+        meta = torch.device("meta")
+        child = EmbeddingBagCollection(configs, is_weighted=self._is_weighted, device=meta)
+        for name, bag in plain.embedding_bags.items():
+            child.embedding_bags[name].weight = bag.weight
+        set_device_(child, plain.device)
+        return child
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Looks bags up and multiplies them by alpha."""
+        self.bag_check(features)
+        return self._look_up(features)
+
+    def _look_up(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        split = features if self.bag_splitter is None else self.bag_splitter(features)
+        return self.selection(self.embedding_bag_collection(split), features, split)
+
+    def read_whole_features_(self, *, multiply_tables: bool = False) -> None:
+        """Gives the child one key per feature, whatever its blocks, for lookups that split bags for
+        themselves: call it before sharding, and `on_shards.select_on_shards_` right after."""
+        # FBGEMM's CPU kernels learn a table that several keys read by a slower path.
+        self.multiplies_tables = multiply_tables
+        if self.bag_splitter is not None:
+            keys = {output.name: (output.whole_key,) for output in self.outputs}
+            self.embedding_bag_collection = self._reading(self.embedding_bag_collection, keys)
+
+    @property
+    def lookup(self) -> nn.Module:
+        """The collection in it, plain or sharded, which holds the tables."""
+        return self.embedding_bag_collection
+
+    @property
+    def embedding_bags(self) -> nn.ModuleDict:
+        """Table -> the module whose `weight` it is, as the plain collection has them."""
+        return cast(nn.ModuleDict, self.embedding_bag_collection.embedding_bags)
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """Configs of the wrapped collection, as the user wrote them."""
+        return self._tables
+
+    def is_weighted(self) -> bool:
+        """Returns whether bags carry per-sample weights."""
+        return self._is_weighted
+
+
+class SoftSelectionFeatureProcessedEmbeddingBagCollection(SoftSelectionEmbeddingBagCollection):
+    """Wraps a FeatureProcessedEmbeddingBagCollection: processors see whole bags, then bags are
+    split by block."""
+
+    # TorchRec's sharded module applies its processors where the shards are, so that their weights
+    # learn there, whatever the sharding. Soft selection stands between them and the kernels.
+
+    child_name = "feature_processed"
+
+    def __init__(
+        self,
+        feature_processed: FeatureProcessedEmbeddingBagCollection,
+        blocks: RowBlocks,
+        *,
+        alpha: Alpha | None = None,
+        multi_hot_features: Collection[str] | None = None,
+    ) -> None:
+        whole = cast(EmbeddingBagCollection, feature_processed)
+        super().__init__(whole, blocks, alpha=alpha, multi_hot_features=multi_hot_features)
+
+    def _take(self, module: nn.Module) -> EmbeddingBagCollection:
+        if type(module) is not FeatureProcessedEmbeddingBagCollection:
+            kind = type(module).__name__
+            required = "a FeatureProcessedEmbeddingBagCollection"
+            raise TypeError(describe("SoftSelection", required, kind))
+        collection = cast(EmbeddingBagCollection, inner_collection(module))
+        self.feature_processed = with_processors_of(module, collection)
+        return collection
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """The collection stays where TorchRec has it; sharded, it reads by name from then on."""
+        if name == "embedding_bag_collection":
+            setattr(self.feature_processed, INNER, value)
+        else:
+            super().__setattr__(name, value)
+        if isinstance(value, ShardedFeatureProcessedEmbeddingBagCollection):
+            read_by_name_(value)
+
+    def __getattr__(self, name: str) -> Any:
+        """The collection has the name that it has in the plain model, too."""
+        if name in ("embedding_bag_collection", INNER):
+            return inner_collection(self.feature_processed)
+        return super().__getattr__(name)
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Processes features, looks bags up, and multiplies them by alpha."""
+        self.bag_check(features)
+        if self.bag_splitter is None:
+            return self.selection(self.feature_processed(features), features, features)
+        if isinstance(self.feature_processed, ShardedModule):
+            remedy = "call selection.on_shards.select_on_shards_, as BilevelTrainPipeline does"
+            place, required = "feature processors", "selection on the shards"
+            raise RuntimeError(describe(place, required, "split bags", remedy))
+        return self.look_up_processed(self.processed(features))
+
+    def processed(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Bags with the weights that the processors give them, made here. Local, no collective."""
+        return processed_bags(self.feature_processed, features)
+
+    def look_up_processed(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Looks bags up that have their weights, and multiplies them by alpha."""
+        return self._look_up(features)
+
+
+class SoftSelectionEmbeddingCollection(SoftSelectionModule, EmbeddingCollectionInterface):
+    """Wraps an EmbeddingCollection and applies soft selection (paper, eq. 3) to its output."""
+
+    child_name = "embedding_collection"
+
+    def __init__(
+        self,
+        embedding_collection: EmbeddingCollection,
+        blocks: RowBlocks,
+        *,
+        alpha: Alpha | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(embedding_collection, EmbeddingCollection):
+            kind = type(embedding_collection).__name__
+            raise TypeError(describe("SoftSelection", "an EmbeddingCollection", kind))
+        self.blocks = blocks
+        self._tables = list(embedding_collection.embedding_configs())
+        self._need_indices = embedding_collection.need_indices()
+        tables = [as_bags(table) for table in self._tables]
+        check_blocks(tables, blocks)
+        self.outputs = pooled_features(tables, blocks, ())
+        self.bag_check = BagCheck(tuple(replace(o, is_multi_hot=True) for o in self.outputs))
+        self.bag_splitter = None
+        self.embedding_collection = embedding_collection
+        self.soft_selection = alpha if alpha is not None else Alpha(blocks.alpha_shapes)
+        self.selection = SelectSequences(self.outputs, blocks, self.alpha)
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Looks ids up and multiplies their embeddings by alpha."""
+        self.bag_check(features)
+        return self.selection(self.embedding_collection(features), features)
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """Configs of the wrapped collection, as the user wrote them."""
+        return self._tables
+
+    def need_indices(self) -> bool:
+        """Returns whether ids are passed on as the weights of the outputs."""
+        return self._need_indices
+
+    def embedding_dim(self) -> int:
+        """Returns D, which all tables of an EmbeddingCollection share."""
+        return self._tables[0].embedding_dim
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """Returns the output keys of each table."""
+        return [[o.name for o in self.outputs if o.table == t.name] for t in self._tables]
+
+    @property
+    def embeddings(self) -> nn.ModuleDict:
+        """Table -> the module whose `weight` it is, as the plain collection has them."""
+        return cast(nn.ModuleDict, self.embedding_collection.embeddings)
 
 
 def as_bags(table: EmbeddingConfig) -> EmbeddingBagConfig:
     """The config of an unpooled table as that of a pooled one, whose pooling is NONE."""
-    values = {
-        field.name: getattr(table, field.name) for field in fields(EmbeddingConfig) if field.init
-    }
+    names = [field.name for field in fields(EmbeddingConfig) if field.init]
+    values = {name: getattr(table, name) for name in names}
     return EmbeddingBagConfig(**values, pooling=PoolingType.NONE)
 
 
-UNLIMITED = torch.iinfo(torch.int64).max
-"""Limit of the ids and bags of a key that nobody reads."""
+def check_blocks(tables: list[EmbeddingBagConfig], blocks: RowBlocks) -> None:
+    """Checks that blocks are of these tables, and that their pooling is known."""
+    remedy = "make the blocks from counts of this table"
+    for table in tables:
+        check_known("table", table.name, blocks.routings)
+        place, rows, dim = f"table {table.name!r}", table.num_embeddings, table.embedding_dim
+        of_blocks = blocks.routings[table.name].num_embeddings
+        check(rows == of_blocks, place, f"blocks of num_embeddings={rows} rows", of_blocks, remedy)
+        of_blocks = blocks.embedding_dims[table.name]
+        check(dim == of_blocks, place, f"blocks of embedding_dim={dim}", of_blocks, remedy)
+        if table.pooling not in (PoolingType.SUM, PoolingType.MEAN, PoolingType.NONE):
+            limit = "supported pooling is SUM or MEAN"
+            raise NotImplementedError(describe(place, limit, table.pooling))
+
+
+def pooled_features(
+    tables: list[EmbeddingBagConfig], blocks: RowBlocks, multi_hot_features: Collection[str] | None
+) -> tuple[PooledFeature, ...]:
+    """Everything that stands behind the output keys of a collection, in their order."""
+    all_features = {feature for table in tables for feature in table.feature_names}
+    for feature in multi_hot_features or ():
+        check_known("feature", feature, all_features)
+    if multi_hot_features is None:
+        multi_hot_features = {f for f in all_features if blocks.max_bag_lengths.get(f, 2) > 1}
+    return tuple(
+        PooledFeature(
+            feature=feature,
+            name=name,
+            table=table.name,
+            num_embeddings=table.num_embeddings,
+            embedding_dim=table.embedding_dim,
+            is_multi_hot=feature in multi_hot_features,
+            divides=table.pooling == PoolingType.MEAN and feature in multi_hot_features,
+            first_alpha_row=blocks.first_alpha_row(table.name),
+            num_blocks=blocks.routings[table.name].num_blocks,
+        )
+        for table, names in zip(tables, get_embedding_names_by_table(tables), strict=True)
+        for feature, name in zip(table.feature_names, names, strict=True)
+    )
+
+
+def _bag_splitter(outputs: tuple[PooledFeature, ...], blocks: RowBlocks) -> BagSplitter | None:
+    if not any(output.is_multi_hot for output in outputs):
+        return None
+    splits: dict[str, FeatureSplit] = {}
+    for output in outputs:
+        routing = blocks.routings[output.table] if output.is_multi_hot else None
+        split = FeatureSplit(feature=output.feature, keys=output.block_keys, routing=routing)
+        splits.setdefault(output.name if output.is_multi_hot else output.feature, split)
+    return BagSplitter(list(splits.values()))
+
+
+def soft_selection_modules(model: nn.Module) -> dict[str, SoftSelectionModule]:
+    """The wrappers in a model by their FQN inside DistributedModelParallel and DDP."""
+    modules = get_unwrapped_module(model).named_modules()
+    return {fqn: module for fqn, module in modules if isinstance(module, SoftSelectionModule)}
 
 
 class BagCheck(nn.Module):
@@ -196,17 +495,14 @@ class BagCheck(nn.Module):
     def forward(self, features: KeyedJaggedTensor) -> None:
         """Checks lengths of single-id bags and the range of every id."""
         if features.variable_stride_per_key():
-            raise NotImplementedError(
-                describe("features", "supported are batches of one size for all keys", "several")
-            )
+            limit = "supported are batches of one size for all keys"
+            raise NotImplementedError(describe("features", limit, "several"))
         if self._are_good(features):
             return
         ids = features.values()
         if ids.dtype not in INTEGERS:
-            remedy = "convert them with .long()"
-            raise TypeError(
-                describe(named(features.keys()), "int32 or int64 ids", ids.dtype, remedy)
-            )
+            place, required = named(features.keys()), "int32 or int64 ids"
+            raise TypeError(describe(place, required, ids.dtype, "convert them with .long()"))
         if ids.device.type == "cpu":
             check_bags(features)
         for output in self._outputs:
@@ -214,13 +510,11 @@ class BagCheck(nn.Module):
         if ids.device.type != "cpu":
             self._assert_good(features)
             return
-        jagged = jagged_by_key(features)
+        bags = jagged_by_key(features)
         for output in self._outputs:
-            ids, lengths = jagged[output.feature].values(), jagged[output.feature].lengths()
+            ids, lengths = bags[output.feature].values(), bags[output.feature].lengths()
             if ids.numel():
-                _check_on_cpu(
-                    output, ids, lengths, f"table {output.table!r}, feature {output.feature!r}"
-                )
+                _check_on_cpu(output, ids, lengths)
 
     def _are_good(self, features: KeyedJaggedTensor) -> bool:
         """The usual case on a CPU, decided for all features at once; False where each has to be
@@ -241,7 +535,7 @@ class BagCheck(nn.Module):
         return bool((lowest >= 0).all()) and bool((highest < bounds).all())
 
     def _assert_good(self, features: KeyedJaggedTensor) -> None:
-        """The same on a GPU, for all features at once: nobody waits for what it finds, and launches
+        """The same on a GPU, for all features at once: nobody waits for what it sees, and launches
         are few."""
         ids, lengths = features.values(), features.lengths()
         bounds, longest = self._limits_there(tuple(features.keys()), ids.device)
@@ -261,11 +555,10 @@ class BagCheck(nn.Module):
 
     def _limits_there(self, keys: tuple[str, ...], device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns `_limits_of` on a device, copied there once."""
-        known = self._limits.get((keys, device))
-        if known is None:
+        if (keys, device) not in self._limits:
             bounds, longest = self._limits_of(keys)
-            known = self._limits[keys, device] = bounds.to(device), longest.to(device)
-        return known
+            self._limits[keys, device] = bounds.to(device), longest.to(device)
+        return self._limits[keys, device]
 
     def _limits_of(self, keys: tuple[str, ...]) -> tuple[Tensor, Tensor]:
         """Returns every key's rows in its smallest table, and the most ids of its bags; keys not
@@ -275,425 +568,21 @@ class BagCheck(nn.Module):
             bounds[output.feature] = min(bounds[output.feature], output.num_embeddings)
             if not output.is_multi_hot:
                 longest[output.feature] = 1
-        last = {key: place for place, key in enumerate(keys)}
-        is_read = [last[key] == place for place, key in enumerate(keys)]
+        last = {key: place for place, key in enumerate(keys)}  # of a key twice, the last is read
         limits = [
-            [limit[key] if read else UNLIMITED for key, read in zip(keys, is_read, strict=True)]
+            [limit[key] if last[key] == place else UNLIMITED for place, key in enumerate(keys)]
             for limit in (bounds, longest)
         ]
         return torch.tensor(limits[0]), torch.tensor(limits[1])
 
 
-def _check_on_cpu(output: PooledFeature, ids: Tensor, lengths: Tensor, place: str) -> None:
+def _check_on_cpu(output: PooledFeature, ids: Tensor, lengths: Tensor) -> None:
+    place = f"table {output.table!r}, feature {output.feature!r}"
     if not output.is_multi_hot:
         longest = int(lengths.max())
         remedy = f"name it in multi_hot_features=[{output.feature!r}]"
         check(longest <= 1, place, "bags of at most one id", f"a bag of {longest}", remedy)
     lowest, highest = (int(bound) for bound in torch.aminmax(ids))
-    within = lowest >= 0 and highest < output.num_embeddings
-    received = lowest if lowest < 0 else highest
+    last, bad = output.num_embeddings - 1, lowest if lowest < 0 else highest
     remedy = "hash the ids into the table, or raise its num_embeddings"
-    check(within, place, f"ids in 0..{output.num_embeddings - 1}", received, remedy)
-
-
-class SoftSelectionModule(PlainNames):
-    """Base of the wrappers around a model's collections, pooled or not: what the search and the
-    tables' readers need."""
-
-    blocks: RowBlocks
-    selection: WatchedOutputs
-    bag_splitter: BagSplitter | None
-
-    @property
-    def alpha(self) -> Alpha:
-        """See `Alpha`; wrappers of one model share it."""
-        return self.soft_selection
-
-    @property
-    def lookup(self) -> nn.Module:
-        """The collection in it, plain or sharded, which holds the tables."""
-        raise NotImplementedError
-
-    @property
-    def outputs(self) -> tuple[PooledFeature, ...]:
-        """The feature and table behind each output key, in order."""
-        raise NotImplementedError
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """A child that is sharded reads by name from then on: pipelines call it without the
-        wrapper."""
-        before = vars(self).get("_modules", {}).get(name or self.child_name)
-        if isinstance(value, ShardedEmbeddingCollection) and isinstance(
-            before, EmbeddingCollection
-        ):
-            note_frozen_(value, frozen_tables(before.embeddings))
-        super().__setattr__(name, value)
-        if isinstance(value, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
-            read_collection_by_name_(value)
-        if isinstance(value, ShardedEmbeddingCollection):
-            read_rows_in_order_(value)
-
-
-class SoftSelectionEmbeddingBagCollection(SoftSelectionModule, EmbeddingBagCollectionInterface):
-    """Wraps an EmbeddingBagCollection and applies soft selection (paper, eq. 3) to its output."""
-
-    child_name = "embedding_bag_collection"
-
-    def __init__(
-        self,
-        embedding_bag_collection: EmbeddingBagCollection,
-        blocks: RowBlocks,
-        *,
-        alpha: Alpha | None = None,
-        multi_hot_features: Collection[str] | None = None,
-    ) -> None:
-        super().__init__()
-        plain = self._take(embedding_bag_collection)
-        self.blocks = blocks
-        self._tables = list(plain.embedding_bag_configs())
-        self._is_weighted = plain.is_weighted()
-        check_blocks(self._tables, blocks)
-        self._outputs = pooled_features(self._tables, blocks, multi_hot_features)
-        self.bag_check = BagCheck(self._outputs)
-        self.bag_splitter = _bag_splitter(self._outputs, blocks)
-        self.embedding_bag_collection = _child(
-            plain, self._tables, self._outputs, self.bag_splitter
-        )
-        self.soft_selection = alpha if alpha is not None else Alpha(blocks.alpha_shapes)
-        self.selection = SelectPooled(self._outputs, blocks, self.alpha)
-        self.multiplies_tables = False
-
-    def _take(self, wrapped: nn.Module) -> EmbeddingBagCollection:
-        """Returns the collection of what is to be wrapped."""
-        if not isinstance(wrapped, EmbeddingBagCollection):
-            raise TypeError(
-                describe("SoftSelection", "an EmbeddingBagCollection", type(wrapped).__name__)
-            )
-        return wrapped
-
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks bags up and multiplies them by alpha."""
-        self.bag_check(features)
-        split = features if self.bag_splitter is None else self.bag_splitter(features)
-        pooled = self.embedding_bag_collection(split)
-        return self.selection(pooled, features, split)
-
-    def read_whole_features_(self, *, multiply_tables: bool = False) -> None:
-        """Gives the child one key per feature, whatever its blocks, for lookups that split bags for
-        themselves."""
-        self.multiplies_tables = multiply_tables
-        if self.bag_splitter is not None:
-            keys = {output.name: (output.whole_key,) for output in self._outputs}
-            self.embedding_bag_collection = _reading(
-                self.embedding_bag_collection, self._tables, self._outputs, keys
-            )
-
-    @property
-    def embedding_bags(self) -> nn.ModuleDict:
-        """Table -> the module whose `weight` it is, as the plain collection has them."""
-        return cast(nn.ModuleDict, self.embedding_bag_collection.embedding_bags)
-
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Configs of the wrapped collection, as the user wrote them."""
-        return self._tables
-
-    def is_weighted(self) -> bool:
-        """Returns whether bags carry per-sample weights."""
-        return self._is_weighted
-
-    @property
-    def lookup(self) -> nn.Module:
-        """The collection in it, plain or sharded, which holds the tables."""
-        return self.embedding_bag_collection
-
-    @property
-    def outputs(self) -> tuple[PooledFeature, ...]:
-        """The feature and table behind each output key, in order."""
-        return self._outputs
-
-
-def check_blocks(tables: list[EmbeddingBagConfig], blocks: RowBlocks) -> None:
-    """Checks that blocks are of these tables, and that their pooling is known."""
-    for table in tables:
-        check_known("table", table.name, blocks.routings)
-        place, remedy = f"table {table.name!r}", "make the blocks from counts of this table"
-        blocked = blocks.routings[table.name].num_embeddings
-        fits = blocked == table.num_embeddings
-        check(fits, place, f"blocks of num_embeddings={table.num_embeddings} rows", blocked, remedy)
-        dim = blocks.embedding_dims[table.name]
-        check(
-            dim == table.embedding_dim,
-            place,
-            f"blocks of embedding_dim={table.embedding_dim}",
-            dim,
-            remedy,
-        )
-        if table.pooling not in (PoolingType.SUM, PoolingType.MEAN, PoolingType.NONE):
-            raise NotImplementedError(
-                describe(place, "supported pooling is SUM or MEAN", table.pooling)
-            )
-
-
-def pooled_features(
-    tables: list[EmbeddingBagConfig], blocks: RowBlocks, multi_hot_features: Collection[str] | None
-) -> tuple[PooledFeature, ...]:
-    """Everything that stands behind the output keys of a collection, in their order."""
-    all_features = {feature for table in tables for feature in table.feature_names}
-    for feature in multi_hot_features or ():
-        check_known("feature", feature, all_features)
-    if multi_hot_features is None:
-        multi_hot_features = {f for f in all_features if blocks.max_bag_lengths.get(f, 2) > 1}
-    outputs = []
-    for table, names in zip(tables, get_embedding_names_by_table(tables), strict=True):
-        for feature, name in zip(table.feature_names, names, strict=True):
-            outputs.append(
-                PooledFeature(
-                    feature=feature,
-                    name=name,
-                    table=table.name,
-                    num_embeddings=table.num_embeddings,
-                    embedding_dim=table.embedding_dim,
-                    is_multi_hot=feature in multi_hot_features,
-                    divides=table.pooling == PoolingType.MEAN and feature in multi_hot_features,
-                    first_alpha_row=blocks.first_alpha_row(table.name),
-                    num_blocks=blocks.routings[table.name].num_blocks,
-                )
-            )
-    return tuple(outputs)
-
-
-def _bag_splitter(outputs: tuple[PooledFeature, ...], blocks: RowBlocks) -> BagSplitter | None:
-    if not any(output.is_multi_hot for output in outputs):
-        return None
-    splits: dict[str, FeatureSplit] = {}
-    for output in outputs:
-        routing = blocks.routings[output.table] if output.is_multi_hot else None
-        split = FeatureSplit(feature=output.feature, keys=output.block_keys, routing=routing)
-        splits.setdefault(output.name if output.is_multi_hot else output.feature, split)
-    return BagSplitter(list(splits.values()))
-
-
-def _child(
-    wrapped: EmbeddingBagCollection,
-    tables: list[EmbeddingBagConfig],
-    outputs: tuple[PooledFeature, ...],
-    splitter: BagSplitter | None,
-) -> EmbeddingBagCollection:
-    """The collection that reads split bags: the same tables, under the same names, with the same
-    weights."""
-    is_torchrecs = (
-        type(wrapped) is EmbeddingBagCollection
-    )  # sharders look up what to do by this very type
-    if (
-        is_torchrecs
-        and splitter is None
-        and all(table.pooling == PoolingType.SUM for table in tables)
-    ):
-        return wrapped
-    return _reading(
-        wrapped, tables, outputs, {output.name: output.block_keys for output in outputs}
-    )
-
-
-def _reading(
-    wrapped: EmbeddingBagCollection,
-    tables: list[EmbeddingBagConfig],
-    outputs: tuple[PooledFeature, ...],
-    keys_of: Mapping[str, tuple[str, ...]],
-) -> EmbeddingBagCollection:
-    """The tables of a collection, read by other keys and summed: output -> its keys."""
-    configs = []
-    for table in tables:
-        keys = [
-            key for output in outputs if output.table == table.name for key in keys_of[output.name]
-        ]
-        configs.append(replace(table, feature_names=keys, pooling=PoolingType.SUM))
-    child = EmbeddingBagCollection(
-        tables=configs, is_weighted=wrapped.is_weighted(), device=torch.device("meta")
-    )
-    for name, bag in wrapped.embedding_bags.items():
-        child.embedding_bags[name].weight = bag.weight
-    child._device = wrapped.device
-    return child
-
-
-def soft_selection_modules(model: nn.Module) -> dict[str, SoftSelectionModule]:
-    """The wrappers in a model by their FQN inside DistributedModelParallel and DDP."""
-    return {
-        fqn: module
-        for fqn, module in get_unwrapped_module(model).named_modules()
-        if isinstance(module, SoftSelectionModule)
-    }
-
-
-FEATURE_PROCESSED = (
-    FeatureProcessedEmbeddingBagCollection,
-    ShardedFeatureProcessedEmbeddingBagCollection,
-)
-"""TorchRec's modules that process features in front of the collection that they hold."""
-INNER = "_embedding_bag_collection"
-"""The attribute by which they hold it."""
-
-
-class SoftSelectionFeatureProcessedEmbeddingBagCollection(SoftSelectionEmbeddingBagCollection):
-    """Wraps a FeatureProcessedEmbeddingBagCollection and applies soft selection to its output."""
-
-    child_name = "feature_processed"
-
-    def __init__(
-        self,
-        feature_processed: FeatureProcessedEmbeddingBagCollection,
-        blocks: RowBlocks,
-        *,
-        alpha: Alpha | None = None,
-        multi_hot_features: Collection[str] | None = None,
-    ) -> None:
-        super().__init__(
-            cast(EmbeddingBagCollection, feature_processed),
-            blocks,
-            alpha=alpha,
-            multi_hot_features=multi_hot_features,
-        )
-
-    def _take(self, wrapped: nn.Module) -> EmbeddingBagCollection:
-        if type(wrapped) is not FeatureProcessedEmbeddingBagCollection:
-            received = type(wrapped).__name__
-            raise TypeError(
-                describe("SoftSelection", "a FeatureProcessedEmbeddingBagCollection", received)
-            )
-        collection = wrapped._embedding_bag_collection
-        self.feature_processed = with_processors_of(wrapped, collection)
-        return collection
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """The collection stays where TorchRec has it; sharded, it reads by name from then on."""
-        if name == "embedding_bag_collection":
-            self.feature_processed._embedding_bag_collection = value
-        else:
-            super().__setattr__(name, value)
-        if isinstance(value, ShardedFeatureProcessedEmbeddingBagCollection):
-            read_by_name_(value)
-
-    @property
-    def embedding_bag_collection(self) -> EmbeddingBagCollection | ShardedEmbeddingBagCollection:
-        """The collection behind the processors."""
-        return self.feature_processed._embedding_bag_collection
-
-    @property
-    def _embedding_bag_collection(self) -> EmbeddingBagCollection | ShardedEmbeddingBagCollection:
-        """The same, by the name that it has in the plain model."""
-        return self.embedding_bag_collection
-
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Processes features, looks bags up, and multiplies them by alpha."""
-        self.bag_check(features)
-        if self.bag_splitter is None:
-            return self.selection(self.feature_processed(features), features, features)
-        if isinstance(self.feature_processed, ShardedModule):
-            remedy = "call soft_selection.on_shards.select_on_shards_, as BilevelTrainPipeline does"
-            raise RuntimeError(
-                describe("feature processors", "selection on the shards", "split bags", remedy)
-            )
-        return self.look_up_processed(self.processed(features))
-
-    def processed(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Bags with the weights that the processors give them, made here. Local, no collective."""
-        processors, bags = self.feature_processed._feature_processors, copy.copy(features)
-        bags._weights = bags._jt_dict = None
-        is_collection = isinstance(processors, FeatureProcessorsCollection)
-        if any(getattr(module, "_pre_processed", False) for module in processors.modules()):
-            modify_input_for_feature_processor(
-                bags, processors, is_collection
-            )  # they now want places as weights
-        return (
-            processors(bags) if is_collection else apply_feature_processors_to_kjt(bags, processors)
-        )
-
-    def look_up_processed(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks bags up that have their weights, and multiplies them by alpha."""
-        split = features if self.bag_splitter is None else self.bag_splitter(features)
-        return self.selection(self.embedding_bag_collection(split), features, split)
-
-
-def with_processors_of(
-    holder: nn.Module, collection: EmbeddingBagCollection
-) -> FeatureProcessedEmbeddingBagCollection:
-    """An unsharded module with the processors of another, around a collection."""
-    processors: Any = holder._feature_processors
-    for module in processors.modules():
-        if hasattr(module, "_pre_processed"):  # set for good where TorchRec shards rows
-            module._pre_processed = False
-    if not isinstance(processors, FeatureProcessorsCollection):
-        processors = dict(processors.items())
-    return FeatureProcessedEmbeddingBagCollection(collection, processors).train(holder.training)
-
-
-class SoftSelectionEmbeddingCollection(SoftSelectionModule, EmbeddingCollectionInterface):
-    """Wraps an EmbeddingCollection and applies soft selection (paper, eq. 3) to its output."""
-
-    child_name = "embedding_collection"
-
-    def __init__(
-        self,
-        embedding_collection: EmbeddingCollection,
-        blocks: RowBlocks,
-        *,
-        alpha: Alpha | None = None,
-    ) -> None:
-        super().__init__()
-        if not isinstance(embedding_collection, EmbeddingCollection):
-            received = type(embedding_collection).__name__
-            raise TypeError(describe("SoftSelection", "an EmbeddingCollection", received))
-        self.blocks = blocks
-        self._tables = list(embedding_collection.embedding_configs())
-        self._need_indices = embedding_collection.need_indices()
-        tables = [as_bags(table) for table in self._tables]
-        check_blocks(tables, blocks)
-        self._outputs = pooled_features(tables, blocks, ())
-        self.bag_check = BagCheck(
-            tuple(replace(output, is_multi_hot=True) for output in self._outputs)
-        )
-        self.bag_splitter = None
-        self.embedding_collection = embedding_collection
-        self.soft_selection = alpha if alpha is not None else Alpha(blocks.alpha_shapes)
-        self.selection = SelectSequences(self._outputs, blocks, self.alpha)
-
-    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Looks ids up and multiplies their embeddings by alpha."""
-        self.bag_check(features)
-        embeddings = self.embedding_collection(features)
-        return self.selection(embeddings, features)
-
-    def embedding_configs(self) -> list[EmbeddingConfig]:
-        """Configs of the wrapped collection, as the user wrote them."""
-        return self._tables
-
-    def need_indices(self) -> bool:
-        """Returns whether ids are passed on as the weights of the outputs."""
-        return self._need_indices
-
-    def embedding_dim(self) -> int:
-        """Returns D, which all tables of an EmbeddingCollection share."""
-        return self._tables[0].embedding_dim
-
-    def embedding_names_by_table(self) -> list[list[str]]:
-        """Returns the output keys of each table."""
-        return [
-            [output.name for output in self._outputs if output.table == table.name]
-            for table in self._tables
-        ]
-
-    @property
-    def embeddings(self) -> nn.ModuleDict:
-        """Table -> the module whose `weight` it is, as the plain collection has them."""
-        return cast(nn.ModuleDict, self.embedding_collection.embeddings)
-
-    @property
-    def lookup(self) -> nn.Module:
-        """The collection in it, plain or sharded, which holds the tables."""
-        return self.embedding_collection
-
-    @property
-    def outputs(self) -> tuple[PooledFeature, ...]:
-        """The feature and table behind each output key, in order."""
-        return self._outputs
+    check(0 <= lowest and highest <= last, place, f"ids in 0..{last}", bad, remedy)

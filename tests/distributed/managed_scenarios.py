@@ -20,7 +20,7 @@ from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, shard_model
 from dnis_torchrec.selection.swap import merge_, prepare_
-from dnis_torchrec.selection.torchrec import remapped
+from dnis_torchrec.selection.torchrec_inputs import remapped
 from tests import managed
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU

@@ -22,7 +22,7 @@ from dnis_torchrec.search.prune import Size, prune
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.selection.shards import collections, table_configs
 from dnis_torchrec.selection.swap import merge_, prepare_
-from dnis_torchrec.selection.torchrec import remapped
+from dnis_torchrec.selection.torchrec_inputs import remapped
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from tests.managed import (

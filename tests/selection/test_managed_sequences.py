@@ -16,7 +16,7 @@ from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.selection.plan import shard_model
 from dnis_torchrec.selection.swap import merge_, prepare_
-from dnis_torchrec.selection.torchrec import remapped
+from dnis_torchrec.selection.torchrec_inputs import remapped
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingCollection
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
 from tests.managed import (

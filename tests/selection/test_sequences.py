@@ -251,7 +251,7 @@ def test_columns_of_several_widths(gloo: object) -> None:
     }
     model, sharders = sequences(), default_sharders()
     plan = make_sharding_plan(model, torch.device("cpu"), sharders, constraints=constraints)
-    message = r"table 'shop': expected columns in shards of 4, as the other tables .*, got \[8\]; give all of them one"
+    message = r"table 'shop': expected columns in shards of 4, as .* other tables, got \[8\]; give all of them one"
     with pytest.raises(ValueError, match=message):
         shard_model(model, torch.device("cpu"), plan, sharders)
 

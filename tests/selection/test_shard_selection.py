@@ -15,7 +15,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.selection.alpha import SelectPooled
-from dnis_torchrec.selection.on_shards import SelectedPooled, ShardSelection, select_on_shards_
+from dnis_torchrec.selection.on_shards import SelectSums, ShardSelection, select_on_shards_
 from dnis_torchrec.selection.swap import prepare_
 from tests.distributed.shard_selection_scenarios import (
     ROWS,
@@ -118,7 +118,7 @@ def test_a_second_time_changes_nothing(gloo: dist.ProcessGroup) -> None:
     model = select_on_shards_(shard(make_model(False), "mixed", gloo))
     wrapper = model.module["ebc"]
     selection, forwards = wrapper.selection, [kernel.forward for kernel in kernels_of(model)]
-    assert isinstance(selection, SelectedPooled)
+    assert isinstance(selection, SelectSums)
     assert select_on_shards_(model) is model
     assert wrapper.selection is selection
     assert [kernel.forward for kernel in kernels_of(model)] == forwards

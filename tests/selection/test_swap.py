@@ -417,7 +417,7 @@ def test_a_model_over_several_ranks_cannot_be_unsharded() -> None:
 
 def test_merging_and_folding_what_was_never_prepared() -> None:
     for function in (merge_, fold_):
-        message = f"{function.__name__}: expected a prepared model, got no wrapped collection; call prepare_ first"
+        message = "merge_: expected a prepared model, got no wrapped collection; call prepare_ first"
         with pytest.raises(RuntimeError, match=message):
             function(dlrm())
 

@@ -25,8 +25,8 @@ from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.selection.on_shards import (
     ShardSelection,
     _features_of,
+    _MultiplyRows,
     _table_selection,
-    multiply_rows,
     select_on_shards_,
 )
 from dnis_torchrec.selection.shards import table_configs
@@ -72,7 +72,7 @@ def test_every_row_is_multiplied_by_its_alpha(
 
     zero_last = torch.cat([alpha, torch.zeros(1, columns, dtype=dtype)])
     expected = weights * zero_last[rows]
-    got = multiply_rows(weights, alpha, torch.tensor(rows, dtype=torch.int32).unsqueeze(1))
+    got = _MultiplyRows.apply(weights, alpha, torch.tensor(rows, dtype=torch.int32).unsqueeze(1))
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
     torch.testing.assert_close(gradients(got), gradients(expected))
 
@@ -108,7 +108,9 @@ def test_shards_are_multiplied_by_their_own_rows_and_columns() -> None:
     kernel = dense_kernel(configs, shards, columns)
     routings = dict(blocks.routings) | {"x": RowRouting.from_map(torch.tensor([0, 1, 0, 1, 0, 1, 0, 2]), 2)}
     routers = {name: RowRouter(routing) for name, routing in routings.items()}
-    features = _features_of(kernel.config.embedding_tables, wrapper.outputs, routers)
+    features = _features_of(
+        kernel.config.embedding_tables, {output.table: [output] for output in wrapper.outputs}, routers
+    )
     bags = KeyedJaggedTensor(
         keys=list(lengths), values=torch.tensor([0, 4, 2, 6, 6, 1, 3]), lengths=torch.tensor([1, 0, 2, 3, 1, 0])
     )
