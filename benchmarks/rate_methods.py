@@ -23,11 +23,11 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from benchmarks.rate_compress import Prepared, UnmetError, compress
 from benchmarks.rate_models import Trained, row_bytes
+from benchmarks.rivals.forms import DEFAULT_FORM, PRECISIONS, Precision
 from benchmarks.rivals.methods.method import MethodResult
 from benchmarks.rivals.methods.reparametrised import rounded
 from benchmarks.rivals.methods.trained_scheme import first_columns
 from dnis_torchrec.allocation.axes import rotation_groups
-from dnis_torchrec.forms import DEFAULT_FORM, PRECISIONS, Precision
 from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
 from dnis_torchrec.search.prune import uncompressed_scheme
 from dnis_torchrec.search.search import search

@@ -16,13 +16,13 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from benchmarks.rate_compress import Prepared, prepare
+from benchmarks.rivals.quantized_rows import PRECISIONS, Precision
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.files import read_tensors, unshared, write_tensors
 from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.selection.shards import dense_parameters, table_configs
 from dnis_torchrec.selection.swap import unshard_
-from dnis_torchrec.serving.quantized_rows import PRECISIONS, Precision
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.streaming.checked_counts import read_before_training
 from dnis_torchrec.training.loop import train_plainly

@@ -20,10 +20,10 @@ from benchmarks.rivals.methods.reparametrised import (
     threshold_gradients,
     thresholded,
 )
+from benchmarks.rivals.quantized_rows import stored_rows
 from dnis_torchrec import TrainTask
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.selection.shards import TableShard
-from dnis_torchrec.serving.quantized_rows import stored_rows
 from dnis_torchrec.training.shard import shard
 from examples.paper.pruning import keep_largest_
 from tests.comparison.test_baselines_methods import CPU, build, make_task

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from benchmarks.rivals.forms import CODES, PACKED
 from benchmarks.rivals.methods.method import (
     MethodResult,
     MethodTask,
@@ -17,7 +18,6 @@ from benchmarks.rivals.methods.method import (
 from benchmarks.rivals.methods.trained_scheme import row_blocks
 from benchmarks.rivals.methods.uniform import uniform_candidate
 from dnis_torchrec.allocation.compress import measure_
-from dnis_torchrec.forms import CODES, PACKED
 
 
 @learns_on_validation

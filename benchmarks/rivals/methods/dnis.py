@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks.rivals.forms import CODES, PACKED
 from benchmarks.rivals.methods.method import (
     MethodResult,
     MethodTask,
@@ -17,7 +18,6 @@ from benchmarks.rivals.methods.method import (
 )
 from benchmarks.rivals.methods.uniform import uniform_candidate
 from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.forms import CODES, PACKED
 from dnis_torchrec.search.prune import Size, SizeOutOfReachError
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from benchmarks.rivals.forms import PRECISIONS
 from benchmarks.rivals.methods.best_trial import best_of
 from benchmarks.rivals.methods.method import MethodResult, MethodTask, SizeNotMetError, served_in
 from benchmarks.rivals.methods.projected import ProjectedDims, project_
@@ -28,7 +29,6 @@ from benchmarks.rivals.methods.uniform import smallest_dim, trainable_dim
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import describe
-from dnis_torchrec.forms import PRECISIONS
 from dnis_torchrec.search.prune import Budget
 
 ROUNDINGS = ("integer", "power of two")

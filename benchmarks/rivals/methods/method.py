@@ -13,11 +13,11 @@ from torch import nn
 from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from benchmarks.rivals.forms import CODES, PRECISIONS, form_named
 from benchmarks.rivals.settings import TrainingRules
 from dnis_torchrec.artifact.loading import serve
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.data.recipe import Recipe, TrainTask
-from dnis_torchrec.forms import CODES, PRECISIONS, form_named
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.scheme import MixedDimensionScheme, compression_of
 from dnis_torchrec.selection.shards import collections, dense_parameters, local_shards, table_configs

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.rivals.forms import PRECISIONS
 from benchmarks.rivals.methods.best_trial import best_of
 from benchmarks.rivals.methods.method import MethodResult, MethodTask, SizeNotMetError, served_in
 from benchmarks.rivals.methods.trained_scheme import (
@@ -21,7 +22,6 @@ from benchmarks.rivals.methods.trained_scheme import (
 )
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import describe
-from dnis_torchrec.forms import PRECISIONS
 from dnis_torchrec.search.prune import Budget
 
 NUM_TRIALS = 16

@@ -9,11 +9,11 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from benchmarks.rivals.forms import PRECISIONS
 from benchmarks.rivals.methods.method import NotApplicableError
+from benchmarks.rivals.quantized_rows import quantized_rows, values_of_rows
 from dnis_torchrec.checks import describe
-from dnis_torchrec.forms import PRECISIONS
 from dnis_torchrec.selection.shards import collections, local_shards
-from dnis_torchrec.serving.quantized_rows import quantized_rows, values_of_rows
 
 
 def table_parameters(model: DistributedModelParallel, method: str) -> dict[str, Tensor]:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from benchmarks.rivals.forms import PRECISIONS
 from benchmarks.rivals.methods.method import MethodResult, MethodTask, NotApplicableError, SizeNotMetError, served_in
 from benchmarks.rivals.methods.partitioned import QUOTIENT, Partition, partition_
 from benchmarks.rivals.methods.trained_scheme import Candidate
 from benchmarks.rivals.methods.uniform import uniform_bytes, uniform_form
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.forms import PRECISIONS
 from dnis_torchrec.search.prune import uncompressed_scheme
 
 _HALVINGS = 40

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
+from benchmarks.rivals.forms import DEFAULT_FORM, PACKED, PRECISIONS, form_named
 from benchmarks.rivals.methods.method import MethodResult, MethodTask, SizeNotMetError
 from benchmarks.rivals.methods.shared_trials import FinishedTrial
 from benchmarks.rivals.methods.trained_once import Trained, trained_once
+from benchmarks.rivals.uniform_bits import with_uniform_bits
 from dnis_torchrec.artifact.forms import rows_of
-from dnis_torchrec.artifact.uniform_bits import with_uniform_bits
 from dnis_torchrec.blocks import NUM_BLOCKS
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies, longest_bags
@@ -30,7 +31,6 @@ from dnis_torchrec.data.lookup_batches import features_of
 from dnis_torchrec.data.over_ranks import all_samples
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.data.urls import Address
-from dnis_torchrec.forms import DEFAULT_FORM, PACKED, PRECISIONS, form_named
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.prune import Budget, Size, SizeOutOfReachError, drop_zeros_, uncompressed_scheme
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs

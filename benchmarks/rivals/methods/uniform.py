@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from benchmarks.rivals.forms import DEFAULT_FORM, PACKED, PRECISIONS
 from benchmarks.rivals.methods.best_trial import best_of
 from benchmarks.rivals.methods.method import (
     STEP_SHARE,
@@ -23,7 +24,6 @@ from benchmarks.rivals.methods.method import (
 from benchmarks.rivals.methods.trained_scheme import Candidate, pruned_form, uniform_scheme_
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.checks import describe
-from dnis_torchrec.forms import DEFAULT_FORM, PACKED, PRECISIONS
 from dnis_torchrec.selection.shards import dense_parameters, table_configs
 
 GRID_STEP = 4

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from benchmarks.rivals.forms import PRECISIONS
 from benchmarks.rivals.methods.method import MethodResult, MethodTask, SizeNotMetError, served_in
 from benchmarks.rivals.methods.nis.affordable import most_probable_within, trim
 from benchmarks.rivals.methods.nis.controller import Controller
@@ -24,7 +25,6 @@ from benchmarks.rivals.methods.trained_scheme import (
 )
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import describe
-from dnis_torchrec.forms import PRECISIONS
 from dnis_torchrec.search.prune import Budget
 from dnis_torchrec.training.shard import check_pooling
 

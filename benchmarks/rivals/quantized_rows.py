@@ -10,8 +10,8 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 
+from benchmarks.rivals.forms import PRECISIONS, SCALE_BYTES, Precision
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.forms import PRECISIONS, SCALE_BYTES, Precision
 
 
 def data_type_of(precision: Precision) -> DataType:
@@ -22,13 +22,7 @@ def data_type_of(precision: Precision) -> DataType:
 def quantized_rows(weight: Tensor, precision: Precision, *, place: str) -> Tensor:
     """Stores rows in some precision."""
     weight = weight.detach().float().contiguous()
-    check(
-        bool(weight.isfinite().all()),
-        place,
-        "finite values",
-        "NaN or infinity",
-        "export the last good state",
-    )
+    check(bool(weight.isfinite().all()), place, "finite values", "NaN or infinity", "export the last good state")
     if precision.bits < 32 and weight.numel():
         largest = float(weight.abs().max())
         check(largest <= 65504, place, f"at most 65504 for {precision.name}", largest, "take fp32")
@@ -48,9 +42,7 @@ def values_of_rows(rows: Tensor, precision: Precision) -> Tensor:
     """The values that stored rows stand for."""
     if precision.bits >= 16:
         return rows.view(torch.float32 if precision.bits == 32 else torch.float16).float()
-    return torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(
-        rows.contiguous(), precision.bits
-    )
+    return torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(rows.contiguous(), precision.bits)
 
 
 def _mend_cut_rows_(rows: Tensor, weight: Tensor, precision: Precision) -> None:
@@ -59,10 +51,7 @@ def _mend_cut_rows_(rows: Tensor, weight: Tensor, precision: Precision) -> None:
     levels = 2**precision.bits - 1
     smallest, largest = weight.amin(dim=1), weight.amax(dim=1)
     scale, bias = rows[:, -SCALE_BYTES:].view(torch.float16).unbind(1)
-    error, mended = (
-        _largest_error(smallest, largest, scale, bias, levels),
-        torch.zeros(len(rows), dtype=torch.bool),
-    )
+    error, mended = (_largest_error(smallest, largest, scale, bias, levels), torch.zeros(len(rows), dtype=torch.bool))
     below = torch.where(bias > smallest, bias.nextafter(bias.new_tensor(-torch.inf)), bias)
     for candidate in (bias, below):
         wider = _rounded_up((largest - candidate) / levels)
@@ -75,14 +64,10 @@ def _mend_cut_rows_(rows: Tensor, weight: Tensor, precision: Precision) -> None:
     quantised = steps.round_().clamp_(0, levels).to(torch.uint8)
     if precision.bits == 4:
         quantised = quantised[:, ::2] | quantised[:, 1::2] << 4
-    rows[again] = torch.cat(
-        [quantised, torch.stack([scale, bias], dim=1)[again].view(torch.uint8)], dim=1
-    )
+    rows[again] = torch.cat([quantised, torch.stack([scale, bias], dim=1)[again].view(torch.uint8)], dim=1)
 
 
-def _largest_error(
-    smallest: Tensor, largest: Tensor, scale: Tensor, bias: Tensor, levels: int
-) -> Tensor:
+def _largest_error(smallest: Tensor, largest: Tensor, scale: Tensor, bias: Tensor, levels: int) -> Tensor:
     """Returns each row's largest distance of a value, from its smallest to its largest, to ``scale
     * q + bias``."""
     # no further than half a step or from q = 0, except where q would have to be below 0 or above
@@ -117,18 +102,11 @@ def stored_rows(collection: QuantEmbeddingBagCollection) -> list[Tensor]:
     """The bytes of every table of a quantised collection, where FBGEMM keeps them: ``(rows,
     bytes)`` uint8 each."""
     (kernel,) = collection._emb_modules
-    return [
-        rows
-        for rows, _, _ in kernel.split_embedding_weights_with_scale_bias(split_scale_bias_mode=0)
-    ]
+    return [rows for rows, _, _ in kernel.split_embedding_weights_with_scale_bias(split_scale_bias_mode=0)]
 
 
 def quantized_collection(
-    configs: Sequence[EmbeddingBagConfig],
-    rows: Mapping[str, Tensor],
-    *,
-    is_weighted: bool,
-    device: torch.device | str,
+    configs: Sequence[EmbeddingBagConfig], rows: Mapping[str, Tensor], *, is_weighted: bool, device: torch.device | str
 ) -> QuantEmbeddingBagCollection:
     """TorchRec's quantised collection of rows that were quantised before; they are copied into
     FBGEMM's memory."""
@@ -140,9 +118,7 @@ def quantized_collection(
         shape, received = (count, precision.row_bytes(config.embedding_dim)), rows[config.name]
         fits = tuple(received.shape) == shape and received.dtype == torch.uint8
         found = f"{received.dtype} {tuple(received.shape)}"
-        check(
-            fits, f"table {config.name!r}", f"{precision.name} rows: uint8 of shape {shape}", found
-        )
+        check(fits, f"table {config.name!r}", f"{precision.name} rows: uint8 of shape {shape}", found)
         has_scales = precision.bits < 16
         values = received[:, :-SCALE_BYTES] if has_scales else received
         weights[config.name] = (values, received[:, -SCALE_BYTES:] if has_scales else None)

@@ -238,9 +238,7 @@ class RowPruned(Form):
 
     @staticmethod
     def _num_kept(table: RetainedTable) -> int:
-        return max(
-            1, int(table.routing.row_counts()[table.dims > 0].sum())
-        )  # FBGEMM knows no table without rows
+        return max(1, int(table.routing.row_counts()[table.dims > 0].sum()))  # FBGEMM knows no table without rows
 
 
 class MixedDimension(Form):
@@ -286,11 +284,7 @@ class Csr(Form):
         """Rows twice, as lookups read them and as everybody else does, and row pointers likewise."""
         num_rows = table.num_embeddings
         compact = compact_bytes(num_rows) if has_compact_pointers(table.embedding_dim) else 0
-        return (
-            2 * self._rows_bytes(table)
-            + plain_pointer_bytes(num_rows, table.num_retained)
-            + compact
-        )
+        return 2 * self._rows_bytes(table) + plain_pointer_bytes(num_rows, table.num_retained) + compact
 
     def stored_values(self, table: RetainedTable) -> int:
         """V."""
@@ -341,9 +335,7 @@ class Packed(Form):
         if not bool(bits.any()):
             return 0
         scales = COLUMN_SCALE_BYTES * int(is_coded(bits).sum())
-        return (
-            int(rows @ row_strides(bits)) + scales + self.index_bytes(routing, bits.shape[1], rows)
-        )
+        return int(rows @ row_strides(bits)) + scales + self.index_bytes(routing, bits.shape[1], rows)
 
     def file_bytes(self, table: RetainedTable) -> int:
         """Rows: all else is in the scheme, or follows from it."""
@@ -353,9 +345,7 @@ class Packed(Form):
         """V."""
         return table.num_retained
 
-    def index_bytes(
-        self, routing: RowRouting, embedding_dim: int, rows: Tensor | None = None
-    ) -> int:
+    def index_bytes(self, routing: RowRouting, embedding_dim: int, rows: Tensor | None = None) -> int:
         """One byte of bits for every column of a block, and the row directory."""
         # serving of all other forms does without it
         from dnis_torchrec.blocks.routing import directory_bytes
@@ -389,9 +379,7 @@ CANONICAL_FORM = "csr_fp32"
 """The exact rows of any scheme, single values too: every other form can be made from it."""
 WRITTEN_BY_DEFAULT = (DEFAULT_FORM, CANONICAL_FORM)
 """Forms of an artifact unless others are asked for."""
-RETIRED_FORMS = {
-    f"{MixedDimension.layout}_{name}": PRECISIONS[name].bits for name in ("fp16", "int8", "int4")
-}
+RETIRED_FORMS = {f"{MixedDimension.layout}_{name}": PRECISIONS[name].bits for name in ("fp16", "int8", "int4")}
 """Form that earlier versions wrote -> bits of every retained column of `PACKED`, which is smaller
 and faster."""
 
@@ -406,12 +394,6 @@ def register(form: Form) -> Form:
 def form_named(name: str) -> Form:
     """The form of that name."""
     remedy = "give every column its bits (dnis compress), or take another form"
-    check(
-        name not in RETIRED_FORMS,
-        f"form {name!r}",
-        f"{PACKED.name!r}, which took its place",
-        "the former",
-        remedy,
-    )
+    check(name not in RETIRED_FORMS, f"form {name!r}", f"{PACKED.name!r}, which took its place", "the former", remedy)
     check_known("form", name, FORMS)
     return FORMS[name]

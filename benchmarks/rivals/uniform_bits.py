@@ -17,17 +17,13 @@ SAMPLED_PER_BLOCK = 4096
 """Rows of a block that its scales are fitted to, evenly spread over it."""
 
 
-def with_uniform_bits(
-    scheme: MixedDimensionScheme, rows: Mapping[str, Rows], bits: int
-) -> MixedDimensionScheme:
+def with_uniform_bits(scheme: MixedDimensionScheme, rows: Mapping[str, Rows], bits: int) -> MixedDimensionScheme:
     """The same tables with every retained column in so many bits, for the form ``"packed"``. Reads
     the tables once."""
     coded = {}
     for name, table in scheme.tables.items():
         check_known("table", name, rows)
-        coded[name] = (
-            table if table.has_codes else table.with_codes(_uniform_codes(table, rows[name], bits))
-        )
+        coded[name] = table if table.has_codes else table.with_codes(_uniform_codes(table, rows[name], bits))
     return MixedDimensionScheme(coded)
 
 
@@ -49,10 +45,7 @@ def _samples(table: TableScheme, rows: Rows) -> dict[int, Tensor]:
     step = rows_per_chunk(table.embedding_dim)
     for first in range(0, table.num_embeddings, step):
         last = min(first + step, table.num_embeddings)
-        chunk, blocks = (
-            rows(first, last).detach().cpu().float(),
-            table.routing.block_of(torch.arange(first, last)),
-        )
+        chunk, blocks = (rows(first, last).detach().cpu().float(), table.routing.block_of(torch.arange(first, last)))
         for s, kept in found.items():
             of_block = (blocks == s).nonzero().squeeze(1)
             kept.append(chunk[of_block[-seen[s] % every[s] :: every[s]]])

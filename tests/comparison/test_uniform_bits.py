@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dnis_torchrec.artifact import uniform_bits
+from benchmarks.rivals import uniform_bits
+from benchmarks.rivals.uniform_bits import with_uniform_bits
 from dnis_torchrec.artifact.forms import rows_of
-from dnis_torchrec.artifact.uniform_bits import with_uniform_bits
 from dnis_torchrec.blocks.codes import decode_rows, encode_rows
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme
