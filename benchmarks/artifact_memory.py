@@ -22,7 +22,9 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.files import output_file
-from dnis_torchrec.artifact import load, read_manifest, write_artifact
+from dnis_torchrec.artifact.load import load
+from dnis_torchrec.artifact.manifest import read_manifest
+from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data.files import write_json
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme

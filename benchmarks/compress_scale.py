@@ -40,7 +40,8 @@ from benchmarks.rate_memory import OneTable, falling
 from dnis_torchrec._dependencies import versions
 from dnis_torchrec.allocation import compress
 from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES
-from dnis_torchrec.artifact import read_manifest, write_artifact
+from dnis_torchrec.artifact.manifest import read_manifest
+from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.files import write_json
 from dnis_torchrec.selection.shards import local_shards

@@ -27,8 +27,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.files import output_file
-from dnis_torchrec.artifact import exact_rows, load, read_manifest, read_scheme, write_artifact
+from dnis_torchrec.artifact.load import exact_rows, load, read_scheme
+from dnis_torchrec.artifact.manifest import read_manifest
 from dnis_torchrec.artifact.package import FlatModel, Signature, load_package, write_package
+from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data.files import write_json
 from dnis_torchrec.data.recipe import build_recipe_again

@@ -40,8 +40,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.files import output_file
-from dnis_torchrec.artifact import exact_rows, read_manifest, read_scheme
-from dnis_torchrec.artifact import serve as serve_tables
+from dnis_torchrec.artifact.load import exact_rows, read_scheme
+from dnis_torchrec.artifact.load import serve as serve_tables
+from dnis_torchrec.artifact.manifest import read_manifest
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data.files import write_json
 from dnis_torchrec.ops.build import LOOKUPS

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from dnis_torchrec.allocation.bits import allocate
     from dnis_torchrec.allocation.compress import compress, measure_, packed_collections
     from dnis_torchrec.allocation.curvature import curvature
-    from dnis_torchrec.artifact import load
     from dnis_torchrec.artifact.export import export
+    from dnis_torchrec.artifact.load import load
     from dnis_torchrec.blocks.blocking import blocks_from_counts
     from dnis_torchrec.blocks.counts import count_frequencies
     from dnis_torchrec.data.frame_recipe import recipe_from_frame
@@ -78,7 +78,7 @@ _HOME = {
     "compress": "allocation.compress",
     "measure_": "allocation.compress",
     "packed_collections": "allocation.compress",
-    "load": "artifact",
+    "load": "artifact.load",
     "export": "artifact.export",
     "blocks_from_counts": "blocks.blocking",
     "count_frequencies": "blocks.counts",

@@ -9,7 +9,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from dnis_torchrec.artifact import write_artifact
+from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.blocks.codes import WIDTHS
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from tests.serving_reference import Case, two_tables

@@ -25,8 +25,7 @@ from torchrec.modules.mc_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dnis_torchrec.allocation.compress import packed_collections
-from dnis_torchrec.artifact.export import export
-from dnis_torchrec.jobs.artifact_jobs import drop_in_
+from dnis_torchrec.artifact.export import drop_in_, export
 from dnis_torchrec.scheme import MixedDimensionScheme
 
 CPU = torch.device("cpu")

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.artifact import exact_rows, read_scheme, write_artifact
+from dnis_torchrec.artifact.load import exact_rows, read_scheme
+from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ops.build import NO_COMPILE
 from dnis_torchrec.scheme import FORMS, MixedDimensionScheme, TableScheme

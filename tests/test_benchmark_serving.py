@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import serving
-from dnis_torchrec.artifact import read_manifest
+from dnis_torchrec.artifact.manifest import read_manifest
 from dnis_torchrec.scheme import FORMS
 from tests.serving_reference import write_two_tables
 

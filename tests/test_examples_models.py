@@ -19,10 +19,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from benchmarks.rivals.methods.trained_scheme import uniform_scheme_
 from dnis_torchrec import TrainTask, export, load
+from dnis_torchrec.artifact.export import drop_in_
 from dnis_torchrec.artifact.package import Signature, export_graph
 from dnis_torchrec.data.in_memory import Bags, InMemoryBatches
 from dnis_torchrec.data.recipe import DataSplits, Recipe
-from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.selection.shards import collections, table_configs

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks import packaged
-from dnis_torchrec.artifact import write_artifact
 from dnis_torchrec.artifact.package import FlatModel, Signature
+from dnis_torchrec.artifact.write import write_artifact
 
 
 def test_models_that_agree_are_timed_and_others_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

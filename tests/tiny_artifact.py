@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.artifact import write_artifact
+from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.blocks.codes import WIDTHS
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data.recipe import Recipe, TrainTask

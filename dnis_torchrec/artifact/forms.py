@@ -1,30 +1,23 @@
-"""How the rows of the two forms are written, and how a serving module is made of them."""
+"""The rows of a table in either form: as the tensors of a shard, and as they are read from it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from dnis_torchrec.blocks.codes import decode_rows, encode_rows, row_strides, unpacked_fields
 from dnis_torchrec.blocks.routing import ROWS_AT_A_TIME, RowRouting
 from dnis_torchrec.checks import check
-from dnis_torchrec.scheme import PACKED, MixedDimensionScheme, TableScheme, rows_per_chunk
-from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection, block_tables
-from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
+from dnis_torchrec.scheme import PACKED, TableScheme, rows_per_chunk
+from dnis_torchrec.serving.mixed_dimension import block_tables
 from dnis_torchrec.serving.packed_table import PackedTable, pack_rows, split_blocks
 
 Rows = Callable[[int, int], Tensor]
 """Dense rows of a table: ``rows(first, last)`` gives rows ``first <= i < last`` as ``(last - first,
 D)``."""
-
-
-def rows_of(weight: Tensor) -> Rows:
-    """The rows of a dense table, as forms read them."""
-    return lambda first, last: weight[first:last]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,73 +29,20 @@ class Shard:
     num_rows: int
     tensors: Mapping[str, Tensor]
 
-    def check_names(self, expected: set[str]) -> None:
-        """Checks that the shard holds just the tensors that its form has."""
-        requirement = f"tensors {sorted(expected)}"
-        check(
-            set(self.tensors) == expected,
-            self.place,
-            requirement,
-            sorted(self.tensors),
-            "export again",
-        )
+    def check(self, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Checks that the shard holds just these tensors."""
+        names, remedy = sorted(shapes), "export again"
+        check(sorted(self.tensors) == names, self.place, f"{names}", sorted(self.tensors), remedy)
+        for name, shape in shapes.items():
+            tensor, requirement = self.tensors[name], f"{name!r} as {dtype} of shape {shape}"
+            fits = tensor.dtype == dtype and tuple(tensor.shape) == shape
+            received = f"{tensor.dtype} {tuple(tensor.shape)}"
+            check(fits, self.place, requirement, received, remedy)
 
 
-def values_of_codes(table: TableScheme, rows: Rows) -> Rows:
-    """The values that the codes of a table's rows stand for: in every form, a table of codes has
-    these values."""
-    if not table.has_codes:
-        return rows
-
-    def values(first: int, last: int) -> Tensor:
-        blocks, chunk = (
-            table.routing.block_of(torch.arange(first, last)),
-            rows(first, last).detach().cpu().float(),
-        )
-        encoded = encode_rows(chunk, blocks, table.codes, place=f"table {table.name!r}")
-        return decode_rows(encoded, blocks, table.codes)
-
-    return values
-
-
-def encode_shard(
-    form: str, table: TableScheme, rows: Rows, first: int, last: int
-) -> dict[str, Tensor]:
-    """Writes rows ``first <= i < last`` of a table as the tensors of one shard."""
-    if form == PACKED:
-        table, counts = table.with_float_codes(), row_counts_of(table, first, last)
-        chunks = chunks_of(table, rows, first, last)
-        return {"rows": pack_rows(table, chunks, counts, first=first)}
-    chunks = chunks_of(table, values_of_codes(table, rows), first, last)
-    blocks = block_tables(_of_rows(table, first, last), chunks)
-    return {f"b{s}": weight for s, weight in blocks.items()}
-
-
-def whole_shard(form: str, table: TableScheme, rows: Rows) -> Shard:
-    """A table in a form, in memory, as one shard."""
-    tensors = encode_shard(form, table, rows, 0, table.num_embeddings)
-    place = f"table {table.name!r}, form {form!r}"
-    return Shard(place=place, first_row=0, num_rows=table.num_embeddings, tensors=tensors)
-
-
-def build(
-    form: str,
-    scheme: MixedDimensionScheme,
-    shards: Mapping[str, Sequence[Shard]],
-    *,
-    device: torch.device | str,
-    unknown_ids: str,
-) -> EmbeddingBagCollectionInterface:
-    """Makes a serving module of one collection from its tables' shards, in order of rows."""
-    if form == PACKED:
-        scheme = scheme.with_float_codes()
-        tables = {name: packed_table(table, shards[name]) for name, table in scheme.tables.items()}
-        return PackedEmbeddingBagCollection(scheme, tables, unknown_ids=unknown_ids).to(device)
-    module = MixedDimensionEmbeddingBagCollection(scheme, device="meta", unknown_ids=unknown_ids)
-    for name, table in scheme.tables.items():
-        for s, weight in blocks_of_shards(table, shards[name]).items():
-            module.load_block(name, s, weight.to(device))
-    return module.to(device)
+def rows_of(weight: Tensor) -> Rows:
+    """The rows of a dense table, as forms read them."""
+    return lambda first, last: weight[first:last]
 
 
 def chunks_of(table: TableScheme, rows: Rows, first: int, last: int) -> Iterator[Tensor]:
@@ -112,40 +52,93 @@ def chunks_of(table: TableScheme, rows: Rows, first: int, last: int) -> Iterator
         yield rows(begin, min(begin + step, last))
 
 
-def _of_rows(table: TableScheme, first: int, last: int) -> TableScheme:
-    """The scheme of some consecutive rows, as if they were a table."""
+def whole_shard(form: str, table: TableScheme, rows: Rows) -> Shard:
+    """A table in a form, in memory, as one shard."""
+    if form == PACKED:
+        coded, counts = table.with_float_codes(), table.routing.row_counts()
+        chunks = chunks_of(table, rows, 0, table.num_embeddings)
+        tensors = {"rows": pack_rows(coded, chunks, counts)}
+    else:
+        tensors = encode_blocks(table, rows, 0, table.num_embeddings)
+    place = f"table {table.name!r}, form {form!r}"
+    return Shard(place=place, first_row=0, num_rows=table.num_embeddings, tensors=tensors)
+
+
+# ---- bit fields
+
+
+def row_counts_of(table: TableScheme, first: int, last: int) -> Tensor:
+    """Counts the rows of every block among ``first <= i < last``."""
+    routing = table.routing
     if (first, last) == (0, table.num_embeddings):
-        return table
-    blocks = table.routing.block_of(torch.arange(first, last))
-    routing = RowRouting.from_map(blocks, table.routing.num_blocks)
-    fields = {**vars(table), "num_embeddings": last - first, "routing": routing, "num_retained": 0}
-    return TableScheme(**fields)
+        return routing.row_counts()
+    counts = torch.zeros(routing.num_blocks + 1, dtype=torch.int64)
+    for begin in range(first, last, ROWS_AT_A_TIME):
+        blocks = routing.block_of(torch.arange(begin, min(begin + ROWS_AT_A_TIME, last)))
+        counts += torch.bincount(blocks, minlength=len(counts))
+    return counts[:-1]
+
+
+def packed_table(table: TableScheme, shards: Sequence[Shard]) -> PackedTable:
+    """The rows of a table as they are looked up: as they lie in their file, or those of several put
+    together."""
+    codes, strides = table.codes, row_strides(table.codes.bits)
+    parts: list[list[Tensor]] = []
+    for shard in shards:
+        counts = row_counts_of(table, shard.first_row, shard.first_row + shard.num_rows)
+        shard.check(torch.uint8, {"rows": (int(counts @ strides),)})
+        parts.append(split_blocks(shard.tensors["rows"], counts, codes.bits))
+    rows = shards[0].tensors["rows"]
+    if len(shards) > 1:
+        by_block = zip(*parts, strict=True)
+        rows = torch.cat([part.flatten() for of_block in by_block for part in of_block])
+    return PackedTable.from_rows(table, rows, codes.scale, codes.shift)
+
+
+def rows_of_packed(table: TableScheme, shards: Sequence[Shard]) -> Rows:
+    """The values of a table in bit fields, without its lookups: what the other form is made of, and
+    compared with."""
+    table = table.with_float_codes()
+    packed = packed_table(table, shards)
+    blocks = split_blocks(packed.rows, packed.row_counts, packed.bits)
+
+    def rows(first: int, last: int) -> Tensor:
+        block, position = packed.directory.locate(torch.arange(first, last))
+        fields = torch.zeros(last - first, table.embedding_dim, dtype=torch.int32)
+        for s in block.unique().tolist():
+            if s < len(blocks) and blocks[s].numel():
+                here = block == s
+                fields[here] = unpacked_fields(blocks[s][position[here]], packed.bits[s])
+        return decode_rows(fields, block, table.codes)
+
+    return rows
+
+
+# ---- a table per block
+
+
+def encode_blocks(table: TableScheme, rows: Rows, first: int, last: int) -> dict[str, Tensor]:
+    """Rows ``first <= i < last`` of a table as a float32 tensor per block."""
+    chunks = chunks_of(table, _values_of_codes(table, rows), first, last)
+    return {
+        f"b{s}": values for s, values in block_tables(_part(table, first, last), chunks).items()
+    }
 
 
 def blocks_of_shards(table: TableScheme, shards: Sequence[Shard]) -> dict[int, Tensor]:
-    """Every stored block's table: as it lies in its file, or the parts of several put together."""
-    chunks: dict[int, list[Tensor]] = {s: [] for s in table.stored_blocks()}
+    """Every block's table: as it lies in its file, or the parts of several put together."""
+    parts: dict[int, list[Tensor]] = {s: [] for s in table.stored_blocks()}
     for shard in shards:
         last = shard.first_row + shard.num_rows
-        shapes = _of_rows(table, shard.first_row, last).stored_blocks()
-        shard.check_names({f"b{s}" for s in shapes})
-        for s, shape in shapes.items():
-            chunk = shard.tensors[f"b{s}"]
-            fits = chunk.dtype == torch.float32 and tuple(chunk.shape) == shape
-            requirement = f"block {s}: float32 of shape {shape}"
-            check(
-                fits,
-                shard.place,
-                requirement,
-                f"{chunk.dtype} {tuple(chunk.shape)}",
-                "export again",
-            )
-            chunks[s].append(chunk)
-    return {s: parts[0] if len(parts) == 1 else torch.cat(parts) for s, parts in chunks.items()}
+        shapes = _part(table, shard.first_row, last).stored_blocks()
+        shard.check(torch.float32, {f"b{s}": shape for s, shape in shapes.items()})
+        for s in shapes:
+            parts[s].append(shard.tensors[f"b{s}"])
+    return {s: of_s[0] if len(of_s) == 1 else torch.cat(of_s) for s, of_s in parts.items()}
 
 
 def rows_of_blocks(table: TableScheme, shards: Sequence[Shard]) -> Rows:
-    """The values of a table of the mixed-dimension form."""
+    """The values of a table that is stored block by block."""
     blocks, positions = blocks_of_shards(table, shards), table.routing.positions()
     starts = table.routing.row_counts().cumsum(0) - table.routing.row_counts()
 
@@ -162,61 +155,26 @@ def rows_of_blocks(table: TableScheme, shards: Sequence[Shard]) -> Rows:
     return rows
 
 
-def packed_table(table: TableScheme, shards: Sequence[Shard]) -> PackedTable:
-    """The rows of a table as they are looked up: as they lie in their file, or those of several put
-    together."""
-    codes, of_shards = table.codes, [_blocks_of_shard(table, shard) for shard in shards]
-    if len(shards) == 1:
-        rows = shards[0].tensors["rows"]
-    else:
-        rows = torch.cat(
-            [part.flatten() for of_block in zip(*of_shards, strict=True) for part in of_block]
-        )
-    return PackedTable.from_rows(table, rows, codes.scale, codes.shift)
-
-
-def decoded_rows(table: TableScheme, packed: PackedTable) -> Rows:
-    """The values of a packed table, without its lookups: what other forms are made of, and compared
-    with."""
-    blocks = split_blocks(packed.rows, packed.row_counts, packed.bits)
-
-    def rows(first: int, last: int) -> Tensor:
-        block, position = packed.directory.locate(torch.arange(first, last))
-        encoded = torch.zeros(last - first, table.embedding_dim, dtype=torch.int32)
-        for s in block.unique().tolist():
-            if s < len(blocks) and blocks[s].numel():
-                here = block == s
-                encoded[here] = unpacked_fields(blocks[s][position[here]], packed.bits[s])
-        return decode_rows(encoded, block, table.codes)
-
-    return rows
-
-
-def row_counts_of(table: TableScheme, first: int, last: int) -> Tensor:
-    """Counts the rows of every block among ``first <= i < last``."""
-    routing = table.routing
+def _part(table: TableScheme, first: int, last: int) -> TableScheme:
+    """The scheme of some consecutive rows, as if they were a table."""
     if (first, last) == (0, table.num_embeddings):
-        return routing.row_counts()
-    counts = torch.zeros(routing.num_blocks + 1, dtype=torch.int64)
-    for begin in range(first, last, ROWS_AT_A_TIME):
-        blocks = routing.block_of(torch.arange(begin, min(begin + ROWS_AT_A_TIME, last)))
-        counts += torch.bincount(blocks, minlength=len(counts))
-    return counts[:-1]
+        return table
+    blocks = table.routing.block_of(torch.arange(first, last))
+    fields = {"routing": RowRouting.from_map(blocks, table.routing.num_blocks), "num_retained": 0}
+    fields |= dict.fromkeys(("bits", "scale", "shift", "feedback", "gain"))
+    return replace(table, num_embeddings=last - first, **fields)
 
 
-def _blocks_of_shard(table: TableScheme, shard: Shard) -> list[Tensor]:
-    shard.check_names({"rows"})
-    counts, rows = (
-        row_counts_of(table, shard.first_row, shard.first_row + shard.num_rows),
-        shard.tensors["rows"],
-    )
-    size = int(counts @ row_strides(table.codes.bits))
-    fits = rows.dtype == torch.uint8 and tuple(rows.shape) == (size,)
-    check(
-        fits,
-        shard.place,
-        f"uint8 of shape {(size,)}",
-        f"{rows.dtype} {tuple(rows.shape)}",
-        "export again",
-    )
-    return split_blocks(rows, counts, table.codes.bits)
+def _values_of_codes(table: TableScheme, rows: Rows) -> Rows:
+    """The values that the codes of a table's rows stand for: a table of codes has these values in
+    both forms."""
+    if not table.has_codes:
+        return rows
+
+    def values(first: int, last: int) -> Tensor:
+        blocks = table.routing.block_of(torch.arange(first, last))
+        chunk = rows(first, last).detach().cpu().float()
+        fields = encode_rows(chunk, blocks, table.codes, place=f"table {table.name!r}")
+        return decode_rows(fields, blocks, table.codes)
+
+    return values

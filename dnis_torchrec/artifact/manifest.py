@@ -26,19 +26,6 @@ _FORMAT_VERSION = "1.1"
 MANIFEST = "manifest.json"
 MAX_FILE_BYTES = 2_000_000_000
 """Default limit on the bytes of a file of an artifact."""
-REQUIRED_FIELDS = (
-    "format",
-    "format_version",
-    "versions",
-    "forms",
-    "tables",
-    "scheme",
-    "dense_state",
-    "bytes",
-    "run",
-    "files",
-    "sha256",
-)
 SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
     "I8": torch.int8,
@@ -83,6 +70,10 @@ class _File(TypedDict):
 
 
 class _Manifest(TypedDict):
+    format_version: str
+    versions: Any
+    bytes: Any
+    sha256: str
     forms: list[str]
     tables: dict[str, _Table]
     scheme: list[str]
@@ -94,32 +85,28 @@ class _Manifest(TypedDict):
 ARTIFACT = FolderKind("artifact", MANIFEST, _FORMAT)
 
 _UNHASHED = 64 * "0"
+_AGAIN = "it was damaged; export again"
 
 
 def write_artifact_file(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Writes one safetensors file."""
+    """Writes one safetensors file; returns its entry of the manifest."""
     for key, tensor in tensors.items():
-        dtypes = [str(dtype).removeprefix("torch.") for dtype in SAFETENSORS_DTYPES.values()]
         fits = tensor.dtype in SAFETENSORS_DTYPES.values()
-        check(fits, f"tensor {key!r}", f"one of {dtypes}", tensor.dtype, "convert it first")
-    file = folder / name
-    file.parent.mkdir(exist_ok=True)
+        check(fits, f"tensor {key!r}", "a dtype of safetensors", tensor.dtype, "convert it first")
+    (folder / name).parent.mkdir(exist_ok=True)
     try:
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name)
     except SafetensorError as error:
-        raise OSError(
-            describe(f"artifact, file {name!r}", "it to be written", str(error))
-        ) from error
+        place = f"artifact, file {name!r}"
+        raise OSError(describe(place, "it to be written", str(error))) from error
     return describe_tensors(folder, name)
 
 
 def file_header(name: str, tensor: Tensor) -> bytes:
     """The bytes of a safetensors file of one tensor that stand before its values."""
     dtype = next(text for text, dtype in SAFETENSORS_DTYPES.items() if dtype == tensor.dtype)
-    fields = {
-        name: {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [0, tensor.nbytes]}
-    }
-    header = json.dumps(fields, separators=(",", ":")).encode()
+    fields = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [0, tensor.nbytes]}
+    header = json.dumps({name: fields}, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header
 
@@ -145,104 +132,73 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Writes manifest.json, adding format, version and its own hash."""
     fields = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **manifest, "sha256": _UNHASHED}
     content = (json.dumps(fields, indent=2, allow_nan=False) + "\n").encode()
-    hashed = _with_digits(content, _UNHASHED, hashlib.sha256(content).hexdigest())
+    content = _with_digits(content, _UNHASHED, hashlib.sha256(content).hexdigest())
     try:
-        (folder / MANIFEST).write_bytes(hashed)
+        (folder / MANIFEST).write_bytes(content)
     except OSError as error:
-        raise OSError(
-            describe(f"artifact, file {MANIFEST!r}", "it to be written", str(error))
-        ) from error
+        place = f"artifact, file {MANIFEST!r}"
+        raise OSError(describe(place, "it to be written", str(error))) from error
 
 
 def read_manifest(path: Path | str) -> dict[str, Any]:
-    """Reads and checks an artifact's manifest."""
+    """Reads and checks an artifact's manifest, and the size of every file that it lists."""
     folder = Path(path)
     check(folder.is_dir(), f"artifact {str(path)!r}", "a folder", "none", "check the path")
     place = f"artifact {str(path)!r}, file {MANIFEST!r}"
-    file = file_inside(folder, MANIFEST, place)
-    content = file.read_bytes()
-    manifest: Any = parse_json(content, Any, place, remedy="it was damaged; export again")
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    check(
-        found == _FORMAT,
-        place,
-        f"format {_FORMAT!r}",
-        repr(found),
-        "give a folder that export wrote",
-    )
+    content = file_inside(folder, MANIFEST, place).read_bytes()
+    manifest: Any = parse_json(content, Any, place, remedy=_AGAIN)
+    name = manifest.get("format") if isinstance(manifest, dict) else None
+    foreign = "give a folder that export wrote"
+    check(name == _FORMAT, place, f"format {_FORMAT!r}", repr(name), foreign)
     _check_version(manifest.get("format_version"), place)
-    missing = [field for field in REQUIRED_FIELDS if field not in manifest]
-    remedy = "it is of a version before 1.0 was final, or not whole; export again"
-    check(not missing, place, "all fields", f"none of {missing}", remedy)
-    stated = str(manifest["sha256"])
-    intact = re.fullmatch("[0-9a-f]{64}", stated) is not None
-    intact = (
-        intact and stated == hashlib.sha256(_with_digits(content, stated, _UNHASHED)).hexdigest()
-    )
-    check(
-        intact,
-        place,
-        "the sha256 that it states of itself",
-        "another",
-        "it was damaged; export again",
-    )
     conform(manifest, _Manifest, place, remedy="export again")
+    digits = manifest["sha256"]
+    is_intact = re.fullmatch("[0-9a-f]{64}", digits) is not None
+    digest = hashlib.sha256(_with_digits(content, digits, _UNHASHED)).hexdigest()
+    requirement = "the sha256 that it states of itself"
+    check(is_intact and digits == digest, place, requirement, "another", _AGAIN)
     _spell_forms_(manifest, place)
     for name, entry in manifest["files"].items():
         place = f"artifact {str(path)!r}, file {name!r}"
         size = file_inside(folder, name, place).stat().st_size
-        check(
-            size == entry["bytes"],
-            place,
-            f"{entry['bytes']} bytes",
-            size,
-            "it was damaged; export again",
-        )
+        check(size == entry["bytes"], place, f"{entry['bytes']} bytes", size, _AGAIN)
     return manifest
+
+
+def _check_version(version: object, place: str) -> None:
+    major = version.split(".")[0] if isinstance(version, str) else ""
+    is_version = re.fullmatch("[0-9]{1,9}", major) is not None
+    requirement = f"a format_version up to {_FORMAT_VERSION.split('.')[0]}.x"
+    check(is_version, place, requirement, repr(version), "export again")
+    is_read = int(major) <= int(_FORMAT_VERSION.split(".")[0])
+    check(is_read, place, requirement, repr(version), "update dnis_torchrec")
 
 
 def _spell_forms_(manifest: dict[str, Any], place: str) -> None:
     """Gives the forms of a manifest of release 0.1.0 the names that they have since, and passes
     over those that are gone."""
-
-    def spelt(form: str) -> str:
-        return FORMS_OF_0_1.get(form, form)
-
-    every = manifest["forms"]
-    manifest["forms"] = [spelt(form) for form in every if not is_gone(form)]
-    check(
-        bool(manifest["forms"]) or not every,
-        place,
-        "tables in a form that is read",
-        every,
-        "dnis_torchrec 0.1.0 reads it; export again with this one",
-    )
+    names = manifest["forms"]
+    manifest["forms"] = [FORMS_OF_0_1.get(form, form) for form in names if not is_gone(form)]
+    is_read, remedy = bool(manifest["forms"]) or not names, "dnis_torchrec 0.1.0 reads it"
+    check(is_read, place, "tables in a form that is read", names, f"{remedy}; export again")
     for table in manifest["tables"].values():
         table["shards"] = {
-            spelt(form): shards for form, shards in table["shards"].items() if not is_gone(form)
+            FORMS_OF_0_1.get(form, form): shards
+            for form, shards in table["shards"].items()
+            if not is_gone(form)
         }
 
 
 def file_inside(folder: Path, name: str, place: str, remedy: str = "export again") -> Path:
     """The file of that name, which has to be a plain file in the folder, reached through no link."""
     parts = PurePosixPath(name).parts
-    plain = (
-        bool(parts)
-        and "/".join(parts) == name
-        and ".." not in parts
-        and not set(name) & set("\\:\0")
-    )
-    check(
-        plain and parts[0] != "/",
-        place,
-        "a relative path within the folder",
-        repr(name),
-        "do not use it",
-    )
+    is_plain = bool(parts) and "/".join(parts) == name and ".." not in parts
+    is_plain = is_plain and not set(name) & set("\\:\0") and parts[0] != "/"
+    check(is_plain, place, "a relative path within the folder", repr(name), "do not use it")
     file = folder.joinpath(*parts)
     check(os.path.lexists(file), place, "a file", "none", f"it is missing; {remedy}")
-    direct = file.resolve() == folder.resolve().joinpath(*parts)
-    check(direct and file.is_file(), place, "a plain file", "a link or a folder", remedy)
+    is_direct = file.resolve() == folder.resolve().joinpath(*parts) and file.is_file()
+    check(is_direct, place, "a plain file", "a link or a folder", remedy)
     return file
 
 
@@ -261,31 +217,23 @@ def read_artifact_file(
     says of it."""
     place = f"artifact {str(path)!r}, file {name!r}"
     check_known("file", name, manifest["files"])
-    entry = manifest["files"][name]
-    file = file_inside(Path(path), name, place)
+    entry, file = manifest["files"][name], file_inside(Path(path), name, place)
     if verify:
         _check_sha256(file, entry, place)
-    found, stated = _header(file, place), entry.get("tensors")
-    check(found == stated, place, f"tensors {stated}", found, "it was damaged; export again")
+    header = _header(file, place)
+    check(header == entry.get("tensors"), place, f"tensors {entry.get('tensors')}", header, _AGAIN)
     try:
         return load_file(file)
     except SafetensorError as error:
-        raise ValueError(
-            describe(place, "a safetensors file", str(error), "export again")
-        ) from error
+        raise ValueError(describe(place, "a safetensors file", str(error), _AGAIN)) from error
 
 
 def _header(file: Path, place: str) -> dict[str, Any]:
     """Dtype, shape and offset of every tensor of a safetensors file, from its header alone."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        check(
-            length <= file.stat().st_size - 8,
-            place,
-            "a safetensors file",
-            "another",
-            "export again",
-        )
+        fits = length <= file.stat().st_size - 8
+        check(fits, place, "a safetensors file", "another", "export again")
         content = stream.read(length)
     try:
         return {
@@ -297,20 +245,13 @@ def _header(file: Path, place: str) -> dict[str, Any]:
             for name, fields in json.loads(content).items()
         }
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            describe(place, "a safetensors file", f"header: {error}", "export again")
-        ) from error
+        received = f"header: {error}"
+        raise ValueError(describe(place, "a safetensors file", received, _AGAIN)) from error
 
 
 def _check_sha256(file: Path, entry: Mapping[str, Any], place: str) -> None:
-    found = _sha256(file)
-    check(
-        found == entry["sha256"],
-        place,
-        f"sha256 {entry['sha256']}",
-        found,
-        "it was damaged; export again",
-    )
+    digest = _sha256(file)
+    check(digest == entry["sha256"], place, f"sha256 {entry['sha256']}", digest, _AGAIN)
 
 
 def _sha256(file: Path) -> str:
@@ -322,22 +263,3 @@ def _with_digits(content: bytes, old: str, new: str) -> bytes:
     """`content` with the last `old` in it replaced by `new`, which is as long."""
     before, _, after = content.rpartition(old.encode())
     return before + new.encode() + after
-
-
-def _check_version(version: object, place: str) -> None:
-    major = version.split(".")[0] if isinstance(version, str) else ""
-    check(
-        re.fullmatch("[0-9]{1,9}", major) is not None,
-        place,
-        "a format_version like '1.1'",
-        repr(version),
-        "export again",
-    )
-    newest = int(_FORMAT_VERSION.split(".")[0])
-    check(
-        int(major) <= newest,
-        place,
-        f"a format_version up to {newest}.x",
-        repr(version),
-        "update dnis_torchrec",
-    )

@@ -16,12 +16,12 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.artifact.card import CARD
+from dnis_torchrec.artifact.export import drop_in_
 from dnis_torchrec.artifact.forms import Rows
-from dnis_torchrec.artifact.loading import exact_rows, load, read_scheme
+from dnis_torchrec.artifact.load import exact_rows, load, read_scheme
 from dnis_torchrec.artifact.manifest import MANIFEST, describe_file, read_manifest
 from dnis_torchrec.data.over_ranks import check_same, split_over_ranks
 from dnis_torchrec.data.recipe import Recipe, TrainTask
-from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, is_gone
 from dnis_torchrec.serving.logical_tables import torchrec_config

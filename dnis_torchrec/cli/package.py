@@ -29,8 +29,9 @@ def package(
     """Packages the whole model, dense weights and compressed tables: inputs dense, values, lengths;
     any batch size."""
     from dnis_torchrec.artifact import package as packages
+    from dnis_torchrec.artifact.export import drop_in_
     from dnis_torchrec.data.recipe import load_recipe
-    from dnis_torchrec.jobs.artifact_jobs import drop_in_, recipe_of_artifact
+    from dnis_torchrec.jobs.artifact_jobs import recipe_of_artifact
     from dnis_torchrec.scheme import PACKED
 
     with arguments():

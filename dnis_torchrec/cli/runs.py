@@ -171,7 +171,7 @@ def export(
     overwrite: OverwriteOption = False,
 ) -> None:
     """Exports a finished RUN as an artifact, ready to serve."""
-    from dnis_torchrec.artifact.writing import check_forms
+    from dnis_torchrec.artifact.write import check_forms
     from dnis_torchrec.jobs.artifact_jobs import run_export
     from dnis_torchrec.jobs.run_folder import RunFolder
 

@@ -6,33 +6,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
-from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dnis_torchrec.allocation.axes import has_axes, with_axes_
-from dnis_torchrec.artifact import (
-    load,
-    load_dense_state,
-    read_manifest,
-    read_scheme,
-    write_artifact,
-)
-from dnis_torchrec.artifact.over_ranks import write_over_ranks
-from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.artifact.export import drop_in_
+from dnis_torchrec.artifact.load import read_scheme
+from dnis_torchrec.artifact.manifest import read_manifest
+from dnis_torchrec.artifact.write import write_over_ranks
 from dnis_torchrec.data.over_ranks import check_same, split_over_ranks
 from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe_again
 from dnis_torchrec.data.users_code import errors_of_its_code
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.report.provenance import PROVENANCE
-from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.selection.shards import TableShard, collections, table_configs_of
-from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
+from dnis_torchrec.selection.shards import TableShard
 from dnis_torchrec.training.checkpoint import StoredTensor
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.shard import launched_ranks, process_group
-from dnis_torchrec.training.weights import check_shapes, check_state, spread_filled
+from dnis_torchrec.training.weights import check_state, spread_filled
 
 
 def run_export(
@@ -56,16 +46,6 @@ def run_export(
             PROVENANCE,
         )
         described = {key: head[key] for key in names if key in head}
-        if ranks.world_size == 1:
-            return write_artifact(
-                {name: stored.whole() for name, stored in tables.items()},
-                scheme,
-                out,
-                forms=chosen,
-                dense_state=dense,
-                run=described,
-                overwrite=overwrite,
-            )
         with together(ranks.group):
             shards = {
                 name: [_shard_of_rank(name, stored, ranks)] for name, stored in tables.items()
@@ -138,60 +118,3 @@ def recipe_of_artifact(artifact: Path, data: Path | None, *, recipe: str) -> Rec
     run = read_manifest(artifact)["run"]
     built = build_recipe_again(recipe, data, run)
     return built
-
-
-def _check_features(
-    collection: nn.Module, scheme: MixedDimensionScheme, fqn: str, artifact: Path
-) -> None:
-    """Refuses tables that read other features than the model's: the model would miss some, or take
-    one for another."""
-    of_model = {config.name: tuple(config.feature_names) for config in table_configs_of(collection)}
-    held = {
-        table.name: tuple(table.feature_names)
-        for table in scheme.tables.values()
-        if table.collection == fqn
-    }
-    for name in sorted({*of_model, *held}):
-        requirement = f"the features of the model's table, {list(of_model.get(name, ()))}"
-        fits = of_model.get(name) == held.get(name)
-        check(
-            fits,
-            f"{artifact}, table {name!r}",
-            requirement,
-            list(held.get(name, ())),
-            "use the model of the run",
-        )
-
-
-def drop_in_(model: nn.Module, artifact: Path, *, form: str | None = None) -> nn.Module:
-    """Puts an artifact's serving modules and dense weights into a model in place of its embedding
-    collections."""
-    scheme, of_model = read_scheme(artifact), collections(model)
-    names = {table.collection for table in scheme.tables.values()}
-    for name in sorted(names):
-        check_known("FQN", name, of_model)
-        _check_features(of_model[name], scheme, name, artifact)
-    dense = load_dense_state(artifact)
-    if has_axes(dense):
-        with_axes_(model)
-    for name in names:
-        served = load(artifact, form=form, collection=name)
-        plain = of_model[name]
-        if isinstance(served, ServedEmbeddingCollection) and isinstance(plain, EmbeddingCollection):
-            served.pass_indices_(plain.need_indices())
-        parent, _, child = name.rpartition(".")
-        if not name:
-            return served
-        setattr(model.get_submodule(parent), child, served)
-    kept = {
-        key: value
-        for key, value in model.state_dict().items()
-        if not any(key.startswith(f"{name}.") for name in names)
-    }
-    missing = sorted(set(kept) ^ set(dense))
-    remedy = "use the model of the run" if dense else "export again with dense_state"
-    received = missing[:3] if dense else "none"
-    check(not missing, str(artifact), "the model's own dense weights", received, remedy)
-    check_shapes(kept, dense, str(artifact))
-    model.load_state_dict(dense, strict=False)
-    return model

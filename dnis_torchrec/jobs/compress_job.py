@@ -19,10 +19,9 @@ from dnis_torchrec.allocation.axes import rotation_groups
 from dnis_torchrec.allocation.bits import Allocation
 from dnis_torchrec.allocation.compress import Measured, measure_
 from dnis_torchrec.allocation.settings import CompressSettings
-from dnis_torchrec.artifact import read_manifest
-from dnis_torchrec.artifact.export import export
-from dnis_torchrec.artifact.manifest import write_manifest
-from dnis_torchrec.artifact.over_ranks import shared_folder
+from dnis_torchrec.artifact.export import drop_in_, export
+from dnis_torchrec.artifact.manifest import read_manifest, write_manifest
+from dnis_torchrec.artifact.write import shared_folder
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.files import FolderKind, write_json
 from dnis_torchrec.data.over_ranks import measured_samples
@@ -35,7 +34,6 @@ from dnis_torchrec.data.recipe import (
 )
 from dnis_torchrec.data.test_split import CountedLabels, TestSplit
 from dnis_torchrec.data.users_code import errors_of_its_code
-from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.jobs.run_folder import COMPRESSION_FILE, RunFolder, RunWriteError
 from dnis_torchrec.jobs.stored_rows import CUT_AXES, ROWS, columns_within, in_rows, table_bytes
 from dnis_torchrec.ranks import Ranks, on_rank_zero, together

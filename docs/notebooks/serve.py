@@ -25,7 +25,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
-from dnis_torchrec.artifact import load_dense_state
+from dnis_torchrec.artifact.load import load_dense_state
 
 # %% [markdown]
 # ## A model

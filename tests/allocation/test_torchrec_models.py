@@ -23,10 +23,9 @@ from dnis_torchrec.allocation.axes import (
     rotation_groups,
     with_axes_,
 )
-from dnis_torchrec.artifact.export import export
+from dnis_torchrec.artifact.export import drop_in_, export
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.routing import RowRouting
-from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.swap import prepare_

@@ -23,6 +23,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 import dnis_torchrec as dnis
+from dnis_torchrec.artifact.export import drop_in_
 from dnis_torchrec.artifact.package import (
     FlatModel,
     Signature,
@@ -36,7 +37,6 @@ from dnis_torchrec.artifact.package import (
     padded_dense,
     write_package,
 )
-from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.serving import load_operator
 from examples.serving import load_package as minimal_loader
 from tests import tiny

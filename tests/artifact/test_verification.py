@@ -20,16 +20,14 @@ from torchrec.models.dlrm import DLRM
 from typer.testing import CliRunner
 
 import dnis_torchrec as dnis
-from dnis_torchrec.artifact import load, load_dense_state, read_manifest, read_scheme
 from dnis_torchrec.artifact import verify as verification
-from dnis_torchrec.artifact.export import export
-from dnis_torchrec.artifact.loading import exact_rows
-from dnis_torchrec.artifact.manifest import describe_file, write_manifest
+from dnis_torchrec.artifact.export import drop_in_, export
+from dnis_torchrec.artifact.load import exact_rows, load, load_dense_state, read_scheme
+from dnis_torchrec.artifact.manifest import describe_file, read_manifest, write_manifest
 from dnis_torchrec.artifact.verify import Finding, Oracle, Verification, bag_cases, compare, unknown_bags, verify
 from dnis_torchrec.cli import app
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.urls import fetch
-from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.serving import ServedEmbeddingCollection
 from tests import tiny
 from tests.sequence_models import interest, make_batch

@@ -19,7 +19,7 @@ import pytest
 from rich.table import Table
 from safetensors import SafetensorError
 
-from dnis_torchrec.artifact import writing as artifact_writing
+from dnis_torchrec.artifact import write
 from dnis_torchrec.checks import describe_error, is_of_system, visible
 from dnis_torchrec.cli import terminal
 from dnis_torchrec.cli.app import ORDER, print_table
@@ -170,7 +170,7 @@ def test_commands_without_checkpoints_end_with_a_sentence_and_leave_nothing(
     def struck(*_: object, **__: object) -> None:
         signal.raise_signal(number)
 
-    monkeypatch.setattr(artifact_writing, "write_manifest", struck)
+    monkeypatch.setattr(write, "write_manifest", struck)
     monkeypatch.setattr(RunFolder, "write_head", struck)
     handlers = [signal.getsignal(each) for each in signals.REQUESTS]
     for arguments in (("export", run, "--out", tmp_path / "deep" / "artifact"),):

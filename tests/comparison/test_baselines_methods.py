@@ -25,8 +25,8 @@ from benchmarks.rivals.methods import (
 )
 from benchmarks.rivals.methods.nis.supernet import Supernet
 from dnis_torchrec import TrainTask, export
+from dnis_torchrec.artifact.export import drop_in_
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.training.evaluate import evaluate
 from tests.tiny import ROWS, BagsOnly, Repeatable, make_batch, make_collection, make_recipe
 

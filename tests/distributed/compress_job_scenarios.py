@@ -23,7 +23,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from typer.testing import CliRunner
 
-from dnis_torchrec.artifact.packed_files import SharedPackedFile
+from dnis_torchrec.artifact.write import PackedFile
 from dnis_torchrec.cli import app
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.jobs import compress_job
@@ -173,7 +173,7 @@ def refusals(at: Rank, file: Path) -> Results:
 
     own = file if at.rank == 0 else file.with_name("none.safetensors")
     found: Results = {"weights": outcome_of(lambda: run_compress(job(at.folder / "refused", weights=own)))}
-    with patch.object(SharedPackedFile, "fill", full if at.rank == 1 else SharedPackedFile.fill):
+    with patch.object(PackedFile, "fill", full if at.rank == 1 else PackedFile.fill):
         found["full"] = outcome_of(lambda: run_compress(job(at.folder / "refused", weights=file)))
     with patch.object(compress_job, "drop_in_", full if at.rank == 1 else compress_job.drop_in_):
         found["serving"] = outcome_of(lambda: run_compress(job(at.folder / "refused", weights=file)))

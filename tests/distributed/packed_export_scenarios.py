@@ -18,9 +18,9 @@ from dnis_torchrec import scheme as scheme_module
 from dnis_torchrec.allocation.bits import allocate
 from dnis_torchrec.allocation.curvature import Curvature
 from dnis_torchrec.artifact import export as export_module
-from dnis_torchrec.artifact import forms, write_artifact
+from dnis_torchrec.artifact import forms
 from dnis_torchrec.artifact.export import export
-from dnis_torchrec.artifact.over_ranks import write_over_ranks
+from dnis_torchrec.artifact.write import write_artifact, write_over_ranks
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.scheme import MixedDimensionScheme

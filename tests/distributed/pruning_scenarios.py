@@ -13,7 +13,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec import ranks as reductions
 from dnis_torchrec import scheme as scheme_module
-from dnis_torchrec.artifact import over_ranks
+from dnis_torchrec.artifact import write
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
@@ -172,7 +172,7 @@ def memory(kind: str, rank: Rank) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards_module, "VALUES_PER_OPERATION", 1 << 13)
         patch.setattr(scheme_module, "VALUES_PER_CHUNK", 1 << 13)
-        patch.setattr(over_ranks, "_SMALLEST_FILE_BYTES", 1 << 16)
+        patch.setattr(write, "_SMALLEST_FILE_BYTES", 1 << 16)
         for weight in weights:
             weight.normal_(generator=torch.Generator().manual_seed(rank.rank))
         with AllocatedPeak(weights) as pruned:

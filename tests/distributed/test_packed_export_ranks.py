@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dnis_torchrec.artifact import exact_rows, read_manifest
+from dnis_torchrec.artifact.load import exact_rows
+from dnis_torchrec.artifact.manifest import read_manifest
 from tests.distributed.harness import RankResults, run_on_ranks
 from tests.distributed.model import ROWS
 from tests.distributed.packed_export_scenarios import export_alone, export_packed, memory, refusals

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from dnis_torchrec.artifact import load, load_dense_state, read_manifest, read_scheme
 from dnis_torchrec.artifact.export import export
+from dnis_torchrec.artifact.load import load, load_dense_state, read_scheme
+from dnis_torchrec.artifact.manifest import read_manifest
 from dnis_torchrec.search.prune import Size, prune
 from dnis_torchrec.selection.shards import collections, local_shards
 from tests.distributed.harness import RankResults, run_on_ranks

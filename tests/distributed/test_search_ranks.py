@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from dnis_torchrec.artifact.export import drop_in_
 from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.jobs.artifact_jobs import drop_in_, run_evaluate, run_export
+from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
 from dnis_torchrec.jobs.train_job import run_train
 from dnis_torchrec.search.search import SearchOutcome
 from dnis_torchrec.selection.shards import table_configs

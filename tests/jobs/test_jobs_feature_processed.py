@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dnis_torchrec.artifact import load_dense_state, read_manifest, read_scheme
+from dnis_torchrec.artifact.load import load_dense_state, read_scheme
+from dnis_torchrec.artifact.manifest import read_manifest
 from dnis_torchrec.artifact.verify import verify
 from dnis_torchrec.jobs.artifact_jobs import recipe_of_artifact, run_evaluate, run_export
 from dnis_torchrec.jobs.compress_job import CompressJob, run_compress

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from dnis_torchrec.artifact.export import drop_in_
 from dnis_torchrec.cli import app
-from dnis_torchrec.jobs.artifact_jobs import drop_in_, run_evaluate
+from dnis_torchrec.jobs.artifact_jobs import run_evaluate
 from dnis_torchrec.serving import PackedEmbeddingBagCollection
 from tests import tiny
 from tests.tiny_artifact import write_tiny_artifact

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.artifact import serve
+from dnis_torchrec.artifact.load import serve
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ops.batches import (
     are_sound,

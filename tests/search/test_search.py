@@ -20,10 +20,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec import TrainTask, export, packed_collections
 from dnis_torchrec.allocation.bits import Prediction
 from dnis_torchrec.allocation.held_out import LossSample, with_gains
+from dnis_torchrec.artifact.export import drop_in_
 from dnis_torchrec.blocks.codes import is_coded
 from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
 from dnis_torchrec.search import loop as search_loop
 from dnis_torchrec.search import search as search_module

@@ -14,10 +14,9 @@ from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCo
 from torchrec.modules.mc_modules import ManagedCollisionCollection, ManagedCollisionModule
 
 from dnis_torchrec.allocation.compress import compress, measure_
-from dnis_torchrec.artifact.export import export
+from dnis_torchrec.artifact.export import drop_in_, export
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
-from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.search.prune import Size, prune
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.selection.shards import collections, table_configs

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
-from dnis_torchrec.artifact import load, write_artifact
 from dnis_torchrec.artifact.export import export
-from dnis_torchrec.artifact.loading import serve
+from dnis_torchrec.artifact.load import load, serve
+from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.scheme import TableScheme
 from dnis_torchrec.serving import MeanForUnknownIds, unknown_ids
 from tests.coded_tables import coded_case

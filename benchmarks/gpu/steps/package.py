@@ -87,8 +87,8 @@ def compiled(folder: str) -> None:
         folder: where the package and its artifact go.
     """
     from benchmarks import packaged
-    from dnis_torchrec.artifact import write_artifact
     from dnis_torchrec.artifact.package import write_package
+    from dnis_torchrec.artifact.write import write_artifact
 
     path = Path(folder)
     dense = packaged.made_up(num_embeddings=(50, 7), embedding_dim=24)
@@ -110,7 +110,7 @@ def loaded(folder: str, has_begun: bool) -> None:
     import torch
 
     from benchmarks import packaged
-    from dnis_torchrec.artifact import read_scheme
+    from dnis_torchrec.artifact.load import read_scheme
     from dnis_torchrec.artifact.package import Signature, load_package
 
     if has_begun:

@@ -15,7 +15,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from benchmarks.rivals.forms import CODES, PRECISIONS, form_named
 from benchmarks.rivals.settings import TrainingRules
-from dnis_torchrec.artifact.loading import serve
+from dnis_torchrec.artifact.load import serve
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.report import ReportRow

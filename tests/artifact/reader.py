@@ -12,20 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-from dnis_torchrec.artifact import load, write_artifact, writing
-from dnis_torchrec.artifact.writing import write_packed
-from dnis_torchrec.blocks.codes import WIDTHS
-from dnis_torchrec.blocks.routing import RowRouting
-from dnis_torchrec.scheme import FORMS, MixedDimensionScheme
-from tests.coded_tables import rounded, with_codes
-from tests.serving_reference import table_scheme
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "artifact.md"
-NUMPY_DTYPES = {
+DTYPES = {
     "bool": "|b1",
     "int8": "|i1",
     "int16": "<i2",
@@ -102,7 +91,7 @@ class Reader:
             mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         found = {}
         for key, fields in self.manifest["files"][name]["tensors"].items():
-            dtype, count = np.dtype(NUMPY_DTYPES[fields["dtype"]]), int(np.prod(fields["shape"], dtype=np.int64))
+            dtype, count = np.dtype(DTYPES[fields["dtype"]]), int(np.prod(fields["shape"], dtype=np.int64))
             assert fields["offset"] % dtype.itemsize == 0
             array = np.frombuffer(mapped, dtype, count, fields["offset"]).reshape(fields["shape"])
             if fields["dtype"] == "bfloat16":
@@ -131,7 +120,10 @@ class Reader:
         fields = self.manifest["tables"][table]
         out = np.zeros((fields["num_embeddings"], fields["embedding_dim"]), np.float32)
         blocks, retained = self.blocks(table)
-        bits, scale, shift = (self.scheme().get(f"{table}/{part}") for part in ("bits", "scale", "shift"))
+        tensors = self.scheme()
+        bits, scale, shift = (tensors.get(f"{table}/{part}") for part in ("bits", "scale", "shift"))
+        if bits is None:  # float32, all that is retained
+            bits, scale, shift = retained * 32, np.ones(retained.shape, np.float32), np.zeros(retained.shape)
         next_row = 0
         for shard in fields["shards"][form]:
             first, num_rows, tensors = shard["first_row"], shard["num_rows"], self.tensors(shard["file"])
@@ -150,74 +142,3 @@ class Reader:
             assert used == {key: len(rows) for key, rows in tensors.items()}
         assert next_row == fields["num_embeddings"]
         return out
-
-
-def large_tables(widest: int = 300) -> tuple[dict[str, torch.Tensor], MixedDimensionScheme]:
-    """Uint8 and uint16 columns, routing by boundaries and by map, rows of no block, single values pruned."""
-    torch.manual_seed(0)
-    routings = {
-        "narrow/table": RowRouting(90, 2, boundaries=torch.tensor([0, 20, 80])),
-        "wide": RowRouting.from_map(torch.randint(0, 4, (60,)), 3),
-    }
-    tables, schemes = {}, {}
-    for (name, routing), dim in zip(routings.items(), (16, widest), strict=True):
-        retained = torch.rand(routing.num_blocks, dim) < 0.3
-        rows = torch.cat([retained, torch.zeros(1, dim, dtype=torch.bool)])[routing.all_blocks()]
-        tables[name] = torch.randn(len(rows), dim) * rows * (torch.rand(len(rows), dim) < 0.8)
-        schemes[name] = table_scheme(name, routing, retained, feature_names=(name,))
-    return tables, MixedDimensionScheme(schemes)
-
-
-@pytest.mark.parametrize("max_file_bytes", [2_000_000_000, 6000])
-def test_the_document_is_enough_to_read_an_artifact(tmp_path: Path, max_file_bytes: int) -> None:
-    tables, scheme = large_tables()
-    state = {"layer": torch.arange(3.0).double()}
-    path = write_artifact(tables, scheme, tmp_path / "a", forms=FORMS, dense_state=state, max_file_bytes=max_file_bytes)
-    reader = Reader(path)
-    reader.verify()
-    assert list(reader.manifest["tables"]) == list(tables)
-    for name, table in tables.items():
-        assert (reader.dense(name, "mixed_dimension") == table.numpy()).all()
-    shards = [len(of_form) for fields in reader.manifest["tables"].values() for of_form in fields["shards"].values()]
-    assert (max(shards) > 1) == (max_file_bytes == 6000)
-    sizes = [entry["bytes"] for entry in reader.manifest["files"].values()]
-    assert max(sizes) <= max_file_bytes
-    (name,) = reader.manifest["dense_state"]
-    assert reader.tensors(name)["layer"].tolist() == [0.0, 1.0, 2.0]
-
-
-@pytest.mark.parametrize("max_file_bytes", [2_000_000_000, 1000])
-def test_the_document_is_enough_to_read_bit_fields(tmp_path: Path, max_file_bytes: int) -> None:
-    torch.manual_seed(0)
-    _, scheme = large_tables(40)
-    coded = {name: with_codes(table, widths=WIDTHS) for name, table in scheme.tables.items()}
-    weights = {name: torch.randn(table.num_embeddings, table.embedding_dim) for name, table in coded.items()}
-    state = MixedDimensionScheme(coded)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "write_packed", lambda folder, stem, tensors, *_: write_packed(folder, stem, tensors))
-        path = write_artifact(weights, state, tmp_path / "a", max_file_bytes=max_file_bytes)
-    reader, served = Reader(path), load(path)
-    reader.verify()
-    assert {int(width) for table in coded.values() for width in table.codes.bits.unique()} == set(WIDTHS)
-    for name, table in coded.items():
-        found = torch.from_numpy(reader.dense(name, "packed"))
-        torch.testing.assert_close(found, rounded(table, weights[name]), rtol=1e-6, atol=1e-6)
-        ids = torch.arange(table.num_embeddings)
-        bags = KeyedJaggedTensor(
-            keys=list(coded), values=ids.repeat(len(coded)) % 60, lengths=torch.ones(len(coded) * len(ids)).int()
-        )
-        torch.testing.assert_close(served(bags).to_dict()[name], found[ids % 60], rtol=1e-5, atol=1e-5)
-        shards = reader.manifest["tables"][name]["shards"]["packed"]
-        assert (len(shards) > 1) == (max_file_bytes == 1000)
-
-
-def test_the_document_names_every_field(tmp_path: Path) -> None:
-    tables, scheme = large_tables()
-    manifest = Reader(write_artifact(tables, scheme, tmp_path / "a", dense_state={"x": torch.ones(1)})).manifest
-    text = DOCUMENT.read_text(encoding="utf-8")
-    table = next(iter(manifest["tables"].values()))
-    file = manifest["files"]["dense_state.safetensors"]
-    shard, tensor = table["shards"]["mixed_dimension"][0], file["tensors"]["x"]
-    forms = [*table["shards"], *FORMS]
-    for field in [*manifest, *table, *file, *shard, *tensor, *table["blocks"][0], *forms, *NUMPY_DTYPES]:
-        assert f"`{field}`" in text or f'"{field}"' in text, field

@@ -1,0 +1,275 @@
+"""Reads artifacts back: the scheme, serving modules in either form, rows, the model's other
+weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
+
+from dnis_torchrec.artifact.forms import (
+    Rows,
+    Shard,
+    blocks_of_shards,
+    packed_table,
+    rows_of,
+    rows_of_blocks,
+    rows_of_packed,
+    whole_shard,
+)
+from dnis_torchrec.artifact.manifest import MANIFEST, read_artifact_file, read_manifest
+from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.scheme import (
+    FORMS,
+    MIXED_DIMENSION,
+    PACKED,
+    MixedDimensionScheme,
+    TableScheme,
+    form_named,
+)
+from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS
+from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection
+from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
+from dnis_torchrec.serving.sequences import (
+    ServedEmbeddingCollection,
+    is_unpooled,
+    table_of_single_ids,
+)
+from dnis_torchrec.serving.unknown_ids import MEAN, MeanForUnknownIds
+
+
+@overload
+def load(
+    path: Path | str,
+    *,
+    form: Literal["mixed_dimension"],
+    collection: str | None = None,
+    device: torch.device | str = "cpu",
+    unknown_ids: Literal["error", "zero"] = "error",
+    verify: bool = False,
+) -> MixedDimensionEmbeddingBagCollection: ...
+
+
+@overload
+def load(
+    path: Path | str,
+    *,
+    form: Literal["packed"],
+    collection: str | None = None,
+    device: torch.device | str = "cpu",
+    unknown_ids: Literal["error", "zero"] = "error",
+    verify: bool = False,
+) -> PackedEmbeddingBagCollection: ...
+
+
+@overload
+def load(
+    path: Path | str,
+    *,
+    form: str | None = None,
+    collection: str | None = None,
+    device: torch.device | str = "cpu",
+    unknown_ids: str = "error",
+    verify: bool = False,
+) -> EmbeddingBagCollectionInterface | ServedEmbeddingCollection: ...
+
+
+def load(
+    path: Path | str,
+    *,
+    form: str | None = None,
+    collection: str | None = None,
+    device: torch.device | str = "cpu",
+    unknown_ids: str = "error",
+    verify: bool = False,
+) -> EmbeddingBagCollectionInterface | ServedEmbeddingCollection:
+    """Builds a serving module from an artifact.
+
+    Tables on the CPU stay in the artifact's files, memory-mapped, and are read as rows are looked
+    up. A form that the artifact does not hold is made from the other one, in memory.
+
+    Args:
+        path: the artifact's folder.
+        form: ``"packed"``, which serves, or ``"mixed_dimension"``, which can be trained on; None
+            takes ``"packed"`` if the artifact holds it.
+        collection: FQN of the collection in the model; needed only if the artifact holds several.
+        device: where the tables go.
+        unknown_ids: ids that are no rows raise (``"error"``), contribute zero (``"zero"``), or the
+            mean of the table's coldest rows (``"mean"``, see `MeanForUnknownIds`). They count in
+            the length.
+        verify: read every file that is used and compare its sha256. Without, sizes and structure
+            are checked, and bytes of a table that were changed give other numbers (never an access
+            outside the table).
+
+    Returns:
+        A drop-in for the model's EmbeddingBagCollection, or a `ServedEmbeddingCollection` for its
+        EmbeddingCollection.
+
+    Raises:
+        ValueError: if the artifact is damaged, foreign or newer, holds neither form, or
+            `collection` is needed or unknown.
+    """
+    ways = (*UNKNOWN_IDS, MEAN)
+    check(unknown_ids in ways, "unknown_ids", f"one of {ways}", repr(unknown_ids))
+    form = None if form is None else form_named(form)
+    folder = _Folder.at(path)
+    form = form or default_form(folder.manifest)
+    scheme = folder.collection(collection)
+    shards = {name: folder.shards(table, form, verify) for name, table in scheme.tables.items()}
+    if not is_unpooled(scheme):
+        return _build(form, scheme, shards, device, unknown_ids)
+    tables = {
+        name: _build(form, table_of_single_ids(table), shards, device, unknown_ids)
+        for name, table in scheme.tables.items()
+    }
+    return ServedEmbeddingCollection(scheme, tables)
+
+
+def serve(
+    scheme: MixedDimensionScheme,
+    tables: Mapping[str, Tensor],
+    form: str,
+    *,
+    device: torch.device | str = "cpu",
+    unknown_ids: str = "error",
+) -> EmbeddingBagCollectionInterface:
+    """Builds a serving module of one collection from its tables, without an artifact."""
+    form, shards = form_named(form), {}
+    for name, table in scheme.tables.items():
+        check_known("table", name, tables)
+        shape, weight = (table.num_embeddings, table.embedding_dim), tables[name].detach()
+        check(tuple(weight.shape) == shape, f"table {name!r}", f"shape {shape}", weight.shape)
+        shards[name] = [whole_shard(form, table, rows_of(weight))]
+    return _build(form, scheme, shards, device, unknown_ids)
+
+
+def default_form(manifest: Mapping[str, Any]) -> str:
+    """The form that an artifact is served in unless another is asked for."""
+    return PACKED if PACKED in manifest["forms"] else MIXED_DIMENSION
+
+
+def read_scheme(path: Path | str) -> MixedDimensionScheme:
+    """Reads the scheme of an artifact."""
+    return _Folder.at(path).scheme()
+
+
+def exact_rows(path: Path | str) -> dict[str, Rows]:
+    """The values of all tables, bit for bit, from whichever form the artifact holds."""
+    folder = _Folder.at(path)
+    return {name: folder.rows(table, True) for name, table in folder.scheme().tables.items()}
+
+
+def load_dense_state(path: Path | str) -> dict[str, Tensor]:
+    """Reads the model's other weights; none of a model that is tables alone."""
+    return _Folder.at(path).tensors("dense_state")
+
+
+def _build(
+    form: str,
+    scheme: MixedDimensionScheme,
+    shards: Mapping[str, Sequence[Shard]],
+    device: torch.device | str,
+    unknown_ids: str,
+) -> EmbeddingBagCollectionInterface:
+    """A serving module of one collection from its tables' shards, in order of rows."""
+    way = "zero" if unknown_ids == MEAN else unknown_ids
+    if form == PACKED:
+        scheme = scheme.with_float_codes()
+        tables = {name: packed_table(table, shards[name]) for name, table in scheme.tables.items()}
+        module: Any = PackedEmbeddingBagCollection(scheme, tables, unknown_ids=way)
+    else:
+        module = MixedDimensionEmbeddingBagCollection(scheme, device="meta", unknown_ids=way)
+        for name, table in scheme.tables.items():
+            for s, weight in blocks_of_shards(table, shards[name]).items():
+                module.load_block(name, s, weight.to(device))
+    module = module.to(device)
+    return MeanForUnknownIds(scheme, module) if unknown_ids == MEAN else module
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """An artifact that is being read."""
+
+    path: Path | str
+    manifest: dict[str, Any]
+
+    @staticmethod
+    def at(path: Path | str) -> _Folder:
+        """The artifact in a folder, its manifest checked."""
+        return _Folder(path, read_manifest(path))
+
+    def tensors(self, field: str) -> dict[str, Tensor]:
+        """The tensors of all files that a field of the manifest names. They are read as a whole, so
+        hashes cost little."""
+        tensors: dict[str, Tensor] = {}
+        for name in self.manifest[field]:
+            tensors |= read_artifact_file(self.path, self.manifest, name, verify=True)
+        return tensors
+
+    def scheme(self) -> MixedDimensionScheme:
+        """The scheme of all tables."""
+        place = f"artifact {str(self.path)!r}, file {MANIFEST!r}"
+        remedy, described = "export again", self.manifest["tables"]
+        check(bool(described), place, "at least one table", "none", remedy)
+        for name, fields in described.items():
+            requirement = f"names of features of table {name!r}"
+            check(bool(fields["feature_names"]), place, requirement, "none", remedy)
+            for form, shards in fields["shards"].items():
+                # they have to follow each other from the first row to the last
+                row, where = 0, f"table {name!r}, form {form!r}"
+                for shard in shards:
+                    follows = shard["first_row"] == row and shard["num_rows"] > 0
+                    check(follows, place, f"a shard of {where} from row {row} on", shard, remedy)
+                    row += shard["num_rows"]
+                num_rows = fields["num_embeddings"]
+                check(row == num_rows, place, f"shards of {where} of {num_rows} rows", row, remedy)
+        tensors = self.tensors("scheme")
+        try:
+            return MixedDimensionScheme.from_parts(described, tensors)
+        except ValueError as error:
+            place = f"artifact {str(self.path)!r}, file {next(iter(self.manifest['scheme']), MANIFEST)!r}"
+            raise ValueError(f"{place}: {error}; {remedy}") from error
+
+    def collection(self, collection: str | None) -> MixedDimensionScheme:
+        """The scheme of one collection's tables."""
+        tables = self.scheme().tables
+        names = sorted({table.collection for table in tables.values()})
+        if collection is None:
+            place, remedy = f"artifact {str(self.path)!r}", f"pass collection={names[0]!r}, say"
+            requirement = "collection=, because it holds several collections"
+            check(len(names) == 1, place, requirement, names, remedy)
+            collection = names[0]
+        check_known("collection", collection, names)
+        return MixedDimensionScheme({n: t for n, t in tables.items() if t.collection == collection})
+
+    def shards(self, table: TableScheme, form: str, verify: bool) -> list[Shard]:
+        """A table's shards as they are stored, or one that is made of its values."""
+        if form not in self.manifest["tables"][table.name]["shards"]:
+            return [whole_shard(form, table, self.rows(table, verify))]
+        return self._read(table, form, verify)
+
+    def rows(self, table: TableScheme, verify: bool) -> Rows:
+        """The values of a table."""
+        forms = self.manifest["tables"][table.name]["shards"]
+        place, update = f"artifact {str(self.path)!r}, table {table.name!r}", "update dnis_torchrec"
+        check(bool(set(forms) & set(FORMS)), place, f"one of {FORMS}", sorted(forms), update)
+        form = PACKED if PACKED in forms else MIXED_DIMENSION
+        shards = self._read(table, form, verify)
+        return (rows_of_packed if form == PACKED else rows_of_blocks)(table, shards)
+
+    def _read(self, table: TableScheme, form: str, verify: bool) -> list[Shard]:
+        shards = self.manifest["tables"][table.name]["shards"][form]
+        return [
+            Shard(
+                place=f"artifact {str(self.path)!r}, file {shard['file']!r}",
+                first_row=shard["first_row"],
+                num_rows=shard["num_rows"],
+                tensors=read_artifact_file(self.path, self.manifest, shard["file"], verify=verify),
+            )
+            for shard in shards
+        ]

@@ -1,0 +1,487 @@
+"""Writes the tables of a model as an artifact: every rank the rows that it holds, rank 0 the
+manifest. Files of bit fields are those of one process, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dnis_torchrec._dependencies import versions
+from dnis_torchrec.artifact.card import write_card
+from dnis_torchrec.artifact.forms import Rows, chunks_of, encode_blocks, row_counts_of
+from dnis_torchrec.artifact.manifest import (
+    ARTIFACT,
+    MAX_FILE_BYTES,
+    RunOfArtifact,
+    describe_tensors,
+    file_bytes,
+    file_header,
+    write_artifact_file,
+    write_manifest,
+)
+from dnis_torchrec.blocks.codes import row_strides
+from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.data.files import FolderKind, conform, new_folder
+from dnis_torchrec.ranks import Ranks, together
+from dnis_torchrec.scheme import (
+    FORMS,
+    MIXED_DIMENSION,
+    PACKED,
+    MixedDimensionScheme,
+    TableScheme,
+    form_named,
+)
+from dnis_torchrec.selection.shards import TableShard, num_copies
+from dnis_torchrec.serving.packed_table import packed_chunks
+
+Files = dict[str, dict[str, Any]]
+"""Path -> entry of the manifest."""
+Entry = tuple[str, str, dict[str, Any], dict[str, Any]]
+"""Table, form, shard and file, as the manifest lists the latter two."""
+SpanOfRows = tuple[int, int, Rows]
+"""Rows of a table that a rank writes, ``first <= i < last``, and where it takes them from."""
+
+_COLUMNS = "columns"
+"""Folder of an unfinished artifact through which ranks pass columns to each other."""
+_SHARE_OF_SHARD, _SMALLEST_FILE_BYTES = 8, 1 << 24
+"""Ranks encode a file of the mixed-dimension form in memory before they write it: it may take this
+part of the largest shard, or 16 MiB."""
+
+
+def write_artifact(
+    tables: Mapping[str, Tensor],
+    scheme: MixedDimensionScheme,
+    path: Path | str,
+    *,
+    forms: Sequence[str] | None = None,
+    dense_state: Mapping[str, Tensor] | None = None,
+    run: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Path:
+    """Writes tables that this process holds as an artifact. Local, no collective."""
+    for name, table in scheme.tables.items():
+        check_known("table", name, tables)
+        place, shape = f"table {name!r}", (table.num_embeddings, table.embedding_dim)
+        if not tables[name].is_floating_point():
+            raise TypeError(describe(place, "floating point values", tables[name].dtype))
+        check(tuple(tables[name].shape) == shape, place, f"shape {shape}", tables[name].shape)
+    return write_over_ranks(
+        {name: [TableShard(name, tables[name].detach(), 0)] for name in scheme.tables},
+        scheme,
+        Path(path),
+        Ranks(),
+        forms=forms,
+        dense_state=dense_state,
+        run=run,
+        overwrite=overwrite,
+        max_file_bytes=max_file_bytes,
+    )
+
+
+def write_over_ranks(
+    shards: Mapping[str, Sequence[TableShard]],
+    scheme: MixedDimensionScheme,
+    path: Path,
+    ranks: Ranks,
+    *,
+    forms: Sequence[str] | None = None,
+    dense_state: Mapping[str, Tensor] | None = None,
+    run: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Path:
+    """Writes tables that are spread over ranks as an artifact: manifest, model card and safetensors
+    files, nothing to unpickle."""
+    with together(ranks.group):
+        check(bool(scheme.tables), "scheme", "a table", "none", "search and prune a model first")
+        forms = check_forms((scheme.form,) if forms is None else forms)
+        for name in scheme.tables:
+            check_known("table", name, shards)
+        notes = _as_json(run or {})
+        packed = _packed_files(scheme, max_file_bytes) if PACKED in forms else []
+    parts = {name: tuple(shards[name]) for name in scheme.tables}
+    limit = _limit_of_blocks(parts, max_file_bytes, ranks)
+    with shared_folder(path, overwrite=overwrite, kind=ARTIFACT, ranks=ranks) as folder:
+        spans = _spans(folder, scheme, parts, ranks)
+        with together(ranks.group):
+            for file in packed if ranks.is_first else ():
+                file.make(folder)
+        entries: list[Entry] = []
+        with together(ranks.group):
+            num_values = torch.zeros(len(scheme.tables), dtype=torch.int64)
+            for index, (name, table) in enumerate(scheme.tables.items()):
+                num_values[index] = sum(count_values(table, *span) for span in spans[name])
+                for span in spans[name]:
+                    if MIXED_DIMENSION in forms:
+                        entries += _write_blocks(folder, index, table, span, limit)
+                    for file in packed:
+                        if file.table.name == name:
+                            file.fill(folder, *span)
+        _check_counts(scheme, ranks.sum_(num_values))
+        with together(ranks.group):
+            for file in packed[ranks.rank :: ranks.world_size]:
+                facts = describe_tensors(folder, file.rows.name)
+                entries.append((file.table.name, PACKED, file.rows.shard(), facts))
+        texts = ranks.gather_texts(json.dumps(entries))
+        with together(ranks.group):
+            if ranks.is_first:
+                shutil.rmtree(folder / _COLUMNS, ignore_errors=True)
+                entries = [entry for text in texts for entry in json.loads(text)]
+                fields = _merge(scheme, forms, entries)
+                _write_rest(folder, scheme, fields, dense_state or {}, notes, max_file_bytes)
+    return path
+
+
+def check_forms(forms: Sequence[str]) -> tuple[str, ...]:
+    """Checks that an artifact can be written in these forms, and spells them as they are spelt
+    now."""
+    check(bool(forms), "forms", f"some of {FORMS}", "none")
+    check(len(set(forms)) == len(forms), "forms", "each once", tuple(forms))
+    return tuple(map(form_named, forms))
+
+
+@contextmanager
+def shared_folder(
+    path: Path, *, overwrite: bool = False, kind: FolderKind, ranks: Ranks
+) -> Iterator[Path]:
+    """`new_folder` of rank 0, for all ranks to fill: it appears once all have left without error."""
+    with ExitStack() as stack:
+        name = ""
+        with together(ranks.group):
+            if ranks.is_first:
+                name = str(stack.enter_context(new_folder(path, overwrite=overwrite, kind=kind)))
+        folder = Path(ranks.gather_texts(name)[0])
+        with together(ranks.group):
+            place, remedy = f"{kind.name} {str(path)!r}", "write to storage that all ranks see"
+            check(folder.is_dir(), place, "to see the folder of rank 0", "none", remedy)
+        yield folder
+        with together(ranks.group):
+            stack.close()
+
+
+# ---- the rows that each rank writes
+
+
+def _spans(
+    folder: Path,
+    scheme: MixedDimensionScheme,
+    parts: Mapping[str, tuple[TableShard, ...]],
+    ranks: Ranks,
+) -> dict[str, list[SpanOfRows]]:
+    """Rows of each table that this rank writes: of a table in several copies one rank writes all;
+    of one that is cut by columns every rank the W-th part, once all have passed theirs."""
+    shapes = {name: (t.num_embeddings, t.embedding_dim) for name, t in scheme.tables.items()}
+    copies = num_copies(parts, shapes, ranks)
+    is_cut = torch.tensor(
+        [any(s.weight.shape[1] < shapes[n][1] for s in parts[n]) for n in shapes], dtype=torch.int64
+    )
+    is_cut = ranks.max_(is_cut)
+    with together(ranks.group):
+        for index, name in enumerate(shapes):
+            if is_cut[index]:
+                _pass_columns(folder, parts[name])
+    spans: dict[str, list[SpanOfRows]] = {}
+    for index, (name, table) in enumerate(scheme.tables.items()):
+        is_others = copies[name] > 1 and index % ranks.world_size != ranks.rank
+        if is_cut[index]:
+            spans[name] = _spans_of_columns(folder, table, ranks)
+        else:
+            spans[name] = [] if is_others else [_span_of_shard(shard) for shard in parts[name]]
+    return spans
+
+
+def _span_of_shard(shard: TableShard) -> SpanOfRows:
+    first, weight = shard.first_row, shard.weight
+    return first, first + len(weight), lambda begin, end: weight[begin - first : end - first]
+
+
+def _pass_columns(folder: Path, shards: Sequence[TableShard]) -> None:
+    """Writes column shards, as plain float32, where the other ranks find them by name."""
+    (folder / _COLUMNS).mkdir(exist_ok=True)
+    for shard in shards:
+        numbers = (shard.first_row, shard.first_column, *shard.weight.shape)
+        name = f"{shard.table.encode().hex()}.{'.'.join(map(str, numbers))}"
+        with (folder / _COLUMNS / name).open("wb") as file:
+            for chunk, _, _ in shard.chunks():
+                chunk.float().cpu().contiguous().numpy().tofile(file)
+
+
+def _spans_of_columns(folder: Path, table: TableScheme, ranks: Ranks) -> list[SpanOfRows]:
+    """The W-th part of a table's rows, read from the columns that all ranks have passed."""
+    first, last = ranks.share(table.num_embeddings)
+    files = sorted((folder / _COLUMNS).glob(f"{table.name.encode().hex()}.*"))
+
+    def rows(begin: int, end: int) -> Tensor:
+        chunk = torch.full((end - begin, table.embedding_dim), torch.nan)
+        for file in files:
+            first_row, first_column, num_rows, width = map(int, file.name.split(".")[1:])
+            low, high = max(begin, first_row), min(end, first_row + num_rows)
+            if low < high:
+                count, offset = (high - low) * width, 4 * (low - first_row) * width
+                values = np.fromfile(file, dtype=np.float32, count=count, offset=offset)
+                columns = slice(first_column, first_column + width)
+                chunk[low - begin : high - begin, columns] = torch.from_numpy(values).view(
+                    -1, width
+                )
+        return chunk
+
+    return [(first, last, rows)] if first < last else []
+
+
+def count_values(table: TableScheme, first: int, last: int, rows: Rows) -> int:
+    """Counts the non-zero values of consecutive rows of a table, and checks that they can be stored
+    without loss; of a table of codes whatever is not retained is dropped, so nothing counts."""
+    place, num_values = f"table {table.name!r}", 0
+    no_block = torch.zeros(1, table.embedding_dim, dtype=torch.bool)
+    retained = torch.cat([table.retained, no_block])
+    for chunk in () if table.has_codes else chunks_of(table, rows, first, last):
+        values = chunk.detach().cpu().float()
+        is_bad = ~values.isfinite().all(dim=1)
+        if bool(is_bad.any()):
+            received = f"NaN or infinity in row {first + int(is_bad.nonzero()[0])}"
+            check(False, place, "finite values", received, "export the last good state")
+        blocks = table.routing.block_of(torch.arange(first, first + len(values)))
+        strays = int(((values != 0) & ~retained[blocks]).sum())
+        requirement, remedy = "zeros outside the retained dims", "prune the table first"
+        check(strays == 0, place, requirement, f"{strays} other values", remedy)
+        num_values += int((values != 0).sum())
+        first += len(values)
+    return num_values
+
+
+def _check_counts(scheme: MixedDimensionScheme, num_values: Tensor) -> None:
+    for table, count in zip(scheme.tables.values(), num_values.tolist(), strict=True):
+        requirement = f"at most num_retained={table.num_retained} values"
+        remedy = "prune the table with this scheme first"
+        check(count <= table.num_retained, f"table {table.name!r}", requirement, count, remedy)
+
+
+# ---- files
+
+
+class FileOfRows(NamedTuple):
+    """A file of consecutive rows of a table in one form: its path in the artifact, its rows, what
+    it holds."""
+
+    name: str
+    begin: int
+    end: int
+    tensors: Mapping[str, Tensor]
+
+    def shard(self) -> dict[str, Any]:
+        """The shard, as the manifest lists it."""
+        return {"file": self.name, "first_row": self.begin, "num_rows": self.end - self.begin}
+
+
+def files_of(
+    form: str,
+    index: int,
+    table: TableScheme,
+    span: tuple[int, int],
+    encode: Callable[[int, int], Mapping[str, Tensor]],
+    max_file_bytes: int,
+) -> Iterator[FileOfRows]:
+    """Cuts consecutive rows of a table into files, as many as `max_file_bytes` asks for."""
+    first, last = span
+    if first == last:  # a rank that holds none of the table's rows
+        return
+    num_bytes = table.file_bytes(form) * (last - first) / table.num_embeddings
+    step = math.ceil((last - first) / max(1, math.ceil(num_bytes / max_file_bytes)))
+    spans = deque((begin, min(begin + step, last)) for begin in range(first, last, step))
+    stem = f"{form}/{index:03d}_{re.sub('[^A-Za-z0-9_-]+', '_', table.name)[:80]}"
+    while spans:
+        begin, end = spans.popleft()
+        tensors = encode(begin, end)
+        num_bytes = file_bytes(tensors)
+        if num_bytes > max_file_bytes:
+            place, limit = f"table {table.name!r}, form {form!r}", f"{max_file_bytes} bytes"
+            check(
+                end - begin > 1, place, f"a row within {limit}", num_bytes, "raise max_file_bytes"
+            )
+            middle = (begin + end) // 2
+            spans.extendleft([(middle, end), (begin, middle)])
+            continue
+        suffix = "" if (begin, end) == (0, table.num_embeddings) else f"_from_{begin}"
+        yield FileOfRows(f"{stem}{suffix}.safetensors", begin, end, tensors)
+
+
+def _limit_of_blocks(
+    parts: Mapping[str, tuple[TableShard, ...]], max_file_bytes: int, ranks: Ranks
+) -> int:
+    """Bytes of a file of the mixed-dimension form."""
+    largest = max((s.weight.nbytes for shards in parts.values() for s in shards), default=0)
+    share = max(_SMALLEST_FILE_BYTES, largest // _SHARE_OF_SHARD)
+    return max_file_bytes if ranks.world_size == 1 else min(max_file_bytes, share)
+
+
+def _write_blocks(
+    folder: Path, index: int, table: TableScheme, span: SpanOfRows, max_file_bytes: int
+) -> Iterator[Entry]:
+    """Writes consecutive rows of a table in the mixed-dimension form."""
+    first, last, rows = span
+
+    def encode(begin: int, end: int) -> dict[str, Tensor]:
+        return encode_blocks(table, rows, begin, end)
+
+    for file in files_of(MIXED_DIMENSION, index, table, (first, last), encode, max_file_bytes):
+        facts = write_artifact_file(folder, file.name, file.tensors)
+        yield table.name, MIXED_DIMENSION, file.shard(), facts
+
+
+@dataclass(frozen=True)
+class PackedFile:
+    """A file of consecutive rows of a table in bit fields. One rank makes it, then all fill it."""
+
+    table: TableScheme
+    rows: FileOfRows
+
+    @property
+    def header(self) -> bytes:
+        """What stands before the values."""
+        return file_header("rows", self.rows.tensors["rows"])
+
+    def make(self, folder: Path) -> None:
+        """Makes the file, as large as it is going to be. Local, for one rank."""
+        (folder / self.rows.name).parent.mkdir(exist_ok=True)
+        with (folder / self.rows.name).open("wb") as file:
+            file.write(self.header)
+            file.truncate(len(self.header) + self.rows.tensors["rows"].nbytes)
+
+    def fill(self, folder: Path, first: int, last: int, rows: Rows) -> None:
+        """Writes those of some consecutive rows of the table that the file holds. Local; others may
+        write meanwhile."""
+        table, (_, begin, end, _) = self.table, self.rows
+        first, last = max(first, begin), min(last, end)
+        if first >= last:
+            return
+        strides = row_strides(table.codes.bits)
+        sizes = row_counts_of(table, begin, end) * strides
+        before = row_counts_of(table, begin, first) * strides
+        at = (len(self.header) + sizes.cumsum(0) - sizes + before).tolist()
+        with (folder / self.rows.name).open("r+b") as file:
+            for s, fields in packed_chunks(table, chunks_of(table, rows, first, last), first=first):
+                file.seek(at[s])
+                file.write(fields.contiguous().numpy().data)
+                at[s] += fields.nbytes
+
+
+def _packed_files(scheme: MixedDimensionScheme, max_file_bytes: int) -> list[PackedFile]:
+    """The files of all tables in bit fields, the same on every rank."""
+    files = []
+    for index, table in enumerate(scheme.with_float_codes().tables.values()):
+        strides, span = row_strides(table.codes.bits), (0, table.num_embeddings)
+
+        def shape(
+            first: int, last: int, table: TableScheme = table, strides: Tensor = strides
+        ) -> dict[str, Tensor]:
+            size = int(row_counts_of(table, first, last) @ strides)
+            return {"rows": torch.empty(size, dtype=torch.uint8, device="meta")}
+
+        for file in files_of(PACKED, index, table, span, shape, max_file_bytes):
+            files.append(PackedFile(table, file))
+    return files
+
+
+def _write_group(
+    folder: Path, stem: str, tensors: Mapping[str, Tensor], max_file_bytes: int
+) -> Files:
+    """Writes tensors to as few files as hold them: ``<stem>.safetensors``, ``<stem>_1.safetensors``
+    and so on."""
+    groups: list[dict[str, Tensor]] = []
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(describe(f"{stem} {name!r}", "a tensor", type(tensor).__name__))
+        size = file_bytes({name: tensor})
+        check(size <= max_file_bytes, f"tensor {name!r}", f"at most {max_file_bytes} bytes", size)
+        if not groups or file_bytes(groups[-1] | {name: tensor}) > max_file_bytes:
+            groups.append({})
+        # copies on the CPU: safetensors refuses tensors that share memory, as tied weights do
+        groups[-1][name] = tensor.detach().cpu().clone()
+    names = [f"{stem}{f'_{index}' if index else ''}.safetensors" for index in range(len(groups))]
+    return {
+        name: write_artifact_file(folder, name, group)
+        for name, group in zip(names, groups, strict=True)
+    }
+
+
+# ---- the manifest
+
+
+def _merge(
+    scheme: MixedDimensionScheme, forms: Sequence[str], entries: Sequence[Entry]
+) -> dict[str, Any]:
+    """The fields of the manifest that say where rows are, from the entries of all ranks."""
+    shards: dict[str, Any] = {name: {form: [] for form in forms} for name in scheme.tables}
+    for table, form, shard, facts in entries:
+        shards[table][form].append((shard, facts))
+    tables, files, on_disk = scheme.to_json(), Files(), dict.fromkeys(forms, 0)
+    for name, table in scheme.tables.items():
+        tables[name] |= {"blocks": _describe_blocks(table), "shards": {}}
+        for form in forms:
+            of_form = sorted(shards[name][form], key=lambda pair: pair[0]["first_row"])
+            covers = sum(shard["num_rows"] for shard, _ in of_form)
+            place, requirement = f"table {name!r}, form {form!r}", f"{table.num_embeddings} rows"
+            check(covers == table.num_embeddings, place, requirement, covers)
+            tables[name]["shards"][form] = [shard for shard, _ in of_form]
+            files |= {shard["file"]: facts for shard, facts in of_form}
+            on_disk[form] += sum(facts["bytes"] for _, facts in of_form)
+    return {"forms": list(forms), "tables": tables, "bytes_on_disk": on_disk, "files": files}
+
+
+def _describe_blocks(table: TableScheme) -> list[dict[str, Any]]:
+    rows = table.routing.row_counts().tolist()
+    return [
+        {"rows": rows[s], "embedding_dim": int(table.dims[s]), "columns": table.columns(s).tolist()}
+        for s in range(table.routing.num_blocks)
+    ]
+
+
+def _write_rest(
+    folder: Path,
+    scheme: MixedDimensionScheme,
+    fields: Mapping[str, Any],
+    dense_state: Mapping[str, Tensor],
+    run: Any,
+    max_file_bytes: int,
+) -> None:
+    """Scheme, dense state, model card and manifest, by rank 0."""
+    of_scheme = _write_group(folder, "scheme", scheme.to_tensors(), max_file_bytes)
+    dense = _write_group(folder, "dense_state", dense_state, max_file_bytes)
+    manifest = {
+        "versions": versions(),
+        "forms": fields["forms"],
+        "tables": fields["tables"],
+        "scheme": list(of_scheme),
+        "dense_state": list(dense),
+        "parameters": scheme.parameters,
+        "bytes": scheme.exact_bytes(),
+        "bytes_on_disk": fields["bytes_on_disk"],
+        "run": run,
+        "files": of_scheme | dense | fields["files"],
+    }
+    write_card(folder, scheme, manifest)
+    write_manifest(folder, manifest)
+
+
+def _as_json(run: Mapping[str, Any]) -> Any:
+    """`run` as it will stand in the manifest."""
+    try:
+        content = json.loads(json.dumps(run, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        remedy = "turn tensors, paths and non-finite numbers into JSON first"
+        raise ValueError(describe("run", "values that JSON holds", str(error), remedy)) from error
+    conform(content, RunOfArtifact, "run")
+    return content

@@ -1,0 +1,439 @@
+"""Artifacts that were damaged, or forged by others: refused by the name of the file; no lookup leaves its table."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dnis_torchrec.artifact.card import CARD
+from dnis_torchrec.artifact.load import exact_rows, load, load_dense_state, read_scheme, serve
+from dnis_torchrec.artifact.manifest import read_manifest, verify_files
+from dnis_torchrec.artifact.verify import check_files
+from dnis_torchrec.artifact.write import write_artifact
+from dnis_torchrec.ranks import Ranks
+from dnis_torchrec.scheme import FORMS, MIXED_DIMENSION, MixedDimensionScheme
+from tests.coded_tables import coded_tables, write_coded_tables
+from tests.serving_reference import MIXED_FILE, PACKED_FILE, all_rows, two_tables, write_two_tables
+
+SCHEME, DENSE, NAME = "scheme.safetensors", "dense_state.safetensors", "movie/seen"
+FILES = (MIXED_FILE, PACKED_FILE, SCHEME, DENSE)
+READERS: list[Callable[[Path], object]] = [
+    lambda path: load(path, form=MIXED_DIMENSION),
+    *(load, exact_rows, read_scheme, load_dense_state),
+]
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("originals")
+    return {"plain": write_two_tables(folder / "plain"), "coded": write_coded_tables(folder / "coded")}
+
+
+@pytest.fixture
+def artifact(originals: dict[str, Path], tmp_path: Path) -> Path:
+    """Two tables in both forms, float32."""
+    return Path(shutil.copytree(originals["plain"], tmp_path / "artifact"))
+
+
+@pytest.fixture
+def coded(originals: dict[str, Path], tmp_path: Path) -> Path:
+    """Two tables in bit fields."""
+    return Path(shutil.copytree(originals["coded"], tmp_path / "coded"))
+
+
+def restate(path: Path, change: Callable[[dict], object]) -> None:
+    """Changes the manifest as an attacker would: with its own hash made right again."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    change(manifest)
+    manifest.pop("sha256", None)
+    content = json.dumps(manifest | {"sha256": 64 * "0"}).encode()
+    before, _, after = content.rpartition(64 * b"0")
+    (path / "manifest.json").write_bytes(before + hashlib.sha256(content).hexdigest().encode() + after)
+
+
+def restate_file(path: Path, name: str, *, tensors: bool = True) -> None:
+    """Makes the manifest state the size, hash and tensors that a file has now."""
+    content = (path / name).read_bytes()
+    facts: dict[str, Any] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    if tensors:
+        length = int.from_bytes(content[:8], "little")
+        names = {"F32": "float32", "F16": "float16", "U8": "uint8", "I16": "int16", "I32": "int32"}
+        names |= {"I64": "int64", "BOOL": "bool"}
+        facts["tensors"] = {
+            key: {"dtype": names[f["dtype"]], "shape": f["shape"], "offset": 8 + length + f["data_offsets"][0]}
+            for key, f in json.loads(content[8 : 8 + length]).items()
+        }
+    restate(path, lambda manifest: manifest["files"][name].update(facts))
+
+
+def forge(path: Path, name: str, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Changes tensors of a file, and all that is said of them, as an attacker would."""
+    tensors = {key: tensor.clone() for key, tensor in load_file(path / name).items()}
+    change(tensors)
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path / name)
+    restate_file(path, name)
+
+
+def flip(file: Path, position: int, bit: int = 0) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1 << bit
+    file.write_bytes(content)
+
+
+# ---- damage
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_damaged_files_are_named(artifact: Path, name: str) -> None:
+    verify_files(artifact)
+    content = (artifact / name).read_bytes()
+    flip(artifact / name, -1)
+    reader = {
+        MIXED_FILE: lambda path: load(path, form=MIXED_DIMENSION, verify=True),
+        PACKED_FILE: exact_rows,
+        SCHEME: read_scheme,
+        DENSE: load_dense_state,
+    }[name]
+    for read in (reader, verify_files):
+        with pytest.raises(ValueError, match=f"file '{name}': expected sha256 .*damaged"):
+            read(artifact)
+    for damage in (content[:-1], content + b"x", b""):
+        (artifact / name).write_bytes(damage)
+        for read in READERS:
+            with pytest.raises(ValueError, match=f"file '{name}': expected {len(content)} bytes, got {len(damage)}"):
+                read(artifact)
+    (artifact / name).rename(artifact / "elsewhere")
+    for read in READERS:
+        with pytest.raises(ValueError, match=f"file '{name}': expected a file, got none"):
+            read(artifact)
+
+
+def test_a_flipped_bit_of_the_manifest_is_found(artifact: Path) -> None:
+    content = (artifact / "manifest.json").read_bytes()
+    for position in range(0, len(content), 29):
+        flip(artifact / "manifest.json", position, position % 8)
+        with pytest.raises(ValueError, match=r"file 'manifest\.json'"):
+            read_manifest(artifact)
+        (artifact / "manifest.json").write_bytes(content)
+
+
+def test_a_flipped_bit_of_any_byte_of_rows_is_found_and_never_leaves_the_table(coded: Path) -> None:
+    file = coded / PACKED_FILE
+    content, expected = file.read_bytes(), load(coded)(all_rows()).values()
+    first_value = read_manifest(coded)["files"][PACKED_FILE]["tensors"]["rows"]["offset"]
+    refusals = 0
+    for position in range(len(content)):
+        flip(file, position, position % 8)
+        with pytest.raises(ValueError, match=f"file '{PACKED_FILE}': expected sha256"):
+            verify_files(coded)
+        try:
+            out = load(coded)(all_rows()).values()
+            assert position >= first_value or out.equal(expected)
+        except ValueError:
+            refusals += 1
+        file.write_bytes(content)
+    assert refusals >= first_value - 16  # all of the header but the blanks at its end
+
+
+def test_no_reader_minds_a_card_that_was_changed_or_left_out(coded: Path, tmp_path: Path) -> None:
+    for change in (lambda card: card.write_text("ours"), Path.unlink):
+        change(coded / CARD)
+        verify_files(coded)
+        assert not [finding for finding in check_files(coded, Ranks())[1] if finding.is_failure]
+        load(coded)
+    (coded / CARD).symlink_to(tmp_path / "elsewhere")
+    assert [finding.subject for finding in check_files(coded, Ranks())[1] if finding.is_failure] == [CARD]
+
+
+# ---- places: nothing outside of the folder is read
+
+
+def exchange(path: Path) -> None:
+    """Both are whole and ours, only not in their place."""
+    other = PACKED_FILE.replace("000_movie_seen", "001_user")
+    (path / PACKED_FILE).rename(path / "aside")
+    (path / other).rename(path / PACKED_FILE)
+    (path / "aside").rename(path / other)
+
+
+def link(path: Path, name: str) -> None:
+    (path / name).rename(path.parent / "outside")
+    (path / name).symlink_to(path.parent / "outside")
+
+
+def list_file(name: str) -> Callable[[Path], None]:
+    return lambda path: restate(path, lambda m: m["files"].update({name: {"sha256": "", "bytes": 6}}))
+
+
+def shards_are(shards: object) -> Callable[[Path], None]:
+    return lambda path: restate(path, lambda m: m["tables"][NAME]["shards"].update(packed=shards))
+
+
+def content_is(content: bytes) -> Callable[[Path], None]:
+    """A file of another kind, whose size and hash the manifest states."""
+
+    def change(path: Path) -> None:
+        (path / MIXED_FILE).write_bytes(content)
+        restate_file(path, MIXED_FILE, tensors=False)
+
+    return change
+
+
+def with_header(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header
+
+
+def tensors_are(tensors: dict[str, Tensor], *, restated: bool) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        save_file(tensors, path / MIXED_FILE)
+        restate_file(path, MIXED_FILE, tensors=restated)
+
+    return change
+
+
+def version_is(version: object) -> Callable[[Path], None]:
+    return lambda path: restate(path, lambda manifest: manifest.update(format_version=version))
+
+
+def older(path: Path) -> None:
+    """Before 1.0 was final the manifest listed neither scheme nor dense state."""
+
+    def change(manifest: dict) -> None:
+        del manifest["scheme"], manifest["dense_state"]
+        for table in manifest["tables"].values():
+            table["files"] = {form: shards[0]["file"] for form, shards in table.pop("shards").items()}
+
+    restate(path, change)
+
+
+def to_come(path: Path) -> None:
+    def change(manifest: dict) -> None:
+        manifest["forms"] = ["entropy_coded"]
+        for table in manifest["tables"].values():
+            table["shards"] = {"entropy_coded": table["shards"]["packed"]}
+
+    restate(path, change)
+
+
+def move_rows(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{NAME}/block_of_row"][0] = 200
+
+
+SOME = {"b0": torch.zeros(3, 5)}
+WHOLE = {"file": PACKED_FILE, "first_row": 0, "num_rows": 10}
+FORGED: list[tuple[str, Callable[[Path], object]]] = [
+    (PACKED_FILE, exchange),
+    (MIXED_FILE, lambda path: link(path, MIXED_FILE)),
+    ("a link or a folder", lambda path: link(path, "packed")),
+    ("a link or a folder", lambda path: link(path, "manifest.json")),
+    *(
+        ("a relative path", list_file(name))
+        for name in ("/etc/hostname", "../outside", "csr/../../outside", "./x", "", "a//b", "C:\\x", "a\\b", "a\0b")
+    ),
+    (
+        "'../outside'",
+        lambda path: restate(
+            path, lambda m: m["tables"]["user"]["shards"][MIXED_DIMENSION][0].update(file="../outside")
+        ),
+    ),
+    *(
+        ("manifest.json", lambda path, text=text: (path / "manifest.json").write_bytes(text))
+        for text in (b"", b"{", b"\xff", b"[" * 100_000, b"[]", b"{}", b"3", b"null", b'{"format": "onnx"}')
+    ),
+    ("manifest.json", lambda path: (path / "manifest.json").unlink()),
+    *(("format_version", version_is(version)) for version in ("2.0", "10", 1, None, "new", "9" * 5000)),
+    ("tables", lambda path: restate(path, lambda manifest: manifest.pop("tables"))),
+    ("manifest.json", older),
+    ("update dnis_torchrec", to_come),
+    (MIXED_FILE, content_is(b"PK\x03\x04 a pickle, perhaps")),
+    *(
+        (MIXED_FILE, content_is(with_header(header)))
+        for header in (*(b"{}", b"[1]", b"[" * 9999), b'{"b0": {"dtype": "C64", "shape": [1], "data_offsets": [0, 8]}}')
+    ),
+    *(
+        (MIXED_FILE, tensors_are(tensors, restated=restated))
+        for restated in (False, True)
+        for tensors in (
+            SOME,
+            SOME | {"b1": torch.zeros(3, 3)},
+            SOME | {"b1": torch.zeros(3, 2).half()},
+            SOME | {"b1": torch.zeros(3, 2), "b2": torch.zeros(3, 1)},
+        )
+    ),
+    ("table 'user'", lambda path: restate(path, lambda m: m["tables"]["user"].update(embedding_dim=6))),
+    ("feature", lambda path: restate(path, lambda m: m["tables"]["user"].update(feature_names=[]))),
+    (SCHEME, lambda path: forge(path, SCHEME, move_rows)),
+    *(
+        ("packed", shards_are(shards))
+        for shards in (
+            *(None, [], [None], [{"file": PACKED_FILE}]),
+            [WHOLE | {"first_row": 1, "num_rows": 9}],
+            [WHOLE | {"num_rows": 9}],
+            [WHOLE, WHOLE | {"first_row": 10, "num_rows": 0}],
+            [WHOLE | {"num_rows": True}],
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(FORGED)))
+def test_forged_artifacts_are_refused(artifact: Path, number: int) -> None:
+    place, change = FORGED[number]
+    (artifact.parent / "outside.txt").write_text("secret")
+    change(artifact)
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        for form in FORMS:
+            load(artifact, form=form)
+    assert place in str(error.value)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere': expected a folder"):
+        load(tmp_path / "nowhere")
+
+
+SCALE, SHIFT, BITS = f"{NAME}/scale", f"{NAME}/shift", f"{NAME}/bits"
+CODES: list[tuple[str, str, Callable[[Tensor], Tensor | None]]] = [
+    *((PACKED_FILE, "rows", change) for change in (lambda rows: rows[:-1], lambda rows: torch.cat([rows, rows[:1]]))),
+    *((PACKED_FILE, "rows", change) for change in (lambda rows: rows[:0], lambda rows: rows[None], Tensor.short)),
+    (PACKED_FILE, "rows", lambda rows: None),
+    *((SCHEME, part, lambda values: None) for part in (SCALE, SHIFT, BITS)),
+    *(
+        (
+            SCHEME,
+            part,
+            lambda values, value=value: values.index_put((torch.tensor(1), torch.tensor(4)), value.to(values.dtype)),
+        )
+        for part, numbers in ((SCALE, (0.0, -1.0, torch.nan, torch.inf, 1.001)), (BITS, (9, 64, 255, 0)))
+        for value in map(torch.tensor, numbers)
+    ),
+    *((SCHEME, SCALE, change) for change in (Tensor.half, lambda values: values[:, :4])),
+    *((SCHEME, SHIFT, change) for change in (Tensor.int, lambda values: values[:2])),
+    *((SCHEME, BITS, change) for change in (Tensor.int, lambda values: values[:, :4])),
+    # other widths than the rows have
+    *((SCHEME, BITS, lambda bits, width=width: bits.index_fill(0, torch.tensor(0), width)) for width in (1, 32)),
+    (SCHEME, f"{NAME}/block_of_row", torch.zeros_like),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CODES)))
+def test_codes_that_no_writer_writes_are_refused(coded: Path, number: int) -> None:
+    name, part, change = CODES[number]
+
+    def replace(tensors: dict[str, Tensor]) -> None:
+        old = tensors.pop(part)
+        value = change(old)
+        tensors |= {"b0": torch.zeros(1)} if name == PACKED_FILE and value is None else {}
+        tensors |= {} if value is None else {part: value.to(old.dtype) if value.shape == () else value}
+
+    forge(coded, name, replace)
+    for form in (None, *FORMS):
+        with pytest.raises(ValueError, match=f"file '({SCHEME}|{PACKED_FILE})': "):
+            load(coded, form=form)
+
+
+def test_other_tensors_beside_the_rows_are_refused(coded: Path) -> None:
+    forge(coded, PACKED_FILE, lambda tensors: tensors.update(more=torch.zeros(1)))
+    with pytest.raises(ValueError, match=f"file '{PACKED_FILE}': "):
+        load(coded)
+
+
+def test_widths_that_leave_the_bytes_of_a_row_alone_stay_within_the_table(coded: Path) -> None:
+    for width in (2, 4, 8):  # float32 begins at a whole byte: the row is as long
+        forge(coded, SCHEME, lambda tensors, width=width: tensors[BITS].__setitem__((0, 0), width))
+        assert load(coded)(all_rows()).values().isfinite().all()
+
+
+def places(value: object, path: tuple = ()) -> Iterator[tuple]:
+    """The path of everything in a JSON value."""
+    if path:
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from places(inner, (*path, key))
+
+
+@pytest.mark.parametrize("forgery", [None, -1, "x", [], "gone"])
+@pytest.mark.parametrize("kind", ["artifact", "coded"])
+def test_a_forged_manifest_is_read_or_refused(request: pytest.FixtureRequest, kind: str, forgery: object) -> None:
+    """Whatever stands in a manifest, reading gives a module or a ValueError, never another error."""
+    path: Path = request.getfixturevalue(kind)
+    original = json.loads((path / "manifest.json").read_text())
+    for fields in original["tables"].values():
+        del fields["blocks"]  # said for people; the scheme's tensors say it for `load`
+    for place in places({key: original[key] for key in ("forms", "tables", "files", "run")}):
+        manifest = copy.deepcopy(original)
+        *outer, last = place
+        inner = manifest
+        for key in outer:
+            inner = inner[key]
+        if forgery == "gone":
+            del inner[last]
+        else:
+            inner[last] = forgery
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        restate(path, lambda _: None)
+        for read in READERS:
+            try:
+                read(path)
+            except ValueError:
+                continue
+
+
+# ---- other versions
+
+
+def test_newer_minor_versions_and_format_1_0_are_read(artifact: Path) -> None:
+    expected = load(artifact)(all_rows()).values()
+    restate(artifact, lambda manifest: manifest.update(format_version="1.7", novelty=[1]))
+    assert load(artifact)(all_rows()).values().equal(expected)
+    restate(artifact, lambda manifest: manifest.update(format_version="1.0"))
+    assert load(artifact)(all_rows()).values().equal(expected)
+
+
+@pytest.mark.parametrize("form", ["csr_fp32", "csr", "dense_int8", "row_pruned_int4", "mixed_dimension_int8"])
+def test_a_form_that_is_gone_is_named_with_the_release_that_reads_it(tmp_path: Path, form: str) -> None:
+    tables, scheme = two_tables()
+    path = write_artifact(tables, scheme, tmp_path / "a", forms=[MIXED_DIMENSION])
+    expected = load(path)(all_rows()).values()
+    for ask in (
+        lambda: load(path, form=form),
+        lambda: serve(scheme, tables, form),
+        lambda: scheme.served_bytes(form),
+        lambda: write_artifact(tables, scheme, tmp_path / "b", forms=[form]),
+    ):
+        with pytest.raises(ValueError, match=r"0\.1\.0"):
+            ask()
+
+    def of_0_1_0(manifest: dict) -> None:
+        manifest["forms"] = ["mixed_dimension_fp32", form]
+        for table in manifest["tables"].values():
+            shards = table["shards"][MIXED_DIMENSION]
+            table["shards"] = {"mixed_dimension_fp32": shards, form: shards}
+
+    restate(path, of_0_1_0)
+    assert read_manifest(path)["forms"] == [MIXED_DIMENSION]
+    assert load(path)(all_rows()).values().equal(expected)
+    restate(path, lambda manifest: manifest.update(forms=[form]))
+    with pytest.raises(ValueError, match=r"manifest.json.*0\.1\.0"):
+        load(path)
+
+
+def test_an_incomplete_description_of_a_scheme_is_refused() -> None:
+    for _, scheme in (two_tables(), coded_tables()):
+        described, tensors = scheme.to_json(), scheme.to_tensors()
+        assert MixedDimensionScheme.from_parts(described, tensors).to_json() == described
+        for field in described["user"]:
+            fewer = described | {"user": {k: v for k, v in described["user"].items() if k != field}}
+            with pytest.raises(ValueError, match=f"table 'user': .*{field}"):
+                MixedDimensionScheme.from_parts(fewer, tensors)
