@@ -42,10 +42,9 @@ from dnis_torchrec.allocation import compress
 from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES
 from dnis_torchrec.artifact.manifest import read_manifest
 from dnis_torchrec.artifact.write import write_artifact
-from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts, count_over_ranks
 from dnis_torchrec.data.files import write_json
 from dnis_torchrec.selection.shards import local_shards
-from dnis_torchrec.streaming.counting import count_stream
 
 ROWS, QUICK_ROWS, DIM = 100_000_000, 1_000_000, 16
 COMPRESSION = 20.0
@@ -165,7 +164,7 @@ def measure(folder: Path, num_rows: int, dim: int) -> dict[str, Any]:
     samples = Samples(table)
     with Watch() as watch:
         with watch.step("count"):
-            count_stream((batch.sparse_features for batch in samples), model.tables.embedding_bag_configs())
+            count_over_ranks((batch.sparse_features for batch in samples), model.tables.embedding_bag_configs())
         with watch.step("given counts"):
             counts = zipf_counts(num_rows)
         for step, name in PARTS.items():

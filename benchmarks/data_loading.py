@@ -1,12 +1,12 @@
-"""Speed at which Criteo's text becomes batches: parsed once, and read from the cache ever after.
+"""Speed at which Criteo's text, and Parquet of the same, becomes batches.
 
     python -m benchmarks.data_loading [--quick] [--rows N] [--batch-size 4096,16384] --json FILE
 
 The text is generated: a label, 13 integers, 26 hexadecimal categories with the vocabulary sizes of Criteo Kaggle (at
 most 200,000 of each are written) and Zipf's law, a tenth of all fields missing. Everything runs in one process on one
-thread, and time is that process's CPU time, so that other programs on the machine disturb less. `parse` reads, parses,
-hashes and writes the cache; `cache` reads it memory-mapped and makes TorchRec Batches (KeyedJaggedTensors of int64),
-shuffled or not, all samples or the training part of a split. Files are in the page cache: a slower disk is the bound.
+thread, and time is that process's CPU time, so that other programs on the machine disturb less. Batches are TorchRec's
+(KeyedJaggedTensors of int64), shuffled or not, all samples or the training part of a split. Files are in the page cache:
+a slower disk is the bound.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.csv
+import pyarrow.parquet
 import torch
-from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES
+from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES, DEFAULT_LABEL_NAME
 
 from benchmarks.files import output_file
 from benchmarks.step_time import numbers
 from dnis_torchrec.data.files import write_json
-from dnis_torchrec.streaming import WHOLE, ParsedStream, StreamedBatches, cut
+from dnis_torchrec.data.parquet import WHOLE, FileBatches, FileSamples, cut
 from examples.criteo_stream import KAGGLE_CATEGORIES, make_schema
 
 ROWS, QUICK_ROWS = 2_000_000, 200_000
@@ -38,8 +39,7 @@ ROWS_AT_A_TIME = 200_000
 MAX_VOCABULARY = 200_000
 ZIPF_EXPONENT = 1.2
 MISSING_SHARE = 0.1
-EPOCHS = 5
-ROWS_PER_MINUTE_WANTED = 1e6
+EPOCHS = 3
 SAMPLES_PER_SECOND_WANTED = 1e6
 
 
@@ -73,36 +73,18 @@ def _with_missing(values: pa.Array, random: np.random.Generator) -> pa.Array:
     return pa.compute.if_else(pa.array(random.random(len(values)) >= MISSING_SHARE), values, None)
 
 
-def measure_parsing(path: Path, cache: Path) -> dict[str, Any]:
-    """Indexes and parses a file into the cache; rows per minute of CPU time."""
-    started = time.process_time()
-    stream = ParsedStream([path], make_schema(KAGGLE_CATEGORIES), cache=cache)
-    indexed = time.process_time()
-    for number in range(len(stream.index.chunks)):
-        stream.chunk(number)
-    seconds = time.process_time() - started
-    return {
-        "stage": "parse",
-        "rows": stream.num_samples,
-        "bytes_per_row": path.stat().st_size / stream.num_samples,
-        "index_share": (indexed - started) / seconds,
-        "rows_per_minute_per_core": 60 * stream.num_samples / seconds,
-    }
-
-
-def measure_cache(path: Path, cache: Path, batch_size: int, *, shuffle: bool, whole: bool) -> dict[str, Any]:
-    """Makes batches of what is cached, epoch after epoch; samples per second of CPU time, the median epoch."""
-    stream = ParsedStream([path], make_schema(KAGGLE_CATEGORIES), cache=cache)
+def measure(path: Path, batch_size: int, *, shuffle: bool, whole: bool) -> dict[str, Any]:
+    """Makes batches of a file, epoch after epoch; samples per second of CPU time, the median epoch."""
+    samples = FileSamples([path], make_schema(KAGGLE_CATEGORIES))
     part = WHOLE if whole else cut((0.8,))[0]
-    batches = StreamedBatches(stream, batch_size=batch_size, part=part, shuffle=shuffle)
+    batches = FileBatches(samples, batch_size=batch_size, part=part, shuffle=shuffle)
     rates = []
-    for epoch in range(EPOCHS + 1):
-        started = time.process_time()
+    for _ in range(EPOCHS):
+        begin = time.process_time()
         num_samples = sum(batch.labels.numel() for batch in batches)
-        if epoch:  # the first one maps the files
-            rates.append(num_samples / (time.process_time() - started))
+        rates.append(num_samples / (time.process_time() - begin))
     return {
-        "stage": "cache",
+        "format": path.suffix.removeprefix("."),
         "batch_size": batch_size,
         "shuffle": shuffle,
         "part": "whole" if whole else "train",
@@ -111,15 +93,19 @@ def measure_cache(path: Path, cache: Path, batch_size: int, *, shuffle: bool, wh
     }
 
 
+def write_parquet(path: Path, text: Path) -> None:
+    """Writes the samples of a text file as Parquet."""
+    names = pa.csv.ReadOptions(column_names=[DEFAULT_LABEL_NAME, *DEFAULT_INT_NAMES, *DEFAULT_CAT_NAMES])
+    table = pa.csv.read_csv(text, names, pa.csv.ParseOptions(delimiter="\t"))
+    pa.parquet.write_table(table, path, row_group_size=ROWS_AT_A_TIME)
+
+
 def report(row: dict[str, Any]) -> str:
     """One line about a row."""
-    if row["stage"] == "parse":
-        rate, wanted = row["rows_per_minute_per_core"], ROWS_PER_MINUTE_WANTED
-        what = f"parse   {row['rows']:,} rows of {row['bytes_per_row']:.0f} bytes"
-        return f"{what}: {rate / 1e6:.1f} million rows a minute per core, {rate / wanted:.1f} times what is wanted"
     rate, wanted = row["samples_per_second"], SAMPLES_PER_SECOND_WANTED
-    what = f"cache   B={row['batch_size']:<6} {'shuffled' if row['shuffle'] else 'in order':<9}{row['part']:<6}"
-    return f"{what}: {rate / 1e6:.2f} million samples a second, {rate / wanted:.1f} times what is wanted"
+    order = "shuffled" if row["shuffle"] else "in order"
+    what = f"{row['format']:<8}B={row['batch_size']:<6} {order:<9}{row['part']:<6}"
+    return f"{what}: {rate / 1e6:.2f} million samples a second, {rate / wanted:.2f} times what is wanted"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -143,14 +129,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"torch {torch.__version__}, pyarrow {pa.__version__}, {os.cpu_count()} cores")
     print(f"load of the machine at the start: {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory() as folder:
-        path, cache = Path(folder) / "train.txt", Path(folder) / "cache"
-        write_criteo_like(path, arguments.rows)
-        rows = [measure_parsing(path, cache)]
-        print(report(rows[0]), flush=True)
-        for batch_size in arguments.batch_size:
-            for shuffle, whole in ((True, True), (True, False), (False, True)):
-                rows.append(measure_cache(path, cache, batch_size, shuffle=shuffle, whole=whole))
-                print(report(rows[-1]), flush=True)
+        files, rows = (Path(folder) / "train.txt", Path(folder) / "train.parquet"), []
+        write_criteo_like(files[0], arguments.rows)
+        write_parquet(files[1], files[0])
+        for path in files:
+            for batch_size in arguments.batch_size:
+                for shuffle, whole in ((True, True), (True, False), (False, True)):
+                    rows.append(measure(path, batch_size, shuffle=shuffle, whole=whole))
+                    print(report(rows[-1]), flush=True)
     if arguments.json:
         write_json(arguments.json, {"rows": rows})
 

@@ -41,7 +41,7 @@ from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.training.checkpoint import CheckpointFolder, Manifest
 from dnis_torchrec.training.shard import process_group
 from examples.datasets.synthetic import generate
-from examples.models import build_dlrm, build_tables, draws
+from examples.models import build_dlrm, build_tables, network_of_seed
 
 KILLS_PER_JOB, EPOCHS = 5, 4
 STEPS_PER_ATTEMPT = 40
@@ -61,7 +61,7 @@ def recipe() -> Recipe:
         return build_dlrm(tables, dense_in_features=samples.dense.shape[1], dense_layers=[16], over_layers=[16])
 
     return Recipe(
-        model=draws(build, 0)(0),
+        model=network_of_seed(build, 0),
         data=samples.split(batch_size=128, seed=0),
         loss=nn.BCEWithLogitsLoss(),
         table_optimizer="rowwise_adagrad",

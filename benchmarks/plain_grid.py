@@ -26,7 +26,8 @@ from typing import TypedDict
 import torch
 
 from dnis_torchrec.data.files import parse_json
-from dnis_torchrec.data.recipe import TrainTask, build_recipe
+from dnis_torchrec.data.recipe import build_recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.training.evaluate import evaluate, primary_metric
 from dnis_torchrec.training.loop import train_plainly
 from dnis_torchrec.training.pipeline import NonFiniteError

@@ -45,7 +45,8 @@ from benchmarks.rate_models import Case, Trained
 from benchmarks.rate_summary import MemoryRow, Row, print_summary
 from dnis_torchrec._dependencies import versions
 from dnis_torchrec.data.files import read_json, write_json
-from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.training.evaluate import evaluate
 
 RECIPES = {

@@ -19,12 +19,12 @@ from benchmarks.rate_compress import Prepared, prepare
 from benchmarks.rivals.quantized_rows import PRECISIONS, Precision
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.files import read_tensors, unshared, write_tensors
-from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
+from dnis_torchrec.data.over_ranks import read_before_training
+from dnis_torchrec.data.recipe import Recipe, build_recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.selection.shards import dense_parameters, table_configs
 from dnis_torchrec.selection.swap import unshard_
-from dnis_torchrec.streaming import CountLimits
-from dnis_torchrec.streaming.checked_counts import read_before_training
 from dnis_torchrec.training.loop import train_plainly
 from dnis_torchrec.training.shard import process_group, shard
 from dnis_torchrec.training.weights import load_state_
@@ -79,7 +79,7 @@ class Trained:
     @cached_property
     def counts(self) -> FrequencyCounts:
         """Of the training split."""
-        return read_before_training(self.recipe, self.configs, Ranks(), CountLimits())[1]
+        return read_before_training(self.recipe, self.configs, Ranks())[1]
 
     @cached_property
     def configs(self) -> list[EmbeddingBagConfig]:

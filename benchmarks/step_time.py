@@ -58,12 +58,12 @@ from dnis_torchrec import (
     blocks_from_counts,
     prepare_,
 )
+from dnis_torchrec.blocks.counts import count_over_ranks
 from dnis_torchrec.data.batches import BatchParts
 from dnis_torchrec.data.files import write_json
 from dnis_torchrec.search.search import PARTS as UPPER_PARTS
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection
-from dnis_torchrec.streaming import count_stream
 from dnis_torchrec.training.shard import process_group, shard
 from examples.models import build_tables
 from examples.models.collaborative import MatrixFactorization
@@ -202,7 +202,7 @@ class Bilevel:
         recipe = make_recipe(shape, train, validation)
         tables = table_configs(recipe.model)
         counted = (batch.sparse_features for batch in train[:2])
-        counts = count_stream(counted, tables, process_group=dist.group.WORLD)
+        counts = count_over_ranks(counted, tables, process_group=dist.group.WORLD)
         blocks = blocks_from_counts(counts, tables, num_blocks=shape.num_blocks)
         prepared = prepare_(recipe.model, blocks)
         model, optimizer = shard(TrainTask(prepared, recipe.loss), recipe, device)

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from dnis_torchrec.artifact.load import load
     from dnis_torchrec.blocks.blocking import blocks_from_counts
     from dnis_torchrec.blocks.counts import count_frequencies
-    from dnis_torchrec.data.frame_recipe import recipe_from_frame
-    from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
-    from dnis_torchrec.data.task import Predictions, Task
+    from dnis_torchrec.data.frames import recipe_from_frame
+    from dnis_torchrec.data.recipe import DataSplits, Recipe
+    from dnis_torchrec.data.task import Predictions, Task, TrainTask
     from dnis_torchrec.search.one_call import search_once as search
     from dnis_torchrec.search.pipeline import BilevelTrainPipeline
     from dnis_torchrec.search.prune import Size, prune
@@ -82,10 +82,10 @@ _HOME = {
     "export": "artifact.export",
     "blocks_from_counts": "blocks.blocking",
     "count_frequencies": "blocks.counts",
-    "recipe_from_frame": "data.frame_recipe",
+    "recipe_from_frame": "data.frames",
     "DataSplits": "data.recipe",
     "Recipe": "data.recipe",
-    "TrainTask": "data.recipe",
+    "TrainTask": "data.task",
     "Task": "data.task",
     "Predictions": "data.task",
     "search": "search",

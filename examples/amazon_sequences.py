@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.datasets.utils import Batch
 
-from dnis_torchrec.data.labels import RankingBatch
+from dnis_torchrec.data.batches import RankingBatch
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.task import BINARY, RANKING, Predictions, Task
 from examples.datasets.amazon_sequences import Sequences, load_sequences
 from examples.datasets.amazon_sports import NUM_NEGATIVES, PUBLISHER
 from examples.datasets.text_files import require_folder
-from examples.models import draws
+from examples.models import network_of_seed
 from examples.models.sequential import DeepInterestNetwork, SelfAttentiveRecommender, build_sequence_table
 
 BATCH_SIZE = 2048
@@ -33,8 +33,6 @@ EMBEDDING_L2 = 0.001
 SEQUENCES_RATE = 0.002
 """Of table and transformer: an epoch has few batches of sequences."""
 NUM_QUERIES, NUM_RANKED = 4000, 100
-NOTES = ("Amazon Sports sequences: splits by time. Negatives are drawn uniformly, anew in every epoch of training.",)
-RANKED = "Amazon Sports sequences: test ranks 4,000 reviews, each among 99 uniform negatives, as its paper does."
 
 
 class NextItem(Task):
@@ -74,15 +72,13 @@ def din(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -
         ValueError: if `data` is None or does not hold the file.
     """
     sequences = _load(data, "din")
-    draw = _draws(sequences, DeepInterestNetwork, seed, embedding_dim)
+    network = _network(sequences, DeepInterestNetwork, seed, embedding_dim)
     return Recipe(
-        model=draw(0),
-        redraw=draw,
+        model=network,
         data=sequences.clicks(num_negatives=NUM_NEGATIVES, batch_size=BATCH_SIZE, seed=seed),
         loss=nn.BCEWithLogitsLoss(),
         stop_on="auc",
         embedding_l2=EMBEDDING_L2,
-        notes=NOTES,
     )
 
 
@@ -98,20 +94,18 @@ def sasrec(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None
         ValueError: if `data` is None or does not hold the file.
     """
     sequences = _load(data, "sasrec")
-    draw = _draws(sequences, SelfAttentiveRecommender, seed, embedding_dim)
+    network = _network(sequences, SelfAttentiveRecommender, seed, embedding_dim)
     splits = sequences.next_items(
         num_negatives=1, batch_size=SEQUENCE_BATCH_SIZE, seed=seed, num_queries=NUM_QUERIES, num_ranked=NUM_RANKED
     )
     return Recipe(
-        model=draw(0),
-        redraw=draw,
+        model=network,
         data=splits,
-        task=NextItem(),
+        loss=NextItem(),
         stop_on="next_auc",
         table_learning_rate=SEQUENCES_RATE,
         dense_learning_rate=SEQUENCES_RATE,
         embedding_l2=EMBEDDING_L2,
-        notes=(*NOTES, RANKED),
     )
 
 
@@ -120,8 +114,6 @@ def _load(data: Path | None, name: str) -> Sequences:
     return load_sequences(folder, longest=LONGEST)
 
 
-def _draws(
-    sequences: Sequences, build: Callable[..., nn.Module], seed: int, embedding_dim: int | None
-) -> Callable[[int], nn.Module]:
+def _network(sequences: Sequences, build: Callable[..., nn.Module], seed: int, embedding_dim: int | None) -> nn.Module:
     dim = embedding_dim or EMBEDDING_DIM
-    return draws(lambda: build(build_sequence_table(sequences.num_items, dim), longest=LONGEST), seed)
+    return network_of_seed(lambda: build(build_sequence_table(sequences.num_items, dim), longest=LONGEST), seed)

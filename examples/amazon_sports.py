@@ -14,11 +14,11 @@ from typing import Any
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dnis_torchrec.data.in_memory import split_rows
+from dnis_torchrec.data.batches import split_rows
 from dnis_torchrec.data.recipe import Recipe
 from examples.datasets.amazon_sports import PUBLISHER, load_amazon_sports
 from examples.datasets.text_files import require_folder
-from examples.models import DeepFM, FactorizationMachine, build_tables, draws, log_odds
+from examples.models import DeepFM, FactorizationMachine, build_tables, log_odds, network_of_seed
 
 BATCH_SIZE = 4096
 EMBEDDING_DIM = 64
@@ -30,11 +30,6 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 """Recipe -> L2 and rates of its plain model, the same for all methods: chosen at D=64 on `selection` of seed 0 by
 `python -m benchmarks.plain_grid examples.amazon_sports:fm` (benchmarks/plain_grid_2cpu_2026-11-27.md)."""
-NOTES = (
-    "Amazon Sports: a random 8:1:1 split, so reviews of the future help to predict those of the past.",
-    "Amazon Sports: two negatives a review, drawn once and uniformly from what its user never reviewed. Most are "
-    "unpopular, which is easy to tell, so absolute figures say little about ranking in a shop.",
-)
 
 
 def fm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -83,12 +78,7 @@ def _clicks(
     def model() -> nn.Module:
         return build(build_tables(samples.num_embeddings, embedding_dim or EMBEDDING_DIM, init_std=INIT_STD), bias)
 
-    draw = draws(model, seed)
+    network = network_of_seed(model, seed)
     return Recipe(
-        model=draw(0),
-        redraw=draw,
-        data=samples.split(batch_size=BATCH_SIZE, seed=seed),
-        loss=nn.BCEWithLogitsLoss(),
-        **PLAIN[name],
-        notes=NOTES,
+        model=network, data=samples.split(batch_size=BATCH_SIZE, seed=seed), loss=nn.BCEWithLogitsLoss(), **PLAIN[name]
     )

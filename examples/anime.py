@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import nn
 
-from dnis_torchrec.data.in_memory import split_rows
+from dnis_torchrec.data.batches import split_rows
 from dnis_torchrec.data.recipe import Recipe
 from examples.datasets.in_memory import Samples
 from examples.datasets.tab_separated import load_tab_separated
 from examples.datasets.text_files import require_folder
-from examples.models import FactorizationMachine, MatrixFactorization, build_tables, draws
+from examples.models import FactorizationMachine, MatrixFactorization, build_tables, network_of_seed
 
 PUBLISHER = "caserec's Datasets for Recommender Systems (anime), as anime.tsv"
 BATCH_SIZE = 4096
@@ -32,7 +32,6 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 """Recipe -> L2 and rates of its plain model, the same for all methods: chosen at D=64 on `selection` of seed 0 by
 `python -m benchmarks.plain_grid examples.anime:mf` and so on (benchmarks/plain_grid_2cpu_2026-11-27.md)."""
-NOTE = "anime: a random 8:1:1 split, so ratings of the future help to predict those of the past."
 
 
 def mf(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -79,12 +78,5 @@ def _ratings(
     folder = require_folder(data, f"examples.anime:{name}", PUBLISHER)
     samples = load_tab_separated(folder, "anime.tsv", label="rating", fields=fields, publisher=PUBLISHER, seed=seed)
     train_rows = split_rows(samples.labels.numel(), seed=seed)[0]
-    draw = draws(lambda: build(samples, float(samples.labels[train_rows].mean())), seed)
-    return Recipe(
-        model=draw(0),
-        redraw=draw,
-        data=samples.split(batch_size=BATCH_SIZE, seed=seed),
-        loss=nn.MSELoss(),
-        **PLAIN[name],
-        notes=(NOTE,),
-    )
+    network = network_of_seed(lambda: build(samples, float(samples.labels[train_rows].mean())), seed)
+    return Recipe(model=network, data=samples.split(batch_size=BATCH_SIZE, seed=seed), loss=nn.MSELoss(), **PLAIN[name])

@@ -23,13 +23,13 @@ from torchrec.datasets.criteo import DEFAULT_INT_NAMES
 from torchrec.models.deepfm import SimpleDeepFMNN
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data.in_memory import split_rows
+from dnis_torchrec.data.batches import split_rows
 from dnis_torchrec.data.recipe import Recipe
 from examples.datasets.criteo import PUBLISHER, load_criteo
 from examples.datasets.in_memory import Samples
 from examples.datasets.scalars import bucketised, weighted
 from examples.datasets.text_files import require_folder
-from examples.models import DeepFM, FactorizationMachine, WideDeep, build_dlrm, build_tables, draws, log_odds
+from examples.models import DeepFM, FactorizationMachine, WideDeep, build_dlrm, build_tables, log_odds, network_of_seed
 
 BATCH_SIZE = 4096
 EMBEDDING_DIM = 64
@@ -156,7 +156,7 @@ def simple_deepfm(data: Path | None, *, seed: int = 0, embedding_dim: int | None
 
     # Its second-order term adds all D products of all fields into one number, so at D=64 tables learning at 1e-3 throw
     # the logits about: their best logloss on `selection` of the 137,139-line sample is .536, and .492 with 1e-4.
-    return replace(_recipe(draws(build, seed), samples, seed), table_learning_rate=1e-4)
+    return replace(_recipe(network_of_seed(build, seed), samples, seed), table_learning_rate=1e-4)
 
 
 def dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -174,8 +174,8 @@ def dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) 
         ValueError: if `data` is None or does not hold the file.
     """
     samples = load_criteo(require_folder(data, "examples.criteo:dlrm", PUBLISHER), seed=seed)
-    draw = _draws_of_dlrm(samples, embedding_dim or EMBEDDING_DIM, DENSE_LAYERS, OVER_LAYERS, seed)
-    return _suited(_recipe(draw, samples, seed), samples, DLRM_ON_SAMPLE)
+    network = _dlrm_network(samples, embedding_dim or EMBEDDING_DIM, DENSE_LAYERS, OVER_LAYERS, seed)
+    return _suited(_recipe(network, samples, seed), samples, DLRM_ON_SAMPLE)
 
 
 def dlrm_from_checkpoint(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -209,12 +209,11 @@ def dlrm_from_checkpoint(data: Path | None, *, seed: int = 0, embedding_dim: int
     complete = bool(dense_layers and over_layers) and first_table in weights
     check(complete, place, "a state dict of torchrec's DLRM", f"keys {sorted(weights)[:4]}")
     checkpoint_dim = weights[first_table].shape[-1]
-    draw = _draws_of_dlrm(samples, embedding_dim or checkpoint_dim, dense_layers[:-1], over_layers, seed)
-    recipe = _suited(_recipe(draw, samples, seed), samples, DLRM_ON_SAMPLE)
+    network = _dlrm_network(samples, embedding_dim or checkpoint_dim, dense_layers[:-1], over_layers, seed)
+    recipe = _suited(_recipe(network, samples, seed), samples, DLRM_ON_SAMPLE)
     if (embedding_dim or checkpoint_dim) == checkpoint_dim:
         _check_fits(weights, recipe.model.state_dict(), place)
         recipe.model.load_state_dict(weights)
-        recipe = replace(recipe, redraw=None)
     return recipe
 
 
@@ -240,39 +239,26 @@ def _of_fields(
     else:
         samples = bucketised(samples, DEFAULT_INT_NAMES, train_rows)
 
-    def draw() -> nn.Module:
+    def make() -> nn.Module:
         dim, scalar_names = embedding_dim or EMBEDDING_DIM, samples.scalar_names
         tables = build_tables(samples.num_embeddings, dim, scalar_names=scalar_names)
         return build(tables, initial_bias=log_odds(samples.labels[train_rows]))
 
-    return _suited(_recipe(draws(draw, seed), samples, seed), samples, on_sample or {})
+    return _suited(_recipe(network_of_seed(make, seed), samples, seed), samples, on_sample or {})
 
 
-def _draws_of_dlrm(
+def _dlrm_network(
     samples: Samples, embedding_dim: int, dense_layers: list[int], over_layers: list[int], seed: int
-) -> Callable[[int], nn.Module]:
+) -> nn.Module:
     def build() -> nn.Module:
         tables, num_dense = build_tables(samples.num_embeddings, embedding_dim), samples.dense.shape[1]
         return build_dlrm(tables, dense_in_features=num_dense, dense_layers=dense_layers, over_layers=over_layers)
 
-    return draws(build, seed)
+    return network_of_seed(build, seed)
 
 
-def _recipe(draw: Callable[[int], nn.Module], samples: Samples, seed: int) -> Recipe:
-    notes = ["Criteo Kaggle: a random 8:1:1 split of lines in time order, so the future helps to predict the past."]
-    if _is_sample(samples):
-        notes.append(
-            f"A sample of {samples.labels.numel():,} lines, overfitted within an epoch or two: absolute figures say "
-            "nothing about the full data set. On a sample of 137,139 lines first-order weights alone reach AUC .7635, "
-            "logloss .4842."
-        )
-    return Recipe(
-        model=draw(0),
-        redraw=draw,
-        data=samples.split(batch_size=BATCH_SIZE, seed=seed),
-        loss=nn.BCEWithLogitsLoss(),
-        notes=tuple(notes),
-    )
+def _recipe(network: nn.Module, samples: Samples, seed: int) -> Recipe:
+    return Recipe(model=network, data=samples.split(batch_size=BATCH_SIZE, seed=seed), loss=nn.BCEWithLogitsLoss())
 
 
 def _suited(recipe: Recipe, samples: Samples, on_sample: Mapping[str, Any]) -> Recipe:

@@ -1,7 +1,7 @@
 """DLRM on streamed Criteo data of any size: Kaggle's ``train.txt``, the days of the 1 TB logs, Parquet of the same.
 
-The data is never held in memory and has no dictionaries: categories are hashed. What is parsed once is cached, see
-`dnis_torchrec.streaming`. The data folder holds, and the first of these that is found is read:
+The data is never held in memory and has no dictionaries: categories are hashed, see `dnis_torchrec.data.parquet`. The
+data folder holds, and the first of these that is found is read:
 
     urls.txt       one address or glob per line, of Parquet or text files on this machine or on storage
     *.parquet      columns label, int_0 .. int_12, cat_0 .. cat_25
@@ -19,12 +19,11 @@ from torch import nn
 from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES, DEFAULT_LABEL_NAME
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.data.parquet import FileSamples, FileSchema, split_files
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.data.urls import cache_folder
-from dnis_torchrec.streaming import ParsedStream, StreamSchema, split_stream
 from examples.datasets.criteo import PUBLISHER
 from examples.datasets.text_files import require_folder
-from examples.models import build_dlrm, build_tables, draws
+from examples.models import build_dlrm, build_tables, network_of_seed
 
 BATCH_SIZE = 4096
 EMBEDDING_DIM = 64
@@ -71,25 +70,18 @@ def dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) 
         num_dense = len(DEFAULT_INT_NAMES)
         return build_dlrm(tables, dense_in_features=num_dense, dense_layers=DENSE_LAYERS, over_layers=OVER_LAYERS)
 
-    draw = draws(build, seed)
-    rows = max(stream.schema.num_embeddings.values())
+    network = network_of_seed(build, seed)
     return Recipe(
-        model=draw(0),
-        redraw=draw,
-        data=split_stream(stream, batch_size=BATCH_SIZE, seed=seed),
+        model=network,
+        data=split_files(stream, batch_size=BATCH_SIZE, seed=seed),
         loss=nn.BCEWithLogitsLoss(),
         table_optimizer="rowwise_adagrad",
         table_learning_rate=0.02,
-        notes=(
-            "Criteo: a random split of lines in time order, so the future helps to predict the past.",
-            f"Categories are hashed into at most {rows:,} rows a field ({HASH_ROWS_VARIABLE} sets how many); a field"
-            f" of few categories has {ROWS_PER_CATEGORY} rows for each.",
-        ),
     )
 
 
-def open_stream(folder: Path) -> ParsedStream:
-    """The samples of a folder; what is parsed of them is kept in the cache folder (``DNIS_CACHE``).
+def open_stream(folder: Path) -> FileSamples:
+    """The samples of a folder.
 
     Args:
         folder: see above.
@@ -97,10 +89,10 @@ def open_stream(folder: Path) -> ParsedStream:
     Raises:
         ValueError: if the folder holds none of the files, one of them is missing or empty, or the environment variable
             holds no integer above 1.
-        StorageError: if storage does not answer.
+        OSError: if storage does not answer.
     """
     files = find_files(folder)
-    return ParsedStream(files, make_schema(categories_of(files)), cache=cache_folder() / "streams")
+    return FileSamples(files, make_schema(categories_of(files)))
 
 
 def categories_of(files: Sequence[str]) -> tuple[int, ...]:
@@ -120,7 +112,7 @@ def categories_of(files: Sequence[str]) -> tuple[int, ...]:
     return tuple(map(max, KAGGLE_CATEGORIES, TERABYTE_CATEGORIES))
 
 
-def make_schema(categories: Sequence[int]) -> StreamSchema:
+def make_schema(categories: Sequence[int]) -> FileSchema:
     """Criteo's columns, and a table per field that is as large as the field needs, or `HASH_ROWS`.
 
     Args:
@@ -132,7 +124,7 @@ def make_schema(categories: Sequence[int]) -> StreamSchema:
     chosen = os.environ.get(HASH_ROWS_VARIABLE, str(HASH_ROWS))
     check(chosen.isdecimal() and int(chosen) >= 2, HASH_ROWS_VARIABLE, "an integer >= 2", repr(chosen))
     fields = zip(DEFAULT_CAT_NAMES, categories, strict=True)
-    return StreamSchema(
+    return FileSchema(
         label=DEFAULT_LABEL_NAME,
         dense=tuple(DEFAULT_INT_NAMES),
         single_id={name: max(2, min(int(chosen), ROWS_PER_CATEGORY * number)) for name, number in fields},

@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dnis_torchrec.data.in_memory import split_rows
+from dnis_torchrec.data.batches import split_rows
 from dnis_torchrec.data.recipe import Recipe
 from examples.datasets.tab_separated import load_tab_separated
 from examples.datasets.text_files import require_folder
-from examples.models import DeepFM, FactorizationMachine, build_dlrm, build_tables, draws, log_odds
+from examples.models import DeepFM, FactorizationMachine, build_dlrm, build_tables, log_odds, network_of_seed
 
 PUBLISHER = "GroupLens' hetrec2011-lastfm-2k, with drawn tags as lastfm_tag_ctr.tsv"
 BATCH_SIZE = 4096
@@ -31,8 +31,6 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 """Recipe -> L2 and rates of its plain model, the same for all methods: chosen at D=64 on `selection` of seed 0 by
 `python -m benchmarks.plain_grid examples.lastfm_tags:fm` (benchmarks/plain_grid_2cpu_2026-11-27.md)."""
-NOTE = "Last.fm: a random 8:1:1 split; the false labels are drawn, and first-order weights carry nothing by design."
-CONSTANT_DENSE = "Last.fm has no dense features; DLRM's dense arch sees the constant 1."
 
 
 def fm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -82,7 +80,7 @@ def dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) 
     def build(tables: EmbeddingBagCollection, _: float) -> nn.Module:
         return build_dlrm(tables, dense_in_features=1, dense_layers=[64], over_layers=[*TOWER])
 
-    return _clicks(data, "dlrm", build, seed, embedding_dim, CONSTANT_DENSE)
+    return _clicks(data, "dlrm", build, seed, embedding_dim)
 
 
 def _clicks(
@@ -91,7 +89,6 @@ def _clicks(
     build: Callable[[EmbeddingBagCollection, float], nn.Module],
     seed: int,
     embedding_dim: int | None,
-    *notes: str,
 ) -> Recipe:
     samples = load_tab_separated(
         require_folder(data, f"examples.lastfm_tags:{name}", PUBLISHER),
@@ -107,12 +104,7 @@ def _clicks(
         tables = build_tables(samples.num_embeddings, embedding_dim or EMBEDDING_DIM, init_std=INIT_STD)
         return build(tables, bias)
 
-    draw = draws(model, seed)
+    network = network_of_seed(model, seed)
     return Recipe(
-        model=draw(0),
-        redraw=draw,
-        data=samples.split(batch_size=BATCH_SIZE, seed=seed),
-        loss=nn.BCEWithLogitsLoss(),
-        **PLAIN[name],
-        notes=(NOTE, *notes),
+        model=network, data=samples.split(batch_size=BATCH_SIZE, seed=seed), loss=nn.BCEWithLogitsLoss(), **PLAIN[name]
     )

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dnis_torchrec.data.in_memory import split_rows
+from dnis_torchrec.data.batches import split_rows
 from dnis_torchrec.data.recipe import Recipe
 from examples.datasets.in_memory import Samples
 from examples.datasets.movielens import PUBLISHER, load_clicks, load_ratings
@@ -28,9 +28,9 @@ from examples.models import (
     build_dlrm_dcn,
     build_neumf_tables,
     build_tables,
-    draws,
     log_odds,
     ncf_tower,
+    network_of_seed,
 )
 
 BATCH_SIZE = 4096
@@ -63,7 +63,6 @@ CLICKS_LEARNING_RATE = 0.003
 and .01 for DLRM on `selection` of seed 0: .0009 better in the mean of D=64 and 11, with and without alpha's split."""
 CLICKS = {"table_learning_rate": CLICKS_LEARNING_RATE, "embedding_l2": 0.01}
 """Rate and L2 of clicks where no grid has chosen others. The L2 is a guess."""
-CONSTANT_DENSE = "MovieLens has no dense features; DLRM's dense arch sees the constant 1."
 
 
 def mf(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -215,7 +214,7 @@ def ctr_dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = No
         tables, num_dense = _clicks_tables(samples, embedding_dim), samples.dense.shape[1]
         return build_dlrm(tables, dense_in_features=num_dense, dense_layers=[64], over_layers=[*CLICKS_TOWER])
 
-    return _clicks(data, "ctr_dlrm", build, seed, CONSTANT_DENSE)
+    return _clicks(data, "ctr_dlrm", build, seed)
 
 
 def ctr_dlrm_dcn(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -237,41 +236,29 @@ def ctr_dlrm_dcn(data: Path | None, *, seed: int = 0, embedding_dim: int | None 
         tables, num_dense = _clicks_tables(samples, embedding_dim), samples.dense.shape[1]
         return build_dlrm_dcn(tables, dense_in_features=num_dense, dense_layers=[64], over_layers=[*CLICKS_TOWER])
 
-    return _clicks(data, "ctr_dlrm_dcn", build, seed, CONSTANT_DENSE)
+    return _clicks(data, "ctr_dlrm_dcn", build, seed)
 
 
 def _ratings(data: Path | None, name: str, build: Callable[[Samples, float], nn.Module], seed: int) -> Recipe:
     """The recipe of a model built from samples and the mean rating in training."""
     samples = load_ratings(require_folder(data, f"examples.movielens:{name}", PUBLISHER), seed=seed)
     train_rows = split_rows(samples.labels.numel(), seed=seed)[0]
-    draw = draws(lambda: build(samples, float(samples.labels[train_rows].mean())), seed)
+    network = network_of_seed(lambda: build(samples, float(samples.labels[train_rows].mean())), seed)
     return Recipe(
-        model=draw(0),
-        redraw=draw,
-        data=samples.split(batch_size=BATCH_SIZE, seed=seed),
-        loss=nn.MSELoss(),
-        **PLAIN.get(name, {}),
-        notes=("MovieLens: a random 8:1:1 split, so ratings of the future help to predict those of the past.",),
+        model=network, data=samples.split(batch_size=BATCH_SIZE, seed=seed), loss=nn.MSELoss(), **PLAIN.get(name, {})
     )
 
 
-def _clicks(
-    data: Path | None, name: str, build: Callable[[Samples, float], nn.Module], seed: int, *notes: str
-) -> Recipe:
+def _clicks(data: Path | None, name: str, build: Callable[[Samples, float], nn.Module], seed: int) -> Recipe:
     """The recipe of a model built from samples and the log odds of a click in training."""
     samples = load_clicks(require_folder(data, f"examples.movielens:{name}", PUBLISHER), seed=seed)
     train_rows = split_rows(samples.labels.numel(), seed=seed)[0]
-    draw = draws(lambda: build(samples, log_odds(samples.labels[train_rows])), seed)
+    network = network_of_seed(lambda: build(samples, log_odds(samples.labels[train_rows])), seed)
     return Recipe(
-        model=draw(0),
-        redraw=draw,
+        model=network,
         data=samples.split(batch_size=BATCH_SIZE, seed=seed),
         loss=nn.BCEWithLogitsLoss(),
         **CLICKS | PLAIN.get(name, {}),
-        notes=(
-            "MovieLens as clicks: a random 8:1:1 split, so ratings of the future help to predict those of the past.",
-            *notes,
-        ),
     )
 
 

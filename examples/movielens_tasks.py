@@ -14,7 +14,7 @@ from dnis_torchrec.data.task import Predictions, Task
 from examples.datasets.in_memory import split_rows
 from examples.datasets.movielens import PUBLISHER, load_clicks_and_ratings
 from examples.datasets.text_files import require_folder
-from examples.models import MultiGateMixtureOfExperts, build_tables, draws, log_odds
+from examples.models import MultiGateMixtureOfExperts, build_tables, log_odds, network_of_seed
 from examples.movielens import BATCH_SIZE, CLICKS, CLICKS_INIT_STD, EMBEDDING_DIM
 
 RATING_SHARE = 0.3
@@ -59,15 +59,11 @@ def mmoe(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) 
         biases = {"click": log_odds(clicks), "rating": float(ratings.mean())}
         return MultiGateMixtureOfExperts(tables, biases)
 
-    draw = draws(build, seed)
+    network = network_of_seed(build, seed)
     return Recipe(
-        model=draw(0),
-        redraw=draw,
+        model=network,
         data=samples.split(batch_size=BATCH_SIZE, seed=seed),
-        task=ClickAndRating(),
+        loss=ClickAndRating(),
         stop_on="click_auc",
         **CLICKS,
-        notes=(
-            "MovieLens as clicks and ratings: a random 8:1:1 split, so those of the future help to predict the past's.",
-        ),
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import nn
 
-from dnis_torchrec.data.labels import RANKING_KS, check_candidates
 from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.task import RANKING_KS, check_candidates
 from examples.datasets.implicit import FEATURES, candidate_queries, split_leave_one_out
 from examples.datasets.ncf import PUBLISHER, load_leave_one_out
 from examples.datasets.text_files import require_folder
@@ -19,8 +19,8 @@ from examples.models import (
     NeuMF,
     build_neumf_tables,
     build_tables,
-    draws,
     ncf_tower,
+    network_of_seed,
 )
 
 BATCH_SIZE = 8190
@@ -129,22 +129,11 @@ def _topk(data: Path | None, name: str, build: Callable[[dict[str, int]], nn.Mod
     protocol = load_leave_one_out(folder)
     check_candidates(candidate_queries(protocol), max(RANKING_KS))
     rows = dict(zip(FEATURES, (protocol.num_users, protocol.num_items), strict=True))
-    draw = draws(lambda: build(rows), seed)
-    notes = [
-        "NCF's leave-one-out: each user's last interaction, ranked among the 99 published negatives; published results "
-        "that choose epochs by these metrics have chosen on test, which is not done here."
-    ]
-    if protocol.num_positives_among_negatives:
-        notes.append(
-            f"{protocol.num_positives_among_negatives} published lines list the positive among its negatives, where it "
-            "was dropped: those cases have one candidate less."
-        )
+    network = network_of_seed(lambda: build(rows), seed)
     return Recipe(
-        model=draw(0),
-        redraw=draw,
+        model=network,
         data=split_leave_one_out(
             protocol, num_negatives=NUM_NEGATIVES, batch_size=BATCH_SIZE, test_batch_size=TEST_BATCH_SIZE, seed=seed
         ),
         loss=nn.BCEWithLogitsLoss(),
-        notes=tuple(notes),
     )

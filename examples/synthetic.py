@@ -7,10 +7,10 @@ from pathlib import Path
 from torch import nn
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.data.in_memory import split_rows
+from dnis_torchrec.data.batches import split_rows
 from dnis_torchrec.data.recipe import Recipe
 from examples.datasets.synthetic import generate
-from examples.models import build_dlrm, build_tables, draws
+from examples.models import build_dlrm, build_tables, network_of_seed
 
 BATCH_SIZE = 1024
 EMBEDDING_DIM = 16
@@ -42,12 +42,10 @@ def demo(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) 
         num_dense = samples.dense.shape[1]
         return build_dlrm(tables, dense_in_features=num_dense, dense_layers=[32], over_layers=[64])
 
-    draw = draws(build, seed)
+    network = network_of_seed(build, seed)
     return Recipe(
-        model=draw(0),
-        redraw=draw,
+        model=network,
         data=samples.split(batch_size=BATCH_SIZE, seed=seed),
         loss=nn.BCEWithLogitsLoss(),
         table_learning_rate=2e-3,
-        notes=("Generated data: it shows that the search finds what was planted, not what real data would gain.",),
     )

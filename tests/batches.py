@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.data.labels import RankingBatch
+from dnis_torchrec.data.batches import RankingBatch
 from dnis_torchrec.ranks import Ranks
 
 Sample = tuple[float, float, tuple[tuple[int, ...], ...]]

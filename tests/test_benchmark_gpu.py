@@ -140,7 +140,7 @@ def test_a_step_finds_its_figures(step: str, tmp_path: Path, no_images, monkeypa
     monkeypatch.setattr(ranks, "START_METHOD", "forkserver")  # which has imported everything
     from dnis_torchrec.allocation import compress
 
-    for name in (*PARTS.values(), "count_stream"):
+    for name in (*PARTS.values(), "count_over_ranks"):
         monkeypatch.setattr(compress, name, getattr(compress, name))  # the step wraps them, in a process of its own
     run_step(step, tmp_path, is_stand_in=True)
     assert names_in(tmp_path, step) >= EXPECTED[step]

@@ -13,9 +13,8 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
-from dnis_torchrec.data.in_memory import Bags
-from dnis_torchrec.data.labels import RankingBatch
-from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.data.batches import Bags, RankingBatch
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.serving import ServedEmbeddingCollection

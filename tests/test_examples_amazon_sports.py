@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dnis_torchrec.data.in_memory import split_rows
+from dnis_torchrec.data.batches import split_rows
 from examples import amazon_sports
 from examples.datasets.amazon_sports import ATTRIBUTES, OF_ITEM, load_amazon_sports, read_reviews
 from examples.datasets.in_memory import Samples

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchrec.datasets.criteo import DEFAULT_CAT_NAMES
 
-from dnis_torchrec.data.in_memory import Bags, InMemoryBatches, split_rows
+from dnis_torchrec.data.batches import Bags, InMemoryBatches, split_rows
 from examples.datasets import synthetic
 from examples.datasets.criteo import load_criteo, read_lines
 from examples.datasets.in_memory import Samples

@@ -21,7 +21,7 @@ from benchmarks.rivals.methods.trained_scheme import uniform_scheme_
 from dnis_torchrec import TrainTask, export, load
 from dnis_torchrec.artifact.export import drop_in_
 from dnis_torchrec.artifact.package import Signature, export_graph
-from dnis_torchrec.data.in_memory import Bags, InMemoryBatches
+from dnis_torchrec.data.batches import Bags, InMemoryBatches
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings

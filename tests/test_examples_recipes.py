@@ -19,8 +19,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.data.in_memory import InMemoryBatches
-from dnis_torchrec.data.recipe import Recipe, TrainTask, load_recipe
+from dnis_torchrec.data.batches import InMemoryBatches
+from dnis_torchrec.data.recipe import Recipe, load_recipe
+from dnis_torchrec.data.task import TrainTask
 from examples import amazon_sports, anime, criteo, lastfm_tags, movielens, synthetic
 from examples.models import NeuMF
 from tests.tab_separated_files import write_tab_separated
@@ -111,20 +112,6 @@ def test_weights_depend_on_the_seed_alone(build):
     again, other = build(seed=7).model.state_dict(), build(seed=8).model.state_dict()
     assert same_weights(first, again)
     assert not same_weights(first, other)
-
-
-def test_other_initial_weights_are_drawn_from_the_seed_and_their_number(build):
-    recipe, again, other_seed = build(seed=7), build(seed=7), build(seed=8)
-    torch.manual_seed(3)
-    state = torch.random.get_rng_state()
-    drawn = recipe.redraw(1).state_dict()
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert same_weights(drawn, again.redraw(1).state_dict())
-    own, second, of_other_seed = recipe.model.state_dict(), recipe.redraw(2), other_seed.redraw(1)
-    assert {key: value.shape for key, value in drawn.items()} == {key: value.shape for key, value in own.items()}
-    assert not same_weights(drawn, own)
-    assert not same_weights(drawn, second.state_dict())
-    assert not same_weights(drawn, of_other_seed.state_dict())
 
 
 def same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -343,7 +330,6 @@ class TestDlrmFromCheckpoint:
         loaded = recipe.model.state_dict()
         assert all(torch.equal(loaded[key], value + 1) for key, value in weights.items())
         assert recipe.dense_learning_rate == criteo.dlrm(data).dense_learning_rate < 1e-3
-        assert recipe.redraw is None
 
     def test_torch_file_of_a_wrapper_named_in_the_environment(self, data, weights, monkeypatch, tmp_path_factory):
         path = tmp_path_factory.mktemp("elsewhere") / "dlrm.pt"
@@ -357,7 +343,6 @@ class TestDlrmFromCheckpoint:
         save_file(weights, data / "checkpoint.safetensors")
         recipe = criteo.dlrm_from_checkpoint(data, embedding_dim=3)
         tables = tables_of(recipe.model)
-        assert recipe.redraw is not None
         assert {config.embedding_dim for config in tables.embedding_bag_configs()} == {3}
 
     @pytest.mark.parametrize(

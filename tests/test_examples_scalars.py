@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dnis_torchrec.data.in_memory import Bags, InMemoryBatches
+from dnis_torchrec.data.batches import Bags, InMemoryBatches
 from examples.datasets.in_memory import Samples
 from examples.datasets.scalars import bucketised, weighted
 

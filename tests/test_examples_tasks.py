@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.allocation.axes import rotate_
 from dnis_torchrec.blocks.counts import count_frequencies
-from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.selection.shards import table_configs
 from examples import movielens
 from examples.models import MultiGateMixtureOfExperts, build_tables

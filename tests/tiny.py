@@ -16,7 +16,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.data.labels import RankingBatch
+from dnis_torchrec.data.batches import RankingBatch
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 
 EMBEDDING_DIM = 8
@@ -124,7 +124,6 @@ def make_recipe(
         table_optimizer=optimizer,
         table_learning_rate=1e-2,
         dense_learning_rate=1e-2,
-        notes=("generated for tests",),
     )
 
 

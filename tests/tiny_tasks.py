@@ -100,7 +100,7 @@ def make_recipe(*, seed: int = 0, embedding_dim: int | None = None, **fields: An
         selection=Repeatable([two_sided(64, 200 + s) for s in range(2)]),
         test=Repeatable([two_sided(64, 300), two_sided(63, 301)]),
     )
-    given = {"task": ClickAndRating(), "table_learning_rate": 1e-2, "dense_learning_rate": 1e-2, "embedding_l2": 1e-3}
+    given = {"loss": ClickAndRating(), "table_learning_rate": 1e-2, "dense_learning_rate": 1e-2, "embedding_l2": 1e-3}
     return Recipe(model=TwoTasks(embedding_dim or EMBEDDING_DIM), data=data, **(given | fields))
 
 

@@ -25,9 +25,9 @@ from dnis_torchrec.allocation.energies import BITS, RoundingEnergies, rounding_e
 from dnis_torchrec.allocation.held_out import LossSample, output_bias
 from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES, NUM_BLOCKS
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts, count_over_ranks
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data.lookup_batches import features_of
+from dnis_torchrec.data.batches import features_of
 from dnis_torchrec.data.recipe import check_left_alone
 from dnis_torchrec.data.task import Task
 from dnis_torchrec.ranks import Ranks
@@ -38,7 +38,6 @@ from dnis_torchrec.selection.torchrec_inputs import remapped
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from dnis_torchrec.serving.packed_table import PackedTable, pack_rows
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection, table_of_single_ids
-from dnis_torchrec.streaming.counting import count_stream
 
 UNCHANGED = 1e-4
 """How far predictions may move when tables are turned, over the largest of them: rounding moves
@@ -190,7 +189,7 @@ def measure_(
 
     Distributed: every rank of a sharded model calls it on its slices of the batches; see `rotate_`,
         `curvature`,
-    `rounding_energies`, `LossSample` and `count_stream` for the collectives. All ranks get the
+    `rounding_energies`, `LossSample` and `count_over_ranks` for the collectives. All ranks get the
     same.
 
     Args:
@@ -221,7 +220,7 @@ def measure_(
         check_left_alone(leave_alone, [table.name for table in tables], "leave_alone")
         _check_finite(model)
     if counts is None:
-        counts = count_stream(
+        counts = count_over_ranks(
             (remapped(model, features_of(batch)) for batch in batches),
             tables,
             process_group=ranks.group,

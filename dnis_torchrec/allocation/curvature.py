@@ -30,13 +30,9 @@ from dnis_torchrec.allocation.contributions import (
 from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data.batches import slice_of
-from dnis_torchrec.data.labels import check_labels
-from dnis_torchrec.data.lookup_batches import for_lookup
+from dnis_torchrec.data.batches import check_batch, for_lookup, slice_of
 from dnis_torchrec.data.over_ranks import SAME_BATCHES
-from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.data.split_checks import check_batch
-from dnis_torchrec.data.task import LossTask, Outputs, Task, check_outputs
+from dnis_torchrec.data.task import LossTask, Outputs, Task, TrainTask, check_labels, check_outputs
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.selection.shards import collections, ranks_of, table_configs_of
 from dnis_torchrec.selection.torchrec import read_by_name_

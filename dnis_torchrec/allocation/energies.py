@@ -20,7 +20,7 @@ from dnis_torchrec.blocks.codes import (
     fit_codes,
     is_coded,
 )
-from dnis_torchrec.blocks.counts import ROWS_AT_A_TIME, FrequencyCounts, RowCounts
+from dnis_torchrec.blocks.counts import ROWS_AT_A_TIME, FrequencyCounts
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.ranks import Ranks
@@ -56,7 +56,7 @@ class RowSample:
 
 
 def sample_rows(
-    counts: RowCounts, routing: RowRouting, rows_per_block: int = ROWS_PER_BLOCK
+    counts: Tensor, routing: RowRouting, rows_per_block: int = ROWS_PER_BLOCK
 ) -> RowSample:
     """Draws rows of every block. Local and deterministic: equal counts and blocks give equal
     samples."""
@@ -107,7 +107,7 @@ def sampled_values(
     return ranks.sum_(values)
 
 
-def _thresholds(counts: RowCounts, routing: RowRouting, rows_per_block: int) -> Tensor:
+def _thresholds(counts: Tensor, routing: RowRouting, rows_per_block: int) -> Tensor:
     """Per block the frequency from which on rows are certain: ``(S,)`` float64; 0 where all are."""
     of_runs, frequency, sizes = _frequencies(counts, routing)
     thresholds = torch.full((routing.num_blocks,), torch.inf, dtype=torch.float64)
@@ -123,12 +123,12 @@ def _thresholds(counts: RowCounts, routing: RowRouting, rows_per_block: int) -> 
     return torch.where(routing.row_counts() <= rows_per_block, 0.0, thresholds)
 
 
-def _frequencies(counts: RowCounts, routing: RowRouting) -> tuple[Tensor, Tensor, Tensor]:
+def _frequencies(counts: Tensor, routing: RowRouting) -> tuple[Tensor, Tensor, Tensor]:
     """The frequencies that occur in a block: (blocks, frequencies, how many rows have it as
     float64), few of each."""
     keys, sizes = torch.zeros(2, 0, dtype=torch.int64)
     for first in range(0, routing.num_embeddings, ROWS_AT_A_TIME):
-        part = counts[first : first + ROWS_AT_A_TIME]
+        part = counts[first : first + ROWS_AT_A_TIME].long()
         of_rows = routing.block_of(torch.arange(first, first + len(part)))
         inside = of_rows < routing.num_blocks
         more, sizes_of_more = (part * routing.num_blocks + of_rows)[inside].unique(
@@ -141,7 +141,7 @@ def _frequencies(counts: RowCounts, routing: RowRouting) -> tuple[Tensor, Tensor
 
 
 def _rows_with_blocks(
-    counts: RowCounts, routing: RowRouting
+    counts: Tensor, routing: RowRouting
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """(rows, their blocks, how often they were looked up as float64) of rows that have a block,
     some at a time."""

@@ -28,7 +28,7 @@ from dnis_torchrec.allocation.energies import RowsInCodes, rows_in_codes, whole_
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.codes import is_coded
 from dnis_torchrec.blocks.counts import bags_of
-from dnis_torchrec.data.lookup_batches import features_of
+from dnis_torchrec.data.batches import features_of
 from dnis_torchrec.data.task import Task
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme

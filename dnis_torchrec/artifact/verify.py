@@ -21,7 +21,8 @@ from dnis_torchrec.artifact.forms import Rows
 from dnis_torchrec.artifact.load import exact_rows, load, read_scheme
 from dnis_torchrec.artifact.manifest import MANIFEST, describe_file, read_manifest
 from dnis_torchrec.data.over_ranks import check_same, split_over_ranks
-from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, is_gone
 from dnis_torchrec.serving.logical_tables import torchrec_config

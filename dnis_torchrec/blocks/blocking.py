@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.blocks import NUM_BLOCKS
-from dnis_torchrec.blocks.counts import FrequencyCounts, RowCounts, count_chunks
+from dnis_torchrec.blocks.counts import FrequencyCounts, count_chunks
 from dnis_torchrec.blocks.routing import MAX_NUM_BLOCKS, RowRouting
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.data.files import read_tensors, write_tensors
@@ -168,7 +168,7 @@ class _FrequencyOrder:
     """Rows by falling frequency, ties in row order: as runs of rows of equal frequency, without
     sorting any rows."""
 
-    def __init__(self, counts: RowCounts) -> None:
+    def __init__(self, counts: Tensor) -> None:
         values, sizes = torch.zeros(2, 0, dtype=torch.int64)
         for chunk in count_chunks(counts):
             more, sizes_of_more = torch.unique(chunk, return_counts=True)
@@ -190,7 +190,7 @@ class _FrequencyOrder:
         return places
 
 
-def _blocks_of(counts: RowCounts, num_blocks: int) -> tuple[RowRouting, Tensor, Tensor]:
+def _blocks_of(counts: Tensor, num_blocks: int) -> tuple[RowRouting, Tensor, Tensor]:
     """Puts the rows of a table into blocks; also returns each block's occurrences and number of
     seen rows."""
     num_rows, order = counts.numel(), _FrequencyOrder(counts)

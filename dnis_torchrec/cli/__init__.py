@@ -8,7 +8,6 @@ from dnis_torchrec.checks import describe_error, is_of_system
 from dnis_torchrec.cli import compress, package, runs, train
 from dnis_torchrec.cli.app import app
 from dnis_torchrec.cli.terminal import guard_standard_error, say
-from dnis_torchrec.data.users_code import named_errors
 from dnis_torchrec.training.settings import Ending, Stopped, exit_code
 
 __all__ = ["app", "compress", "main", "package", "runs", "train"]
@@ -19,7 +18,7 @@ def main() -> None:
     code."""
     guard_standard_error()
     try:
-        with Ending(), named_errors():
+        with Ending():
             app(prog_name="dnis")
     except Stopped as stop:
         say(f"error: {stop}", err=True)

@@ -15,7 +15,6 @@ from dnis_torchrec.cli.app import (
 from dnis_torchrec.cli.options import command
 from dnis_torchrec.cli.terminal import fail, say
 from dnis_torchrec.data.urls import address_of
-from dnis_torchrec.data.users_code import errors_of_its_code, named_errors
 
 
 @command
@@ -41,9 +40,8 @@ def package(
         check(free, place, "a folder that does not exist", "an existing one", remedy)
         load_recipe(recipe)
     try:
-        with named_errors(), errors_of_its_code(recipe):
-            built = recipe_of_artifact(artifact, data, recipe=recipe)
-            model, batch = drop_in_(built.model, artifact, form=PACKED), next(iter(built.data.test))
+        built = recipe_of_artifact(artifact, data, recipe=recipe)
+        model, batch = drop_in_(built.model, artifact, form=PACKED), next(iter(built.data.test))
         notes = {"recipe": recipe, "form": PACKED}
         packages.write_package(model, batch, out, notes=notes, overwrite=overwrite)
     except RuntimeError as error:  # no compiler, or a package that predicts something else

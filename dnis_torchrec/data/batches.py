@@ -1,19 +1,28 @@
-"""Batches that move as a whole, and samples cut out of one: for an upper step that takes less, for
-ranks that share it."""
+"""Batches: samples in memory as batches, batches cut and made ready for lookups, and their checks."""
 
 from __future__ import annotations
 
+import bisect
+import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dnis_torchrec.blocks.counts import check_ids_are_integers
 from dnis_torchrec.checks import check, describe
+
+SPLIT_RATIOS = (0.8, 0.05, 0.05, 0.1)
+"""train, validation, selection, test: 8:1:1, with the middle part halved between the upper level
+and early stopping."""
+CLEAN = "clean the data"
+_IDS_FOR_LOOKUP = (torch.int64, torch.int32)
 
 
 @dataclasses.dataclass
@@ -34,14 +43,161 @@ class WholeBatch(Batch):
         self._each(lambda part: part.record_stream(stream))
 
     def _each(self, change: Callable[[Any], Any]) -> Self:
-        """The batch with its tensors and bags changed."""
-        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        moving = {
-            name: part
-            for name, part in parts.items()
+        parts = {
+            name: change(part)
+            for name, part in parts_of(self).items()
             if isinstance(part, Tensor | KeyedJaggedTensor)
         }
-        return dataclasses.replace(self, **{name: change(part) for name, part in moving.items()})
+        return dataclasses.replace(self, **parts)
+
+
+@dataclasses.dataclass
+class RankingBatch(WholeBatch):
+    """A batch of candidates to be ranked within their queries: a split of such batches is judged by
+    ranking metrics."""
+
+    queries: Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Bags:
+    """The bags of one multi-hot feature for all samples, in CSR form."""
+
+    values: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def of_lengths(cls, values: Tensor, lengths: Tensor) -> Bags:
+        """Bags one after the other, by how many ids each has."""
+        return cls(values, torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Bags]) -> Bags:
+        """The bags of several parts, one after the other."""
+        lengths = torch.cat([part.offsets.diff() for part in parts])
+        return cls.of_lengths(torch.cat([part.values for part in parts]), lengths)
+
+    def select(self, rows: Tensor) -> Bags:
+        """The bags of some samples."""
+        starts = self.offsets.index_select(0, rows)
+        lengths = self.offsets.index_select(0, rows + 1) - starts
+        bags = Bags.of_lengths(self.values, lengths)
+        total = int(bags.offsets[-1])
+        shift = torch.repeat_interleave(starts - bags.offsets[:-1], lengths, output_size=total)
+        return Bags(self.values.index_select(0, shift + torch.arange(total)), bags.offsets)
+
+
+def features_of_samples(
+    keys: Sequence[str], ids: Tensor, bags: Sequence[Bags], scalars: Tensor | None = None
+) -> KeyedJaggedTensor:
+    """Features of samples: ids of one each, ``(B, F)``, then bags, then scalars as weighted bags."""
+    batch_size, num_single = ids.shape
+    values = [ids.t().reshape(-1).long(), *(bag.values.long() for bag in bags)]
+    lengths = [torch.ones(num_single * batch_size, dtype=torch.int64)]
+    lengths += [bag.offsets.diff() for bag in bags]
+    length_per_key = [batch_size] * num_single + [len(bag.values) for bag in bags]
+    weights = None
+    if scalars is not None:
+        num_scalars = scalars.shape[1]
+        weights = torch.cat([torch.ones(sum(length_per_key)), scalars.t().reshape(-1)])
+        values.append(torch.arange(num_scalars).repeat_interleave(batch_size))
+        lengths.append(torch.ones(num_scalars * batch_size, dtype=torch.int64))
+        length_per_key += [batch_size] * num_scalars
+    return KeyedJaggedTensor(
+        keys=list(keys),
+        values=torch.cat(values),
+        weights=weights,
+        lengths=torch.cat(lengths),
+        stride=batch_size,
+        length_per_key=length_per_key,
+    )
+
+
+def split_rows(
+    num_samples: int, *, seed: int, group_size: int = 1
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cuts samples at random into train, validation, selection and test, by `SPLIT_RATIOS`."""
+    number = num_samples // group_size
+    check(number >= 20, "split_rows", "at least 20 samples, or groups, for four splits", number)
+    order = torch.randperm(number, generator=torch.Generator().manual_seed(seed))
+    sizes = [int(ratio * number) for ratio in SPLIT_RATIOS[1:]]
+    split_of_group = torch.empty(number, dtype=torch.uint8)
+    for split, part in enumerate(order.split([number - sum(sizes), *sizes])):
+        split_of_group[part] = split
+    split_of_row = split_of_group.repeat_interleave(group_size)
+    train, validation, selection, test = (
+        (split_of_row == split).nonzero().squeeze(1) for split in range(4)
+    )
+    return train, validation, selection, test
+
+
+class InMemoryBatches:
+    """Batches of a data set in memory, to be iterated again and again: each time is the next epoch."""
+
+    def __init__(
+        self,
+        dense: Tensor,
+        ids: Tensor,
+        labels: Tensor,
+        *,
+        feature_names: Sequence[str],
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        multi_hot: Mapping[str, Bags] | None = None,
+        scalar_names: Sequence[str] = (),
+        queries: Tensor | None = None,
+        rows: Tensor | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        place, num_samples, bags = "InMemoryBatches", len(labels), dict(multi_hot or {})
+        check(batch_size >= 1, f"{place}.batch_size", "an integer >= 1", batch_size)
+        for name, tensor in (("dense", dense), ("ids", ids)):
+            fits = tensor.dim() == 2 and len(tensor) == num_samples
+            check(
+                fits, f"{place}.{name}", f"{num_samples} rows, one per label", tuple(tensor.shape)
+            )
+        width = len(feature_names)
+        check(ids.shape[1] == width, f"{place}.ids", f"{width} columns", ids.shape[1])
+        for name, of_feature in bags.items():
+            number = of_feature.offsets.numel() - 1
+            check(number == num_samples, f"feature {name!r}", f"{num_samples} bags", number)
+        fits = len(scalar_names) in (0, dense.shape[1])
+        check(fits, f"{place}.scalar_names", f"{dense.shape[1]} names, or none", len(scalar_names))
+        keys = [*feature_names, *bags, *scalar_names]
+        check(len(set(keys)) == len(keys), f"{place}.feature_names", "distinct names", keys)
+        self._dense, self._ids, self._labels = dense.float(), ids, labels.float()
+        self._bags, self._keys, self._queries = tuple(bags.values()), keys, queries
+        self._has_scalars = bool(scalar_names)
+        self.rows = torch.arange(num_samples) if rows is None else rows
+        self._batch_size, self._drop_last = batch_size, drop_last
+        self._shuffle, self._seed, self.epoch = shuffle, seed, 0
+        check(len(self) > 0, place, "at least one batch", f"{self.rows.numel()} samples")
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch."""
+        whole, rest = divmod(self.rows.numel(), self._batch_size)
+        return whole + int(rest > 0 and not self._drop_last)
+
+    def __iter__(self) -> Iterator[Batch]:
+        order = self.rows
+        if self._shuffle:
+            # Torch's CPU generator reads 32 bits of a seed, so the two numbers are mixed before,
+            # not put side by side.
+            mixed = int(np.random.SeedSequence((self._seed, self.epoch)).generate_state(1)[0])
+            generator = torch.Generator().manual_seed(mixed)
+            order = order[torch.randperm(order.numel(), generator=generator)]
+        self.epoch += 1
+        return (self._batch(rows) for rows in order.split(self._batch_size)[: len(self)])
+
+    def _batch(self, rows: Tensor) -> Batch:
+        dense, labels = self._dense.index_select(0, rows), self._labels.index_select(0, rows)
+        bags = [of_feature.select(rows) for of_feature in self._bags]
+        scalars = dense if self._has_scalars else None
+        features = features_of_samples(self._keys, self._ids.index_select(0, rows), bags, scalars)
+        if self._queries is None:
+            return Batch(dense, features, labels)
+        return RankingBatch(dense, features, labels, self._queries.index_select(0, rows))
 
 
 class CutBatches:
@@ -61,49 +217,18 @@ class CutBatches:
         self._batches.epoch = epoch
 
 
-def slice_of(batch: Batch, first: int, last: int) -> Batch:
-    """Samples ``first <= i < last`` of a batch."""
-    if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
-        raise TypeError(
-            describe("batch", "a dataclass, as TorchRec's Batch is", type(batch).__name__)
-        )
-    fields = {
-        field.name: getattr(batch, field.name) for field in dataclasses.fields(batch) if field.init
-    }
-    sliced = {name: _slice(value, first, last) for name, value in fields.items()}
-    return dataclasses.replace(batch, **sliced)
+class LookupBatches(CutBatches):
+    """The batches of a stream that is learned on, each as `for_lookup` gives it. Local."""
 
+    def __init__(self, batches: Iterable[Batch], name: str) -> None:
+        super().__init__(batches)
+        self._name = name
 
-def _slice(value: Any, first: int, last: int) -> Any:
-    if isinstance(value, KeyedJaggedTensor):
-        return _slice_features(value, first, last)
-    return value[first:last] if isinstance(value, Tensor) else value
-
-
-def _slice_features(features: KeyedJaggedTensor, first: int, last: int) -> KeyedJaggedTensor:
-    if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-        raise NotImplementedError(
-            describe("batch", "supported is one batch size for all features", "several")
-        )
-    num_features, stride = len(features.keys()), features.stride()
-    lengths = features.lengths().view(num_features, stride)[:, first:last]
-    starts = torch.arange(num_features) * stride
-    offsets = features.offsets().cpu()
-    spans = list(
-        zip(offsets[starts + first].tolist(), offsets[starts + last].tolist(), strict=True)
-    )
-    weights = features.weights_or_none()
-    return KeyedJaggedTensor(
-        keys=features.keys(),
-        values=torch.cat([features.values()[begin:end] for begin, end in spans]),
-        weights=None
-        if weights is None
-        else torch.cat([weights[begin:end] for begin, end in spans]),
-        lengths=lengths.reshape(
-            -1
-        ).contiguous(),  # of one sample it would be a view, which no collective takes
-        stride=last - first,
-    )
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches."""
+        for index, batch in enumerate(self._batches):
+            check_not_empty(batch, f"{self._name} batch {index}")
+            yield for_lookup(batch)
 
 
 class BatchParts(CutBatches):
@@ -121,8 +246,7 @@ class BatchParts(CutBatches):
 
     @property
     def is_split_over_ranks(self) -> bool:
-        """Whether the batches are this rank's own already, see
-        `dnis_torchrec.data.over_ranks.SplitsItself`."""
+        """Whether the batches are this rank's own already, see `data.over_ranks`."""
         return getattr(self._batches, "is_split_over_ranks", False)
 
 
@@ -136,3 +260,161 @@ def cut_batch(batch: Batch, num_parts: int, at_least: int = 1) -> Iterator[Batch
     bounds = torch.linspace(0, batch_size, num_parts + 1).round().long().tolist()
     for first, last in itertools.pairwise(bounds):
         yield slice_of(batch, first, last)
+
+
+def slice_of(batch: Batch, first: int, last: int) -> Batch:
+    """Samples ``first <= i < last`` of a batch."""
+    if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
+        requirement = "a dataclass, as TorchRec's Batch is"
+        raise TypeError(describe("batch", requirement, type(batch).__name__))
+    fields = {
+        part.name: getattr(batch, part.name) for part in dataclasses.fields(batch) if part.init
+    }
+    for name, value in fields.items():
+        if isinstance(value, KeyedJaggedTensor):
+            fields[name] = _slice_features(value, first, last)
+        elif isinstance(value, Tensor):
+            fields[name] = value[first:last]
+    return dataclasses.replace(batch, **fields)
+
+
+def _slice_features(features: KeyedJaggedTensor, first: int, last: int) -> KeyedJaggedTensor:
+    if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
+        supported = "supported is one batch size for all features"
+        raise NotImplementedError(describe("batch", supported, "several"))
+    num_features, stride = len(features.keys()), features.stride()
+    lengths = features.lengths().view(num_features, stride)[:, first:last]
+    starts, offsets = torch.arange(num_features) * stride, features.offsets().cpu()
+    begins, ends = offsets[starts + first].tolist(), offsets[starts + last].tolist()
+
+    def cut(values: Tensor) -> Tensor:
+        return torch.cat([values[i:j] for i, j in zip(begins, ends, strict=True)])
+
+    weights = features.weights_or_none()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=cut(features.values()),
+        weights=None if weights is None else cut(weights),
+        # Of one sample it would be a view, which no collective takes.
+        lengths=lengths.reshape(-1).contiguous(),
+        stride=last - first,
+    )
+
+
+def for_lookup(batch: Batch) -> Batch:
+    """A batch whose ids and weights are of types that kernels take; itself where they are so."""
+    if type(batch) is Batch and batch.dense_features is None:
+        batch = WholeBatch(batch.dense_features, batch.sparse_features, batch.labels)
+    bags = _bags_of(batch)
+    ready = {name: _features_for_lookup(part) for name, part in bags.items()}
+    if all(ready[name] is bags[name] for name in bags):
+        return batch
+    converted = copy.copy(batch)  # whatever its __init__ wants
+    for name, part in ready.items():
+        setattr(converted, name, part)
+    return converted
+
+
+def _features_for_lookup(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    ids, weights = features.values(), features.weights_or_none()
+    is_ready = ids.dtype in _IDS_FOR_LOOKUP and (weights is None or weights.dtype == torch.float32)
+    if not features.keys() or is_ready:
+        return features
+    check_ids_are_integers(ids, f"features {', '.join(map(repr, features.keys()))}")
+    varies = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=ids if ids.dtype in _IDS_FOR_LOOKUP else ids.long(),
+        weights=None if weights is None else weights.float(),
+        lengths=features.lengths(),
+        stride=None if varies else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
+        inverse_indices=features.inverse_indices_or_none(),
+    )
+
+
+def with_ids_counted(batch: Batch) -> Batch:
+    """A batch that knows, on the CPU, how many ids each feature has: it needs not ask a GPU."""
+    for part in _bags_of(batch).values() if hasattr(batch, "__dict__") else ():
+        if part.keys() and part.values().device.type == "cpu":
+            part.sync()
+    return batch
+
+
+def features_of(batch: Batch) -> KeyedJaggedTensor:
+    """All bags of a batch in one KeyedJaggedTensor; of several without the weights of their ids."""
+    bags = list(_bags_of(batch).values())
+    if len(bags) == 1:
+        return bags[0]
+    keys = [key for part in bags for key in part.keys()]  # noqa: SIM118
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    remedy = "give them names of their own"
+    check(not twice, "batch", "features in one KeyedJaggedTensor each", twice, remedy)
+    parts = [
+        KeyedJaggedTensor(part.keys(), part.values(), lengths=part.lengths(), stride=part.stride())
+        for part in bags
+    ]
+    return KeyedJaggedTensor.concat(parts)
+
+
+def parts_of(batch: Batch) -> dict[str, Any]:
+    """The fields of a batch by name."""
+    if dataclasses.is_dataclass(batch):
+        return {part.name: getattr(batch, part.name) for part in dataclasses.fields(batch)}
+    return dict(vars(batch))
+
+
+def _bags_of(batch: Batch) -> dict[str, KeyedJaggedTensor]:
+    return {n: part for n, part in parts_of(batch).items() if isinstance(part, KeyedJaggedTensor)}
+
+
+def check_not_empty(batch: Batch, place: str) -> None:
+    """Checks that a batch has samples."""
+    check(len(batch.labels) > 0, place, "at least one sample", "none", "leave empty batches out")
+
+
+def check_batch(batch: Batch, place: str) -> None:
+    """Checks a batch before training: samples, ids and lengths of types that lookups take, and no
+    number that is not finite."""
+    labels: object = getattr(batch, "labels", None)
+    shape = tuple(labels.shape) if isinstance(labels, Tensor) else ()
+    requirement = "a tensor with one row for each sample"
+    check(bool(shape), f"{place}, labels", requirement, shape or "none")
+    check_not_empty(batch, place)
+    num_labels, remedy = shape[0], "leave incomplete samples out"
+    requirement = f"{num_labels} samples, one for each label"
+    features, dense = batch.sparse_features, batch.dense_features
+    if isinstance(features, KeyedJaggedTensor) and features.keys():
+        if not features.variable_stride_per_key():
+            stride, lengths = features.stride(), features.lengths_or_none()
+            check(stride == num_labels, f"{place}, sparse_features", requirement, stride, remedy)
+            kind = torch.int64 if lengths is None else lengths.dtype
+            where = f"{place}, feature {features.keys()[0]!r}"
+            check(kind in _IDS_FOR_LOOKUP, where, "int32 or int64 lengths", kind)
+    if isinstance(dense, Tensor) and dense.dim():
+        is_fit = dense.numel() % num_labels == 0
+        check(is_fit, f"{place}, dense_features", requirement, len(dense), remedy)
+    for name, value in parts_of(batch).items():
+        if isinstance(value, KeyedJaggedTensor):
+            where = f"{place}, feature {value.keys()[0]!r}" if value.keys() else place
+            check_ids_are_integers(value.values(), where)
+            _check_weights(value, place)
+        elif isinstance(value, Tensor) and name != "labels" and not _is_finite(value):
+            at = (~value.isfinite()).nonzero()[0].tolist()
+            columns = "".join(f", column {column}" for column in at[1:])
+            where = f"{place}, {name}, sample {at[0]}{columns}"
+            raise ValueError(describe(where, "finite numbers", float(value[tuple(at)]), CLEAN))
+
+
+def _check_weights(features: KeyedJaggedTensor, place: str) -> None:
+    weights = features.weights_or_none()
+    if weights is None or _is_finite(weights):
+        return
+    first = int((~weights.isfinite()).nonzero()[0])
+    feature = features.keys()[bisect.bisect_right(features.offset_per_key(), first) - 1]
+    where = f"{place}, feature {feature!r}"
+    raise ValueError(describe(where, "finite weights", float(weights[first]), CLEAN))
+
+
+def _is_finite(values: Tensor) -> bool:
+    return not values.is_floating_point() or bool(torch.isfinite(values).all())

@@ -1,36 +1,40 @@
-"""Splits a recipe's data over ranks: each rank takes its slice of every batch."""
+"""Splits a recipe's data over ranks, each of which takes its slice of every batch; one pass over the
+data before anything is trained, which counts and checks it."""
 
 from __future__ import annotations
 
-import itertools
-import logging
-import weakref
 import zlib
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import nn
 from torchrec.datasets.utils import Batch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from dnis_torchrec.blocks.counts import FrequencyCounts, count_over_ranks, longest_bags
 from dnis_torchrec.blocks.hashing import mix
 from dnis_torchrec.checks import check
-from dnis_torchrec.data.batches import CutBatches, slice_of
-from dnis_torchrec.data.lookup_batches import features_of
-from dnis_torchrec.data.recipe import DataSplits
-from dnis_torchrec.data.sample_sketch import SampleSketch, share_found, share_repeated
-from dnis_torchrec.data.split_checks import NO_EMPTY_BATCHES, SOME_SAMPLES
-from dnis_torchrec.ranks import Ranks
-
-logger = logging.getLogger(__name__)
+from dnis_torchrec.data.batches import (
+    CutBatches,
+    RankingBatch,
+    check_not_empty,
+    features_of,
+    for_lookup,
+    slice_of,
+)
+from dnis_torchrec.data.recipe import DataSplits, Recipe
+from dnis_torchrec.data.task import LossTask, check_candidates, check_task, checked_batches
+from dnis_torchrec.ranks import Ranks, together
 
 SPLITS = ("train", "validation", "selection", "test")
 FINGERPRINTS = 1 << 40
 """Number of fingerprints, small enough that those of many ranks can be added up."""
 SAME_BATCHES = "as many batches on every rank"
-OVERLAP = 0.5
-"""Share of a split's samples, beyond what repeats anyway, that another split may have too before a
-warning says so."""
 
 
 class SplitsItself(Protocol):
@@ -77,19 +81,14 @@ class SlicedBatches(CutBatches):
         return _Measured(self._batches, self._ranks, self._name, equal=False)
 
     def _whole(self) -> Iterator[Batch]:
-        seen = 0
+        total = 0
         for index, batch in enumerate(self._batches):
-            check(
-                len(batch.labels) > 0,
-                f"{self._name} batch {index}",
-                SOME_SAMPLES,
-                "none",
-                NO_EMPTY_BATCHES,
-            )
+            check_not_empty(batch, f"{self._name} batch {index}")
             if self.fingerprint is None:
-                seen += _fingerprint(batch, index)
+                places = np.arange(len(batch.labels), dtype=np.uint64) + np.uint64(index << 32)
+                total = (total + int(mix(_samples(batch) + places).sum())) % FINGERPRINTS
             yield batch
-        self.fingerprint = seen if self.fingerprint is None else self.fingerprint
+        self.fingerprint = total if self.fingerprint is None else self.fingerprint
 
 
 class _Measured(SlicedBatches):
@@ -135,136 +134,110 @@ def check_same(data: DataSplits, ranks: Ranks) -> None:
             check(largest == -smallest, f"{name} stream", requirement, "others", remedy)
 
 
-def _fingerprint(batch: Batch, index: int) -> int:
-    """An integer below 2^40 that other labels, ids or another order change."""
-    total = torch.zeros((), dtype=torch.int64)
-    for values in (batch.labels.float().view(torch.int32), features_of(batch).values().int()):
-        flat = values.detach().cpu().flatten().long()
-        total += (flat * (torch.arange(flat.numel()) % 8191 + index % 127 + 1)).sum()
-    return int(total) % FINGERPRINTS
-
-
 class NotedBatches:
-    """Batches that note, while they are read anyway, which samples there are: other data in as many
-    batches is found."""
+    """Batches that note, while they are read anyway, which samples there are, and in how large
+    batches."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self._batches = batches
-        self.fingerprint, self.sketch = 0, SampleSketch()
+        self.fingerprint = 0
         self.sizes: list[int] = []
-        self.batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
 
     def __iter__(self) -> Iterator[Batch]:
         return self._noting(self._batches)
 
     def counted(self) -> Iterator[Batch]:
-        """Yields the batches that `all_samples` returns, and notes their samples."""
+        """The batches that `all_samples` returns."""
         return self._noting(all_samples(self._batches))
 
     def _noting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        self.fingerprint, self.sketch = 0, SampleSketch()
-        self.sizes.clear()
-        self.batches.clear()
+        self.fingerprint, self.sizes = 0, []
         for batch in batches:
             yield batch  # to be checked first
             samples = _samples(batch)
             self.fingerprint = (self.fingerprint + int(samples.sum())) % FINGERPRINTS
             self.sizes.append(len(samples))
-            self.sketch.add(_with_dense(samples, batch))
-            self.batches[id(batch)] = batch
 
 
-def with_notes(data: DataSplits) -> DataSplits:
-    """The same splits, which note their samples while they are read."""
-    return DataSplits(**{name: NotedBatches(getattr(data, name)) for name in SPLITS})
+def read_before_training(
+    recipe: Recipe, tables: Sequence[EmbeddingBagConfig], ranks: Ranks
+) -> tuple[DataSplits, FrequencyCounts, dict[str, int]]:
+    """Reads all splits once: this rank's data, the counts, and a fingerprint of every split."""
+    whole = split_over_ranks(recipe.data, ranks)
+    noted = DataSplits(**{name: NotedBatches(getattr(whole, name)) for name in SPLITS})
+    counts = count_training_data(noted, recipe.task, tables, process_group=ranks.group)
+    check_same(whole, ranks)
+    _check_steps(whole, noted, ranks)
+    with together(ranks.group):
+        if not isinstance(recipe.task, LossTask):
+            batch = for_lookup(next(iter(recipe.data.selection)))
+            check_task(recipe.model, recipe.task, batch, "selection batch 0")
+    return whole, counts, fingerprints(noted, ranks)
+
+
+def count_training_data(
+    data: DataSplits,
+    task: nn.Module,
+    tables: Sequence[EmbeddingBagConfig],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+) -> FrequencyCounts:
+    """Counts the training split, and checks all that all splits hold on the way."""
+    longest: Counter[str] = Counter()
+    queries = {name: [torch.zeros(0, dtype=torch.int64)] for name in ("selection", "test")}
+    with together(process_group):
+        for name in ("validation", *queries):
+            number, batches = 0, getattr(data, name)
+            batches = all_samples(batches) if name == "validation" else batches
+            for batch in checked_batches(batches, task, name):
+                place = f"{name} batch {number}"
+                longest |= Counter(longest_bags(features_of(batch), tables, place))
+                number += 1
+                if name in queries and isinstance(batch, RankingBatch):
+                    queries[name].append(batch.queries.cpu().long())
+            check(number > 0, f"{name} stream", "at least one batch", 0, "check the data splits")
+    ranks = Ranks(process_group)
+    _check_queries(queries, ranks)
+    train = checked_batches(all_samples(data.train), task, "train")
+    features = (features_of(batch) for batch in train)
+    counts = count_over_ranks(features, tables, process_group=process_group)
+    lengths = {name: max(length, longest[name]) for name, length in counts.max_bag_lengths.items()}
+    of_ranks = ranks.max_(torch.tensor(list(lengths.values()))).tolist()
+    return replace(counts, max_bag_lengths=dict(zip(lengths, of_ranks, strict=True)))
+
+
+def _check_queries(queries: Mapping[str, list[torch.Tensor]], ranks: Ranks) -> None:
+    """Every query of a ranked split has candidates enough, those of all ranks counted."""
+    for name, of_rank in queries.items():
+        of_all = ranks.concatenate(torch.cat(of_rank))
+        if of_all.numel():
+            check_candidates(of_all, place=f"{name} split")
 
 
 def fingerprints(noted: DataSplits, ranks: Ranks) -> dict[str, int]:
     """Fingerprint of every split, of the samples of all ranks. One reduction of four numbers."""
-    sums = (
-        ranks.sum_(torch.tensor([getattr(noted, name).fingerprint for name in SPLITS]))
-        % FINGERPRINTS
-    )
-    return dict(zip(SPLITS, sums.tolist(), strict=True))
+    sums = ranks.sum_(torch.tensor([getattr(noted, name).fingerprint for name in SPLITS]))
+    return dict(zip(SPLITS, (sums % FINGERPRINTS).tolist(), strict=True))
 
 
-def check_steps(data: DataSplits, noted: DataSplits, ranks: Ranks) -> None:
-    """Checks that data which splits itself gives every rank as many batches, and as large ones to
-    learn on."""
+def _check_steps(data: DataSplits, noted: DataSplits, ranks: Ranks) -> None:
+    """Data which splits itself gives every rank as many batches, and as large ones to learn on."""
     for name in SPLITS:
-        batches, sizes = (
-            getattr(data, name),
-            torch.tensor(getattr(noted, name).sizes, dtype=torch.int64),
-        )
-        if (
-            isinstance(batches, SlicedBatches)
-            or hasattr(batches, "counted")
-            or ranks.world_size == 1
-        ):
+        batches, place = getattr(data, name), f"{name} stream"
+        if isinstance(batches, SlicedBatches) or hasattr(batches, "counted"):
             continue
+        if ranks.world_size == 1:
+            return
+        sizes = torch.tensor(getattr(noted, name).sizes, dtype=torch.int64)
         numbers = ranks.concatenate(torch.tensor([len(sizes)])).tolist()
-        of_ranks = [of_rank.tolist() for of_rank in ranks.concatenate(sizes).split(numbers)]
+        of_ranks = ranks.concatenate(sizes).split(numbers)
         remedy = "leave out what does not fill a batch on every rank"
-        for rank, of_one in enumerate(of_ranks):
-            received = f"{len(of_one)} on rank {rank}, {len(of_ranks[0])} on rank 0"
-            check(len(of_one) == len(of_ranks[0]), f"{name} stream", SAME_BATCHES, received, remedy)
-        for index, of_batch in enumerate(
-            zip(*of_ranks, strict=True) if name in ("train", "validation") else ()
-        ):
-            other = next((rank for rank, size in enumerate(of_batch) if size != of_batch[0]), 0)
-            received = f"{of_batch[other]} on rank {other}, {of_batch[0]} on rank 0"
-            check(
-                not other,
-                f"{name} batch {index}",
-                "as many samples on every rank",
-                received,
-                remedy,
-            )
-
-
-def warn_of_overlaps(noted: DataSplits, ranks: Ranks) -> None:
-    """Warns of splits that have batches or many samples in common: metrics on such data say little."""
-    splits = {name: getattr(noted, name) for name in SPLITS}
-    sketches = {name: split.sketch.over_ranks(ranks) for name, split in splits.items()}
-    repeating = max(share_repeated(sketch) for sketch in sketches.values())
-    for pair in itertools.combinations(reversed(SPLITS), 2):
-        for one, other in (pair, reversed(pair)):
-            found = share_found(sketches[one], sketches[other])
-            if found - repeating > OVERLAP:
-                message = (
-                    f"about {found:.0%} of the {one} split's samples are in the {other} split, too"
-                )
-                break
-        else:
-            if not any(
-                splits[pair[1]].batches.get(key) is batch
-                for key, batch in splits[pair[0]].batches.items()
-            ):
-                continue
-            message = f"a batch of the {pair[0]} split is one of the {pair[1]} split, too"
-        if ranks.is_first:
-            logger.warning(
-                "%s: no sample should be in two splits, or what is measured on one says little",
-                message,
-            )
-
-
-def _with_dense(samples: np.ndarray, batch: Batch) -> np.ndarray:
-    """The numbers of samples, each mixed with its dense features."""
-    if not isinstance(batch.dense_features, torch.Tensor) or not len(samples):
-        return samples
-    return mix(samples + _mixed_columns(batch.dense_features, len(samples), first_column=1))
-
-
-def _mixed_columns(values: torch.Tensor, num_samples: int, *, first_column: int = 0) -> np.ndarray:
-    """The numbers of each sample mixed into one, ``(B,)`` uint64."""
-    rows = values.detach().cpu().float().reshape(num_samples, -1).contiguous()
-    bits = rows.view(torch.int32).numpy().astype(np.uint64)
-    columns = np.arange(first_column, first_column + bits.shape[1], dtype=np.uint64) << np.uint64(
-        32
-    )
-    mixed: np.ndarray = mix(bits + columns).sum(axis=1, dtype=np.uint64)
-    return mixed
+        check(len(set(numbers)) == 1, place, SAME_BATCHES, f"{numbers} by rank", remedy)
+        if name in ("train", "validation"):
+            uneven = (torch.stack(of_ranks) != of_ranks[0]).any(0).nonzero().flatten().tolist()
+            where = f"{name} batch {uneven[0] if uneven else 0}"
+            requirement, received = "as many samples on every rank", "other numbers"
+            check(not uneven, where, requirement, received, remedy)
 
 
 def _samples(batch: Batch) -> np.ndarray:
@@ -272,11 +245,12 @@ def _samples(batch: Batch) -> np.ndarray:
     features, zero = features_of(batch), np.zeros(1, np.uint64)
     factors = np.array([2 * zlib.crc32(key.encode()) + 1 for key in features.keys()], np.uint64)  # noqa: SIM118
     ids = features.values().detach().cpu().numpy().astype(np.uint64)
-    offsets = features.offsets().cpu().numpy()
-    sums = np.concatenate(
-        [zero, np.cumsum(mix(ids + np.uint64(1)))]
-    )  # a bag of row 0 is no empty one
-    bags = np.diff(sums[offsets]).reshape(len(factors), features.stride())
-    return mix(
-        (bags * factors[:, None]).sum(axis=0) + _mixed_columns(batch.labels, features.stride())
-    )
+    # A bag of row 0 is no empty one.
+    sums = np.concatenate([zero, np.cumsum(mix(ids + np.uint64(1)))])
+    bags = np.diff(sums[features.offsets().cpu().numpy()])
+    bags = bags.reshape(len(factors), features.stride())
+    labels = batch.labels.detach().cpu().float().reshape(features.stride(), -1).contiguous()
+    bits = labels.view(torch.int32).numpy().astype(np.uint64)
+    columns = np.arange(bits.shape[1], dtype=np.uint64) << np.uint64(32)
+    mixed = mix(bits + columns).sum(axis=1, dtype=np.uint64)
+    return mix((bags * factors[:, None]).sum(axis=0) + mixed)

@@ -6,43 +6,28 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torchrec.datasets.utils import Batch
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollectionInterface,
+)
 
 from dnis_torchrec.checks import check, check_known, describe, nearest
-from dnis_torchrec.data.labels import (
-    RankingBatch,
-    check_classes,
-    check_labels,
-    check_labels_are_there,
-)
-from dnis_torchrec.data.pooled_outputs import pooled_outputs, squared_norm, table_names
-from dnis_torchrec.data.split_checks import check_batch
-from dnis_torchrec.data.task import (
-    LOSS,
-    LossTask,
-    Outputs,
-    Task,
-    check_task_is_one,
-    detached,
-    direction_of,
-    task_of,
-)
-from dnis_torchrec.data.users_code import RecipeError, errors_of_recipe
+from dnis_torchrec.data.task import LOSS, Task, check_l2, direction_of, task_of
 
 if TYPE_CHECKING:
-    from dnis_torchrec.data.frame_columns import Frame
-    from dnis_torchrec.data.frames import FrameSplits
+    from dnis_torchrec.data.frames import Frame, FrameSplits
 
 _MISSING: Any = None
 """Default of every split: a split that was not given then gets an error that names a remedy."""
@@ -74,12 +59,8 @@ class DataSplits:
 
     def __post_init__(self) -> None:
         for part in fields(DataSplits):
-            batches, remedy = (
-                getattr(self, part.name),
-                f"give the recipe a {part.name} part of its own",
-            )
-            place = f"DataSplits.{part.name}"
-            check(batches is not None, place, "batches", "none", remedy)
+            batches, place = getattr(self, part.name), f"DataSplits.{part.name}"
+            check(batches is not None, place, "batches", "none", "give a part of its own")
             remedy = "give a list, a DataLoader, or an object whose __iter__ begins anew"
             again = "batches that can be iterated again and again"
             check(not isinstance(batches, Iterator), place, again, type(batches).__name__, remedy)
@@ -155,13 +136,11 @@ class Recipe:
     Attributes:
         model: a plain TorchRec model, called as ``model(dense_features=..., sparse_features=...)``
             and returning one prediction (a logit for a binary loss) per sample, as torchrec's DLRM
-            does; or as `task` calls it.
+            does; or as the task calls it.
         data: the four splits.
         loss: ``nn.MSELoss()`` or ``nn.BCEWithLogitsLoss()``, called with (predictions, labels),
-            both ``(B,)``; the short way to a task.
-        task: for several outputs, labels or losses, or weights of samples: how a batch becomes a
-            loss, and what the model is judged by. Instead of `loss`, from which it is made where
-            that is given.
+            both ``(B,)``; or a `Task`, for several outputs, labels or losses, or weights of samples:
+            how a batch becomes a loss, and what the model is judged by.
         stop_on: metric of the selection split that early stopping and every other choice goes by,
             ``"loss"`` or one of the task's, such as ``"auc"`` or ``"click_auc"``.
         table_optimizer: how tables learn: ``"adam"`` (dense compute kernel) or
@@ -169,24 +148,16 @@ class Recipe:
         table_learning_rate: learning rate of the tables.
         dense_learning_rate: learning rate (Adam) of everything else.
         embedding_l2: lambda of the L2 penalty on looked-up embeddings, see `TrainTask`: the same
-            for everything that trains weights on the training split, be it a plain training, a
-            baseline, a search or a fine-tuning.
+            for everything that trains weights on the training split.
         row_weights: names of the model's parameters that hold numbers for rows beside the tables,
-            such as first-order
-            weights: they learn (by Adam) at `table_learning_rate`.
+            such as first-order weights: they learn (by Adam) at `table_learning_rate`.
         leave_alone: names of tables that must not be touched: no soft selection, no other axes,
-            served in float32. Their bytes count in every size. Methods and commands that cannot
-            leave tables alone refuse the recipe.
-        redraw: number 1, 2, .. -> the model again with other initial weights, the same ones for the
-            same number, on every rank; None where they are given, as by a checkpoint. For methods
-            that choose among several searches.
-        notes: limits of the data, shown beside every figure that comes from it.
+            served in float32. Their bytes count in every size.
     """
 
     model: nn.Module
     data: DataSplits
-    loss: nn.Module | None = None
-    task: Task = _MISSING
+    loss: nn.Module
     stop_on: str = LOSS
     table_optimizer: str = "adam"
     table_learning_rate: float = 1e-3
@@ -194,239 +165,112 @@ class Recipe:
     embedding_l2: float = 0.0
     row_weights: tuple[str, ...] = ()
     leave_alone: tuple[str, ...] = ()
-    redraw: Callable[[int], nn.Module] | None = None
-    notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        if self.loss is not None:
-            _check_loss(self.loss)
-            is_clear = self.task is None or isinstance(self.task, LossTask)
-            check(is_clear, "Recipe", "a loss or a task", "both", "leave the loss to the task")
-            object.__setattr__(self, "task", LossTask(self.loss))
-        check(self.task is not None, "Recipe", "a loss or a task", "neither")
-        check_task_is_one(self.task)
+        if not isinstance(self.loss, Task):  # of other losses nobody knows the kind of predictions
+            is_fit = isinstance(self.loss, nn.MSELoss | nn.BCEWithLogitsLoss)
+            requirement, remedy = "nn.MSELoss or nn.BCEWithLogitsLoss", "put any other into a Task"
+            check(is_fit, "Recipe.loss", requirement, type(self.loss).__name__, remedy)
+            requirement, reduction = "reduction 'mean', which ranks average", self.loss.reduction
+            check(reduction == "mean", "Recipe.loss", requirement, repr(reduction))
         is_directed = direction_of(self.task, self.stop_on) is not None
-        check(
-            is_directed,
-            "Recipe.stop_on",
-            "a metric that is better the higher or the lower",
-            repr(self.stop_on),
-        )
-        check(
-            self.table_optimizer in ("adam", "rowwise_adagrad"),
-            "Recipe.table_optimizer",
-            "'adam' or 'rowwise_adagrad'",
-            repr(self.table_optimizer),
-        )
-        for name in (part.name for part in fields(self) if part.name.endswith("_learning_rate")):
+        requirement = "a metric that is better the higher or the lower"
+        check(is_directed, "Recipe.stop_on", requirement, repr(self.stop_on))
+        optimizers = ("adam", "rowwise_adagrad")
+        check_known("Recipe.table_optimizer", self.table_optimizer, optimizers)
+        for name in ("table_learning_rate", "dense_learning_rate"):
             rate = getattr(self, name)
-            is_fit = math.isfinite(rate) and rate > 0
-            check(is_fit, f"Recipe.{name}", "a finite number above 0", rate)
-        _check_l2("Recipe.embedding_l2", self.embedding_l2)
-        if self.leave_alone:
-            check_left_alone(self.leave_alone, table_names(self.model), "Recipe.leave_alone")
+            check(0 < rate < math.inf, f"Recipe.{name}", "a finite number above 0", rate)
+        check_l2(self.embedding_l2)
+        check_left_alone(self.leave_alone, table_names(self.model), "Recipe.leave_alone")
+
+    @property
+    def task(self) -> Task:
+        """The task that `loss` is or stands for."""
+        return task_of(self.loss)
+
+
+def table_names(model: nn.Module) -> list[str]:
+    """Names of the tables of a model's collections, pooled or not, which nobody has sharded yet."""
+    names: list[str] = []
+    for module in model.modules():
+        if isinstance(module, EmbeddingBagCollectionInterface):
+            names += [table.name for table in module.embedding_bag_configs()]
+        elif isinstance(module, EmbeddingCollectionInterface):
+            names += [table.name for table in module.embedding_configs()]
+    return list(dict.fromkeys(names))
 
 
 def check_left_alone(names: Collection[str], tables: Collection[str], place: str) -> None:
     """Checks the names of tables that must not be touched."""
     for name in names:
         check_known(f"table of {place}", name, tables)
-    others = set(tables) - set(names)
-    check(
-        not names or bool(others),
-        place,
-        "a table beside those that are left alone",
-        f"all {len(set(tables))}",
-    )
+    is_some = not names or bool(set(tables) - set(names))
+    check(is_some, place, "a table beside those that are left alone", "all of them")
 
 
-def _check_loss(loss: nn.Module) -> None:
-    """Of other losses nobody knows the kind of their predictions."""
-    requirement, remedy = "nn.MSELoss or nn.BCEWithLogitsLoss", "put any other into a Recipe.task"
-    is_known = isinstance(loss, nn.MSELoss | nn.BCEWithLogitsLoss)
-    check(is_known, "Recipe.loss", requirement, type(loss).__name__, remedy)
-    reduction = loss.reduction
-    check(
-        reduction == "mean", "Recipe.loss", "reduction 'mean', which ranks average", repr(reduction)
-    )
-
-
-def _check_l2(place: str, value: float) -> None:
-    is_fit = math.isfinite(value) and value >= 0
-    check(is_fit, place, "a finite number >= 0", value, "0 leaves embeddings alone")
-
-
-class TrainTask(nn.Module):
-    """A model with its task, in the shape that TorchRec's train pipelines call, as
-    torchrec.models.dlrm.DLRMTrain.
-
-    In training mode an L2 penalty on the looked-up embeddings is added to the loss of the data:
-
-        L = L_data + embedding_l2 * 1/B * sum over samples b and features f of |v_bf|^2
-
-    v_bf is the pooled embedding of feature f of sample b as the model reads it: of a single-id
-    feature the row itself, of a bag its sum, mean or weighted sum, under soft selection what alpha
-    has left of it. So the penalty is the same before alpha is merged into the tables and after, and
-    a dropped column has none. Only what a batch looks up is pulled towards zero, as often as it is
-    looked up. The gradient comes to the tables through their own backward pass, hence exactly,
-    fused optimizers and every sharding included. Over ranks it is averaged as the data's loss is.
-
-    Of an `EmbeddingCollection`, which pools nothing, every id of a sample has such a term of its
-    own. Weights that are no tables are not penalised.
-
-    Args:
-        model: see `Recipe.model`.
-        task: see `Recipe.task`; or a loss, see `Recipe.loss`.
-        embedding_l2: lambda, >= 0; 0 for no penalty. See `Recipe.embedding_l2`.
-
-    Attributes:
-        data_terms_only: leave the penalty out, as upper steps want it (see `data_terms_only`). A
-            subclass that adds terms of its own to the loss may ask it too.
-
-    Raises:
-        ValueError: for an `embedding_l2` that is negative, infinite or NaN.
-    """
-
-    def __init__(self, model: nn.Module, task: nn.Module, *, embedding_l2: float = 0.0) -> None:
-        super().__init__()
-        _check_l2("embedding_l2", embedding_l2)
-        self.model: nn.Module = model
-        self.task = task_of(task)
-        self.embedding_l2 = embedding_l2
-        self.data_terms_only = False
-
-    def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Outputs]]:
-        """Computes the loss of a batch.
-
-        Args:
-            batch: on the model's device, with labels of any dtype, one row per sample.
-
-        Returns:
-            ``(loss, (detached loss of the data alone, detached outputs of the model))``.
-        """
-        is_penalised = self.training and self.embedding_l2 > 0 and not self.data_terms_only
-        with ExitStack() as stack:
-            pooled = stack.enter_context(pooled_outputs(self.model)) if is_penalised else []
-            outputs = self.task.outputs(self.model, batch)
-        loss = self.task.loss(batch, outputs)
-        returned = (loss.detach(), detached(outputs))
-        return (loss + self.embedding_l2 * squared_norm(pooled) if is_penalised else loss), returned
+class RecipeError(ValueError):
+    """A recipe that failed where its user can mend it; the message shows the user's frames alone."""
 
 
 @contextmanager
-def data_terms_only(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """The loss of a model's `TrainTask` is that of the data alone in the block, in training mode
-    too."""
-    tasks = [module for module in modules if isinstance(module, TrainTask)]
-    before = [task.data_terms_only for task in tasks]
-    for task in tasks:
-        task.data_terms_only = True
+def errors_of_recipe(spec: str) -> Iterator[None]:
+    """Whatever a recipe raises becomes one error that names it and the lines of its user."""
     try:
         yield
-    finally:
-        for task, value in zip(tasks, before, strict=True):
-            task.data_terms_only = value
+    except RecipeError:
+        raise
+    except (Exception, SystemExit) as error:
+        place, reasons, current = f"recipe {spec!r}", [], error
+        while current is not None and len(reasons) < 10:
+            text = current.msg if isinstance(current, SyntaxError) else str(current)
+            if isinstance(current, ValueError) and text.startswith(place):  # it says so itself
+                raise RecipeError(text) from error
+            lines = [f"{type(current).__name__}: {text}".rstrip(": ")]
+            frames = [
+                f for f in traceback.extract_tb(current.__traceback__) if _is_users(f.filename)
+            ]
+            lines += "".join(traceback.StackSummary.from_list(frames).format()).splitlines()
+            if isinstance(current, SyntaxError):
+                lines += "".join(traceback.format_exception_only(current)[:-1]).splitlines()
+            reasons.append("\n".join(lines))
+            hidden = None if current.__suppress_context__ else current.__context__
+            current = current.__cause__ or hidden
+        raise RecipeError(f"{place}: " + "\n  because of ".join(reasons)) from error
 
 
-def checked_batches(batches: Iterable[Batch], task: nn.Module, name: str) -> Iterator[Batch]:
-    """The batches of a split, each after a check of its labels, dense features and weights."""
-    criterion = of_task.criterion if isinstance(of_task := task_of(task), LossTask) else None
-    for index, batch in enumerate(batches):
-        place = f"{name} batch {index}"
-        check_labels_are_there(batch, place)
-        if criterion is not None:
-            check_labels(batch.labels, criterion, place)
-        check_batch(batch, place)
-        if criterion is not None and name in ("selection", "test"):
-            if isinstance(criterion, nn.BCEWithLogitsLoss):
-                check_classes(batch.labels, place)
-            elif isinstance(batch, RankingBatch):
-                check_classes(batch.labels, place, "mark relevant candidates by 1, all others by 0")
-        yield batch
+def _is_users(file: str) -> bool:
+    """Whether a file is neither this package's, nor Python's, nor that of an installed package."""
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = [os.path.realpath(sysconfig.get_path(name)) for name in names]
+    folders.append(str(Path(os.path.realpath(__file__)).parents[1]))
+    real = os.path.realpath(file)
+    return not (file.startswith("<") or any(real.startswith(f + os.sep) for f in folders))
 
 
-def draws(build: Callable[[], nn.Module], seed: int) -> Callable[[int], nn.Module]:
-    """Initial weights of a model, as many times as one likes: a recipe has number 0, its `redraw`
-    makes the others."""
-
-    def draw(number: int) -> nn.Module:
-        with _seeded(
-            seed
-            if number == 0
-            else int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
-        ):
-            return build()
-
-    return draw
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Draws random numbers from `seed` inside the block and leaves the global generator as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        yield
-
-
-EXAMPLE = "name one such as 'examples.synthetic:demo'"
-
-
-def load_recipe(
-    spec: str, *, before_import: Callable[[str], None] | None = None
-) -> Callable[..., Recipe]:
-    """Finds the recipe function named by ``module:function``, looking in the current folder first."""
-    module_name, colon, function_name = spec.partition(":")
-    place = f"recipe {spec!r}"
-    check(
-        bool(colon and module_name and function_name),
-        place,
-        "'module:function'",
-        repr(spec),
-        EXAMPLE,
-    )
-    here = str(Path.cwd())
+def load_recipe(spec: str) -> Callable[..., Recipe]:
+    """Finds the recipe function named by ``module:function``, in the current folder first."""
+    module_name, _, function_name = spec.partition(":")
+    place, here = f"recipe {spec!r}", str(Path.cwd())
+    remedy = "name one such as 'examples.synthetic:demo'"
+    is_fit = bool(function_name) and all(module_name.split("."))
+    check(is_fit, place, "'module:function'", repr(spec), remedy)
     if here not in sys.path:
         sys.path.insert(0, here)
     with errors_of_recipe(spec):
         try:
-            module = _import(module_name, before_import)
+            module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
-            if error.name is None or not (
-                module_name == error.name or module_name.startswith(error.name + ".")
-            ):
+            if not f"{module_name}.".startswith(f"{error.name}."):
                 raise
-            requirement, remedy = (
-                f"a module {module_name!r} in {here}",
-                "run it from your project's root",
-            )
+            requirement, remedy = f"a module {module_name!r} in {here}", "start in your project"
             raise RecipeError(describe(place, requirement, "none", remedy)) from error
-        function = getattr(module, function_name, None)
-        if not callable(function):
-            of_module = inspect.getmembers(
-                module, lambda value: getattr(value, "__module__", None) == module.__name__
-            )
-            public = [
-                name
-                for name, value in of_module
-                if inspect.isfunction(value) and not name.startswith("_")
-            ]
-            requirement, remedy = f"a function in {module_name}", nearest(function_name, public)
-            raise RecipeError(describe(place, requirement, repr(function_name), remedy))
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        names = [n for n, f in vars(module).items() if inspect.isfunction(f) and n[0] != "_"]
+        requirement, remedy = f"a function in {module_name}", nearest(function_name, names)
+        raise RecipeError(describe(place, requirement, repr(function_name), remedy))
     return function
-
-
-def _import(module_name: str, before_import: Callable[[str], None] | None) -> ModuleType:
-    """Imports a module part by part, from its outermost package in."""
-    parts = module_name.split(".")
-    for end in range(1, len(parts) + 1):
-        if before_import is not None:
-            before_import(module_name)
-        if not all(parts):
-            raise ModuleNotFoundError(
-                name=module_name
-            )  # there is no package that it could be relative to
-        module = importlib.import_module(".".join(parts[:end]))
-    return module
 
 
 def build_recipe(
@@ -434,29 +278,11 @@ def build_recipe(
 ) -> Recipe:
     """Calls a recipe function."""
     function, place = load_recipe(spec), f"recipe {spec!r}"
-    given: dict[str, Any] = {"seed": seed, "embedding_dim": embedding_dim}
-    _check_takes(function, place, data, given)
     with errors_of_recipe(spec):
-        recipe = function(data, **given)
+        recipe = function(data, seed=seed, embedding_dim=embedding_dim)
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"{place}: expected a Recipe, got {type(recipe).__name__}")
+        raise TypeError(describe(place, "a Recipe", type(recipe).__name__))
     return recipe
-
-
-def _check_takes(
-    function: Callable[..., Any], place: str, data: Path | None, given: Mapping[str, Any]
-) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return  # some of what can be called does not say how
-    try:
-        signature.bind(data, **given)
-    except TypeError as error:
-        requirement = "a function of (data, *, seed, embedding_dim)"
-        raise RecipeError(
-            describe(place, requirement, f"one of {signature}", str(error))
-        ) from error
 
 
 def build_recipe_again(spec: str, data: Path | None, record: Mapping[str, Any]) -> Recipe:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollectionInterface,
+    get_embedding_names_by_table,
+)
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data.labels import RANKING_KS, RankingBatch, check_classes
+from dnis_torchrec.data.batches import CLEAN, RankingBatch, check_batch
 
 BINARY, REGRESSION, RANKING = "binary", "regression", "ranking"
 
 LOSS = "loss"
 """Name of the loss among the metrics."""
 
+RANKING_KS = (1, 5, 10)
+"""Cut-offs of the ranking metrics."""
 _RANKING = [f"{name}@{k}" for k in reversed(RANKING_KS) for name in ("ndcg", "recall", "mrr")]
 METRICS: Mapping[str, Mapping[str, bool | None]] = {
     BINARY: {"auc": True, "logloss": False, "ne": False, "calibration": None},
@@ -29,6 +41,14 @@ kind."""
 
 Outputs: TypeAlias = Tensor | Mapping[str, Any]
 """What a model returns: a tensor with one row per sample, or such tensors by name."""
+SEQUENCES = (EmbeddingCollectionInterface, ShardedEmbeddingCollection)
+"""Collections that pool nothing."""
+_COLLECTIONS = (
+    EmbeddingBagCollectionInterface,
+    ShardedEmbeddingBagCollection,
+    ShardedFeatureProcessedEmbeddingBagCollection,  # which does not call the collection in it
+    *SEQUENCES,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +151,7 @@ class Task(nn.Module):
 
 
 class LossTask(Task):
-    """The task of a model with one prediction per sample: the short way, `Recipe.loss`."""
+    """The task of a model with one prediction per sample, judged by a loss of torch's own."""
 
     def __init__(self, criterion: nn.Module) -> None:
         super().__init__()
@@ -160,8 +180,147 @@ class LossTask(Task):
 
 
 def task_of(loss: nn.Module | Callable[..., Tensor]) -> Task:
-    """The task that a loss stands for; a task itself."""
-    return loss if isinstance(loss, Task) else LossTask(loss)  # type: ignore[arg-type]
+    """The task that a loss stands for; a task itself, checked."""
+    if not isinstance(loss, Task):
+        return LossTask(loss)  # type: ignore[arg-type]
+    place = f"task {type(loss).__name__}"
+    check(bool(loss.kinds), f"{place}.kinds", "at least one name with its kind", dict(loss.kinds))
+    for name, kind in loss.kinds.items():
+        requirement = f"a kind of {', '.join(METRICS)}"
+        check(kind in METRICS, f"{place}, prediction {name!r}", requirement, repr(kind))
+    names = [name for name, _ in loss.named_parameters()]
+    remedy = "hold in the model what learns: it is what is saved"
+    check(not names, place, "no weights of its own", names, remedy)
+    return loss
+
+
+class TrainTask(nn.Module):
+    """A model with its task, in the shape that TorchRec's train pipelines call, as
+    torchrec.models.dlrm.DLRMTrain.
+
+    In training mode an L2 penalty on the looked-up embeddings is added to the loss of the data:
+
+        L = L_data + embedding_l2 * 1/B * sum over samples b and features f of |v_bf|^2
+
+    v_bf is the pooled embedding of feature f of sample b as the model reads it: of a single-id
+    feature the row itself, of a bag its sum, mean or weighted sum, under soft selection what alpha
+    has left of it. So the penalty is the same before alpha is merged into the tables and after, and
+    a dropped column has none. Only what a batch looks up is pulled towards zero, as often as it is
+    looked up. The gradient comes to the tables through their own backward pass, hence exactly,
+    fused optimizers and every sharding included. Over ranks it is averaged as the data's loss is.
+
+    Of an `EmbeddingCollection`, which pools nothing, every id of a sample has such a term of its
+    own. Weights that are no tables are not penalised.
+
+    Args:
+        model: see `Recipe.model`.
+        task: a loss or a task, see `Recipe.loss`.
+        embedding_l2: lambda, >= 0; 0 for no penalty. See `Recipe.embedding_l2`.
+
+    Attributes:
+        data_terms_only: leave the penalty out, as upper steps want it (see `data_terms_only`). A
+            subclass that adds terms of its own to the loss may ask it too.
+
+    Raises:
+        ValueError: for an `embedding_l2` that is negative, infinite or NaN.
+    """
+
+    def __init__(self, model: nn.Module, task: nn.Module, *, embedding_l2: float = 0.0) -> None:
+        super().__init__()
+        check_l2(embedding_l2)
+        self.model: nn.Module = model
+        self.task = task_of(task)
+        self.embedding_l2 = embedding_l2
+        self.data_terms_only = False
+
+    def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Outputs]]:
+        """Computes the loss of a batch.
+
+        Args:
+            batch: on the model's device, with labels of any dtype, one row per sample.
+
+        Returns:
+            ``(loss, (detached loss of the data alone, detached outputs of the model))``.
+        """
+        is_penalised = self.training and self.embedding_l2 > 0 and not self.data_terms_only
+        with ExitStack() as stack:
+            lookups = stack.enter_context(pooled_outputs(self.model)) if is_penalised else []
+            outputs = self.task.outputs(self.model, batch)
+        loss = self.task.loss(batch, outputs)
+        returned = (loss.detach(), detached(outputs))
+        return (
+            loss + self.embedding_l2 * squared_norm(lookups) if is_penalised else loss
+        ), returned
+
+
+@contextmanager
+def data_terms_only(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """The loss of a model's `TrainTask` is that of the data alone in the block, in training mode
+    too."""
+    tasks = [module for module in modules if isinstance(module, TrainTask)]
+    before = [task.data_terms_only for task in tasks]
+    for task in tasks:
+        task.data_terms_only = True
+    try:
+        yield
+    finally:
+        for task, value in zip(tasks, before, strict=True):
+            task.data_terms_only = value
+
+
+def check_l2(value: float) -> None:
+    """Checks the lambda of an L2 penalty."""
+    is_fit = math.isfinite(value) and value >= 0
+    check(is_fit, "embedding_l2", "a finite number >= 0", value, "0 leaves embeddings alone")
+
+
+@contextmanager
+def pooled_outputs(model: nn.Module) -> Iterator[list[tuple[nn.Module, Any]]]:
+    """Collects the collections that a model calls in the block, each with its output. Local."""
+    outputs: list[tuple[nn.Module, Any]] = []
+
+    def note(module: nn.Module, bags: object, output: Any) -> None:
+        outputs.append((module, output))  # which may be awaited later
+
+    with ExitStack() as stack:
+        for collection in _outermost_collections(model):
+            stack.callback(collection.register_forward_hook(note).remove)
+        yield outputs
+
+
+def squared_norm(outputs: Sequence[tuple[nn.Module, Any]]) -> Tensor | float:
+    """The mean squared norm of looked-up embeddings: ``1/B sum over b, f of |v_bf|^2``."""
+    return sum((_squared_norm(module, output) for module, output in outputs), 0.0)
+
+
+def _squared_norm(module: nn.Module, output: Any) -> Tensor | float:
+    if isinstance(module, SEQUENCES):
+        rows = [output[key] for key in _keys_of(module)]
+        return sum(part.values().float().square().sum() / part.lengths().numel() for part in rows)
+    norm: Tensor = output.values().float().square().sum(dim=1).mean()
+    return norm
+
+
+def _keys_of(collection: nn.Module) -> list[str]:
+    """The output keys of an EmbeddingCollection, sharded or not."""
+    if isinstance(collection, ShardedEmbeddingCollection):
+        names = get_embedding_names_by_table(collection._embedding_configs)
+    else:
+        names = cast(EmbeddingCollectionInterface, collection).embedding_names_by_table()
+    return [name for of_table in names for name in of_table]
+
+
+def _outermost_collections(model: nn.Module) -> list[nn.Module]:
+    """Each once, however often the model holds it."""
+    collections: dict[int, nn.Module] = {}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, _COLLECTIONS):
+            collections[id(module)] = module
+        else:
+            waiting += module.children()
+    return list(collections.values())
 
 
 def detached(outputs: Outputs) -> Outputs:
@@ -186,41 +345,59 @@ def possible_metrics(task: Task) -> list[str]:
 
 def direction_of(task: Task, metric: str) -> bool | None:
     """Whether higher is better of a metric; None where neither is."""
-    known = possible_metrics(task)
-    check(metric in known, f"metric {metric!r}", f"one of {', '.join(known)}", repr(metric))
+    names = possible_metrics(task)
+    check(metric in names, f"metric {metric!r}", f"one of {', '.join(names)}", repr(metric))
     if metric == LOSS:
         return False
     kinds = [*task.kinds.items(), ("", RANKING)]
-    return next(
-        METRICS[k][own]
-        for name, k in kinds
-        for own in METRICS[k]
-        if metric_name(name, own) == metric
-    )
+    directions = {metric_name(n, m): is_up for n, k in kinds for m, is_up in METRICS[k].items()}
+    return directions[metric]
 
 
-def check_task_is_one(task: object) -> None:
-    """Checks what a recipe is given for a task, and what that says of itself."""
-    if not isinstance(task, Task):
-        requirement, remedy = "a dnis_torchrec.Task", "derive it from that class"
-        raise TypeError(describe("Recipe.task", requirement, type(task).__name__, remedy))
-    place = f"task {type(task).__name__}"
-    check(bool(task.kinds), f"{place}.kinds", "at least one name with its kind", dict(task.kinds))
-    for name, kind in task.kinds.items():
-        check(
-            kind in METRICS,
-            f"{place}, prediction {name!r}",
-            f"a kind of {', '.join(METRICS)}",
-            repr(kind),
-        )
-    names = [name for name, _ in task.named_parameters()]
-    check(
-        not names,
-        place,
-        "no weights of its own",
-        names,
-        "hold in the model what learns: it is what is saved",
-    )
+def check_labels(labels: Tensor, loss: object, place: str) -> None:
+    """Checks that there is one label per sample, and that it lies in the domain of the loss."""
+    remedy = "flatten them: a loss of (B,) and (B, 1) is one of B times B differences"
+    check(labels.dim() == 1, place, "labels of shape (B,)", tuple(labels.shape), remedy)
+    values = labels.float()
+    _refuse(values, ~values.isfinite(), place, "finite labels", CLEAN)
+    if isinstance(loss, nn.BCEWithLogitsLoss):
+        outside, remedy = (values < 0) | (values > 1), "map the labels to 0 and 1, or use MSELoss"
+        _refuse(values, outside, place, "labels in [0, 1] for BCEWithLogitsLoss", remedy)
+
+
+def check_classes(labels: Tensor, place: str, remedy: str = "smooth train labels alone") -> None:
+    """Checks that labels are classes, which AUC, NE and calibration are defined for."""
+    _refuse(labels, (labels != 0) & (labels != 1), place, "labels 0 or 1", remedy)
+
+
+def _refuse(values: Tensor, bad: Tensor, place: str, requirement: str, remedy: str = "") -> None:
+    if bool(bad.any()):
+        raise ValueError(describe(place, requirement, float(values[bad][0]), remedy))
+
+
+def check_candidates(queries: Tensor, k: int = max(RANKING_KS), place: str = "ranking") -> None:
+    """Checks that every query has enough candidates: recall@k of fewer than k is always 1."""
+    check(queries.numel() > 0, place, "at least one query", 0)
+    names, sizes = queries.unique(return_counts=True)
+    index = int(sizes.argmin())
+    where, fewest = f"{place}, query {int(names[index])}", int(sizes[index])
+    remedy = "add negatives, or leave the query out"
+    check(fewest >= k, where, f"at least k={k} candidates", fewest, remedy)
+
+
+def checked_batches(batches: Iterable[Batch], task: nn.Module, name: str) -> Iterator[Batch]:
+    """The batches of a split, each after a check of its labels, dense features and weights."""
+    criterion = of_task.criterion if isinstance(of_task := task_of(task), LossTask) else None
+    for index, batch in enumerate(batches):
+        place = f"{name} batch {index}"
+        check_batch(batch, place)
+        if criterion is not None:
+            check_labels(batch.labels, criterion, place)
+            if name in ("selection", "test") and isinstance(criterion, nn.BCEWithLogitsLoss):
+                check_classes(batch.labels, place)
+            elif name in ("selection", "test") and isinstance(batch, RankingBatch):
+                check_classes(batch.labels, place, "mark relevant candidates by 1, others by 0")
+        yield batch
 
 
 def check_outputs(outputs: object, place: str) -> None:
@@ -236,67 +413,43 @@ def checked_predictions(
     task: Task, batch: Batch, outputs: Any, place: str
 ) -> dict[str, Predictions]:
     """What a model is judged by in a batch, each ``(B,)``, checked."""
-    found, kinds = task.predictions(batch, outputs), task.kinds_of(batch)
-    names, requirement = (
-        sorted({*found, *kinds}),
-        f"the predictions {list(kinds)}, as its kinds have them",
-    )
-    check(
-        len(names) == len(found) == len(kinds),
-        f"{place}, task {type(task).__name__}",
-        requirement,
-        list(found),
-    )
+    predictions, kinds = task.predictions(batch, outputs), task.kinds_of(batch)
+    where, requirement = f"{place}, task {type(task).__name__}", f"the predictions {list(kinds)}"
+    check(set(predictions) == set(kinds), where, requirement, list(predictions))
     return {
         name: _checked(
-            found[name], kind, len(batch.labels), f"{place}, prediction {name!r}" if name else place
+            predictions[name], kind, batch, f"{place}, prediction {name!r}" if name else place
         )
         for name, kind in kinds.items()
     }
 
 
-def _checked(predictions: Predictions, kind: str, num_samples: int, place: str) -> Predictions:
-    needed = ("values", "labels", *(["queries"] if kind == RANKING else []))
-    parts: dict[str, Tensor | None] = {}
-    for name in ("values", "labels", "weights", "queries"):
-        part = getattr(predictions, name)
-        if part is not None or name in needed:
-            received = tuple(part.shape) if isinstance(part, Tensor) else "none"
-            is_fit = isinstance(part, Tensor) and received in ((num_samples,), (num_samples, 1))
-            check(is_fit, place, f"{name} ({num_samples},), one for each sample", received)
-            part = part.detach().flatten()
-        parts[name] = part
-    checked = Predictions(**parts)  # type: ignore[arg-type]
-    labels, weights = checked.labels, checked.weights
+def _checked(predictions: Predictions, kind: str, batch: Batch, place: str) -> Predictions:
+    number, parts = len(batch.labels), dict(vars(predictions))
+    for name, part in parts.items():
+        if part is not None or name in ("values", "labels") or (name, kind) == ("queries", RANKING):
+            shape = tuple(part.shape) if isinstance(part, Tensor) else "none"
+            is_fit = shape in ((number,), (number, 1))
+            check(is_fit, place, f"{name} ({number},), one for each sample", shape)
+            parts[name] = part.detach().flatten()
+    labels, weights = parts["labels"], parts["weights"]
     if weights is not None:
         check(kind != RANKING, place, "no weights of candidates that are ranked", "some")
         unfit = ~(weights.isfinite() & (weights >= 0))
-        if bool(unfit.any()):
-            raise ValueError(
-                describe(place, "weights that are finite and >= 0", float(weights[unfit][0]))
-            )
-        counted = weights > 0
-        labels = labels[counted]
-        if not bool(
-            counted.all()
-        ):  # a label that is missing, as NaN, would not vanish with a weight of 0
-            zero = torch.zeros((), dtype=checked.labels.dtype, device=labels.device)
-            checked = Predictions(
-                checked.values, torch.where(counted, checked.labels, zero), weights, None
-            )
-    finite = labels.isfinite()
-    if not bool(finite.all()):
-        remedy = "give samples without a label a weight of 0"
-        raise ValueError(describe(place, "finite labels", float(labels[~finite][0]), remedy))
+        _refuse(weights, unfit, place, "weights that are finite and >= 0")
+        # A missing label, as NaN, does not vanish with a weight of 0.
+        parts["labels"] = torch.where(weights > 0, labels, torch.zeros_like(labels))
+        labels = labels[weights > 0]
+    remedy = "give samples without a label a weight of 0"
+    _refuse(labels, ~labels.isfinite(), place, "finite labels", remedy)
     if kind == BINARY:
         check_classes(labels, place)
-    return checked
+    return Predictions(**parts)
 
 
 @torch.no_grad()
 def check_task(model: nn.Module, task: Task, batch: Batch, place: str) -> None:
-    """Tries a task of one's own out on a batch, before any training: one forward pass in evaluation
-    mode."""
+    """Tries a task of one's own out before training: one forward pass in evaluation mode."""
     weights = list(model.parameters())
     if any(weight.is_meta for weight in weights):
         return
@@ -309,12 +462,7 @@ def check_task(model: nn.Module, task: Task, batch: Batch, place: str) -> None:
             module.training = mode
     check_outputs(outputs, place)
     loss: object = task.loss(batch, outputs)
-    received = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-    check(
-        received == (),
-        f"{place}, task {type(task).__name__}",
-        "a loss that is a scalar",
-        received,
-        "take its mean",
-    )
+    shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+    where = f"{place}, task {type(task).__name__}"
+    check(shape == (), where, "a loss that is a scalar", shape, "take its mean")
     checked_predictions(task, batch, outputs, place)

@@ -224,4 +224,4 @@ def output(url: str, job: str, *, skip: Collection[str] = ()) -> Iterator[Path]:
                 publish(folder, url, skip=skip)
         except OSError as error:
             raise OSError(f"{error}; {folder} has what was to be published: copy it") from error
-    shutil.rmtree(folder.parent)
+        shutil.rmtree(folder.parent)

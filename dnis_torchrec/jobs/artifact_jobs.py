@@ -13,8 +13,8 @@ from dnis_torchrec.artifact.load import read_scheme
 from dnis_torchrec.artifact.manifest import read_manifest
 from dnis_torchrec.artifact.write import write_over_ranks
 from dnis_torchrec.data.over_ranks import check_same, split_over_ranks
-from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe_again
-from dnis_torchrec.data.users_code import errors_of_its_code
+from dnis_torchrec.data.recipe import Recipe, build_recipe_again
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.report.provenance import PROVENANCE
@@ -81,18 +81,15 @@ def run_evaluate(path: Path, data: Path | None, *, recipe: str) -> dict[str, Any
                 built, run = build_recipe_again(recipe, data, head), RunFolder.open(path)
                 scheme, stored = run.scheme(), run.stored()
                 check_state(built.model, stored, str(path))
-        with errors_of_its_code(recipe):
-            ranks = Ranks.everyone()
-            model = (
-                built.model.to(device)
-                if stored is None
-                else spread_filled(built.model, stored, device)
-            )
-            own = split_over_ranks(built.data, ranks)
-            metrics = evaluate(
-                TrainTask(get_unwrapped_module(model), built.task), own.test, built.task, device
-            )
-            check_same(own, ranks)
+        ranks = Ranks.everyone()
+        model = (
+            built.model.to(device) if stored is None else spread_filled(built.model, stored, device)
+        )
+        own = split_over_ranks(built.data, ranks)
+        metrics = evaluate(
+            TrainTask(get_unwrapped_module(model), built.task), own.test, built.task, device
+        )
+        check_same(own, ranks)
     return {
         "path": str(path),
         "kind": "artifact" if is_artifact else "run",

@@ -24,16 +24,9 @@ from dnis_torchrec.artifact.manifest import read_manifest, write_manifest
 from dnis_torchrec.artifact.write import shared_folder
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.files import FolderKind, write_json
-from dnis_torchrec.data.over_ranks import measured_samples
-from dnis_torchrec.data.recipe import (
-    DataSplits,
-    Recipe,
-    TrainTask,
-    build_recipe,
-    build_recipe_again,
-)
-from dnis_torchrec.data.test_split import CountedLabels, TestSplit
-from dnis_torchrec.data.users_code import errors_of_its_code
+from dnis_torchrec.data.over_ranks import measured_samples, read_before_training
+from dnis_torchrec.data.recipe import DataSplits, Recipe, build_recipe, build_recipe_again
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.jobs.run_folder import COMPRESSION_FILE, RunFolder, RunWriteError
 from dnis_torchrec.jobs.stored_rows import CUT_AXES, ROWS, columns_within, in_rows, table_bytes
 from dnis_torchrec.ranks import Ranks, on_rank_zero, together
@@ -41,11 +34,10 @@ from dnis_torchrec.report.compression_content import COMPRESS, CompressionConten
 from dnis_torchrec.report.compression_page import write_compression
 from dnis_torchrec.report.content import UNCOMPRESSED
 from dnis_torchrec.report.provenance import PROVENANCE, Step, steps_of
+from dnis_torchrec.report.test_split import CountedLabels, TestSplit
 from dnis_torchrec.report.verdict import doubts
 from dnis_torchrec.selection.shards import collections, dense_parameters, table_configs
 from dnis_torchrec.selection.swap import replace_
-from dnis_torchrec.streaming import CountLimits
-from dnis_torchrec.streaming.checked_counts import read_before_training
 from dnis_torchrec.training.checkpoint import StoredTensor, check_shared
 from dnis_torchrec.training.evaluate import evaluate, primary_metric
 from dnis_torchrec.training.shard import process_group
@@ -120,8 +112,7 @@ def run_compress(job: CompressJob) -> CompressionContent:
     page about all."""
     with process_group() as device:
         step = Step.now("compress", job.out)
-        with errors_of_its_code(job.recipe):
-            return _compress(job, job.recipe, step, device)
+        return _compress(job, job.recipe, step, device)
 
 
 def _compress(job: CompressJob, spec: str, step: Step, device: torch.device) -> CompressionContent:
@@ -135,9 +126,7 @@ def _compress(job: CompressJob, spec: str, step: Step, device: torch.device) -> 
         )
         dense_bytes = 4 * dense_parameters(recipe.model)
     loss, ranks = recipe.task, Ranks.everyone()
-    data, counts, _ = read_before_training(
-        recipe, table_configs(recipe.model), ranks, CountLimits()
-    )
+    data, counts, _ = read_before_training(recipe, table_configs(recipe.model), ranks)
     model = spread_filled(recipe.model, stored, device)
     test = CountedLabels(data.test)
     before = _evaluated(model, replace(data, test=test), loss, device)
@@ -160,7 +149,7 @@ def _compress(job: CompressJob, spec: str, step: Step, device: torch.device) -> 
         beside += _cut(job, model, recipe, data, device)
     allocations = {name: measured.allocate(**size) for name, size in job.sizes.items()}  # type: ignore[arg-type]
     seconds = time.monotonic() - started
-    head |= {"versions": versions(), "notes": [*recipe.notes, *counts.notes()]}
+    head |= {"versions": versions(), "notes": []}
     head[PROVENANCE] = [one.to_json() for one in steps]
     rows = [_row(UNCOMPRESSED, before, head["seed"], compression=1.0, num_bytes=dense_bytes)]
     with _written(job, ranks) as folder:

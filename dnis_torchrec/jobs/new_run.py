@@ -10,7 +10,7 @@ from typing import cast
 from torch import nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
-from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.ranks import on_rank_zero, together, world_size_of
 from dnis_torchrec.selection.swap import unshard_

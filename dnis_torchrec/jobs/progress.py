@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.checks import visible
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.ranks import rank_of, world_size_of
@@ -59,8 +58,6 @@ def console_events(run: RunFolder, recipe: Recipe) -> Iterator[SearchEvents]:
         def on_start(steps_per_epoch: int, counts: FrequencyCounts, blocks: RowBlocks) -> None:
             of_epoch.append(counts.num_samples)
             run.save_stages(counts, blocks)
-            for note in counts.notes():
-                bar.write(visible(note), file=sys.stderr)
             curves.start(blocks)
 
         def on_phase(phase: Phase, done: int, steps_per_epoch: int) -> None:
@@ -95,7 +92,7 @@ def console_events(run: RunFolder, recipe: Recipe) -> Iterator[SearchEvents]:
 
 @contextmanager
 def plain_progress(
-    recipe: Recipe, samples: int, max_epochs: int, notes: Sequence[str] = ()
+    recipe: Recipe, samples: int, max_epochs: int
 ) -> Iterator[tuple[PlainEvents, Iterable[Batch]]]:
     """Progress of a plain training on standard error (tqdm). Only rank 0 shows anything."""
     if rank_of() != 0:
@@ -105,8 +102,6 @@ def plain_progress(
     with progress_bar() as bar:
         steps = _Steps(bar)
         steps.begin("training", max_epochs, samples, may_stop=True)
-        for note in notes:
-            bar.write(visible(note), file=sys.stderr)
 
         def on_step(loss: float) -> None:
             shown.append(watched.samples)

@@ -16,10 +16,8 @@ from safetensors import SafetensorError
 from dnis_torchrec._dependencies import versions
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.over_ranks import split_over_ranks
-from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
-from dnis_torchrec.data.task import direction_of
-from dnis_torchrec.data.test_split import CountedLabels
-from dnis_torchrec.data.users_code import errors_of_its_code
+from dnis_torchrec.data.recipe import Recipe, build_recipe
+from dnis_torchrec.data.task import TrainTask, direction_of
 from dnis_torchrec.jobs.given_model import TRAINED_EPOCHS, GivenModel
 from dnis_torchrec.jobs.progress import console_events, tell_tensorboard
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
@@ -30,6 +28,7 @@ from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.content import UNCOMPRESSED
 from dnis_torchrec.report.of_run import scheme_row
 from dnis_torchrec.report.provenance import PROVENANCE, Step, steps_of
+from dnis_torchrec.report.test_split import CountedLabels
 from dnis_torchrec.report.verdict import doubts
 from dnis_torchrec.scheme import PACKED
 from dnis_torchrec.search.search import COMPRESSED, SEARCHED, SearchOutcome, search
@@ -79,7 +78,7 @@ class SearchJob:
 
 def run_search(job: SearchJob) -> list[ReportRow]:
     """Searches, evaluates on the test split and writes the run folder."""
-    with process_group() as device, errors_of_its_code(job.recipe):
+    with process_group() as device:
         with together():
             recipe = build_recipe(
                 job.recipe, job.data, seed=job.seed, embedding_dim=job.embedding_dim
@@ -248,7 +247,7 @@ def _head(job: SearchJob, recipe: Recipe, trained_epochs: int | None) -> dict[st
         "configuration": asdict(job.settings) | size | given,
         "primary_metric": metric,
         "higher_is_better": higher,
-        "notes": [*recipe.notes],
+        "notes": [],
         "versions": versions(),
         PROVENANCE: [step.to_json() for step in (*earlier, Step.now("search", job.out))],
     }
@@ -270,7 +269,7 @@ def _results(
     recipe: Recipe, notes: list[str], outcome: SearchOutcome, metrics: dict[str, float]
 ) -> dict[str, Any]:
     return {
-        "notes": [*notes, *outcome.counts.notes(), *_note_of_origin(recipe, outcome)],
+        "notes": [*notes, *_note_of_origin(recipe, outcome)],
         "origin": outcome.origin,
         "selection_losses": outcome.selection_losses,
         "scheme": outcome.scheme.to_json(),

@@ -15,8 +15,9 @@ from torch import nn
 from dnis_torchrec._dependencies import versions
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import describe
-from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
-from dnis_torchrec.data.users_code import errors_of_its_code
+from dnis_torchrec.data.over_ranks import read_before_training
+from dnis_torchrec.data.recipe import Recipe, build_recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.jobs.new_run import new_run, task_of_trained
 from dnis_torchrec.jobs.progress import plain_progress
 from dnis_torchrec.jobs.run_folder import TRAINED, RunFolder, RunWriteError
@@ -26,8 +27,6 @@ from dnis_torchrec.report.content import UNCOMPRESSED
 from dnis_torchrec.report.provenance import PROVENANCE, Step
 from dnis_torchrec.search.prune import uncompressed_scheme
 from dnis_torchrec.selection.shards import table_configs
-from dnis_torchrec.streaming import CountLimits
-from dnis_torchrec.streaming.checked_counts import read_before_training
 from dnis_torchrec.training.checkpoint import check_shared
 from dnis_torchrec.training.evaluate import evaluate, primary_metric
 from dnis_torchrec.training.loop import PlainTraining, train_plainly
@@ -47,7 +46,7 @@ class TrainJob(TrainSettings):
 
 def run_train(job: TrainJob) -> ReportRow:
     """Trains a recipe's plain model, evaluates it on the test split and writes the run folder."""
-    with process_group() as device, errors_of_its_code(job.recipe):
+    with process_group() as device:
         with together():
             recipe = build_recipe(
                 job.recipe, job.data, seed=job.seed, embedding_dim=job.embedding_dim
@@ -59,7 +58,7 @@ def run_train(job: TrainJob) -> ReportRow:
         )
         check_shared(job.out.parent)
         data, counts, _ = read_before_training(
-            recipe, table_configs(recipe.model), Ranks.everyone(), CountLimits()
+            recipe, table_configs(recipe.model), Ranks.everyone()
         )
         recipe = replace(recipe, data=data)
         return _train(job, recipe, counts, device)
@@ -69,13 +68,12 @@ def _train(
     job: TrainJob, recipe: Recipe, counts: FrequencyCounts, device: torch.device
 ) -> ReportRow:
     scheme = uncompressed_scheme(recipe.model)
-    notes = [*recipe.notes, *counts.notes()]
     torch.manual_seed(job.seed)
     started = time.monotonic()
     task = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
     model, optimizer = shard(task, recipe, device)
     job.out.parent.mkdir(parents=True, exist_ok=True)
-    progress = plain_progress(recipe, counts.num_samples, job.epochs, notes)
+    progress = plain_progress(recipe, counts.num_samples, job.epochs)
     with progress as (events, train):
         trained = train_plainly(
             model,
@@ -89,7 +87,7 @@ def _train(
     metrics = evaluate(model, recipe.data.test, recipe.task, device)
     row = uncompressed_row(model, metrics, job.seed, time.monotonic() - started)
     head = _head(job, recipe, trained) | {
-        "notes": notes,
+        "notes": [],
         "scheme": scheme.to_json(),
         "metrics": metrics,
     }

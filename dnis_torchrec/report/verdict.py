@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dnis_torchrec.data.test_split import TestSplit
 from dnis_torchrec.report.content import NO_EMBEDDINGS, SAME_BYTES, UNCOMPRESSED_ROWS, RowGroup
 from dnis_torchrec.report.tables import format_count, format_difference, format_metric
+from dnis_torchrec.report.test_split import TestSplit
 
 SMALL_TEST_SPLIT = 10_000
 """A test split of fewer is called small."""

@@ -13,7 +13,8 @@ from torch import nn
 
 from dnis_torchrec.allocation.bits import Allocation, sizes_as_html, sizes_as_text
 from dnis_torchrec.checks import describe
-from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
+from dnis_torchrec.data.recipe import DataSplits, Recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.ranks import world_size_of
 from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
 from dnis_torchrec.search.loop import EpochRecord, SearchEvents
@@ -97,7 +98,7 @@ def search_once(
     Example:
         >>> import numpy as np
         >>> import pandas as pd
-        >>> from dnis_torchrec.data.frame_recipe import recipe_from_frame
+        >>> from dnis_torchrec.data.frames import recipe_from_frame
         >>> users = np.random.default_rng(0).integers(0, 50, 400)
         >>> frame = pd.DataFrame({"user": users, "liked": users % 2})
         >>> recipe = recipe_from_frame(frame, model="dlrm", label="liked", ids=["user"], embedding_dim=8)

@@ -19,7 +19,7 @@ from torchrec.streamable import Pipelineable
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data.recipe import data_terms_only
+from dnis_torchrec.data.task import data_terms_only
 from dnis_torchrec.data.urls import Address
 from dnis_torchrec.ranks import on_rank_zero
 from dnis_torchrec.search.schedule import BilevelStream, Level

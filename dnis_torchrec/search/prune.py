@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.blocks.counts import FrequencyCounts, RowCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.blocks.routing import RowRouting, routing_bytes
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.ranks import Ranks
@@ -248,7 +248,7 @@ class _Table:
     collection: str
     is_weighted: bool
     routing: RowRouting
-    counts: RowCounts
+    counts: Tensor
     shards: tuple[TableShard, ...]
     is_first_copy: bool
 

@@ -22,8 +22,8 @@ from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.over_ranks import measured_samples
-from dnis_torchrec.data.recipe import Recipe, TrainTask
-from dnis_torchrec.data.task import LOSS
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.task import LOSS, TrainTask
 from dnis_torchrec.data.urls import Address
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.scheme import MixedDimensionScheme
@@ -155,7 +155,6 @@ def search(
         parts=PARTS,
         alpha_averaging=ALPHA_AVERAGING,
         alpha_floor=ALPHA_FLOOR,
-        exact_count_rows=settings.exact_count_rows,
     )
     plan = _Plan(started, compression, settings, trained_epochs, is_turned=bool(turned))
     configuration = asdict(settings) | {

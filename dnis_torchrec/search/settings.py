@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from dnis_torchrec.blocks import NUM_BLOCKS
-from dnis_torchrec.blocks.settings import CountLimits
 from dnis_torchrec.checks import check
 
 USUAL_EPOCHS = 10
@@ -27,17 +26,12 @@ class SearchSettings:
     ramp_share: Annotated[
         float, "Length of the ramp, in which columns die, over that of the plain training."
     ] = 0.3
-    exact_count_rows: Annotated[
-        int,
-        "Larger tables are counted in bounded memory, with an error that is said; 2^24 by default.",
-    ] = CountLimits.exact_rows
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "epochs", "patience"):
             check(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         share = self.ramp_share
         check(math.isfinite(share) and share > 0, "ramp_share", "a finite number above 0", share)
-        CountLimits(exact_rows=self.exact_count_rows)
 
 
 def check_compression(compression: float, place: str = "compression") -> None:

@@ -16,10 +16,10 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.data.batches import BatchParts
-from dnis_torchrec.data.lookup_batches import LookupBatches
-from dnis_torchrec.data.over_ranks import split_over_ranks
-from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
+from dnis_torchrec.data.batches import BatchParts, LookupBatches
+from dnis_torchrec.data.over_ranks import read_before_training, split_over_ranks
+from dnis_torchrec.data.recipe import DataSplits, Recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.data.urls import Address
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.search.loop import Plan, SearchEvents, SearchLoop
@@ -27,8 +27,6 @@ from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.swap import prepare_
-from dnis_torchrec.streaming import CountLimits
-from dnis_torchrec.streaming.checked_counts import read_before_training
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.shard import check_pooling, shard
 
@@ -60,16 +58,13 @@ class StartedSearch:
         parts: int = 1,
         alpha_averaging: float = 0.0,
         alpha_floor: float = 0.0,
-        exact_count_rows: int = CountLimits.exact_rows,
     ) -> StartedSearch:
         """Counts, cuts blocks, prepares and shards."""
         ranks = Ranks.everyone()
         with together():
             tables = table_configs(recipe.model)
             check_pooling(recipe.model)
-        whole, counts, fingerprints = read_before_training(
-            recipe, tables, ranks, CountLimits(exact_rows=exact_count_rows)
-        )
+        whole, counts, fingerprints = read_before_training(recipe, tables, ranks)
         recipe = replace(
             recipe, data=replace(whole, validation=_in_parts(recipe.data, parts, ranks))
         )

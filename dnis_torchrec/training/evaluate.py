@@ -17,19 +17,19 @@ from torchrec.metrics.mse import compute_mse, get_mse_states
 from torchrec.metrics.ne import compute_ne, get_ne_states
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data.batches import slice_of
-from dnis_torchrec.data.labels import RANKING_KS, check_candidates
-from dnis_torchrec.data.lookup_batches import for_lookup
+from dnis_torchrec.data.batches import for_lookup, slice_of
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.task import (
     BINARY,
     LOSS,
     METRICS,
     RANKING,
+    RANKING_KS,
     REGRESSION,
     Outputs,
     Predictions,
     Task,
+    check_candidates,
     checked_predictions,
     direction_of,
     metric_name,

@@ -15,7 +15,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.data.lookup_batches import LookupBatches
+from dnis_torchrec.data.batches import LookupBatches
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.ranks import world_size_of
 from dnis_torchrec.training.evaluate import selection_loss

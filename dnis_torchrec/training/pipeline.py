@@ -21,7 +21,7 @@ from torchrec.modules.mc_modules import ManagedCollisionCollection
 from torchrec.streamable import Pipelineable
 
 from dnis_torchrec.checks import describe
-from dnis_torchrec.data.lookup_batches import with_ids_counted
+from dnis_torchrec.data.batches import with_ids_counted
 from dnis_torchrec.selection.shards import collections, local_shards, table_weight_names
 from dnis_torchrec.selection.torchrec import PrefetchedTables
 from dnis_torchrec.selection.wrapper import soft_selection_modules

@@ -25,7 +25,8 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.ops.select import are_compiled
 from dnis_torchrec.ranks import Ranks, world_size_of
 from dnis_torchrec.selection.on_shards import select_on_shards_

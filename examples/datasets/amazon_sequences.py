@@ -14,8 +14,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.data.in_memory import SPLIT_RATIOS, Bags
-from dnis_torchrec.data.labels import RankingBatch
+from dnis_torchrec.data.batches import SPLIT_RATIOS, Bags, RankingBatch
 from dnis_torchrec.data.recipe import DataSplits
 from examples.datasets.amazon_sports import FILE, PUBLISHER, read_reviews
 from examples.datasets.implicit import KnownPositives
@@ -99,7 +98,7 @@ class Sequences:
 
     def reviews(self, rows: Tensor) -> tuple[Tensor, Bags, Bags]:
         """Users, histories and the item that followed, of some reviews."""
-        history = Bags.of_lengths(*self.history.select(rows))
+        history = self.history.select(rows)
         return self.users[rows], history, Bags.of_lengths(self.items[rows], torch.ones_like(rows))
 
     def whole_sequences(self, rows: Tensor) -> tuple[Tensor, Bags, Bags]:

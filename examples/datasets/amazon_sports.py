@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import describe
-from dnis_torchrec.data.in_memory import Bags, split_rows
+from dnis_torchrec.data.batches import Bags, split_rows
 from examples.datasets.implicit import KnownPositives
 from examples.datasets.in_memory import Samples
 from examples.datasets.tab_separated import read_columns
@@ -54,7 +54,7 @@ def load_amazon_sports(folder: Path, *, seed: int) -> Samples:
         ids=torch.cat([users[:, None], items[:, None], reviews.item_fields[items]], dim=1),
         labels=labels.flatten(),
         feature_names=("user", "item", *OF_ITEM),
-        multi_hot={ATTRIBUTES: Bags.of_lengths(*reviews.attributes.select(items))},
+        multi_hot={ATTRIBUTES: reviews.attributes.select(items)},
         num_embeddings=reviews.num_embeddings,
         group_size=group_size,
     )

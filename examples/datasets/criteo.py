@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES, DEFAULT_LABEL_NAME
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.data.in_memory import split_rows
+from dnis_torchrec.data.batches import split_rows
 from examples.datasets.in_memory import Samples
 from examples.datasets.text_files import find_file, table_chunks
 

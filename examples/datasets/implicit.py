@@ -11,7 +11,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.data.in_memory import InMemoryBatches
+from dnis_torchrec.data.batches import InMemoryBatches
 from dnis_torchrec.data.recipe import DataSplits
 from examples.datasets.ncf import LeaveOneOut
 

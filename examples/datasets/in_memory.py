@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from dnis_torchrec.data.in_memory import Bags, InMemoryBatches, split_rows
+from dnis_torchrec.data.batches import Bags, InMemoryBatches, split_rows
 from dnis_torchrec.data.recipe import DataSplits
 
 
@@ -33,7 +33,7 @@ class Samples:
             ids[:, column] = rank.to(ids.dtype)[ids[:, column].long()]
         multi_hot = {}
         for name, bags in self.multi_hot.items():
-            rank = frequency_rank(bags.select(train_rows)[0], self.num_embeddings[name])
+            rank = frequency_rank(bags.select(train_rows).values, self.num_embeddings[name])
             multi_hot[name] = Bags(rank[bags.values], bags.offsets)
         return replace(self, ids=ids, multi_hot=multi_hot)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import describe
-from dnis_torchrec.data.in_memory import Bags, split_rows
+from dnis_torchrec.data.batches import Bags, split_rows
 from examples.datasets.in_memory import Samples
 from examples.datasets.text_files import find_file, number_rows, read_table
 
@@ -92,7 +92,7 @@ def _genre_bags(movies: pd.DataFrame, rated: np.ndarray) -> tuple[Bags, int]:
     per_movie = Bags.of_lengths(torch.tensor([number[genre] for genres in split for genre in genres]), lengths)
     position = listed.index.get_indexer(rated)
     rows = torch.from_numpy(np.where(position < 0, len(split), position))
-    return Bags.of_lengths(*per_movie.select(rows)), len(names)
+    return per_movie.select(rows), len(names)
 
 
 def _assemble(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data.in_memory import Bags
+from dnis_torchrec.data.batches import Bags
 from examples.datasets.text_files import find_file, read_table, unpacked
 
 PUBLISHER = "the authors' repository hexiangnan/neural_collaborative_filtering, folder Data"

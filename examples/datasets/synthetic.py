@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.data.in_memory import Bags
+from dnis_torchrec.data.batches import Bags
 from examples.datasets.in_memory import Samples
 
 NUM_DENSE = 13

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data.in_memory import split_rows
+from dnis_torchrec.data.batches import split_rows
 from examples.datasets.in_memory import Samples
 from examples.datasets.text_files import find_file, number_rows
 

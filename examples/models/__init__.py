@@ -9,7 +9,6 @@ sequential.py     what a user looked at before: DeepInterestNetwork, SelfAttenti
 torchrec_dlrm.py  torchrec's own DLRM and DLRM_DCN, sized
 """
 
-from dnis_torchrec.data.recipe import draws as draws
 from examples.models.collaborative import MatrixFactorization as MatrixFactorization
 from examples.models.collaborative import MultiLayerPerceptron as MultiLayerPerceptron
 from examples.models.collaborative import NeuMF as NeuMF
@@ -24,5 +23,6 @@ from examples.models.multi_task import MultiGateMixtureOfExperts as MultiGateMix
 from examples.models.tables import SCALARS as SCALARS
 from examples.models.tables import build_neumf_tables as build_neumf_tables
 from examples.models.tables import build_tables as build_tables
+from examples.models.tables import network_of_seed as network_of_seed
 from examples.models.torchrec_dlrm import build_dlrm as build_dlrm
 from examples.models.torchrec_dlrm import build_dlrm_dcn as build_dlrm_dcn

@@ -5,7 +5,7 @@ Shapes: D embedding_dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -91,3 +91,15 @@ def _table(name: str, features: list[str], rows: int, embedding_dim: int, init_s
         feature_names=features,
         init_fn=partial(nn.init.normal_, std=init_std),
     )
+
+
+def network_of_seed(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Builds a model with initial weights of a seed, and leaves torch's generator as it was.
+
+    Args:
+        build: makes the model.
+        seed: of its weights.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build()

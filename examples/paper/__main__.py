@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from dnis_torchrec.data.recipe import TrainTask, build_recipe
+from dnis_torchrec.data.recipe import build_recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.search.prune import Size
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.training.evaluate import evaluate, primary_metric

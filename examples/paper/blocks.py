@@ -22,7 +22,7 @@ class GlobalBlocks(RowBlocks):
 
 def global_blocks(counts: FrequencyCounts, tables: Sequence[EmbeddingBagConfig], num_blocks: int = 10) -> GlobalBlocks:
     """Cuts the rows of all tables of one embedding_dim, sorted together, into blocks of equal size."""
-    exact = {table.name: counts.exact()[table.name] for table in tables}
+    exact = {table.name: counts.counts[table.name].long() for table in tables}
     routings, occurrences, seen_rows = {}, {}, {}
     for dim in dict.fromkeys(table.embedding_dim for table in tables):
         names = [table.name for table in tables if table.embedding_dim == dim]

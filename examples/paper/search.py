@@ -19,14 +19,15 @@ from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data.lookup_batches import LookupBatches
-from dnis_torchrec.data.recipe import Recipe, TrainTask, data_terms_only
+from dnis_torchrec.data.batches import LookupBatches
+from dnis_torchrec.data.over_ranks import count_training_data
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.task import TrainTask, data_terms_only
 from dnis_torchrec.search.pipeline import AlphaOptimizer, first_order_gradient, frozen_statistics
 from dnis_torchrec.search.schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.selection.shards import table_configs, table_weight_names
 from dnis_torchrec.selection.swap import merge_, prepare_
 from dnis_torchrec.selection.wrapper import soft_selection_modules
-from dnis_torchrec.streaming.checked_counts import count_training_data
 from dnis_torchrec.training.evaluate import selection_loss
 from examples.paper.blocks import GlobalBlocks, global_blocks
 from examples.paper.hypergradient import UnrolledHypergradient

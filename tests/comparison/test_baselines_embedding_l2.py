@@ -10,7 +10,8 @@ import torch
 from torchrec.datasets.utils import Batch
 
 from benchmarks.rivals.methods import METHODS
-from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.task import TrainTask
 from examples.models import FactorizationMachine
 from tests.comparison.test_baselines_methods import make_task
 from tests.tiny import make_collection, make_recipe

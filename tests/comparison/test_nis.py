@@ -23,7 +23,8 @@ from benchmarks.rivals.methods.trained_scheme import prune_to_columns_
 from dnis_torchrec import export, load
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
-from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
+from dnis_torchrec.data.recipe import DataSplits, Recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.search.prune import Budget, Size
 from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.training.pipeline import NonFiniteError

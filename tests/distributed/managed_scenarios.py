@@ -15,7 +15,7 @@ from dnis_torchrec.allocation.bits import Allocation
 from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import count_frequencies
-from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, shard_model

@@ -15,7 +15,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.selection.on_shards import select_on_shards_
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, shard_model
 from dnis_torchrec.selection.swap import merge_, prepare_

@@ -14,8 +14,7 @@ from torch import nn
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import count_frequencies
-from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.data.task import LossTask
+from dnis_torchrec.data.task import LossTask, TrainTask
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.ramp import Ramp
 from dnis_torchrec.search.schedule import BilevelStream, Level, LevelSchedule

@@ -5,22 +5,19 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from dnis_torchrec.artifact.export import export
-from dnis_torchrec.blocks.hashing import mix
 from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.over_ranks import split_over_ranks
-from dnis_torchrec.data.recipe import Recipe, TrainTask
-from dnis_torchrec.data.sample_sketch import SampleSketch
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.jobs.search_job import SearchJob, run_search
 from dnis_torchrec.jobs.train_job import TrainJob, run_train
 from dnis_torchrec.ranks import Ranks
@@ -30,7 +27,6 @@ from dnis_torchrec.search.loop import SearchEvents
 from dnis_torchrec.search.search import SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.selection.shards import collections, local_shards
-from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.weights import write_model
@@ -149,22 +145,6 @@ def stopped(rank: Rank) -> dict[str, Any]:
     return {"outcome": outcome, "refusal": refusal, "refusal of a configuration": longer}
 
 
-def sketches(rank: Rank) -> dict[str, Any]:
-    """What ranks know together of samples that each has seen its share of, one of them a larger one."""
-    found = {}
-    for size in (20, 500):
-        sketch = SampleSketch(size)
-        sketch.add(SAMPLES[: len(SAMPLES) // 3] if rank.rank == 0 else SAMPLES[len(SAMPLES) // 3 :])
-        merged = sketch.over_ranks(Ranks(dist.group.WORLD))
-        ids, times = merged.up_to(merged.limit)
-        found[str(size)] = {"ids": [str(own) for own in ids], "times": times.tolist()}
-    return found
-
-
-SAMPLES = mix(np.arange(300, dtype=np.uint64) ** np.uint64(2) % np.uint64(97))
-"""Hashes of samples that repeat."""
-
-
 class OwnBatches(Repeatable):
     """This rank's own batches, as data that splits itself gives them."""
 
@@ -254,28 +234,10 @@ def hosts(rank: Rank) -> dict[str, Any]:
     }
 
 
-def estimated(rank: Rank) -> dict[str, Any]:
-    """A search whose larger table is counted in bounded memory: what ranks have counted together."""
-    folder, seen = rank.folder / "estimated", []
-    folder.mkdir(exist_ok=True)
-    events = SearchEvents(on_start=lambda steps, counts, blocks: seen.append((counts, blocks)))
-    rough = partial(CountLimits, exact_ids=8, epsilon=0.05, delta=0.1)
-    with patch("dnis_torchrec.search.started.CountLimits", rough):
-        outcome = found_by(recipe("adam"), folder, events, exact_count_rows=20, epochs=1, patience=1)
-    ((counts, blocks),) = seen
-    return {
-        "counts": {name: rows[:] for name, rows in counts.counts.items()},
-        "error_bounds": counts.error_bounds(),
-        "num_samples": counts.num_samples,
-        "blocks": {name: routing.all_blocks() for name, routing in blocks.routings.items()},
-        "compression": outcome.scheme.compression(PACKED),
-    }
-
-
 def broken(data: Path | None, *, seed: int, embedding_dim: int | None) -> Recipe:
     """A recipe that fails on rank 1 alone."""
     recipe = make_recipe()
-    return replace(recipe, notes=({0: "good"}[dist.get_rank()],))
+    return replace(recipe, stop_on={0: "loss"}[dist.get_rank()])
 
 
 def refused(rank: Rank) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.allocation.curvature import curvature, predictions_of
 from dnis_torchrec.artifact.export import drop_in_, export
 from dnis_torchrec.data.over_ranks import SlicedBatches
-from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
+from dnis_torchrec.data.recipe import DataSplits, Recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings

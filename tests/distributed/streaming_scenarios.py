@@ -7,33 +7,56 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts, count_over_ranks
+from dnis_torchrec.data.parquet import FileBatches, FileSamples, split_files
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.search.loop import SearchEvents, SearchInterrupted
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
-from dnis_torchrec.streaming import ParsedStream, StreamedBatches, count_stream, split_stream
 from dnis_torchrec.training.settings import Saving
 from tests.distributed.harness import Rank
-from tests.streaming.test_streaming_counting import ROUGH, TABLES, make_batches
-from tests.streaming_data import SCHEMA, draw, labels, write_text
+from tests.file_samples import SCHEMA, draw, labels, write_text
 
 NUM_SAMPLES = 61
+TABLES = [
+    EmbeddingBagConfig(name="small", num_embeddings=9, embedding_dim=4, feature_names=["f", "g"]),
+    EmbeddingBagConfig(name="large", num_embeddings=3000, embedding_dim=4, feature_names=["h"]),
+]
+
+
+def make_batches(num_batches: int, seed: int, *, batch_size: int = 50) -> list[KeyedJaggedTensor]:
+    """Batches with empty bags; ids of `h` are skewed as real ones are."""
+    random = np.random.default_rng(seed)
+    batches = []
+    for _ in range(num_batches):
+        lengths = random.integers(0, 4, 3 * batch_size)
+        ends = lengths.reshape(3, -1).sum(1)
+        ids = [random.integers(0, 9, ends[0]), random.integers(0, 9, ends[1]), random.zipf(1.3, ends[2]) % 3000]
+        batches.append(
+            KeyedJaggedTensor(
+                keys=["f", "g", "h"],
+                values=torch.from_numpy(np.concatenate(ids)).long(),
+                lengths=torch.from_numpy(lengths).long(),
+            )
+        )
+    return batches
 
 
 def serve(rank: Rank) -> dict[str, Any]:
     """Two epochs of a stream, with ranks and world_size taken from the process group."""
     path = rank.folder / f"stream_{rank.rank}.tsv"
     write_text(path, draw(NUM_SAMPLES))
-    stream = ParsedStream([path], SCHEMA, chunk_rows=8)
+    stream = FileSamples([path], SCHEMA)
     found: dict[str, Any] = {}
     for drop_last in (True, False):
-        batches = StreamedBatches(stream, batch_size=4, drop_last=drop_last, window_batches=2)
+        batches = FileBatches(stream, batch_size=4, drop_last=drop_last, window_batches=2)
         found[str(drop_last)] = [labels(list(batches)) for _ in range(2)]
         found[f"length {drop_last}"] = len(batches)
     return found
@@ -45,18 +68,10 @@ def own_batches(rank: int) -> int:
 
 
 def count(rank: Rank) -> dict[str, Any]:
-    """Counts with and without room for all ids."""
+    """Counts of all ranks together."""
     batches = make_batches(own_batches(rank.rank), seed=rank.rank)
-    found: dict[str, Any] = {}
-    for name, limits in (("exact", None), ("rough", ROUGH)):
-        counts = count_stream(batches, TABLES, limits=limits, process_group=rank.process_group)
-        found[name] = {
-            "counts": {table: rows[:] for table, rows in counts.counts.items()},
-            "lengths": dict(counts.max_bag_lengths),
-            "num_samples": counts.num_samples,
-            "error_bounds": counts.error_bounds(),
-        }
-    return found
+    counts = count_over_ranks(batches, TABLES, process_group=rank.process_group)
+    return {"counts": dict(counts.counts), "lengths": dict(counts.max_bag_lengths), "num_samples": counts.num_samples}
 
 
 SIZE = 2.0
@@ -66,7 +81,7 @@ STREAMED = SearchSettings(num_blocks=2, epochs=2, patience=1)
 
 def recipe_of(file: Path) -> Recipe:
     """Clicks streamed from a file, and a DLRM for them."""
-    stream = ParsedStream([file], SCHEMA, chunk_rows=64)
+    stream = FileSamples([file], SCHEMA)
     tables = [
         EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=4, feature_names=[name])
         for name, rows in SCHEMA.num_embeddings.items()
@@ -74,7 +89,7 @@ def recipe_of(file: Path) -> Recipe:
     torch.manual_seed(0)
     return Recipe(
         model=DLRM(EmbeddingBagCollection(tables=tables), len(SCHEMA.dense), [8, 4], [8, 1]),
-        data=split_stream(stream, batch_size=16, seed=0, fractions=(0.7, 0.1, 0.1, 0.1)),
+        data=split_files(stream, batch_size=16, seed=0, fractions=(0.7, 0.1, 0.1, 0.1)),
         loss=torch.nn.BCEWithLogitsLoss(),
         table_optimizer="rowwise_adagrad",
     )
@@ -117,7 +132,7 @@ def fail_alone(rank: Rank) -> dict[str, Any]:
         values[0] = 9
         batches[1]._values = values
     try:
-        count_stream(batches, TABLES, process_group=rank.process_group)
+        count_over_ranks(batches, TABLES, process_group=rank.process_group)
     except ValueError as error:
         return {"error": str(error), "sum": int(_sum_of_ranks(rank))}
     return {"error": "", "sum": 0}

@@ -7,27 +7,24 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from dnis_torchrec.artifact.export import drop_in_
-from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.data.over_ranks import count_training_data
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
 from dnis_torchrec.jobs.train_job import run_train
 from dnis_torchrec.search.search import SearchOutcome
 from dnis_torchrec.selection.shards import table_configs
-from dnis_torchrec.streaming.checked_counts import count_training_data
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.weights import load_state_, written_model
 from tests.distributed.harness import RankResults, running_ranks
 from tests.distributed.search_scenarios import (
     CPU,
-    SAMPLES,
     SIZE,
     diverges,
-    estimated,
     found_by,
     given,
     hosts,
@@ -36,7 +33,6 @@ from tests.distributed.search_scenarios import (
     refused,
     rotatable,
     rotated,
-    sketches,
     stopped,
     train_job,
     trained,
@@ -54,8 +50,6 @@ SCENARIOS = {f"search {name}": partial(whole_search, name) for name in OPTIMIZER
     "given": given,
     "stopped": stopped,
     "uneven": uneven,
-    "sketches": sketches,
-    "estimated": estimated,
     "refused": refused,
     "diverges": diverges,
 }
@@ -98,24 +92,6 @@ def test_counts_are_those_of_one_process(both, optimizer: str) -> None:
     whole = count_training_data(own.data, own.loss, table_configs(own.model))
     assert found["num_samples"] == whole.num_samples == 641
     assert all(torch.equal(found["counts"][name], counts) for name, counts in whole.counts.items())
-
-
-def test_ranks_estimate_together(both) -> None:
-    """No count too low, none too high by more than is said for most, the same on both ranks, and the search goes on."""
-    own = recipe("adam")
-    whole = count_training_data(own.data, own.loss, table_configs(own.model))
-    first, second = both[0]["estimated"]
-    assert first["counts"]["genre"].equal(whole.counts["genre"])
-    errors = first["counts"]["user"] - whole.counts["user"]
-    assert int(errors.min()) >= 0
-    assert float((errors > 0).float().mean()) > 0
-    assert first["error_bounds"]["user"] > 0 == first["error_bounds"]["genre"]
-    assert float((errors > first["error_bounds"]["user"]).float().mean()) <= 0.1
-    assert first["num_samples"] == whole.num_samples
-    for own in (first, second):
-        assert all(rows.equal(first["counts"][name]) for name, rows in own["counts"].items())
-        assert all(rows.equal(first["blocks"][name]) for name, rows in own["blocks"].items())
-        assert own["compression"] >= SIZE
 
 
 def assert_learnt_alike(history: list[dict], alone: SearchOutcome) -> None:
@@ -301,13 +277,3 @@ def test_ranks_with_uneven_data_are_refused_before_training(both) -> None:
     for own in both[0]["uneven"]:
         assert {what: own[what] for what in expected if expected[what] not in own[what]} == {}
         assert [what for what, text in own.items() if not text.startswith("ValueError")] == ["smaller batches of test"]
-
-
-@pytest.mark.parametrize("size", [20, 500])
-def test_samples_of_all_ranks_are_known_to_each_as_one_process_knows_them(both, size: int) -> None:
-    values, times = np.unique(SAMPLES, return_counts=True)
-    for own in both[0]["sketches"]:
-        kept = len(own[str(size)]["ids"])
-        assert kept == min(size, len(values)) or (kept < size and kept >= size // 2)
-        assert own[str(size)]["ids"] == [str(value) for value in values[:kept]]
-        assert own[str(size)]["times"] == times[:kept].tolist()

@@ -19,7 +19,8 @@ from dnis_torchrec.allocation.axes import has_axes
 from dnis_torchrec.artifact.export import drop_in_
 from dnis_torchrec.artifact.load import load, load_dense_state, read_scheme
 from dnis_torchrec.artifact.manifest import read_manifest
-from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.jobs import compress_job
 from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
 from dnis_torchrec.jobs.compress_job import CompressJob, run_compress

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.data.recipe import build_recipe
 from dnis_torchrec.jobs import run_folder
 from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
@@ -25,10 +23,7 @@ from dnis_torchrec.jobs.progress import _StopRequest
 from dnis_torchrec.jobs.report_job import run_report
 from dnis_torchrec.jobs.run_folder import REPLACED, RunFolder, RunWriteError
 from dnis_torchrec.jobs.search_job import run_search
-from dnis_torchrec.search import started as started_search
 from dnis_torchrec.search.loop import SearchInterrupted, SearchLoop
-from dnis_torchrec.selection.shards import table_configs
-from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.training.checkpoint import CheckpointFolder
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.settings import Saving
@@ -108,26 +103,6 @@ def test_a_run_that_says_nothing_was_saved_is_gone_and_one_that_names_a_checkpoi
         with pytest.raises(SearchInterrupted, match=r"this state could not be saved, --resume goes on from .*step-"):
             run_search(job(out, saving=dataclasses.replace(saving, resume=True)))
     assert RunFolder(out).status() == "interrupted"
-
-
-def test_a_table_too_large_to_count_exactly_is_searched_and_its_error_said(
-    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """To the end: what is pruned, reported and pruned again reads estimates."""
-    rough = partial(CountLimits, exact_ids=8, epsilon=0.05, delta=0.1)
-    monkeypatch.setattr(started_search, "CountLimits", rough)
-    out = tmp_path / "run"
-    (row,) = run_search(job(out, settings=dataclasses.replace(QUICK, exact_count_rows=20)))
-    assert 4 <= row.compression < 4 * 1.25
-    counts = RunFolder(out).counts()
-    assert counts.error_bounds()["genre"] == 0.0 < counts.error_bounds()["user"]
-    recipe = build_recipe("tests.tiny:demo", None, seed=0)
-    true = count_frequencies((batch.sparse_features for batch in recipe.data.train), table_configs(recipe.model))
-    assert bool((counts.counts["user"][:] >= true.counts["user"]).all())
-    (note,) = counts.notes()
-    assert note in RunFolder(out).read_head()["notes"]
-    assert note in capsys.readouterr().err
-    assert note.replace("'", "&#39;") in run_report(out).read_text()
 
 
 def test_resume_begins_a_run_and_leaves_a_finished_one(whole: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.jobs import train_job
 from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
 from dnis_torchrec.jobs.report_job import run_report

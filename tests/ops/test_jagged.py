@@ -10,8 +10,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import count_frequencies
+from dnis_torchrec.blocks.counts import count_over_ranks
 from dnis_torchrec.ops.batches import jagged_by_key
-from dnis_torchrec.streaming import count_stream
 
 META = torch.device("meta")
 """A device without any machine's need of one."""
@@ -47,7 +47,7 @@ def test_a_batch_that_was_read_elsewhere_is_read_anew_where_it_is() -> None:
     assert jagged_by_key(features)["f"].values().tolist() == [2, 2, 0]
 
 
-@pytest.mark.parametrize("count", [count_frequencies, count_stream])
+@pytest.mark.parametrize("count", [count_frequencies, count_over_ranks])
 def test_counting_leaves_batches_as_they_were(count: Callable[..., object]) -> None:
     features = bags()
     count([features], [TABLE])

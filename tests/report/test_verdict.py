@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from dnis_torchrec.data.test_split import TestSplit
 from dnis_torchrec.report.content import ReportRow, seed_groups
 from dnis_torchrec.report.tables import MINUS
+from dnis_torchrec.report.test_split import TestSplit
 from dnis_torchrec.report.verdict import Rival, doubts, group_sentence, sentence
 
 LARGE = TestSplit(num_samples=10_000)

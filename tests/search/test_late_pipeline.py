@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.search.loop import EpochRecord, SearchEvents
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.schedule import BilevelStream, Level, LevelSchedule

@@ -14,6 +14,7 @@ from dnis_torchrec.allocation.axes import rotation_groups, with_axes_
 from dnis_torchrec.allocation.compress import compress, packed_collections
 from dnis_torchrec.artifact.verify import verify
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.data.over_ranks import count_training_data
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
 from dnis_torchrec.jobs.run_folder import RunFolder
@@ -23,7 +24,6 @@ from dnis_torchrec.search.prune import SizeOutOfReachError
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
-from dnis_torchrec.streaming.checked_counts import count_training_data
 from examples.paper.search import PaperSettings, search_as_published
 from tests.searched_runs import quick_job
 from tests.tiny import ROWS, make_recipe

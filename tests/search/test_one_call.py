@@ -14,7 +14,8 @@ from torch import nn
 
 import dnis_torchrec as dnis
 from dnis_torchrec.allocation import bits as table_sizes
-from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.search import one_call
 from dnis_torchrec.search.one_call import SearchResult
 from dnis_torchrec.search.search import COMPRESSED, SEARCHED

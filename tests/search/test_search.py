@@ -22,7 +22,9 @@ from dnis_torchrec.allocation.bits import Prediction
 from dnis_torchrec.allocation.held_out import LossSample, with_gains
 from dnis_torchrec.artifact.export import drop_in_
 from dnis_torchrec.blocks.codes import is_coded
+from dnis_torchrec.data import over_ranks
 from dnis_torchrec.data.batches import slice_of
+from dnis_torchrec.data.over_ranks import count_training_data
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
 from dnis_torchrec.search import loop as search_loop
@@ -32,8 +34,6 @@ from dnis_torchrec.search.search import COMPRESSED, SEARCHED, SearchOutcome, sea
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.search.started import _in_parts
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
-from dnis_torchrec.streaming import checked_counts
-from dnis_torchrec.streaming.checked_counts import count_training_data
 from dnis_torchrec.training import checkpoint
 from dnis_torchrec.training import shard as sharding_of_training
 from dnis_torchrec.training.checkpoint import CheckpointFolder, CheckpointWriteError
@@ -385,7 +385,7 @@ def test_rankings_are_checked_before_training(gloo, tmp_path: Path) -> None:
 def test_bags_that_the_plain_model_could_not_pool_are_refused_before_training(
     gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checked_counts, "count_training_data", lambda *_, **__: pytest.fail("read the data"))
+    monkeypatch.setattr(over_ranks, "count_training_data", lambda *_, **__: pytest.fail("read the data"))
     recipe = replace(make_recipe(), model=make_collection(is_weighted=True))
     features = make_batch(4, 0).sparse_features
     weights = torch.ones(features.values().numel())

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dnis_torchrec.allocation.axes import with_axes_
-from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.jobs.given_model import _stored_in
 from dnis_torchrec.search import search as search_module
 from dnis_torchrec.search.loop import SearchEvents, SearchInterrupted

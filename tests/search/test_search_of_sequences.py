@@ -16,8 +16,8 @@ from dnis_torchrec import TrainTask, export
 from dnis_torchrec.artifact.export import drop_in_
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import count_frequencies
-from dnis_torchrec.data.pooled_outputs import pooled_outputs, squared_norm
 from dnis_torchrec.data.recipe import DataSplits, Recipe
+from dnis_torchrec.data.task import pooled_outputs, squared_norm
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.search import search

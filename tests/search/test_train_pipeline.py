@@ -13,7 +13,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import count_frequencies
-from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.search.pipeline import AlphaOptimizer, BilevelTrainPipeline
 from dnis_torchrec.search.schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs

@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.data.pooled_outputs import pooled_outputs
+from dnis_torchrec.data.task import pooled_outputs
 from dnis_torchrec.selection.shards import collections
 from dnis_torchrec.selection.wrapper import plain_state_dict, soft_selection_modules
 from tests.position_weighted import (

@@ -31,7 +31,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
+from dnis_torchrec.data.recipe import DataSplits, Recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.search.prune import Size, prune
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.selection.shards import collections, table_configs

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torchrec.datasets.utils import Batch
 
-from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.training.loop import train_plainly

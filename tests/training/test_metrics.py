@@ -15,8 +15,8 @@ from torchmetrics.retrieval import RetrievalMRR, RetrievalNormalizedDCG, Retriev
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.data.labels import RANKING_KS, RankingBatch, check_candidates
-from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.data.batches import RankingBatch
+from dnis_torchrec.data.task import RANKING_KS, TrainTask, check_candidates
 from dnis_torchrec.training.evaluate import Calibration, NormalizedEntropy, RankingMetrics, evaluate, primary_metric
 from tests.distributed.harness import Rank, Results, run_on_ranks
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.data.batches import slice_of
-from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.data.task import Task, task_of
+from dnis_torchrec.data.task import Task, TrainTask, task_of
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.training.evaluate import LOSSES_PER_BATCH, evaluate, is_ahead, part_losses
 from tests.tiny import make_batch, make_recipe

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.data.recipe import Recipe, TrainTask
-from dnis_torchrec.data.task import Predictions, Task, possible_metrics
-from dnis_torchrec.data.trial import try_out
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.task import Predictions, Task, TrainTask, check_task, possible_metrics
 from dnis_torchrec.training.evaluate import (
     AreaUnderCurve,
     Calibration,
@@ -215,9 +214,9 @@ RATING = f"{PLACE}, prediction 'rating': expected"
     ],
 )
 def test_what_is_wrong_with_a_task_is_said_before_training(task: Task, message: str) -> None:
-    recipe = make_recipe(task=task)
+    recipe = make_recipe(loss=task)
     with pytest.raises((ValueError, NotImplementedError), match=f"^{re.escape(message)}"):
-        try_out(recipe)
+        check_task(recipe.model, recipe.task, recipe.data.selection.batches[0], PLACE)
     assert recipe.model.training
 
 
@@ -229,7 +228,8 @@ def test_outputs_have_to_be_tensors() -> None:
     with pytest.raises(
         TypeError, match="outputs: expected a tensor, or tensors by name, of the model, got tuple; return"
     ):
-        try_out(make_recipe(task=Pair()))
+        recipe = make_recipe(loss=Pair())
+        check_task(recipe.model, recipe.task, recipe.data.selection.batches[0], PLACE)
 
 
 def test_a_batch_of_torchrec_needs_no_dense_features() -> None:

@@ -42,7 +42,7 @@ def run(run: Run) -> None:
 
         return timed
 
-    for name, function in (*PARTS.items(), ("count", "count_stream")):
+    for name, function in (*PARTS.items(), ("count", "count_over_ranks")):
         setattr(compress, function, noted(name, getattr(compress, function)))
     compression = SMALL_COMPRESSION if run.is_stand_in else COMPRESSION
     with PeakMemory(device) as memory:

@@ -17,10 +17,10 @@ from benchmarks import step_time
 from benchmarks.gpu.step import Run
 from benchmarks.gpu.timing import PeakMemory, seconds_of
 from dnis_torchrec import BilevelStream, BilevelTrainPipeline, LevelSchedule, TrainTask, blocks_from_counts, prepare_
+from dnis_torchrec.blocks.counts import count_over_ranks
 from dnis_torchrec.data.batches import BatchParts
 from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, shard_model
 from dnis_torchrec.selection.shards import table_configs
-from dnis_torchrec.streaming import count_stream
 from dnis_torchrec.training.shard import FUSED_OPTIMIZERS, rest_optimizer
 
 SHAPE = replace(step_time.vary(step_time.SHAPES["criteo"], None, 400_000, None), batch_size=4096)
@@ -72,7 +72,7 @@ def make(
     train, validation = step_time.make_batches(shape, 8, seed=0), step_time.make_batches(shape, 4, seed=1)
     recipe = step_time.make_recipe(shape, train, validation)
     tables = table_configs(recipe.model)
-    counts = count_stream((batch.sparse_features for batch in train[:2]), tables)
+    counts = count_over_ranks((batch.sparse_features for batch in train[:2]), tables)
     task = TrainTask(
         prepare_(recipe.model, blocks_from_counts(counts, tables, num_blocks=shape.num_blocks)), recipe.loss
     )

@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks.gpu.step import Run
 from dnis_torchrec.cli import main
-from dnis_torchrec.data.in_memory import split_rows
+from dnis_torchrec.data.batches import split_rows
 from dnis_torchrec.data.recipe import Recipe
 from examples.datasets.synthetic import generate
 from examples.models import build_dlrm, build_tables

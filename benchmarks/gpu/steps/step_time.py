@@ -16,9 +16,9 @@ from benchmarks import step_time
 from benchmarks.gpu.step import Run
 from benchmarks.gpu.timing import PeakMemory, copied_bytes_per_second, milliseconds, seconds_of
 from dnis_torchrec import blocks_from_counts, prepare_
+from dnis_torchrec.blocks.counts import count_over_ranks
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection
-from dnis_torchrec.streaming import count_stream
 from examples.models import build_tables
 
 ROWS, BATCH_SIZE, LARGE_BATCH = 1_600_000, 16_384, 65_536
@@ -101,7 +101,7 @@ def wrapped_tables(shape: step_time.Shape, device: torch.device) -> SoftSelectio
     )
     tables = table_configs(model)
     batches = (batch.sparse_features for batch in step_time.make_batches(shape, 1, seed=0))
-    blocks = blocks_from_counts(count_stream(batches, tables), tables, num_blocks=shape.num_blocks)
+    blocks = blocks_from_counts(count_over_ranks(batches, tables), tables, num_blocks=shape.num_blocks)
     wrapper = prepare_(model, blocks)[0].to(device)
     assert isinstance(wrapper, SoftSelectionEmbeddingBagCollection)
     return wrapper

@@ -17,7 +17,7 @@ from benchmarks.rivals.methods.method import (
     served_in,
 )
 from benchmarks.rivals.methods.uniform import uniform_candidate
-from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.search.prune import Size, SizeOutOfReachError
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings

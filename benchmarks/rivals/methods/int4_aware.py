@@ -12,7 +12,7 @@ from benchmarks.rivals.methods.method import MethodResult, MethodTask, served_in
 from benchmarks.rivals.methods.reparametrised import RoundedRows, table_parameters
 from benchmarks.rivals.methods.trained_scheme import in_precision
 from benchmarks.rivals.methods.uniform import largest_dim, uniform_candidate
-from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.selection.swap import unshard_
 from dnis_torchrec.training.loop import train_plainly
 from dnis_torchrec.training.shard import shard

@@ -14,7 +14,7 @@ from benchmarks.rivals.methods.trained_scheme import in_precision, pruned_form, 
 from benchmarks.rivals.methods.uniform import largest_dim, table_widths, uniform_candidate
 from dnis_torchrec.allocation.axes import rotate_, rotation_groups, with_axes_
 from dnis_torchrec.checks import describe
-from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.selection.swap import unshard_
 from dnis_torchrec.training.loop import train_plainly
 from dnis_torchrec.training.shard import shard

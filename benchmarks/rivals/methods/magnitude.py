@@ -14,7 +14,8 @@ from benchmarks.rivals.methods.method import MethodResult, MethodTask, SizeNotMe
 from benchmarks.rivals.methods.trained_scheme import Candidate, columns_of_dims, prune_to_columns_, row_blocks
 from benchmarks.rivals.settings import TrainingRules
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.search.prune import Size, SizeOutOfReachError, drop_zeros_
 from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.swap import unshard_

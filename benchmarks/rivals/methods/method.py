@@ -17,7 +17,8 @@ from benchmarks.rivals.forms import CODES, PRECISIONS, form_named
 from benchmarks.rivals.settings import TrainingRules
 from dnis_torchrec.artifact.load import serve
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.scheme import MixedDimensionScheme, compression_of
 from dnis_torchrec.selection.shards import collections, dense_parameters, local_shards, table_configs

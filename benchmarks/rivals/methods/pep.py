@@ -17,7 +17,8 @@ from benchmarks.rivals.methods.magnitude import ELEMENT_PRECISIONS, affordable_e
 from benchmarks.rivals.methods.method import MethodResult, MethodTask, served_in
 from benchmarks.rivals.methods.reparametrised import ThresholdedTables, table_parameters
 from benchmarks.rivals.methods.trained_scheme import columns_of_dims, prune_to_columns_, row_blocks
-from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.search.prune import drop_zeros_
 from dnis_torchrec.selection.shards import TableShard, collections, local_shards
 from dnis_torchrec.selection.swap import unshard_

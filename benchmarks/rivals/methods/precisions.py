@@ -16,7 +16,7 @@ from benchmarks.rivals.methods.method import (
     check_leaves_alone,
 )
 from dnis_torchrec.checks import describe
-from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.training.evaluate import selection_loss
 
 

@@ -27,9 +27,10 @@ from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies, longest_bags
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.checks import check_known, describe
-from dnis_torchrec.data.lookup_batches import features_of
+from dnis_torchrec.data.batches import features_of
 from dnis_torchrec.data.over_ranks import all_samples
-from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.data.urls import Address
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.prune import Budget, Size, SizeOutOfReachError, drop_zeros_, uncompressed_scheme

@@ -12,9 +12,9 @@ from benchmarks.rivals.methods.method import NotApplicableError
 from benchmarks.rivals.methods.nis.controller import Controller
 from benchmarks.rivals.methods.nis.grid import Grid
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data.labels import check_classes
-from dnis_torchrec.data.lookup_batches import LookupBatches
-from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.data.batches import LookupBatches
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.task import Task, TrainTask, check_classes
 from dnis_torchrec.search.schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.selection.alpha import Alpha
 from dnis_torchrec.selection.swap import prepare_
@@ -40,7 +40,7 @@ class Quality:
     of the labels``."""
 
     def __init__(self, recipe: Recipe) -> None:
-        if recipe.loss is None:
+        if isinstance(recipe.loss, Task):
             supported, received = ("supported are recipes with a loss of one prediction", type(recipe.task).__name__)
             raise NotApplicableError(describe("reward", supported, received))
         self._is_binary = isinstance(recipe.loss, nn.BCEWithLogitsLoss)

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.blocks.hashing import hash_values
-from dnis_torchrec.streaming import StreamSchema
+from dnis_torchrec.data.parquet import FileSchema
 
 COLUMNS = ("y", "x0", "unused", "a", "b", "x1", "tags")
-SCHEMA = StreamSchema(
+SCHEMA = FileSchema(
     label="y",
     dense=("x0", "x1"),
     single_id={"b": 11, "a": 7},

@@ -1,0 +1,538 @@
+"""Batches: cut, sliced over ranks, made ready for lookups, and checked before the first training step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torchrec.datasets.utils import Batch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec.blocks.counts import count_frequencies
+from dnis_torchrec.data.batches import BatchParts, LookupBatches, cut_batch, features_of, for_lookup, slice_of
+from dnis_torchrec.data.over_ranks import (
+    SPLITS,
+    NotedBatches,
+    SlicedBatches,
+    all_samples,
+    check_same,
+    count_training_data,
+    fingerprints,
+    measured_samples,
+    split_over_ranks,
+)
+from dnis_torchrec.data.recipe import DataSplits, Recipe
+from dnis_torchrec.data.task import TrainTask
+from dnis_torchrec.ranks import Ranks
+from dnis_torchrec.search import started as started_search
+from dnis_torchrec.search.search import search
+from dnis_torchrec.selection.shards import table_configs
+from dnis_torchrec.training.evaluate import evaluate
+from tests.batches import OneOf, Sample, samples, to_batch, to_samples
+from tests.searched_runs import QUICK
+from tests.tiny import ROWS, Repeatable, make_batch, make_collection, make_recipe, ranked
+from tests.tiny_tasks import two_sided
+
+
+@given(st.lists(samples, min_size=1, max_size=9), st.data(), st.booleans())
+def test_a_slice_holds_just_its_samples(of: list[Sample], data: st.DataObject, weighted: bool) -> None:
+    first = data.draw(st.integers(0, len(of) - 1))
+    last = data.draw(st.integers(first + 1, len(of)))
+    sliced = slice_of(to_batch(of, weighted=weighted), first, last)
+    assert sliced.sparse_features.stride() == last - first
+    assert sliced.sparse_features.lengths().is_contiguous()  # as collectives want it
+    assert to_samples(sliced) == of[first:last]
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"^batch: expected a dataclass, as TorchRec's Batch is, got list"):
+        slice_of([1], 0, 1)  # type: ignore[arg-type]
+    features = KeyedJaggedTensor(
+        keys=["f", "g"],
+        values=torch.arange(3),
+        lengths=torch.ones(3, dtype=torch.int64),
+        stride_per_key_per_rank=[[1], [2]],
+    )
+    with pytest.raises(NotImplementedError, match=r"^batch: supported is one batch size for all features, got several"):
+        slice_of(Batch(torch.zeros(2, 1), features, torch.zeros(2)), 0, 1)
+
+
+@given(st.lists(samples, min_size=1, max_size=9), st.integers(1, 9), st.integers(1, 3), st.booleans())
+def test_the_parts_are_the_batch(of: list[Sample], num_parts: int, at_least: int, weighted: bool) -> None:
+    parts = list(cut_batch(to_batch(of, weighted=weighted), num_parts, at_least))
+    sizes = [part.labels.numel() for part in parts]
+    assert len(parts) == max(1, min(num_parts, len(of) // at_least))
+    assert max(sizes) - min(sizes) <= 1
+    assert min(sizes) >= min(at_least, len(of))
+    assert [sample for part in parts for sample in to_samples(part)] == of
+
+
+class Counted(list):
+    """Batches that count their epochs."""
+
+    epoch = 3
+
+
+def test_the_epoch_is_that_of_the_batches() -> None:
+    batches = Counted()
+    parts = BatchParts(batches, 2)
+    assert parts.epoch == 3
+    parts.epoch = 5
+    assert batches.epoch == 5
+    assert not hasattr(BatchParts([], 2), "epoch")
+
+
+def test_what_is_split_over_ranks_stays_so() -> None:
+    """Else every rank would take a slice of what is its own already."""
+    own = Counted()
+    own.is_split_over_ranks = True
+    for batches, is_left_alone in ((own, True), (Counted(), False)):
+        parts = BatchParts(batches, 2)
+        data = split_over_ranks(DataSplits(train=parts, validation=parts, selection=parts, test=parts), OneOf(0, 2))
+        assert (data.validation is parts) == is_left_alone
+
+
+def test_less_than_one_part_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_parts: expected at least 1, got 0"):
+        BatchParts([], 0)
+
+
+batches = st.lists(st.lists(samples, min_size=1, max_size=9), min_size=1, max_size=4)
+
+
+@dataclass
+class Counting:
+    """Batches that count their epochs, as those of the examples do."""
+
+    batches: list[Batch]
+    epoch: int = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.epoch += 1
+        return iter(self.batches)
+
+
+@given(batches, st.integers(2, 4))
+def test_learning_takes_equal_slices_on_all_ranks(of: list[list[Sample]], world_size: int) -> None:
+    whole = [to_batch(part, weighted=False) for part in of]
+    taken = [list(SlicedBatches(whole, OneOf(r, world_size), "train", equal=True)) for r in range(world_size)]
+    kept = [part for part in of if len(part) >= world_size]
+    for own in taken:
+        assert [batch.labels.numel() for batch in own] == [len(part) // world_size for part in kept]
+    for number, part in enumerate(kept):
+        together = [sample for own in taken for sample in to_samples(own[number])]
+        assert together == part[: len(part) // world_size * world_size]
+
+
+@given(batches, st.integers(2, 4))
+def test_judging_and_counting_leave_nothing_out(of: list[list[Sample]], world_size: int) -> None:
+    whole = [to_batch(part, weighted=False) for part in of]
+    ranks = [OneOf(rank, world_size) for rank in range(world_size)]
+    counted = [list(all_samples(SlicedBatches(whole, own, "train", equal=True))) for own in ranks]
+    together = [sample for own in counted for batch in own for sample in to_samples(batch)]
+    assert sorted(together) == sorted(sample for part in of for sample in part)
+    judged = [SlicedBatches(whole, own, "test", equal=False) for own in ranks]
+    short = next((number for number, part in enumerate(of) if len(part) < world_size), None)
+    for own in judged:
+        if short is not None:
+            with pytest.raises(ValueError, match=f"^test batch {short}: expected at least one sample for each of"):
+                list(own)
+    if short is None:
+        for number, part in enumerate(of):
+            assert [sample for own in judged for sample in to_samples(list(own)[number])] == part
+
+
+@given(batches, st.integers(2, 4))
+def test_measuring_takes_all_of_what_every_rank_has_a_sample_of(of: list[list[Sample]], world_size: int) -> None:
+    whole = [to_batch(part, weighted=False) for part in of]
+    learned = [SlicedBatches(whole, OneOf(r, world_size), "train", equal=True) for r in range(world_size)]
+    measured = [measured_samples(own) for own in learned]
+    kept = [part for part in of if len(part) >= world_size]
+    for _ in range(2):  # again and again
+        taken = [list(own) for own in measured]
+        assert [len(own) for own in taken] == [len(kept)] * world_size
+        for number, part in enumerate(kept):
+            assert [sample for own in taken for sample in to_samples(own[number])] == part
+    assert measured_samples(whole) is whole
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_no_sample_of_what_is_learned_on_stays_unchecked(split: str) -> None:
+    """Sample 6 of 7 is in no rank's third, but in a rank's share of the second half, which is what an upper step takes.
+
+    An error that one rank met in training would leave the others waiting.
+    """
+    recipe = make_recipe()
+    batch = make_batch(7, seed=0)
+    batch.sparse_features.values()[6] = 40
+    data = split_over_ranks(replace(recipe.data, **{split: [batch]}), OneOf(2, 3))
+    with pytest.raises(ValueError, match=r"table 'user', feature 'user'.*: expected ids in 0\.\.39, got 40"):
+        count_training_data(data, recipe.loss, table_configs(recipe.model))
+
+
+def splits(*names: str, of: list[Sample]) -> DataSplits:
+    """The same batch in every split; those named hold it twice."""
+    batch = to_batch(of, weighted=False)
+    made = {name: [batch] * (1 + (name in names)) for name in ("train", "validation", "selection", "test")}
+    return DataSplits(**made)
+
+
+SAMPLES: list[Sample] = [(0.0, 0.0, ((1, 2), ())), (1.0, 1.0, ((3,), (4,)))]
+
+
+def test_one_rank_gets_the_data_itself() -> None:
+    data = splits(of=SAMPLES)
+    assert split_over_ranks(data, Ranks()) is data
+
+
+def test_data_that_splits_itself_is_left_alone() -> None:
+    own = Counting(splits(of=SAMPLES).train)
+    own.is_split_over_ranks = True
+    data = split_over_ranks(replace(splits(of=SAMPLES), train=own), OneOf(0, 2))
+    assert data.train is own
+    assert isinstance(data.test, SlicedBatches)
+    assert all_samples(own) is own
+
+
+def test_the_epoch_of_the_batches_goes_through() -> None:
+    whole = Counting(splits(of=SAMPLES).train)
+    sliced = SlicedBatches(whole, OneOf(0, 2), "train", equal=True)
+    assert (len(list(sliced)), sliced.epoch) == (1, 1)
+    sliced.epoch = 7
+    assert whole.epoch == 7
+    assert getattr(SlicedBatches([], OneOf(0, 2), "train", equal=True), "epoch", None) is None
+
+
+def test_another_label_id_or_order_is_seen() -> None:
+    def fingerprint(of: list[list[Sample]]) -> int | None:
+        sliced = SlicedBatches([to_batch(part, weighted=False) for part in of], OneOf(0, 2), "train", equal=True)
+        assert sliced.fingerprint is None
+        list(all_samples(sliced))
+        return sliced.fingerprint
+
+    (first, second), other = SAMPLES, (0.0, 1.0, ((3,), (5,)))
+    variants = [[[first, second]], [[second, first]], [[first, other]], [[first], [second]], [[second], [first]]]
+    assert len({fingerprint(of) for of in variants}) == len(variants)
+    assert fingerprint(variants[0]) == fingerprint(variants[0])
+
+
+def test_other_batches_on_another_rank_are_named() -> None:
+    class Talking(OneOf):
+        def max_(self, values: torch.Tensor) -> torch.Tensor:
+            return torch.maximum(values, torch.tensor([5, -5]))
+
+    data = split_over_ranks(splits(of=SAMPLES), Talking(0, 2))
+    for part in (data.train, data.validation, data.selection, data.test):
+        list(part)
+    message = "^train stream: expected the same batches in the same order on every rank, got others; let their order"
+    with pytest.raises(ValueError, match=message):
+        check_same(data, Talking(0, 2))
+    check_same(data, OneOf(0, 2))
+
+
+def noted_of(of: list[list[Sample]], ranks: Ranks | None = None) -> int:
+    """The fingerprint of what a rank counts; of one process if None."""
+    whole = [to_batch(part, weighted=False) for part in of]
+    noted = NotedBatches(whole if ranks is None else SlicedBatches(whole, ranks, "train", equal=True))
+    list(all_samples(noted))
+    return noted.fingerprint
+
+
+@given(batches, st.integers(2, 4), st.randoms(use_true_random=False))
+def test_the_same_samples_have_one_fingerprint_however_they_come(
+    of: list[list[Sample]], world_size: int, order
+) -> None:
+    together = [sample for part in of for sample in part]
+    expected = noted_of(of)
+    order.shuffle(together)
+    assert noted_of([together]) == expected
+    assert sum(noted_of(of, OneOf(rank, world_size)) for rank in range(world_size)) % (1 << 40) == expected
+
+
+def test_other_samples_have_another_fingerprint() -> None:
+    first, second = SAMPLES
+    variants = {
+        "as they are": [first, second],
+        "another label": [first, (0.0, *second[1:])],
+        "labels swapped": [(1.0, *first[1:]), (0.0, *second[1:])],
+        "another id": [first, (*second[:2], ((3,), (5,)))],
+        "an id of row 0 more": [first, (*second[:2], ((3, 0), (4,)))],
+        "ids swapped between samples": [(*first[:2], ((1, 3), ())), (*second[:2], ((2,), (4,)))],
+        "ids swapped between features": [first, (*second[:2], ((4,), (3,)))],
+        "a sample more": [first, second, second],
+        "a sample less": [first],
+    }
+    found = {name: noted_of([of]) for name, of in variants.items()}
+    assert len(set(found.values())) == len(found), found
+
+
+def test_every_split_has_a_fingerprint_of_its_last_pass() -> None:
+    data = split_over_ranks(splits("test", of=SAMPLES), OneOf(0, 2))
+    noted = DataSplits(**{name: NotedBatches(getattr(data, name)) for name in SPLITS})
+    for _ in range(2):
+        for name in SPLITS:
+            list(all_samples(getattr(noted, name)))
+    found = fingerprints(noted, Ranks())
+    assert list(found) == list(SPLITS)
+    assert found["train"] == found["validation"] == found["selection"] == noted_of([SAMPLES[:1]])
+    assert found["test"] == 2 * found["train"] % (1 << 40)
+
+
+def test_batches_of_two_labels_and_two_sides_are_sliced_and_told_apart() -> None:
+    whole = two_sided(7, seed=1)
+    parts = [list(SlicedBatches([whole], OneOf(rank, 2), "test", equal=False)) for rank in range(2)]
+    first, second = parts[0][0], parts[1][0]
+    assert (first.labels.shape, second.labels.shape) == ((3, 2), (4, 2))
+    joined = torch.cat([first.labels, second.labels]).nan_to_num(-1)
+    assert torch.equal(joined, whole.labels.nan_to_num(-1))
+    for rank, part in enumerate((first, second)):
+        rows = slice(0, 3) if rank == 0 else slice(3, 7)
+        assert torch.equal(part.weights, whole.weights[rows])
+        lengths = whole.candidates.lengths()[rows]
+        assert torch.equal(part.candidates.lengths(), lengths)
+
+    def fingerprint(batch: Batch) -> int:
+        noted = NotedBatches([batch])
+        list(noted)
+        return noted.fingerprint
+
+    ratings, genres = whole.labels.clone(), whole.candidates.values().clone()
+    ratings[2, 1] = 9.0
+    genres[0] = (genres[0] + 1) % 12
+    other = KeyedJaggedTensor(whole.candidates.keys(), genres, lengths=whole.candidates.lengths())
+    changed = [replace(whole, labels=ratings), replace(whole, candidates=other)]
+    assert len({fingerprint(batch) for batch in (whole, *changed)}) == 3
+
+
+def test_a_feature_belongs_to_one_side() -> None:
+    whole = two_sided(4, seed=1)
+    assert features_of(whole).keys() == ["user", "genre"]
+    with pytest.raises(ValueError, match=r"^batch: expected features in one KeyedJaggedTensor each, got \['user'\]"):
+        features_of(replace(whole, candidates=whole.sparse_features))
+
+
+CPU = torch.device("cpu")
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64)
+
+
+def changed(batch: Batch, **parts: Any) -> Batch:
+    """The batch with other values, lengths or weights of its bags, or other fields of its own."""
+    old = batch.sparse_features
+    bags = {"values": old.values(), "lengths": old.lengths(), "weights": old.weights_or_none()}
+    bags |= {name: parts.pop(name) for name in tuple(parts) if name in bags}
+    return dataclasses.replace(batch, sparse_features=KeyedJaggedTensor(keys=old.keys(), **bags), **parts)
+
+
+def with_split(recipe: Recipe, name: str, change: Callable[[Batch], Batch], *, last_only: bool = False) -> Recipe:
+    """The recipe with the batches of one split changed, or the last one alone."""
+    batches = list(getattr(recipe.data, name))
+    batches = [*batches[:-1], change(batches[-1])] if last_only else [change(batch) for batch in batches]
+    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, **{name: Repeatable(batches)}))
+
+
+def everywhere(recipe: Recipe, change: Callable[[Batch], Batch]) -> Recipe:
+    for name in SPLITS:
+        recipe = with_split(recipe, name, change)
+    return recipe
+
+
+@pytest.fixture
+def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What gets so far as to begin to train fails of another error."""
+    monkeypatch.setattr(started_search, "shard", None)
+
+
+def weights(value: float) -> Callable[[Batch], Batch]:
+    def change(batch: Batch) -> Batch:
+        own = torch.ones(batch.sparse_features.values().numel())
+        own[64 + 5] = value  # of the second feature
+        return changed(batch, weights=own)
+
+    return change
+
+
+def dense_value(value: float) -> Callable[[Batch], Batch]:
+    def change(batch: Batch) -> Batch:
+        features = batch.dense_features.clone()
+        features[3, 1] = value
+        return dataclasses.replace(batch, dense_features=features)
+
+    return change
+
+
+def no_samples(batch: Batch) -> Batch:
+    return dataclasses.replace(
+        changed(batch, values=torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(0, dtype=torch.int64)),
+        dense_features=batch.dense_features[:0],
+        labels=batch.labels[:0],
+    )
+
+
+def float_ids(batch: Batch) -> Batch:
+    return changed(batch, values=batch.sparse_features.values().float())
+
+
+WRONG = [
+    (dense_value(math.nan), r", dense_features, sample 3, column 1: expected finite numbers, got nan; clean the data$"),
+    (dense_value(-math.inf), r", dense_features, sample 3, column 1: expected finite numbers, got -inf; clean"),
+    (weights(math.nan), r", feature 'genre': expected finite weights, got nan; clean the data$"),
+    (weights(math.inf), r", feature 'genre': expected finite weights, got inf; clean the data$"),
+    (no_samples, r": expected at least one sample, got none; leave empty batches out$"),
+    (float_ids, r", feature 'user': expected integer ids, got torch.float32; hash or number what is no integer$"),
+]
+
+
+def fewer_labels(batch: Batch) -> Batch:
+    return dataclasses.replace(batch, labels=batch.labels[:-1])
+
+
+def fewer_dense(batch: Batch) -> Batch:
+    return dataclasses.replace(batch, dense_features=batch.dense_features[:-1])
+
+
+def short_lengths(batch: Batch) -> Batch:
+    return changed(batch, lengths=batch.sparse_features.lengths().short())
+
+
+WRONG += [
+    (fewer_labels, r", sparse_features: expected 63 samples, one for each label, got 64; leave incomplete samples out"),
+    (fewer_dense, r", dense_features: expected 64 samples, one for each label, got 63; leave incomplete samples out"),
+    (short_lengths, r", feature 'user': expected int32 or int64 lengths, got torch.int16$"),
+]
+
+
+@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize(("change", "message"), WRONG)
+def test_bad_batches_of_any_split_are_refused_before_training(
+    gloo, tmp_path: Path, untrained: None, name: str, change: Callable[[Batch], Batch], message: str
+) -> None:
+    recipe = with_split(make_recipe(), name, change, last_only=True)
+    index = len(getattr(recipe.data, name).batches) - 1
+    with pytest.raises(ValueError, match=f"^{name} batch {index}{message}"):
+        search(recipe, 4.0, tmp_path, CPU, settings=QUICK)
+
+
+def test_a_batch_without_samples_of_a_later_epoch_is_named() -> None:
+    batches = LookupBatches(Repeatable([make_batch(4, 0), no_samples(make_batch(4, 1))]), "train")
+    with pytest.raises(ValueError, match=r"^train batch 1: expected at least one sample, got none"):
+        list(batches)
+    sliced = SlicedBatches(Repeatable([no_samples(make_batch(4, 1))]), Ranks(), "train", equal=True)
+    with pytest.raises(ValueError, match=r"^train batch 0: expected at least one sample, got none"):
+        list(sliced)
+
+
+def test_a_batch_without_samples_is_passed_over_where_it_is_only_judged(gloo) -> None:
+    recipe = make_recipe()
+    task, batches = TrainTask(recipe.model, recipe.loss), list(recipe.data.test)
+    found = evaluate(task, [no_samples(batches[0]), *batches], recipe.loss, CPU)
+    assert found == evaluate(task, batches, recipe.loss, CPU)
+
+
+def narrow(dtype: torch.dtype) -> Callable[[Batch], Batch]:
+    return lambda batch: changed(batch, values=batch.sparse_features.values().to(dtype))
+
+
+class Own(Batch):
+    """A user's batch, with an __init__ of its own."""
+
+    def __init__(self, whole: Batch) -> None:
+        super().__init__(whole.dense_features, whole.sparse_features, whole.labels)
+
+
+def test_a_batch_of_a_users_own_is_converted_too() -> None:
+    whole = narrow(torch.uint8)(make_batch(8, 0))
+    own = Own(whole)
+    ready = for_lookup(own)
+    assert type(ready) is Own
+    assert ready.sparse_features.values().dtype == torch.int64
+    assert own.sparse_features is whole.sparse_features
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_ids_of_any_width_are_counted_alike(dtype: torch.dtype) -> None:
+    batch, tables = make_batch(20, 0), make_collection().embedding_bag_configs()
+    expected = count_frequencies([batch.sparse_features], tables).counts
+    found = count_frequencies([narrow(dtype)(batch).sparse_features], tables).counts
+    assert {name: counts.tolist() for name, counts in found.items()} == {n: c.tolist() for n, c in expected.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.bool])
+def test_ids_that_are_no_integers_are_refused_by_feature(dtype: torch.dtype) -> None:
+    batch = narrow(dtype)(make_batch(20, 0))
+    message = rf"^table 'user', feature 'user', batch 0: expected integer ids, got {dtype}; hash or number"
+    with pytest.raises(ValueError, match=message):
+        count_frequencies([batch.sparse_features], make_collection().embedding_bag_configs())
+    with pytest.raises(ValueError, match=rf"^features 'user', 'genre': expected integer ids, got {dtype}"):
+        for_lookup(batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.uint16])
+def test_ids_of_any_width_are_searched_and_evaluated_alike(gloo, tmp_path: Path, dtype: torch.dtype) -> None:
+    results = []
+    for recipe in (make_recipe(), everywhere(make_recipe(), narrow(dtype))):
+        folder = tmp_path / str(len(results))
+        torch.manual_seed(0)
+        outcome = search(recipe, 4.0, folder, CPU, settings=QUICK)
+        metrics = evaluate(TrainTask(outcome.model, recipe.loss), recipe.data.test, recipe.loss, CPU)
+        results.append((metrics, outcome.history, outcome.scheme.parameters))
+    assert results[0] == results[1]
+
+
+class Weighted(nn.Module):
+    """A model of two weighted tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = [
+            EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=8, feature_names=[name])
+            for name, rows in ROWS.items()
+        ]
+        self.embedding_bag_collection = EmbeddingBagCollection(tables=tables, is_weighted=True)
+        self.over = nn.Linear(16, 1)
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
+        return self.over(self.embedding_bag_collection(sparse_features).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_labels_and_weights_of_other_precisions_are_taken(gloo, tmp_path: Path, dtype: torch.dtype) -> None:
+    results = []
+    for of_data in (torch.float32, dtype):
+
+        def change(batch: Batch, of_data: torch.dtype = of_data) -> Batch:
+            own = (torch.arange(batch.sparse_features.values().numel()) % 4 / 4 + 0.5).to(of_data)
+            return changed(batch, weights=own, labels=batch.labels.to(of_data))
+
+        torch.manual_seed(0)
+        recipe = everywhere(dataclasses.replace(make_recipe(), model=Weighted()), change)
+        outcome = search(recipe, 4.0, tmp_path / str(of_data), CPU, settings=QUICK)
+        results.append(
+            (outcome.history, evaluate(TrainTask(outcome.model, recipe.loss), recipe.data.test, recipe.loss, CPU))
+        )
+    assert results[0] == results[1]
+
+
+@given(st.sampled_from(INTEGERS), st.booleans(), st.booleans())
+def test_what_lookups_take_is_left_as_it_is(dtype: torch.dtype, is_weighted: bool, is_ranked: bool) -> None:
+    batch = narrow(dtype)(make_batch(6, 0))
+    batch = ranked(batch, 3) if is_ranked else batch
+    if is_weighted:
+        batch = changed(batch, weights=torch.rand(batch.sparse_features.values().numel()))
+    ready = for_lookup(batch)
+    assert (ready is batch) == (dtype in (torch.int32, torch.int64))
+    assert type(ready) is type(batch)
+    assert ready.sparse_features.values().tolist() == batch.sparse_features.values().tolist()
+    for part in ("lengths", "stride", "keys", "weights_or_none"):
+        got, expected = getattr(ready.sparse_features, part)(), getattr(batch.sparse_features, part)()
+        assert torch.equal(got, expected) if isinstance(got, torch.Tensor) else got == expected

@@ -1,0 +1,457 @@
+"""Files become batches: parsed right, each sample once, the same order whoever asks, resumed at any batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import gzip
+import math
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dnis_torchrec.blocks.hashing import hash_values, spread
+from dnis_torchrec.data.over_ranks import all_samples
+from dnis_torchrec.data.parquet import WHOLE, FileBatches, FileSamples, FileSchema, Part, cut, split_files
+from tests.file_samples import COLUMNS, SCHEMA, contents, draw, expected, labels, write_parquet, write_text
+
+SAMPLES = draw(53)
+ROWS = 10**6
+FORMS = ("text", "parquet", "gzip", "header")
+
+
+def write(folder: Path, form: str) -> list[Path]:
+    """The samples in two files of a form."""
+    if form == "parquet":
+        write_parquet(folder / "a.parquet", SAMPLES[:30], row_group=8)
+        return [folder / "a.parquet", write_parquet(folder / "b.parquet", SAMPLES[30:], row_group=100)]
+    files = [write_text(folder / "a.tsv", SAMPLES[:30])]
+    files.append(write_text(folder / "b.tsv", SAMPLES[30:], last_newline=False))
+    if form == "gzip":
+        return [pack(file) for file in files]
+    if form == "header":
+        for file in files:
+            file.write_text("\t".join(COLUMNS) + "\n" + file.read_text())
+    return files
+
+
+def pack(file: Path) -> Path:
+    packed = file.with_name(f"{file.name}.gz")
+    packed.write_bytes(gzip.compress(file.read_bytes()))
+    return packed
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> FileSamples:
+    """In row groups of eight, and a file of one."""
+    return FileSamples(write(tmp_path, "parquet"), SCHEMA)
+
+
+def served(batches: FileBatches) -> list[int]:
+    return [label for batch in labels(list(batches)) for label in batch]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_sample_becomes_what_the_definitions_say(tmp_path: Path, form: str) -> None:
+    schema = dataclasses.replace(SCHEMA, text_columns=()) if form == "header" else SCHEMA
+    samples = FileSamples(write(tmp_path, form), schema)
+    assert samples.num_samples == 53
+    for window in (3, 100):
+        batches = FileBatches(samples, batch_size=4, shuffle=False, drop_last=False, window_batches=window)
+        all_batches = list(batches)
+        assert [label for batch in labels(all_batches) for label in batch] == list(range(53))
+        assert all_batches[0].sparse_features.keys() == ["b", "a", "tags"]
+        assert all_batches[0].sparse_features.values().dtype == torch.int64
+        found = {label: sample for batch in all_batches for label, sample in contents(batch).items()}
+        for number, sample in enumerate(SAMPLES):
+            wanted = expected(sample)
+            assert found[number].pop("dense") == pytest.approx(wanted.pop("dense"))
+            assert found[number] == wanted
+
+
+def test_files_on_storage_in_folders_and_by_globs_are_read_alike(tmp_path: Path, remote: MemoryFileSystem) -> None:
+    files = write(tmp_path, "parquet")
+    remote.put([str(file) for file in files], "/bucket/")
+    for addresses in (files, [tmp_path], [f"{tmp_path}/*.parquet"], ["memory://bucket"], ["memory://bucket/*.parquet"]):
+        batches = FileBatches(FileSamples(addresses, SCHEMA), batch_size=53, shuffle=False)
+        assert served(batches) == list(range(53)), addresses
+
+
+def test_hashes_stay_what_they_are() -> None:
+    """Models depend on these values."""
+    assert hash_values(pa.array(["68fd1e64", "", "é"])).tolist() == [
+        8720343639559439040,
+        1760245841805064774,
+        16908809132758853863,
+    ]
+    assert hash_values(pa.array([0, 7, -1])).tolist() == [0, 1346066267577507604, 13029008266876403067]
+    assert hash_values(pa.array([7], pa.int32())).tolist() == [1346066267577507604]
+    assert spread(np.arange(3, dtype=np.uint64), seed=0).tolist() == pytest.approx(
+        [0.9011547837836906, 0.20047279921877115, 0.5872618601966147]
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_counting_sees_every_sample_and_moves_nothing(samples: FileSamples, world_size: int) -> None:
+    """An epoch leaves out a tail, the next one another."""
+    seen: list[int] = []
+    for rank in range(world_size):
+        batches = FileBatches(samples, batch_size=5, rank=rank, world_size=world_size)
+        next(iter(batches))
+        before = batches.state_dict()
+        seen += [label for batch in labels(all_samples(batches)) for label in batch]
+        assert batches.state_dict() == before
+        assert len(list(batches)) == len(batches)
+    assert sorted(seen) == list(range(53))
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.booleans(), st.booleans(), st.integers(1, 3), st.integers(0, 3))
+def test_ranks_share_the_samples_and_have_the_same_number_of_batches(
+    shared: FileSamples, batch_size: int, world_size: int, drop: bool, shuffle: bool, window: int, epoch: int
+) -> None:
+    seen: list[int] = []
+    for rank in range(world_size):
+        how = {"rank": rank, "world_size": world_size, "shuffle": shuffle, "drop_last": drop}
+        batches = FileBatches(shared, batch_size=batch_size, window_batches=window, seed=1, **how)
+        batches.epoch = epoch
+        own = labels(list(batches))
+        sizes = [len(batch) for batch in own]
+        seen += [label for batch in own for label in batch]
+        assert len(sizes) == len(batches)
+        if drop:
+            assert sizes == [batch_size] * (53 // (world_size * batch_size))
+        else:
+            assert len(sizes) == -(-(53 // world_size) // batch_size)
+            assert 1 <= min(sizes) <= max(sizes) <= batch_size + (world_size > 1)
+    assert len(set(seen)) == len(seen)
+    assert 53 - len(seen) < world_size * batch_size if drop else len(seen) == 53
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> FileSamples:
+    return FileSamples(write(tmp_path_factory.mktemp("shared"), "parquet"), SCHEMA)
+
+
+def test_shuffling_is_a_new_order_each_epoch_and_the_same_each_time(samples: FileSamples) -> None:
+    def epochs(seed: int) -> list[list[list[int]]]:
+        batches = FileBatches(samples, batch_size=5, seed=seed, window_batches=4)
+        return [labels(list(batches)) for _ in range(3)]
+
+    first = epochs(seed=0)
+    assert first == epochs(seed=0)
+    assert first != epochs(seed=1)
+    assert len({str(epoch) for epoch in first}) == 3
+    # Chunks are mixed too: what is left out as a tail differs.
+    assert len({frozenset(range(53)) - {label for batch in epoch for label in batch} for epoch in first}) > 1
+
+
+@pytest.mark.parametrize("form", ["text", "parquet"])
+def test_a_resumed_stream_goes_on_with_the_next_batch(tmp_path: Path, form: str) -> None:
+    files = write(tmp_path, form)
+
+    def new() -> FileBatches:
+        return FileBatches(FileSamples(files, SCHEMA), batch_size=5, window_batches=3)
+
+    whole = new()
+    wanted = [labels(list(whole)) for _ in range(3)]
+    for number in (0, 1, 7, 10):
+        interrupted, resumed = new(), new()
+        list(islice(interrupted, number))
+        state = interrupted.state_dict()
+        assert (state["epoch"], state["batch"]) == divmod(number, 10)
+        resumed.load_state_dict(state)
+        rest = labels(list(resumed)) if number < 10 else []
+        assert rest == wanted[0][number:]
+        assert labels(list(resumed)) == wanted[1]
+    whole.epoch = 2
+    assert (whole.state_dict()["epoch"], whole.state_dict()["batch"]) == (2, 0)
+    assert labels(list(whole)) == wanted[2]
+
+
+def test_a_position_in_something_else_is_refused(
+    samples: FileSamples, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = FileBatches(samples, batch_size=5, rank=0, world_size=1).state_dict() | {"batch": 6}
+    (tmp_path / "other").mkdir()
+    other = write_parquet(tmp_path / "other" / "a.parquet", SAMPLES, row_group=9)
+    for batches, wrong, place in (
+        (FileBatches(samples, batch_size=4), state, "batch_size"),
+        (FileBatches(FileSamples([other], SCHEMA), batch_size=5), state, "layout"),
+        (FileBatches(samples, batch_size=5), state | {"batch": 10}, "batch"),
+    ):
+        with pytest.raises(ValueError, match=f"^stream's {place}"):
+            batches.load_state_dict(wrong)
+    half = FileBatches(samples, batch_size=5, rank=1, world_size=2)
+    half.load_state_dict(state)
+    assert "going on at batch 3 of 5" in caplog.text
+    assert len(list(half)) == 2
+
+
+def test_parts_are_disjoint_whole_and_the_same_in_every_epoch(samples: FileSamples) -> None:
+    seen = []
+    for part in cut((0.5, 0.2, 0.1, 0.2), seed=7):
+        batches = FileBatches(samples, part=part, batch_size=3, shuffle=False, drop_last=False)
+        epochs = [served(batches) for _ in range(2)]
+        assert epochs[0] == epochs[1]
+        assert len(epochs[0]) == batches.num_samples
+        seen += epochs[0]
+    assert sorted(seen) == list(range(53)) != seen
+
+
+@pytest.mark.parametrize("form", ["text", "parquet"])
+def test_a_column_that_splits_keeps_its_values_together(tmp_path: Path, form: str) -> None:
+    written = [sample for sample in SAMPLES if sample.b is not None]
+    file = tmp_path / ("a.parquet" if form == "parquet" else "a.tsv")
+    write_parquet(file, written, row_group=8) if form == "parquet" else write_text(file, written)
+    samples = FileSamples([file], FileSchema(label="y", single_id={"a": 7}, text_columns=COLUMNS, split_by="b"))
+    users = []
+    for part in cut((0.5, 0.5), seed=1):
+        seen = served(FileBatches(samples, part=part, batch_size=2, shuffle=False, drop_last=False))
+        users.append({SAMPLES[label].b for label in seen})
+        assert len(seen) == sum(sample.b in users[-1] for sample in written)
+    assert users[0] | users[1] == set("ABCDE")
+    assert not users[0] & users[1]
+
+
+def test_fractions_come_out_as_stated() -> None:
+    part = cut((0.1, 0.3), seed=2)[1]
+    inside = part.contains(spread(np.arange(10**6, dtype=np.uint64), part.seed))
+    assert abs(inside.mean() - 0.3) < 4 * np.sqrt(0.3 * 0.7 / 10**6)
+    assert cut((0.7, 0.2, 0.1))[-1].end == 1.0
+    assert Part(0.0, 1.0) == WHOLE
+
+
+def test_the_four_parts_of_a_search(tmp_path: Path) -> None:
+    samples = FileSamples([write_text(tmp_path / "all.tsv", draw(400))], SCHEMA)
+    splits = split_files(samples, batch_size=4, seed=0)
+    seen = {name: set(served(getattr(splits, name))) for name in ("train", "validation", "selection", "test")}
+    assert 0.7 * 400 < len(seen["train"]) < 0.9 * 400
+    assert sum(map(len, seen.values())) == len(set().union(*seen.values()))
+    assert 400 - sum(map(len, seen.values())) < 8  # the tails of train and validation
+    assert served(splits.test) == served(splits.test)
+
+
+# Values
+
+
+TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary(), pa.string_view())
+LISTS = (pa.list_, pa.large_list, pa.list_view, pa.large_list_view)
+WHITE = " \t\r\n\x0b\x0c"
+pieces = st.text(st.sampled_from("ab7. -"), max_size=3)
+cells = st.lists(st.none() | st.lists(pieces, min_size=1, max_size=3).map("|".join), min_size=1, max_size=6)
+
+
+def row_of(value: object) -> int:
+    text = str(value).strip(WHITE)
+    return 1 + int(hash_values(pa.array([text]))[0]) % (ROWS - 1)
+
+
+def bags_in(batch: object, feature: str = "f") -> list[list[int]]:
+    return [part.tolist() for part in batch.sparse_features[feature].to_dense()]
+
+
+def read(file: Path, **schema: object) -> list[list[int]]:
+    """The bags of column f of a file."""
+    samples = FileSamples([file], FileSchema(label="y", separator=",", **schema))
+    batches = FileBatches(samples, batch_size=samples.num_samples, shuffle=False)
+    return bags_in(next(iter(batches)))
+
+
+def from_parquet(folder: Path, column: pa.Array, kind: str = "multi_hot", *, hashed: bool = True) -> list[list[int]]:
+    pq.write_table(pa.table({"y": [1.0] * len(column), "f": column}), folder / "f.parquet")
+    return read(folder / "f.parquet", **{kind: {"f": ROWS}}, hashed=hashed)
+
+
+def from_text(folder: Path, fields: Sequence[str | None], kind: str = "multi_hot", *, hashed: bool = True) -> list:
+    (folder / "f.csv").write_text("".join(f"1,{field or ''},\n" for field in fields))
+    return read(folder / "f.csv", **{kind: {"f": ROWS}}, hashed=hashed, text_columns=("y", "f", "end"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For hypothesis, which wants no folder of its own per example."""
+    return tmp_path_factory.mktemp("values")
+
+
+def test_an_empty_piece_of_a_text_list_gives_no_id(tmp_path: Path) -> None:
+    fields = ["", "|", "a|", "|a", "a||b", "a|b", "a", " a|b"]
+    a, b = row_of("a"), row_of("b")
+    wanted = [[], [], [a], [a], [a, b], [a, b], [a], [a, b]]
+    assert from_text(tmp_path, fields) == wanted
+    assert from_parquet(tmp_path, pa.array(fields)) == wanted
+    assert from_text(tmp_path, ["", "1|", "1|2", "|", " 1|2", "1||2"], hashed=False) == [
+        *([], [1], [1, 2], [], [1, 2], [1, 2])
+    ]
+
+
+@given(cells, st.sampled_from(TEXTS), st.sampled_from(LISTS))
+def test_text_lists_are_the_same_bags_in_every_format(folder: Path, fields: list, text: pa.DataType, lists) -> None:
+    split = [None if field is None else field.split("|") for field in fields]
+    wanted = [[row_of(piece) for piece in row or [] if piece.strip(WHITE)] for row in split]
+    assert from_text(folder, fields) == wanted
+    assert from_parquet(folder, pa.array(fields, pa.string()).cast(text)) == wanted
+    assert from_parquet(folder, pa.array(split, lists(pa.string()))) == wanted
+
+
+@given(st.lists(st.none() | pieces, min_size=1, max_size=6), st.sampled_from(TEXTS))
+def test_single_ids_are_the_same_rows_in_every_format(folder: Path, fields: list, text: pa.DataType) -> None:
+    wanted = [[row_of(field) if (field or "").strip(WHITE) else 0] for field in fields]
+    assert from_text(folder, fields, "single_id") == wanted
+    assert from_parquet(folder, pa.array(fields, pa.string()).cast(text), "single_id") == wanted
+
+
+INTEGERS = [pa.int8(), pa.uint8(), pa.int32(), pa.uint32(), pa.int64(), pa.uint64()]
+ENCODED = [
+    *(pa.array([7, None, 12], kind) for kind in (*INTEGERS, pa.float32(), pa.float64())),
+    pa.array(np.array([7, math.nan, 12], np.float16)),
+    pa.array([7, None, 12], pa.int32()).dictionary_encode(),
+    *(pa.array(["7", "", " 12"], pa.string()).cast(kind) for kind in TEXTS),
+]
+
+
+@pytest.mark.parametrize("column", ENCODED, ids=lambda column: str(column.type))
+def test_one_id_is_one_row_whatever_its_type(tmp_path: Path, column: pa.Array) -> None:
+    assert from_parquet(tmp_path, column, "single_id") == [[row_of(7)], [0], [row_of(12)]]
+    assert from_parquet(tmp_path, column) == [[row_of(7)], [], [row_of(12)]]
+    assert from_parquet(tmp_path, column, hashed=False) == [[7], [], [12]]
+    present = pa.concat_arrays([column[:1], column[2:]])
+    assert from_parquet(tmp_path, present, "single_id", hashed=False) == [[7], [12]]
+
+
+def test_one_id_is_one_row_in_part_files_of_other_types_and_formats(tmp_path: Path) -> None:
+    """As an export writes them that guesses types file by file."""
+    users = {"p0": pa.array([7, 8]), "p1": pa.array(["7", "x"]), "p2": pa.array([7.0, None])}
+    tags = {"p0": pa.array([5, 5]), "p1": pa.array(["5|x", ""]), "p2": pa.nulls(2)}
+    for name in users:
+        table = pa.table({"y": [1.0, 0.0], "u": users[name], "tags": tags[name]})
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    (tmp_path / "p3.csv").write_text("1,7,5|\n0,7.0,|5\n")
+    columns = {"single_id": {"u": ROWS}, "multi_hot": {"tags": ROWS}, "text_columns": ("y", "u", "tags")}
+    samples = FileSamples([tmp_path], FileSchema(label="y", separator=",", **columns))
+    batch = next(iter(FileBatches(samples, batch_size=8, shuffle=False)))
+    seven, eight, five, x = (row_of(value) for value in (7, 8, 5, "x"))
+    wanted = [[seven], [eight], [seven], [x], [seven], [0], [seven], [seven]]
+    assert bags_in(batch, "u") == wanted
+    assert bags_in(batch, "tags") == [[five], [five], [five, x], [], [], [], [five], [five]]
+
+
+@pytest.mark.parametrize("hashed", [True, False])
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.nulls(3),
+        *(pa.array([[], None, []], make(pa.null())) for make in LISTS),
+        pa.array([None, None, None], pa.list_(pa.int64(), 2)),
+        pa.array([None, "", "| |"], pa.string()),
+        pa.array([None] * 3, pa.float64()),
+        pa.nulls(3, pa.dictionary(pa.int32(), pa.string())),
+    ],
+    ids=lambda column: str(column.type),
+)
+def test_a_column_that_is_empty_throughout_is_one_of_empty_bags(tmp_path: Path, column: pa.Array, hashed: bool) -> None:
+    assert from_parquet(tmp_path, column, hashed=hashed) == [[], [], []]
+
+
+@pytest.mark.parametrize("hashed", [True, False])
+def test_lists_of_every_kind_are_read(tmp_path: Path, hashed: bool) -> None:
+    ids = [[7, 12], None, [12, 12]]
+    wanted = [[row_of(value) if hashed else value for value in row or []] for row in ids]
+    texts = [row and [str(value) for value in row] for row in ids]
+    for make in (*LISTS, lambda kind: pa.list_(kind, 2)):
+        for kind in (*INTEGERS, pa.float64()):
+            assert from_parquet(tmp_path, pa.array(ids, make(kind)), hashed=hashed) == wanted
+        assert from_parquet(tmp_path, pa.array(texts, make(pa.string_view())), hashed=hashed) == wanted
+    encoded = pa.array(texts, pa.list_(pa.dictionary(pa.int32(), pa.string())))
+    assert from_parquet(tmp_path, encoded, hashed=hashed) == wanted
+
+
+def test_bytes_that_are_no_text_are_values_as_others_are(tmp_path: Path) -> None:
+    rows = from_parquet(tmp_path, pa.array([b"\xff\xfe", b"\xff ", b"\xff", b"7"], pa.binary()), "single_id")
+    assert rows[1:] == [rows[2], rows[2], [row_of(7)]]
+    assert rows[0] not in rows[1:]
+
+
+@pytest.mark.parametrize(
+    ("column", "kind", "hashed"),
+    [
+        *(
+            (pa.array([value]), kind, True)
+            for value in (True, datetime.date(2024, 1, 2), {"a": 1})
+            for kind in ("single_id", "multi_hot")
+        ),
+        (pa.array([1, 7.5]), "single_id", True),
+        (pa.array([-math.inf]), "multi_hot", True),
+        (pa.array([[7], [8]]), "single_id", True),
+        (pa.array([[[7]], [[8]]]), "multi_hot", True),
+        (pa.array([7, None]), "single_id", False),
+        (pa.array(["7", "seven"]), "multi_hot", False),
+        (pa.array([2**64 - 1], pa.uint64()), "single_id", False),
+        (pa.array([-1, 5]), "single_id", False),
+        (pa.array([ROWS]), "multi_hot", False),
+    ],
+)
+def test_what_is_no_id_is_refused_by_file_and_column(tmp_path: Path, column: pa.Array, kind: str, hashed: bool) -> None:
+    with pytest.raises(ValueError, match=r"^file .*f\.parquet, row 0 and on, column 'f': expected "):
+        from_parquet(tmp_path, column, kind, hashed=hashed)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("1,7,\n1,7\n", "Row #2"),
+        ("1,7,\nx,7,\n", "Row #2"),
+        ("1,7,\nnan,8,\n", "line 2, column 'y'"),
+        ("1,7,\ninf,8,\n", "line 2, column 'y'"),
+        ("", "Empty CSV"),
+    ],
+)
+def test_what_is_wrong_with_a_text_is_refused_by_file_and_line(tmp_path: Path, text: str, place: str) -> None:
+    (tmp_path / "f.csv").write_text(text)
+    with pytest.raises(ValueError, match=rf"^file .*f\.csv.*{place}"):
+        read(tmp_path / "f.csv", single_id={"f": ROWS}, text_columns=("y", "f", "end"))
+
+
+def test_numbers_that_are_not_finite_and_missing_labels_are_refused_by_row(tmp_path: Path) -> None:
+    for y, x, place in (([1.0, None], [0.0, 0.0], "'y'"), ([1.0, 0.0], [0.0, math.inf], "'x'")):
+        pq.write_table(pa.table({"y": y, "x": x, "f": [1, 2]}), tmp_path / "f.parquet")
+        with pytest.raises(ValueError, match=rf"f\.parquet, row 1, column {place}: expected a finite number"):
+            read(tmp_path / "f.parquet", dense=("x",), single_id={"f": 9})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"single_id": {"f": 1}},
+        {"single_id": {"f": 2**31}},
+        {"single_id": {"f": 9}, "multi_hot": {"f": 9}},
+        {"multi_hot": {"f": 9}, "list_separator": ""},
+        {"single_id": {"f": 9}, "text_columns": ("y", "g")},
+        {"single_id": {"f": 9}, "text_columns": ("y", "f", "f")},
+        *({"single_id": {"f": 9}, "separator": separator} for separator in ("§", "", "||")),
+    ],
+)
+def test_a_schema_that_fits_nothing_is_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"^FileSchema|^feature 'f'"):
+        FileSchema(label="y", **settings)
+
+
+def test_files_that_are_no_data_are_refused(tmp_path: Path) -> None:
+    schema = FileSchema(label="y", single_id={"f": 9})
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 no parquet")
+    pq.write_table(pa.table({"y": [1.0], "g": [1]}), tmp_path / "b.parquet")
+    for name, what in (("a", "file .*a.parquet"), ("b", "file .*b.parquet: column"), ("c", "address .*at least one")):
+        with pytest.raises(ValueError, match=what):
+            FileSamples([tmp_path / f"{name}.parquet"], schema)
+    with pytest.raises(ValueError, match="stream: expected at least 2 samples for 2 ranks, got 1"):
+        pq.write_table(pa.table({"y": [1.0], "f": [1]}), tmp_path / "d.parquet")
+        FileBatches(FileSamples([tmp_path / "d.parquet"], schema), batch_size=1, world_size=2, rank=0)
