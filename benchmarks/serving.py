@@ -48,7 +48,7 @@ from dnis_torchrec.data.files import write_json
 from dnis_torchrec.ops.build import LOOKUPS
 from dnis_torchrec.scheme import FORMS, MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import load_operator
-from dnis_torchrec.serving.buffer_collection import BufferCollection
+from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 
 EMBEDDING_DIM, DENSITY = 64, 0.05
 NUM_EMBEDDINGS, NUM_TABLES, NUM_EMBEDDINGS_OF_MANY = 1_000_000, 26, 40_000
@@ -270,7 +270,7 @@ def contenders(case: Case) -> tuple[str, dict[str, Callable[[Any], Any]]]:
     dense = nn.EmbeddingBag.from_pretrained(weight.to(case.device), mode=mode, include_last_offset=True)
     calls: dict[str, Callable[[Any], Any]] = {"dense": lambda batch: dense(*batch)}
     for form, module in case.forms.items():
-        if isinstance(module, BufferCollection):  # the other forms know KeyedJaggedTensors only
+        if isinstance(module, PackedEmbeddingBagCollection):  # the other forms know KeyedJaggedTensors only
             calls[form] = lambda batch, module=module: module.lookup(*batch)
     return "nn.EmbeddingBag", calls
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dnis_torchrec.selection.torchrec_inputs import remapped
     from dnis_torchrec.selection.wrapper import plain_state_dict
     from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
-    from dnis_torchrec.serving.narrow_tables import embedding_configs
+    from dnis_torchrec.serving.configs import embedding_configs
 
 __all__ = [
     "BilevelStream",
@@ -96,7 +96,7 @@ _HOME = {
     "prune": "search.prune",
     "Ramp": "search.ramp",
     "MixedDimensionEmbeddingBagCollection": "serving",
-    "embedding_configs": "serving.narrow_tables",
+    "embedding_configs": "serving.configs",
     "remapped": "selection.torchrec_inputs",
     "plain_state_dict": "selection.wrapper",
     "CpuEmbeddingBagCollectionSharder": "selection.plan",

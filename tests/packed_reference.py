@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dnis_torchrec.blocks.codes import WIDTHS
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.serving.packed_table import PackedTable
+from dnis_torchrec.serving.packed import PackedTable
 from tests.serving_reference import Case
 
 

@@ -35,8 +35,7 @@ from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chu
 from dnis_torchrec.selection.shards import collections, local_shards, ranks_of, table_configs_of
 from dnis_torchrec.selection.swap import replace_
 from dnis_torchrec.selection.torchrec_inputs import remapped
-from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
-from dnis_torchrec.serving.packed_table import PackedTable, pack_rows
+from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection, PackedTable, pack_rows
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection, table_of_single_ids
 
 UNCHANGED = 1e-4

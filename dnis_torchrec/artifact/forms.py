@@ -12,8 +12,8 @@ from dnis_torchrec.blocks.codes import decode_rows, encode_rows, row_strides, un
 from dnis_torchrec.blocks.routing import ROWS_AT_A_TIME, RowRouting
 from dnis_torchrec.checks import check
 from dnis_torchrec.scheme import PACKED, TableScheme, rows_per_chunk
-from dnis_torchrec.serving.mixed_dimension import block_tables
-from dnis_torchrec.serving.packed_table import PackedTable, pack_rows, split_blocks
+from dnis_torchrec.serving.packed import PackedTable, pack_rows, split_blocks
+from dnis_torchrec.serving.trainable import block_tables
 
 Rows = Callable[[int, int], Tensor]
 """Dense rows of a table: ``rows(first, last)`` gives rows ``first <= i < last`` as ``(last - first,

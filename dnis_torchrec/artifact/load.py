@@ -32,15 +32,14 @@ from dnis_torchrec.scheme import (
     TableScheme,
     form_named,
 )
-from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS
-from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from dnis_torchrec.serving.sequences import (
     ServedEmbeddingCollection,
     is_unpooled,
     table_of_single_ids,
 )
-from dnis_torchrec.serving.unknown_ids import MEAN, MeanForUnknownIds
+from dnis_torchrec.serving.tables import MEAN, UNKNOWN_IDS, MeanForUnknownIds
+from dnis_torchrec.serving.trainable import MixedDimensionEmbeddingBagCollection
 
 
 @overload

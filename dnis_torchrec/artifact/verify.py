@@ -25,8 +25,8 @@ from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, is_gone
-from dnis_torchrec.serving.logical_tables import torchrec_config
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
+from dnis_torchrec.serving.tables import torchrec_config
 from dnis_torchrec.training.evaluate import evaluate
 
 OK, FAILED, SKIPPED = "ok", "failed", "skipped"

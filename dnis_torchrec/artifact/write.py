@@ -44,7 +44,7 @@ from dnis_torchrec.scheme import (
     form_named,
 )
 from dnis_torchrec.selection.shards import TableShard, num_copies
-from dnis_torchrec.serving.packed_table import packed_chunks
+from dnis_torchrec.serving.packed import packed_chunks
 
 Files = dict[str, dict[str, Any]]
 """Path -> entry of the manifest."""

@@ -5,14 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dnis_torchrec.ops.packed import load_operator
-    from dnis_torchrec.serving.mixed_dimension import (
-        MixedDimensionEmbeddingBagCollection,
-        block_tables,
-    )
-    from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
-    from dnis_torchrec.serving.packed_table import PackedTable
+    from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection, PackedTable
     from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
-    from dnis_torchrec.serving.unknown_ids import MeanForUnknownIds
+    from dnis_torchrec.serving.tables import MeanForUnknownIds
+    from dnis_torchrec.serving.trainable import MixedDimensionEmbeddingBagCollection, block_tables
 
 __all__ = [
     "MeanForUnknownIds",
@@ -26,12 +22,12 @@ __all__ = [
 
 _HOME = {
     "load_operator": "dnis_torchrec.ops.packed",
-    "MeanForUnknownIds": "dnis_torchrec.serving.unknown_ids",
-    "MixedDimensionEmbeddingBagCollection": "dnis_torchrec.serving.mixed_dimension",
+    "MeanForUnknownIds": "dnis_torchrec.serving.tables",
+    "MixedDimensionEmbeddingBagCollection": "dnis_torchrec.serving.trainable",
     "PackedEmbeddingBagCollection": "dnis_torchrec.serving.packed",
-    "PackedTable": "dnis_torchrec.serving.packed_table",
+    "PackedTable": "dnis_torchrec.serving.packed",
     "ServedEmbeddingCollection": "dnis_torchrec.serving.sequences",
-    "block_tables": "dnis_torchrec.serving.mixed_dimension",
+    "block_tables": "dnis_torchrec.serving.trainable",
 }
 """Public name -> its module: a server loads the modules of the form that it serves, and no others.
 """

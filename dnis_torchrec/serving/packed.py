@@ -1,25 +1,196 @@
-"""PackedEmbeddingBagCollection: a drop-in for an EmbeddingBagCollection over tables of bit fields."""
+"""Tables of bit fields, and the collection that serves them in place of an EmbeddingBagCollection."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.blocks.codes import row_strides
-from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.ops.packed import field_groups
+from dnis_torchrec.blocks.codes import check_widths, encode_rows, is_coded, packed_rows, row_strides
+from dnis_torchrec.blocks.routing import RowDirectory
+from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.ops.batches import check_one_batch_size, named, readable_bags
+from dnis_torchrec.ops.packed import field_groups, load_operator
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.serving.buffer_collection import BufferCollection
-from dnis_torchrec.serving.held_buffers import HeldBuffers
-from dnis_torchrec.serving.packed_table import PackedTable
+from dnis_torchrec.serving.tables import LogicalCollection, name_unknown_id
+
+
+class HeldBuffers(nn.Module):
+    """Buffers that C++ owns, and not Python alone."""
+
+    def __init__(self, tensors: dict[str, Tensor], *, persistent: bool = True) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor, persistent=persistent)
+        self._hold()
+
+    def _hold(self) -> None:
+        with torch.inference_mode(False):  # in which views would not own anything
+            self._views = [
+                buffer.view_as(buffer) for buffer in self._buffers.values() if buffer is not None
+            ]
+
+    def _apply(self, *arguments: Any, **options: Any) -> HeldBuffers:
+        moved = super()._apply(*arguments, **options)
+        self._hold()
+        return moved
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*arguments, **options)
+        self._hold()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the views: a copy makes its own."""
+        return {name: value for name, value in self.__dict__.items() if name != "_views"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Makes the views of a copy, or of tensors that came from another process."""
+        super().__setstate__(state)
+        self._hold()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedTable:
+    """A table in bit fields: a value of k bits is a number q in 0 .. 2^k - 1 that stands for scale
+    * (q + shift / 2)."""
+
+    bits: Tensor
+    directory: RowDirectory
+    rows: Tensor
+    scales: Tensor
+    shifts: Tensor
+    row_counts: Tensor
+
+    def __post_init__(self) -> None:
+        dtypes = {
+            "bits": torch.uint8,
+            "rows": torch.uint8,
+            "scales": torch.bfloat16,
+            "shifts": torch.int16,
+        }
+        for name, dtype in dtypes.items():
+            received = getattr(self, name).dtype
+            if received != dtype:
+                raise TypeError(describe(f"PackedTable.{name}", f"{dtype}", received))
+        check_widths(self.bits, "PackedTable.bits")
+        num_blocks = self.directory.num_blocks
+        received = (*self.bits.shape[:1], *self.row_counts.shape)
+        check(
+            received == (num_blocks,) * 2,
+            "PackedTable",
+            f"bits and row counts of {num_blocks}",
+            received,
+        )
+        ends = self.first_bytes()[-1] + self.row_counts[-1:] * row_strides(self.bits)[-1:]
+        shapes = {"rows": int(ends), "scales": self.num_coded, "shifts": self.num_coded}
+        for name, size in shapes.items():
+            shape = tuple(getattr(self, name).shape)
+            check(shape == (size,), f"PackedTable.{name}", f"{size} of them", shape)
+        sound = bool((self.scales > 0).all()) and bool(self.scales.isfinite().all())
+        check(sound, "PackedTable.scales", "finite ones above 0", "others")
+
+    @classmethod
+    def from_rows(
+        cls, table: TableScheme, rows: Tensor, scale: Tensor, shift: Tensor
+    ) -> PackedTable:
+        """Takes the rows of all blocks as they are, so that they may lie in a mapped file."""
+        bits = table.column_bits()
+        is_code = is_coded(bits)
+        return cls(
+            bits=bits,
+            directory=RowDirectory.of(table.routing),
+            rows=rows,
+            scales=scale[is_code].bfloat16(),
+            shifts=shift[is_code].to(torch.int16),
+            row_counts=table.routing.row_counts(),
+        )
+
+    @property
+    def num_coded(self) -> int:
+        """C."""
+        return int(is_coded(self.bits).sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of rows, scales, shifts, bits and directory; 0 where nothing is retained."""
+        if not bool(self.bits.any()):
+            return 0
+        parts = (self.rows, self.scales, self.shifts, self.bits, self.directory.directory)
+        return sum(part.nbytes for part in parts)
+
+    def first_bytes(self) -> Tensor:
+        """Returns the first byte of the rows of every block, ``(S,)`` int64."""
+        sizes = self.row_counts * row_strides(self.bits)
+        return sizes.cumsum(0) - sizes
+
+    def scale_and_shift(self) -> tuple[Tensor, Tensor]:
+        """Returns scale and shift of every column of every block, ``(S, D)`` float32, int16; 1 and
+        0 without codes."""
+        is_code = is_coded(self.bits)
+        scale, shift = torch.ones(self.bits.shape), torch.zeros(self.bits.shape, dtype=torch.int16)
+        scale[is_code], shift[is_code] = self.scales.float(), self.shifts
+        return scale, shift
+
+
+def split_blocks(rows: Tensor, row_counts: Tensor, bits: Tensor) -> list[Tensor]:
+    """The rows of every block, ``(n, stride)`` each; views."""
+    strides = row_strides(bits)
+    parts = rows.split((row_counts * strides).tolist())
+    return [
+        part.view(n, stride)
+        for part, n, stride in zip(parts, row_counts.tolist(), strides.tolist(), strict=True)
+    ]
+
+
+def pack_rows(
+    table: TableScheme, chunks: Iterable[Tensor], row_counts: Tensor, *, first: int = 0
+) -> Tensor:
+    """Encodes consecutive rows of a table, each of which is read once."""
+    bits = table.codes.bits
+    packed = torch.empty(int(row_counts @ row_strides(bits)), dtype=torch.uint8)
+    blocks, filled = split_blocks(packed, row_counts, bits), [0] * len(row_counts)
+    for s, rows in packed_chunks(table, chunks, first=first):
+        blocks[s][filled[s] : filled[s] + len(rows)] = rows
+        filled[s] += len(rows)
+    return packed
+
+
+def packed_chunks(
+    table: TableScheme, chunks: Iterable[Tensor], *, first: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Encodes consecutive rows of a table a chunk at a time, each of which is read once."""
+    codes = table.codes
+    is_stored = (row_strides(codes.bits) > 0).tolist()
+    for chunk in chunks:
+        of_rows = table.routing.block_of(torch.arange(first, first + len(chunk)))
+        encoded = encode_rows(
+            chunk.detach().cpu().float(), of_rows, codes, place=f"table {table.name!r}"
+        )
+        first += len(chunk)
+        for s in of_rows.unique().tolist():
+            if s < len(is_stored) and is_stored[s]:
+                yield s, packed_rows(encoded[of_rows == s], codes.bits[s])
+
+
+def check_num_bags(names: list[str], offsets: Tensor, batch_size: int) -> None:
+    """Checks that a batch has as many bags as its batch size and its keys say."""
+    # a batch size that is a symbol would be fixed by looking at it
+    if type(batch_size) is int and offsets.numel() != len(names) * batch_size + 1:
+        check(
+            False,
+            named(names),
+            f"{len(names) * batch_size} lengths, one for each bag",
+            max(offsets.numel() - 1, 0),
+        )
 
 
 class _Layout(NamedTuple):
     """The operator's description of features, tables, blocks and groups of columns; see
-    `packed_operator`."""
+    `ops/packed.py`."""
 
     features: Tensor
     tables: Tensor
@@ -27,7 +198,7 @@ class _Layout(NamedTuple):
     groups: Tensor
 
 
-class PackedEmbeddingBagCollection(BufferCollection):
+class PackedEmbeddingBagCollection(LogicalCollection):
     """Looks bags up in tables of bit fields; same keys and dims as the uncompressed collection."""
 
     def __init__(
@@ -38,6 +209,10 @@ class PackedEmbeddingBagCollection(BufferCollection):
         unknown_ids: str = "error",
     ) -> None:
         super().__init__(scheme, unknown_ids=unknown_ids)
+        load_operator()
+        self._dims = self._logical.dims
+        self._width = sum(self._dims)
+        self._needs_int64 = any(table.num_embeddings > 2**31 for table in self._logical.tables)
         buffers: dict[str, Tensor] = {}
         for name, table in scheme.tables.items():
             check_known("table", name, tables)
@@ -84,6 +259,65 @@ class PackedEmbeddingBagCollection(BufferCollection):
             groups=torch.cat(groups),
         )
 
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Looks bags up."""
+        pooled = self._of_batch(features)
+        return KeyedTensor(keys=self._logical.names, length_per_key=self._dims, values=pooled)
+
+    def lookup(
+        self, ids: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """Looks bags up from plain tensors, as nn.EmbeddingBag takes them: for callers that have no
+        KeyedJaggedTensor."""
+        batch_size = self._logical.batch_size_of(offsets, per_sample_weights)
+        return self._pooled(
+            ids, offsets, per_sample_weights, None, batch_size, self._logical.features
+        )
+
+    def _of_batch(self, features: KeyedJaggedTensor) -> Tensor:
+        """Pooled embeddings of a batch whose keys may stand in any order, ``(B, sum of D over
+        features)``."""
+        logical = self._logical
+        names = features.keys()
+        keys = None if names == logical.features else logical.positions(features)
+        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
+            check_one_batch_size(features)  # says why this is refused
+        weights, offsets, batch_size = (
+            logical.weights_of(features),
+            features.offsets(),
+            features.stride(),
+        )
+        if keys is not None:  # else the operator sees that there are as many as features
+            check_num_bags(names, offsets, batch_size)
+        return self._pooled(features.values(), offsets, weights, keys, batch_size, names)
+
+    def _pooled(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        keys: list[int] | None,
+        batch_size: int,
+        names: list[str],
+    ) -> Tensor:
+        """Pooled embeddings; bags that the operator does not read as they came are made readable,
+        or refused."""
+        try:
+            return self._read(ids, offsets, weights, keys, batch_size)
+        except ValueError:
+            check_num_bags(names, offsets, batch_size)
+            taken = readable_bags(names, ids, offsets, weights)
+            if taken[0] is not ids or taken[1] is not weights:
+                return self._pooled(taken[0], offsets, taken[1], keys, batch_size, names)
+            if not self._zero_unknown:
+                positions = range(len(self._logical.features)) if keys is None else keys
+                bounds = [
+                    (int(offsets[key * batch_size]), int(offsets[(key + 1) * batch_size]))
+                    for key in positions
+                ]
+                name_unknown_id(self._logical, [ids[first:last] for first, last in bounds])
+            raise
+
     def _read(
         self,
         ids: Tensor,
@@ -92,13 +326,16 @@ class PackedEmbeddingBagCollection(BufferCollection):
         keys: list[int] | None,
         batch_size: int,
     ) -> Tensor:
+        if self._needs_int64 and ids.dtype == torch.int32:
+            requirement = "int64 ids, because a table has more than 2^31 rows"
+            raise TypeError(describe("KeyedJaggedTensor", requirement, ids.dtype, "hash to int64"))
         # nn.Module takes longer to find a part by attribute than a lookup of one bag takes
         tables: Any = self._modules["tables"]
         layout: Any = self._modules["outputs"]
         return torch.ops.dnis_torchrec.packed_embedding_bag.default(
-            ids,
-            offsets,
-            weights,
+            ids.contiguous(),
+            offsets.contiguous(),
+            None if weights is None else weights.contiguous(),
             list(tables._buffers.values()),
             *layout._buffers.values(),
             keys,
@@ -106,6 +343,11 @@ class PackedEmbeddingBagCollection(BufferCollection):
             self._width,
             self._zero_unknown,
         )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Makes the operator there in a process that received the module from another."""
+        super().__setstate__(state)
+        load_operator()
 
     def table_bytes(self) -> int:
         """Bytes of all tables: rows, scales, shifts, bits and directories."""

@@ -7,7 +7,7 @@ import io
 
 import torch
 
-from dnis_torchrec.serving.held_buffers import HeldBuffers
+from dnis_torchrec.serving.packed import HeldBuffers
 
 
 def is_held(module: HeldBuffers) -> bool:

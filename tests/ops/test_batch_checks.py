@@ -23,8 +23,8 @@ from dnis_torchrec.ops.batches import (
 )
 from dnis_torchrec.ops.packed import bag_offsets, load_operator, names_tensor, torch_bag_offsets
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection
-from dnis_torchrec.serving.narrow_tables import NarrowEmbeddingBagCollection, embedding_configs
+from dnis_torchrec.serving.configs import NarrowEmbeddingBagCollection, embedding_configs
+from dnis_torchrec.serving.trainable import MixedDimensionEmbeddingBagCollection
 from tests.serving_reference import lookups, table_scheme
 
 ROWS = 30

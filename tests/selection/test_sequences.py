@@ -19,7 +19,7 @@ from dnis_torchrec.selection.shards import collections, table_weight_names
 from dnis_torchrec.selection.swap import merge_, prepare_
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingCollection, soft_selection_modules
 from dnis_torchrec.serving import ServedEmbeddingCollection
-from dnis_torchrec.serving.logical_tables import LogicalTables
+from dnis_torchrec.serving.tables import LogicalTables
 from tests import sequence_models
 from tests.reference import ReferenceTable, pooled_reference
 from tests.sequence_models import (

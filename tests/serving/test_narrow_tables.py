@@ -14,12 +14,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
-from dnis_torchrec.serving.narrow_tables import (
-    NarrowEmbeddingBagCollection,
-    NarrowTable,
-    NarrowTables,
-    embedding_configs,
-)
+from dnis_torchrec.serving.configs import NarrowEmbeddingBagCollection, NarrowTable, NarrowTables, embedding_configs
 from tests import tiny
 from tests.serving_reference import Case, cases, keyed_jagged_tensor, table_scheme
 

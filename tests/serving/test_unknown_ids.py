@@ -18,7 +18,8 @@ from dnis_torchrec.artifact.export import export
 from dnis_torchrec.artifact.load import load, serve
 from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.scheme import TableScheme
-from dnis_torchrec.serving import MeanForUnknownIds, unknown_ids
+from dnis_torchrec.serving import MeanForUnknownIds
+from dnis_torchrec.serving import tables as unknown_ids
 from tests.coded_tables import coded_case
 from tests.sequence_models import interest, make_batch, rounded
 from tests.serving_reference import Case, cases, keyed_jagged_tensor, pool, two_tables

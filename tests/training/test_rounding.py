@@ -25,7 +25,7 @@ from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.swap import prepare_, unshard_
-from dnis_torchrec.serving.packed_table import pack_rows, split_blocks
+from dnis_torchrec.serving.packed import pack_rows, split_blocks
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.loop import train_plainly
 from dnis_torchrec.training.rounded import RoundedTables

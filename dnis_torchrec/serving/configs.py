@@ -1,5 +1,4 @@
-"""One narrow table per feature: what a search found, for teams that do not want a table per block
-of rows."""
+"""Narrow tables as configs of TorchRec's own modules, one per feature or per block."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.data.files import parse_json
 from dnis_torchrec.ops.batches import INTEGERS, check_bags, named, offsets_of_rows
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.serving.logical_tables import torchrec_config
+from dnis_torchrec.serving.tables import torchrec_config
 
 _FORMAT_VERSION = 1
 PER = ("feature", "block")

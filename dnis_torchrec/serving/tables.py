@@ -1,5 +1,4 @@
-"""LogicalTables, LogicalCollection: tables as a model sees them, and who serves them, whatever form
-they have."""
+"""Tables as a model sees them, whoever serves them; what an id that is no row gives."""
 
 from __future__ import annotations
 
@@ -23,9 +22,7 @@ from dnis_torchrec.ops.batches import (
     check_bags,
     check_one_batch_size,
     integer_ids,
-    named,
     offsets_of_rows,
-    readable_bags,
 )
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
@@ -159,18 +156,6 @@ class LogicalTables:
                     lengths[key].clamp(min=1).unsqueeze(1)
                 )
         return pooled
-
-
-def check_num_bags(names: list[str], offsets: Tensor, batch_size: int) -> None:
-    """Checks that a batch has as many bags as its batch size and its keys say."""
-    # a batch size that is a symbol would be fixed by looking at it
-    if type(batch_size) is int and offsets.numel() != len(names) * batch_size + 1:
-        check(
-            False,
-            named(names),
-            f"{len(names) * batch_size} lengths, one for each bag",
-            max(offsets.numel() - 1, 0),
-        )
 
 
 class _Table(Protocol):
@@ -310,60 +295,94 @@ class LogicalCollection(EmbeddingBagCollectionInterface):
         return self._logical.is_weighted
 
 
-class OperatorCollection(LogicalCollection):
-    """A collection whose lookups one compiled operator does, which checks ids and offsets on its
-    way."""
+MEAN = "mean"
+"""The way to treat unknown ids that this module adds to those of `logical_tables.UNKNOWN_IDS`."""
+ROWS_OF_A_BAG = 1 << 8
+"""Rows that are added up in float32; the sums of bags are added up in float64."""
+BAGS_AT_A_TIME = 1 << 8
 
-    def _of_batch(self, features: KeyedJaggedTensor) -> Tensor:
-        """Pooled embeddings of a batch whose keys may stand in any order, ``(B, sum of D over
-        features)``."""
-        logical = self._logical
-        names = features.keys()
-        keys = None if names == logical.features else logical.positions(features)
-        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-            check_one_batch_size(features)  # says why this is refused
-        weights, offsets, batch_size = (
-            logical.weights_of(features),
-            features.offsets(),
-            features.stride(),
+
+class MeanForUnknownIds(LogicalCollection):
+    """Looks bags up as another collection does; an unknown id adds the mean of its table's coldest
+    rows."""
+
+    limits: Tensor
+    means: Tensor
+
+    def __init__(self, scheme: MixedDimensionScheme, collection: LogicalCollection) -> None:
+        super().__init__(scheme, unknown_ids="zero")
+        remedy = "build it with unknown_ids='zero'"
+        check(
+            collection._zero_unknown,
+            "collection",
+            "one in which unknown ids contribute zero",
+            "an error",
+            remedy,
         )
-        if keys is not None:  # else the operator sees that there are as many as features
-            check_num_bags(names, offsets, batch_size)
-        return self._pooled(features.values(), offsets, weights, keys, batch_size, names)
+        self.collection = collection
+        device = next(
+            (own.device for own in [*collection.buffers(), *collection.parameters()]),
+            torch.device("cpu"),
+        )
+        self.register_buffer("limits", self._logical.limits().to(device), persistent=False)
+        of_table = {name: self._mean_of(table, device) for name, table in scheme.tables.items()}
+        means = torch.cat([of_table[table.name] for table in self._logical.tables])
+        self.register_buffer("means", means, persistent=False)
 
-    def _pooled(
-        self,
-        ids: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
-        keys: list[int] | None,
-        batch_size: int,
-        names: list[str],
-    ) -> Tensor:
-        """Pooled embeddings; bags that the operator does not read as they came are made readable,
-        or refused."""
-        try:
-            return self._by_operator(ids, offsets, weights, keys, batch_size)
-        except ValueError:
-            check_num_bags(names, offsets, batch_size)
-            taken = readable_bags(names, ids, offsets, weights)
-            if taken[0] is not ids or taken[1] is not weights:
-                return self._pooled(taken[0], offsets, taken[1], keys, batch_size, names)
-            if not self._zero_unknown:
-                positions = range(len(self._logical.features)) if keys is None else keys
-                bounds = [
-                    (int(offsets[key * batch_size]), int(offsets[(key + 1) * batch_size]))
-                    for key in positions
-                ]
-                name_unknown_id(self._logical, [ids[first:last] for first, last in bounds])
-            raise
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Looks bags up."""
+        logical = self._logical
+        bags = checked_bags(features, logical, self.limits, self.limits)
+        pooled = cast(KeyedTensor, self.collection(features)).values()
+        lengths, ids, weights = bags.lengths().long(), bags.values(), bags.weights_or_none()
+        per_bag = lengths.view(len(logical.features), bags.stride())
+        is_unknown = ids == torch.repeat_interleave(
+            self.limits, per_bag.sum(1), output_size=ids.numel()
+        )
+        added = is_unknown.to(pooled.dtype) if weights is None else is_unknown * weights
+        bag_of_id = torch.repeat_interleave(lengths, output_size=ids.numel())
+        shares = added.new_zeros(lengths.numel()).index_add_(0, bag_of_id, added).view_as(per_bag)
+        for position, (table, first) in enumerate(
+            zip(logical.tables, logical.first_columns, strict=True)
+        ):
+            share = (
+                shares[position] / per_bag[position].clamp(min=1)
+                if table.pooling == "mean"
+                else shares[position]
+            )
+            mean = self.means.narrow(0, first, table.embedding_dim)
+            pooled.narrow(1, first, table.embedding_dim).addr_(share, mean)
+        return logical.keyed(pooled)
 
-    def _by_operator(
-        self,
-        ids: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
-        keys: list[int] | None,
-        batch_size: int,
-    ) -> Tensor:
-        raise NotImplementedError
+    @torch.no_grad()
+    def _mean_of(self, table: TableScheme, device: torch.device) -> Tensor:
+        """m of a table, ``(D,)``."""
+        total, keeping = (
+            torch.zeros(table.embedding_dim, dtype=torch.float64),
+            table.retained.any(dim=1).nonzero(),
+        )
+        num_rows = int(table.routing.row_counts()[keeping[-1]]) if len(keeping) else 0
+        if not num_rows:
+            return total.float().to(device)
+        for rows, blocks in table.routing.blocks_of_all():
+            cold = rows.start + (blocks == keeping[-1]).nonzero().squeeze(1)
+            for ids in cold.split(ROWS_OF_A_BAG * BAGS_AT_A_TIME):
+                total += self._sum_of(table, ids.to(device)).cpu()
+        return (total / num_rows).float().to(device)
+
+    def _sum_of(self, table: TableScheme, ids: Tensor) -> Tensor:
+        """The sum of some rows, in bags of the first feature that reads the table; all other
+        features have no ids."""
+        logical = self._logical
+        position = [own.name for own in logical.tables].index(table.name)
+        lengths = torch.tensor([len(bag) for bag in ids.split(ROWS_OF_A_BAG)], device=ids.device)
+        keys = list(dict.fromkeys(logical.features))
+        of_keys = [
+            lengths if key == logical.features[position] else torch.zeros_like(lengths)
+            for key in keys
+        ]
+        weights = torch.ones(len(ids), device=ids.device) if self.is_weighted() else None
+        bags = KeyedJaggedTensor(keys, ids, weights, torch.cat(of_keys), stride=len(lengths))
+        pooled = cast(KeyedTensor, self.collection(bags)).values()
+        sums = pooled.narrow(1, logical.first_columns[position], table.embedding_dim).double()
+        return (sums * lengths.unsqueeze(1) if table.pooling == "mean" else sums).sum(0)

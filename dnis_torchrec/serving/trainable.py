@@ -1,0 +1,457 @@
+"""Mixed-dimension tables to train on: a stock table per block of rows, behind the model's collection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
+from dnis_torchrec.serving.tables import LogicalCollection, LogicalTables, checked_bags
+
+
+class BagRouter(nn.Module):
+    """Cuts every bag by block and replaces ids by their position within the block's table."""
+
+    limits: Tensor
+    cuts: Tensor
+    unit: Tensor
+    stored: Tensor | None
+
+    def __init__(
+        self, logical: LogicalTables, stored: list[tuple[int, int]], *, unknown_ids: str
+    ) -> None:
+        super().__init__()
+        self._logical, self._zero_unknown = logical, unknown_ids == "zero"
+        self._keys = [f"{logical.names[feature]}/b{s}" for feature, s in stored]
+        self.register_buffer("limits", logical.limits(), persistent=False)
+        self.register_buffer("cuts", self._block_cuts(), persistent=False)
+        num_features, num_blocks = len(logical.features), self.cuts.shape[1] - 1
+        slots = [s * num_features + feature for feature, s in stored]
+        is_complete = slots == list(range(num_blocks * num_features))
+        self.register_buffer(
+            "stored",
+            None if is_complete else torch.tensor(slots, dtype=torch.int32),
+            persistent=False,
+        )
+        self.register_buffer("unit", torch.ones(num_features, dtype=torch.int64), persistent=False)
+        self._map_of_feature = self._register_maps()
+
+    def _block_cuts(self) -> Tensor:
+        """Per feature where its blocks end once rows are ordered by block, ``(F, most blocks + 2)``
+        int64."""
+        ends = [table.routing.row_counts().cumsum(0) for table in self._logical.tables]
+        most = max(len(of_table) for of_table in ends)
+        cuts = torch.zeros(len(ends), most + 2, dtype=torch.int64)
+        for row, of_table, table in zip(cuts, ends, self._logical.tables, strict=True):
+            row[1 : len(of_table) + 1], row[len(of_table) + 1 :] = of_table, of_table[-1]
+            row[-1] = table.num_embeddings + 1
+        return cuts
+
+    def _register_maps(self) -> list[str | None]:
+        """Registers for each table whose rows are not ordered by block where they stand; names them
+        per feature."""
+        names: dict[str, str | None] = {}
+        for table in self._logical.tables:
+            if table.name not in names:
+                positions = table.routing.positions()
+                names[table.name] = None if positions is None else f"positions_{len(names)}"
+                if positions is not None:
+                    beyond = torch.tensor(
+                        [table.num_embeddings], dtype=positions.dtype
+                    )  # stands for unknown ids
+                    self.register_buffer(
+                        f"positions_{len(names) - 1}",
+                        torch.cat([positions, beyond]),
+                        persistent=False,
+                    )
+        return [names[table.name] for table in self._logical.tables]
+
+    @property
+    def positions(self) -> list[Tensor | None]:
+        """Per feature the map of its table, ``(N + 1,)`` int32: where a row stands once rows are
+        ordered by block."""
+        return [None if name is None else self.get_buffer(name) for name in self._map_of_feature]
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Cuts every bag."""
+        bags = checked_bags(
+            features, self._logical, self.limits, self.limits if self._zero_unknown else None
+        )
+        batch_size, num_blocks = bags.stride(), self.cuts.shape[1] - 1
+        lengths, ids, weights, _, _ = torch.ops.fbgemm.block_bucketize_sparse_features(
+            bags.lengths(),
+            self._located(bags),
+            False,
+            False,
+            self.unit,
+            num_blocks,
+            bags.weights_or_none(),
+            block_bucketize_pos=list(self.cuts.unbind(0)),
+        )
+        if self.stored is not None:
+            lengths = lengths.view(
+                num_blocks * self.cuts.shape[0], batch_size
+            )  # of 0 samples -1 has no meaning
+            lengths, ids, weights = torch.ops.fbgemm.permute_2D_sparse_data(
+                self.stored, lengths, ids, weights
+            )
+        return KeyedJaggedTensor(
+            keys=self._keys,
+            values=ids,
+            weights=weights,
+            lengths=lengths.view(-1),
+            stride=batch_size,
+        )
+
+    def _located(self, bags: KeyedJaggedTensor) -> Tensor:
+        """Ids as rows ordered by block have them."""
+        ids = bags.values()
+        if not any(self._map_of_feature):
+            return ids
+        parts = ids.split(bags.length_per_key())
+        return torch.cat(
+            [
+                part if at is None else at.index_select(0, part).long()
+                for part, at in zip(parts, self.positions, strict=True)
+            ]
+        )
+
+
+def rounded_up(dim: int, multiple: int) -> int:
+    """The least multiple that is no less than a number of columns."""
+    return -(-dim // multiple) * multiple
+
+
+class BlockMerge(nn.Module):
+    """Adds what each block's table gave to its columns of the output; divides MEAN tables by L.
+    Local, no parameter."""
+
+    columns: Tensor
+    kept: Tensor | None
+
+    def __init__(
+        self, logical: LogicalTables, stored: list[tuple[int, int]], *, dim_multiple: int
+    ) -> None:
+        super().__init__()
+        self._logical, self._width = logical, sum(logical.dims)
+        self._keys = [f"{logical.names[feature]}/b{s}" for feature, s in stored]
+        first_columns, columns, kept, first = logical.first_columns, [], [], 0
+        for feature, s in stored:
+            of_block = logical.tables[feature].columns(s)
+            columns.append(first_columns[feature] + of_block)
+            kept.append(first + torch.arange(len(of_block)))
+            first += rounded_up(len(of_block), dim_multiple)
+        none = [torch.empty(0, dtype=torch.int64)]
+        self.register_buffer("columns", torch.cat(columns or none), persistent=False)
+        is_whole = first == self.columns.numel()
+        self.register_buffer("kept", None if is_whole else torch.cat(kept), persistent=False)
+
+    def forward(self, pooled: KeyedTensor | None, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Merges the blocks' parts."""
+        merged = torch.zeros(features.stride(), self._width, device=features.values().device)
+        if pooled is not None:
+            values = self._in_order(pooled)
+            if self.kept is not None:
+                values = values.index_select(1, self.kept)
+            merged = merged.index_add(1, self.columns, values)
+        return self._logical.keyed(self._logical.divide_means_(merged, features))
+
+    def _in_order(self, pooled: KeyedTensor) -> Tensor:
+        """Values in the order of the keys; a sharded collection may group its keys by sharding
+        type."""
+        if pooled.keys() == self._keys:
+            return pooled.values()
+        by_key = pooled.to_dict()
+        return torch.cat([by_key[key] for key in self._keys], dim=1)
+
+
+def block_tables(table: TableScheme, chunks: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Cuts one dense table into its blocks' tables: rows ordered by block, retained columns only."""
+    shapes = table.stored_blocks()
+    tables = {s: torch.empty(shape) for s, shape in shapes.items()}
+    columns = {s: table.columns(s) for s in shapes}
+    filled = dict.fromkeys(shapes, 0)
+    first = 0
+    for chunk in chunks:
+        last = first + len(chunk)
+        fits = (
+            chunk.dim() == 2
+            and chunk.shape[1] == table.embedding_dim
+            and last <= table.num_embeddings
+        )
+        requirement = f"rows of shape ({table.num_embeddings}, {table.embedding_dim})"
+        check(
+            fits,
+            f"table {table.name!r}",
+            requirement,
+            f"rows {first}..{last - 1} of shape {tuple(chunk.shape)}",
+        )
+        blocks = table.routing.block_of(torch.arange(first, last))
+        for s in blocks.unique().tolist():
+            if s in tables:
+                rows = (blocks == s).nonzero().squeeze(1).to(chunk.device)
+                part = (
+                    chunk.detach()
+                    .index_select(0, rows)
+                    .index_select(1, columns[s].to(chunk.device))
+                )
+                tables[s][filled[s] : filled[s] + len(rows)] = part
+                filled[s] += len(rows)
+        first = last
+    check(
+        first == table.num_embeddings,
+        f"table {table.name!r}",
+        f"{table.num_embeddings} rows",
+        first,
+    )
+    return tables
+
+
+def _with_new_rows(table: TableScheme, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The rows of a table in order, those of no block drawn as TorchRec draws a table's."""
+    first, bound = 0, table.num_embeddings**-0.5
+    for chunk in chunks:
+        last = first + len(chunk)
+        if (
+            chunk.dim() == 2 and last <= table.num_embeddings
+        ):  # else `block_tables` says what is wrong
+            is_new = table.routing.block_of(torch.arange(first, last)) == table.routing.num_blocks
+            if is_new.any():
+                drawn = torch.empty(chunk.shape).uniform_(-bound, bound).to(chunk)
+                chunk = torch.where(is_new.to(chunk.device).unsqueeze(1), drawn, chunk)
+        first = last
+        yield chunk
+
+
+class MixedDimensionEmbeddingBagCollection(LogicalCollection):
+    """Looks bags up in mixed-dimension tables; same keys, dims and values as the collection that
+    was pruned.
+
+    For a bag with ids i_1 .. i_L and weights w (1 if unweighted),
+    ``pooled = sum over blocks s of scatter_s(sum over i in block s of w_i * e_i)``, where scatter_s
+    puts the R values of block s on its retained columns of D; MEAN divides by L, the length of the
+    whole bag, as FBGEMM does also for weighted bags. Rows of no block and blocks that retain
+    nothing contribute zero.
+
+    It is to train further, alone or under DistributedModelParallel: the sharder finds the stock
+    collection inside, ``.blocks``, and what is pruned stays pruned because it does not exist.
+    Routing and merging are local and replicated; the collectives are those of the sharded
+    collection. To serve, `PackedEmbeddingBagCollection` reads the same values faster.
+
+    Args:
+        scheme: the tables of ONE collection of a model.
+        device: where the blocks' tables live, the CPU by default; ``"meta"`` leaves them without
+            memory until `load_block`, the routing being real all the same.
+        dim_multiple: widths of the blocks' tables are rounded up to it. TorchRec's fused kernels
+            want 4; the dense kernel (data_parallel), and serving, want no more than 1.
+        unknown_ids: ids below 0 or from N on raise (``"error"``) or contribute zero (``"zero"``;
+            they count in L).
+
+    Shape:
+        - Input: at least the collection's features in any order, ids int32 or int64, stride B.
+        - Output: KeyedTensor of ``(B, sum of D over features)``, keys as the pruned collection's:
+        the feature, or
+          ``"feature@table"`` where several tables read it.
+
+    Raises:
+        ValueError: if the scheme holds no table, or tables of several collections; for other
+            `unknown_ids`.
+
+    Example:
+        >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+        >>> from dnis_torchrec.blocks.routing import RowRouting
+        >>> table = TableScheme(name="t", collection="ebc", num_embeddings=3, embedding_dim=2, pooling="sum",
+        ...     feature_names=("f",), is_weighted=False, routing=RowRouting(3, 2, boundaries=torch.tensor([0, 1, 3])),
+        ...     retained=torch.tensor([[True, True], [False, True]]), num_retained=4)
+        >>> weight = torch.tensor([[1.0, 2.0], [0.0, 4.0], [0.0, 6.0]])
+        >>> ebc = MixedDimensionEmbeddingBagCollection.from_tables(MixedDimensionScheme({"t": table}), {"t": weight})
+        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([0, 2, 1]), lengths=torch.tensor([2, 1]))
+        >>> ebc(kjt).to_dict()["f"].tolist()
+        [[1.0, 8.0], [0.0, 4.0]]
+    """
+
+    blocks: EmbeddingBagCollection | None
+
+    def __init__(
+        self,
+        scheme: MixedDimensionScheme,
+        *,
+        device: torch.device | str | None = None,
+        dim_multiple: int = 1,
+        unknown_ids: str = "error",
+    ) -> None:
+        check(dim_multiple >= 1, "dim_multiple", "an integer >= 1", dim_multiple)
+        super().__init__(scheme, unknown_ids=unknown_ids)
+        self._scheme = scheme
+        shapes = {name: table.stored_blocks() for name, table in scheme.tables.items()}
+        most = max(table.routing.num_blocks for table in scheme.tables.values())
+        self._stored = [
+            (name, s) for s in range(most) for name in scheme.tables if s in shapes[name]
+        ]
+        readers = [
+            (index, s)
+            for s in range(most)
+            for index, table in enumerate(self._logical.tables)
+            if s in shapes[table.name]
+        ]
+        self._physical = [
+            EmbeddingBagConfig(
+                name=f"{name}/b{s}",
+                num_embeddings=shapes[name][s][0],
+                embedding_dim=rounded_up(shapes[name][s][1], dim_multiple),
+                feature_names=[
+                    f"{self._logical.names[index]}/b{s}"
+                    for index, table in enumerate(self._logical.tables)
+                    if table.name == name
+                ],
+            )
+            for name, s in self._stored
+        ]
+        self.router = BagRouter(self._logical, readers, unknown_ids=unknown_ids)
+        self.merge = BlockMerge(self._logical, readers, dim_multiple=dim_multiple)
+        self.blocks = None
+        place = torch.device("cpu" if device is None else device)
+        if self._physical:
+            is_weighted = self._logical.is_weighted
+            self.blocks = EmbeddingBagCollection(
+                tables=self._physical, is_weighted=is_weighted, device=place
+            )
+            self._fill_padding(place)
+        if place.type != "meta":
+            self.to(place)
+
+    def _fill_padding(self, place: torch.device) -> None:
+        """Zeros in columns that are never read: a checkpoint or a norm should not show chance."""
+        if place.type == "meta" or self.blocks is None:
+            return
+        for name, s in self._stored:
+            _, (_, dim) = self._check_block(name, s)
+            with torch.no_grad():
+                self.blocks.embedding_bags[f"{name}/b{s}"].weight[:, dim:] = 0.0
+
+    @classmethod
+    def from_tables(
+        cls,
+        scheme: MixedDimensionScheme,
+        tables: Mapping[str, Tensor],
+        *,
+        device: torch.device | str = "cpu",
+        dim_multiple: int = 1,
+        unknown_ids: str = "error",
+        new_rows: bool = True,
+    ) -> MixedDimensionEmbeddingBagCollection:
+        """Builds the module from dense tables that were merged and pruned; only retained parts are
+        copied.
+
+        It is to train on, so rows of no block, as those that the counts never saw, have a place in
+        the last block that retains a column, and learn once they turn up. They begin as TorchRec's
+        rows do, uniform within 1 / sqrt(N).
+
+        Args:
+            scheme: the tables of one collection.
+            tables: table name -> ``(N, D)``; read one at a time.
+            device: where the blocks' tables go.
+            dim_multiple: see the class.
+            unknown_ids: see the class.
+            new_rows: False gives rows of no block no place, as in exported tables: they are zero
+                for good.
+
+        Raises:
+            ValueError: if a table is missing or has another shape.
+        """
+        stored = {
+            name: table.with_new_rows() if new_rows else table
+            for name, table in scheme.tables.items()
+        }
+        module = cls(
+            MixedDimensionScheme(stored),
+            device="meta",
+            dim_multiple=dim_multiple,
+            unknown_ids=unknown_ids,
+        )
+        for name, table in scheme.tables.items():
+            check_known("table", name, tables)
+            chunks: Iterable[Tensor] = (
+                tables[name].detach().split(rows_per_chunk(table.embedding_dim))
+            )
+            chunks = _with_new_rows(table, chunks) if new_rows else chunks
+            for s, block in block_tables(stored[name], chunks).items():
+                module.load_block(name, s, block.to(device))
+        return module.to(device)
+
+    def load_block(self, table: str, block: int, weight: Tensor) -> None:
+        """Gives one block its table: without a copy while the module is on the meta device, else
+        into place.
+
+        Args:
+            table: table name.
+            block: number of a block that has rows and retained dims.
+            weight: ``(rows, R)`` float32.
+
+        Raises:
+            ValueError: for an unknown table, a block that stores nothing, another shape or dtype.
+        """
+        place, shape = self._check_block(table, block)
+        fits = tuple(weight.shape) == shape and weight.dtype == torch.float32
+        check(fits, place, f"float32 of shape {shape}", f"{weight.dtype} {tuple(weight.shape)}")
+        assert self.blocks is not None  # a block that stores something was found
+        bag = self.blocks.embedding_bags[f"{table}/b{block}"]
+        if bag.weight.is_meta:
+            missing = bag.weight.shape[1] - shape[1]
+            bag.weight = nn.Parameter(
+                nn.functional.pad(weight, (0, missing)) if missing else weight
+            )
+            self.blocks._device = weight.device
+        else:
+            with torch.no_grad():
+                bag.weight[:, : shape[1]] = weight
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Looks bags up."""
+        split = self.router(features)
+        pooled = None
+        if self.blocks is not None and not self._is_stock_without_samples(features):
+            pooled = self.blocks(split)
+        return self.merge(pooled, features)
+
+    def _is_stock_without_samples(self, features: KeyedJaggedTensor) -> bool:
+        """TorchRec's unsharded collection takes no batch of 0 samples; in a sharded one other ranks
+        may wait."""
+        return type(self.blocks) is EmbeddingBagCollection and features.stride() == 0
+
+    def lookup(
+        self, ids: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """Looks bags up from plain tensors, as nn.EmbeddingBag takes them: for callers that have no
+        KeyedJaggedTensor."""
+        batch_size = self._logical.batch_size_of(offsets, per_sample_weights)
+        keys = self._logical.features
+        bags = KeyedJaggedTensor(keys, ids, per_sample_weights, offsets=offsets, stride=batch_size)
+        return self(bags).values()
+
+    def _check_block(self, table: str, block: int) -> tuple[str, tuple[int, int]]:
+        """Place of a stored block in errors, and its shape ``(rows, R)``."""
+        check_known("table", table, self._scheme.tables)
+        place, shapes = (
+            f"table {table!r}, block {block}",
+            self._scheme.tables[table].stored_blocks(),
+        )
+        check(block in shapes, place, "a block with rows and retained dims", "one without")
+        return place, shapes[block]
+
+    def physical_embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The tables that exist: ``"<table>/b<s>"`` with a block's rows and its columns."""
+        return self._physical
+
+    def table_bytes(self) -> int:
+        """Bytes of all tables on whatever device, of a rank's own shards, and of what tells where
+        values are."""
+        tables = [] if self.blocks is None else list(self.blocks.parameters())
+        index = sum(table.block_index_bytes() for table in self._scheme.tables.values())
+        return sum(table.nbytes for table in tables) + index
