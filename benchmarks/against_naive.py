@@ -214,16 +214,7 @@ def endless(batches: Sequence[Batch]) -> Iterator[Batch]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run of one side.
-
-    Attributes:
-        side: a key of SIDES.
-        num_rows: N of both tables together.
-        learning_rate: of the weights.
-        max_pairs: of steps to take at most.
-        max_seconds: in steps to take at most, and what the pair takes that is under way; None sets no limit.
-        seed: of data and weights.
-    """
+    """One run of one side."""
 
     side: str
     num_rows: int
@@ -235,17 +226,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Results of a job.
-
-    Attributes:
-        seconds: in steps, until the target was reached or a limit was.
-        cpu_seconds: the same of the CPU time of the process.
-        preparation_seconds: before the first step: building the model, and for dnis counting, blocking and sharding.
-        pairs: of steps, taken until then.
-        is_reached: whether the target was.
-        best_loss: lowest selection loss seen.
-        peak_bytes: growth of the process's peak memory.
-    """
+    """Results of a job."""
 
     seconds: float
     cpu_seconds: float

@@ -35,12 +35,7 @@ of `step_time` take turns. Peaks of memory differ by up to .15 from run to run o
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """A measured ratio.
-
-    Attributes:
-        value: the median.
-        quartiles: [25 %, 75 %] of the rounds; None where there is one measurement.
-    """
+    """A measured ratio."""
 
     value: float
     quartiles: Sequence[float] | None = None
@@ -54,13 +49,7 @@ class Ratio:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One ratio beside the committed one.
-
-    Attributes:
-        name: benchmark, case and ratio.
-        committed: None if it was not measured then.
-        measured: None if it was not measured now.
-    """
+    """One ratio beside the committed one."""
 
     name: str
     committed: Ratio | None

@@ -33,12 +33,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.files import output_file
-from benchmarks.rate_memory import OneTable, falling
 from dnis_torchrec._dependencies import versions
 from dnis_torchrec.allocation import compress
+from dnis_torchrec.allocation.axes import RotationGroup
 from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES
 from dnis_torchrec.artifact.manifest import read_manifest
 from dnis_torchrec.artifact.write import write_artifact
@@ -64,14 +66,37 @@ PARTS = {
 """Step -> what `measure_` calls for it."""
 
 
+class OneTable(nn.Module):
+    """The squared length of a pooled embedding, which no rotation changes."""
+
+    def __init__(self, num_embeddings: int, dim: int = DIM, device: str = "cpu") -> None:
+        super().__init__()
+        table = EmbeddingBagConfig(
+            name="t", num_embeddings=num_embeddings, embedding_dim=dim, feature_names=["f"], init_fn=falling
+        )
+        self.tables = EmbeddingBagCollection(tables=[table], device=torch.device(device))
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """Predicts."""
+        del dense_features
+        return cast(Tensor, self.tables(sparse_features).values().square().sum(1))
+
+    def rotation_groups(self) -> list[RotationGroup]:
+        """The table turns by itself."""
+        return [RotationGroup(tables=("t",))]
+
+
+def falling(weight: Tensor) -> Tensor:
+    """Fills columns that carry less and less, as those of trained tables do."""
+    for column, part in enumerate(weight.data.unbind(1), start=1):
+        part.normal_(std=0.1 / column)
+    return weight
+
+
 class Samples:
     """Batches of one id a sample after Zipf's law, the same every time; labels are near the model's predictions.
 
-    As many samples as the table has rows, at least as many as curvature wants, at most four million.
-
-    Args:
-        table: ``(N, D)``, read for the labels.
-    """
+    As many samples as the table has rows, at least as many as curvature wants, at most four million."""
 
     def __init__(self, table: Tensor) -> None:
         self._table = table

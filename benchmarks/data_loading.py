@@ -44,13 +44,7 @@ SAMPLES_PER_SECOND_WANTED = 1e6
 
 
 def write_criteo_like(path: Path, num_rows: int, *, seed: int = 0) -> None:
-    """Writes a text file in the format of Criteo's ``train.txt``.
-
-    Args:
-        path: of the file.
-        num_rows: lines.
-        seed: of everything in it.
-    """
+    """Writes a text file in the format of Criteo's ``train.txt``."""
     random = np.random.default_rng(seed)
     vocabularies = [
         pa.array(np.char.mod("%08x", random.integers(0, 2**32, min(size, MAX_VOCABULARY))))

@@ -47,13 +47,7 @@ FILE = "plain_grid.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """What a run is given.
-
-    Attributes:
-        embedding_l2: see `Recipe`; so for the next two.
-        table_learning_rate: of the tables.
-        dense_learning_rate: of everything else.
-    """
+    """What a run is given."""
 
     embedding_l2: float
     table_learning_rate: float
@@ -82,15 +76,7 @@ class Run(TypedDict):
 
 
 class Grid:
-    """The runs of one recipe at one D, those of the file among them.
-
-    Args:
-        spec: ``module:function``.
-        data: folder of its data, read once for all runs.
-        embedding_dim: D.
-        max_epochs: of each run.
-        file: where runs stand, a line each.
-    """
+    """The runs of one recipe at one D, those of the file among them."""
 
     def __init__(self, spec: str, data: Path | None, embedding_dim: int, max_epochs: int, file: Path) -> None:
         self._spec, self._embedding_dim, self._max_epochs, self._file = spec, embedding_dim, max_epochs, file
@@ -160,12 +146,7 @@ class Grid:
 
 
 def choose(loss: Callable[[Point], float], start: Point) -> Point:
-    """The best point that the grid of the module's docstring meets.
-
-    Args:
-        loss: selection loss of a point, to be called again for the same one at no cost.
-        start: the recipe's own rates.
-    """
+    """The best point that the grid of the module's docstring meets."""
     best = _walk_l2(loss, start, FIRST)
     rates = best
     for name in ("table_learning_rate", "dense_learning_rate"):
@@ -198,11 +179,7 @@ def _walk_l2(loss: Callable[[Point], float], at: Point, first: Sequence[float]) 
 
 
 def read_runs(file: Path) -> list[Run]:
-    """The runs of a file, none if there is none.
-
-    Raises:
-        ValueError: for a line that is no run.
-    """
+    """The runs of a file, none if there is none."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     return [parse_json(line, Run, f"{file}, line {number}") for number, line in enumerate(lines, start=1)]
 

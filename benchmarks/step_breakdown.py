@@ -42,11 +42,7 @@ def part_of(names: Iterable[str]) -> str:
     """Part of a step that an event belongs to.
 
     A backward pass runs inside `## forward` in an upper step, so the innermost name that says something decides.
-    The lookup's part holds its backward with the fused table optimizer too.
-
-    Args:
-        names: of the event and those around it, innermost first.
-    """
+    The lookup's part holds its backward with the fused table optimizer too."""
     known = (part for name in names for pattern, part in PART_OF if pattern in name)
     return next(known, "other")
 

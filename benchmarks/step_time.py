@@ -78,21 +78,7 @@ MEMORY_RUNS, QUICK_MEMORY_RUNS = 3, 1
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model and its batches.
-
-    Attributes:
-        name: of the shape it was varied from.
-        model: ``"dlrm"`` (512-256-D / 512-256-1) or ``"mf"``.
-        num_embeddings: N of every table.
-        poolings: ids in every bag of every table.
-        embedding_dim: D.
-        batch_size: B.
-        num_blocks: S.
-        table_optimizer: see `dnis_torchrec.Recipe`.
-        upper_batch_parts: parts that a validation batch is cut into: the search's default, see
-            `dnis_torchrec.search.search.PARTS`.
-        ranks: W.
-    """
+    """A model and its batches."""
 
     name: str
     model: str
@@ -246,13 +232,7 @@ def take_turns(
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Measurements of one shape.
-
-    Attributes:
-        times: step, and step with ``_cpu``, -> milliseconds of every round.
-        parts: step -> part -> share of the plain step.
-        output_volume_ratio: columns that the collections hand back, over the plain model's.
-    """
+    """Measurements of one shape."""
 
     times: dict[str, list[float]]
     parts: dict[str, dict[str, float]]

@@ -1,17 +1,24 @@
-"""The benchmarks run, write what they promise, and compare ratios only. No assertion here looks at a clock."""
+"""Each benchmark runs in small, and writes what it promises. No assertion here looks at a clock."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import against_naive, compare_ratios, packaged, sequence_step, serving, step_time, weak_scaling
+from benchmarks import against_naive, compare_ratios, compress_scale, plain_grid, serving, step_time, weak_scaling
+from benchmarks.compress_scale import PARTS
+from benchmarks.gpu.figures import FIGURES, RESULTS, Line, read_lines
+from benchmarks.gpu.schedule import Step, run_steps
+from benchmarks.gpu.step import run_step
+from benchmarks.plain_grid import FILE, LADDER, Point, choose, read_runs
+from tests.serving_reference import write_two_tables
 
 SMALL = {"batch_size": 32, "num_embeddings": 50, "embedding_dim": 8, "num_blocks": 3}
 
@@ -29,14 +36,6 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_time, "ROUNDS", 2)
     monkeypatch.setattr(step_time, "QUICK_ROUNDS", 2)
     monkeypatch.setattr(step_time, "WARM_UP_ROUNDS", 1)
-
-
-def test_memory_is_compared_run_by_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    peaks = {("plain", 8): [10, 20, 40], ("bilevel", 8): [20, 30, 50], ("plain", 16): [1, 1, 1]}
-    peaks["bilevel", 16] = [3, 4, 5]
-    monkeypatch.setattr(step_time, "peak_memory", lambda shape, which: peaks[which, shape.batch_size].pop(0))
-    shapes = [small("criteo", batch_size=8), small("criteo", batch_size=16)]
-    assert step_time.memory_ratios(shapes, num_runs=3, at_once=1) == [[2, 1.5, 1.25], [3, 4, 5]]
 
 
 @pytest.mark.usefixtures("no_processes")
@@ -67,49 +66,6 @@ def test_step_time_measures_every_shape_and_writes_json(tmp_path: Path, capsys: 
     assert all(f"\n{row['shape']}: batch_size=32" in text for row in rows)
 
 
-def test_every_combination_of_values_is_a_shape() -> None:
-    arguments = step_time.parse(["--shape", "criteo", "--batch-size", "16,32", "--pooling", "1,5", "--num-tables", "2"])
-    shapes = step_time.chosen_shapes(arguments)
-    assert [(s.batch_size, s.poolings) for s in shapes] == [(16, (1, 1)), (16, (5, 5)), (32, (1, 1)), (32, (5, 5))]
-    assert {s.num_embeddings for s in shapes} == {(40_000, 40_000)}
-
-
-@pytest.mark.parametrize(
-    "argv", [["--num-tables", "3"], ["--batch-size", "0"], ["--batch-size", "x"], ["--shape", "other"]]
-)
-def test_a_wrong_command_line_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        step_time.parse(argv)
-    assert argv[0] in capsys.readouterr().err
-
-
-def test_an_upper_step_may_take_a_part_of_a_batch() -> None:
-    shape = small("movielens", upper_batch_parts=4)
-    train, validation = step_time.make_batches(shape, 2, seed=0), step_time.make_batches(shape, 2, seed=1)
-    with step_time.process_group() as device:
-        bilevel, sizes = step_time.Bilevel(shape, train, validation, device), []
-        for _ in range(4):
-            sizes.append(bilevel.pipeline.batches[0].labels.numel())
-            bilevel.step()
-    assert sizes == [32, 8, 32, 8]
-
-
-def test_two_ranks_measure_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_time, "START_METHOD", "forkserver")  # the tests' server has imported everything
-    measured = step_time.measure_over_ranks(small("movielens", ranks=2), rounds=1, profiled_rounds=1)
-    assert {len(values) for values in measured.times.values()} == {1}
-    assert set(measured.parts) == {"plain", "lower", "upper"}
-
-
-def test_batches_have_the_bags_of_their_shape() -> None:
-    shape = small("dlrm_v2", num_tables=3)
-    features = step_time.make_batches(shape, 1, seed=0)[0].sparse_features
-    assert features.keys() == shape.features == ["c0", "c1", "c2"]
-    assert features.lengths().view(3, -1)[:, 0].tolist() == list(shape.poolings) == [3, 2, 1]
-    assert int(features.values().max()) < 50
-    assert int(features.values().min()) >= 0
-
-
 def test_the_bilevel_steps_are_of_the_level_whose_time_they_are_taken_for() -> None:
     shape, levels = small("movielens"), []
     train, validation = step_time.make_batches(shape, 2, seed=0), step_time.make_batches(shape, 2, seed=1)
@@ -125,21 +81,6 @@ def test_the_bilevel_steps_are_of_the_level_whose_time_they_are_taken_for() -> N
         for _ in range(3):
             step_time.take_turns(plain, bilevel, note)
     assert [pair for pair in levels if pair[0] != "plain"] == 3 * [("lower", "lower"), ("upper", "upper")]
-
-
-def test_every_moment_of_a_step_belongs_to_its_innermost_part() -> None:
-    step = SimpleNamespace(name="step plain", cpu_parent=None, self_cpu_time_total=1.0)
-    forward = SimpleNamespace(name="## forward 3 ##", cpu_parent=step, self_cpu_time_total=2.0)
-    backward_name = "autograd::engine::evaluate_function: MmBackward0"
-    backward = SimpleNamespace(name=backward_name, cpu_parent=forward, self_cpu_time_total=3.0)
-    product = SimpleNamespace(name="aten::mm", cpu_parent=backward, self_cpu_time_total=4.0)
-    between = SimpleNamespace(name="aten::ones", cpu_parent=None, self_cpu_time_total=100.0)
-    parts = step_time.breakdown([step, forward, backward, product, between])["plain"]
-    assert {part: share for part, share in parts.items() if share} == {
-        "other": 0.1,
-        "dense_forward": 0.2,
-        "backward": 0.7,
-    }
 
 
 def test_both_sides_train_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,83 +124,6 @@ def test_against_naive_writes_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert (row["not_reached"], row["is_bound"]) == ([], False)
         assert row["dnis"]["pairs"] == row["naive"]["pairs"] == 2
         assert row["dnis"]["best_loss"] < 2
-
-
-def test_a_run_ends_at_its_limit_of_pairs_or_of_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TARGET_LOSS": 0.0, "BATCH_SIZE": 64, "TRAIN_BATCHES": 3}.items():
-        monkeypatch.setattr(against_naive, name, value)
-    job = against_naive.Job(side="naive", num_rows=200, learning_rate=0.01, max_pairs=4)
-    ended = against_naive.run_here(job)
-    assert (ended.pairs, ended.is_reached) == (4, False)
-    assert against_naive.run_here(dataclasses.replace(job, max_seconds=1e-9)).pairs == 1
-
-
-def made_up(seconds: float, pairs: int, *, is_reached: bool = True, peak_bytes: int = 100) -> against_naive.Run:
-    """What a run might have come to."""
-    return against_naive.Run(
-        seconds=seconds,
-        cpu_seconds=seconds,
-        preparation_seconds=1.0,
-        pairs=pairs,
-        is_reached=is_reached,
-        best_loss=0.3 if is_reached else 0.9,
-        peak_bytes=peak_bytes,
-    )
-
-
-@pytest.mark.parametrize(
-    ("reached", "fits", "expected"),
-    [
-        ({"dnis", "naive"}, True, {"time_ratio": 0.2, "memory_ratio": 0.5, "is_bound": False, "not_reached": []}),
-        ({"dnis"}, True, {"time_ratio": 0.2, "memory_ratio": 0.5, "is_bound": True, "not_reached": ["naive"]}),
-        ({"naive"}, True, {"time_ratio": None, "memory_ratio": 0.5, "is_bound": False, "not_reached": ["dnis"]}),
-        ({"dnis"}, False, {"time_ratio": None, "memory_ratio": None, "is_bound": False, "not_reached": []}),
-    ],
-)
-def test_a_row_says_what_its_ratios_are_worth(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    reached: set[str],
-    fits: bool,
-    expected: dict[str, object],
-) -> None:
-    jobs = []
-
-    def run(job: against_naive.Job) -> against_naive.Run:
-        jobs.append(job)
-        seconds, pairs, peak_bytes = {"dnis": (2.0, 9, 100), "naive": (10.0, 5, 200)}[job.side]
-        return made_up(seconds, pairs, is_reached=job.side in reached, peak_bytes=peak_bytes)
-
-    monkeypatch.setattr(against_naive, "naive_fits", lambda num_rows: fits)
-    row = against_naive.compare(1000, {"dnis": 0.1, "naive": 0.03}, time_limit=4, repeats=3, run=run)
-    assert {name: row[name] for name in expected} == expected
-    assert [(job.seed, job.max_seconds) for job in jobs if job.side == "dnis"] == [(0, None), (1, None), (2, None)]
-    naive = [(job.seed, job.max_seconds, job.learning_rate) for job in jobs if job.side == "naive"]
-    assert naive == ([(0, 8.0, 0.03), (1, 8.0, 0.03), (2, 8.0, 0.03)] if fits else [])
-    against_naive.print_row(row)
-    text = capsys.readouterr().out
-    assert ("<=0.200" in text) == expected["is_bound"]
-    assert ("more than this machine has" in text) == (not fits)
-    assert ("naive came down to 0.900, not to" in text) == (expected["not_reached"] == ["naive"])
-
-
-def test_each_side_takes_the_learning_rate_that_needs_fewest_pairs() -> None:
-    needed, limits = {0.03: 20, 0.01: 50, 0.1: 10}, []
-
-    def run(job: against_naive.Job) -> against_naive.Run:
-        limits.append(job.max_pairs)
-        pairs = needed[job.learning_rate]
-        return made_up(1.0, min(pairs, job.max_pairs), is_reached=pairs <= job.max_pairs)
-
-    assert against_naive.tuned_learning_rate("naive", 100, run) == 0.1
-    assert limits == [against_naive.MAX_PAIRS, 20, 20]
-
-
-def test_a_learning_rate_that_arrives_beats_one_that_does_not() -> None:
-    def run(job: against_naive.Job) -> against_naive.Run:
-        return made_up(1.0, 300, is_reached=job.learning_rate == 0.3)
-
-    assert against_naive.tuned_learning_rate("dnis", 100, run) == 0.3
 
 
 def ratio(value: float, *quartiles: float) -> compare_ratios.Ratio:
@@ -313,23 +177,223 @@ def test_update_writes_what_the_next_run_is_compared_with(
     assert compare_ratios.read(tmp_path / "ratios.json") == ("a toaster", {"a_ratio": ratio(2.0, 1.9, 2.1)})
 
 
-@pytest.mark.parametrize("module", [step_time, against_naive, packaged, serving, weak_scaling])
-def test_folders_of_files_are_looked_for_before_anything_is_measured(
-    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_weak_scaling_writes_a_row_per_number_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "none" / "file"
-    monkeypatch.setattr("sys.argv", [module.__name__, "--json", str(path)])
-    with pytest.raises(SystemExit, match="2"):
-        module.main()
-    assert f"--json: expected a file in a folder that exists, got '{path}'" in capsys.readouterr().err
+    sizes = {"num_embeddings": 50, "embedding_dim": 8, "num_blocks": 3, "num_tables": 3, "pooling": None}
+    monkeypatch.setitem(weak_scaling.SHAPES, "criteo", step_time.vary(step_time.SHAPES["criteo"], **sizes))
+    monkeypatch.setattr(weak_scaling, "QUICK_ROUNDS", 2)
+    monkeypatch.setattr(step_time, "START_METHOD", "forkserver")  # the tests' server has imported everything
+    path = tmp_path / "scaling.json"
+    weak_scaling.main(["--quick", "--ranks", "1,2", "--batch-size", "16", "--json", str(path)])
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["ranks"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["batch_size_per_rank"] == 16
+        assert row["rounds"] == 2
+        assert row["pair_ratio"] > max(row["lower_ratio"], row["upper_ratio"]) > 0
+        low, high = row["pair_quartiles"]
+        assert low <= high
+        assert sum(row["sharding_types"].values()) == 3
+    assert capsys.readouterr().out.count("[") == 3  # the heading, and a line per row
 
 
-def test_steps_on_sequences_have_a_line_for_each_optimizer(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+FIELDS = {
+    "case",
+    "form",
+    "batch",
+    "pooling",
+    "threads",
+    "tables",
+    "latency_ratio",
+    "bytes_over_floor",
+    "resident_bytes",
+    "resident_over_predicted",
+}
+
+
+def test_rows_of_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, small in {
+        "NUM_EMBEDDINGS": 300,
+        "NUM_EMBEDDINGS_OF_MANY": 100,
+        "NUM_TABLES": 2,
+        "BATCH_SIZES": (2,),
+        "BAGS_PER_TURN": 2,
+    }.items():
+        monkeypatch.setattr(serving, name, small)
+    artifact = write_two_tables(tmp_path / "artifact")
+    threads = torch.get_num_threads()
+    try:
+        serving.main(["--quick", "--artifact", str(artifact), "--json", str(tmp_path / "rows.json")])
+    finally:
+        torch.set_num_threads(threads)
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert all(set(row) >= FIELDS for row in rows)
+    cases = {(row["case"], row["tables"], row["baseline"].split(".")[-1]) for row in rows}
+    collection = "EmbeddingBagCollection"
+    assert cases == {
+        ("simulated", 1, "EmbeddingBag"),
+        ("simulated", 2, collection),
+        ("simulated_blocks", 2, collection),
+        ("simulated_codes", 1, "EmbeddingBag"),
+        ("simulated_codes", 2, collection),
+        ("simulated_unsorted", 1, "EmbeddingBag"),
+        ("simulated_unsorted", 2, collection),
+        ("artifact:ebc", 2, collection),
+        ("artifact:ebc:movie/seen", 1, collection),
+        ("artifact:ebc:user", 1, collection),
+    }
+    forms = {row["form"] for row in rows if row["case"] == "artifact:ebc:user"}
+    assert forms == {"packed", "mixed_dimension"}
+    assert {row["pooling"] for row in rows if row["tables"] == 1 and row["case"] == "simulated"} == {1, 20}
+    exact = next(row for row in rows if (row["case"], row["form"], row["tables"]) == ("simulated", "packed", 1))
+    assert 1 < exact["bytes_over_floor"] < 2
+
+
+def test_codes_take_the_bytes_that_are_predicted_and_give_what_they_stand_for() -> None:
+    for simulate in (serving.simulated_codes, serving.simulated_unsorted):
+        case = simulate(1, 20_000, ["packed"], torch.device("cpu"))
+        serving.check_equal(case)
+        assert case.forms["packed"].table_bytes() == case.scheme.served_bytes("packed")
+        area = case.scheme.tables["t0"].routing.row_counts().unsqueeze(1) * case.scheme.tables["t0"].bits.long()
+        assert float(area.sum()) / case.scheme.tables["t0"].num_retained == pytest.approx(4, abs=0.2)
+        assert serving.floor_bytes(case) == pytest.approx(int(area.sum()) / 8, rel=1e-3)
+    assert case.scheme.tables["t0"].routing.boundaries is None
+
+
+def test_a_table_on_disk_becomes_an_artifact_within_the_limit(tmp_path: Path) -> None:
+    path = tmp_path / "scale.json"
+    compress_scale.main(["--rows", "60000", "--dim", "4", "--folder", str(tmp_path), "--json", str(path)])
+    found = json.loads(path.read_text())
+    assert [row["step"] for row in found["rows"]] == [
+        *("count", "given counts", "finite", "blocks", "axes", "curvature", "energies", "loss sample"),
+        *("allocation", "codes, written"),
+    ]
+    assert found["table_bytes"] == 60_000 * 4 * 4
+    assert found["compression"] == found["table_bytes"] / found["served_bytes"] >= compress_scale.COMPRESSION
+    assert 0 < found["peak_anonymous_bytes"] < found["limit_bytes"] == 4 * 2**30
+    assert all(row["anonymous_bytes"] > 0 < row["file_bytes"] for row in found["rows"])
+    assert all(rate >= 0 for rate in found["rates"].values())
+    assert [each.name for each in tmp_path.iterdir()] == ["scale.json"]
+
+
+RECIPE = "tests.tiny:demo"
+
+
+START = Point(embedding_l2=0.0, table_learning_rate=0.003, dense_learning_rate=0.001)
+
+
+class Bowl:
+    """A selection loss with one lowest point, which remembers where it was asked."""
+
+    def __init__(self, l2: float, tables: float = 0.003, dense: float = 0.001, *, slope: float = 1.0) -> None:
+        self._l2, self._rates, self._slope = LADDER.index(l2), (tables, dense), slope
+        self.asked: list[Point] = []
+
+    def __call__(self, point: Point) -> float:
+        if point not in self.asked:
+            self.asked.append(point)
+        found = (point.table_learning_rate, point.dense_learning_rate)
+        far = sum(max(a / b, b / a) - 1 for a, b in zip(found, self._rates, strict=True))
+        return abs(LADDER.index(point.embedding_l2) - self._l2) + self._slope * far
+
+    @property
+    def l2(self) -> list[float]:
+        return [point.embedding_l2 for point in self.asked]
+
+
+@pytest.mark.parametrize("lowest", LADDER)
+def test_l2_walks_until_both_neighbours_are_worse(lowest: float) -> None:
+    bowl = Bowl(lowest)
+    assert choose(bowl, START) == replace(START, embedding_l2=lowest)
+    place = LADDER.index(lowest)
+    assert {0.0, *LADDER[max(place - 1, 0) : place + 2]} <= set(bowl.l2)
+
+
+def test_every_run_is_a_line_that_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in (("NUM_ITEMS", 50), ("BATCH_SIZE", 16), ("WARM_UP_ROUNDS", 1)):
-        monkeypatch.setattr(sequence_step, name, value)
-    sequence_step.main(["--rounds", "2"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == list(sequence_step.OPTIMIZERS)
-    assert all("of the plain step" in line for line in lines)
+    monkeypatch.setattr(plain_grid, "LADDER", (0.0, 0.01))
+    arguments = [RECIPE, "--out", str(tmp_path), "--dims", "4", "--epochs", "2"]
+    plain_grid.main(arguments)
+    runs = read_runs(tmp_path / FILE)
+    assert {(run["recipe"], run["embedding_dim"], run["epochs"], run["metric"]) for run in runs} == {
+        (RECIPE, 4, 2, "auc")
+    }
+    assert len({tuple(run[name] for name in Point.__annotations__) for run in runs}) == len(runs) >= 6
+    printed = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert printed[0] == plain_grid.HEAD
+    assert [line.removesuffix(" *") for line in printed[1:]] == [plain_grid.line_of(run) for run in runs]
+    (chosen,) = (run for run, line in zip(runs, printed[1:], strict=True) if line.endswith(" *"))
+    assert chosen["selection_loss"] <= min(run["selection_loss"] for run in runs) + plain_grid.LEAST_GAIN
+    monkeypatch.setattr(plain_grid, "train_plainly", lambda *_, **__: pytest.fail("it stands in the file"))
+    plain_grid.main(arguments)
+    assert read_runs(tmp_path / FILE) == runs
+
+
+CPU = torch.device("cpu")
+
+
+PYTHON = [sys.executable, "-X", "faulthandler", "-S", "-c"]
+
+
+CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+
+
+HANG = "import faulthandler, signal, time; faulthandler.register(signal.SIGUSR1); time.sleep(60)"
+
+
+def names_in(folder: Path, step: str) -> set[str]:
+    """The names of a step's figures."""
+    return {line["name"] for line in read_lines(folder) if line["step"] == step and "name" in line}
+
+
+def ends_in(folder: Path) -> dict[str, Line]:
+    """Step -> how it ended."""
+    return {line["step"]: line for line in read_lines(folder) if "outcome" in line}
+
+
+def test_steps_that_fail_crash_or_hang_cost_no_other_its_figures(tmp_path: Path) -> None:
+    note = f"open({str(tmp_path / FIGURES)!r}, 'a').write('{{}}\\n')".replace(
+        "{}", '{"step": "STEP", "name": "one", "value": 1, "unit": "", "of": {}}'
+    )
+    codes = {"fails": "raise ValueError('too small')", "crashes": CRASH, "hangs": HANG, "works": "pass"}
+    codes = {name: f"{note.replace('STEP', name)}; {code}" for name, code in codes.items()}
+    steps = [Step(name=name, share=1.0 if name == "hangs" else 20.0) for name in codes]
+    run_steps(steps, tmp_path, 60.0, lambda name: [*PYTHON, codes[name]])
+    ends = ends_in(tmp_path)
+    assert {name: end["outcome"] for name, end in ends.items()} == {
+        "fails": "failed with code 1",
+        "crashes": "crashed by SIGSEGV",
+        "hangs": "out of time",
+        "works": "done",
+    }
+    assert "ValueError: too small" in ends["fails"]["detail"]
+    assert ends["crashes"]["detail"].startswith("Fatal Python error: Segmentation fault")
+    assert "in <module>" in ends["hangs"]["detail"]  # the stack that it printed when its time was over
+    assert ends["works"]["detail"] == ""
+    assert all(names_in(tmp_path, name) == {"one"} for name in codes)
+    results = (tmp_path / RESULTS).read_text()
+    assert "| hangs | out of time |" in results
+    assert "Fatal Python error" in results
+
+
+EXPECTED = {
+    "step_time": {"bandwidth of a copy", "selection", "tables", "step", "times a plain step", "in a row"},
+    "compress": {"tables", "part", "compression", "tables in codes"},
+    "serving": {"bytes", "lookup", "lookup, times dense_fp32"},
+    "search": {"command", "artifact"},
+}
+
+
+@pytest.mark.parametrize("step", EXPECTED)
+def test_a_step_finds_its_figures(step: str, tmp_path: Path, no_images, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a stand-in, in this process; what has to be a process of its own is tried below."""
+    from dnis_torchrec.allocation import compress
+
+    for name in (*PARTS.values(), "count_stream"):
+        monkeypatch.setattr(compress, name, getattr(compress, name))  # the step wraps them, in a process of its own
+    run_step(step, tmp_path, is_stand_in=True)
+    assert names_in(tmp_path, step) >= EXPECTED[step]
+    figures = [line for line in read_lines(tmp_path) if line.get("unit") in ("ms", "us", "s", "MB")]
+    assert all(figure["value"] > 0 for figure in figures)

@@ -17,15 +17,15 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from benchmarks.rivals.methods.trained_scheme import uniform_scheme_
 from dnis_torchrec import TrainTask, export, load
 from dnis_torchrec.artifact.export import drop_in_
 from dnis_torchrec.artifact.package import Signature, export_graph
 from dnis_torchrec.data.batches import Bags, InMemoryBatches
 from dnis_torchrec.data.recipe import DataSplits, Recipe
+from dnis_torchrec.search.prune import uncompressed_scheme
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
-from dnis_torchrec.selection.shards import collections, table_configs
+from dnis_torchrec.selection.shards import collections
 from dnis_torchrec.serving import load_operator
 from dnis_torchrec.training.evaluate import evaluate
 from examples.models import (
@@ -386,8 +386,8 @@ def test_goes_all_the_way(gloo, tmp_path: Path, name: str, optimizer: str) -> No
 def test_every_model_can_be_packaged(tmp_path: Path, name: str) -> None:
     """A server may have no FBGEMM, which KeyedJaggedTensor's `features[name]` would call."""
     pruned, served = recipe_of(name).model, recipe_of(name, seed=1)
-    scheme = uniform_scheme_(pruned, {table.name: 3 for table in table_configs(pruned)})
-    model = drop_in_(served.model, export(pruned, scheme, tmp_path / "artifact"), form="csr_fp32").eval()
+    scheme = uncompressed_scheme(pruned)
+    model = drop_in_(served.model, export(pruned, scheme, tmp_path / "artifact"), form="mixed_dimension").eval()
     batch = next(iter(served.data.test))
     signature = Signature.of_batch(batch)
     with torch.no_grad():

@@ -16,11 +16,7 @@ MINUTES = 8.0
 
 
 def chosen_steps(text: str) -> tuple[Step, ...]:
-    """The steps of a comma-separated list, in the order of `STEPS`.
-
-    Raises:
-        argparse.ArgumentTypeError: for a name that none has.
-    """
+    """The steps of a comma-separated list, in the order of `STEPS`."""
     names, known = text.split(","), [step.name for step in STEPS]
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -29,11 +25,7 @@ def chosen_steps(text: str) -> tuple[Step, ...]:
 
 
 def minutes(text: str) -> float:
-    """A number of minutes above 0.
-
-    Raises:
-        argparse.ArgumentTypeError: for another text.
-    """
+    """A number of minutes above 0."""
     try:
         value = float(text)
     except ValueError:

@@ -15,37 +15,18 @@ Line = dict[str, Any]
 
 
 class Figures:
-    """What one step has found, in a file that all steps share.
-
-    Args:
-        folder: it lies in; there already.
-        step: whose figures they are.
-    """
+    """What one step has found, in a file that all steps share."""
 
     def __init__(self, folder: Path, step: str) -> None:
         self._path, self._step = folder / FIGURES, step
 
     def note(self, name: str, value: float | int | str, unit: str = "", /, **of: object) -> None:
-        """Adds a figure; it outlives this process, however that ends.
-
-        Args:
-            name: of what was measured.
-            value: the figure, or words.
-            unit: of it.
-            of: the setting that it holds for.
-        """
+        """Adds a figure; it outlives this process, however that ends."""
         rounded = float(f"{value:.5g}") if isinstance(value, float) else value
         self._append({"step": self._step, "name": name, "value": rounded, "unit": unit, "of": of})
 
     def end(self, outcome: str, seconds: float, limit: float, detail: str = "") -> None:
-        """Adds how the step ended.
-
-        Args:
-            outcome: in a word or two.
-            seconds: it took.
-            limit: seconds that it had.
-            detail: what its log says of it, if it did not end well.
-        """
+        """Adds how the step ended."""
         times = {"seconds": round(seconds, 1), "limit": round(limit, 1)}
         self._append({"step": self._step, "outcome": outcome, **times, "detail": detail})
 
@@ -57,33 +38,14 @@ class Figures:
 
 
 def read_lines(folder: Path) -> list[Line]:
-    """All lines of a folder, in the order in which they were added.
-
-    Args:
-        folder: of a run; none of its steps needs to have ended.
-    """
+    """All lines of a folder, in the order in which they were added."""
     path = folder / FIGURES
     whole = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in whole if line.endswith("\n")]
 
 
 def tables(lines: Iterable[Line]) -> str:
-    """Markdown: how the steps ended, and a table of every step's figures.
-
-    Args:
-        lines: from `read_lines`.
-
-    Example:
-        >>> print(tables([{"step": "smoke", "name": "pair", "value": 3.5, "unit": "ms", "of": {"batch": 8}}]))
-        # Measured
-        <BLANKLINE>
-        ## smoke
-        <BLANKLINE>
-        | figure | of | value |
-        |---|---|---|
-        | pair | batch 8 | 3.5 ms |
-        <BLANKLINE>
-    """
+    """Markdown: how the steps ended, and a table of every step's figures."""
     lines = list(lines)
     ends, text = [line for line in lines if "outcome" in line], ["# Measured", ""]
     if ends:

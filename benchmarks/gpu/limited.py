@@ -22,13 +22,7 @@ _FATAL = re.compile(r"Fatal Python error|^(Current t|T)hread 0x", re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """The end of a command.
-
-    Attributes:
-        outcome: ``"done"``, ``"failed"`` (an exit code), ``"crashed by SIG..."`` or ``"out of time"``.
-        seconds: it took.
-        detail: the stacks that its log holds, or its last lines; nothing if it is done.
-    """
+    """The end of a command."""
 
     outcome: str
     seconds: float
@@ -41,14 +35,7 @@ class Ended:
 
 
 def run_limited(command: Sequence[str], log: Path, seconds: float, variables: Mapping[str, str] | None = None) -> Ended:
-    """Runs a command with a limit of time; nothing that it has started outlives it.
-
-    Args:
-        command: program and arguments.
-        log: takes what it prints, after what is there already.
-        seconds: after which it is killed.
-        variables: environment variables, beside those of this process.
-    """
+    """Runs a command with a limit of time; nothing that it has started outlives it."""
     begin, started, is_late = log.stat().st_size if log.exists() else 0, time.monotonic(), False
     with log.open("ab") as out:
         process = subprocess.Popen(

@@ -18,52 +18,29 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One of the things to be measured: a module of `benchmarks.gpu.steps`.
-
-    Attributes:
-        name: of the module.
-        share: of the time, beside those of the others.
-    """
+    """One of the things to be measured: a module of `benchmarks.gpu.steps`."""
 
     name: str
     share: float
 
 
 STEPS = (
-    Step(name="smoke", share=8),
-    Step(name="marked_tests", share=16),
     Step(name="step_time", share=20),
     Step(name="compress", share=10),
     Step(name="serving", share=16),
-    Step(name="package", share=12),
-    Step(name="prefetch", share=5),
-    Step(name="ranks", share=5),
     Step(name="search", share=8),
 )
-"""First what tells whether the rest is worth its time, then the rest by how much hangs on it."""
+"""In order of what hangs on them."""
 
 
 def command_of(name: str, folder: Path, *, is_stand_in: bool) -> list[str]:
-    """Returns the command that runs one step in a process of its own.
-
-    Args:
-        name: of the step.
-        folder: where its figures go.
-        is_stand_in: on the CPU, in small.
-    """
+    """Returns the command that runs one step in a process of its own."""
     stand_in = ["--stand-in"] if is_stand_in else []
     return [sys.executable, "-X", "faulthandler", "-m", "benchmarks.gpu.step", name, "--out", str(folder), *stand_in]
 
 
 def run_steps(steps: Sequence[Step], folder: Path, seconds: float, command: Callable[[str], Sequence[str]]) -> None:
-    """Runs steps one after the other; what one of them comes to does not touch the others.
-
-    Args:
-        steps: in order.
-        folder: for figures, tables and logs; there already.
-        seconds: for all of them. A step gets its share of what is left, and the last one all of it.
-        command: name of a step -> what runs it.
-    """
+    """Runs steps one after the other; what one of them comes to does not touch the others."""
     end = time.monotonic() + seconds
     for index, step in enumerate(steps):
         left, shares = end - time.monotonic(), sum(other.share for other in steps[index:])
@@ -80,14 +57,7 @@ def run_steps(steps: Sequence[Step], folder: Path, seconds: float, command: Call
 
 
 def run_all(steps: Sequence[Step], folder: Path, seconds: float, *, is_stand_in: bool) -> None:
-    """`run_steps` of the project's own steps; as a stand-in they see no GPU.
-
-    Args:
-        steps: in order.
-        folder: see `run_steps`; made if it is not there.
-        seconds: see `run_steps`.
-        is_stand_in: on the CPU, in small.
-    """
+    """`run_steps` of the project's own steps; as a stand-in they see no GPU."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def run() -> None:

@@ -17,13 +17,7 @@ from benchmarks.gpu.limited import STACKS_SIGNAL
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a step is given: its module's ``run`` takes it.
-
-    Attributes:
-        figures: where what it finds goes.
-        folder: for files of its own.
-        is_stand_in: on the CPU, in small.
-    """
+    """What a step is given: its module's ``run`` takes it."""
 
     figures: Figures
     folder: Path
@@ -36,13 +30,7 @@ class Run:
 
 
 def run_step(name: str, folder: Path, *, is_stand_in: bool) -> None:
-    """Runs a step in this process.
-
-    Args:
-        name: of a module of `benchmarks.gpu.steps`.
-        folder: where its figures and files go; there already.
-        is_stand_in: on the CPU, in small.
-    """
+    """Runs a step in this process."""
     module = importlib.import_module(f"benchmarks.gpu.steps.{name}")
     torch.manual_seed(0)
     module.run(Run(figures=Figures(folder, name), folder=folder, is_stand_in=is_stand_in))

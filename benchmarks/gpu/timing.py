@@ -21,13 +21,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def milliseconds(call: Call, device: torch.device, rounds: int) -> list[float]:
-    """Times of calls that follow one another, as a GPU sees them: it waits for the host where that is slower.
-
-    Args:
-        call: some work for the device.
-        device: where it is done.
-        rounds: calls, after some that are not timed.
-    """
+    """Times of calls that follow one another, as a GPU sees them: it waits for the host where that is slower."""
     for _ in range(WARM_UP):
         call()
     wait_for(device)
@@ -43,14 +37,7 @@ def milliseconds(call: Call, device: torch.device, rounds: int) -> list[float]:
 
 
 def in_turns(calls: Mapping[str, Call], device: torch.device, turns: int, rounds: int) -> dict[str, float]:
-    """Median milliseconds of every call; they take turns, in random order, so that all meet the same machine.
-
-    Args:
-        calls: name -> work.
-        device: where it is done.
-        turns: of all of them.
-        rounds: calls in a turn.
-    """
+    """Median milliseconds of every call; they take turns, in random order, so that all meet the same machine."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(turns):
         for name in random.sample(list(calls), len(calls)):
@@ -68,23 +55,14 @@ def seconds_of(call: Call, device: torch.device) -> float:
 
 
 def copied_bytes_per_second(device: torch.device, num_bytes: int) -> float:
-    """Bytes read and written a second when a large tensor is copied: the memory bandwidth that can be had.
-
-    Args:
-        device: whose memory.
-        num_bytes: of the tensor, far more than caches hold.
-    """
+    """Bytes read and written a second when a large tensor is copied: the memory bandwidth that can be had."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / (statistics.median(milliseconds(lambda: target.copy_(source), device, 10)) / 1e3)
 
 
 class PeakMemory:
-    """Memory of a GPU that is taken inside a ``with``, at its peak, above what was taken before; None on a CPU.
-
-    Args:
-        device: whose memory.
-    """
+    """Memory of a GPU that is taken inside a ``with``, at its peak, above what was taken before; None on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

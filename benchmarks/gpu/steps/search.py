@@ -22,13 +22,7 @@ SMALL_SAMPLES, SMALL_BATCH = 1500, 256
 
 
 def small(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
-    """The demo's recipe on few samples.
-
-    Args:
-        data: none.
-        seed: of the split.
-        embedding_dim: D, 8 by default.
-    """
+    """The demo's recipe on few samples."""
     del data
     samples = generate(SMALL_SAMPLES, seed=0).samples
     samples = samples.sorted_by_frequency(split_rows(SMALL_SAMPLES, seed=seed)[0])
@@ -60,14 +54,7 @@ def run(run: Run) -> None:
 
 
 def dnis(arguments: list[str]) -> None:
-    """Runs the command in this process, which has imported everything already.
-
-    Args:
-        arguments: of it.
-
-    Raises:
-        SystemExit: if it failed.
-    """
+    """Runs the command in this process, which has imported everything already."""
     with mock.patch.object(sys, "argv", ["dnis", *arguments]):
         try:
             main()

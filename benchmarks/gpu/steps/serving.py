@@ -43,14 +43,7 @@ def run(run: Run) -> None:
 
 @torch.inference_mode()
 def measure(run: Run, case: serving.Case, batch_size: int, pooling: int) -> None:
-    """Notes the time of a lookup in every form, and beside the dense one in FP32.
-
-    Args:
-        run: what the step was given.
-        case: tables and forms.
-        batch_size: B.
-        pooling: ids of every bag.
-    """
+    """Notes the time of a lookup in every form, and beside the dense one in FP32."""
     batch = batch_of(case, batch_size, pooling)
     rounds = ROUNDS_OF_LARGE if batch.values().numel() > LARGE_IDS else ROUNDS
     turns, rounds = (1, 2) if run.is_stand_in else (TURNS, rounds)
@@ -64,13 +57,7 @@ def measure(run: Run, case: serving.Case, batch_size: int, pooling: int) -> None
 
 
 def batch_of(case: serving.Case, batch_size: int, pooling: int) -> KeyedJaggedTensor:
-    """Bags of ids after Zipf's law, drawn where they are looked up.
-
-    Args:
-        case: whose rows are from the most frequent to the rarest.
-        batch_size: B.
-        pooling: ids of every bag.
-    """
+    """Bags of ids after Zipf's law, drawn where they are looked up."""
     ids: list[Tensor] = []
     for _, table in case.features:
         uniform = torch.rand(batch_size * pooling, dtype=torch.float64, device=case.device)
@@ -81,11 +68,6 @@ def batch_of(case: serving.Case, batch_size: int, pooling: int) -> KeyedJaggedTe
 
 
 def look_up(module: nn.Module, batch: KeyedJaggedTensor) -> Tensor:
-    """One lookup of bags that nobody has used before: what a batch remembers of itself is made anew.
-
-    Args:
-        module: serves the tables.
-        batch: the bags.
-    """
+    """One lookup of bags that nobody has used before: what a batch remembers of itself is made anew."""
     fresh = KeyedJaggedTensor(batch.keys(), batch.values(), lengths=batch.lengths(), stride=batch.stride())
     return module(fresh).values()

@@ -55,12 +55,7 @@ def of_selection(run: Run, shape: step_time.Shape) -> None:
     """Notes the time of soft selection alone, forward and backward, and its share of the memory bandwidth.
 
     What it cannot do without: a lower step reads the pooled embeddings, writes the output, reads its gradient and
-    writes that of the pooled embeddings; an upper step reads these two, and writes alpha's gradient, which is small.
-
-    Args:
-        run: what the step was given.
-        shape: of small tables: they are not looked up.
-    """
+    writes that of the pooled embeddings; an upper step reads these two, and writes alpha's gradient, which is small."""
     device, batch = run.device, step_time.make_batches(shape, 1, seed=0)[0]
     wrapper = wrapped_tables(shape, device)
     features = batch.sparse_features.to(device)
@@ -90,12 +85,7 @@ def of_selection(run: Run, shape: step_time.Shape) -> None:
 
 
 def wrapped_tables(shape: step_time.Shape, device: torch.device) -> SoftSelectionEmbeddingBagCollection:
-    """The wrapped collection of a shape, not sharded.
-
-    Args:
-        shape: of the tables.
-        device: where they are.
-    """
+    """The wrapped collection of a shape, not sharded."""
     model = nn.ModuleList(
         [build_tables(dict(zip(shape.features, shape.num_embeddings, strict=True)), shape.embedding_dim)]
     )
@@ -108,12 +98,7 @@ def wrapped_tables(shape: step_time.Shape, device: torch.device) -> SoftSelectio
 
 
 def of_steps(run: Run, shape: step_time.Shape) -> None:
-    """Notes times of plain, lower and upper steps in turns, of pairs in a row, and the peak of the memory.
-
-    Args:
-        run: what the step was given.
-        shape: of the model; as a stand-in its rows are taken, on a GPU as many as there is room for.
-    """
+    """Notes times of plain, lower and upper steps in turns, of pairs in a row, and the peak of the memory."""
     rounds, in_a_row = (SMALL_ROUNDS, SMALL_PAIRS) if run.is_stand_in else (ROUNDS, PAIRS_IN_A_ROW)
     with step_time.process_group() as device:
         if not run.is_stand_in:
@@ -173,12 +158,7 @@ def note_in_a_row(
 
 
 def rows_for(shape: step_time.Shape, device: torch.device) -> int:
-    """Rows of every table: as many as are wanted, or as the GPU has room for in two models of these tables.
-
-    Args:
-        shape: of the model.
-        device: a GPU.
-    """
+    """Rows of every table: as many as are wanted, or as the GPU has room for in two models of these tables."""
     free, _ = torch.cuda.mem_get_info(device)
     row = 4 * shape.embedding_dim * len(shape.features) * STATES[shape.table_optimizer] * 2
     return min(ROWS, int(FREE_SHARE * free / row))

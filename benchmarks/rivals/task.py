@@ -1,0 +1,202 @@
+"""What every method is given, what it gives back, and the training that all of them share."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypedDict, cast
+
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+
+from dnis_torchrec.data.files import read_tensors, unshared, write_tensors
+from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
+from dnis_torchrec.selection.shards import TableShard, collections, local_shards, table_configs
+from dnis_torchrec.selection.swap import unshard_
+from dnis_torchrec.training.evaluate import selection_loss
+from dnis_torchrec.training.loop import PlainEvents, PlainTraining, train_plainly
+from dnis_torchrec.training.shard import shard
+from examples.paper.pruning import ValueMask
+
+
+class UnmetError(ValueError):
+    """A method has nothing of so few bytes, or does not apply to the model; the message says why."""
+
+
+class Recipes:
+    """Fresh recipes of one seed, at any embedding_dim, that share the data of the first one."""
+
+    def __init__(self, call: Callable[[int | None], Recipe]) -> None:
+        self._call = call
+        self._of_dims: dict[int | None, Recipe] = {}
+
+    def __call__(self, embedding_dim: int | None = None) -> Recipe:
+        """A recipe with a fresh model, and with streams that begin at their first epoch."""
+        for dim in (None, embedding_dim):
+            if dim not in self._of_dims:
+                self._of_dims[dim] = self._call(dim)
+        recipe, data = self._of_dims[embedding_dim], self._of_dims[None].data
+        # A stream counts its epochs, and what one training reads is its own.
+        streams = {part.name: copy.copy(getattr(data, part.name)) for part in fields(DataSplits)}
+        return replace(recipe, model=copy.deepcopy(recipe.model), data=replace(data, **streams))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One cell: a recipe, a size, a seed, and the rules of every training.
+
+    Attributes:
+        build: embedding_dim -> a fresh recipe; None for the recipe's own.
+        build_for_search: the same for weights that learn beside choices made on the validation
+            split, where `build` trains on that split, too.
+        size: bytes of the float32 tables over bytes served.
+        cache: file of the plain model's weights, which methods that begin with it share.
+        trials: of methods that choose among several; None for their own number.
+    """
+
+    build: Callable[[int | None], Recipe]
+    size: float = 1.0
+    seed: int = 0
+    device: torch.device = torch.device("cpu")
+    precision: str = "fp32"
+    max_epochs: int = 60
+    patience: int = 3
+    trials: int | None = None
+    cache: Path | None = None
+    build_for_search: Callable[[int | None], Recipe] | None = None
+
+    def tables(self, embedding_dim: int | None = None) -> list[EmbeddingBagConfig]:
+        """The tables of the recipe at an embedding_dim."""
+        return table_configs(self.build(embedding_dim).model)
+
+    @property
+    def dim(self) -> int:
+        """The widest table's embedding_dim."""
+        return max(table.embedding_dim for table in self.tables())
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the float32 tables."""
+        return sum(4 * table.num_embeddings * table.embedding_dim for table in self.tables())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that may be served."""
+        return int(self.dense_bytes / self.size)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Served:
+    """What a method comes to: a model as it is served, and what its tables take."""
+
+    model: nn.Module
+    num_bytes: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    trials: int = 1
+
+
+def shards_of(model: nn.Module) -> list[TableShard]:
+    """The tables of a model of one process."""
+    return [s for module in collections(model).values() for s in local_shards(module)]
+
+
+def check_pooled(model: nn.Module) -> None:
+    """Refuses models of sequences, which a method does not know."""
+    if any(isinstance(module, EmbeddingCollection) for module in collections(model).values()):
+        raise UnmetError("tables of sequences are not supported")
+
+
+def train(
+    task: Task,
+    recipe: Recipe,
+    *,
+    masks: bool = False,
+    stepper: Callable[[nn.Module, Any], Any] | None = None,
+    starts_trained: bool = False,
+    events: PlainEvents | None = None,
+    patience: int | None = None,
+) -> tuple[nn.Module, PlainTraining]:
+    """Trains to the best epoch on the selection split; the plain model.
+
+    Args:
+        masks: values that are zero stay so.
+        stepper: (sharded model, its optimizer) -> what steps in the optimizer's place; tables are
+            then replicated, so that it sees their gradients.
+        starts_trained: the state at the beginning may be the best.
+    """
+    torch.manual_seed(task.seed)
+    whole = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
+    model, optimizer = shard(whole, recipe, task.device, replicated=stepper is not None)
+    result = train_plainly(
+        model,
+        optimizer if stepper is None else stepper(model, optimizer),
+        recipe,
+        task.device,
+        max_epochs=task.max_epochs,
+        patience=patience or task.patience,
+        held=ValueMask(model) if masks else None,
+        starts_trained=starts_trained,
+        events=events or PlainEvents(),
+    )
+    return cast(TrainTask, unshard_(model)).model, result
+
+
+class _Head(TypedDict):
+    best_epoch: int
+    seconds: float
+
+
+def plain(task: Task) -> tuple[nn.Module, int]:
+    """The uncompressed model, trained once for all methods that begin with it, and its best epoch."""
+    recipe = task.build(None)
+    if task.cache is not None and task.cache.is_file():
+        tensors, head = read_tensors(task.cache, "plain_model", _Head)
+        recipe.model.load_state_dict(dict(tensors))
+        return recipe.model, head["best_epoch"]
+    start = time.monotonic()
+    model, training = train(task, recipe)
+    if task.cache is not None:
+        task.cache.parent.mkdir(parents=True, exist_ok=True)
+        head = _Head(best_epoch=training.best_epoch, seconds=time.monotonic() - start)
+        write_tensors(task.cache, unshared(model.state_dict()), "plain_model", head)
+    return model, training.best_epoch
+
+
+def loss_on_selection(task: Task, model: nn.Module) -> float:
+    """The loss by which everything is chosen, of a model as it is served."""
+    recipe = task.build(None)
+    whole = TrainTask(model.to(task.device), recipe.task)
+    return selection_loss(whole, recipe, task.device)
+
+
+def best_of(task: Task, trials: Iterable[Callable[[], Served]]) -> Served:
+    """The trial of the lowest selection loss among those within a task's bytes."""
+    best, lowest, number = None, float("inf"), 0
+    for trial in trials:
+        served, number = trial(), number + 1
+        if served.num_bytes > task.num_bytes:
+            continue
+        loss = loss_on_selection(task, served.model)
+        if best is None or loss < lowest:
+            best, lowest = served, loss
+    if best is None:
+        raise UnmetError(f"none of {number} trials comes to {task.num_bytes} bytes")
+    return replace(best, trials=number)
+
+
+def largest_scale(num_bytes: Callable[[float], int], budget: int, high: float) -> float:
+    """The largest scale in (0, high] whose bytes are within a budget, where bytes grow with it."""
+    if num_bytes(high) <= budget:
+        return high
+    low = 0.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if num_bytes(middle) <= budget else (low, middle)
+    if num_bytes(low) > budget:
+        raise UnmetError(f"expected at least {num_bytes(low)} bytes, got {budget}")
+    return low
