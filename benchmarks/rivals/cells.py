@@ -40,9 +40,7 @@ class Cell:
 
     def task(self, device: torch.device) -> Task:
         """The task of the method."""
-        build = Recipes(
-            lambda dim: build_recipe(self.recipe, self.data, seed=self.seed, embedding_dim=dim)
-        )
+        build = Recipes(lambda dim: build_recipe(self.recipe, self.data, seed=self.seed, embedding_dim=dim))
         suffix = "+validation" if self.with_validation else ""
         return Task(
             build=(lambda dim: train_on_validation(build(dim))) if self.with_validation else build,

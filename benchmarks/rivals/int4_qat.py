@@ -31,9 +31,7 @@ class Reparametrisation:
     Gradients pass the function as if it were not there, but for what `before_step` does to them.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: Any, function: Callable[[str, Tensor], Tensor]
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any, function: Callable[[str, Tensor], Tensor]) -> None:
         self.tables = table_parameters(model)
         self.values = {name: weight.detach().clone() for name, weight in self.tables.items()}
         self._optimizer, self._function = optimizer, function

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from dnis_torchrec.ops.jagged import jagged_by_key
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollectionInterface
@@ -17,7 +18,6 @@ from benchmarks.rivals.mixed import Blocks, pack, widths_of, zero_dropped_
 from benchmarks.rivals.rows import TRAINED_MULTIPLE
 from benchmarks.rivals.task import Served, Task, UnmetError, best_of, check_pooled, train
 from dnis_torchrec.blocks.routing import RowRouter, RowRouting
-from dnis_torchrec.ops.jagged import jagged_by_key
 from dnis_torchrec.selection.shards import collections
 from dnis_torchrec.selection.swap import replace_
 
@@ -123,12 +123,7 @@ def _train(blocks: Blocks, dims: Dims, settings: dict[str, object]) -> Served:
     return replace(served, num_bytes=served.num_bytes + sum(4 * d * width for d, width in shapes))
 
 
-def project_(
-    model: nn.Module,
-    dims: Dims,
-    routings: Mapping[str, RowRouting],
-    rows: Mapping[str, Tensor],
-) -> None:
+def project_(model: nn.Module, dims: Dims, routings: Mapping[str, RowRouting], rows: Mapping[str, Tensor]) -> None:
     """Puts a `ProjectedTables` in the place of every EmbeddingBagCollection."""
     for collection in collections(model).values():
         replace_(model, collection, ProjectedTables(collection, dims, routings, rows))
@@ -180,9 +175,7 @@ class SplitBags(nn.Module):
     """A key for every block of every feature: a module of its own, which TorchRec's tracer takes
     whole."""
 
-    def __init__(
-        self, tables: list[EmbeddingBagConfig], routings: Mapping[str, RowRouting]
-    ) -> None:
+    def __init__(self, tables: list[EmbeddingBagConfig], routings: Mapping[str, RowRouting]) -> None:
         super().__init__()
         self._features = [(f, i) for i, t in enumerate(tables) for f in t.feature_names]
         self._numbers = [routings[table.name].num_blocks for table in tables]
@@ -217,11 +210,7 @@ class Project(nn.Module):
     """Multiplies sums of blocks by their projections, and adds them up."""
 
     def __init__(
-        self,
-        tables: list[EmbeddingBagConfig],
-        names: list[str],
-        dims: Dims,
-        rows: Mapping[str, Tensor],
+        self, tables: list[EmbeddingBagConfig], names: list[str], dims: Dims, rows: Mapping[str, Tensor]
     ) -> None:
         super().__init__()
         own = {name for table in tables for name in dims.names(table.name)}

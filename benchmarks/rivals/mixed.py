@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from dnis_torchrec.data.lookup_batches import features_of
 from torch import Tensor, nn
 
 from benchmarks.rivals.rows import BITS
@@ -17,7 +18,6 @@ from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.codes import ColumnCodes, fit_codes
 from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.blocks.routing import RowRouting
-from dnis_torchrec.data.lookup_batches import features_of
 from dnis_torchrec.data.over_ranks import all_samples
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.scheme import MixedDimensionScheme
@@ -65,9 +65,7 @@ class Blocks:
 
     def num_bytes(self, masks: Mapping[str, Tensor]) -> int:
         """Bytes that are served where blocks keep these columns in the task's precision."""
-        return mixed_scheme(self.frame(masks), self.routings, masks, self.bits).served_bytes(
-            "packed"
-        )
+        return mixed_scheme(self.frame(masks), self.routings, masks, self.bits).served_bytes("packed")
 
     @property
     def bits(self) -> int:
@@ -88,9 +86,7 @@ def _at_widths(scheme: MixedDimensionScheme, widths: Mapping[str, int]) -> Mixed
     for name, table in scheme.tables.items():
         mask = torch.ones(1, widths[name], dtype=torch.bool)
         number = table.num_embeddings * widths[name]
-        tables[name] = replace(
-            table, embedding_dim=widths[name], retained=mask, num_retained=number
-        )
+        tables[name] = replace(table, embedding_dim=widths[name], retained=mask, num_retained=number)
     return MixedDimensionScheme(tables)
 
 
@@ -125,9 +121,7 @@ def mixed_scheme(
     return MixedDimensionScheme(tables)
 
 
-def _fit_(
-    scale: Tensor, shift: Tensor, mask: Tensor, routing: RowRouting, rows: Tensor, bits: int
-) -> None:
+def _fit_(scale: Tensor, shift: Tensor, mask: Tensor, routing: RowRouting, rows: Tensor, bits: int) -> None:
     blocks = routing.all_blocks()
     for s in range(len(mask)):
         here, columns = (blocks == s).nonzero()[:, 0], mask[s].nonzero()[:, 0]
@@ -138,9 +132,7 @@ def _fit_(
 
 
 @torch.no_grad()
-def zero_dropped_(
-    model: nn.Module, routings: Mapping[str, RowRouting], masks: Mapping[str, Tensor]
-) -> None:
+def zero_dropped_(model: nn.Module, routings: Mapping[str, RowRouting], masks: Mapping[str, Tensor]) -> None:
     """Zeroes what is not kept. What is kept and zero becomes the smallest float: zero means
     dropped."""
     for shard in shards_of(model):
@@ -151,9 +143,7 @@ def zero_dropped_(
         shard.weight.masked_fill_(shard.weight == 0, tiny).mul_(keep)
 
 
-def train_mixed(
-    blocks: Blocks, recipe: Recipe, masks: Mapping[str, Tensor], **settings: object
-) -> Served:
+def train_mixed(blocks: Blocks, recipe: Recipe, masks: Mapping[str, Tensor], **settings: object) -> Served:
     """Trains what is kept from scratch, and serves it as bit fields."""
     zero_dropped_(recipe.model, blocks.routings, masks)
     model, _ = train(blocks.task, recipe, masks=True)
@@ -161,11 +151,7 @@ def train_mixed(
 
 
 def pack(
-    model: nn.Module,
-    routings: Mapping[str, RowRouting],
-    masks: Mapping[str, Tensor],
-    bits: int,
-    **settings: object,
+    model: nn.Module, routings: Mapping[str, RowRouting], masks: Mapping[str, Tensor], bits: int, **settings: object
 ) -> Served:
     """Puts tables of bit fields in the place of a model's own."""
     rows = {shard.table: shard.weight.cpu() for shard in shards_of(model)}

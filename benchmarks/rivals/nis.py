@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from dnis_torchrec.data.lookup_batches import LookupBatches
 from torch import Tensor, nn
 from torchmetrics.functional.classification import binary_auroc
 from torchrec.datasets.utils import Batch
 
 from benchmarks.rivals.mixed import Blocks, train_mixed
 from benchmarks.rivals.task import Served, Task, UnmetError
-from dnis_torchrec.data.lookup_batches import LookupBatches
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.selection.wrapper import soft_selection_modules
@@ -245,9 +245,7 @@ def choose(grid: Grid, log_p: Tensor) -> dict[str, Tensor]:
     return grid.masks(pick)
 
 
-def most_probable_within(
-    log_p: Sequence[Tensor], costs: Sequence[Tensor], amount: float
-) -> list[int]:
+def most_probable_within(log_p: Sequence[Tensor], costs: Sequence[Tensor], amount: float) -> list[int]:
     """A knapsack with one option of each choice, by dynamic programming."""
     number = min(CELLS, int(amount))
     cells = [[-(-int(cost) * number // int(amount)) for cost in options] for options in costs]

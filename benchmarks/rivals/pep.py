@@ -46,9 +46,7 @@ class Thresholds(Reparametrisation):
         """Gradients of V and s by that of what the model reads."""
         for name, weight in self.tables.items():
             if weight.grad is not None:
-                value, threshold = threshold_gradients(
-                    self.values[name], self.thresholds[name], weight.grad
-                )
+                value, threshold = threshold_gradients(self.values[name], self.thresholds[name], weight.grad)
                 weight.grad.copy_(value)
                 self.thresholds[name].grad = threshold
         self._adam.step()
@@ -59,9 +57,7 @@ def soft_threshold(values: Tensor, thresholds: Tensor) -> Tensor:
     return values.sign() * (values.abs() - thresholds.sigmoid()).relu()
 
 
-def threshold_gradients(
-    values: Tensor, thresholds: Tensor, gradient: Tensor
-) -> tuple[Tensor, Tensor]:
+def threshold_gradients(values: Tensor, thresholds: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of V and s by that of `soft_threshold`."""
     share = thresholds.sigmoid()
     value = gradient * (values.abs() > share)

@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from dnis_torchrec.data.lookup_batches import features_of
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from benchmarks.rivals.task import Served, Task, UnmetError, best_of, plain, shards_of, train
 from dnis_torchrec.allocation.axes import rotate_, rotation_groups, with_axes_
 from dnis_torchrec.blocks.counts import count_frequencies
-from dnis_torchrec.data.lookup_batches import features_of
 from dnis_torchrec.data.over_ranks import all_samples
 from dnis_torchrec.jobs.stored_rows import rounded_rows, table_bytes
 from dnis_torchrec.selection.shards import table_configs
@@ -27,10 +27,7 @@ GRID_STEP = 4
 
 
 def rows_bytes(
-    tables: list[EmbeddingBagConfig],
-    precision: str,
-    columns: int | None = None,
-    leave_alone: Collection[str] = (),
+    tables: list[EmbeddingBagConfig], precision: str, columns: int | None = None, leave_alone: Collection[str] = ()
 ) -> int:
     """Bytes of the first columns of all rows."""
     if BITS[precision] == 32:
@@ -41,10 +38,7 @@ def rows_bytes(
 
 @torch.no_grad()
 def round_rows_(
-    model: nn.Module,
-    precision: str,
-    columns: int | None = None,
-    leave_alone: Collection[str] = (),
+    model: nn.Module, precision: str, columns: int | None = None, leave_alone: Collection[str] = ()
 ) -> None:
     """Makes tables hold what their rows are served as: the first columns rounded, others zero."""
     for shard in shards_of(model):
@@ -167,4 +161,3 @@ def low_rank(task: Task) -> Served:
     num_bytes = rows_bytes(task.tables(), task.precision, dim)
     settings = {"embedding_dim": dim, "epochs": training.best_epoch + 1}
     return Served(model=model, num_bytes=num_bytes, settings=settings)
-

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import os
 import re
 import resource
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
-from benchmarks import artifact_memory
 from dnis_torchrec.artifact import manifest as manifests
 from dnis_torchrec.artifact import write
 from dnis_torchrec.artifact.card import CARD, card_of
@@ -330,21 +328,6 @@ def test_a_reader_made_of_the_document_reads_the_same(
 
 
 # ---- what loading costs
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see resident memory")
-def test_loading_reads_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured as `python -m benchmarks.artifact_memory` does for a gigabyte."""
-    megabytes, path = 32, tmp_path / "memory.json"
-    monkeypatch.setattr(artifact_memory, "FORMS", FORMS)
-    artifact_memory.main(["--gigabytes", str(megabytes / 1000), "--json", str(path)])
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["form"] for row in rows] == list(FORMS)
-    for row in rows:
-        assert row["artifact_bytes"] >= megabytes * 10**6
-        assert row["loaded_bytes"] < row["artifact_bytes"] / 16, row
-        assert row["looked_up_bytes"] < row["artifact_bytes"] / 16, row
-        assert row["used_bytes"] > row["artifact_bytes"] / 3, row  # the measure does see pages that are used
 
 
 def test_a_table_in_one_file_stays_in_it(tmp_path: Path) -> None:
