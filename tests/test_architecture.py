@@ -263,7 +263,7 @@ def test_a_name_that_two_modules_define_is_seen(source: str, is_twice: bool) -> 
         (
             imports_against_the_flow,
             "dnis_torchrec/training/loop.py",
-            "def f():\n    from dnis_torchrec.search import loop",
+            "def f():\n    from dnis_torchrec.training import loop",
         ),
         (imports_against_the_flow, "dnis_torchrec/report/page.py", "from dnis_torchrec.search.search import search"),
         (imports_against_the_flow, "dnis_torchrec/selection/swap.py", "from dnis_torchrec import prepare_"),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from benchmarks.rivals.int4_qat import Reparametrisation
 from benchmarks.rivals.single_values import drop_unseen_, keep_largest_, serve_values, values_within
 from benchmarks.rivals.task import Served, Task, shards_of, train
-from dnis_torchrec.training.loop import PlainEpoch, PlainEvents
+from dnis_torchrec.training.loop import EpochRecord, PlainEvents
 
 START_SHARE = 0.1
 """Threshold at the beginning, as a share of the mean magnitude: hardly anything is below it."""
@@ -90,7 +90,7 @@ def _learn_thresholds(task: Task, recipe: Any, number: int) -> nn.Module:
         if steppers[0].number() <= number:
             raise _EndError
 
-    def on_epoch(record: PlainEpoch) -> None:
+    def on_epoch(record: EpochRecord) -> None:
         if record.epoch + 1 == task.max_epochs:
             raise _EndError
 

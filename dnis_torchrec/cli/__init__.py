@@ -40,8 +40,8 @@ def _is_told(error: Exception) -> bool:
     if isinstance(error, ValueError | TypeError | NotImplementedError) or is_of_system(error):
         return True
     from dnis_torchrec.jobs.run_folder import RunWriteError
-    from dnis_torchrec.search.loop import SearchInterrupted
     from dnis_torchrec.training.checkpoint import CheckpointWriteError
+    from dnis_torchrec.training.loop import SearchInterrupted
     from dnis_torchrec.training.pipeline import NonFiniteError
 
     of_work = (CheckpointWriteError, NonFiniteError, RunWriteError, SearchInterrupted)

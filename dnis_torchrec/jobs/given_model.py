@@ -14,9 +14,9 @@ from dnis_torchrec.allocation.axes import with_axes_
 from dnis_torchrec.checks import check
 from dnis_torchrec.data.files import check_plain, conform
 from dnis_torchrec.jobs.run_folder import TRAINED, RunFolder
-from dnis_torchrec.search.loop import SearchValues
 from dnis_torchrec.search.settings import USUAL_EPOCHS
 from dnis_torchrec.training.checkpoint import CheckpointFolder, Manifest, StoredTensor
+from dnis_torchrec.training.loop import SearchValues
 from dnis_torchrec.training.weights import check_state, fill_, weights_for_
 
 TRAINED_EPOCHS = "trained_epochs"

@@ -23,9 +23,14 @@ from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.ranks import rank_of, world_size_of
 from dnis_torchrec.report import SearchImages
-from dnis_torchrec.search.loop import EpochRecord, Phase, SearchEvents, SearchInterrupted
 from dnis_torchrec.training.evaluate import losses_in_words
-from dnis_torchrec.training.loop import PlainEpoch, PlainEvents
+from dnis_torchrec.training.loop import (
+    EpochRecord,
+    Phase,
+    PlainEvents,
+    SearchEvents,
+    SearchInterrupted,
+)
 from dnis_torchrec.training.settings import StopRequest
 
 if TYPE_CHECKING:
@@ -107,7 +112,7 @@ def plain_progress(
             shown.append(watched.samples)
             steps.take((shown[-1] - shown.pop(0)) * world_size_of(), loss)
 
-        def on_epoch(record: PlainEpoch) -> None:
+        def on_epoch(record: EpochRecord) -> None:
             losses = losses_in_words(recipe, record.train_loss, record.selection_loss)
             bar.write(f"epoch {record.epoch}: {losses}", file=sys.stderr)
 

@@ -4,7 +4,7 @@ stop."""
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,10 @@ def uncompressed_row(
     )
 
 
+_CURVES = ("epoch", "step", "train_loss", "selection_loss")
+"""What a training says of its epochs; there is no alpha in it."""
+
+
 def _head(job: TrainJob, recipe: Recipe, trained: PlainTraining) -> dict[str, Any]:
     metric, higher = primary_metric(recipe.task, recipe.data.test)
     return {
@@ -140,6 +144,6 @@ def _head(job: TrainJob, recipe: Recipe, trained: PlainTraining) -> dict[str, An
         "higher_is_better": higher,
         "versions": versions(),
         PROVENANCE: [Step.now("train", job.out).to_json()],
-        "history": [asdict(record) for record in trained.history],
+        "history": [{name: getattr(one, name) for name in _CURVES} for one in trained.history],
         "best_epoch": trained.best_epoch,
     }

@@ -17,10 +17,10 @@ from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.ranks import world_size_of
 from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
-from dnis_torchrec.search.loop import EpochRecord, SearchEvents
 from dnis_torchrec.search.search import COMPRESSED, SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings, check_compression
 from dnis_torchrec.training.evaluate import evaluate, losses_in_words, primary_metric
+from dnis_torchrec.training.loop import EpochRecord, SearchEvents
 from dnis_torchrec.training.shard import process_group
 
 logger = logging.getLogger(__name__)

@@ -260,6 +260,20 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         return self._alpha
 
     @property
+    def density(self) -> Tensor:
+        """Share of the tables' values whose alpha is not zero, after the last step."""
+        return self.alpha_optimizer.last_density
+
+    def figures(self) -> dict[str, float]:
+        """What the record of an epoch says of alpha."""
+        optimizer = self.alpha_optimizer
+        return {"alpha_mean": optimizer.mean(), "alpha_density": optimizer.density()}
+
+    def alphas(self) -> dict[int, Tensor]:
+        """embedding_dim -> alpha."""
+        return {dim: self._alpha.of(dim) for dim in self._alpha.dims}
+
+    @property
     def device(self) -> torch.device:
         """Device of the model."""
         return self._device

@@ -27,14 +27,21 @@ from dnis_torchrec.data.task import LOSS, TrainTask
 from dnis_torchrec.data.urls import Address
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.search.loop import EpochRecord, FinishedPhase, Phase, SearchEvents, SearchLoop
 from dnis_torchrec.search.ramp import LEAST_STEPS, Ramp, check_reachable
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.search.started import StartedSearch
 from dnis_torchrec.selection.swap import fold_, merge_
 from dnis_torchrec.training.checkpoint import CheckpointWriteError
 from dnis_torchrec.training.evaluate import is_ahead, part_losses, selection_loss
-from dnis_torchrec.training.loop import PlainEvents, train_plainly
+from dnis_torchrec.training.loop import (
+    EpochRecord,
+    FinishedPhase,
+    Phase,
+    PlainEvents,
+    SearchEvents,
+    SearchLoop,
+    train_plainly,
+)
 from dnis_torchrec.training.rounded import RoundedTables
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.shard import set_learning_rates_
@@ -201,7 +208,7 @@ def _alphas(started: StartedSearch) -> dict[int, torch.Tensor]:
 
 
 class _Plan:
-    """The phases of the search, see `dnis_torchrec.search.loop.Plan`."""
+    """The phases of the search, see `dnis_torchrec.training.loop.Plan`."""
 
     def __init__(
         self,

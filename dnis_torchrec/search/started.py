@@ -22,11 +22,11 @@ from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.data.urls import Address
 from dnis_torchrec.ranks import Ranks, together
-from dnis_torchrec.search.loop import Plan, SearchEvents, SearchLoop
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.swap import prepare_
+from dnis_torchrec.training.loop import Plan, SearchEvents, SearchLoop
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.shard import check_pooling, shard
 

@@ -1,28 +1,476 @@
-"""Training: epochs until the selection loss stops improving, and back to the best one."""
+"""ONE loop of training: phases of epochs until the selection loss stops improving, and back to the
+best one; of a search all of it saved as it goes, so that one that is killed goes on as if nothing had
+been."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, NotRequired, Protocol, TypedDict, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check
 from dnis_torchrec.data.batches import LookupBatches
+from dnis_torchrec.data.files import conform
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.ranks import world_size_of
+from dnis_torchrec.data.urls import Address
+from dnis_torchrec.ranks import on_rank_zero, rank_of, world_size_of
+from dnis_torchrec.training.checkpoint import CheckpointFolder, CheckpointSaver, Manifest
 from dnis_torchrec.training.evaluate import selection_loss
 from dnis_torchrec.training.pipeline import DetachableTrainPipeline, FiniteGuard, LateValues
 from dnis_torchrec.training.rounded import HeldTables, HoldingOptimizer
+from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.shard import flushing_denormals
-from dnis_torchrec.training.state import snapshot, take_
+from dnis_torchrec.training.state import PlacedTensor, TrainingState, snapshot, take_
+
+STOP_INTERVAL = 8
+"""Steps after which several ranks ask each other whether one was told to stop."""
+PLAIN = "plain"
+"""Name of the phase of a plain training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochRecord:
+    """Results of one epoch: one line of the history. All of alpha is 1 where there is none."""
+
+    epoch: int
+    phase: str = PLAIN
+    step: int
+    train_loss: float
+    selection_loss: float
+    alpha_mean: float = 1.0
+    alpha_density: float = 1.0
+
+
+@dataclass
+class SearchEvents:
+    """Callbacks that follow a training; each is optional."""
+
+    on_start: Callable[[int, FrequencyCounts, RowBlocks], None] = field(
+        default=lambda steps, counts, blocks: None
+    )
+    on_resume: Callable[[int, Sequence[EpochRecord]], None] = field(
+        default=lambda steps, history: None
+    )
+    on_phase: Callable[[Phase, int, int], None] = field(
+        default=lambda phase, done, steps_per_epoch: None
+    )
+    on_step: Callable[[float, float], None] = field(default=lambda loss, density: None)
+    on_epoch: Callable[[EpochRecord], None] = field(default=lambda record: None)
+    on_alpha: Callable[[EpochRecord, Mapping[int, Tensor], bool], None] = field(
+        default=lambda record, alpha, is_last: None
+    )
+    should_stop: Callable[[], bool] = field(default=lambda: False)
+
+
+class SearchInterrupted(RuntimeError):
+    """The search was asked to stop; its state was saved first, or the message says that it could
+    not be."""
+
+    signal: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The best epoch of a phase so far, by the selection loss."""
+
+    epoch: int = -1
+    step: int = -1
+    lower_step: int = -1
+    loss: float = math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A stretch of a training in which the same things learn."""
+
+    name: str
+    steps: float = math.inf
+    epochs: float = math.inf
+    patience: int | None = None
+    starts_best: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedPhase:
+    """A phase that is over."""
+
+    name: str
+    first_step: int
+    last_step: int
+    best: Best
+
+
+class Plan(Protocol):
+    """The phases of a training, and what changes at their ends. Everything is called on all ranks
+    alike."""
+
+    def phase_after(self, finished: Sequence[FinishedPhase]) -> Phase | None:
+        """Returns the phase that follows those that are over; None ends the training. Depends on
+        nothing else."""
+
+    def begin(self, phase: Phase, finished: Sequence[FinishedPhase]) -> None:
+        """Called before the first step of a phase, and before that of a search that goes on in the
+        middle of it."""
+
+    def after_step(self, phase: Phase, done: int) -> None:
+        """Called after every lower step."""
+
+    def end(self, phase: Phase) -> None:
+        """Called once when a phase is over, with the weights that it leaves."""
+
+
+class _Search(TypedDict):
+    """State of the loop in a checkpoint."""
+
+    epoch: int
+    is_over: bool
+    best: Best | None
+    finished: list[FinishedPhase]
+    seconds: float
+    steps_per_epoch: int
+    data: dict[str, int]
+    configuration: NotRequired[dict[str, Any]]
+    history: list[EpochRecord]
+
+
+class SearchValues(TypedDict):
+    """State that a search resumes from, beside its tensors: the values of its checkpoints."""
+
+    lower_steps: int
+    upper_steps: int
+    stream: dict[str, Any]
+    search: _Search
+
+
+class TrainLoop:
+    """Steps and evaluates a training until its plan has no further phase; best epochs stay in
+    memory."""
+
+    def __init__(
+        self,
+        pipeline: Any,
+        stream: Iterator[Batch],
+        recipe: Recipe,
+        plan: Plan,
+        *,
+        events: SearchEvents,
+        steps_per_epoch: float = math.inf,
+    ) -> None:
+        self._pipeline, self._stream, self._recipe = pipeline, stream, recipe
+        self._plan, self._events, self._steps_per_epoch = plan, events, steps_per_epoch
+        self.history: list[EpochRecord] = []
+        self.finished: list[FinishedPhase] = []
+        self._best = Best()
+        self._epoch, self._is_over = 0, False
+        self._state: Any = None
+        self._late = LateValues()
+        # This rank's share of the sum and the number of the epoch's losses.
+        self._losses = torch.zeros(2, dtype=torch.float64, device=pipeline.device)
+
+    @flushing_denormals()
+    def run(self) -> None:
+        """Runs all phases, and ends with the weights of the last one's best epoch."""
+        self._run_phases()
+        self._pipeline.detach()
+
+    def announce(self, phase: Phase, done: int = 0) -> None:
+        """Tells who listens that a phase begins; one behind the plan's own is not told of its
+        steps."""
+        self._events.on_phase(phase, done, self._steps_per_epoch)
+
+    def _run_phases(self) -> None:
+        while (phase := self._plan.phase_after(self.finished)) is not None:
+            self._plan.begin(phase, self.finished)
+            self.announce(phase, self._pipeline.lower_steps - self._first_step)
+            while not self._is_over:
+                self._train_epoch(phase)
+                self._end_epoch(phase)
+            self._end_phase(phase)
+
+    @property
+    def _steps(self) -> int:
+        return int(self._pipeline.lower_steps + self._pipeline.upper_steps)
+
+    @property
+    def _first_step(self) -> int:
+        """Lower steps before the phase at hand."""
+        return self.finished[-1].last_step if self.finished else 0
+
+    def _train_epoch(self, phase: Phase) -> None:
+        pipeline, first = self._pipeline, self._first_step
+        evaluated = self.history[-1].step if self.history else 0
+        until = min(evaluated + self._steps_per_epoch, first + phase.steps)
+        while pipeline.lower_steps < until:
+            before = pipeline.lower_steps
+            try:
+                loss = pipeline.progress(self._stream)[0]
+            except StopIteration:  # the end of an epoch of unknown length
+                break
+            is_lower = pipeline.lower_steps > before
+            if is_lower:
+                # Over the ranks, so that a step counts as much on another number of them.
+                share = torch.stack(
+                    [loss.detach().double(), torch.ones_like(loss, dtype=torch.float64)]
+                )
+                self._losses += share / world_size_of(pipeline.process_group)
+                self._plan.after_step(phase, pipeline.lower_steps - first)
+                self._tell(loss, pipeline.density)
+            self._after_step(is_lower and pipeline.lower_steps < until)
+
+    def _tell(self, loss: Tensor, density: Tensor) -> None:
+        """Tells who listens of a lower step; on a GPU, where that would stop it, with the next one."""
+        self._late.settle()
+        of_step = torch.stack([loss.detach().double().squeeze(), density])
+        self._late.read(of_step, lambda values: self._events.on_step(*values.tolist()))
+
+    def _end_epoch(self, phase: Phase) -> None:
+        self._late.settle()
+        self._wait()  # so that the best epoch before this one is one that was written
+        pipeline, epoch = self._pipeline, self._epoch
+        with pipeline.detached() as model:
+            loss = selection_loss(model, self._recipe, pipeline.device)
+        record = EpochRecord(
+            epoch=epoch,
+            phase=phase.name,
+            step=pipeline.lower_steps,
+            train_loss=self._mean_loss(),
+            selection_loss=loss,
+            **pipeline.figures(),
+        )
+        self.history.append(record)
+        self._epoch += 1
+        self._events.on_epoch(record)
+        is_better = phase.patience is None or loss < self._best.loss
+        if is_better:
+            self._take_best(Best(epoch=epoch, step=self._steps, lower_step=record.step, loss=loss))
+        is_last = record.step - self._first_step >= phase.steps or self._epoch >= phase.epochs
+        self._is_over = is_last or (
+            phase.patience is not None and epoch - self._best.epoch >= phase.patience
+        )
+        self._save(is_better)
+        self._events.on_alpha(record, pipeline.alphas(), self._is_over)
+
+    def _end_phase(self, phase: Phase) -> None:
+        """Goes back to the best epoch. Nothing is saved before the next epoch's end: a resumed
+        search does it again."""
+        self._wait()
+        best = self._best
+        if phase.patience is not None and best.step not in (-1, self._steps):
+            with self._pipeline.detached():
+                self._go_back(best)
+        finished = FinishedPhase(
+            name=phase.name,
+            first_step=self._first_step,
+            last_step=self._pipeline.lower_steps,
+            best=best,
+        )
+        self._plan.end(phase)
+        self.finished.append(finished)
+        following = self._plan.phase_after(self.finished)
+        self._take_best(best if following is not None and following.starts_best else Best())
+        self._is_over = False
+
+    def _mean_loss(self) -> float:
+        if world_size_of(self._pipeline.process_group) > 1:
+            dist.all_reduce(self._losses, group=self._pipeline.process_group)
+        mean = float(self._losses[0] / self._losses[1])
+        self._losses.zero_()
+        return mean
+
+    def _take_best(self, best: Best) -> None:
+        self._best = best
+
+    def _after_step(self, is_inside: bool) -> None:
+        """Called after every step of either level, inside of an epoch or at its end."""
+
+    def _wait(self) -> None:
+        """Waits for what is being saved."""
+
+    def _save(self, is_better: bool) -> None:
+        if is_better:
+            self._state = self._pipeline.state(self._stream).copy()
+
+    def _go_back(self, best: Best) -> None:
+        self._pipeline.go_back(self._state)
+
+
+class SearchLoop(TrainLoop):
+    """A loop that saves a search as it goes: one that is killed goes on as if nothing had been."""
+
+    def __init__(
+        self,
+        pipeline: Any,
+        stream: Iterator[Batch],
+        recipe: Recipe,
+        plan: Plan,
+        folder: Address,
+        saving: Saving,
+        *,
+        steps_per_epoch: int,
+        events: SearchEvents,
+        data: Mapping[str, int] | None = None,
+        configuration: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            pipeline, stream, recipe, plan, events=events, steps_per_epoch=steps_per_epoch
+        )
+        self._folder = CheckpointFolder(folder, keep_last=saving.keep_checkpoints)
+        self._saving, self._data = saving, dict(data or {})
+        self._configuration = json.loads(json.dumps(dict(configuration or {}), default=float))
+        self._best_before = self._best
+        self._resumed_from: Address | None = None
+        self._steps_behind = 0
+        self._begin, self.seconds_before = time.monotonic(), 0.0
+        self._saver: CheckpointSaver
+
+    @flushing_denormals()
+    def run(self) -> None:
+        """Runs what is left of the search, and ends with the weights and alpha of its last phase's
+        best epoch."""
+        latest = on_rank_zero(self._latest) if self._saving.resume else None
+        if latest is not None:
+            self._restore(latest)
+        with CheckpointSaver(self._folder, on_error=self._saving.on_save_error) as self._saver:
+            self._run_phases()
+        self._pipeline.detach()
+        self._stream.leave()
+
+    def stop_if_requested(self) -> None:
+        """To be called after every step that is taken behind the last phase, of which nothing is
+        saved, on all ranks."""
+        self._steps_behind += 1
+        if self._is_stop_requested():
+            text = f"its phases are saved in {self._folder.path}, --resume finishes it"
+            place = f"finishing, step {self._steps_behind}"
+            raise SearchInterrupted(f"{place}: stopped on request; {text}")
+
+    def checkpoint_of(self, phase: FinishedPhase) -> Address:
+        """Returns the checkpoint of a phase's best epoch."""
+        return self._folder.path_of(phase.best.step)
+
+    def _latest(self) -> Address | None:
+        self._folder.clean()
+        return self._folder.latest()
+
+    def _after_step(self, is_inside: bool) -> None:
+        every, steps = self._saving.checkpoint_every, self._pipeline.lower_steps
+        if self._is_stop_requested():
+            self._save()
+            self._saver.wait()
+            raise SearchInterrupted(self._how_stopped())
+        if is_inside and every and steps % every == 0:
+            self._save()
+
+    def _how_stopped(self) -> str:
+        """Says where the search was stopped, and from where --resume goes on."""
+        last = self._saver.last_step
+        saved = self._resumed_from if last is None else self._folder.path_of(last)
+        if saved is None:
+            text = "nothing could be saved"
+        elif last == self._steps:
+            text = f"everything is saved in {saved}, --resume goes on"
+        else:
+            text = f"this state could not be saved, --resume goes on from {saved}"
+        place = f"epoch {self._epoch}, lower step {self._pipeline.lower_steps}"
+        return f"{place}: stopped on request; {text}"
+
+    def _take_best(self, best: Best) -> None:
+        self._best_before, self._best = self._best, best
+
+    def _go_back(self, best: Best) -> None:
+        self._pipeline.go_back(self._folder.path_of(best.step))
+
+    def _wait(self) -> None:
+        """An epoch whose checkpoint could not be written cannot be gone back to."""
+        self._saver.wait()
+        if self._best.step in self._saver.failed_steps:
+            self._best = self._best_before
+
+    def _is_stop_requested(self) -> bool:
+        is_wanted = self._events.should_stop()
+        group = self._pipeline.process_group
+        if world_size_of(group) == 1:
+            return is_wanted
+        if (self._steps + self._steps_behind) % STOP_INTERVAL:
+            return False
+        any_wants = torch.tensor(float(is_wanted), device=self._pipeline.device)
+        dist.all_reduce(any_wants, group=group)
+        return bool(any_wants > 0)
+
+    def _save(self, is_better: bool = False) -> None:
+        self._wait()
+        state = self._pipeline.state(self._stream)
+        entries: _Search = {
+            "epoch": self._epoch,
+            "is_over": self._is_over,
+            # JSON has no infinity: a best epoch that is not there is left out.
+            "best": asdict(self._best) if self._best.step >= 0 else None,
+            "finished": [asdict(phase) for phase in self.finished],
+            "seconds": self.seconds_before + time.monotonic() - self._begin,
+            "steps_per_epoch": int(self._steps_per_epoch),
+            "data": self._data,
+            "configuration": self._configuration,
+            "history": [asdict(record) for record in self.history],
+        }
+        whole = TrainingState(
+            tensors={**state.tensors, f"rank{rank_of()}/losses": PlacedTensor.of(self._losses)},
+            tables=state.tables,
+            values={**state.values, "search": entries},
+        )
+        best = [phase.best.step for phase in self.finished]
+        self._saver.save(self._steps, whole, keep=(self._best.step, self._best_before.step, *best))
+
+    def _restore(self, path: Address) -> None:
+        # Of ranks that are no more too: the epoch's mean is that of all samples, whoever has seen
+        # them.
+        world_size = on_rank_zero(lambda: self._ranks_of(path))
+        ranks = range(rank_of(), world_size, world_size_of())
+        losses = {f"rank{rank}/losses": torch.zeros_like(self._losses) for rank in ranks}
+        tensors = {name: PlacedTensor.of(of_rank) for name, of_rank in losses.items()}
+        entries = self._pipeline.restore(path, self._stream, tensors)["search"]
+        self._resumed_from = path
+        self._losses += sum(losses.values())
+        self._epoch, self._is_over = entries["epoch"], entries["is_over"]
+        self.seconds_before = entries["seconds"]
+        self._best = self._best_before = Best(**entries["best"] or {})
+        self.finished = [
+            FinishedPhase(**phase | {"best": Best(**phase["best"])})
+            for phase in entries["finished"]
+        ]
+        self.history = [EpochRecord(**record) for record in entries["history"]]
+        self._events.on_resume(self._pipeline.lower_steps, tuple(self.history))
+
+    def _ranks_of(self, path: Address) -> int:
+        """Ranks that wrote a checkpoint, which is to be one of this search."""
+        manifest, place = Manifest.read(path), f"checkpoint {path}"
+        other = "resume from another checkpoint"
+        conform(manifest.values, SearchValues, f"{place}, values", remedy=other)
+        search, world_size = manifest.values["search"], manifest.world_size
+        steps, remedy = search["steps_per_epoch"], "resume with the data of the run"
+        requirement = f"one with {self._steps_per_epoch} lower steps per epoch, as many as now"
+        split = f"{remedy}, and data that splits itself over ranks on {world_size} of them"
+        check(steps == self._steps_per_epoch, place, requirement, steps, split)
+        differ = [name for name, value in self._data.items() if search["data"].get(name) != value]
+        content = f"one of other samples in: {', '.join(differ)}"
+        check(not differ, place, "one of this data", content, remedy)
+        remedy = "resume with the configuration of the run"
+        for name, value in self._configuration.items():
+            before = search.get("configuration", {}).get(name, value)
+            check(before == value, place, f"one of a search with {name} {value}", before, remedy)
+        return world_size
 
 
 class Stepper(Protocol):
@@ -36,21 +484,11 @@ class Stepper(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlainEpoch:
-    """Results of one epoch of a plain training."""
-
-    epoch: int
-    step: int
-    train_loss: float
-    selection_loss: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlainEvents:
     """Callbacks that follow a plain training; each is optional."""
 
     on_step: Callable[[float], None] = field(default=lambda loss: None)
-    on_epoch: Callable[[PlainEpoch], None] = field(default=lambda record: None)
+    on_epoch: Callable[[EpochRecord], None] = field(default=lambda record: None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +498,84 @@ class PlainTraining:
     selection_loss: float
     best_epoch: int
     seconds: float
-    history: tuple[PlainEpoch, ...] = ()
+    history: tuple[EpochRecord, ...] = ()
+
+
+class _PlainPipeline(DetachableTrainPipeline):
+    """TorchRec's own pipeline as a loop takes it; epochs end with their batches."""
+
+    def __init__(
+        self,
+        model: DistributedModelParallel,
+        stepper: Stepper,
+        recipe: Recipe,
+        rule: HeldTables,
+        device: torch.device,
+    ) -> None:
+        super().__init__(model, stepper, device, pipeline_postproc=True)
+        self._rule, self._recipe = rule, recipe
+        self.device, self.process_group = device, model._env.process_group
+        self.lower_steps = self.upper_steps = self._first = self._epoch = 0
+        self.density = torch.ones((), dtype=torch.float64, device=device)
+        self._guard = FiniteGuard(model, self.process_group)
+        self._epoch_batches: Iterator[Batch] | None = None
+
+    def progress(self, stream: Iterator[Batch]) -> Any:
+        """Takes a step; at the end of an epoch raises StopIteration."""
+        if self._epoch_batches is None:
+            self._epoch_batches = iter(LookupBatches(self._recipe.data.train, "train"))
+        try:
+            output = super().progress(self._epoch_batches)
+        except StopIteration:
+            steps = self.lower_steps - self._first
+            check(steps > 0, "training stream", "at least one batch", 0, "check the data splits")
+            self._epoch_batches, self._first, self._epoch = None, self.lower_steps, self._epoch + 1
+            raise
+        self.lower_steps += 1
+        step = self.lower_steps - self._first
+        self._guard.check_loss(output[0], f"epoch {self._epoch}, step {step}")
+        return output
+
+    @contextmanager
+    def detached(self) -> Iterator[nn.Module]:
+        """Lends the model; the next step takes it back."""
+        self._guard.settle()
+        yield self.detach()
+
+    def state(self, stream: Iterator[Batch]) -> TrainingState:
+        """What the model has learnt."""
+        return snapshot(self._model, self._rule.tensors())
+
+    def go_back(self, state: TrainingState) -> None:
+        """Takes what the model had learnt."""
+        take_(self._model, state, self._rule.tensors())
+
+    def figures(self) -> dict[str, float]:
+        """Nothing: there is no alpha."""
+        return {}
+
+    def alphas(self) -> dict[int, Tensor]:
+        """None."""
+        return {}
+
+
+@dataclass(frozen=True)
+class _OnePhase:
+    """The plan of a plain training."""
+
+    phase: Phase
+
+    def phase_after(self, finished: Sequence[FinishedPhase]) -> Phase | None:
+        return None if finished else self.phase
+
+    def begin(self, phase: Phase, finished: Sequence[FinishedPhase]) -> None:
+        """Nothing changes."""
+
+    def after_step(self, phase: Phase, done: int) -> None:
+        """Nothing changes."""
+
+    def end(self, phase: Phase) -> None:
+        """Nothing changes."""
 
 
 @flushing_denormals()
@@ -81,60 +596,23 @@ def train_plainly(
     begin = time.monotonic()
     rule = held or HeldTables()
     stepper = optimizer if held is None else HoldingOptimizer(cast(KeyedOptimizer, optimizer), held)
-    pipeline = DetachableTrainPipeline(model, stepper, device, pipeline_postproc=True)
-    guard, late = FiniteGuard(model, model._env.process_group), LateValues()
-    history: list[PlainEpoch] = []
-    best, best_epoch, state = math.inf, -1, None
+    pipeline = _PlainPipeline(model, stepper, recipe, rule, device)
+    loss_before, before = math.inf, None
     if starts_trained:
-        best, state = selection_loss(model, recipe, device), snapshot(model, rule.tensors())
-    epoch_to_beat, loss_to_beat = -1, math.inf
+        loss_before, before = selection_loss(model, recipe, device), snapshot(model, rule.tensors())
     model.train()
-    for epoch in range(max_epochs):
-        batches = iter(LookupBatches(recipe.data.train, "train"))
-        step, losses = 0, torch.zeros(2, dtype=torch.float64, device=device)
-        while True:
-            try:
-                loss = pipeline.progress(batches)[0]
-            except StopIteration:
-                break
-            step += 1
-            guard.check_loss(loss, f"epoch {epoch}, step {step}")
-            losses += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)])
-            late.settle()
-            late.read(loss, lambda value: events.on_step(float(value)))
-        late.settle()
-        guard.settle()
-        check(step > 0, "training stream", "at least one batch", 0, "check the data splits")
-        loss_of_epoch = selection_loss(pipeline.detach(), recipe, device)
-        record = PlainEpoch(
-            epoch=epoch,
-            step=step + (history[-1].step if history else 0),
-            train_loss=_mean_over_ranks(losses, model),
-            selection_loss=loss_of_epoch,
-        )
-        history.append(record)
-        events.on_epoch(record)
-        if loss_of_epoch < loss_to_beat:
-            epoch_to_beat, loss_to_beat = epoch, loss_of_epoch
-            if loss_of_epoch < best:
-                best, best_epoch, state = loss_of_epoch, epoch, snapshot(model, rule.tensors())
-        if epoch - epoch_to_beat >= patience:
-            break
-    if state is not None:
-        take_(model, state, rule.tensors())
+    plan = _OnePhase(Phase(name=PLAIN, epochs=max_epochs, patience=patience))
+    listeners = SearchEvents(on_step=lambda loss, _: events.on_step(loss), on_epoch=events.on_epoch)
+    loop = TrainLoop(pipeline, iter(()), recipe, plan, events=listeners)
+    loop.run()
+    best = loop.finished[0].best
+    if before is not None and loss_before <= best.loss:
+        take_(model, before, rule.tensors())
+        best = Best(loss=loss_before)
     rule.finish_load_()
     return PlainTraining(
-        selection_loss=best,
-        best_epoch=best_epoch,
+        selection_loss=best.loss,
+        best_epoch=best.epoch,
         seconds=time.monotonic() - begin,
-        history=tuple(history),
+        history=tuple(loop.history),
     )
-
-
-def _mean_over_ranks(losses: Tensor, model: DistributedModelParallel) -> float:
-    """Returns the mean loss over ranks, from each rank's sum and number of losses. One all_reduce
-    of two numbers."""
-    group = model._env.process_group
-    if world_size_of(group) > 1:
-        dist.all_reduce(losses, group=group)
-    return float(losses[0] / losses[1])

@@ -26,8 +26,8 @@ from dnis_torchrec.cli.app import ORDER, print_table
 from dnis_torchrec.data.files import written_whole
 from dnis_torchrec.jobs import report_job, search_job
 from dnis_torchrec.jobs.run_folder import RunFolder
-from dnis_torchrec.search.loop import SearchLoop
 from dnis_torchrec.training import settings as signals
+from dnis_torchrec.training.loop import SearchLoop
 from tests.cli.test_cli import SHORT, dnis
 from tests.test_architecture import sources
 from tests.tiny_artifact import write_tiny_artifact

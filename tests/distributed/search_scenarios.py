@@ -23,11 +23,11 @@ from dnis_torchrec.jobs.train_job import TrainJob, run_train
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.scheme import PACKED
-from dnis_torchrec.search.loop import SearchEvents
 from dnis_torchrec.search.search import SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.training.evaluate import evaluate
+from dnis_torchrec.training.loop import SearchEvents
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.weights import write_model
 from examples.models import FactorizationMachine

@@ -17,9 +17,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_over_ranks
 from dnis_torchrec.data.parquet import FileBatches, FileSamples, split_files
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.search.loop import SearchEvents, SearchInterrupted
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
+from dnis_torchrec.training.loop import SearchEvents, SearchInterrupted
 from dnis_torchrec.training.settings import Saving
 from tests.distributed.harness import Rank
 from tests.file_samples import SCHEMA, draw, labels, write_text

@@ -17,8 +17,8 @@ from dnis_torchrec.jobs.progress import _StopRequest
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.jobs.train_job import TrainJob, run_train
-from dnis_torchrec.search.loop import SearchInterrupted
 from dnis_torchrec.training.checkpoint import CheckpointFolder
+from dnis_torchrec.training.loop import SearchInterrupted
 from dnis_torchrec.training.settings import Saving
 from tests.searched_runs import quick_job
 from tests.tiny import make_recipe

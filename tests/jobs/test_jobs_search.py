@@ -23,8 +23,8 @@ from dnis_torchrec.jobs.progress import _StopRequest
 from dnis_torchrec.jobs.report_job import run_report
 from dnis_torchrec.jobs.run_folder import REPLACED, RunFolder, RunWriteError
 from dnis_torchrec.jobs.search_job import run_search
-from dnis_torchrec.search.loop import SearchInterrupted, SearchLoop
 from dnis_torchrec.training.checkpoint import CheckpointFolder
+from dnis_torchrec.training.loop import SearchInterrupted, SearchLoop
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.settings import Saving
 from tests.searched_runs import QUICK

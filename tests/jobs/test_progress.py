@@ -12,7 +12,7 @@ from torchrec.datasets.utils import Batch
 from tqdm import tqdm
 
 from dnis_torchrec.jobs import progress
-from dnis_torchrec.training.loop import PlainEpoch
+from dnis_torchrec.training.loop import EpochRecord
 from tests.tiny import make_recipe
 
 
@@ -59,7 +59,7 @@ def test_a_plain_training_counts_the_samples_that_its_steps_take(
         for _ in range(2):
             for _ in train:
                 events.on_step(0.25)
-        events.on_epoch(PlainEpoch(epoch=1, step=6, train_loss=0.25, selection_loss=-0.75))
+        events.on_epoch(EpochRecord(epoch=1, step=6, train_loss=0.25, selection_loss=-0.75))
     assert "epoch 1: train loss 0.2500, selection auc 0.7500" in terminal.getvalue() + capsys.readouterr().err
     assert "training, epoch 2 of at most 2: 100%" in terminal.getvalue()
     assert "20.0/20.0" in terminal.getvalue()

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from dnis_torchrec.data.task import TrainTask
-from dnis_torchrec.search.loop import EpochRecord, SearchEvents
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.schedule import BilevelStream, Level, LevelSchedule
-from dnis_torchrec.training.loop import PlainEvents, train_plainly
+from dnis_torchrec.training.loop import EpochRecord, PlainEvents, SearchEvents, train_plainly
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.shard import shard
 from tests.late import read_late

@@ -27,17 +27,17 @@ from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.over_ranks import count_training_data
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
-from dnis_torchrec.search import loop as search_loop
 from dnis_torchrec.search import search as search_module
-from dnis_torchrec.search.loop import EpochRecord, SearchEvents, SearchInterrupted
 from dnis_torchrec.search.search import COMPRESSED, SEARCHED, SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.search.started import _in_parts
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.training import checkpoint
+from dnis_torchrec.training import loop as search_loop
 from dnis_torchrec.training import shard as sharding_of_training
 from dnis_torchrec.training.checkpoint import CheckpointFolder, CheckpointWriteError
 from dnis_torchrec.training.evaluate import evaluate
+from dnis_torchrec.training.loop import EpochRecord, SearchEvents, SearchInterrupted
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.settings import Saving
 from tests.batches import OneOf

@@ -15,11 +15,11 @@ from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.jobs.given_model import _stored_in
 from dnis_torchrec.search import search as search_module
-from dnis_torchrec.search.loop import SearchEvents, SearchInterrupted
 from dnis_torchrec.search.search import SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.training.checkpoint import CheckpointFolder
 from dnis_torchrec.training.evaluate import evaluate
+from dnis_torchrec.training.loop import SearchEvents, SearchInterrupted
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.weights import fill_
 from tests.search.test_search_resume import assert_same

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.search import loop as search_loop
-from dnis_torchrec.search.loop import EpochRecord, FinishedPhase, Phase, SearchEvents, SearchLoop
 from dnis_torchrec.search.started import StartedSearch
+from dnis_torchrec.training import loop as search_loop
 from dnis_torchrec.training.checkpoint import CheckpointFolder
+from dnis_torchrec.training.loop import EpochRecord, FinishedPhase, Phase, SearchEvents, SearchLoop
 from dnis_torchrec.training.settings import Saving
 from tests.small_models import state_tensors
 from tests.tiny import make_recipe

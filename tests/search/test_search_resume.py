@@ -18,10 +18,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.search import ramp
-from dnis_torchrec.search.loop import EpochRecord, SearchEvents, SearchInterrupted
 from dnis_torchrec.search.search import SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.training.checkpoint import CheckpointFolder
+from dnis_torchrec.training.loop import EpochRecord, SearchEvents, SearchInterrupted
 from dnis_torchrec.training.settings import Saving
 from tests.tiny import make_recipe
 

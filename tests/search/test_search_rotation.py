@@ -10,11 +10,11 @@ import torch
 
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.search import search as search_module
-from dnis_torchrec.search.loop import EpochRecord, SearchEvents
 from dnis_torchrec.search.search import SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.training import shard as sharding_of_training
+from dnis_torchrec.training.loop import EpochRecord, SearchEvents
 from dnis_torchrec.training.settings import Saving
 from examples.models import FactorizationMachine
 from tests.reference import second_moment_reference
