@@ -26,9 +26,9 @@ from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
 from tests import managed
 from tests.documents import blocks, table_rows
 from tests.known_models import CLICK_AND_RATING, OF_MODEL_INPUT, SUPPORTED, Kind, make_batch
-from tests.selection.test_sharding import TwoDimensional
-from tests.selection.test_unsupported_collections import blocks as blocks_of_unsupported
-from tests.selection.test_unsupported_collections import model_with
+from tests.selection.test_plan import TwoDimensional
+from tests.selection.test_shards import model_with
+from tests.selection.test_shards import one_blocks as blocks_of_unsupported
 from tests.sequence_models import rounded
 
 CPU, PAGE = torch.device("cpu"), "docs/models.md"

@@ -75,6 +75,6 @@ def test_served_bytes_are_rows_scales_bits_and_the_directory() -> None:
     """One row of the first block, two of the second; 4 bytes of bits and 24 of boundaries."""
     mixed = _table(torch.tensor([[8, 3], [0, 32]], dtype=torch.uint8))
     assert mixed.served_bytes(PACKED) == (2 + 2 * 4) + 2 * 4 + 4 + 24
-    assert _table(None.served_bytes(PACKED)) == (8 + 2 * 4) + 4 + 24
+    assert _table(None).served_bytes(PACKED) == (8 + 2 * 4) + 4 + 24
     nothing = torch.zeros(2, 2, dtype=torch.uint8)
-    assert replace(_table(None.served_bytes(PACKED), retained=nothing > 0, num_retained=0, bits=nothing)) == 0
+    assert replace(_table(None), retained=nothing > 0, num_retained=0, bits=nothing).served_bytes(PACKED) == 0

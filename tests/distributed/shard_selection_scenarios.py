@@ -1,6 +1,6 @@
 """What ranks do, and report, about selection on the shards; judged in test_shard_selection_ranks.py.
 
-Also on one rank, in the test's own process: tests/selection/test_shard_selection.py.
+Also on one rank, in the test's own process: tests/selection/test_shards.py.
 """
 
 from __future__ import annotations

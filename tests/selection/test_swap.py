@@ -3,33 +3,57 @@
 from __future__ import annotations
 
 import copy
+import re
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed.checkpoint as dcp
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, EmbeddingBagSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardedModule
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+import dnis_torchrec as dnis
 from dnis_torchrec import BilevelStream, BilevelTrainPipeline, LevelSchedule
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.plan import (
+    CpuEmbeddingBagCollectionSharder,
+    default_sharders,
+    make_sharding_plan,
+    shard_model,
+)
 from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.swap import fold_, merge_, prepare_, unshard_
-from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
+from dnis_torchrec.selection.wrapper import (
+    SoftSelectionEmbeddingBagCollection,
+    plain_state_dict,
+    soft_selection_modules,
+)
+from dnis_torchrec.training.checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
+from dnis_torchrec.training.state import TrainingState, describe_tables, model_tensors, optimizer_tensors
+from tests.sequence_models import NAMES, blocks_of, interest, make_batch
 from tests.small_models import (
     BATCH_SIZE,
     MODELS,
     MULTI_HOT,
+    ROWS,
     SHARDING_TYPES,
     TwoCollections,
     alpha_of,
@@ -43,6 +67,7 @@ from tests.small_models import (
     tables,
 )
 
+CPU = torch.device("cpu")
 every_model = pytest.mark.parametrize("name", list(MODELS))
 
 
@@ -254,64 +279,55 @@ def test_multi_hot_features_are_split_and_others_are_not() -> None:
 # Refusals: each leaves the model as it was
 
 
-def refused(model: nn.Module, blocks: RowBlocks, error: type[Exception], message: str, **options) -> None:
+def check_refused(model: nn.Module, blocks: RowBlocks, error: type[Exception], place: str, **options) -> None:
     before = structure(model)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"^{place}"):
         prepare_(model, blocks, **options)
     assert structure(model) == before
 
 
-def test_unknown_fqn() -> None:
-    model = TwoCollections()
-    message = "FQN 'fisrt': expected a known FQN, got 'fisrt'; did you mean 'first'"
-    refused(model, blocks_for(model), ValueError, message, fqns=["first", "fisrt"])
+def blocks_of_rows(**rows: int) -> RowBlocks:
+    configs = [replace(config, num_embeddings=rows[config.name]) for config in tables(*rows)]
+    counts = {name: torch.arange(number) for name, number in rows.items()}
+    return blocks_from_counts(FrequencyCounts(counts, {}, 1), configs)
 
 
-def test_no_fqn() -> None:
-    model = TwoCollections()
-    message = (
-        r"fqns: expected at least one FQN, got none; leave it out to wrap all collections: 'first', 'module\.second'"
-    )
-    for nothing in ([], ()):
-        refused(model, blocks_for(model), ValueError, message, fqns=nothing)
+def without_movie() -> RowBlocks:
+    return blocks_of_rows(user=12, genre=7)
 
 
-def test_the_fqn_of_what_is_no_collection() -> None:
-    model = TwoCollections()
-    message = "FQN 'over': expected a known FQN, got 'over'; known names: 'first', 'module.second'"
-    refused(model, blocks_for(model), ValueError, message, fqns=["over"])
+def short_movie() -> RowBlocks:
+    return blocks_of_rows(user=12, genre=7, movie=4)
 
 
-def test_unknown_feature() -> None:
-    model = TwoCollections()
-    message = "feature 'gerne_id': expected a known feature, got 'gerne_id'; did you mean 'genre_id'"
-    refused(model, blocks_for(model), ValueError, message, multi_hot_features=["gerne_id"])
+@pytest.mark.parametrize(
+    ("build", "blocks", "error", "place", "options"),
+    [
+        (TwoCollections, None, ValueError, "FQN 'fisrt'", {"fqns": ["first", "fisrt"]}),
+        (TwoCollections, None, ValueError, "FQN 'over'", {"fqns": ["over"]}),
+        (TwoCollections, None, ValueError, "fqns", {"fqns": []}),
+        (TwoCollections, None, ValueError, "feature 'gerne_id'", {"multi_hot_features": ["gerne_id"]}),
+        (lambda: nn.Linear(1, 1), without_movie, ValueError, "prepare_", {}),
+        (TwoCollections, without_movie, ValueError, "table 'movie'", {}),
+        (TwoCollections, short_movie, ValueError, "table 'movie'", {}),
+        (lambda: nn.ModuleDict({"one": collection(), "two": collection()}), short_movie, ValueError, "table names", {}),
+        (lambda: prepare_(dlrm(), blocks_for(dlrm())), short_movie, RuntimeError, "prepare_", {}),
+        (lambda: shard_as(dlrm(), "table_wise"), short_movie, RuntimeError, "FQN ", {}),
+    ],
+)
+@pytest.mark.usefixtures("gloo")
+def test_what_cannot_be_prepared(
+    build: Callable[[], nn.Module], blocks: Callable[[], RowBlocks] | None, error: type, place: str, options: dict
+) -> None:
+    """Found in the second collection, too, before the first is wrapped."""
+    model = build()
+    check_refused(model, blocks_for(model) if blocks is None else blocks(), error, place, **options)
 
 
-def test_no_collection() -> None:
-    model = TwoCollections()
-    message = "prepare_: expected a model with an embedding collection, got Linear"
-    refused(nn.Linear(1, 1), blocks_for(model), ValueError, message)
-
-
-def test_blocks_without_a_table_or_of_other_rows() -> None:
-    """Found in the second collection, before the first is wrapped."""
-    model = TwoCollections()
-    first_only = model.first.embedding_bag_configs()
-    counted = {"user": torch.arange(12), "genre": torch.arange(7), "movie": torch.arange(4)}
-    counts = FrequencyCounts(counted, {}, 1)
-    refused(model, blocks_from_counts(counts, first_only), ValueError, "table 'movie': expected a known table")
-    short = EmbeddingBagConfig(name="movie", num_embeddings=4, embedding_dim=8, feature_names=["movie_id"])
-    message = "table 'movie': expected blocks of num_embeddings=9 rows, got 4"
-    refused(model, blocks_from_counts(counts, [*first_only, short]), ValueError, message)
-
-
-def test_one_table_name_in_two_collections() -> None:
-    model = nn.ModuleDict({"one": collection(), "two": collection()})
-    message = r"table names: expected distinct names over all wrapped collections, got \['genre', 'movie', 'user'\]"
-    refused(model, blocks_for(collection()), ValueError, message)
-    prepare_(model, blocks_for(collection()), fqns=["two"])
-    assert list(soft_selection_modules(model)) == ["two"]
+def test_what_was_never_prepared_cannot_be_merged() -> None:
+    for function in (merge_, fold_):
+        with pytest.raises(RuntimeError, match="merge_"):
+            function(dlrm())
 
 
 class Tied(nn.Module):
@@ -333,37 +349,42 @@ class Tied(nn.Module):
         return blocks_from_counts(FrequencyCounts({name: torch.arange(12) for name in self.bags}, {}, 1), configs)
 
 
-def test_tables_that_share_weights() -> None:
+def tie_tables_of_one(model: Tied) -> None:
+    model.bags["movie"].weight = model.bags["user"].weight
+
+
+def tie_tables_of_two(model: Tied) -> None:
+    model.bags["genre"].weight = nn.Parameter(model.bags["user"].weight.data)
+
+
+def hold_one_table_twice(model: Tied) -> None:
+    model.two.embedding_bags["genre"] = model.one.embedding_bags["movie"]
+
+
+def tie_table_and_layer(model: Tied) -> None:
+    model.over.weight = model.bags["genre"].weight
+
+
+@pytest.mark.parametrize(
+    ("tie", "fqns", "table", "other"),
+    [
+        (tie_tables_of_one, None, "user", "one.embedding_bags.movie"),
+        (tie_tables_of_two, None, "user", "two.embedding_bags.genre"),
+        (tie_tables_of_two, ["one"], "user", "two.embedding_bags.genre"),
+        (tie_tables_of_two, ["two"], "genre", "one.embedding_bags.user"),
+        (hold_one_table_twice, None, "movie", "two.embedding_bags.genre"),
+        (tie_table_and_layer, None, "genre", "over"),
+    ],
+)
+def test_tables_that_share_weights(tie: Callable[[Tied], None], fqns: list[str] | None, table: str, other: str) -> None:
     """Alpha would be folded into them twice; a table, or a layer, that is not wrapped would be changed by it."""
     model = Tied()
-    model.bags["movie"].weight = model.bags["user"].weight
-    message = (
-        r"table 'user': expected weights of its own, got those of 'one\.embedding_bags\.movie\.weight' too; let one "
-        r"table read the features of both \(feature_names\), or copy the weights"
-    )
-    refused(model, model.blocks(), ValueError, message)
-
-    model = Tied()
-    model.bags["genre"].weight = nn.Parameter(model.bags["user"].weight.data)
-    for fqns, table, other in (
-        (None, "user", r"two\.embedding_bags\.genre"),
-        (["one"], "user", r"two\.embedding_bags\.genre"),
-        (["two"], "genre", r"one\.embedding_bags\.user"),
-    ):
-        message = rf"table '{table}': expected weights of its own, got those of '{other}\.weight' too"
-        refused(model, model.blocks(), ValueError, message, fqns=fqns)
-
-    model = Tied()
-    model.two.embedding_bags["genre"] = model.one.embedding_bags["movie"]
-    message = r"table 'movie': expected weights of its own, got those of 'two\.embedding_bags\.genre\.weight' too"
-    refused(model, model.blocks(), ValueError, message)
-
-    model = Tied()
-    model.over.weight = model.bags["genre"].weight
-    message = r"table 'genre': expected weights of its own, got those of 'over\.weight' too"
-    refused(model, model.blocks(), ValueError, message)
-    prepare_(model, model.blocks(), fqns=["one"])
-    assert list(soft_selection_modules(model)) == ["one"]
+    tie(model)
+    place = rf"table '{table}': .* '{re.escape(other)}\.weight'"
+    check_refused(model, model.blocks(), ValueError, place, fqns=fqns)
+    if tie is tie_table_and_layer:
+        prepare_(model, model.blocks(), fqns=["one"])
+        assert list(soft_selection_modules(model)) == ["one"]
 
 
 def test_tables_without_memory_are_told_apart() -> None:
@@ -372,21 +393,7 @@ def test_tables_without_memory_are_told_apart() -> None:
     assert list(soft_selection_modules(model)) == ["one", "two"]
     model = Tied("meta")
     model.bags["genre"].weight = model.bags["user"].weight
-    refused(model, model.blocks(), ValueError, "table 'user': expected weights of its own")
-
-
-def test_prepared_already() -> None:
-    model = TwoCollections()
-    prepare_(model, blocks_for(model), fqns=["first"])
-    message = "prepare_: expected a model not yet prepared, got wrapped collections; merge_ it"
-    refused(model, blocks_for(model), RuntimeError, message, fqns=["module.second"])
-
-
-@pytest.mark.usefixtures("gloo")
-def test_sharded_already() -> None:
-    sharded = shard_as(TwoCollections(), "table_wise")
-    message = r"FQN '.*first': expected an unsharded collection, got a sharded one; call prepare_ before Distributed"
-    refused(sharded, blocks_for(TwoCollections()), RuntimeError, message)
+    check_refused(model, model.blocks(), ValueError, "table 'user'")
 
 
 class SeveralRanks:
@@ -413,13 +420,6 @@ def test_a_model_over_several_ranks_cannot_be_unsharded() -> None:
     sharded.get_submodule(next(n for n, _ in sharded.named_modules() if n.endswith("second")))._env = SeveralRanks
     with pytest.raises(NotImplementedError, match=r"FQN 'module\.second': supported is world size 1, got 2"):
         unshard_(sharded)
-
-
-def test_merging_and_folding_what_was_never_prepared() -> None:
-    for function in (merge_, fold_):
-        message = "merge_: expected a prepared model, got no wrapped collection; call prepare_ first"
-        with pytest.raises(RuntimeError, match=message):
-            function(dlrm())
 
 
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise", "data_parallel"])
@@ -456,3 +456,188 @@ def test_a_model_in_distributed_data_parallel_is_prepared_inside_of_it(gloo) -> 
     assert list(soft_selection_modules(wrapped)) == ["ebc"]
     torch.testing.assert_close(model["ebc"](kjt).values(), expected)
     assert type(merge_(wrapped)["ebc"]) is EmbeddingBagCollection
+
+
+SHARDED_AS = (None, "table_wise", "column_wise", "data_parallel")
+
+
+def prepared_and_plain(name: str, sharding_type: str | None) -> tuple[nn.Module, nn.Module]:
+    """Two models of other weights, one with alpha below 1."""
+    plain, prepared = MODELS[name](), MODELS[name]()
+    prepared = prepare_(prepared, blocks_for(prepared))
+    randomise_alpha_(prepared)
+    if sharding_type is None:
+        return prepared, plain
+    return shard_as(prepared, sharding_type), shard_as(plain, sharding_type)
+
+
+@pytest.mark.parametrize("name", ["dlrm", "two_dims", "bare"])
+@pytest.mark.parametrize("sharding_type", SHARDED_AS)
+@pytest.mark.usefixtures("gloo")
+def test_names_are_the_plain_models(name: str, sharding_type: str | None) -> None:
+    prepared, plain = prepared_and_plain(name, sharding_type)
+    assert list(plain_state_dict(prepared)) == list(plain.state_dict())
+    added = set(prepared.state_dict()) - set(plain.state_dict())
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in added} == {"soft_selection"}
+    assert [own for own, _ in prepared.named_parameters()] == [own for own, _ in plain.named_parameters()]
+    assert {own for own, _ in plain.named_modules()} <= {own for own, _ in prepared.named_modules()}
+    inner = prepared.module if isinstance(prepared, DistributedModelParallel) else prepared
+    for own, weight in prepared.named_parameters():
+        assert inner.get_parameter(own) is weight
+
+
+@pytest.mark.parametrize("name", ["dlrm", "two_dims", "bare"])
+@pytest.mark.parametrize("sharding_type", SHARDED_AS)
+@pytest.mark.usefixtures("gloo")
+def test_a_plain_state_fits_strictly(name: str, sharding_type: str | None) -> None:
+    prepared, plain = prepared_and_plain(name, sharding_type)
+    assert not torch.allclose(predict(prepared), predict(plain))
+    loaded = prepared.load_state_dict(plain.state_dict(), strict=True)
+    assert (loaded.missing_keys, loaded.unexpected_keys) == ([], [])
+    torch.testing.assert_close(predict(prepared), predict(plain), atol=1e-6, rtol=0)
+    alpha = alpha_of(prepared)
+    assert all(bool((alpha.of(dim) == 1).all()) for dim in alpha.dims)
+
+
+@pytest.mark.parametrize("sharding_type", SHARDED_AS)
+@pytest.mark.usefixtures("gloo")
+def test_a_prepared_state_comes_back_with_alpha(sharding_type: str | None) -> None:
+    prepared, plain = prepared_and_plain("two_dims", sharding_type)
+    kept = copy.deepcopy(prepared.state_dict()) if sharding_type is None else prepared.state_dict()
+    other, _ = prepared_and_plain("two_dims", sharding_type)
+    other.load_state_dict(kept)
+    assert torch.equal(predict(other), predict(prepared))
+    merged = merge_(prepared)
+    plain.load_state_dict(plain_state_dict(merged))
+    torch.testing.assert_close(predict(plain), predict(merged), atol=1e-6, rtol=0)
+
+
+def test_alpha_stays_where_a_state_has_no_tables() -> None:
+    prepared, _ = prepared_and_plain("two_dims", None)
+    before = predict(prepared)
+    dense = {name: value for name, value in prepared.state_dict().items() if name.startswith("over.")}
+    prepared.load_state_dict(dense, strict=False)
+    assert torch.equal(predict(prepared), before)
+
+
+def test_what_does_not_fit_is_named_as_in_the_plain_model() -> None:
+    prepared, plain = prepared_and_plain("dlrm", None)
+    name = "sparse_arch.embedding_bag_collection.embedding_bags.{}.weight"
+    state = plain.state_dict()
+    state[name.format("other")] = state.pop(name.format("user"))
+    differences = prepared.load_state_dict(state, strict=False)
+    assert differences.missing_keys == [name.format("user")]
+    assert differences.unexpected_keys == [name.format("other")]
+
+
+def test_a_checkpoint_with_the_names_of_wrappers_is_read(tmp_path: Path) -> None:
+    model, _ = prepared_and_plain("dlrm", None)
+    optimizer = torch.optim.Adam(model.parameters())
+    sum(weight.sum() for weight in model.parameters()).backward()
+    optimizer.step()
+    tensors = model_tensors(model) | optimizer_tensors(model, optimizer)
+    longer = {
+        key.replace(".soft_selection.", ".alpha.").replace(
+            ".embedding_bags.", ".embedding_bag_collection.embedding_bags."
+        ): placed.copy()
+        for key, placed in tensors.items()
+    }
+    assert len(set(longer) - set(tensors)) > 3
+    folder = CheckpointFolder(tmp_path)
+    write_checkpoint(folder, 1, TrainingState(tensors=longer, tables=describe_tables(model)), None)
+    before = {key: placed.copy() for key, placed in tensors.items()}
+    for placed in tensors.values():
+        placed.chunks[0].tensor.zero_()
+    read_checkpoint(folder.path_of(1), TrainingState(tensors=tensors, tables=describe_tables(model)), None)
+    assert all(torch.equal(placed.chunks[0].tensor, before[key].chunks[0].tensor) for key, placed in tensors.items())
+
+
+@pytest.mark.usefixtures("gloo")
+def test_the_warm_start_of_the_docs_runs_as_written(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    prepared, plain = prepared_and_plain("two_dims", None)
+    for model in (prepared, plain):
+        for module in (own for own in model.modules() if isinstance(own, EmbeddingBagCollection)):
+            apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
+    whole, other = (dnis.TrainTask(own, nn.BCEWithLogitsLoss()) for own in (plain, prepared))
+    cpu, sharders = torch.device("cpu"), [dnis.CpuEmbeddingBagCollectionSharder()]
+    constraints = dict.fromkeys(ROWS, ParameterConstraints(sharding_types=["table_wise"]))
+    plans = [dnis.make_sharding_plan(task, cpu, sharders, constraints=constraints) for task in (whole, other)]
+    trained = dnis.shard_model(whole, cpu, plans[0])
+    trained.module.model(torch.zeros(5, 3), features()).sum().backward()
+    saved = {"model": trained.state_dict(), "fused": trained.fused_optimizer.state_dict()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated|`torch.distributed")
+        dcp.save(saved, checkpoint_id=tmp_path / "plain")
+        names: dict[str, Any] = {"dnis": dnis, "task": other, "device": cpu, "plan": plans[1]}
+        names["folder"] = tmp_path / "plain"
+        exec(block, names)
+    found = names["sharded"]
+    torch.testing.assert_close(predict(found.module.model), predict(trained.module.model), atol=1e-6, rtol=0)
+    states, expected = (own.fused_optimizer.state_dict()["state"] for own in (found, trained))
+    assert states.keys() == expected.keys()
+    for name, of_table in expected.items():
+        for kind, value in of_table.items():
+            again = states[name][kind]
+            if isinstance(value, ShardedTensor):
+                value, again = (own.local_shards()[0].tensor for own in (value, again))
+            assert torch.equal(again, value)
+            assert "momentum" not in kind or bool(value.any())
+
+
+everywhere = pytest.mark.parametrize("kind", SHARDED_AS)
+
+
+def interest_model(kind: str | None, *, is_prepared: bool) -> nn.Module:
+    """Prepared ones have weights of their own, and alpha below 1."""
+    built = interest()
+    if is_prepared:
+        prepare_(built, blocks_of(built, [make_batch(0)]))
+        alpha = soft_selection_modules(built)["sequences"].alpha
+        for weight in [*built.parameters(), *map(alpha.of, alpha.dims)]:
+            weight.detach().mul_(0.5)
+    if kind is None:
+        return built
+    constraint = ParameterConstraints(sharding_types=[kind], min_partition=4)
+    sharders = default_sharders({"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1})
+    plan = make_sharding_plan(built, CPU, sharders, constraints=dict.fromkeys(NAMES, constraint))
+    return shard_model(built, CPU, plan, sharders)
+
+
+def predict_interest(built: nn.Module) -> Tensor:
+    batch = make_batch(1)
+    return get_unwrapped_module(built)(batch.dense_features, batch.sparse_features).detach()
+
+
+@everywhere
+@pytest.mark.usefixtures("gloo")
+def test_names_of_sequences_are_the_plain_models(kind: str | None) -> None:
+    prepared, plain = interest_model(kind, is_prepared=True), interest_model(kind, is_prepared=False)
+    assert set(NAMES.values()) <= set(plain_state_dict(prepared))
+    assert list(plain_state_dict(prepared)) == list(plain.state_dict())
+    added = set(prepared.state_dict()) - set(plain.state_dict())
+    assert {name.rpartition(".")[0] for name in added} == {"sequences.soft_selection", "users.soft_selection"}
+    assert [name for name, _ in prepared.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    inner = prepared.module if isinstance(prepared, DistributedModelParallel) else prepared
+    assert all(inner.get_parameter(name) is weight for name, weight in prepared.named_parameters())
+    assert set(merge_(prepared).state_dict()) == set(interest().state_dict())
+
+
+@everywhere
+@pytest.mark.usefixtures("gloo")
+def test_a_plain_state_of_sequences_fits_strictly(kind: str | None) -> None:
+    prepared, plain = interest_model(kind, is_prepared=True), interest_model(kind, is_prepared=False)
+    assert not torch.allclose(predict_interest(prepared), predict_interest(plain), atol=1e-3)
+    loaded = prepared.load_state_dict(plain.state_dict(), strict=True)
+    assert (loaded.missing_keys, loaded.unexpected_keys) == ([], [])
+    torch.testing.assert_close(predict_interest(prepared), predict_interest(plain), atol=1e-6, rtol=0)
+
+
+@everywhere
+@pytest.mark.usefixtures("gloo")
+def test_a_merged_state_of_sequences_fits_the_plain_model(kind: str | None) -> None:
+    prepared = interest_model(kind, is_prepared=True)
+    before, merged, plain = predict_interest(prepared), merge_(prepared), interest()
+    plain.load_state_dict(plain_state_dict(merged), strict=True)
+    torch.testing.assert_close(predict_interest(plain), before, atol=1e-6, rtol=0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +16,17 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCol
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import ManagedCollisionCollection, ManagedCollisionModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.counts import count_frequencies
+from dnis_torchrec.allocation.compress import compress, measure_
+from dnis_torchrec.artifact.export import drop_in_, export
+from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.search.prune import Size, prune
 from dnis_torchrec.selection.plan import (
     CpuEmbeddingBagCollectionSharder,
     check_sharding_plan,
@@ -28,10 +35,30 @@ from dnis_torchrec.selection.plan import (
 )
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import merge_, prepare_, unshard_
+from dnis_torchrec.selection.torchrec_inputs import remapped
+from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection, SoftSelectionEmbeddingCollection
+from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
+from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
+from tests.managed import (
+    BATCHES,
+    CPU,
+    ITEMS,
+    NEW,
+    USERS,
+    Model,
+    SequenceModel,
+    StandIn,
+    check_served_as_exported,
+    mpzch,
+    predictions,
+    rows_of,
+    trained,
+    zch,
+)
+from tests.managed import ROWS as MANAGED_ROWS
 from tests.small_models import lookups_of
 from tests.tiny import ROWS, make_batch, make_collection, make_recipe
 
-CPU = torch.device("cpu")
 SHARDERS = [CpuEmbeddingBagCollectionSharder()]
 ALL = ("row_wise", "grid_shard", "table_wise")
 ROW_WISE = ("row_wise", "table_row_wise", "grid_shard")
@@ -194,16 +221,6 @@ def test_rows_suffice_for_the_ranks_or_are_said_not_to(
             plan_for(rows, kind, world_size, 2)
 
 
-def test_the_planner_is_offered_what_a_small_table_can_have(gloo: dist.ProcessGroup) -> None:
-    model = make_model()
-    topology = Topology(world_size=32, local_world_size=32, compute_device="cpu")
-    kinds = [kind for kind in SHARDERS[0].sharding_types("cpu") if kind != "data_parallel"]
-    constraints = dict.fromkeys(ROWS, ParameterConstraints(sharding_types=kinds))
-    plan = make_sharding_plan(model, CPU, SHARDERS, constraints=constraints, topology=topology)
-    assert plan.plan["ebc"]["genre"].sharding_type not in ROW_WISE  # 12 rows
-    check_sharding_plan(plan, model, CPU, 32, 32)
-
-
 @pytest.mark.parametrize(
     ("made_for", "used_on", "message"),
     [
@@ -332,3 +349,240 @@ def test_a_fused_kernel_for_a_table_too_narrow_for_it_is_refused(gloo: dist.Proc
         shard_model(model, CPU, plan, SHARDERS)
     sharded = shard_model(model, CPU, make_sharding_plan(model, CPU, SHARDERS), SHARDERS)
     assert sharded.module["ebc"](make_batch(5, 0).sparse_features).values().shape == (5, 1)
+
+
+TABLES = [USERS, ITEMS]
+Kind = Callable[[], ManagedCollisionModule]
+KINDS = pytest.mark.parametrize("kind", [zch, mpzch, StandIn])
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items() if "_managed_collision" in name}
+
+
+def counted(model: Model) -> tuple[FrequencyCounts, RowBlocks]:
+    counts = count_frequencies([remapped(model, own.sparse_features) for own in BATCHES], TABLES)
+    return counts, blocks_from_counts(counts, TABLES, num_blocks=4)
+
+
+@KINDS
+def test_counts_are_of_the_rows_that_the_collection_is_called_with(kind: Kind) -> None:
+    model = trained(kind)
+    before = state_of(model)
+    expected = {table.name: [0] * MANAGED_ROWS for table in TABLES}
+    for own in BATCHES:
+        rows = rows_of(model, own.sparse_features)
+        for table in TABLES:
+            for row in (row for feature in table.feature_names for row in rows[feature]):
+                expected[table.name][row] += 1
+    counts, _ = counted(model.train())
+    assert model.tables._managed_collision_collection.training
+    assert {name: of_table.tolist() for name, of_table in counts.counts.items()} == expected
+    assert counts.max_bag_lengths == {"user": 1, "item": 1, "history": 3}
+    assert all(torch.equal(value, before[name]) for name, value in state_of(model).items())  # counting learns no id
+
+
+@KINDS
+def test_a_wrapped_model_predicts_and_learns_as_the_plain_one_and_comes_back(kind: Kind) -> None:
+    model, plain = trained(kind), trained(kind)
+    prepare_(model, counted(model)[1])
+    wrapper = model.tables._embedding_module
+    assert isinstance(wrapper, SoftSelectionEmbeddingBagCollection)
+    for own in (model, plain):
+        for part in BATCHES[:2]:
+            own(part.dense_features, part.sparse_features).square().mean().backward()
+    torch.testing.assert_close(predictions(model), predictions(plain))
+    weights = [
+        (wrapper.embedding_bags[name].weight.grad, plain.tables._embedding_module.embedding_bags[name].weight.grad)
+        for name in ("user", "item")
+    ]
+    for found, expected in weights:
+        torch.testing.assert_close(found, expected)
+    with torch.no_grad():
+        wrapper.alpha.of(16).uniform_(0.5, 1)
+    before = predictions(model)
+    assert not torch.allclose(before, predictions(plain), atol=1e-3)
+    merged = merge_(model)
+    assert merged is model
+    assert type(model.tables._embedding_module) is EmbeddingBagCollection
+    torch.testing.assert_close(predictions(model), before)
+
+
+def test_rows_keep_their_ids_while_the_model_is_prepared() -> None:
+    model = trained()
+    prepare_(model, counted(model)[1])
+    before = state_of(model)
+    model.train()
+    predictions(model, NEW)
+    assert all(torch.equal(value, before[name]) for name, value in state_of(model).items())
+    merge_(model)
+    predictions(model, NEW)
+    assert any(not torch.equal(value, before[name]) for name, value in state_of(model).items())
+
+
+def test_sharded_on_one_rank_it_comes_back_plain_and_goes_on(gloo: dist.ProcessGroup) -> None:
+    model, plain = trained(), trained()
+    sharded = shard_model(prepare_(model, counted(model)[1]), CPU)
+    torch.testing.assert_close(predictions(sharded, NEW), predictions(plain, NEW))
+    merged = merge_(sharded)
+    assert type(merged.tables._embedding_module) is EmbeddingBagCollection
+    torch.testing.assert_close(predictions(merged), predictions(plain))
+    before = state_of(merged)
+    predictions(merged.train(), NEW)
+    assert any(not torch.equal(value, before[name]) for name, value in state_of(merged).items())
+
+
+def test_a_row_that_is_evicted_and_reused_begins_in_the_cold_block() -> None:
+    model = trained()
+    predictions(model.train(), NEW)
+    reused = sorted(
+        {row for own in NEW for row in rows_of(model.eval(), own.sparse_features)["user"]} - {MANAGED_ROWS - 1}
+    )
+    assert reused
+    counts, blocks = counted(model)  # of data that reads none of the new ids
+    assert counts.counts["user"][reused].tolist() == [0] * len(reused)
+    block = blocks.routings["user"].all_blocks()
+    assert block[reused].min() >= block[counts.counts["user"] > 0].max()
+    assert (block[reused] == blocks.routings["user"].num_blocks - 1).sum() >= len(reused) - 1
+
+
+@KINDS
+def test_compressed_tables_are_those_of_remapped_rows(kind: Kind) -> None:
+    model, counts = trained(kind), counted(trained(kind))[0]
+    measured = measure_(trained(kind), BATCHES, loss=nn.MSELoss())
+    assert all(torch.equal(own, counts.counts[name]) for name, own in measured.counts.counts.items())
+    before = predictions(model)
+    found = compress(model, BATCHES, loss=nn.MSELoss(), compression=4)
+    assert isinstance(model.tables._embedding_module, PackedEmbeddingBagCollection)
+    assert found.compression >= 4
+    assert float((predictions(model) - before).std() / before.std()) < 0.2
+    assert {table.collection for table in found.scheme.tables.values()} == {"tables._embedding_module"}
+
+
+@KINDS
+def test_an_artifact_maps_raw_ids_as_the_model_did(tmp_path: Path, kind: Kind) -> None:
+    model = trained(kind)
+    scheme = measure_(model, BATCHES, loss=nn.MSELoss()).allocate(compression=4).scheme
+    served = check_served_as_exported(model, scheme, tmp_path / "artifact", Model(kind))
+    assert isinstance(served.tables._embedding_module, PackedEmbeddingBagCollection)
+
+
+def test_a_pruned_model_is_exported_exactly(tmp_path: Path) -> None:
+    model = trained()
+    counts, blocks = counted(model)
+    merge_(prepare_(model, blocks))
+    scheme = prune(model, blocks, counts, size=Size(compression=2))
+    served = drop_in_(Model(), export(model, scheme, tmp_path / "artifact")).eval()
+    torch.testing.assert_close(predictions(served), predictions(model))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="multi-probe ZCH learns ids on GPUs only")
+def test_multi_probe_modules_that_learn_are_counted_as_they_look_up() -> None:
+    device = torch.device("cuda")
+    model = Model(lambda: mpzch(device)).to(device)
+    batches = [own.to(device) for own in BATCHES]
+    predictions(model.train(), batches)
+    counts = count_frequencies([remapped(model, own.sparse_features) for own in batches], TABLES)
+    expected = torch.zeros(MANAGED_ROWS, dtype=torch.int64)
+    for own in batches:
+        expected += torch.bincount(
+            torch.tensor(rows_of(model.eval(), own.sparse_features)["user"]), minlength=MANAGED_ROWS
+        )
+    assert counts.counts["user"].tolist() == expected.tolist()
+
+
+def test_a_remapping_without_ids_is_refused() -> None:
+    model = Model()
+    for attempt in (
+        lambda: remapped(model, BATCHES[0].sparse_features),
+        lambda: measure_(model, BATCHES, loss=nn.MSELoss()),
+    ):
+        with pytest.raises(
+            ValueError, match=r"FQN 'tables', table 'user': expected ids that have rows.* train the model"
+        ):
+            attempt()
+    blocks = counted(trained())[1]
+    with pytest.raises(ValueError, match="expected ids that have rows"):
+        prepare_(model, blocks)
+    assert type(model.tables._embedding_module) is EmbeddingBagCollection
+
+
+def test_a_feature_of_two_tables_is_refused() -> None:
+    model = trained()
+    model.other = EmbeddingBagCollection(
+        tables=[type(USERS)(**vars(USERS) | {"name": "raw", "feature_names": ["item"]})]
+    )
+    with pytest.raises(NotImplementedError, match=r"table 'item': supported are features of one table.*\['raw'\]"):
+        remapped(model, BATCHES[0].sparse_features)
+
+
+def test_sharding_and_jobs_that_count_raw_ids_refuse_it_by_name(gloo: dist.ProcessGroup) -> None:
+    model = trained()
+    place = "FQN 'tables._embedding_module': supported in "
+    with pytest.raises(NotImplementedError, match=place + "jobs that count.*call prepare_, compress or prune"):
+        table_configs(model)
+    with pytest.raises(NotImplementedError, match=place + "sharding .*call prepare_ first"):
+        make_sharding_plan(model, CPU, [CpuEmbeddingBagCollectionSharder()])
+
+
+def test_a_model_that_is_the_module_itself() -> None:
+    managed = trained().tables
+    assert list(collections(managed)) == ["_embedding_module"]
+    features = BATCHES[0].sparse_features
+    assert remapped(managed, features).keys() == features.keys()
+    blocks = counted(trained())[1]
+    prepared = prepare_(managed, blocks)
+    assert type(prepared) is ManagedCollisionEmbeddingBagCollection
+    assert isinstance(prepared._managed_collision_collection, ManagedCollisionCollection)
+    assert type(merge_(prepared)._embedding_module) is EmbeddingBagCollection
+
+
+SEQUENCE_TABLES = [USERS, ITEMS]
+
+
+def sequences() -> SequenceModel:
+    return trained(zch, SequenceModel)
+
+
+def blocks_of(model: SequenceModel) -> RowBlocks:
+    counts = count_frequencies([remapped(model, own.sparse_features) for own in BATCHES], SEQUENCE_TABLES)
+    expected = {table.name: [0] * MANAGED_ROWS for table in SEQUENCE_TABLES}
+    for own in BATCHES:
+        for feature, rows in rows_of(model, own.sparse_features).items():
+            for row in rows:
+                expected["user" if feature == "user" else "item"][row] += 1
+    assert {name: of_table.tolist() for name, of_table in counts.counts.items()} == expected
+    return blocks_from_counts(counts, SEQUENCE_TABLES, num_blocks=4)
+
+
+def test_a_wrapped_model_keeps_its_ids_and_comes_back() -> None:
+    model, plain = sequences(), sequences()
+    prepare_(model, blocks_of(model))
+    wrapper = model.tables._embedding_module
+    assert isinstance(wrapper, SoftSelectionEmbeddingCollection)
+    before = rows_of(model, BATCHES[0].sparse_features)
+    predictions(model.train(), NEW)  # remapping stands still
+    assert rows_of(model, BATCHES[0].sparse_features) == before
+    torch.testing.assert_close(predictions(model.eval()), predictions(plain))
+    with torch.no_grad():
+        wrapper.alpha.of(16).uniform_(0.5, 1)
+    soft = predictions(model)
+    assert not torch.allclose(soft, predictions(plain), atol=1e-3)
+    assert merge_(model) is model
+    assert type(model.tables._embedding_module) is EmbeddingCollection
+    torch.testing.assert_close(predictions(model), soft)
+    predictions(model.train(), NEW)
+    assert rows_of(model.eval(), NEW[0].sparse_features) != rows_of(plain, NEW[0].sparse_features)  # it goes on
+
+
+def test_compressed_exported_and_served_it_maps_raw_ids_as_the_model_did(tmp_path: Path) -> None:
+    model, given = sequences(), sequences()
+    scheme = measure_(model, BATCHES, loss=nn.MSELoss()).allocate(compression=4).scheme
+    served = check_served_as_exported(model, scheme, tmp_path / "artifact", SequenceModel(zch))
+    assert isinstance(served.tables._embedding_module, ServedEmbeddingCollection)
+    before = predictions(given)
+    found = compress(given, BATCHES, loss=nn.MSELoss(), compression=4)
+    assert found.compression >= 4
+    torch.testing.assert_close(predictions(given), predictions(served) + found.output_shift)
+    assert float((predictions(given) - before).std() / before.std()) < 0.2

@@ -1,0 +1,615 @@
+"""Local shards of plain, wrapped and sharded collections, and merging alpha into them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.distributed.utils import CopyableMixin
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
+from torchrec.modules.feature_processor_ import PositionWeightedModule
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
+from torchrec.modules.itep_modules import GenericITEPModule
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+from torchrec.modules.mlp import MLP
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from dnis_torchrec.artifact.export import export
+from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
+from dnis_torchrec.data.recipe import DataSplits, Recipe
+from dnis_torchrec.data.task import TrainTask
+from dnis_torchrec.ops.select import are_compiled
+from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.search.prune import Size, prune
+from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
+from dnis_torchrec.selection import shards as shards_module
+from dnis_torchrec.selection.alpha import SelectPooled
+from dnis_torchrec.selection.on_shards import ShardSelection, select_on_shards_
+from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.shards import TableShard, collections, local_shards, multiply_by_alpha_, table_configs
+from dnis_torchrec.selection.swap import merge_, prepare_
+from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
+from dnis_torchrec.training.shard import shard as shard_for_training
+from tests.distributed.shard_selection_scenarios import (
+    MULTIPLIED_TABLES,
+    ROWS,
+    SHARDINGS,
+    WHOLE_FEATURES,
+    compare,
+    look_up_nothing,
+    loss_of,
+    make_features,
+    make_model,
+    tables,
+    upper_gradients,
+)
+from tests.distributed.shard_selection_scenarios import shard as shard_scenario
+from tests.small_models import (
+    MODELS,
+    SHARDING_TYPES,
+    TwoCollections,
+    alpha_of,
+    blocks_for,
+    collection,
+    dlrm,
+    kernels_of,
+    lookups_of,
+    operators,
+    randomise_alpha_,
+    shard_as,
+)
+from tests.small_models import ROWS as SMALL_ROWS
+from tests.tiny import make_recipe
+
+
+@given(st.integers(1, 9), st.integers(1, 3), st.integers(0, 5), st.integers(0, 5))
+def test_chunks_cover_the_shard(rows: int, columns: int, first_row: int, first_column: int) -> None:
+    table = torch.arange(20 * 20).view(20, 20)
+    view = table[first_row : first_row + rows, first_column : first_column + columns]
+    seen = torch.zeros_like(table)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards_module, "ROWS_PER_CHUNK", 2)
+        for part, of_rows, of_columns in TableShard("t", view, first_row, first_column).chunks():
+            assert len(part) <= 2
+            assert torch.equal(part, table[of_rows, of_columns])
+            assert part.untyped_storage().data_ptr() == table.untyped_storage().data_ptr()
+            seen[of_rows, of_columns] += 1
+    assert seen.sum() == rows * columns
+    assert (seen[first_row : first_row + rows, first_column : first_column + columns] == 1).all()
+
+
+def test_collections_are_found_by_fqn() -> None:
+    model = TwoCollections()
+    assert {fqn: type(m) for fqn, m in collections(model).items()} == {
+        "first": EmbeddingBagCollection,
+        "module.second": EmbeddingBagCollection,
+    }
+    assert soft_selection_modules(model) == {}
+    prepare_(model, blocks_for(model))
+    for found in (collections(model), soft_selection_modules(model)):
+        assert {fqn: type(m) for fqn, m in found.items()} == {
+            "first": SoftSelectionEmbeddingBagCollection,
+            "module.second": SoftSelectionEmbeddingBagCollection,
+        }
+    assert list(collections(collection())) == [""]
+    assert collections(nn.Linear(1, 1)) == {}
+
+
+@pytest.mark.parametrize("sharding_type", SHARDING_TYPES)
+@pytest.mark.usefixtures("gloo")
+def test_fqns_of_a_sharded_model_are_those_of_the_plain_one(sharding_type: str) -> None:
+    """Also where the user's own model has a child called `module`, as DistributedDataParallel has."""
+    plain = shard_as(TwoCollections(), sharding_type)
+    assert {fqn: type(m) for fqn, m in collections(plain).items()} == {
+        "first": ShardedEmbeddingBagCollection,
+        "module.second": ShardedEmbeddingBagCollection,
+    }
+    model = TwoCollections()
+    sharded = shard_as(prepare_(model, blocks_for(model)), sharding_type)
+    assert list(soft_selection_modules(sharded)) == list(collections(sharded)) == ["first", "module.second"]
+    bare = shard_as(prepare_(collection(), blocks_for(collection())), sharding_type)
+    assert list(soft_selection_modules(bare)) == [""]
+
+
+@pytest.mark.parametrize("sharding_type", [None, *SHARDING_TYPES])
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.usefixtures("gloo")
+def test_local_shards_are_live_views_of_whole_tables(sharding_type: str | None, prepared: bool) -> None:
+    model = dlrm()
+    bags = model.sparse_arch.embedding_bag_collection.embedding_bags
+    tables = {name: bag.weight.detach().clone() for name, bag in bags.items()}
+    if prepared:
+        prepare_(model, blocks_for(model))
+    if sharding_type is not None:
+        model = shard_as(model, sharding_type)
+    [found] = collections(model).values()
+    shards = local_shards(found)
+    assert len(shards) == (6 if sharding_type == "column_wise" else 3)
+    covered = {name: torch.zeros_like(table) for name, table in tables.items()}
+    for shard in shards:
+        rows, columns = shard.weight.shape
+        window = slice(shard.first_row, shard.first_row + rows), slice(shard.first_column, shard.first_column + columns)
+        assert not shard.weight.requires_grad
+        assert torch.equal(shard.weight, tables[shard.table][window])
+        covered[shard.table][window] += 1
+        shard.weight.add_(1)
+    assert all((cover == 1).all() for cover in covered.values())
+    for shard in local_shards(found):  # what was written is there when asked again
+        window = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
+        assert torch.equal(shard.weight, tables[shard.table][:, window] + 1)
+
+
+@pytest.mark.parametrize("sharding_type", [None, *SHARDING_TYPES])
+@pytest.mark.usefixtures("gloo")
+def test_multiply_by_alpha(sharding_type: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards_module, "ROWS_PER_CHUNK", 4)
+    model = MODELS["two_dims"]()
+    blocks = blocks_for(model)
+    before = {
+        name: bag.weight.detach().clone()
+        for module in (model.first, model.module["second"])
+        for name, bag in module.embedding_bags.items()
+    }
+    prepare_(model, blocks)
+    randomise_alpha_(model)
+    if sharding_type is not None:
+        model = shard_as(model, sharding_type)
+    alpha = {dim: alpha_of(model).of(dim).clone() for dim in (4, 8)}
+    for wrapper in soft_selection_modules(model).values():
+        multiply_by_alpha_(wrapper)
+    expected = {}
+    for name, table in before.items():
+        of_row, dim = blocks.routings[name].all_blocks().tolist(), table.shape[1]
+        rows = [alpha[dim][blocks.first_alpha_row(name) + of_row[row]] * table[row] for row in range(len(table))]
+        expected[name] = torch.stack(rows)
+    shards = [shard for wrapper in soft_selection_modules(model).values() for shard in local_shards(wrapper)]
+    assert {shard.table for shard in shards} == set(SMALL_ROWS)
+    for shard in shards:
+        window = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
+        torch.testing.assert_close(shard.weight, expected[shard.table][:, window], rtol=0, atol=1e-7)
+    assert all(torch.equal(alpha_of(model).of(dim), alpha[dim]) for dim in (4, 8))
+
+
+class OwnLookup(GroupedPooledEmbeddingsLookup):
+    """What a sharder of somebody else may have put in."""
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "compiled"),
+    [
+        *itertools.product(["table_wise", "grid_shard", "mixed", "kernel_per_table"], [True, False]),
+        *((kind, True) for kind in WHOLE_FEATURES if kind in SHARDINGS),
+    ],
+)
+def test_it_computes_what_the_unsharded_collection_does(
+    gloo: dist.ProcessGroup, compiled: bool, kind: str, weighted: bool
+) -> None:
+    with operators(compiled):
+        found = compare(kind, weighted, 0, 1, gloo)
+    assert found["keys"]
+    assert found["state"]
+    assert found["columns"] == 36
+    assert max(found["value_error"], found["alpha_error"], found["table_error"]) < 1e-6
+    assert found["hit_errors"] == 0
+
+
+@pytest.mark.parametrize("kind", ["data_parallel", "table_wise"])
+def test_weights_that_learn_get_the_gradient_of_the_unsharded_collection(gloo: dist.ProcessGroup, kind: str) -> None:
+    """Compiled or not. Without table b: FBGEMM has no gradient for the weights of a feature of two tables."""
+    features, gradients = make_features(0, True), []
+    for on_shards, compiled in ((False, True), (True, True), (True, False)):
+        model = make_model(True, names="ac")
+        wrapper = select_on_shards_(shard_scenario(model, kind, gloo)).module["ebc"] if on_shards else model["ebc"]
+        weights = features.weights().clone().requires_grad_()
+        bags = type(features)(
+            keys=features.keys(), values=features.values(), lengths=features.lengths(), weights=weights
+        )
+        with operators(compiled):
+            loss_of(wrapper(bags)).backward()
+        gradients.append(weights.grad)
+    expected, *others = gradients
+    assert expected.any()
+    for gradient in others:
+        torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", SHARDINGS)
+def test_a_batch_without_ids(gloo: dist.ProcessGroup, kind: str) -> None:
+    wrapper = select_on_shards_(shard_scenario(make_model(False), kind, gloo)).module["ebc"]
+    features = make_features(0, False)
+    empty = type(features)(
+        keys=features.keys(), values=features.values()[:0], lengths=torch.zeros_like(features.lengths())
+    )
+    pooled = wrapper(empty).values()
+    assert not pooled.any()
+    pooled.sum().backward()
+    gradients, hits = upper_gradients(wrapper, empty)
+    assert not any(gradient.any() for gradient in gradients)
+    assert not any(hit.any() for hit in hits.values())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "on_shards", "compiled"),
+    [
+        *itertools.product([kind for kind in SHARDINGS if kind not in WHOLE_FEATURES], [True, False], [True, False]),
+        *((kind, True, True) for kind in WHOLE_FEATURES if kind in SHARDINGS),
+    ],
+)
+def test_a_batch_of_no_samples(
+    gloo: dist.ProcessGroup, kind: str, weighted: bool, compiled: bool, on_shards: bool
+) -> None:
+    """TorchRec's sharded collections take one, as the last batch of a rank may be."""
+    with operators(compiled):
+        sharded = shard_scenario(make_model(weighted), kind, gloo)
+        wrapper = (select_on_shards_(sharded) if on_shards else sharded).module["ebc"]
+        found = look_up_nothing(wrapper, weighted)
+    assert found["keys"]
+    assert found["shape"] == [0, 36]
+    assert found["alpha_values"] == [wrapper.alpha.of(dim).numel() for dim in wrapper.alpha.dims]
+    assert found["table_change"] == found["gradient"] == found["alpha_gradient"] == found["hits"] == 0
+
+
+def test_what_cannot_be_moved_selects_behind_the_collection(gloo: dist.ProcessGroup) -> None:
+    features = make_features(1, False)
+    unsharded = make_model(False)
+    expected = unsharded["ebc"](features).values()
+    assert select_on_shards_(unsharded) is unsharded
+    sharded = shard_scenario(make_model(False), "table_wise", gloo)
+    wrapper = sharded.module["ebc"]
+    for lookup in lookups_of(sharded):
+        lookup.__class__ = OwnLookup
+    select_on_shards_(sharded)
+    for own in (unsharded["ebc"], wrapper):
+        assert own.bag_splitter is not None
+        assert isinstance(own.selection, SelectPooled)
+        torch.testing.assert_close(own(features).values(), expected, atol=1e-6, rtol=0)
+    single = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=tables())})
+    counts = FrequencyCounts({name: torch.ones(rows, dtype=torch.int64) for name, rows in ROWS.items()}, {}, 30)
+    prepare_(single, blocks_from_counts(counts, tables(), num_blocks=3), multi_hot_features=[])
+    assert isinstance(
+        select_on_shards_(shard_scenario(single, "table_wise", gloo)).module["ebc"].selection, SelectPooled
+    )
+
+
+compiled = pytest.mark.skipif(not are_compiled(), reason="no C++ compiler, or DNIS_NO_COMPILE")
+
+CPU = torch.device("cpu")
+
+
+def multiply_tables(model: nn.Module) -> list[bool]:
+    """Of every kernel whether it multiplies its tables."""
+    forwards = [kernel.forward for kernel in kernels_of(model)]
+    return [isinstance(own, ShardSelection) and own._tables is not None for own in forwards]
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("multiplied tables, rows, kernel_per_table", [True, True, True]),
+        ("multiplied tables, data_parallel, kernel_per_table", [True, True, True]),
+        ("multiplied tables of two dims", [False]),
+        ("whole features, kernel_per_table", None),
+    ],
+)
+def test_kernels_that_may_multiply_do(gloo: dist.ProcessGroup, kind: str, expected: list[bool] | None) -> None:
+    """All tables of a kernel want the same columns, and no optimizer that is fused."""
+    found = multiply_tables(select_on_shards_(shard_scenario(make_model(False), kind, gloo)))
+    assert found == (expected if expected is not None else [False] * len(found))
+
+
+@compiled
+@pytest.mark.parametrize("kind", MULTIPLIED_TABLES)
+def test_the_kernels_own_weights_come_back(gloo: dist.ProcessGroup, kind: str) -> None:
+    """Also after a lookup that failed."""
+    model = select_on_shards_(shard_scenario(make_model(False), kind, gloo))
+    before = [kernel.emb_module.weights for kernel in kernels_of(model)]
+    values = [weights.detach().clone() for weights in before]
+    features, wrapper = make_features(0, False), model.module["ebc"]
+    with wrapper.alpha.upper_level():
+        wrapper(features).values().sum().backward()
+    with torch.inference_mode():
+        wrapper(features)
+    for kernel in kernels_of(model):
+        kernel.emb_module.pooling_mode = None
+    with pytest.raises(Exception, match=r"pooling_mode|NoneType|argument"):
+        wrapper(features)
+    for kernel, own, value in zip(kernels_of(model), before, values, strict=True):
+        assert kernel.emb_module.weights is own
+        assert torch.equal(own, value)
+        assert own.grad is None
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("optimizer", "batch_size", "replicated", "expected"),
+    [
+        ("adam", 10_000, False, True),
+        ("adam", 1, False, False),
+        ("adam", None, False, False),
+        ("adam", 10_000, True, False),
+        ("rowwise_adagrad", 10_000, False, False),
+    ],
+)
+def test_small_tables_are_multiplied(
+    gloo: dist.ProcessGroup, optimizer: str, batch_size: int | None, replicated: bool, expected: bool
+) -> None:
+    """Small beside a batch; a fused optimizer would step the multiplied ones."""
+    recipe = make_recipe(optimizer=optimizer)
+    tables = table_configs(recipe.model)
+    counts = count_frequencies([batch.sparse_features for batch in recipe.data.train], tables)
+    task = TrainTask(prepare_(recipe.model, blocks_from_counts(counts, tables, num_blocks=2)), recipe.loss)
+    model, _ = shard_for_training(task, recipe, CPU, replicated=replicated, batch_size=batch_size)
+    if not isinstance(kernels_of(model)[0].forward, ShardSelection):
+        select_on_shards_(model)
+    assert multiply_tables(model) == [expected] * len(kernels_of(model))
+
+
+@compiled
+def test_training_finds_the_same_either_way(gloo: dist.ProcessGroup) -> None:
+    """Tables beside batches in which they are large, and in which they are small."""
+    losses, alphas = [], []
+    for batch_size in (1, 10_000):
+        recipe = make_recipe()
+        tables = table_configs(recipe.model)
+        counts = count_frequencies([batch.sparse_features for batch in recipe.data.train], tables)
+        task = TrainTask(prepare_(recipe.model, blocks_from_counts(counts, tables, num_blocks=2)), recipe.loss)
+        model, optimizer = shard_for_training(task, recipe, CPU, batch_size=batch_size)
+        pipeline = BilevelTrainPipeline(model.train(), optimizer, CPU, alpha_averaging=0.9)
+        pipeline.alpha_optimizer.learning_rate = 0.05
+        pipeline.alpha_optimizer.retain_({8: torch.arange(8).expand_as(pipeline.alpha.of(8)) < 5})
+        stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=5))
+        losses.append(torch.stack([pipeline.progress(stream)[0].detach() for _ in range(40)]))
+        alphas.append(pipeline.alpha.of(8).clone())
+    assert bool((alphas[0] == 0).any())
+    torch.testing.assert_close(alphas[1], alphas[0], atol=1e-4, rtol=0)
+    torch.testing.assert_close(losses[1], losses[0], atol=1e-4, rtol=0)
+
+
+# Collections that do not look up what they are given are refused by name
+
+SHARDERS = [CpuEmbeddingBagCollectionSharder()]
+TABLE = EmbeddingBagConfig(name="t", num_embeddings=12, embedding_dim=8, feature_names=["f"])
+COUNTS = FrequencyCounts({"t": torch.arange(12, 0, -1)}, {"f": 3}, 30)
+
+
+def one_blocks() -> RowBlocks:
+    return blocks_from_counts(COUNTS, [TABLE], num_blocks=3)
+
+
+def one_table(*, weighted: bool = False) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(tables=[TABLE], is_weighted=weighted)
+
+
+class Scaled(EmbeddingBagCollection):
+    """A subclass that returns something else."""
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Twice what the collection returns."""
+        pooled = super().forward(features)
+        return KeyedTensor(pooled.keys(), pooled.length_per_key(), 2 * pooled.values())
+
+
+class Named(EmbeddingBagCollection):
+    """A subclass that only has another name."""
+
+
+class Processed(FeatureProcessedEmbeddingBagCollection):
+    """A subclass of TorchRec's feature processors, which its sharder does not know."""
+
+
+def position_weighted() -> nn.Module:
+    return Processed(one_table(weighted=True), {"f": PositionWeightedModule(5)})
+
+
+class Managed(ManagedCollisionEmbeddingBagCollection):
+    """A subclass of TorchRec's managed collisions, which its sharder does not know."""
+
+
+def managed_collisions() -> nn.Module:
+    policy = DistanceLFU_EvictionPolicy()
+    remap = MCHManagedCollisionModule(zch_size=12, device=CPU, eviction_policy=policy, eviction_interval=5)
+    return Managed(one_table(), ManagedCollisionCollection({"t": remap}, [TABLE]))
+
+
+def pruned_in_training() -> nn.Module:
+    return ITEPEmbeddingBagCollection(one_table(), GenericITEPModule({}, []))
+
+
+def hooked() -> nn.Module:
+    own = one_table()
+    own.register_forward_pre_hook(lambda module, inputs: None)
+    return own
+
+
+def patched() -> nn.Module:
+    own = one_table()
+    own.forward = lambda features: None
+    return own
+
+
+UNSUPPORTED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "feature processor": (position_weighted, "Processed 'e'"),
+    "managed collisions": (managed_collisions, "Managed 'e'"),
+    "pruning in training": (pruned_in_training, "ITEPEmbeddingBagCollection 'e'"),
+    "subclass": (lambda: Scaled(tables=[TABLE]), "Scaled with a forward of its own"),
+    "hook": (hooked, "one with hooks"),
+    "patched": (patched, "EmbeddingBagCollection with a forward of its own"),
+}
+
+
+def model_with(name: str) -> tuple[nn.Module, str]:
+    build, received = UNSUPPORTED[name]
+    return nn.ModuleDict({"e": build()}), received
+
+
+@pytest.mark.parametrize("name", list(UNSUPPORTED))
+def test_it_is_refused_wherever_a_model_comes_in(gloo: dist.ProcessGroup, name: str, tmp_path: Path) -> None:
+    plain = nn.ModuleDict({"e": one_table()})
+    plan, size = make_sharding_plan(plain, CPU, SHARDERS), Size(compression=2)
+    scheme = prune(plain, one_blocks(), COUNTS, size=size)
+    model, kind = model_with(name)
+    before = {fqn: type(module) for fqn, module in model.named_modules()}
+    data = DataSplits(train=[], validation=[], selection=[], test=[])
+    for call in (
+        lambda: prepare_(model, one_blocks()),
+        lambda: make_sharding_plan(model, CPU, SHARDERS),
+        lambda: table_configs(model),
+        lambda: prune(model, one_blocks(), COUNTS, size=size),
+        lambda: export(model, scheme, tmp_path / "artifact"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"^FQN 'e.*{kind}"):
+            call()
+    with pytest.raises((NotImplementedError, ValueError), match="FQN 'e"):
+        shard_model(model, CPU, plan, SHARDERS)
+    with pytest.raises(NotImplementedError):
+        shard_for_training(TrainTask(model, nn.MSELoss()), Recipe(model=model, data=data, loss=nn.MSELoss()), CPU)
+    assert {fqn: type(module) for fqn, module in model.named_modules()} == before
+
+
+def test_a_subclass_without_a_forward_of_its_own_is_a_collection() -> None:
+    model = prepare_(nn.ModuleDict({"e": Named(tables=[TABLE])}), one_blocks())
+    assert list(collections(merge_(model))) == ["e"]
+
+
+def test_a_plan_for_other_modules_is_refused(gloo: dist.ProcessGroup) -> None:
+    """TorchRec draws weights of what it takes from a CPU anew."""
+    fused = FusedEmbeddingBagCollection([TABLE], torch.optim.SGD, {"lr": 0.1})
+    model = nn.ModuleDict({"e": one_table(), "other": fused})
+    plan = make_sharding_plan(model, CPU, SHARDERS)
+    plan.plan["other"] = plan.plan["e"]
+    with pytest.raises(NotImplementedError, match=r"FQN 'other': supported are .* got FusedEmbeddingBagCollection"):
+        shard_model(model, CPU, plan, SHARDERS)
+
+
+def hooked_table(bag: nn.EmbeddingBag) -> None:
+    bag.register_forward_hook(lambda module, inputs, output: None)
+
+
+def hooked_weight(bag: nn.EmbeddingBag) -> None:
+    bag.weight.register_hook(lambda gradient: gradient * 0)
+
+
+def bounded(bag: nn.EmbeddingBag) -> None:
+    bag.max_norm = 1.0
+
+
+def padded(bag: nn.EmbeddingBag) -> None:
+    bag.padding_idx = 0
+
+
+def scaled_by_frequency(bag: nn.EmbeddingBag) -> None:
+    bag.scale_grad_by_freq = True
+
+
+CHANGES = {
+    "one with hooks": (hooked_table, hooked_weight),
+    "max_norm=1.0": (bounded,),
+    "padding_idx=0": (padded,),
+    "scale_grad_by_freq=True": (scaled_by_frequency,),
+}
+
+
+@pytest.mark.parametrize(("received", "change"), [(name, own) for name, all_of in CHANGES.items() for own in all_of])
+def test_what_users_change_in_a_table_and_sharding_would_lose_is_refused(
+    received: str, change: Callable[[nn.EmbeddingBag], None]
+) -> None:
+    model = nn.ModuleDict({"e": one_table()})
+    change(model["e"].embedding_bags["t"])
+    with pytest.raises(NotImplementedError, match=f"FQN 'e', table 't': supported are .* got {received}"):
+        prepare_(model, one_blocks())
+
+
+def test_a_table_of_another_class_is_refused() -> None:
+    model = nn.ModuleDict({"e": one_table()})
+    other = type("Mine", (nn.EmbeddingBag,), {})(12, 8)
+    model["e"].embedding_bags["t"] = other
+    with pytest.raises(NotImplementedError, match=r"FQN 'e', table 't': supported are .* got Mine"):
+        prepare_(model, one_blocks())
+
+
+class Perceptron(MLP):
+    """A user's class, derived from one of TorchRec's that knows nothing of embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__(8, [4, 1])
+        self.e = one_table()
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """The perceptron of what is looked up."""
+        return super().forward(self.e(features).values())
+
+
+class Tower(nn.Module):
+    """What a tower of TorchRec's does with pooled embeddings."""
+
+    def forward(self, pooled: KeyedTensor) -> torch.Tensor:
+        """Their values."""
+        return pooled.values()
+
+
+HOLDERS: dict[str, Callable[[], nn.Module]] = {
+    "tower": lambda: EmbeddingTower(one_table(), Tower()),
+    "towers": lambda: EmbeddingTowerCollection([EmbeddingTower(one_table(), Tower())]),
+    "derived": Perceptron,
+}
+
+
+@pytest.mark.parametrize("name", list(HOLDERS))
+def test_modules_that_only_call_a_collection_are_supported(gloo: dist.ProcessGroup, name: str) -> None:
+    model = nn.ModuleDict({"m": HOLDERS[name]()})
+    features = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 11, 0]), lengths=torch.tensor([2, 0, 1]))
+    expected = model["m"](features)
+    model = prepare_(model, one_blocks())
+    torch.testing.assert_close(model["m"](features), expected)
+    sharded = shard_model(model, CPU)
+    torch.testing.assert_close(get_unwrapped_module(sharded)["m"](features), expected)
+    torch.testing.assert_close(merge_(sharded)["m"](features), expected)
+
+
+def test_a_subclass_is_searched_like_the_plain_collection(gloo: dist.ProcessGroup) -> None:
+    """TorchRec's sharders take no subclasses: the wrapper looks up in a plain one."""
+    single_id = blocks_from_counts(FrequencyCounts(COUNTS.counts, {"f": 1}, 30), [TABLE], num_blocks=3)
+    model = prepare_(nn.ModuleDict({"e": Named(tables=[TABLE])}), single_id)
+    features = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 11]), lengths=torch.tensor([1, 1]))
+    expected = model["e"](features).values()
+    sharded = shard_model(model, CPU)
+    torch.testing.assert_close(get_unwrapped_module(sharded)["e"](features).values(), expected)
+    plain = nn.ModuleDict({"e": Named(tables=[TABLE])})
+    plan = make_sharding_plan(plain, CPU, SHARDERS)
+    with pytest.raises(ValueError, match=r"under FQN 'e', got none; .* sharders take no subclass, such as Named"):
+        shard_model(plain, CPU, plan, SHARDERS)
+
+
+class Copied(CopyableMixin):
+    """A model that is copied as TorchRec's own test models are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = one_table()
+
+
+def test_a_model_of_torchrecs_that_changes_nothing_may_hold_a_collection() -> None:
+    assert list(collections(prepare_(Copied(), one_blocks()))) == ["e"]

@@ -1,0 +1,587 @@
+"""Sharded collections read the features of every batch by name, and weights as the unsharded collection does."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import dnis_torchrec as dnis
+from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.counts import count_frequencies
+from dnis_torchrec.data.recipe import DataSplits, Recipe
+from dnis_torchrec.data.task import TrainTask
+from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
+from dnis_torchrec.selection.on_shards import select_on_shards_
+from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.shards import collections, local_shards
+from dnis_torchrec.selection.swap import merge_, prepare_, unshard_
+from dnis_torchrec.selection.torchrec import read_by_name_
+from dnis_torchrec.selection.wrapper import plain_state_dict
+from dnis_torchrec.training.loop import train_plainly
+from dnis_torchrec.training.shard import set_learning_rates_, shard
+from tests.position_weighted import (
+    BATCHES,
+    CPU,
+    DIM,
+    FEATURES,
+    ROWS,
+    SIZE,
+    TABLES,
+    Net,
+    Trained,
+    blocks,
+    prepared,
+    weights_of,
+)
+from tests.small_models import alpha_of, operators
+
+SHARDERS = [CpuEmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+NUM_ROWS, BATCH = 20, 6
+KEYS = ("a", "b", "c")
+KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")
+ORDERS = [
+    *itertools.permutations(KEYS),
+    *(order for order in itertools.permutations(("a", "x", "b", "c")) if order.index("a") > 0),
+]
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def tables() -> list[EmbeddingBagConfig]:
+    """One table reads two features, and one feature is read by two tables."""
+    read = {"one": ["a", "b"], "two": ["c"], "three": ["a"]}
+    return [
+        EmbeddingBagConfig(name=n, num_embeddings=NUM_ROWS, embedding_dim=8, feature_names=f) for n, f in read.items()
+    ]
+
+
+def bags(keys: tuple[str, ...] = KEYS, *, longest: int = 1, weighted: bool = False) -> KeyedJaggedTensor:
+    """A batch; the bags of a key are the same whatever the others."""
+    values, lengths = [], []
+    for key in keys:
+        generator = torch.Generator().manual_seed(ord(key))
+        length = torch.randint(0, longest + 1, (BATCH,), generator=generator)
+        lengths.append(length)
+        values.append(torch.randint(0, NUM_ROWS, (int(length.sum()),), generator=generator))
+    ids = torch.cat(values)
+    weights = 2 + ids.float() if weighted else None
+    return KeyedJaggedTensor(keys=list(keys), values=ids, lengths=torch.cat(lengths), weights=weights)
+
+
+def sharded_by_name(model: nn.Module, kind: str) -> nn.Module:
+    constraint = ParameterConstraints(sharding_types=[kind], min_partition=4)
+    constraints = {table.name: constraint for table in tables()}
+    return shard_model(model, CPU, make_sharding_plan(model, CPU, SHARDERS, constraints=constraints), SHARDERS)
+
+
+def prepared_by_name(model: nn.Module, longest: int) -> nn.Module:
+    counts = count_frequencies([bags(longest=longest)], tables())
+    return prepare_(model, blocks_from_counts(counts, tables(), num_blocks=3))
+
+
+def collection(*, weighted: bool = False) -> nn.ModuleDict:
+    return nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=tables(), is_weighted=weighted)})
+
+
+@pytest.mark.parametrize("searched", [False, True])
+@pytest.mark.parametrize("longest", [1, 3])
+@every_kind
+def test_any_order_and_other_keys_give_what_the_unsharded_collection_does(
+    gloo: dist.ProcessGroup, kind: str, longest: int, searched: bool
+) -> None:
+    model = collection()
+    expected = model["ebc"](bags(longest=longest)).to_dict()
+    model = sharded_by_name(prepared_by_name(model, longest) if searched else model, kind)
+    for order in (KEYS, *ORDERS):
+        pooled = get_unwrapped_module(model)["ebc"](bags(order, longest=longest)).to_dict()
+        assert pooled.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(pooled[name], value, atol=1e-6, rtol=0, msg=f"{name} of {order}")
+
+
+@every_kind
+def test_a_first_batch_with_another_key_is_read_right(gloo: dist.ProcessGroup, kind: str) -> None:
+    model = collection()
+    expected = model["ebc"](bags()).to_dict()
+    read = get_unwrapped_module(sharded_by_name(model, kind))["ebc"]
+    for order in (("x", "c", "b", "a"), KEYS):
+        torch.testing.assert_close(read(bags(order)).to_dict(), expected, atol=1e-6, rtol=0)
+
+
+def test_a_missing_feature_is_named(gloo: dist.ProcessGroup) -> None:
+    ebc = get_unwrapped_module(sharded_by_name(collection(), "table_wise"))["ebc"]
+    for order in (("a", "c"), KEYS, ("a", "c")):
+        if order == KEYS:
+            ebc(bags(order))
+            continue
+        with pytest.raises(ValueError, match="feature 'b': expected a known feature"):
+            ebc(bags(order))
+
+
+def test_a_tensor_dict_is_read_by_name(gloo: dist.ProcessGroup) -> None:
+    model = collection()
+    expected = model["ebc"](bags()).to_dict()
+    read = get_unwrapped_module(sharded_by_name(model, "table_wise"))["ebc"]
+    for order in (KEYS, ("c", "a", "b")):
+        by_key = {
+            key: torch.nested.nested_tensor_from_jagged(jagged.values(), jagged.offsets().long())
+            for key, jagged in bags(order).to_dict().items()
+        }
+        pooled = read(TensorDict(by_key, batch_size=[BATCH])).to_dict()
+        torch.testing.assert_close(pooled, expected, atol=1e-6, rtol=0)
+
+
+def test_sequence_embeddings_are_read_by_name_and_keep_their_weights(gloo: dist.ProcessGroup) -> None:
+    configs = [EmbeddingConfig(name=n, num_embeddings=NUM_ROWS, embedding_dim=8, feature_names=[n]) for n in ("a", "b")]
+    model = nn.ModuleDict({"ec": EmbeddingCollection(tables=configs)})
+    expected = {name: jagged.values() for name, jagged in model["ec"](bags()).items()}
+    read = get_unwrapped_module(shard_model(model, CPU, make_sharding_plan(model, CPU, SHARDERS), SHARDERS))["ec"]
+    for order in (KEYS, ("b", "x", "a"), ("x", "a", "b")):
+        found = {name: jagged.values() for name, jagged in read(bags(order)).items()}
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("longest", [1, 3])
+@every_kind
+def test_an_unweighted_collection_ignores_weights_in_a_search_and_in_training(
+    gloo: dist.ProcessGroup, kind: str, longest: int
+) -> None:
+    features = bags(longest=longest, weighted=True)
+    model = collection()
+    expected = model["ebc"](features).values()
+    trained = sharded_by_name(copy.deepcopy(model), kind)
+    read_by_name_(trained)  # as training.shard does
+    for ready in (trained, sharded_by_name(prepared_by_name(model, longest), kind)):
+        pooled = get_unwrapped_module(ready)["ebc"](features).to_dict()
+        torch.testing.assert_close(torch.cat(list(pooled.values()), 1), expected, atol=1e-6, rtol=0)
+    assert features.weights_or_none() is not None
+
+
+def test_an_unweighted_collection_that_is_not_prepared_refuses_weights_after_shard_model(
+    gloo: dist.ProcessGroup,
+) -> None:
+    ebc = get_unwrapped_module(sharded_by_name(collection(), "table_wise"))["ebc"]
+    with pytest.raises(ValueError, match=r"\['one', 'two', 'three'\]: expected bags without per-sample weights"):
+        ebc(bags(weighted=True))
+
+
+@pytest.mark.parametrize("searched", [False, True])
+def test_a_weighted_collection_refuses_bags_without_weights(gloo: dist.ProcessGroup, searched: bool) -> None:
+    model = collection(weighted=True)
+    ebc = get_unwrapped_module(sharded_by_name(prepared_by_name(model, 1) if searched else model, "table_wise"))["ebc"]
+    with pytest.raises(ValueError, match="expected per-sample weights, got none"):
+        ebc(bags())
+
+
+@pytest.mark.parametrize(("kind", "order"), [("row_wise", KEYS), ("table_wise", KEYS), ("data_parallel", "cab")])
+def test_weights_that_learn_are_refused_where_torchrec_drops_their_gradient(
+    gloo: dist.ProcessGroup, kind: str, order: str
+) -> None:
+    """Also in table_wise sharding, because a feature that two tables read is copied."""
+    ebc = get_unwrapped_module(sharded_by_name(collection(weighted=True), kind))["ebc"]
+    features = bags(tuple(order), weighted=True)
+    ebc(features)
+    features.weights().requires_grad_()
+    with pytest.raises(NotImplementedError, match="supported are per-sample weights that learn on one rank"):
+        ebc(features)
+    with torch.no_grad():
+        ebc(features)
+
+
+@every_kind
+@pytest.mark.parametrize("decided", [True, False])
+def test_a_collection_that_was_called_before_reads_by_name_from_then_on(
+    gloo: dist.ProcessGroup, kind: str, decided: bool
+) -> None:
+    """A user's own DistributedModelParallel has noted the places of its first batch by then."""
+    model = collection()
+    expected = model["ebc"](bags()).to_dict()
+    model = sharded_by_name(model, kind)
+    ebc = get_unwrapped_module(model)["ebc"]
+    del vars(ebc)["input_dist"]
+    ebc(bags(("x", *KEYS)))
+    read_by_name_(model, refuse_weights=False if decided else None)
+    for order in (("c", "b", "a"), KEYS):
+        torch.testing.assert_close(ebc(bags(order)).to_dict(), expected, atol=1e-6, rtol=0)
+    if not decided:  # its kernels may have learnt by weights
+        with pytest.raises(ValueError, match="expected bags without per-sample weights"):
+            ebc(bags(weighted=True))
+
+
+def test_sequence_embeddings_that_were_called_before(gloo: dist.ProcessGroup) -> None:
+    configs = [EmbeddingConfig(name=n, num_embeddings=NUM_ROWS, embedding_dim=8, feature_names=[n]) for n in ("a", "b")]
+    model = nn.ModuleDict({"ec": EmbeddingCollection(tables=configs)})
+    expected = {name: jagged.values() for name, jagged in model["ec"](bags()).items()}
+    read = get_unwrapped_module(shard_model(model, CPU, make_sharding_plan(model, CPU, SHARDERS), SHARDERS))["ec"]
+    del vars(read)["input_dist"]
+    read(bags(("x", "b", "a")))
+    read_by_name_(read)
+    found = {name: jagged.values() for name, jagged in read(bags(("a", "b", "x"))).items()}
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+def test_a_wrapper_reads_by_name_also_where_a_pipeline_calls_its_child(gloo: dist.ProcessGroup) -> None:
+    """DistributedModelParallel puts the sharded child into the wrapper."""
+    model = prepared_by_name(collection(), 1)
+    constraints = {table.name: ParameterConstraints(sharding_types=["table_wise"]) for table in tables()}
+    plan = make_sharding_plan(model, CPU, SHARDERS, constraints=constraints)
+    child = get_unwrapped_module(DistributedModelParallel(model, device=CPU, plan=plan, sharders=SHARDERS))["ebc"]
+    child = child.embedding_bag_collection
+    pooled = []
+    for order in (KEYS, ("x", "c", "b", "a")):
+        context = child.create_context()
+        features = child.input_dist(context, bags(order)).wait().wait()
+        pooled.append(child.compute_and_output_dist(context, features).to_dict())
+    torch.testing.assert_close(pooled[1], pooled[0], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("order", [KEYS, ("x", "c", "a", "b")])
+def test_a_batch_size_per_feature_is_read_by_name_too(gloo: dist.ProcessGroup, order: tuple[str, ...]) -> None:
+    """As TorchRec's sharded collections read it."""
+    model = collection()
+    weights = {name: bag.weight.detach().clone() for name, bag in model["ebc"].embedding_bags.items()}
+    ebc = get_unwrapped_module(sharded_by_name(model, "table_wise"))["ebc"]
+    sample_of = {key: torch.tensor([ord(key) % 2, 1, 1, 0]) for key in order}
+    ids = {key: torch.tensor([ord(key) % NUM_ROWS, 3]) for key in order}
+    features = KeyedJaggedTensor(
+        keys=list(order),
+        values=torch.cat(list(ids.values())),
+        lengths=torch.ones(2 * len(order), dtype=torch.int64),
+        stride_per_key_per_rank=[[2]] * len(order),
+        inverse_indices=(list(order), torch.stack(list(sample_of.values()))),
+    )
+    pooled = ebc(features).to_dict()
+    for table in tables():
+        for key in table.feature_names:
+            name = key if key in pooled else f"{key}@{table.name}"
+            torch.testing.assert_close(pooled[name], weights[table.name][ids[key][sample_of[key]]])
+
+
+def test_a_prepared_model_that_was_called_is_searched_all_the_same(gloo: dist.ProcessGroup) -> None:
+    """Called alone it reads a key for every block; selected on the shards, whole bags."""
+    model = sharded_by_name(prepared_by_name(collection(), 3), "table_wise")
+    ebc = get_unwrapped_module(model)["ebc"]
+    features = bags(longest=3)
+    expected = ebc(features).values()
+    select_on_shards_(model)
+    torch.testing.assert_close(ebc(features).values(), expected, atol=1e-6, rtol=0)
+
+
+FROZEN, LEARNING = "kept", "learnt"
+TWO_TABLES = [
+    EmbeddingBagConfig(name=name, num_embeddings=12, embedding_dim=8, feature_names=[f"f_{name}"])
+    for name in (FROZEN, LEARNING)
+]
+
+
+class FrozenNet(nn.Module):
+    """Two tables, one of them frozen, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ebc = EmbeddingBagCollection(tables=TWO_TABLES)
+        self.ebc.embedding_bags[FROZEN].weight.requires_grad_(False)
+        self.over = nn.Linear(16, 1)
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
+        """A logit per sample."""
+        return self.over(self.ebc(sparse_features).values())
+
+
+def make_batches(num_batches: int, *, longest: int = 1) -> list[Batch]:
+    batches = []
+    for seed in range(num_batches):
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(1, longest + 1, (16,), generator=generator)
+        ids = torch.randint(0, 12, (int(lengths.sum()),), generator=generator)
+        kjt = KeyedJaggedTensor(keys=[f"f_{table.name}" for table in TWO_TABLES], values=ids, lengths=lengths)
+        batches.append(Batch(torch.zeros(8, 1), kjt, torch.randint(0, 2, (8,), generator=generator).float()))
+    return batches
+
+
+def table_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    whole = {name: torch.full((12, 8), torch.nan) for name in (FROZEN, LEARNING)}
+    for module in collections(model).values():
+        for part in local_shards(module):
+            rows = slice(part.first_row, part.first_row + part.weight.shape[0])
+            whole[part.table][rows, part.first_column : part.first_column + part.weight.shape[1]] = part.weight
+    return whole
+
+
+def sharded_net(task: nn.Module, kind: str, kernel: str) -> DistributedModelParallel:
+    decay = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.5, "weight_decay": 0.1}
+    sharders = [CpuEmbeddingBagCollectionSharder(fused_params=decay)]
+    constraint = ParameterConstraints(sharding_types=[kind], min_partition=4)
+    constraints = {table.name: constraint for table in TWO_TABLES}
+    plan = make_sharding_plan(task, CPU, sharders, constraints=constraints)
+    for planned in plan.plan.values():
+        for sharding in planned.values():
+            sharding.compute_kernel = kernel
+    return shard_model(task, CPU, plan, sharders)
+
+
+def adam_with_decay(model: nn.Module) -> KeyedOptimizerWrapper:
+    rest = dict(in_backward_optimizer_filter(model.named_parameters()))
+    return KeyedOptimizerWrapper(rest, lambda p: torch.optim.AdamW(p, lr=0.5, weight_decay=0.1))
+
+
+def prepared_net(net: FrozenNet, batches: list[Batch]) -> FrozenNet:
+    counts = count_frequencies((batch.sparse_features for batch in batches), TWO_TABLES)
+    return prepare_(net, blocks_from_counts(counts, TWO_TABLES, num_blocks=3))
+
+
+KERNELS = [(kind, "fused") for kind in ("table_wise", "row_wise", "column_wise")]
+KERNELS += [(kind, "dense") for kind in ("data_parallel", "table_wise", "row_wise")]
+
+
+@pytest.mark.parametrize("longest", [1, 3])
+@pytest.mark.parametrize("searched", [False, True])
+@pytest.mark.parametrize(("kind", "kernel"), KERNELS)
+def test_a_frozen_table_keeps_its_bits_and_stays_frozen(
+    gloo: dist.ProcessGroup, kind: str, kernel: str, searched: bool, longest: int
+) -> None:
+    """Under weight decay, too, inside the backward pass and outside of it."""
+    batches, net = make_batches(6, longest=longest), FrozenNet()
+    before = table_weights(copy.deepcopy(net))
+    task = TrainTask(prepared_net(net, batches) if searched else net, nn.BCEWithLogitsLoss())
+    model = sharded_net(task, kind, kernel)
+    optimizer = adam_with_decay(model)
+    if searched:
+        pipeline = BilevelTrainPipeline(model, optimizer, CPU)
+        stream = BilevelStream(batches, batches, LevelSchedule(warm_up_steps=100))
+        for _ in range(6):
+            pipeline.progress(stream)
+        pipeline.detach()
+    else:
+        for batch in batches:
+            optimizer.zero_grad()
+            model(batch)[0].backward()
+            optimizer.step()
+    after = table_weights(model)
+    assert torch.equal(after[FROZEN], before[FROZEN])
+    assert not torch.equal(after[LEARNING], before[LEARNING])
+    learns = {name.split(".")[-2]: weight.requires_grad for name, weight in model.named_parameters()}
+    assert not learns[FROZEN]
+    assert learns[LEARNING]
+    plain = merge_(model) if searched else unshard_(model)
+    bags = next(iter(collections(plain).values())).embedding_bags
+    assert {name: bag.weight.requires_grad for name, bag in bags.items()} == {FROZEN: False, LEARNING: True}
+    assert torch.equal(bags[FROZEN].weight, before[FROZEN])
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_plain_training_leaves_a_frozen_table_alone(gloo: dist.ProcessGroup, tmp_path: Path, optimizer: str) -> None:
+    batches, net = make_batches(4), FrozenNet()
+    before = table_weights(copy.deepcopy(net))
+    splits = DataSplits(train=batches, validation=batches, selection=batches, test=batches)
+    recipe = Recipe(model=net, data=splits, loss=nn.BCEWithLogitsLoss(), table_optimizer=optimizer)
+    model, stepper = shard(TrainTask(net, recipe.loss), recipe, CPU)
+    set_learning_rates_(model, stepper, tables=0.1, dense=0.1, rows=0.1)
+    train_plainly(model, stepper, recipe, CPU, max_epochs=2, patience=2)
+    after = table_weights(model)
+    assert torch.equal(after[FROZEN], before[FROZEN])
+    assert not torch.equal(after[LEARNING], before[LEARNING])
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "data_parallel"])
+def test_a_frozen_table_of_sequence_embeddings(gloo: dist.ProcessGroup, kind: str) -> None:
+    configs = [
+        EmbeddingConfig(name=name, num_embeddings=12, embedding_dim=8, feature_names=[f"f_{name}"])
+        for name in (FROZEN, LEARNING)
+    ]
+    model = nn.ModuleDict({"ec": EmbeddingCollection(tables=configs), "over": nn.Linear(1, 1)})
+    model["ec"].embeddings[FROZEN].weight.requires_grad_(False)
+    before = {name: table.weight.detach().clone() for name, table in model["ec"].embeddings.items()}
+    sharders = [EmbeddingCollectionSharder(fused_params={"learning_rate": 0.5})]
+    constraints = {name: ParameterConstraints(sharding_types=[kind]) for name in before}
+    plan = make_sharding_plan(model, CPU, sharders, constraints=constraints)
+    model = shard_model(model, CPU, plan, sharders)
+    optimizer = adam_with_decay(model)
+    for batch in make_batches(2):
+        optimizer.zero_grad()
+        looked_up = get_unwrapped_module(model)["ec"](batch.sparse_features)
+        torch.stack([jagged.values().sum() for jagged in looked_up.values()]).sum().backward()
+        optimizer.step()
+    tables = unshard_(model)["ec"].embeddings
+    assert torch.equal(tables[FROZEN].weight, before[FROZEN])
+    assert not torch.equal(tables[LEARNING].weight, before[LEARNING])
+    assert {name: table.weight.requires_grad for name, table in tables.items()} == {FROZEN: False, LEARNING: True}
+
+
+def test_a_model_that_a_user_shards_alone_is_refused(gloo: dist.ProcessGroup) -> None:
+    batches = make_batches(2)
+    task = TrainTask(prepared_net(FrozenNet(), batches), nn.BCEWithLogitsLoss())
+    model = DistributedModelParallel(task, device=CPU)
+    with pytest.raises(NotImplementedError, match=r"FQN 'model.ebc': supported are frozen tables .*\['kept'\]"):
+        BilevelTrainPipeline(model, adam_with_decay(model), CPU)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_is_frozen_when_it_is_sharded_counts(gloo: dist.ProcessGroup, frozen: bool) -> None:
+    """Between prepare_ and shard_model a table may be frozen, or may be let learn again."""
+    batches, net = make_batches(4, longest=3), FrozenNet()
+    net.ebc.embedding_bags[FROZEN].weight.requires_grad_(frozen)
+    net = prepared_net(net, batches)
+    net.ebc.embedding_bag_collection.embedding_bags[FROZEN].weight.requires_grad_(not frozen)
+    before = table_weights(copy.deepcopy(net))
+    model = sharded_net(TrainTask(net, nn.BCEWithLogitsLoss()), "table_wise", "fused")
+    pipeline = BilevelTrainPipeline(model, adam_with_decay(model), CPU)
+    stream = BilevelStream(batches, batches, LevelSchedule(warm_up_steps=100))
+    for _ in batches:
+        pipeline.progress(stream)
+    after = table_weights(pipeline.detach())
+    assert torch.equal(after[FROZEN], before[FROZEN]) == frozen
+    assert not torch.equal(after[LEARNING], before[LEARNING])
+
+
+def test_a_schedule_of_all_learning_rates_does_not_wake_a_frozen_table(gloo: dist.ProcessGroup) -> None:
+    batches, net = make_batches(4), FrozenNet()
+    before = table_weights(copy.deepcopy(net))
+    model = sharded_net(TrainTask(net, nn.BCEWithLogitsLoss()), "row_wise", "fused")
+    stages = [WarmupStage(WarmupPolicy.LINEAR, max_iters=3, value=0.1)]
+    optimizer = WarmupOptimizer(model.fused_optimizer, stages, lr=0.2)
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch)[0].backward()
+        optimizer.step()
+    after = table_weights(model)
+    assert torch.equal(after[FROZEN], before[FROZEN])
+    assert not torch.equal(after[LEARNING], before[LEARNING])
+
+
+SHARDED_AS = ("table_wise", "row_wise", "column_wise", "data_parallel")
+
+
+def by_hand(net: Net, of: KeyedJaggedTensor, alpha: Tensor, own: RowBlocks) -> Tensor:
+    """Every id's row, times the weight of its place, times its block's alpha, one after the other."""
+    pooled = []
+    places = {name.split(".")[-2]: weight for name, weight in weights_of(net).items()}
+    for feature, table in FEATURES.items():
+        weight, jagged = net.e._embedding_bag_collection.embedding_bags[table].weight, of[feature]
+        rows_of_alpha = own.routings[table].block_of(torch.arange(ROWS)) + own.first_alpha_row(table)
+        for bag in jagged.to_dense():
+            rows = [places[feature][at] * weight[row] * alpha[rows_of_alpha[row]] for at, row in enumerate(bag)]
+            pooled.append(torch.stack([torch.zeros(DIM), *rows]).sum(0))
+    per_sample = torch.stack(pooled).view(len(FEATURES), SIZE, DIM).transpose(0, 1).flatten(1)
+    return net.over(per_sample).squeeze(1)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_unsharded_forward_and_gradients_are_those_by_hand(compiled: bool) -> None:
+    plain, own = Net(), BATCHES[0]
+    with operators(compiled=compiled):
+        net = prepared(copy.deepcopy(plain), alpha_from=0.1)
+        found = net(own.dense_features, own.sparse_features)
+        (found * torch.arange(SIZE)).sum().backward()
+    expected = by_hand(plain, own.sparse_features, alpha_of(net).of(DIM), blocks())
+    (expected * torch.arange(SIZE)).sum().backward()
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert [name for name, _ in net.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    for (name, weight), other in zip(net.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(weight.grad, other.grad, atol=1e-4, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("sharding_type", SHARDED_AS)
+def test_places_learn_as_in_torchrecs_own_module(gloo: dist.ProcessGroup, sharding_type: str) -> None:
+    own = Trained(Net(), sharding_type, by_torchrec=True)
+    expected = own.by_itself()
+    ours = Trained(prepared(Net()), sharding_type)
+    assert ours.searched(with_upper_steps=False) == pytest.approx(expected, abs=1e-5)
+    found, wanted, start = weights_of(ours.model), weights_of(own.model), weights_of(Net())
+    assert list(found) == list(wanted)
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, wanted[name], atol=1e-5, rtol=0)
+        assert not torch.allclose(weight, start[name.removeprefix("model.")], atol=1e-3)
+    plain = Trained(Net(), sharding_type)  # ours without a search
+    assert plain.by_itself() == pytest.approx(expected, abs=1e-5)
+    assert list(plain.model.state_dict()) == list(plain_state_dict(ours.model)) == list(own.model.state_dict())
+
+
+@pytest.mark.parametrize("sharding_type", SHARDED_AS)
+@pytest.mark.parametrize("as_collection", [False, True])
+def test_what_was_searched_survives_merging(gloo: dist.ProcessGroup, sharding_type: str, as_collection: bool) -> None:
+    trained = Trained(prepared(Net(as_collection=as_collection)), sharding_type)
+    trained.searched(with_upper_steps=True)
+    alpha, own = alpha_of(trained.model), BATCHES[1]
+    assert float(alpha.of(DIM).min()) < 1
+    before = trained.model.module.model(own.dense_features, copy.deepcopy(own.sparse_features)).detach()
+    names, places = list(plain_state_dict(trained.model)), copy.deepcopy(weights_of(trained.model))
+    merged = dnis.merge_(trained.model)
+    assert type(merged.model.e) is FeatureProcessedEmbeddingBagCollection
+    assert type(merged.model.e._embedding_bag_collection) is EmbeddingBagCollection
+    assert sorted(merged.state_dict()) == sorted(names)
+    assert all(torch.equal(weight, places[name]) for name, weight in weights_of(merged).items())
+    torch.testing.assert_close(merged.model(own.dense_features, own.sparse_features), before, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("sharding_type", [None, "table_wise", "row_wise"])
+def test_curvature_of_a_prepared_model_is_the_plain_models(gloo: dist.ProcessGroup, sharding_type: str | None) -> None:
+    plain, net = Net(), prepared(Net())
+    worth = dnis.curvature(plain, BATCHES, blocks(), loss=nn.BCEWithLogitsLoss())
+    if sharding_type is not None:
+        trained = Trained(net, sharding_type)
+        dnis.BilevelTrainPipeline(trained.model, trained.optimizer, CPU)
+        net = trained.model.module.model
+    again = dnis.curvature(net, [copy.deepcopy(own) for own in BATCHES], blocks(), loss=nn.BCEWithLogitsLoss())
+    for name in TABLES:
+        torch.testing.assert_close(again.gradient[name], worth.gradient[name], atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(again.curvature[name], worth.curvature[name], atol=1e-6, rtol=1e-4)
+
+
+def test_curvature_is_the_loss_by_alpha() -> None:
+    net, own = prepared(Net()), BATCHES[0]
+    alpha = alpha_of(net).of(DIM).requires_grad_()
+    loss = binary_cross_entropy_with_logits(by_hand(Net(), own.sparse_features, alpha, blocks()), own.labels)
+    (expected,) = torch.autograd.grad(loss, [alpha])
+    worth = dnis.curvature(Net(), [own], blocks(), loss=nn.BCEWithLogitsLoss())
+    found = torch.cat([*worth.gradient.values()])
+    torch.testing.assert_close(found.float(), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_served_bags_are_weighted(tmp_path: Path) -> None:
+    net, own = Net(), BATCHES[2]
+    measured = dnis.measure_(net, BATCHES, loss=nn.BCEWithLogitsLoss())
+    found = measured.allocate(compression=4)
+    dnis.export(net, found.scheme, tmp_path / "artifact")
+    turned = copy.deepcopy(net)
+    shift = dnis.compress(net, BATCHES, loss=nn.BCEWithLogitsLoss(), compression=4).output_shift
+    assert measured.sample.bias is not None
+    measured.sample.bias.shift_(turned, shift)
+    served = net(own.dense_features, own.sparse_features).detach()
+    assert list(collections(turned)) == ["e._embedding_bag_collection"]
+    fresh = Net()
+    fresh.load_state_dict(turned.state_dict())
+    fresh = fresh.requires_grad_(False)
+    fresh.e._embedding_bag_collection = dnis.load(tmp_path / "artifact", form="packed")
+    torch.testing.assert_close(fresh(own.dense_features, own.sparse_features), served, atol=1e-4, rtol=0)
+    single = {"values": torch.arange(ROWS).repeat(len(FEATURES)), "lengths": torch.ones(len(FEATURES) * ROWS).long()}
+    bags = KeyedJaggedTensor(keys=list(FEATURES), weights=torch.ones(len(FEATURES) * ROWS), **single)
+    rows = fresh.e._embedding_bag_collection(bags).to_dict()
+    with torch.no_grad():
+        for feature, table in FEATURES.items():
+            turned.e._embedding_bag_collection.embedding_bags[table].weight.copy_(rows[feature])
+        expected = by_hand(turned, own.sparse_features, torch.ones(blocks().alpha_shapes[DIM]), blocks())
+    torch.testing.assert_close(served, expected, atol=1e-4, rtol=0)
+    for weight in weights_of(fresh).values():
+        weight.data.copy_(weight.data.flip(0))
+    assert not torch.allclose(fresh(own.dense_features, own.sparse_features), served, atol=1e-2)

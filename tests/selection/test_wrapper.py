@@ -1,0 +1,668 @@
+"""alpha and the pure functions on it: against the equations, row by row, and against numerical gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.ops import batches_triton
+from dnis_torchrec.search.prune import uncompressed_scheme
+from dnis_torchrec.selection import alpha
+from dnis_torchrec.selection.alpha import Alpha, normalise_gradient, select_per_block, select_per_sample, step_and_clip_
+from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, shard_model
+from dnis_torchrec.selection.swap import merge_, prepare_
+from dnis_torchrec.selection.wrapper import (
+    UNLIMITED,
+    BagCheck,
+    SoftSelectionEmbeddingBagCollection,
+    soft_selection_modules,
+)
+from dnis_torchrec.serving import ServedEmbeddingCollection
+from dnis_torchrec.serving.tables import LogicalTables
+from tests import sequence_models
+from tests.reference import ReferenceTable, normalised_reference, pooled_reference
+from tests.sequence_models import (
+    DIM,
+    bags_of_one,
+    blocks_of,
+    features,
+    interest,
+    make_batch,
+    sequences,
+    tables,
+    values_of,
+    wrapper_of,
+)
+from tests.sequence_models import KEYS as SEQUENCE_KEYS
+from tests.sequence_models import blocks as sequence_blocks
+from tests.small_models import ROWS, blocks, collection, operators
+from tests.triton_on_numpy import without_triton
+
+sizes = st.integers(1, 4)
+seeds = st.integers(0, 2**31)
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@given(sizes, sizes, sizes, sizes, seeds)
+def test_select_per_sample(batch_size: int, num_features: int, num_rows: int, dim: int, seed: int) -> None:
+    pooled, alpha = random(batch_size, num_features, dim, seed=seed), random(num_rows, dim, seed=seed + 1)
+    rows = torch.randint(num_rows, (batch_size, num_features), generator=torch.Generator().manual_seed(seed))
+    got = select_per_sample(pooled, alpha, rows)
+    for b in range(batch_size):
+        for f in range(num_features):
+            assert got[b, f].tolist() == [pooled[b, f, d].item() * alpha[rows[b, f], d].item() for d in range(dim)]
+    pooled.requires_grad_()
+    alpha.requires_grad_()
+    assert torch.autograd.gradcheck(lambda p, a: select_per_sample(p, a, rows), (pooled, alpha))
+    # Each gradient alone takes another path: lower steps want that of pooled, upper steps that of alpha.
+    assert torch.autograd.gradcheck(lambda p: select_per_sample(p, alpha.detach(), rows), (pooled,))
+    assert torch.autograd.gradcheck(lambda a: select_per_sample(pooled.detach(), a, rows), (alpha,))
+
+
+@given(sizes, sizes, sizes, seeds)
+def test_select_per_block(batch_size: int, num_blocks: int, dim: int, seed: int) -> None:
+    pooled, alpha = random(batch_size, num_blocks, dim, seed=seed), random(num_blocks, dim, seed=seed + 1)
+    expected = torch.zeros(batch_size, dim, dtype=torch.float64)
+    for b in range(batch_size):
+        for s in range(num_blocks):
+            expected[b] += alpha[s] * pooled[b, s]
+    torch.testing.assert_close(select_per_block(pooled, alpha), expected)
+    assert torch.autograd.gradcheck(select_per_block, (pooled.requires_grad_(), alpha.requires_grad_()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_alpha_stays_float32_whatever_tables_put_out(dtype: torch.dtype) -> None:
+    """Its gradient is summed in its own precision, as if the output of the tables had been cast before."""
+    pooled = random(50, 2, 3, seed=0).to(dtype)
+    weights = random(50, 2, 3, seed=1).to(dtype)
+    rows = torch.randint(4, (50, 2), generator=torch.Generator().manual_seed(2))
+    alpha = random(4, 3, seed=3, dtype=torch.float32).requires_grad_()
+    selected = select_per_sample(pooled, alpha, rows)
+    per_block = select_per_block(pooled, alpha[:2])
+    assert (selected.dtype, per_block.dtype) == (dtype, dtype)
+    got = torch.autograd.grad((selected * weights).sum() + (per_block * weights[:, 0]).sum(), [alpha])[0]
+    cast, of_sample = pooled.float(), weights.float()
+    expected = torch.zeros(4, 3)
+    for b in range(50):
+        for f in range(2):
+            expected[rows[b, f]] += cast[b, f] * of_sample[b, f]
+            expected[f] += cast[b, f] * of_sample[b, 0]
+    torch.testing.assert_close(got, expected)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=5), sizes, seeds, st.sampled_from([1e-12, 1e-3, 1.0, 1e6]))
+def test_normalise_gradient(hits: list[bool], dim: int, seed: int, scale: float) -> None:
+    gradient = scale * random(len(hits), dim, seed=seed)
+    got = normalise_gradient(gradient, torch.tensor(hits))
+    torch.testing.assert_close(got, normalised_reference(gradient, hits))
+    assert got[~torch.tensor(hits)].count_nonzero() == 0
+    for row, own, hit in zip(got, gradient, hits, strict=True):
+        if own.abs().mean() > 1e-5:  # the mean step of a row that was hit is 1, whatever its signal
+            assert row.abs().mean().item() == pytest.approx(float(hit), abs=2e-2)
+
+
+def test_normalise_gradient_of_nothing_is_zero() -> None:
+    assert normalise_gradient(torch.zeros(1, 3), torch.tensor([True])).tolist() == [[0, 0, 0]]
+    noise = torch.tensor([[float("nan"), 1.0]])
+    assert normalise_gradient(noise, torch.tensor([False])).tolist() == [[0, 0]]
+
+
+unit = st.floats(0, 1, width=32)
+cells = st.lists(st.tuples(unit, st.floats(-50, 50, width=32)), min_size=1, max_size=6)
+
+
+@given(cells, st.sampled_from([0.005, 0.1, 2.0]), unit)
+def test_step_and_clip(cells: list[tuple[float, float]], learning_rate: float, floor: float) -> None:
+    alpha, direction = (torch.tensor([column], dtype=torch.float64) for column in zip(*cells, strict=True))
+    expected = [max(floor, min(1.0, a - learning_rate * d)) for a, d in cells]
+    got = step_and_clip_(alpha, direction, learning_rate, floor=floor)
+    assert got is alpha
+    assert got.flatten().tolist() == pytest.approx(expected)
+    assert ((got >= floor) & (got <= 1)).all()
+
+
+def test_alpha_starts_at_one_and_is_no_parameter() -> None:
+    alpha = Alpha({4: (3, 4), 8: (1, 8)})
+    assert alpha.dims == (4, 8)
+    assert torch.equal(alpha.of(4), torch.ones(3, 4))
+    assert alpha.of(8).shape == (1, 8)
+    assert list(alpha.parameters()) == []
+    assert set(alpha.state_dict()) == {"dim4", "dim8"}
+
+
+def test_alpha_learns_inside_upper_level_only() -> None:
+    alpha = Alpha({2: (3, 2), 4: (1, 4)})
+    alpha.record_hits(2, torch.tensor([1]))  # outside: nothing to note
+    for _ in range(2):  # hits of an earlier step do not stay
+        with alpha.upper_level() as hits:
+            assert alpha.is_upper
+            assert alpha.of(2).requires_grad
+            assert alpha.of(4).requires_grad
+            assert hits[2].tolist() == [False] * 3
+            alpha.record_hits(2, torch.tensor([[2, 0], [2, 2]]))
+            alpha.record_hits(4, torch.tensor([], dtype=torch.int64))
+        assert hits[2].tolist() == [True, False, True]
+        assert hits[4].tolist() == [False]
+    assert not alpha.is_upper
+    assert not alpha.of(2).requires_grad
+
+
+def test_upper_level_ends_when_the_step_fails() -> None:
+    alpha = Alpha({2: (1, 2)})
+    with pytest.raises(KeyError), alpha.upper_level():
+        raise KeyError
+    assert not alpha.is_upper
+    assert not alpha.of(2).requires_grad
+
+
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=3, max_size=3), min_size=1, max_size=4), seeds)
+def test_density_and_mean_weigh_rows_of_alpha_by_the_rows_they_serve(values: list[list[float]], seed: int) -> None:
+    alpha = Alpha({3: (len(values), 3), 2: (1, 2)})
+    alpha.of(3).copy_(torch.tensor(values))
+    alpha.of(2).copy_(torch.tensor([[0.0, 0.5]]))
+    rows = torch.randint(1, 9, (len(values),), generator=torch.Generator().manual_seed(seed)).double()
+    served = [row[d] for row, n in zip(values, rows.int().tolist(), strict=True) for _ in range(n) for d in range(3)]
+    served += [0.0, 0.5] * 7
+    per_row = {3: rows, 2: torch.tensor([7.0], dtype=torch.float64)}
+    assert alpha.density(per_row) == pytest.approx(sum(value > 0 for value in served) / len(served))
+    assert alpha.mean(per_row) == pytest.approx(sum(served) / len(served))
+
+
+KEYS = [f"{name}_id" for name in ROWS]
+BAD = {
+    "too many": ([1] * 14 + [2], "feature 'genre_id': expected no more ids than there are, got a bag of 2"),
+    "too few": ([1] * 14 + [0], "expected as many ids as their lengths add up to, 14, got 15"),
+    "one left over": ([1] * 4 + [0] + [1] * 10, "expected as many ids as their lengths add up to, 14, got 15"),
+    "negative": ([1] * 5 + [2, -1, 2, 1, 1] + [1] * 5, "feature 'movie_id': expected lengths of at least 0, got -1"),
+    "huge": ([2**62, 2**62, 2**62, 2**62, 1] + [1] * 10, "feature 'user_id': expected no more ids than there are"),
+    "all": ([15] * 15, "feature 'user_id': expected no more ids than there are"),
+}
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", list(BAD))
+def test_lengths_that_are_not_those_of_the_ids(name: str, grad: bool, compiled: bool) -> None:
+    lengths, message = BAD[name]
+    features = KeyedJaggedTensor(keys=KEYS, values=torch.zeros(15, dtype=torch.int64), lengths=torch.tensor(lengths))
+    model = prepare_(nn.ModuleDict({"e": collection()}), blocks())
+    with operators(compiled), torch.set_grad_enabled(grad), pytest.raises(ValueError, match=message):
+        model["e"](features)
+
+
+def test_fewer_weights_than_ids() -> None:
+    features = KeyedJaggedTensor(
+        keys=KEYS, values=torch.zeros(15, dtype=torch.int64), lengths=torch.ones(15).int(), weights=torch.ones(14)
+    )
+    model = prepare_(nn.ModuleDict({"e": collection()}), blocks())
+    with pytest.raises(ValueError, match="expected a weight for each of 15 ids, got 14 weights"):
+        model["e"](features)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.int16])
+def test_ids_of_other_types(dtype: torch.dtype) -> None:
+    features = KeyedJaggedTensor(keys=KEYS, values=torch.zeros(15, dtype=dtype), lengths=torch.ones(15).int())
+    model = prepare_(nn.ModuleDict({"e": collection()}), blocks())
+    with pytest.raises(TypeError, match="features 'user_id', 'movie_id', 'genre_id': expected int32 or int64 ids"):
+        model["e"](features)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_of_a_key_that_occurs_twice_the_later_one_is_checked_and_read(compiled: bool) -> None:
+    with operators(compiled):
+        model = prepare_(nn.ModuleDict({"e": collection()}), blocks())
+        ids = [ROWS["user"] + 5, ROWS["user"] - 1, ROWS["movie"] - 1, ROWS["genre"] - 1]
+        features = KeyedJaggedTensor(keys=["user_id", *KEYS], values=torch.tensor(ids), lengths=torch.ones(4).int())
+        expected = KeyedJaggedTensor(keys=KEYS, values=torch.tensor(ids[1:]), lengths=torch.ones(3).int())
+        assert torch.equal(model["e"](features).values(), model["e"](expected).values())
+        features = KeyedJaggedTensor(
+            keys=["user_id", *KEYS], values=torch.tensor([*ids[:3], ROWS["genre"]]), lengths=torch.ones(4).int()
+        )
+        with pytest.raises(ValueError, match=f"feature 'genre_id': expected ids in 0..{ROWS['genre'] - 1}"):
+            model["e"](features)
+
+
+def is_refused(check: Callable[[], object]) -> bool:
+    """Whether a check raises."""
+    try:
+        check()
+    except (ValueError, RuntimeError):
+        return True
+    return False
+
+
+def is_refused_by_the_kernel(bag_check: BagCheck, features: KeyedJaggedTensor) -> bool:
+    """Whether the Triton kernel, on numpy, finds a fault."""
+    bounds, longest = bag_check._limits_there(tuple(features.keys()), torch.device("cpu"))
+    parts = [part.contiguous() for part in (features.values(), features.lengths(), features.offsets(), bounds, longest)]
+    with pytest.MonkeyPatch.context() as patch:
+        without_triton(patch, [batches_triton], {"_check_kernel": "_check_bags"}, [])
+        return bool(batches_triton.bad_bags(*parts, UNLIMITED))
+
+
+@given(st.data())
+def test_a_gpu_refuses_what_a_cpu_refuses(data: st.DataObject) -> None:
+    """The assertions of a GPU, which raise at once on a CPU, beside the checks of a CPU, feature by feature."""
+    bag_check = prepare_(nn.ModuleDict({"e": collection()}), blocks(), multi_hot_features=["movie_id"])["e"].bag_check
+    size = data.draw(st.integers(0, 3), label="samples")
+    longest = {key: 3 if key == "movie_id" else 1 for key in KEYS}
+    keys = data.draw(st.permutations([*KEYS, "of nobody"]), label="keys")
+    lengths = [data.draw(st.lists(st.integers(0, longest.get(key, 2)), min_size=size, max_size=size)) for key in keys]
+    rows = {f"{name}_id": number for name, number in ROWS.items()}
+    ids = [
+        data.draw(st.integers(0, rows.get(key, 10**6) - 1))
+        for key, own in zip(keys, lengths, strict=True)
+        for _ in range(sum(own))
+    ]
+    fault = data.draw(st.sampled_from(["none", "length", "id", "negative length"]), label="fault")
+    flat = [length for own in lengths for length in own]
+    if fault.endswith("length") and flat:
+        place = data.draw(st.integers(0, len(flat) - 1))
+        flat[place] = -1 if fault.startswith("negative") else flat[place] + data.draw(st.sampled_from([-1, 1, 2]))
+    if fault == "id" and ids:
+        ids[data.draw(st.integers(0, len(ids) - 1))] = data.draw(st.sampled_from([-1, max(rows.values()), 10**9]))
+    features = KeyedJaggedTensor(
+        keys, torch.tensor(ids, dtype=torch.int64), lengths=torch.tensor(flat, dtype=torch.int32), stride=size
+    )
+    expected = is_refused(lambda: bag_check(features))
+    assert is_refused(lambda: bag_check._assert_good(features)) == expected
+    assert is_refused_by_the_kernel(bag_check, features) == expected
+
+
+@pytest.mark.parametrize("id_of_nobody", [-1, torch.iinfo(torch.int64).max])
+def test_ids_of_a_feature_that_nobody_reads_may_be_anything(id_of_nobody: int) -> None:
+    """Such as a hash of 64 bits, of a model's other collection."""
+    bag_check = prepare_(nn.ModuleDict({"e": collection()}), blocks())["e"].bag_check
+    ids, lengths = torch.tensor([0, 0, 0, id_of_nobody]), torch.ones(4, dtype=torch.int32)
+    features = KeyedJaggedTensor([*KEYS, "of nobody"], ids, lengths=lengths)
+    bag_check(features)
+    bag_check._assert_good(features)
+    assert not is_refused_by_the_kernel(bag_check, features)
+
+
+def test_lengths_below_0_are_refused_where_their_sum_is_right() -> None:
+    bag_check = prepare_(nn.ModuleDict({"e": collection()}), blocks(), multi_hot_features=KEYS)["e"].bag_check
+    features = KeyedJaggedTensor(KEYS, torch.zeros(3, dtype=torch.int64), lengths=torch.tensor([2, -1, 1, 0, 1, 0]))
+    assert is_refused(lambda: bag_check(features))
+    assert is_refused(lambda: bag_check._assert_good(features))
+    assert is_refused_by_the_kernel(bag_check, features)
+
+
+@pytest.mark.parametrize(("name", "row", "is_good"), [(key, row, row < 0) for key in KEYS for row in (-1, 0)])
+def test_the_first_id_behind_a_table_is_refused_and_the_last_of_it_is_not(name: str, row: int, is_good: bool) -> None:
+    bag_check = prepare_(nn.ModuleDict({"e": collection()}), blocks())["e"].bag_check
+    ids = torch.tensor([ROWS[key.removesuffix("_id")] + row if key == name else 0 for key in KEYS])
+    features = KeyedJaggedTensor(KEYS, ids, lengths=torch.ones(3, dtype=torch.int32))
+    assert is_refused(lambda: bag_check(features)) != is_good
+    assert is_refused(lambda: bag_check._assert_good(features)) != is_good
+    assert is_refused_by_the_kernel(bag_check, features) != is_good
+
+
+@pytest.mark.parametrize("num_ids", [0, 1])
+def test_ids_of_no_bags_are_refused(num_ids: int) -> None:
+    nothing, ids = torch.empty(0, dtype=torch.int64), torch.zeros(num_ids, dtype=torch.int64)
+    assert bool(batches_triton.bad_bags(ids, nothing, torch.zeros(1), nothing, nothing, UNLIMITED)) == bool(num_ids)
+
+
+FEATURES = ("single", "multi", "shared")
+
+
+class SharedBlocks(RowBlocks):
+    """Tables of one embedding_dim share rows of alpha, as in the paper."""
+
+    def first_alpha_row(self, table: str) -> int:
+        return 0
+
+
+@st.composite
+def cases(draw):
+    """Tables of several dims and poolings, shared features, bags that may be empty, KJT keys in any order."""
+    weighted = draw(st.booleans())
+    batch_size = draw(st.integers(1, 5))
+    tables = [
+        EmbeddingBagConfig(
+            name=f"t{index}",
+            num_embeddings=draw(st.integers(2, 9)),
+            embedding_dim=draw(st.sampled_from([1, 3, 4])),
+            feature_names=features,
+            pooling=draw(st.sampled_from([PoolingType.SUM, PoolingType.MEAN])),
+        )
+        for index, features in enumerate([["single", "shared"], ["multi"], ["shared"]])
+    ]
+    smallest = min(table.num_embeddings for table in tables)
+    longest = {"single": 1, "multi": 4, "shared": draw(st.sampled_from([1, 4]))}
+    bags, weights = {}, {}
+    for feature in FEATURES:
+        bag = st.lists(st.integers(0, smallest - 1), max_size=longest[feature])
+        bags[feature] = draw(st.lists(bag, min_size=batch_size, max_size=batch_size))
+        weights[feature] = [[draw(st.floats(-2, 2, width=32)) for _ in b] for b in bags[feature]]
+    counts = {
+        table.name: torch.tensor(
+            draw(st.lists(st.integers(0, 3), min_size=table.num_embeddings, max_size=table.num_embeddings))
+        )
+        for table in tables
+    }
+    blocks = blocks_from_counts(FrequencyCounts(counts, longest, 10), tables, num_blocks=draw(st.integers(1, 3)))
+    if draw(st.booleans()):
+        blocks = SharedBlocks(**vars(blocks))
+    order = draw(st.permutations(FEATURES))
+    return tables, blocks, bags, weights if weighted else None, order
+
+
+def make_features(bags, weights, order) -> KeyedJaggedTensor:
+    values = [row for feature in order for bag in bags[feature] for row in bag]
+    flat = [w for feature in order for bag in weights[feature] for w in bag] if weights else None
+    return KeyedJaggedTensor(
+        keys=list(order),
+        values=torch.tensor(values, dtype=torch.int64),
+        lengths=torch.tensor([len(bag) for feature in order for bag in bags[feature]]),
+        weights=torch.tensor(flat, dtype=torch.float32) if weights else None,
+    )
+
+
+def make_wrapper(tables, blocks: RowBlocks, weighted: bool) -> SoftSelectionEmbeddingBagCollection:
+    collection = EmbeddingBagCollection(tables=tables, is_weighted=weighted)
+    wrapper = SoftSelectionEmbeddingBagCollection(collection, blocks)
+    for dim in wrapper.alpha.dims:
+        wrapper.alpha.of(dim).uniform_(0, 1)
+    return wrapper
+
+
+def reference_tables(tables, blocks: RowBlocks, wrapper) -> dict[str, ReferenceTable]:
+    made = {}
+    alphas = {dim: wrapper.alpha.of(dim).detach().double().requires_grad_() for dim in wrapper.alpha.dims}
+    for table in tables:
+        weight = wrapper.embedding_bag_collection.embedding_bags[table.name].weight
+        made[table.name] = ReferenceTable(
+            weight=weight.detach().double().requires_grad_(),
+            alpha=alphas[table.embedding_dim],
+            alpha_row_of_row=blocks.first_alpha_row(table.name) + blocks.routings[table.name].all_blocks(),
+            is_mean=table.pooling == PoolingType.MEAN,
+        )
+    return made
+
+
+@given(cases())
+def test_forward_and_every_gradient_match_the_oracle(case) -> None:
+    tables, blocks, bags, weights, order = case
+    wrapper = make_wrapper(tables, blocks, weights is not None)
+    references = reference_tables(tables, blocks, wrapper)
+    outputs = [(o.feature, o.table) for o in wrapper.outputs]
+    expected = torch.cat(
+        [pooled_reference(references[t], bags[f], weights[f] if weights else None) for f, t in outputs], dim=1
+    )
+    features = make_features(bags, weights, order)
+    coefficients = torch.randn_like(expected)
+
+    got = wrapper(features)
+    assert got.keys() == ["single", "shared@t0", "multi", "shared@t2"]
+    torch.testing.assert_close(got.values().double(), expected, atol=1e-6, rtol=1e-5)
+
+    (got.values() * coefficients.float()).sum().backward()
+    if expected.requires_grad:  # not if every bag is empty
+        (expected * coefficients).sum().backward()
+    for name, reference in references.items():
+        grad = wrapper.embedding_bag_collection.embedding_bags[name].weight.grad
+        torch.testing.assert_close(grad.double(), _grad(reference.weight), atol=1e-6, rtol=1e-5)
+
+    with wrapper.alpha.upper_level() as hits:
+        loss = (wrapper(features).values() * coefficients.float()).sum()
+        dims = wrapper.alpha.dims
+        grads = torch.autograd.grad(loss, [wrapper.alpha.of(dim) for dim in dims], materialize_grads=True)
+        assert not any(p.requires_grad and p.grad is None for p in wrapper.parameters())
+    for dim, grad in zip(dims, grads, strict=True):
+        alphas = [r.alpha for name, r in references.items() if blocks.embedding_dims[name] == dim]
+        torch.testing.assert_close(grad.double(), _grad(alphas[0]), atol=2e-6, rtol=1e-5)
+        touched = torch.zeros(len(grad), dtype=torch.bool)
+        for feature, table in outputs:
+            if blocks.embedding_dims[table] == dim:
+                rows = [row for bag in bags[feature] for row in bag]
+                touched[references[table].alpha_row_of_row[rows]] = True
+        assert torch.equal(hits[dim], touched)
+
+
+def _grad(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def simple(max_bag_length: int = 1, **table_fields):
+    fields = dict(name="movie", num_embeddings=4, embedding_dim=2, feature_names=["movie"]) | table_fields
+    table = EmbeddingBagConfig(**fields)
+    counts = FrequencyCounts({table.name: torch.tensor([4, 3, 2, 1])}, {"movie": max_bag_length}, 10)
+    return table, blocks_from_counts(counts, [EmbeddingBagConfig(**(fields | {"num_embeddings": 4}))], num_blocks=2)
+
+
+def test_an_upper_level_backward_cannot_reach_a_table() -> None:
+    table, blocks = simple()
+    wrapper = SoftSelectionEmbeddingBagCollection(EmbeddingBagCollection(tables=[table]), blocks)
+    features = KeyedJaggedTensor(keys=["movie"], values=torch.tensor([0, 3]), lengths=torch.tensor([1, 1]))
+    with wrapper.alpha.upper_level():
+        wrapper(features).values().sum().backward()  # even a careless one, without torch.autograd.grad
+        alpha_gradient = wrapper.alpha.of(2).grad
+    assert alpha_gradient is not None
+    assert wrapper.embedding_bag_collection.embedding_bags["movie"].weight.grad is None
+
+
+@pytest.fixture(params=[True, False], ids=["compiled", "not compiled"])
+def _operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not request.param:
+        monkeypatch.setattr(alpha, "can_select", lambda values: False)
+
+
+def reference(model: nn.Module, kjt: KeyedJaggedTensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Naive embeddings, in float64; leaves for alpha and the tables that they come from."""
+    wrapper, own = wrapper_of(model), sequence_blocks()
+    alpha = wrapper.alpha.of(DIM).double().requires_grad_()
+    weights = {name: table.weight.detach().double() for name, table in wrapper.lookup.embeddings.items()}
+    leaves = {name: weight.requires_grad_() for name, weight in weights.items()}
+    found = []
+    for key in SEQUENCE_KEYS:
+        feature, _, table = key.partition("@")
+        table = table or next(name for name, read in sequence_models.FEATURES.items() if feature in read)
+        rows = own.first_alpha_row(table) + own.routings[table].all_blocks()
+        naive = ReferenceTable(leaves[table], alpha, rows, is_mean=False)
+        bags = [[row] for row in kjt[feature].values().tolist()]
+        found += [pooled_reference(naive, bags)] if bags else []
+    return torch.cat(found), alpha, leaves
+
+
+def loss_of(values: Tensor) -> Tensor:
+    coefficients = torch.linspace(-1, 1, values.numel(), dtype=values.dtype).view(values.shape)
+    return (values * coefficients).sin().sum()
+
+
+@pytest.mark.usefixtures("_operators")
+def test_it_computes_and_learns_what_the_oracle_does() -> None:
+    model, kjt = sequences(), features(3)
+    wanted, _, leaves = reference(model, kjt)
+    wrapper = wrapper_of(model)
+    got = wrapper(kjt)
+    assert list(got) == SEQUENCE_KEYS
+    torch.testing.assert_close(values_of(got).double(), wanted, atol=1e-6, rtol=0)
+    for key in SEQUENCE_KEYS:
+        torch.testing.assert_close(got[key].lengths(), kjt[key.partition("@")[0]].lengths())
+    loss_of(values_of(got)).backward()
+    loss_of(wanted).backward()
+    for name, table in wrapper.lookup.embeddings.items():
+        torch.testing.assert_close(table.weight.grad.double(), leaves[name].grad, atol=1e-6, rtol=0)
+    assert wrapper.alpha.of(DIM).grad is None
+
+
+@pytest.mark.usefixtures("_operators")
+def test_in_an_upper_step_alpha_alone_learns() -> None:
+    model, kjt = sequences(), features(3)
+    wanted, leaf, _ = reference(model, kjt)
+    wrapper = wrapper_of(model)
+    with wrapper.alpha.upper_level() as hits:
+        loss_of(values_of(wrapper(kjt))).backward()
+        gradient, wrapper.alpha.of(DIM).grad = wrapper.alpha.of(DIM).grad, None
+    expected = torch.autograd.grad(loss_of(wanted), leaf)[0]
+    torch.testing.assert_close(gradient.double(), expected, atol=1e-6, rtol=0)
+    assert hits[DIM].tolist() == (expected.abs().sum(1) > 0).tolist()
+    assert all(table.weight.grad is None for table in wrapper.lookup.embeddings.values())
+
+
+@given(
+    lengths=st.lists(st.tuples(*[st.integers(0, 3)] * 3), max_size=5), compiled=st.booleans(), seed=st.integers(0, 99)
+)
+def test_bags_of_any_shape(lengths: list[tuple[int, ...]], compiled: bool, seed: int) -> None:
+    """No samples, no ids of a feature, no ids at all."""
+    generator = torch.Generator().manual_seed(seed)
+    counted = torch.tensor(lengths, dtype=torch.int64).view(len(lengths), 3).t().flatten()
+    ids = torch.randint(0, 17, (int(counted.sum()),), generator=generator)
+    kjt = KeyedJaggedTensor(keys=["visits", "candidate", "history"], values=ids, lengths=counted, stride=len(lengths))
+    model = sequences()
+    with pytest.MonkeyPatch.context() as patch:
+        if not compiled:
+            patch.setattr(alpha, "can_select", lambda values: False)
+        if lengths:
+            wanted, leaf, leaves = reference(model, kjt) if len(ids) else (torch.zeros(0, DIM), None, {})
+            got = values_of(wrapper_of(model)(kjt))
+            torch.testing.assert_close(got.double(), wanted.double(), atol=1e-6, rtol=0)
+            loss_of(got).backward()
+            with wrapper_of(model).alpha.upper_level() as hits:
+                values = values_of(wrapper_of(model)(kjt))
+                found = torch.autograd.grad(loss_of(values), wrapper_of(model).alpha.of(DIM))[0]
+            if len(ids):
+                gradients = torch.autograd.grad(loss_of(wanted), [leaf, *leaves.values()], materialize_grads=True)
+                torch.testing.assert_close(found.double(), gradients[0], atol=1e-6, rtol=0)
+                tables = wrapper_of(model).lookup.embeddings
+                for name, gradient in zip(leaves, gradients[1:], strict=True):
+                    torch.testing.assert_close(tables[name].weight.grad.double(), gradient, atol=1e-6, rtol=0)
+            else:
+                assert not found.any()
+                assert not hits[DIM].any()
+
+
+def test_it_equals_the_pooled_collection_at_bag_length_one() -> None:
+    kjt, both = features(5, of_one=True), []
+    for model in (sequences(), bags_of_one()):
+        wrapper = wrapper_of(model)
+        output = wrapper(kjt)
+        values = torch.cat(
+            [output[key] if isinstance(output[key], Tensor) else output[key].values() for key in SEQUENCE_KEYS]
+        )
+        loss_of(values).backward()
+        weights = [parameter.grad for _, parameter in sorted(wrapper.lookup.named_parameters())]
+        both.append([values.detach(), *weights])
+    for got, wanted in zip(*both, strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-6, rtol=0)
+
+
+def test_preparing_and_merging_keep_what_the_model_computes_and_its_names() -> None:
+    model, batch = interest(), make_batch(0)
+    before = model(batch.dense_features, batch.sparse_features)
+    names = set(model.state_dict())
+    prepare_(model, blocks_of(model, [make_batch(seed) for seed in range(4)]))
+    assert [type(wrapper).__name__ for wrapper in soft_selection_modules(model).values()] == [
+        "SoftSelectionEmbeddingCollection",
+        "SoftSelectionEmbeddingBagCollection",
+    ]
+    torch.testing.assert_close(model(batch.dense_features, batch.sparse_features), before)
+    alpha = soft_selection_modules(model)["sequences"].alpha
+    assert alpha is soft_selection_modules(model)["users"].alpha
+    for dim in alpha.dims:
+        alpha.of(dim).uniform_(0.1, 1)
+    selected = model(batch.dense_features, batch.sparse_features)
+    assert not torch.allclose(selected, before, atol=0.01)
+    merged = merge_(model)
+    assert type(merged.sequences) is EmbeddingCollection
+    assert type(merged.users) is EmbeddingBagCollection
+    assert set(merged.state_dict()) == names
+    torch.testing.assert_close(merged(batch.dense_features, batch.sparse_features), selected)
+
+
+def test_indices_are_passed_on_where_they_are_needed() -> None:
+    kjt = features(3)
+    model = sequences(need_indices=True)
+    output = wrapper_of(model)(kjt)
+    assert output["visits"].weights().equal(kjt["visits"].values())
+    assert merge_(model)["tables"].need_indices()
+    assert sequences()["tables"](kjt)["visits"].weights_or_none() is None
+
+
+def test_an_id_outside_of_its_table() -> None:
+    kjt = KeyedJaggedTensor(
+        keys=["history", "candidate", "visits"], values=torch.tensor([1, 2, 17]), lengths=torch.tensor([1, 1, 1])
+    )
+    with pytest.raises(ValueError, match=r"table 'shop', feature 'visits': expected ids in 0\.\.16, got 17"):
+        wrapper_of(sequences())(kjt)
+
+
+class Doubling(EmbeddingCollection):
+    """Changes what it looks up."""
+
+    def forward(self, features: KeyedJaggedTensor) -> dict:
+        return super().forward(features)
+
+
+def hooked() -> EmbeddingCollection:
+    collection = EmbeddingCollection(tables=tables())
+    collection.register_forward_hook(lambda *_: None)
+    return collection
+
+
+def padded() -> EmbeddingCollection:
+    collection = EmbeddingCollection(tables=tables())
+    collection.embeddings["item"] = nn.Embedding(23, DIM, padding_idx=0)
+    return collection
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Doubling(tables=tables()), "EmbeddingCollections that the model calls themselves, got Doubling with"),
+        (hooked, "got one with hooks"),
+        (padded, "table 'item': supported are tables as TorchRec makes them, got padding_idx=0"),
+    ],
+)
+def test_what_it_would_not_compute_is_refused(build: object, message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        prepare_(nn.ModuleDict({"tables": build()}), sequence_blocks())
+
+
+def test_a_sharding_type_that_sequences_do_not_have(gloo: object) -> None:
+    constraints = {"item": ParameterConstraints(sharding_types=["table_row_wise"])}
+    message = r"table 'item': expected a sharding type that the sharder offers on cpu: .*row_wise, got \['table_row_wi"
+    with pytest.raises(ValueError, match=message):
+        make_sharding_plan(sequences(), torch.device("cpu"), default_sharders(), constraints=constraints)
+
+
+def test_columns_of_several_widths(gloo: object) -> None:
+    """TorchRec would put the columns of the second table together as if they were as wide as those of the first."""
+    constraints = {
+        name: ParameterConstraints(sharding_types=["column_wise"], min_partition=width)
+        for name, width in (("item", 4), ("shop", 8))
+    }
+    model, sharders = sequences(), default_sharders()
+    plan = make_sharding_plan(model, torch.device("cpu"), sharders, constraints=constraints)
+    message = r"table 'shop': expected columns in shards of 4, as .* other tables, got \[8\]; give all of them one"
+    with pytest.raises(ValueError, match=message):
+        shard_model(model, torch.device("cpu"), plan, sharders)
+
+
+def test_pooled_serving_takes_no_unpooled_table() -> None:
+    scheme = uncompressed_scheme(sequences(prepared=False))
+    with pytest.raises(
+        ValueError, match="table 'item': expected a table that is pooled, got none; serve it by a Served"
+    ):
+        LogicalTables.of(scheme)
+    pooled = uncompressed_scheme(bags_of_one())
+    with pytest.raises(ValueError, match="table 'item': expected one that is not pooled, got sum"):
+        ServedEmbeddingCollection(pooled, {})
+    with pytest.raises(ValueError, match="table 'item': expected a known table"):
+        ServedEmbeddingCollection(scheme, {})
