@@ -1,5 +1,4 @@
-"""Level schedule: which level steps when. Pure, so that every rank and every resumed run agrees
-without talking."""
+"""Schedule: which level steps when. Pure, so that every rank and every resumed run agrees."""
 
 from __future__ import annotations
 
@@ -21,12 +20,8 @@ _T = TypeVar("_T")
 
 MAX_AHEAD = 32
 """Batches that a pipeline may have taken from a BilevelStream and not stepped on yet."""
-
-
 QUEUE = 4
 """Batches behind which upper steps begin once they are asked for: more than a pipeline holds."""
-
-
 EPOCH_OF_SAMPLES = 1 << 20
 """Number of the epoch, in data that counts them, that samples begin with: one that no search comes
 to."""
@@ -41,13 +36,11 @@ class Level(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LevelSchedule:
-    """Schedule that says when the upper level steps: after every lower step, once a warm-up is
-    over.
+    """Says when the upper level steps: after every lower step, once a warm-up is over.
 
     Attributes:
-        warm_up_steps: lower steps before the first upper step, at least 1 because
-            DistributedDataParallel learns its buckets in the first backward pass, which has to be
-            that of a whole training step. None: no upper step until `BilevelStream.alternate`.
+        warm_up_steps: lower steps before the first upper step, at least 1. None: no upper step
+            until `BilevelStream.alternate`.
 
     Example:
         >>> schedule = LevelSchedule(warm_up_steps=2)
@@ -55,6 +48,8 @@ class LevelSchedule:
         ['l', 'l', 'l', 'u', 'l', 'u']
     """
 
+    # DistributedDataParallel learns its buckets in the first backward pass, which has to be that of
+    # a whole training step.
     warm_up_steps: int | None = 1
 
     def __post_init__(self) -> None:
@@ -62,11 +57,7 @@ class LevelSchedule:
         check(steps is None or steps >= 1, "warm_up_steps", "at least 1", steps)
 
     def level(self, step: int) -> Level:
-        """Level of the step with this number, both levels counted, from 0.
-
-        Args:
-            step: its number.
-        """
+        """Level of the step with this number, both levels counted, from 0."""
         steps = self.warm_up_steps
         is_upper = steps is not None and step > steps and (step - steps) % 2 == 1
         return Level.UPPER if is_upper else Level.LOWER
@@ -95,12 +86,9 @@ class BilevelStream(Generic[_T]):
     """Batches of both levels in the order of a schedule: the one iterator that the pipeline reads.
 
     Either stream starts again when it ends: the shorter one is cycled, neither is cut short. An
-    iterable that reorders itself (a DataLoader with shuffle) gives a new order each time.
-
-    An interrupted run goes on with the batches that it would have seen, if the order of an epoch
-    depends on nothing but the iterable's attribute ``epoch``, where it has one, and on torch's
-    random numbers of the CPU: each iterable has its own, seeded anew when an epoch begins, whoever
-    else draws some between its batches.
+    iterable that reorders itself (a DataLoader with shuffle) gives a new order each time. A resumed
+    run goes on with the batches that it would have seen, if the order of an epoch depends on
+    nothing but the iterable's attribute ``epoch``, where it has one, and on torch's random numbers.
 
     Args:
         train: batches of the lower level.
@@ -141,35 +129,24 @@ class BilevelStream(Generic[_T]):
         return batch
 
     def alternate(self, step: int) -> None:
-        """Lets upper steps begin, unless they have: `QUEUE` batches later, so that no batch of a
-        queue changes sides.
-
-        Args:
-            step: steps of both levels taken, which a pipeline may have read ahead of.
-        """
+        """Lets upper steps begin, unless they have: `QUEUE` batches behind this step, so that no
+        batch that a pipeline has read ahead changes sides."""
         if self.schedule.warm_up_steps is None:
             self.schedule = LevelSchedule(warm_up_steps=max(1, step + QUEUE))
 
     def sample(self, number: int) -> Iterator[_T]:
-        """Validation batches to measure something on, in an order of their own; leaves the stream
-        as it is.
-
-        Args:
-            number: of the sample: another one has another order, the same one the same.
-
-        Yields:
-            The batches, until there are no more.
-        """
-        stream, counted = self._streams[Level.UPPER], self._data_epoch(Level.UPPER)
-        if counted is not None:
+        """Validation batches to measure something on, in an order of their own for each number;
+        leaves the stream as it is."""
+        stream, epoch = self._streams[Level.UPPER], self._data_epoch(Level.UPPER)
+        if epoch is not None:
             stream.epoch = EPOCH_OF_SAMPLES + number  # type: ignore[attr-defined]
         try:
             with _seeded((self._seed, len(Level), number)):
                 batches = iter(stream)
                 batch, random_numbers = next(batches, None), torch.get_rng_state()
         finally:
-            if counted is not None:
-                stream.epoch = counted  # type: ignore[attr-defined]
+            if epoch is not None:
+                stream.epoch = epoch  # type: ignore[attr-defined]
         while batch is not None:
             yield batch
             with torch.random.fork_rng(devices=[]):
@@ -177,18 +154,8 @@ class BilevelStream(Generic[_T]):
                 batch, random_numbers = next(batches, None), torch.get_rng_state()
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Returns the position of the stream after the batch of a step, although a pipeline has
-        read ahead since.
-
-        Args:
-            step: steps of both levels taken, at most `MAX_AHEAD` fewer than the batches read.
-
-        Returns:
-            JSON-able, the same on all ranks.
-
-        Raises:
-            RuntimeError: if that step is too long ago, or has not been read yet.
-        """
+        """The stream's position after the batch of a step, at most `MAX_AHEAD` batches ago, as JSON
+        takes it; the same on all ranks."""
         for passed, positions in self._passed:
             if passed == step:
                 places = {level.value: asdict(position) for level, position in positions.items()}
@@ -198,25 +165,12 @@ class BilevelStream(Generic[_T]):
                     "warm_up_steps": self.schedule.warm_up_steps,
                     **places,
                 }
-        known = f"a step from {self._passed[0][0]} to {self._passed[-1][0]}"
-        raise RuntimeError(describe("BilevelStream.state_dict", known, step))
+        requirement = f"a step from {self._passed[0][0]} to {self._passed[-1][0]}"
+        raise RuntimeError(describe("BilevelStream.state_dict", requirement, step))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> _T | None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to where `state_dict` was taken: begins the interrupted epochs again and skips what
-        had been read.
-
-        The batches are not compared with those of the run. That takes a pass over all of them,
-        which a search makes anyway, to count (see `dnis_torchrec.data.over_ranks.fingerprints`).
-
-        Args:
-            state: what `state_dict` gave.
-
-        Returns:
-            The last training batch before that place, or None at the very beginning.
-
-        Raises:
-            ValueError: if a stream has become shorter.
-        """
+        had been read, which is not compared with the run's (`data.over_ranks.fingerprints` are)."""
         conform(state, _State, "stream of the checkpoint")
         positions = {level: StreamPosition(**state[level.value]) for level in Level}
         for value in (state["seed"], *(position.epoch for position in positions.values())):
@@ -225,12 +179,11 @@ class BilevelStream(Generic[_T]):
             )
         self._seed, self._step = state["seed"], state["step"]
         self.schedule = LevelSchedule(warm_up_steps=state["warm_up_steps"])
-        last: dict[Level, _T | None] = {}
         for level, wanted in positions.items():
             self._iterators.pop(level, None)
-            last[level] = self._skip(level, wanted) if wanted.epoch else None
+            if wanted.epoch:
+                self._skip(level, wanted)
         self._passed = deque([(self._step, self._positions)], maxlen=MAX_AHEAD + 1)
-        return last[Level.LOWER]
 
     def leave(self) -> None:
         """Leaves data that counts its epochs in one that does not depend on how far a pipeline had
@@ -241,18 +194,18 @@ class BilevelStream(Generic[_T]):
 
     def first_train_batch(self) -> _T:
         """A training batch to try things on before the stream is read; leaves the stream as it is."""
-        stream, counted = self._streams[Level.LOWER], self._data_epoch(Level.LOWER)
+        stream, epoch = self._streams[Level.LOWER], self._data_epoch(Level.LOWER)
         with _seeded((self._seed,)):
             batch = next(iter(stream))
-        if counted is not None:
-            stream.epoch = counted  # type: ignore[attr-defined]
+        if epoch is not None:
+            stream.epoch = epoch  # type: ignore[attr-defined]
         return batch
 
     def _data_epoch(self, level: Level) -> int | None:
-        counted = getattr(self._streams[level], "epoch", None)
-        return counted if isinstance(counted, int) else None
+        epoch = getattr(self._streams[level], "epoch", None)
+        return epoch if isinstance(epoch, int) else None
 
-    def _skip(self, level: Level, wanted: StreamPosition) -> _T:
+    def _skip(self, level: Level, wanted: StreamPosition) -> None:
         if wanted.data_epoch is not None:
             received, remedy = "one that does not", "resume with the data of the run"
             counts = self._data_epoch(level) is not None
@@ -261,15 +214,14 @@ class BilevelStream(Generic[_T]):
         self._positions = {**self._positions, level: StreamPosition(wanted.epoch - 1)}
         while self._positions[level] != wanted:
             before = self._positions[level].batches
-            batch = self._next_of(level)
+            self._next_of(level)
             requirement = f"at least {wanted.batches} batches, as before the interruption"
             same_epoch = self._positions[level].epoch == wanted.epoch
             check(same_epoch, _name(level), requirement, before, "resume with the data of the run")
-        return batch
 
     def _next_of(self, level: Level) -> _T:
         if level in self._iterators:
-            with self._own_random_numbers(level):
+            with self._its_random_numbers(level):
                 for batch in self._iterators[level]:
                     return self._count(level, batch)
         epoch = self._positions[level].epoch + 1
@@ -288,7 +240,7 @@ class BilevelStream(Generic[_T]):
         return self._count(level, first)
 
     @contextmanager
-    def _own_random_numbers(self, level: Level) -> Iterator[None]:
+    def _its_random_numbers(self, level: Level) -> Iterator[None]:
         """Torch's random numbers of the CPU go on inside where this stream's batch before left
         them."""
         before = torch.get_rng_state()
