@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dnis_torchrec.data.frames import recipe_from_frame
     from dnis_torchrec.data.recipe import DataSplits, Recipe
     from dnis_torchrec.data.task import Predictions, Task, TrainTask
+    from dnis_torchrec.search.loop import SearchLoop
     from dnis_torchrec.search.one_call import search_once as search
     from dnis_torchrec.search.pipeline import BilevelTrainPipeline
     from dnis_torchrec.search.prune import Size, prune
@@ -44,6 +45,7 @@ __all__ = [
     "Predictions",
     "Ramp",
     "Recipe",
+    "SearchLoop",
     "Size",
     "Task",
     "TrainTask",
@@ -95,6 +97,7 @@ _HOME = {
     "BilevelTrainPipeline": "search.pipeline",
     "prune": "search.prune",
     "Ramp": "search.ramp",
+    "SearchLoop": "search.loop",
     "MixedDimensionEmbeddingBagCollection": "serving",
     "embedding_configs": "serving.configs",
     "remapped": "selection.torchrec_inputs",

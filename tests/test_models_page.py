@@ -32,16 +32,16 @@ from tests.selection.test_shards import one_blocks as blocks_of_unsupported
 from tests.sequence_models import rounded
 
 CPU, PAGE = torch.device("cpu"), "docs/models.md"
-COMPRESSIONS = {"compress": 3, "measure": 3, "pipeline": 10}
+COMPRESSIONS = {"compress": 3, "measure": 3, "loop": 10}
 """Sizes that tiny tables can reach; a search counts no scales."""
 CODE = dict(
     zip(
-        ("compress", "wrap", "pipeline", "step", "merge", OF_MODEL_INPUT, CLICK_AND_RATING, "measure"),
+        ("compress", "wrap", "loop", "step", "merge", OF_MODEL_INPUT, CLICK_AND_RATING, "measure"),
         blocks(PAGE, "python"),
         strict=True,
     )
 )
-SEARCH = ("wrap", "pipeline", "step", "merge")
+SEARCH = ("wrap", "loop", "step", "merge")
 SERVED = {PackedEmbeddingBagCollection: "bags", ServedEmbeddingCollection: "sequences"}
 
 
@@ -71,7 +71,7 @@ def names_for(kind: Kind) -> dict[str, Any]:
         run(kind.task, names)
         names["loss"] = names[kind.task]()
     names |= {"batches": batches[:3], "held_out": batches[3:], "leave_alone": kind.leave_alone}
-    return names | {"model": model, "tables": table_configs(model), "device": CPU, "ramp_steps": 1}
+    return names | {"model": model, "tables": table_configs(model), "steps": 3}
 
 
 @torch.no_grad()
@@ -100,7 +100,7 @@ def test_each_row_has_a_test_and_its_number_of_lines() -> None:
         expected = [num_lines("compress"), *([num_lines(kind.task)] if kind.task else [])]
         assert [int(lines) for lines in found[name][-1].split(" + ")] == expected, name
         assert sum(expected) <= 10, name
-    assert num_lines(*SEARCH) == 10
+    assert num_lines(*SEARCH) == 8
     assert list(table_rows(PAGE, "What is refused")) == list(REFUSED)
     (sharded,) = table_rows(PAGE, "What is sharded").values()
     assert sharded[1] == f"yes, {num_lines('measure')} lines"
@@ -138,10 +138,10 @@ def test_it_is_wrapped_searched_and_merged(gloo: dist.ProcessGroup, name: str) -
     names["sharded"] = dnis.shard_model(task, CPU, plan)
     parameters = dict(names["sharded"].named_parameters())
     names["optimizer"] = KeyedOptimizerWrapper(parameters, lambda own: torch.optim.Adam(own, lr=0.01))
-    run("pipeline", names)
-    while not names["pipeline"].upper_steps:
+    run("loop", names)
+    for _ in range(3):
         run("step", names)
-    soft = predictions(names["pipeline"].detach(), names)
+    soft = predictions(names["loop"].detach(), names)
     run("merge", names)
     torch.testing.assert_close(predictions(names["merged"], names), soft, rtol=1e-5, atol=1e-5)
     merged = table_values(names["merged"].model)

@@ -166,20 +166,12 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         L_train(Theta, alpha)
 
     L_train is all that the model returns as its loss, a `TrainTask`'s L2 penalty included;
-    L_validation is the data's loss alone.
-
-    An upper step takes Theta for Theta* (first order): a forward pass that leaves no trace.
+    L_validation is the data's loss alone. An upper step takes Theta for Theta* (first order).
+    `SearchLoop` has one, and is what most loops want.
 
     Distributed: tables and dense weights as TorchRec distributes them; alpha is replicated. An
-    upper step all-reduces one flat tensor (alpha's gradients, hits, and whether the loss is finite)
-    while the next batch's input_dist begins, so every rank takes the same step, or stops. A lower
-    step adds one all_reduce of W numbers for the loss and one per wrapper for its gradient.
-
-    Tables in host memory behind a cache on the GPU (the ``fused_uvm_caching`` kernel with
-    ``CacheParams(prefetch_pipeline=True)``) have the next batch's rows fetched during the current
-    forward pass. Bags of multi-hot features are split before such tables, not on their ranks (see
-    `on_shards`), since FBGEMM looks up exactly the ids that it was told to prefetch: their output
-    all-to-all is up to S times as large.
+    upper step all-reduces one flat tensor while the next batch's input_dist begins, so every rank
+    takes the same step, or stops.
 
     Args:
         model: DistributedModelParallel around a prepared model whose forward takes a batch and
@@ -212,14 +204,11 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         wrappers = soft_selection_modules(model)
         if not wrappers:
             remedy = "call prepare_(model, blocks) before DistributedModelParallel"
-            raise RuntimeError(
-                describe("BilevelTrainPipeline", "a prepared model", "no wrapper", remedy)
-            )
+            place = "BilevelTrainPipeline"
+            raise RuntimeError(describe(place, "a prepared model", "no wrapper", remedy))
         if isinstance(model, DMPCollection):
-            supported = "supported is DistributedModelParallel"
-            raise NotImplementedError(
-                describe("BilevelTrainPipeline", supported, "DMPCollection (2D parallelism)")
-            )
+            place, supported = "BilevelTrainPipeline", "supported is DistributedModelParallel"
+            raise NotImplementedError(describe(place, supported, "DMPCollection (2D parallelism)"))
         self._process_group = process_group_of(model)
         for fqn, wrapper in wrappers.items():
             check_frozen_are_held(fqn, wrapper.lookup)
@@ -284,19 +273,10 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         return self._process_group
 
     def state(self, stream: BilevelStream) -> TrainingState:
-        """Everything that goes on in a run, as `write_checkpoint` and `CheckpointSaver` take it.
-        Local, no collective.
+        """Everything that goes on in a run, as `CheckpointSaver` takes it: weights, alpha, every
+        optimizer's state, random numbers, and how far both streams were stepped on. Local.
 
-        Weights, alpha, every optimizer's state, random numbers, and how far both streams were
-        stepped on, whatever the pipeline has read ahead. The tensors are live: copy the state
-        before the next step.
-
-        Args:
-            stream: what the pipeline reads.
-
-        Raises:
-            NonFiniteError: on all ranks alike, if a step on a GPU has met a NaN or an infinity that
-                nobody has read.
+        The tensors are live: copy the state before the next step.
         """
         self._guard.settle()
         model, device = self._model, self._device
@@ -322,13 +302,6 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
     ) -> Mapping[str, Any]:
         """Goes on from a checkpoint, with any number of ranks and any sharding of the same tables.
 
-        First takes one or two lower steps that the checkpoint then overwrites: they give the
-        optimizers their state, and DistributedDataParallel the buckets that an uninterrupted run
-        has. It makes those anew before its third step, in the order in which gradients came in the
-        second; more than two ranks would otherwise add gradients up in another order.
-
-        Distributed: the collectives of these lower steps and of `read_checkpoint`.
-
         Args:
             path: the checkpoint, or its URL.
             stream: a new one of the run's data; goes to where the run was.
@@ -346,53 +319,39 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
             raise RuntimeError(
                 describe("restore", "a pipeline before its first step", "one after it")
             )
-        taken = on_rank_zero(lambda: Manifest.read(path).values, self._process_group)
+        before = on_rank_zero(lambda: Manifest.read(path).values, self._process_group)
+        # Lower steps that the checkpoint then overwrites: they give the optimizers their state, and
+        # DistributedDataParallel the buckets that an uninterrupted run has. It makes those anew
+        # before its third step, in the order in which gradients came in the second.
         batch = stream.first_train_batch().to(self._device)
-        for _ in range(max(1, min(taken["lower_steps"], STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW))):
+        for _ in range(max(1, min(before["lower_steps"], STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW))):
             self._dense_optimizer.zero_grad()
             self._model(batch)[0].sum().backward()
             self._dense_optimizer.step()
         self._dense_optimizer.zero_grad()
-        own = self.state(stream)
-        own = replace(own, tensors={**own.tensors, **(more or {})})
-        values = read_checkpoint(path, own, self._process_group)
-        finish_load_(self._model, own.tensors)
+        state = self.state(stream)
+        state = replace(state, tensors={**state.tensors, **(more or {})})
+        values = read_checkpoint(path, state, self._process_group)
+        finish_load_(self._model, state.tensors)
         alpha_state = self.alpha_optimizer.state_dict()
         for name, value in alpha_state.items():
-            value.copy_(own.tensors[f"alpha_optimizer/{name}"].chunks[0].tensor.view(value.shape))
+            value.copy_(state.tensors[f"alpha_optimizer/{name}"].chunks[0].tensor.view(value.shape))
         self.alpha_optimizer.load_state_dict(alpha_state)
         self.lower_steps, self.upper_steps = values["lower_steps"], values["upper_steps"]
         stream.load_state_dict(values["stream"])
-        set_rng_(own.tensors, self._device)
+        set_rng_(state.tensors, self._device)
         return values
 
     def go_back(self, path: Address) -> None:
         """Takes weights, buffers, alpha and the state of the weights' optimizers from a checkpoint
-        of this run.
-
-        What was read of the batches, random numbers and steps taken stay as they are.
-
-        Distributed: the collectives of `read_checkpoint`.
-
-        Args:
-            path: the checkpoint, or its URL.
-
-        Raises:
-            ValueError: if the checkpoint is damaged or of another run.
-        """
+        of this run; batches read, random numbers and steps taken stay. The collectives of
+        `read_checkpoint`."""
         tensors = model_tensors(self._model) | optimizer_tensors(self._model, self._dense_optimizer)
         kinds = ("table", "model", "fused", "optimizer")
         go_back_(path, self._model, tensors, self._process_group, kinds=kinds)
 
     def detach(self) -> nn.Module:
-        """Takes the model out of the pipeline; batches in flight stay with it.
-
-        Returns:
-            The model.
-
-        Raises:
-            NonFiniteError: as `state`.
-        """
+        """Takes the model out of the pipeline; batches in flight stay with it."""
         self._guard.settle()
         return super().detach()
 
@@ -402,37 +361,20 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         return self.contexts[0].level
 
     def enqueue_batch(self, dataloader_iter: Iterator[Pipelineable]) -> bool:
-        """Queues the next batch of a BilevelStream with its level.
-
-        Args:
-            dataloader_iter: the BilevelStream.
-
-        Returns:
-            Whether there was one.
-
-        Raises:
-            TypeError: if the iterator does not know levels.
-        """
+        """Queues the next batch of a BilevelStream with its level; says whether there was one."""
         if not isinstance(dataloader_iter, BilevelStream):
-            received = type(dataloader_iter).__name__
-            raise TypeError(
-                describe(
-                    "progress", "a BilevelStream", received, "BilevelStream(train, validation, ...)"
-                )
-            )
-        enqueued = super().enqueue_batch(dataloader_iter)
-        if enqueued:
+            received, remedy = type(dataloader_iter).__name__, "BilevelStream(train, validation)"
+            raise TypeError(describe("progress", "a BilevelStream", received, remedy))
+        has_batch = super().enqueue_batch(dataloader_iter)
+        if has_batch:
             self.contexts[-1].level = dataloader_iter.last_level
-        return enqueued
+        return has_batch
 
     def _forward(self, batch: Pipelineable) -> tuple[Tensor, Any]:
-        if not self._model.training:
-            return self._model(batch)
-        if self.level is Level.LOWER:
-            return self._model(batch)
-        return self._first_order_step(batch)
+        is_upper = self._model.training and self.level is Level.UPPER
+        return self._upper_step(batch) if is_upper else self._model(batch)
 
-    def _first_order_step(self, batch: Pipelineable) -> tuple[Tensor, Any]:
+    def _upper_step(self, batch: Pipelineable) -> tuple[Tensor, Any]:
         """A forward pass that leaves no trace, and alpha's gradient on its way to the other ranks."""
         modules = self._modules
         with (
@@ -457,14 +399,14 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         self._guard.check_dense_gradients(self._place())
 
     def _share(
-        self, loss: Tensor, own: list[Tensor], hits: dict[int, Tensor], flags: Tensor
+        self, loss: Tensor, gradients: list[Tensor], hits: dict[int, Tensor], flags: Tensor
     ) -> None:
         """Begins the one collective of an upper step, which goes on while the next batch's
         input_dist begins."""
         dims, work = self._alpha.dims, None
         parts = [
             part.flatten()
-            for dim, g in zip(dims, own, strict=True)
+            for dim, g in zip(dims, gradients, strict=True)
             for part in (g, hits[dim].to(g.dtype))
         ]
         flat = torch.cat([*parts, flags.to(parts[0].dtype)])
@@ -493,7 +435,9 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
             for dim, gradient in gradients.items()
         ]
         may_step = torch.stack(finite).all() & (flags == 0).all()
-        self.alpha_optimizer.step(gradients, {dim: own & may_step for dim, own in hits.items()})
+        self.alpha_optimizer.step(
+            gradients, {dim: of_dim & may_step for dim, of_dim in hits.items()}
+        )
 
     def _goes_backward(self) -> bool:
         return super()._goes_backward() and self.level is Level.LOWER

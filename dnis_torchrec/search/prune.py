@@ -206,7 +206,7 @@ def prune(
         >>> blocks = blocks_from_counts(counts, [table], num_blocks=2)
         >>> ebc = EmbeddingBagCollection(tables=[table])
         >>> prune(ebc, blocks, counts, size=Size(compression=2)).parameters
-        5
+        1
     """
     tables, ranks = _pruned_tables(model, blocks, counts)
     if size.embedding_bytes is not None:
