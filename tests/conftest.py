@@ -77,15 +77,6 @@ def gloo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def no_images() -> Iterator[None]:
-    """Searches of a module of tests draw no images for TensorBoard."""
-    from tests.searched_runs import without_images  # imports most of the package
-
-    with without_images():
-        yield
-
-
 @pytest.fixture
 def remote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MemoryFileSystem]:
     """Storage in memory (``memory://``), empty before and after and a cache of its own."""

@@ -2,23 +2,53 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import pytest
+
 from tests.shared_storage import register
 
 ROOT = Path(__file__).parents[1]
+SHORT = ("--epochs", "1")
+"""Of a training or a search that takes a second."""
 IMPORTED = [
-    *("dnis_torchrec.jobs.search_job", "dnis_torchrec.jobs.train_job", "dnis_torchrec.artifact.export"),
-    *("dnis_torchrec.report.search_images", "torch.utils.tensorboard", "tests.small_models"),
+    *("dnis_torchrec.cli.commands", "tests.small_models"),
     "torch.distributed.optim",  # which TorchRec imports when first a table has a fused optimizer
 ]
 """What processes of tests need and would each import for themselves, in seconds; the server that forks them has it."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def dnis(*arguments: object, folder: Path = ROOT) -> Done:
+    """Runs the program in this process: starting Python and TorchRec anew costs seconds."""
+    from dnis_torchrec.cli import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["dnis", *map(str, arguments)])
+        patch.chdir(folder)
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+    return Done(code, out.getvalue(), err.getvalue())
 
 
 @dataclass
@@ -47,7 +77,7 @@ class Started:
 
 
 def start_dnis(folder: Path, *arguments: object, **variables: str) -> Started:
-    """Starts `dnis` in the root of the project, which knows the protocol of these tests and draws no images.
+    """Starts `dnis` in the root of the project, which knows the protocol of these tests.
 
     Args:
         folder: for what it says; one command at a time.
@@ -72,7 +102,5 @@ def _run(arguments: list[str], variables: Mapping[str, str], *said: str) -> None
     register()
     sys.argv = ["dnis", *arguments]
     from dnis_torchrec.cli import main  # reads the environment as it begins
-    from tests.searched_runs import without_images
 
-    with without_images():
-        main()
+    main()

@@ -18,10 +18,10 @@ import typer
 import yaml
 from PIL import Image
 
-from dnis_torchrec.cli.app import app
+from dnis_torchrec.cli import app
 from docs import pictures, quality, rooms, site
-from tests.cli.test_cli import SHORT, dnis
 from tests.documents import ROOT, blocks, shell_commands
+from tests.started import SHORT, dnis
 
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
@@ -108,7 +108,7 @@ def test_links_lead_to_the_same_pages_inside_the_site() -> None:
         assert f"](../{up}" not in markdown, page
 
 
-def test_the_recipe_is_searched(gloo, no_images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_is_searched(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (block,) = blocks("docs/how-to/own-data.md", "python")
     (tmp_path / "my_ranker.py").write_text(block, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
@@ -168,7 +168,7 @@ def first_users(source: Path, folder: Path) -> Path:
 
 @pytest.mark.parametrize("data", [None, pytest.param("ml-1m", marks=pytest.mark.real_data)])
 def test_the_searching_notebook_runs(
-    gloo, no_images, real_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str | None
+    gloo, real_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str | None
 ) -> None:
     """On the tiny recipe, then as it stands on some of MovieLens-1M's users; with its commands in this process."""
 

@@ -220,7 +220,7 @@ def test_the_loss_of_next_items_is_the_mean_over_candidates_and_the_last_is_judg
 
 @pytest.mark.parametrize("name", ["din", "sasrec"])
 def test_a_recipe_is_compressed_and_searched(
-    name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_images: None, gloo: object
+    name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gloo: object
 ) -> None:
     monkeypatch.setattr(amazon_sequences, "BATCH_SIZE", 64)
     monkeypatch.setattr(amazon_sequences, "NUM_QUERIES", 3)

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from dnis_torchrec.serving import PackedEmbeddingBagCollection
-from tests.cli.test_cli import dnis
 from tests.documents import ROOT, blocks, run_blocks, shell_commands
+from tests.started import dnis
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -92,7 +92,7 @@ def write_ratings(folder: Path) -> None:
     (folder / "ratings.dat").write_text("\n".join(lines) + "\n", encoding="latin-1")
 
 
-def test_its_commands_run_in_their_order(gloo, no_images, tmp_path: Path) -> None:
+def test_its_commands_run_in_their_order(gloo, tmp_path: Path) -> None:
     """As they stand, in the project's folder; but for two epochs, and with folders of data and results elsewhere."""
     write_ratings(tmp_path / "ml-1m")
     commands = [words[1:] for words in shell_commands("README.md") if words[0] == "dnis"]

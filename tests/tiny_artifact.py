@@ -60,7 +60,7 @@ RECIPES = {
 
 
 def write_tiny_artifact(
-    path: Path, *, recipe: str = "tests.tiny:demo", forms: tuple[str, ...] = ("csr_fp32",), codes: bool = False
+    path: Path, *, recipe: str = "tests.tiny:demo", forms: tuple[str, ...] = ("mixed_dimension",), codes: bool = False
 ) -> Path:
     """Prunes a recipe's model at random, or gives it codes at random, evaluates it, and exports it.
 

@@ -14,7 +14,8 @@ from benchmarks.rivals.methods import METHODS
 from benchmarks.rivals.streams import train_on_validation
 from benchmarks.rivals.task import Recipes, Served, Task, UnmetError, loss_on_selection, plain
 from dnis_torchrec._dependencies import versions
-from dnis_torchrec.data.recipe import TrainTask, build_recipe
+from dnis_torchrec.data.recipe import build_recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.shard import process_group
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from dnis_torchrec.ops.jagged import jagged_by_key
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollectionInterface
@@ -18,6 +17,7 @@ from benchmarks.rivals.mixed import Blocks, pack, widths_of, zero_dropped_
 from benchmarks.rivals.rows import TRAINED_MULTIPLE
 from benchmarks.rivals.task import Served, Task, UnmetError, best_of, check_pooled, train
 from dnis_torchrec.blocks.routing import RowRouter, RowRouting
+from dnis_torchrec.ops.batches import jagged_by_key
 from dnis_torchrec.selection.shards import collections
 from dnis_torchrec.selection.swap import replace_
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from dnis_torchrec.data.lookup_batches import features_of
 from torch import Tensor, nn
 
 from benchmarks.rivals.rows import BITS
@@ -18,6 +17,7 @@ from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.codes import ColumnCodes, fit_codes
 from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.blocks.routing import RowRouting
+from dnis_torchrec.data.batches import features_of
 from dnis_torchrec.data.over_ranks import all_samples
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.scheme import MixedDimensionScheme

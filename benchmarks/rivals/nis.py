@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from dnis_torchrec.data.lookup_batches import LookupBatches
 from torch import Tensor, nn
 from torchmetrics.functional.classification import binary_auroc
 from torchrec.datasets.utils import Batch
 
 from benchmarks.rivals.mixed import Blocks, train_mixed
 from benchmarks.rivals.task import Served, Task, UnmetError
-from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.data.batches import LookupBatches
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.shard import shard

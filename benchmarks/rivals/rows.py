@@ -7,15 +7,15 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from dnis_torchrec.data.lookup_batches import features_of
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from benchmarks.rivals.task import Served, Task, UnmetError, best_of, plain, shards_of, train
 from dnis_torchrec.allocation.axes import rotate_, rotation_groups, with_axes_
 from dnis_torchrec.blocks.counts import count_frequencies
+from dnis_torchrec.cli.narrow_rows import rounded_rows, table_bytes
+from dnis_torchrec.data.batches import features_of
 from dnis_torchrec.data.over_ranks import all_samples
-from dnis_torchrec.jobs.stored_rows import rounded_rows, table_bytes
 from dnis_torchrec.selection.shards import table_configs
 
 BITS = {"fp32": 32, "int8": 8, "int4": 4}

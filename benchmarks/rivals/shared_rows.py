@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from dnis_torchrec.ops.jagged import jagged_by_key
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollectionInterface
@@ -16,6 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from benchmarks.rivals.rows import round_rows_, rows_bytes
 from benchmarks.rivals.task import Served, Task, UnmetError, check_pooled, largest_scale, train
+from dnis_torchrec.ops.batches import jagged_by_key
 from dnis_torchrec.selection.shards import collections
 from dnis_torchrec.selection.swap import replace_
 

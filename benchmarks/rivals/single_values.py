@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from dnis_torchrec.data.lookup_batches import features_of
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from benchmarks.rivals.task import Served, Task, UnmetError, plain, shards_of, train
 from dnis_torchrec.blocks.counts import count_frequencies
+from dnis_torchrec.data.batches import features_of
 from dnis_torchrec.data.over_ranks import all_samples
 
 VALUE_BYTES = {"fp32": 4, "fp16": 2, "int8": 1}

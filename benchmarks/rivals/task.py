@@ -15,7 +15,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dnis_torchrec.data.files import read_tensors, unshared, write_tensors
-from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
+from dnis_torchrec.data.recipe import DataSplits, Recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.selection.shards import TableShard, collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import unshard_
 from dnis_torchrec.training.evaluate import selection_loss

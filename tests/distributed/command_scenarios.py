@@ -16,7 +16,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from dnis_torchrec.cli import app
-from dnis_torchrec.jobs.artifact_jobs import run_export
+from dnis_torchrec.cli.commands import run_export
+from dnis_torchrec.cli.settings import ExportCommand
 from dnis_torchrec.training import weights
 from dnis_torchrec.training.checkpoint import CheckpointFolder, StoredTensor, write_checkpoint
 from dnis_torchrec.training.state import Chunk, PlacedTensor, TrainingState
@@ -26,8 +27,8 @@ from tests.distributed.pruning_scenarios import outcome_of
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "packed": ("export", "{run}", "--out", "{out}/packed"),
-    "verified": ("verify", "{out}/packed", "--recipe", RECIPE, "--json", "{out}/verified.json"),
-    "damaged": ("verify", "{out}/damaged"),
+    "verified": ("evaluate", "{out}/packed", "--verify", "--recipe", RECIPE, "--json", "{out}/verified.json"),
+    "damaged": ("evaluate", "{out}/damaged", "--verify"),
 }
 """Name -> a command line."""
 
@@ -108,10 +109,7 @@ def refusals(at: Rank, run: Path, another: Path) -> Results:
     """Things that go wrong on rank 1 alone, and what no ranks can do: all of them say so, and nothing is left."""
     missing, target = at.folder / "none", at.folder / "refused"
     own = run if at.rank == 0 else missing
-    found: Results = {
-        "exported": outcome_of(lambda: run_export(own, target)),
-        "`dnis export`": outcome_of(lambda: run_export(run, target, scipy_formats=("csr",))),
-    }
+    found: Results = {"exported": outcome_of(lambda: run_export(ExportCommand(run=own, out=target)))}
     dist.barrier()
     found["left"] = sorted(path.name for path in at.folder.iterdir() if "refused" in path.name)
     return found

@@ -24,10 +24,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from typer.testing import CliRunner
 
 from dnis_torchrec.artifact.write import PackedFile
-from dnis_torchrec.cli import app
+from dnis_torchrec.cli import app, commands
+from dnis_torchrec.cli.commands import run_compress
+from dnis_torchrec.cli.settings import CompressCommand
 from dnis_torchrec.data.recipe import DataSplits, Recipe
-from dnis_torchrec.jobs import compress_job
-from dnis_torchrec.jobs.compress_job import CompressJob, run_compress
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.training import weights as weight_files
@@ -80,10 +80,9 @@ def weights() -> dict[str, Tensor]:
     return {name: torch.randn(value.shape, generator=generator) / 2 for name, value in state.items()}
 
 
-def job(out: Path, **fields: Any) -> CompressJob:
+def job(out: Path, **fields: Any) -> CompressCommand:
     """A request of two sizes."""
-    chosen = {"run": None, "recipe": RECIPE, "data": None, "compressions": SIZES, "num_blocks": 3, "baselines": False}
-    return CompressJob(**chosen | {"out": out} | fields)
+    return CompressCommand(**{"recipe": RECIPE, "compressions": SIZES, "out": out} | fields)
 
 
 def spread_as(kind: str, model: nn.Module, device: torch.device) -> nn.Module:
@@ -108,7 +107,7 @@ def in_kind(kind: str) -> Iterator[None]:
 def compressed(at: Rank, kind: str, file: Path) -> Results:
     """The rows of a job."""
     with in_kind(kind):
-        content = run_compress(job(at.folder / kind, weights=file))
+        content = run_compress(job(at.folder / kind, source=file))
     return {"rows": [asdict(row) for row in content.rows]}
 
 
@@ -116,7 +115,7 @@ def compressed(at: Rank, kind: str, file: Path) -> Results:
 def watched() -> Iterator[dict[str, list[list[Any]]]]:
     """Notes what this rank reads of stored tables, ``[weight, first place, shape]``, and what it holds of them."""
     found: dict[str, list[list[Any]]] = {"read": [], "held": [], "whole": []}
-    copy, measure, spread = StoredTensor.copy_to_, compress_job.measure_, weight_files.spread_tables
+    copy, measure, spread = StoredTensor.copy_to_, commands.measure_, weight_files.spread_tables
 
     def reading(stored: StoredTensor, target: Tensor, first: Any = None) -> None:
         if "embedding_bags" in stored.place:
@@ -138,7 +137,7 @@ def watched() -> Iterator[dict[str, list[list[Any]]]]:
         patch.object(StoredTensor, "copy_to_", reading),
         patch.object(StoredTensor, "whole", lambda stored: 1 / 0),
         patch.object(weight_files, "spread_tables", spreading),
-        patch.object(compress_job, "measure_", measuring),
+        patch.object(commands, "measure_", measuring),
     ):
         yield found
 
@@ -146,16 +145,16 @@ def watched() -> Iterator[dict[str, list[list[Any]]]]:
 def from_files(at: Rank, kind: str, file: Path) -> Results:
     """A job on weights in other files, and all that this rank has read of tables and holds of them."""
     with in_kind(kind), watched() as found:
-        content = run_compress(job(at.folder / f"from_{file.name}", weights=file, recipe=UNFILLED))
+        content = run_compress(job(at.folder / f"from_{file.name}", source=file, recipe=UNFILLED))
     return {"rows": [asdict(row) for row in content.rows]} | found
 
 
 def trained(at: Rank) -> Results:
     """`dnis train`, `compress` of its run and `evaluate` of both, as the command line runs them on every rank."""
-    run, out, json_file = at.folder / "run", at.folder / "of_run", at.folder / "rows.json"
+    run, out = at.folder / "run", at.folder / "of_run"
     train = ("train", RECIPE, "--out", run, "--epochs", 2)
-    compress = ("compress", run, "--compression", "3,6", "--num-blocks", 3, "--out", out, "--json", json_file)
-    evaluated = ("evaluate", run), ("evaluate", out / "x6")
+    compress = ("compress", RECIPE, "--from", run, "--compression", "3,6", "--out", out)
+    evaluated = ("evaluate", run, "--recipe", RECIPE), ("evaluate", out / "x6", "--recipe", RECIPE)
     variables = {"WORLD_SIZE": str(at.world_size), "RANK": str(at.rank), "LOCAL_RANK": str(at.rank)}
     said = []
     with patch.dict(os.environ, variables), watched() as found:
@@ -172,15 +171,15 @@ def refusals(at: Rank, file: Path) -> Results:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     own = file if at.rank == 0 else file.with_name("none.safetensors")
-    found: Results = {"weights": outcome_of(lambda: run_compress(job(at.folder / "refused", weights=own)))}
+    found: Results = {"weights": outcome_of(lambda: run_compress(job(at.folder / "refused", source=own)))}
     with patch.object(PackedFile, "fill", full if at.rank == 1 else PackedFile.fill):
-        found["full"] = outcome_of(lambda: run_compress(job(at.folder / "refused", weights=file)))
-    with patch.object(compress_job, "drop_in_", full if at.rank == 1 else compress_job.drop_in_):
-        found["serving"] = outcome_of(lambda: run_compress(job(at.folder / "refused", weights=file)))
-    found["size"] = outcome_of(lambda: run_compress(job(at.folder / "refused", weights=file, compressions=(900.0,))))
-    found["apart"] = outcome_of(lambda: run_compress(job(at.folder / f"apart{at.rank}" / "out", weights=file)))
+        found["full"] = outcome_of(lambda: run_compress(job(at.folder / "refused", source=file)))
+    with patch.object(commands, "drop_in_", full if at.rank == 1 else commands.drop_in_):
+        found["serving"] = outcome_of(lambda: run_compress(job(at.folder / "refused", source=file)))
+    found["size"] = outcome_of(lambda: run_compress(job(at.folder / "refused", source=file, compressions=(900.0,))))
+    found["apart"] = outcome_of(lambda: run_compress(job(at.folder / f"apart{at.rank}" / "out", source=file)))
     at.folder.joinpath("stands").mkdir(exist_ok=True)
-    found["stands"] = outcome_of(lambda: run_compress(job(at.folder / "stands", weights=file)))
+    found["stands"] = outcome_of(lambda: run_compress(job(at.folder / "stands", source=file)))
     dist.barrier()
     found["left"] = sorted(path.name for path in at.folder.iterdir() if "refused" in path.name)
     return found
@@ -196,8 +195,8 @@ def save_weights(folder: Path) -> dict[str, Path]:
 
 
 def manifest_of(artifact: Path) -> dict[str, Any]:
-    """The manifest but for its own hash, the recipe's name, who made it, and metrics, which are rounded otherwise."""
+    """The manifest but for its own hash, the recipe's name and metrics, which are rounded otherwise."""
     manifest = json.loads((artifact / "manifest.json").read_text())
-    for name in ("metrics", "recipe", "provenance"):
+    for name in ("metrics", "recipe"):
         manifest["run"].pop(name)
     return manifest | {"sha256": ""}

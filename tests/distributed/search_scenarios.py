@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import nn
 
 from dnis_torchrec.artifact.export import export
+from dnis_torchrec.cli.commands import run_search, run_train
+from dnis_torchrec.cli.settings import SearchCommand, TrainCommand
 from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.over_ranks import split_over_ranks
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.task import TrainTask
-from dnis_torchrec.jobs.search_job import SearchJob, run_search
-from dnis_torchrec.jobs.train_job import TrainJob, run_train
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.report import ReportRow
+from dnis_torchrec.report.rows import Results
 from dnis_torchrec.scheme import PACKED
 from dnis_torchrec.search.search import SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings
@@ -33,7 +33,6 @@ from dnis_torchrec.training.weights import write_model
 from examples.models import FactorizationMachine
 from tests.distributed.harness import Rank
 from tests.distributed.pruning_scenarios import described, outcome_of
-from tests.searched_runs import without_images
 from tests.shared_storage import register
 from tests.tiny import Repeatable, make_batch, make_collection, make_recipe, ranked
 
@@ -180,12 +179,10 @@ def uneven(rank: Rank) -> dict[str, Any]:
 def jobs(rank: Rank) -> dict[str, Any]:
     """`dnis search` as the launcher runs it on every rank; again over its own run."""
 
-    def job(name: str, **options: Any) -> list[ReportRow]:
-        given = {"recipe": "tests.tiny:demo", "data": None, "compression": SIZE, "settings": SHORT}
-        return run_search(SearchJob(**given, stored_rows=False, out=rank.folder / name, **options))
+    def job(name: str) -> Results:
+        return run_search(search_command(rank.folder / name))
 
-    with without_images():
-        [row] = job("run")
+    row = job("run").rows[0]
     return {
         "metrics": dict(row.metrics),
         "again": outcome_of(lambda: job("run")),
@@ -194,18 +191,23 @@ def jobs(rank: Rank) -> dict[str, Any]:
     }
 
 
-def train_job(out: Path) -> TrainJob:
-    """A short training of the tiny recipe, penalised."""
-    return TrainJob(recipe="tests.tiny:demo", data=None, out=out, embedding_l2=0.02, epochs=3)
+def search_command(out: Path, **fields: Any) -> SearchCommand:
+    """A short search of the tiny recipe."""
+    return SearchCommand(recipe="tests.tiny:demo", out=out, compression=SIZE, epochs=2, **fields)
+
+
+def train_command(out: Path) -> TrainCommand:
+    """A short training of the tiny recipe."""
+    return TrainCommand(recipe="tests.tiny:demo", out=out, epochs=3)
 
 
 def trained(rank: Rank) -> dict[str, Any]:
     """`dnis train` as the launcher runs it on every rank; again over its own run, and without a folder in common."""
-    row = run_train(train_job(rank.folder / "trained"))
+    row = run_train(train_command(rank.folder / "trained")).rows[0]
     return {
         "metrics": dict(row.metrics),
-        "again": outcome_of(lambda: run_train(train_job(rank.folder / "trained"))),
-        "apart": outcome_of(lambda: run_train(train_job(rank.folder / f"alone{rank.rank}" / "trained"))),
+        "again": outcome_of(lambda: run_train(train_command(rank.folder / "trained"))),
+        "apart": outcome_of(lambda: run_train(train_command(rank.folder / f"alone{rank.rank}" / "trained"))),
     }
 
 
@@ -215,16 +217,15 @@ def hosts(rank: Rank) -> dict[str, Any]:
     steps = itertools.count()
     register()
 
-    def job(**options: Any) -> list[ReportRow]:
-        given = {"recipe": "tests.tiny:demo", "data": None, "compression": SIZE, "settings": SHORT}
-        return run_search(SearchJob(**given, out=own / "run", url=url, **options))
+    def job(**options: Any) -> Results:
+        return run_search(search_command(own / "run", **options))
 
-    with patch.dict(os.environ, {"DNIS_CACHE": str(own / "cache")}), without_images():
-        with patch("dnis_torchrec.jobs.progress._StopRequest.is_requested", lambda _: next(steps) > 34):
+    with patch.dict(os.environ, {"DNIS_CACHE": str(own / "cache")}), patch.object(SearchCommand, "url", url):
+        with patch("dnis_torchrec.cli.progress._SearchStop.is_requested", lambda _: next(steps) > 34):
             stopped = outcome_of(job)
         checkpoints = len(list((rank.folder / "stored" / "checkpoints").glob("step-*")))
-        [row] = job(saving=Saving(resume=True))
-        again = job(saving=Saving(resume=True))
+        row = job(resume=True).rows[0]
+        again = job(resume=True).rows[:1]
     return {
         "stopped": stopped,
         "checkpoints": checkpoints,
@@ -254,7 +255,7 @@ def refused(rank: Rank) -> dict[str, Any]:
     small.data.test.batches[0] = make_batch(1, 60)
     few = make_recipe()
     few.data.test.batches[0] = ranked(make_batch(27, 60), 9)  # five of the second query on rank 0, four on rank 1
-    job = SearchJob(recipe="tests.distributed.search_scenarios:broken", data=None, out=folder / "run")
+    job = SearchCommand(recipe="tests.distributed.search_scenarios:broken", out=folder / "run")
     return {
         "recipe": outcome_of(lambda: run_search(job)),
         "candidates": outcome_of(lambda: found_by(few, folder)),

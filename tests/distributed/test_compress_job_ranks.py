@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from dnis_torchrec.jobs.artifact_jobs import run_evaluate
-from dnis_torchrec.jobs.compress_job import run_compress
+from dnis_torchrec.cli.commands import run_compress, run_evaluate
+from dnis_torchrec.cli.settings import EvaluateCommand
+from dnis_torchrec.report.rows import COMPRESS, UNCOMPRESSED, Results
 from tests.distributed.compress_job_scenarios import (
     KINDS,
+    RECIPE,
     ROWS,
     SIZES,
     UNFILLED,
@@ -34,7 +36,7 @@ READ = {"w.safetensors": "row_wise", "w.pt": "column_wise", "w.dcp": "grid_shard
 """Files of weights, and how the tables that are read from them are sharded."""
 ON_FOUR = ("table_wise", "row_wise", "grid_shard")
 """Where four ranks have no table, a few rows, a few columns of a few rows; their files: test_packed_export_ranks.py."""
-TOLD_OF_METRICS = {"manifest.json", "compress.json", "report.html", "MODEL_CARD.md"}
+TOLD_OF_METRICS = {"manifest.json", "run.json", "results.json", "report.html", "MODEL_CARD.md"}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,12 @@ def four_ranks(weights: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
 def alone(weights: dict[str, Path]) -> tuple[Path, list[dict[str, Any]]]:
     """The files and rows of one process."""
     out = weights["w.safetensors"].parent / "alone"
-    return out, [asdict(row) for row in run_compress(job(out, weights=weights["w.safetensors"])).rows]
+    return out, rows_of(run_compress(job(out, source=weights["w.safetensors"])))
+
+
+def rows_of(results: Results) -> list[dict[str, Any]]:
+    """What several ranks measure, too."""
+    return [asdict(row) for row in results.rows if row.method in (COMPRESS, UNCOMPRESSED)]
 
 
 def assert_same(found: Path, rows: list[dict[str, Any]], alone: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -85,9 +92,10 @@ def assert_same_rows(rows: list[dict[str, Any]], wanted: list[dict[str, Any]]) -
     for row, other in zip(rows, wanted, strict=True):
         for metrics in ("metrics", "selection"):
             assert row[metrics] == pytest.approx(other[metrics], abs=1e-6)
-        for name in ("method", "compression", "bytes", "seed", "name"):
+        for name in ("method", "compression", "num_bytes", "seed", "name"):
             assert row[name] == other[name]
-        assert row["predicted_loss_increase"] == pytest.approx(other["predicted_loss_increase"], abs=1e-6)
+        predicted = row["predicted_loss_increase"], other["predicted_loss_increase"]
+        assert predicted[0] == (predicted[1] and pytest.approx(predicted[1], abs=1e-6))
 
 
 @pytest.mark.parametrize(("world_size", "kind"), [*((2, kind) for kind in KINDS), *((4, kind) for kind in ON_FOUR)])
@@ -104,8 +112,8 @@ def test_weights_in_other_files_give_the_same(ranks: RankResults, alone, file: s
 
 
 def test_tables_that_a_recipe_does_not_fill_are_filled_in_one_process(weights: dict[str, Path], alone) -> None:
-    found = run_compress(job(alone[0].with_name("unfilled"), weights=weights["w.dcp"], recipe=UNFILLED))
-    assert_same(alone[0].with_name("unfilled"), [asdict(row) for row in found.rows], alone)
+    found = run_compress(job(alone[0].with_name("unfilled"), source=weights["w.dcp"], recipe=UNFILLED))
+    assert_same(alone[0].with_name("unfilled"), rows_of(found), alone)
 
 
 @pytest.mark.parametrize("scenario", [*READ, "trained"])
@@ -125,12 +133,14 @@ def test_the_commands_go_through_as_ranks_of_torchrun(ranks: RankResults, gloo, 
     assert [code for code, _ in first["said"] + second["said"]] == [0] * 8
     assert [said for _, said in second["said"]] == [""] * 4
     assert f"artifact: {folder}/of_run/x3" in first["said"][1][1]
-    rows = json.loads((folder / "rows.json").read_text())["rows"]
-    again = run_compress(job(tmp_path / "alone", run=folder / "run", recipe=None))
-    assert_same(folder / "of_run", rows, (tmp_path / "alone", [asdict(row) for row in again.rows]))
+    rows = json.loads((folder / "of_run" / "results.json").read_text())["rows"]
+    again = run_compress(job(tmp_path / "alone", source=folder / "run"))
+    assert_same(folder / "of_run", rows, (tmp_path / "alone", rows_of(again)))
     for path, row, (_, said) in zip(("run", "of_run/x6"), (rows[0], rows[2]), first["said"][2:], strict=True):
         assert json.loads(said)["metrics"] == pytest.approx(row["metrics"], abs=1e-6)
-        assert run_evaluate(folder / path, None)["metrics"] == pytest.approx(row["metrics"], abs=1e-6)
+        assert run_evaluate(EvaluateCommand(path=folder / path, recipe=RECIPE))["metrics"] == pytest.approx(
+            row["metrics"], abs=1e-6
+        )
 
 
 def test_what_goes_wrong_on_one_rank_stops_all_and_leaves_nothing(ranks: RankResults) -> None:
@@ -139,9 +149,7 @@ def test_what_goes_wrong_on_one_rank_stops_all_and_leaves_nothing(ranks: RankRes
         assert own["weights"].startswith(f"ValueError: {named}weights ")
         assert own["weights"].endswith("none.safetensors: expected a file, got none")
         for what in ("full", "serving"):
-            assert own[what].startswith(
-                f"RunWriteError: folder {ranks.folder}/refused: expected to write the compressed"
-            )
+            assert own[what].startswith(f"RunWriteError: folder {ranks.folder}/refused: expected to write what")
             assert f"got {named}[Errno 28] No space left on device" in own[what]
         assert own["size"].startswith("ValueError: compression: expected at most ")
         assert "expected the folder that rank 0 writes to, on storage that all hosts have mounted" in own["apart"]

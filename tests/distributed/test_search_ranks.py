@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from dnis_torchrec.artifact.export import drop_in_
+from dnis_torchrec.cli.commands import run_evaluate, run_export, run_train
+from dnis_torchrec.cli.settings import EvaluateCommand, ExportCommand
 from dnis_torchrec.data.over_ranks import count_training_data
 from dnis_torchrec.data.task import TrainTask
-from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
-from dnis_torchrec.jobs.train_job import run_train
 from dnis_torchrec.search.search import SearchOutcome
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.training.evaluate import evaluate
@@ -34,7 +34,7 @@ from tests.distributed.search_scenarios import (
     rotatable,
     rotated,
     stopped,
-    train_job,
+    train_command,
     trained,
     uneven,
     whole_search,
@@ -173,9 +173,11 @@ def test_a_job_on_two_ranks_writes_a_run_that_one_process_exports_and_evaluates(
     first, second = both[0]["jobs"]
     assert first["metrics"] == second["metrics"]
     run = both[0].folder / "run"
-    artifact = run_export(run, tmp_path / "artifact", forms=("packed",))
+    artifact = run_export(ExportCommand(run=run, out=tmp_path / "artifact"))
     for path in (run, artifact):
-        assert run_evaluate(path, None)["metrics"] == pytest.approx(first["metrics"], abs=1e-6)
+        assert run_evaluate(EvaluateCommand(path=path, recipe="tests.tiny:demo"))["metrics"] == pytest.approx(
+            first["metrics"], abs=1e-6
+        )
     parts = {"model.rank0.safetensors", "model.rank1.safetensors"}
     assert parts == {path.name for path in run.iterdir() if path.name.startswith("model")}
     for own, named in ((first, ""), (second, "rank 0: ")):
@@ -200,11 +202,13 @@ def test_a_training_on_two_ranks_is_that_of_one_process(both, tmp_path: Path) ->
     first, second = both[0]["trained"]
     assert first["metrics"] == second["metrics"]
     run = both[0].folder / "trained"
-    alone = run_train(train_job(tmp_path / "alone"))
+    alone = run_train(train_command(tmp_path / "alone")).rows[0]
     assert first["metrics"] == pytest.approx(alone.metrics, abs=1e-3)
-    artifact = run_export(run, tmp_path / "artifact", forms=("mixed_dimension",))
+    artifact = run_export(ExportCommand(run=run, out=tmp_path / "artifact"))
     for path in (run, artifact):
-        assert run_evaluate(path, None)["metrics"] == pytest.approx(first["metrics"], abs=1e-6)
+        assert run_evaluate(EvaluateCommand(path=path, recipe="tests.tiny:demo"))["metrics"] == pytest.approx(
+            first["metrics"], abs=1e-6
+        )
     parts = {"model.rank0.safetensors", "model.rank1.safetensors"}
     assert parts == {path.name for path in run.iterdir() if path.name.startswith("model")}
     for own, named in ((first, ""), (second, "rank 0: ")):
@@ -221,7 +225,7 @@ def test_hosts_that_share_no_disk_search_as_ranks_of_one_do(both) -> None:
         assert own["again"] == [own["metrics"]]
         assert own["metrics"] == both[0]["jobs"][0]["metrics"]
     assert second["own"] == []
-    assert {"run/run.json", "run/report.json", "run/scheme.safetensors"} <= set(first["own"])
+    assert {"run/run.json", "run/results.json", "run/scheme.safetensors"} <= set(first["own"])
     assert not [name for name in first["own"] if "checkpoints" in name or "rank" in name]
     stored, together = whole_model(both[0].folder / "stored"), whole_model(both[0].folder / "run")
     assert [name for name in together if not torch.equal(together[name], stored[name])] == []

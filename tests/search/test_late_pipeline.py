@@ -104,7 +104,7 @@ def test_a_loss_that_is_not_finite_stops_the_next_step() -> None:
     assert pipeline.lower_steps == 4
 
 
-@pytest.mark.usefixtures("gloo", "no_images")
+@pytest.mark.usefixtures("gloo")
 def test_who_listens_to_a_search_is_told_the_same_in_the_same_order(tmp_path: Path) -> None:
     def told(folder: Path) -> list[object]:
         events: list[object] = []

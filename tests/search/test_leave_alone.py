@@ -14,21 +14,19 @@ from dnis_torchrec.allocation.axes import rotation_groups, with_axes_
 from dnis_torchrec.allocation.compress import compress, packed_collections
 from dnis_torchrec.artifact.verify import verify
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.cli.commands import run_evaluate, run_export, run_search
+from dnis_torchrec.cli.settings import EvaluateCommand, ExportCommand
 from dnis_torchrec.data.over_ranks import count_training_data
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
-from dnis_torchrec.jobs.run_folder import RunFolder
-from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.scheme import PACKED
 from dnis_torchrec.search.prune import SizeOutOfReachError
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from examples.paper.search import PaperSettings, search_as_published
-from tests.searched_runs import quick_job
+from tests.searched_runs import quick_search
 from tests.tiny import ROWS, make_recipe
 
-pytestmark = pytest.mark.usefixtures("no_images")
 CPU = torch.device("cpu")
 SIZE = 2.5
 ALONE = "genre"
@@ -103,15 +101,12 @@ def test_a_size_that_a_table_left_alone_does_not_leave_is_refused_before_trainin
 
 def test_a_run_is_exported_and_verified_with_it_and_not_pruned(gloo, tmp_path: Path) -> None:
     run, artifact = tmp_path / "run", tmp_path / "artifact"
-    run_search(quick_job(run, compression=SIZE, recipe="tests.search.test_leave_alone:genre_alone"))
-    run_export(run, artifact, forms=("packed",))
-    assert run_evaluate(artifact, None)["metrics"] == pytest.approx(run_evaluate(run, None)["metrics"], abs=1e-6)
+    spec = "tests.search.test_leave_alone:genre_alone"
+    run_search(quick_search(run, compression=SIZE, recipe=spec))
+    run_export(ExportCommand(run=run, out=artifact))
+    of_run, served = (run_evaluate(EvaluateCommand(path=path, recipe=spec)) for path in (run, artifact))
+    assert served["metrics"] == pytest.approx(of_run["metrics"], abs=1e-6)
     assert verify(artifact).failures == []
-    assert RunFolder(run).left_alone() == {ALONE}
-    with pytest.raises(
-        ValueError, match=r"^form 'csr_int8': expected a form that keeps float32, .*\['genre'\], got int8"
-    ):
-        run_export(run, tmp_path / "rounded", forms=("packed", "csr_int8"))
     with pytest.raises(NotImplementedError, match=r"^Recipe\.leave_alone: supported are recipes without"):
         search_as_published(genre_alone(), PaperSettings(), CPU)
 

@@ -243,7 +243,7 @@ def test_a_model_that_looks_untrained_is_told_once(
 
 @pytest.mark.parametrize("reading", [nullcontext, read_late])
 def test_divergence_keeps_the_last_good_checkpoint(
-    gloo, no_images, tmp_path: Path, reading: Callable[[], AbstractContextManager[None]]
+    gloo, tmp_path: Path, reading: Callable[[], AbstractContextManager[None]]
 ) -> None:
     recipe = make_recipe()
 

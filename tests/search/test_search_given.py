@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dnis_torchrec.allocation.axes import with_axes_
+from dnis_torchrec.cli.run import _weights_in
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.task import TrainTask
-from dnis_torchrec.jobs.given_model import _stored_in
 from dnis_torchrec.search import search as search_module
 from dnis_torchrec.search.search import SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings
@@ -134,7 +134,7 @@ def test_what_a_checkpoint_holds_once_or_as_one_number_is_found(gloo, tmp_path: 
     given, fresh = model(), model().requires_grad_(False)
     before = {name: value.clone() for name, value in given.state_dict().items()}
     found_by(replace(make_recipe(), model=given), tmp_path, stop_at=8)
-    stored = _stored_in(fresh, Path(CheckpointFolder(tmp_path).path_of(8)))
+    stored = _weights_in(fresh, Path(CheckpointFolder(tmp_path).path_of(8)))
     assert set(stored) == set(before)
     for value in fresh.state_dict().values():
         value.zero_()

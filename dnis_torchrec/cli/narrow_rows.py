@@ -1,5 +1,5 @@
 """A trained model with its rows in int8 or int4, of all columns or of its first principal axes:
-what users try first. Nothing is trained."""
+what users try first, shown beside what a command makes."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def columns_within(
 
 def rounded_rows(weight: Tensor, bits: int) -> Tensor:
     """Rows as FBGEMM's inference kernels read them: rounded to codes with a scale each, and back."""
-    rows, missing = weight.detach().float().cpu(), -weight.shape[1] % (16 // bits)
-    if missing:  # the last column again, which leaves a row's range as it is
-        rows = torch.cat([rows, rows[:, -1:].expand(-1, missing)], dim=1)
+    rows, filler = weight.detach().float().cpu(), -weight.shape[1] % (16 // bits)
+    if filler:  # the last column again, which leaves a row's range as it is
+        rows = torch.cat([rows, rows[:, -1:].expand(-1, filler)], dim=1)
     codes = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(rows.contiguous(), bits)
     values = torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(codes, bits)
     return values[:, : weight.shape[1]].to(weight.device)
@@ -66,16 +66,16 @@ def in_rows(
 ) -> Iterator[nn.Module]:
     """The model with its rows as they are served, for the block. Local, no collective."""
     shards = [s for module in collections(model).values() for s in local_shards(module)]
-    before = {id(s): s.weight.clone() for s in shards if s.table not in leave_alone}
+    copies = {id(s): s.weight.clone() for s in shards if s.table not in leave_alone}
     try:
         with writing_to_tables(model):
             for shard in shards:
-                if id(shard) in before:
+                if id(shard) in copies:
                     shard.weight[:, :columns] = rounded_rows(shard.weight[:, :columns], bits)
                     shard.weight[:, columns or shard.weight.shape[1] :] = 0
         yield model
     finally:
         with writing_to_tables(model):
             for shard in shards:
-                if id(shard) in before:
-                    shard.weight.copy_(before[id(shard)])
+                if id(shard) in copies:
+                    shard.weight.copy_(copies[id(shard)])

@@ -1,0 +1,677 @@
+"""What each command does, from its settings to what it leaves behind."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from torchrec.distributed.model_parallel import get_unwrapped_module
+
+from dnis_torchrec._dependencies import versions
+from dnis_torchrec.allocation.axes import rotation_groups
+from dnis_torchrec.allocation.compress import measure_
+from dnis_torchrec.artifact.export import drop_in_, export
+from dnis_torchrec.artifact.load import read_scheme
+from dnis_torchrec.artifact.manifest import read_manifest, write_manifest
+from dnis_torchrec.artifact.package import write_package
+from dnis_torchrec.artifact.verify import Verification, verify
+from dnis_torchrec.artifact.write import shared_folder, write_over_ranks
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.cli.narrow_rows import CUT_AXES, ROWS, columns_within, in_rows, table_bytes
+from dnis_torchrec.cli.progress import plain_progress, search_progress
+from dnis_torchrec.cli.run import (
+    COMPRESSED,
+    FINISHED,
+    INTERRUPTED,
+    KIND,
+    RESULTS,
+    SEARCHED,
+    SEARCHING,
+    TRAINED,
+    RunFolder,
+    RunWriteError,
+    kind_of,
+    weights_after_plain_training,
+)
+from dnis_torchrec.cli.settings import (
+    CompressCommand,
+    EvaluateCommand,
+    ExportCommand,
+    PackageCommand,
+    SearchCommand,
+    TrainCommand,
+)
+from dnis_torchrec.data.over_ranks import (
+    check_same,
+    measured_samples,
+    read_before_training,
+    split_over_ranks,
+)
+from dnis_torchrec.data.recipe import DataSplits, Recipe, build_recipe, build_recipe_again
+from dnis_torchrec.data.task import TrainTask, direction_of
+from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_size_of
+from dnis_torchrec.report.html_page import write_report
+from dnis_torchrec.report.rows import (
+    COMPRESS,
+    SEARCH,
+    UNCOMPRESSED,
+    ResultRow,
+    Results,
+    block_rows,
+    join_results,
+    read_results,
+)
+from dnis_torchrec.scheme import PACKED
+from dnis_torchrec.search.prune import uncompressed_scheme
+from dnis_torchrec.search.search import COMPRESSED as WITHOUT_SEARCH
+from dnis_torchrec.search.search import SEARCHED as BY_SEARCH
+from dnis_torchrec.search.search import SearchOutcome, search
+from dnis_torchrec.search.settings import USUAL_EPOCHS, SearchSettings
+from dnis_torchrec.selection.shards import TableShard, collections, dense_parameters, table_configs
+from dnis_torchrec.selection.swap import replace_, unshard_
+from dnis_torchrec.training.checkpoint import StoredTensor, check_shared
+from dnis_torchrec.training.evaluate import evaluate, primary_metric
+from dnis_torchrec.training.loop import train_plainly
+from dnis_torchrec.training.settings import Saving, TrainSettings
+from dnis_torchrec.training.shard import launched_ranks, process_group, shard
+from dnis_torchrec.training.weights import check_state, fill_, spread_filled, weights_for_
+
+# train
+
+
+def run_train(settings: TrainCommand) -> Results:
+    """Trains the plain model of a recipe, and writes a run."""
+    with process_group() as device:
+        with together():
+            recipe = build_recipe(settings.recipe, settings.data, seed=settings.seed)
+        out, overwrite = settings.out, settings.overwrite
+        on_rank_zero(lambda: RunFolder.check_free(out, overwrite=overwrite))
+        check_shared(out.parent)
+        tables, ranks = table_configs(recipe.model), Ranks.everyone()
+        data, counts, _ = read_before_training(recipe, tables, ranks)
+        recipe = replace(recipe, data=data)
+        scheme = uncompressed_scheme(recipe.model)
+        torch.manual_seed(settings.seed)
+        begin = time.monotonic()
+        task = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
+        model, optimizer = shard(task, recipe, device)
+        usual = TrainSettings()
+        bar = plain_progress(recipe, counts.num_samples, settings.epochs)
+        with bar as (events, train):
+            outcome = train_plainly(
+                model,
+                optimizer,
+                replace(recipe, data=replace(data, train=train)),
+                device,
+                max_epochs=settings.epochs,
+                patience=usual.patience,
+                events=events,
+            )
+        seconds = time.monotonic() - begin
+        metrics = _evaluate(model, recipe, data, device)
+        row = _uncompressed(4 * scheme.parameters, metrics, settings.seed, seconds)
+        history = [asdict(record) for record in outcome.history]
+        identity = {"recipe": settings.recipe, "seed": settings.seed}
+        head = identity | {
+            "kind": TRAINED,
+            "configuration": {"epochs": settings.epochs, "embedding_l2": recipe.embedding_l2},
+            "commands": [_command_line()],
+            "best_epoch": outcome.best_epoch,
+            "scheme": scheme.to_json(),
+            "metrics": metrics["test"],
+            "notes": [],
+            "versions": versions(),
+        }
+        results = _results(recipe, [row], head, history)
+        trained = get_unwrapped_module(model) if ranks.world_size > 1 else unshard_(model)
+        with _new_folder(out, overwrite, ranks) as folder:
+            run = RunFolder(folder)
+            run.save_model(cast(TrainTask, trained).model, scheme)
+            with together():
+                if ranks.is_first:
+                    run.write_results(results)
+                    run.write_head(FINISHED, head)
+    return results
+
+
+# compress
+
+
+def run_compress(settings: CompressCommand) -> Results:
+    """Measures a trained model once, and writes an artifact for each size."""
+    with process_group() as device:
+        out, overwrite, ranks = settings.out, settings.overwrite, Ranks.everyone()
+        on_rank_zero(lambda: RunFolder.check_free(out, overwrite=overwrite))
+        check_shared(out.parent)
+        with together():
+            recipe, weights, head = _trained_model(settings)
+        tables = table_configs(recipe.model)
+        data, counts, _ = read_before_training(recipe, tables, ranks)
+        seed, num_bytes = head["seed"], 4 * dense_parameters(recipe.model)
+        model = spread_filled(recipe.model, weights, device)
+        metrics = _evaluate(model, recipe, data, device)
+        rows = [_uncompressed(num_bytes, metrics, seed)]
+        if ranks.world_size == 1:
+            rows += _narrow_rows(model, recipe, data, device, seed)
+        begin = time.monotonic()
+        measurement = measure_(
+            model,
+            measured_samples(data.train),
+            loss=recipe.task,
+            counts=counts,
+            held_out=measured_samples(data.validation),
+            leave_alone=recipe.leave_alone,
+        )
+        if ranks.world_size == 1:
+            sizes = settings.compressions
+            rows += _cut_rows(model, recipe, data, device, seed, sizes)
+        allocations = {name: measurement.allocate(**size) for name, size in settings.sizes.items()}
+        seconds = time.monotonic() - begin
+        head |= {"configuration": {"sizes": settings.sizes}, "notes": [], "versions": versions()}
+        turned = bool(rotation_groups(model, recipe.leave_alone))
+        with _new_folder(out, overwrite, ranks) as folder:
+            for name, allocation in allocations.items():
+                begin = time.monotonic()
+                run = {key: head[key] for key in head if key != "commands"} | {
+                    "turned": turned,
+                    "error_feedback": True,
+                    "output_shift": allocation.output_shift,
+                    "configuration": settings.sizes[name],
+                }
+                with measurement.shifted(allocation):
+                    export(model, allocation.scheme, folder / name, forms=(PACKED,), run=run)
+                    taken = seconds + time.monotonic() - begin
+                    metrics = _evaluate_served(model, folder / name, recipe, data, device)
+                on_rank_zero(partial(_note_metrics, folder / name, metrics["test"]))
+                size = allocation.compression, allocation.num_bytes
+                row = _row(COMPRESS, metrics, seed, *size, seconds=taken, name=name)
+                predicted = allocation.predicted_loss_increase
+                rows.append(replace(row, predicted_loss_increase=predicted))
+            results = _results(recipe, rows, head)
+            with together():
+                if ranks.is_first:
+                    run_folder = RunFolder(folder)
+                    run_folder.write_results(results)
+                    write_report(folder / "report.html", results)
+                    run_folder.write_head(FINISHED, head | {"kind": COMPRESSED})
+    return results
+
+
+def _trained_model(
+    settings: CompressCommand,
+) -> tuple[Recipe, dict[str, StoredTensor] | None, dict[str, Any]]:
+    """The recipe, the weights of its model where they are in files, and what an artifact records."""
+    source, head, weights = settings.source, dict[str, Any](), None
+    if source is not None and is_run(source):
+        run = RunFolder.open(source)
+        head, weights = run.read_head(), run.weights()
+    seed = _seed(settings.seed, source, head)
+    identity = {"seed": seed, "embedding_dim": head.get("embedding_dim")}
+    recipe = build_recipe_again(settings.recipe, settings.data, identity)
+    if weights is not None:
+        check_state(recipe.model, weights, f"run folder {source}")
+    elif source is not None:
+        weights = weights_for_(recipe.model, source)
+    commands = [*head.get("commands", []), _command_line()]
+    return recipe, weights, {"recipe": settings.recipe, **identity, "commands": commands}
+
+
+def _evaluate_served(
+    model: nn.Module, artifact: Path, recipe: Recipe, data: DataSplits, device: torch.device
+) -> dict[str, dict[str, float]]:
+    """Metrics with the artifact's modules in the model, which gets its own back afterwards."""
+    modules, plain = collections(model), get_unwrapped_module(model)
+    with together():
+        drop_in_(plain, artifact, form=PACKED)
+    served = {fqn: plain.get_submodule(fqn) for fqn in modules}
+    try:
+        plain.to(device)
+        return _evaluate(plain, recipe, data, device)
+    finally:
+        for fqn, module in modules.items():
+            replace_(plain, served[fqn], module)
+
+
+def _note_metrics(artifact: Path, metrics: Mapping[str, float]) -> None:
+    """Puts the metrics of an artifact as it is served into its manifest, for --verify."""
+    manifest = read_manifest(artifact)
+    write_manifest(artifact, manifest | {"run": manifest["run"] | {"metrics": metrics}})
+
+
+def _narrow_rows(
+    model: nn.Module, recipe: Recipe, data: DataSplits, device: torch.device, seed: int
+) -> list[ResultRow]:
+    """Results of the same model with its rows in few bits a value."""
+    tables, alone, results = table_configs(model), recipe.leave_alone, []
+    for name, bits in ROWS.items():
+        with in_rows(model, bits, leave_alone=alone) as served:
+            metrics = _evaluate(served, recipe, data, device)
+        num_bytes = table_bytes(tables, bits, leave_alone=alone)
+        compression = 4 * dense_parameters(model) / num_bytes
+        results.append(_row(name, metrics, seed, compression, num_bytes))
+    return results
+
+
+def _cut_rows(
+    model: nn.Module,
+    recipe: Recipe,
+    data: DataSplits,
+    device: torch.device,
+    seed: int,
+    compressions: Sequence[float],
+) -> list[ResultRow]:
+    """Results of the first columns of turned tables, of each size the better of int8 and int4 on
+    the selection split."""
+    tables, alone, results = table_configs(model), recipe.leave_alone, []
+    groups = rotation_groups(get_unwrapped_module(model), alone)
+    turned = {table for group in groups for table in group.tables}
+    if turned | set(alone) != {table.name for table in tables}:
+        return []  # first columns of a table that may not be turned say no more than its last
+    for size in compressions:
+        budget, best = int(4 * dense_parameters(model) / size), None
+        for bits in ROWS.values():
+            columns = columns_within(tables, bits, budget, alone)
+            if columns:
+                with in_rows(model, bits, columns, alone) as served:
+                    metrics = _evaluate(served, recipe, data, device)
+                if best is None or metrics["selection"]["loss"] < best[0]["selection"]["loss"]:
+                    best = metrics, table_bytes(tables, bits, columns, alone)
+        if best is not None:
+            compression = 4 * dense_parameters(model) / best[1]
+            results.append(_row(CUT_AXES, best[0], seed, compression, best[1]))
+    return results
+
+
+# search
+
+
+def run_search(settings: SearchCommand) -> Results:
+    """Searches, evaluates on the test split and writes a run; goes on with one if asked to."""
+    with process_group() as device:
+        with together():
+            recipe, trained_epochs, head = _search_begin(settings)
+        with _search_folder(settings, head) as run:
+            if on_rank_zero(run.status) != FINISHED:
+                _search(settings, recipe, trained_epochs, head, run, device)
+            return on_rank_zero(lambda: read_results(run.path / RESULTS))
+
+
+def _search_begin(settings: SearchCommand) -> tuple[Recipe, int | None, dict[str, Any]]:
+    """The recipe with its model as the search begins with it, and the head of the run."""
+    source, from_head = settings.source, dict[str, Any]()
+    from_run = None if source is None or not is_run(source) else RunFolder(source)
+    if from_run is not None:
+        from_head = from_run.read_head()
+        is_apart = from_run.path.resolve() != settings.out.resolve()
+        place, requirement = "--from", "another folder than --out"
+        check(is_apart, place, requirement, str(source), "choose another --out")
+    seed = _seed(settings.seed, source, from_head)
+    identity = {"seed": seed, "embedding_dim": from_head.get("embedding_dim")}
+    recipe = build_recipe_again(settings.recipe, settings.data, identity)
+    epochs = None
+    if from_run is not None:
+        weights, epochs = _plain_weights(recipe.model, from_run, from_head)
+        check_state(recipe.model, weights, f"run folder {source}")
+        fill_(recipe.model, weights)
+    elif source is not None:
+        fill_(recipe.model, weights_for_(recipe.model, source))
+        epochs = min(USUAL_EPOCHS, settings.epochs)
+    size = {"compression": settings.compression, "embedding_l2": recipe.embedding_l2}
+    begin = {} if source is None else {"from": str(source), "trained_epochs": epochs}
+    return (
+        recipe,
+        epochs,
+        {"recipe": settings.recipe, **identity}
+        | {
+            "configuration": asdict(SearchSettings(epochs=settings.epochs)) | size | begin,
+            "commands": [*from_head.get("commands", []), _command_line()],
+            "notes": [],
+            "versions": versions(),
+        },
+    )
+
+
+@contextmanager
+def _search_folder(settings: SearchCommand, head: dict[str, Any]) -> Iterator[RunFolder]:
+    """The folder of a new search, or of the one to go on with; locked by rank 0 until the end."""
+    run = RunFolder(settings.out, url=settings.url)
+    with ExitStack() as stack:
+        with together():
+            if rank_of() == 0:
+                if not (settings.resume and run.status()):
+                    run.create(overwrite=settings.overwrite)
+                stack.enter_context(run.lock())
+                if run.status():
+                    run.check_same(head)
+                    head["commands"] = run.read_head().get("commands", [])
+        try:
+            if run.is_shared:
+                check_shared(run.path)
+            with together():
+                if rank_of() == 0 and run.status() != FINISHED:
+                    run.write_head(SEARCHING, head)
+                    run.announce()
+            yield run
+        except BaseException:
+            if rank_of() == 0:
+                with suppress(OSError):  # a full disk must not hide what went wrong
+                    _leave(run, head)
+            raise
+
+
+def _leave(run: RunFolder, head: Mapping[str, Any]) -> None:
+    """Leaves a run to go on with, or what was there before if nothing was trained."""
+    if run.status() == FINISHED:
+        return
+    if run.has_checkpoint():
+        run.write_head(INTERRUPTED, head)
+        run.drop_replaced()
+    else:
+        run.give_up()
+
+
+def _search(
+    settings: SearchCommand,
+    recipe: Recipe,
+    trained_epochs: int | None,
+    head: dict[str, Any],
+    run: RunFolder,
+    device: torch.device,
+) -> None:
+    """The search itself; leaves a finished run with its rows."""
+    with search_progress(recipe, run.drop_replaced) as events:
+        torch.manual_seed(head["seed"])
+        begin = time.monotonic()
+        outcome = search(
+            recipe,
+            settings.compression,
+            run.checkpoints,
+            device,
+            settings=SearchSettings(epochs=settings.epochs),
+            trained_epochs=trained_epochs,
+            events=events,
+            saving=Saving(resume=settings.resume, checkpoint_every=settings.checkpoint_every),
+        )
+        seconds = outcome.seconds_before + time.monotonic() - begin
+    data = split_over_ranks(recipe.data, Ranks.everyone())
+    metrics = _evaluate(outcome.model, recipe, data, device)
+    compression = outcome.scheme.compression(PACKED)
+    num_bytes = outcome.scheme.served_bytes(PACKED)
+    row = _row(SEARCH, metrics, head["seed"], compression, num_bytes, seconds=seconds)
+    head = head | {
+        "notes": _note_of_origin(recipe, outcome),
+        "origin": outcome.origin,
+        "selection_losses": outcome.selection_losses,
+        "scheme": outcome.scheme.to_json(),
+        "best_epoch": outcome.best_epoch,
+        "metrics": metrics["test"],
+    }
+    history = [asdict(record) for record in outcome.history]
+    blocks = block_rows(outcome.scheme, outcome.blocks)
+    rows = [row, *_plain_rows(settings, run, head, device)]
+    try:
+        run.save_model(outcome.model, outcome.scheme)
+        with together():
+            if rank_of() == 0:
+                run.write_results(_results(recipe, rows, head, history, blocks))
+                run.write_head(FINISHED, head)
+                run.drop_replaced()
+    except (OSError, SafetensorError) as error:
+        _refuse_to_write(run.path, error, "make room for it, then --resume")
+
+
+def _plain_rows(
+    settings: SearchCommand, run: RunFolder, head: Mapping[str, Any], device: torch.device
+) -> list[ResultRow]:
+    """Rows of the plain model that the search began with: as it is, and in few bits a value."""
+    if world_size_of() > 1:
+        return []
+    recipe = build_recipe_again(settings.recipe, settings.data, head)
+    source = settings.source
+    if source is not None and not is_run(source):
+        weights = weights_for_(recipe.model, source)
+    else:
+        plain = run if source is None else RunFolder(source)
+        weights, _ = _plain_weights(recipe.model, plain, plain.read_head())
+    check_state(recipe.model, weights, str(source))
+    fill_(recipe.model, weights)
+    model = recipe.model.to(device)
+    metrics = _evaluate(model, recipe, recipe.data, device)
+    rows = _narrow_rows(model, recipe, recipe.data, device, head["seed"])
+    num_bytes = 4 * dense_parameters(model)
+    return [_uncompressed(num_bytes, metrics, head["seed"]), *rows]
+
+
+def _note_of_origin(recipe: Recipe, outcome: SearchOutcome) -> list[str]:
+    """Says of a search that gained nothing what is served instead."""
+    if outcome.origin != WITHOUT_SEARCH:
+        return []
+    losses, sign = outcome.selection_losses, -1 if direction_of(recipe.task, recipe.stop_on) else 1
+    values = [f"{sign * losses[name]:.5f}" for name in (BY_SEARCH, WITHOUT_SEARCH)]
+    return [
+        f"The search gained nothing: at the same bytes its selection {recipe.stop_on} is "
+        f"{values[0]}, that of plain training, compressed, {values[1]}. The latter is what this "
+        "run holds."
+    ]
+
+
+# export, evaluate, package, report
+
+
+def run_export(settings: ExportCommand) -> Path:
+    """Exports a finished run as an artifact."""
+    with launched_ranks() as ranks:
+        with together(ranks.group):
+            run = RunFolder.open(settings.run)
+            head, scheme = run.read_head(), run.scheme()
+            tables, dense = run.tables_and_dense()
+            forms = settings.forms or (scheme.form,)
+            names = (
+                "recipe",
+                "seed",
+                "embedding_dim",
+                "configuration",
+                "versions",
+                "metrics",
+                "notes",
+            )
+            record = {name: head[name] for name in names if name in head}
+            shards = {}
+            for name, stored in tables.items():
+                first, last = ranks.share(stored.shape[0])
+                shards[name] = [TableShard(name, stored.rows(first, last), first)]
+        return write_over_ranks(
+            shards,
+            scheme,
+            settings.out,
+            ranks,
+            forms=forms,
+            dense_state=dense,
+            run=record,
+            overwrite=settings.overwrite,
+        )
+
+
+def run_evaluate(settings: EvaluateCommand) -> dict[str, Any]:
+    """Evaluates a finished run, or an artifact dropped into its model, on the test split."""
+    path, spec = settings.path, str(settings.recipe)
+    with process_group() as device:
+        weights, ranks = None, Ranks.everyone()
+        with together():
+            if is_artifact(path):
+                head, scheme = read_manifest(path)["run"], read_scheme(path)
+                recipe = build_recipe_again(spec, settings.data, head)
+                drop_in_(recipe.model, path)
+            else:
+                run = RunFolder.open(path)
+                head, scheme, weights = run.read_head(), run.scheme(), run.weights()
+                recipe = build_recipe_again(spec, settings.data, head)
+                check_state(recipe.model, weights, f"run folder {path}")
+        model = recipe.model.to(device)
+        if weights is not None:
+            model = spread_filled(recipe.model, weights, device)
+        data = split_over_ranks(recipe.data, ranks)
+        task = TrainTask(get_unwrapped_module(model), recipe.task)
+        metrics = evaluate(task, data.test, recipe.task, device)
+        check_same(data, ranks)
+    return {
+        "path": str(path),
+        "kind": "artifact" if is_artifact(path) else "run",
+        "recipe": spec,
+        "seed": head.get("seed", 0),
+        "compression": scheme.compression(),
+        "parameters": scheme.parameters,
+        "bytes": scheme.exact_bytes(),
+        "metrics": metrics,
+    }
+
+
+def run_verify(settings: EvaluateCommand) -> Verification:
+    """Checks an artifact, with its metrics where a recipe is named."""
+    make = None
+    if settings.recipe is not None:
+        make = partial(_recipe_of_artifact, settings.path, settings.recipe, settings.data)
+    with launched_ranks() as ranks:
+        return verify(settings.path, make_recipe=make, ranks=ranks)
+
+
+def run_package(settings: PackageCommand) -> None:
+    """Packages the model of an artifact."""
+    recipe = _recipe_of_artifact(settings.artifact, settings.recipe, settings.data)
+    model = drop_in_(recipe.model, settings.artifact, form=PACKED)
+    batch = next(iter(recipe.data.test))
+    notes = {"recipe": settings.recipe, "form": PACKED}
+    write_package(model, batch, settings.out, notes=notes, overwrite=settings.overwrite)
+
+
+def _recipe_of_artifact(artifact: Path, spec: str, data: Path | None) -> Recipe:
+    return build_recipe_again(spec, data, read_manifest(artifact)["run"])
+
+
+def run_report(folders: Sequence[Path]) -> Results:
+    """Writes report.html into the first of some folders, about all of them."""
+    for folder in folders:
+        place, requirement = str(folder), f"a folder that `dnis` wrote, with its {RESULTS}"
+        check((folder / RESULTS).is_file(), place, requirement, "none", "write it again")
+    results = join_results([read_results(folder / RESULTS) for folder in folders])
+    write_report(folders[0] / "report.html", results)
+    return results
+
+
+# What several commands need
+
+
+def is_run(path: Path) -> bool:
+    """Returns whether `dnis` wrote a folder as a run."""
+    return (path / "run.json").is_file()
+
+
+def is_artifact(path: Path) -> bool:
+    """Returns whether a folder is an artifact."""
+    return (path / "manifest.json").is_file()
+
+
+def _seed(given: int | None, source: Path | None, head: Mapping[str, Any]) -> int:
+    """The seed that decides splits: that of the run that a command begins with, if it does."""
+    seed = int(head.get("seed", 0 if given is None else given))
+    check(given is None or given == seed, f"run folder {source}", f"its seed {seed}", given)
+    return seed
+
+
+def _plain_weights(
+    model: nn.Module, run: RunFolder, head: Mapping[str, Any]
+) -> tuple[dict[str, StoredTensor], int]:
+    """The weights that plain training ended with, and the epochs behind them."""
+    if kind_of(head) == TRAINED:
+        return RunFolder.open(run.path).weights(), int(head["best_epoch"]) + 1
+    place = f"run folder {run.path}"
+    check(kind_of(head) == SEARCHED, place, "a model in it", "compressed ones")
+    return weights_after_plain_training(model, run.path, head)
+
+
+def _evaluate(
+    model: nn.Module, recipe: Recipe, data: DataSplits, device: torch.device
+) -> dict[str, dict[str, float]]:
+    """Metrics on selection and test."""
+    module = get_unwrapped_module(model)
+    task = module if isinstance(module, TrainTask) else TrainTask(module, recipe.task)
+    splits = {"selection": data.selection, "test": data.test}
+    return {name: evaluate(task, part, recipe.task, device) for name, part in splits.items()}
+
+
+def _row(
+    method: str,
+    metrics: Mapping[str, Mapping[str, float]],
+    seed: int,
+    compression: float,
+    num_bytes: int,
+    *,
+    seconds: float = 0.0,
+    name: str = "",
+) -> ResultRow:
+    return ResultRow(
+        method=method,
+        compression=compression,
+        num_bytes=num_bytes,
+        metrics=metrics["test"],
+        selection=metrics["selection"],
+        seed=seed,
+        seconds=seconds,
+        name=name,
+    )
+
+
+def _uncompressed(
+    num_bytes: int, metrics: Mapping[str, Mapping[str, float]], seed: int, seconds: float = 0.0
+) -> ResultRow:
+    return _row(UNCOMPRESSED, metrics, seed, 1.0, num_bytes, seconds=seconds)
+
+
+def _results(
+    recipe: Recipe,
+    rows: Sequence[ResultRow],
+    head: Mapping[str, Any],
+    history: Sequence[Mapping[str, Any]] = (),
+    blocks: Sequence[Mapping[str, Any]] = (),
+) -> Results:
+    metric, higher = primary_metric(recipe.task, recipe.data.test)
+    return Results(
+        recipe=head["recipe"],
+        rows=tuple(rows),
+        primary_metric=metric,
+        higher_is_better=higher,
+        history=tuple(history),
+        blocks=tuple(blocks),
+        notes=tuple(head["notes"]),
+        commands=tuple(head["commands"]),
+        versions=head["versions"],
+    )
+
+
+def _command_line() -> str:
+    return shlex.join(["dnis", *sys.argv[1:]])
+
+
+@contextmanager
+def _new_folder(out: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
+    """A run's folder for all ranks to fill; it appears when it is complete."""
+    try:
+        with shared_folder(out, overwrite=overwrite, kind=KIND, ranks=ranks) as folder:
+            yield folder
+    except (OSError, SafetensorError) as error:
+        _refuse_to_write(out, error, "make room for it")
+
+
+def _refuse_to_write(out: Path, error: Exception, remedy: str) -> NoReturn:
+    requirement = "to write what the command made"
+    raise RunWriteError(describe(f"folder {out}", requirement, str(error), remedy)) from error

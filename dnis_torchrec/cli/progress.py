@@ -1,0 +1,165 @@
+"""Progress of a training on standard error, and the signals that stop a search after a step."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+
+from torchrec.datasets.utils import Batch
+from tqdm import tqdm
+
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.checks import visible
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.ranks import rank_of, world_size_of
+from dnis_torchrec.training.evaluate import losses_in_words
+from dnis_torchrec.training.loop import (
+    EpochRecord,
+    Phase,
+    PlainEvents,
+    SearchEvents,
+    SearchInterrupted,
+)
+from dnis_torchrec.training.settings import StopRequest
+
+SMOOTHING = 0.98
+"""Share of the old mean in the loss that is shown."""
+
+
+@contextmanager
+def search_progress(recipe: Recipe, on_save: Callable[[], None]) -> Iterator[SearchEvents]:
+    """Shows a search; `on_save` is called after each epoch, whose state is saved."""
+    stop = _SearchStop()
+    if rank_of() != 0:
+        with stop:
+            yield SearchEvents(should_stop=stop.is_requested)
+        return
+    with progress_bar() as bar, stop:
+        steps, samples = _Steps(bar), {"epoch": 1.0, "step": 1.0}
+
+        def on_start(steps_per_epoch: int, counts: FrequencyCounts, blocks: RowBlocks) -> None:
+            samples["epoch"] = counts.num_samples
+
+        def on_phase(phase: Phase, done: int, steps_per_epoch: int) -> None:
+            samples["step"] = samples["epoch"] / steps_per_epoch
+            epochs, may_stop = phase.steps / steps_per_epoch, phase.patience is not None
+            steps.begin(phase.name, epochs, samples["epoch"], done * samples["step"], may_stop)
+
+        def on_resume(done: int, history: Sequence[EpochRecord]) -> None:
+            _write(bar, [f"resumed after lower step {done}, in epoch {len(history)}"])
+
+        def on_step(loss: float, density: float) -> None:
+            steps.take(samples["step"], loss, f", alpha density {density:.3f}")
+
+        def on_epoch(record: EpochRecord) -> None:
+            on_save()
+            losses = losses_in_words(recipe, record.train_loss, record.selection_loss)
+            alpha = f"alpha mean {record.alpha_mean:.3f}, density {record.alpha_density:.3f}"
+            _write(bar, [f"epoch {record.epoch}, {record.phase}: {losses}, {alpha}"])
+
+        yield SearchEvents(
+            on_start=on_start,
+            on_resume=on_resume,
+            on_phase=on_phase,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            should_stop=stop.is_requested,
+        )
+
+
+@contextmanager
+def plain_progress(
+    recipe: Recipe, samples: int, max_epochs: int
+) -> Iterator[tuple[PlainEvents, Iterable[Batch]]]:
+    """Shows a plain training on rank 0, which trains on the batches that are lent."""
+    if rank_of() != 0:
+        yield PlainEvents(), recipe.data.train
+        return
+    batches, done = _Counting(recipe.data.train), [0]
+    with progress_bar() as bar:
+        steps = _Steps(bar)
+        steps.begin("training", max_epochs, samples, 0.0, True)
+
+        def on_step(loss: float) -> None:
+            done.append(batches.samples)
+            steps.take((done[-1] - done.pop(0)) * world_size_of(), loss)
+
+        def on_epoch(record: EpochRecord) -> None:
+            losses = losses_in_words(recipe, record.train_loss, record.selection_loss)
+            _write(bar, [f"epoch {record.epoch}: {losses}"])
+
+        yield PlainEvents(on_step=on_step, on_epoch=on_epoch), batches
+
+
+def progress_bar() -> tqdm:
+    """A bar on standard error that counts samples."""
+    return tqdm(
+        desc="reading the data", unit=" samples", unit_scale=True, dynamic_ncols=True, disable=None
+    )
+
+
+def _write(bar: tqdm, lines: Iterable[str]) -> None:
+    for line in lines:
+        bar.write(visible(line), file=sys.stderr)
+
+
+class _Steps:
+    """Steps of one phase after the other on a bar."""
+
+    def __init__(self, bar: tqdm) -> None:
+        self._bar, self._loss = bar, math.nan
+        self._name, self._epochs, self._epoch_samples, self._done = "", "", 1.0, 0.0
+
+    def begin(
+        self, name: str, epochs: float, epoch_samples: float, done: float, may_stop: bool
+    ) -> None:
+        """Begins a phase, or goes on in the middle of it."""
+        self._name, self._epochs = name, f"{'at most ' if may_stop else ''}{math.ceil(epochs)}"
+        self._epoch_samples, self._done = epoch_samples, done
+        self._bar.reset(total=round(epochs * epoch_samples))
+        self._bar.initial = self._bar.n = round(done)
+        self._describe(0.0)
+
+    def take(self, samples: float, loss: float, more: str = "") -> None:
+        """Takes a step."""
+        old = loss if math.isnan(self._loss) else self._loss
+        self._loss = SMOOTHING * old + (1 - SMOOTHING) * loss
+        self._bar.set_postfix_str(f"loss {self._loss:.4f}{more}", refresh=False)
+        self._describe(samples / 2)
+        self._done += samples
+        self._bar.update(samples)
+
+    def _describe(self, ahead: float) -> None:
+        epoch = int((self._done + ahead) / self._epoch_samples) + 1
+        words = f"{self._name}, epoch {epoch} of {self._epochs}"
+        self._bar.set_description(words, refresh=not ahead)
+
+
+class _Counting:
+    """Batches that count their samples while they are read."""
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self._batches, self.samples = batches, 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self._batches:
+            self.samples += len(batch.labels)
+            yield batch
+
+
+class _SearchStop(StopRequest):
+    """Tells a search that was stopped which signal it was."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, SearchInterrupted):
+            error.signal = self.number
+        super().__exit__(kind, error, traceback)

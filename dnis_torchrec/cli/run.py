@@ -1,0 +1,323 @@
+"""RunFolder: what a command leaves behind, and how later commands read it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+from uuid import uuid4
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from dnis_torchrec.allocation.axes import with_axes_
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.data.files import (
+    PARTIAL,
+    FolderKind,
+    NotNegative,
+    Positive,
+    conform,
+    file_lock,
+    read_json,
+    unshared,
+)
+from dnis_torchrec.data.urls import Address, path_in, put_file, remove_file
+from dnis_torchrec.ranks import rank_of, together
+from dnis_torchrec.report.rows import Results, write_results
+from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme, TableScheme
+from dnis_torchrec.selection.shards import collections, ranks_of
+from dnis_torchrec.training.checkpoint import CheckpointFolder, Manifest, StoredTensor
+from dnis_torchrec.training.loop import SearchValues
+from dnis_torchrec.training.weights import (
+    MODEL,
+    has_written_model,
+    remove_model,
+    write_model,
+    written_model,
+)
+
+FORMAT, FORMAT_VERSION = "dnis-torchrec-run", 1
+KIND = FolderKind("run", "run.json", FORMAT)
+WRITTEN_BY_RANKS = ("checkpoints/*", f"{MODEL}/*")
+"""Patterns of the files that every rank writes; rank 0 writes the others."""
+RESULTS = "results.json"
+TRAINED, SEARCHED, COMPRESSED = "trained", "searched", "compressed"
+"""Kinds of run: of `dnis train`, of `dnis search`, and the artifacts of `dnis compress`."""
+SEARCHING, INTERRUPTED, FINISHED = "searching", "interrupted", "finished"
+
+_DAMAGED = "it was damaged; run the command again"
+
+
+class _Head(TypedDict):
+    """The fields of every run that later commands rely on."""
+
+    status: str
+    kind: NotRequired[str]
+    recipe: str
+    seed: NotNegative
+    embedding_dim: NotRequired[Positive | None]
+    configuration: NotRequired[dict[str, Any]]
+    commands: NotRequired[list[str]]
+    best_epoch: NotRequired[int]
+    scheme: NotRequired[dict[str, DescribedTable]]
+    metrics: NotRequired[dict[str, float]]
+
+
+class RunWriteError(RuntimeError):
+    """The results of a command could not be written; checkpoints are as they were."""
+
+
+class RunFolder:
+    """A run on disk. Every file is written whole or not at all."""
+
+    def __init__(self, path: Path, *, url: str | None = None) -> None:
+        self.path, self._url = path, url
+        self._place = f"run folder {path}"
+        self._replaced: Path | None = None
+
+    @staticmethod
+    def check_free(path: Path, *, overwrite: bool, can_resume: bool = False) -> None:
+        """Refuses a folder that a new run may not take."""
+        if not path.exists() or (can_resume and _is_unused(path)):
+            return
+        is_run = (path / "run.json").is_file()
+        ways = ", --resume the run or --overwrite it" if can_resume else " or --overwrite it"
+        remedy = f"choose another --out{ways if is_run else ''}"
+        requirement, received = "a folder that does not exist", "an existing one"
+        check(overwrite and is_run, f"run folder {path}", requirement, received, remedy)
+
+    @staticmethod
+    def open(path: Path) -> RunFolder:
+        """Opens the folder of a finished run that holds a model."""
+        run = RunFolder(path)
+        remedy = "name a folder that `dnis train` or `dnis search` wrote"
+        check((path / "run.json").is_file(), run._place, "a run.json in it", "none", remedy)
+        head = run.read_head()
+        remedy = "go on with --resume first"
+        check(head["status"] == FINISHED, run._place, "a finished run", head["status"], remedy)
+        remedy = "its artifacts are the folders in it"
+        check(kind_of(head) != COMPRESSED, run._place, "a model", "compressed ones", remedy)
+        return run
+
+    def create(self, *, overwrite: bool) -> None:
+        """Makes the folder of a new search; a run that it replaces stands aside."""
+        self.check_free(self.path, overwrite=overwrite, can_resume=True)
+        if self.path.exists() and not _is_unused(self.path):
+            with self.lock():
+                path = self.path.resolve()
+                self._replaced = path.with_name(f".{path.name}.{uuid4().hex}{PARTIAL}")
+                os.rename(path, self._replaced)
+        (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        self._remove_what_ranks_wrote()
+
+    def give_up(self) -> None:
+        """Deletes a search of which nothing is saved; a run that it was to replace comes back."""
+        shutil.rmtree(self.path)
+        self._remove_what_ranks_wrote()
+        if self._replaced is not None:
+            os.rename(self._replaced, self.path.resolve())
+
+    def drop_replaced(self) -> None:
+        """Deletes the run that this one replaces, once this one can be gone on with."""
+        if self._replaced is not None:
+            shutil.rmtree(self._replaced, ignore_errors=True)
+            self._replaced = None
+
+    def _remove_what_ranks_wrote(self) -> None:
+        if self._url is not None:
+            remove_file(path_in(self._url, "run.json"))  # nothing is a run without it
+            CheckpointFolder(self.checkpoints).remove()
+            remove_model(self._url)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all ranks see the folder."""
+        return self._url is None
+
+    @property
+    def _written_by_ranks(self) -> Address:
+        return self.path if self._url is None else self._url
+
+    @property
+    def checkpoints(self) -> Address:
+        """Address of the checkpoints of a search."""
+        return path_in(self._written_by_ranks, "checkpoints")
+
+    def has_checkpoint(self) -> bool:
+        """Returns whether training got as far as its first checkpoint."""
+        return bool(CheckpointFolder(self.checkpoints).steps())
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keeps other commands from writing this run."""
+        with file_lock(self.path / "lock") as owner:
+            remedy = "wait for it, or choose another --out"
+            check(owner is None, self._place, "no other job at work in it", owner, remedy)
+            yield
+
+    def status(self) -> str | None:
+        """How far the run has come; None if there is none."""
+        return self.read_head()["status"] if (self.path / "run.json").is_file() else None
+
+    def read_head(self) -> dict[str, Any]:
+        """The content of run.json."""
+        file = self.path / "run.json"
+        head: dict[str, Any] = read_json(file, dict[str, Any], remedy=_DAMAGED)
+        form, version = head.get("format"), head.get("format_version")
+        check(form == FORMAT, self._place, f"format {FORMAT!r}", repr(form))
+        place, requirement = self._place, f"format version {FORMAT_VERSION}"
+        check(version == FORMAT_VERSION, place, requirement, version)
+        conform(head, _Head, str(file), remedy=_DAMAGED)
+        return head
+
+    def check_same(self, fields: Mapping[str, Any]) -> None:
+        """Refuses to resume a run with another recipe or other settings than its own."""
+        head, new = _settings(self.read_head()), _settings(json.loads(json.dumps(fields)))
+        names = sorted(name for name in {*head, *new} if head.get(name) != new.get(name))
+        different = ", ".join(f"{name} {head.get(name)} not {new.get(name)}" for name in names)
+        remedy = "repeat the run's own arguments to --resume it"
+        check(not names, self._place, "a run with these settings", different, remedy)
+
+    def write_head(self, status: str, fields: Mapping[str, Any]) -> None:
+        """Writes run.json."""
+        head = {"format": FORMAT, "format_version": FORMAT_VERSION, "status": status, **fields}
+        text = json.dumps(head, indent=1, allow_nan=False) + "\n"
+        put_file(self.path / "run.json", lambda file: file.write_text(text, encoding="utf-8"))
+
+    def announce(self) -> None:
+        """Puts run.json at the URL at once: without it the checkpoints of ranks are nobody's."""
+        if self._url is not None:
+            copy = partial(shutil.copyfile, self.path / "run.json")
+            put_file(path_in(self._url, "run.json"), copy)
+
+    def write_results(self, results: Results) -> None:
+        """Writes results.json."""
+        write_results(self.path / RESULTS, results)
+
+    def save_model(self, model: nn.Module, scheme: MixedDimensionScheme) -> None:
+        """Writes a model that is plain or merged, and its scheme; every rank what it holds."""
+        ranks = ranks_of(*collections(model).values())
+        with together(ranks.group):
+            if rank_of() == 0:
+                self._save("scheme", unshared(scheme.to_tensors()))
+                remove_model(self._written_by_ranks)
+                if ranks.world_size == 1:
+                    self._save("model", unshared(model.state_dict()))
+        if ranks.world_size > 1:
+            write_model(self._written_by_ranks, model, ranks)
+
+    def _save(self, name: str, tensors: dict[str, Tensor]) -> None:
+        put_file(self.path / f"{name}.safetensors", partial(save_file, tensors))
+
+    def _load(self, name: str) -> dict[str, Tensor]:
+        file = self.path / f"{name}.safetensors"
+        check(file.is_file(), str(file), "a file of the run", "none", _DAMAGED)
+        try:
+            return load_file(file)
+        except SafetensorError as error:
+            raise ValueError(describe(str(file), "a whole safetensors file", str(error))) from error
+
+    def scheme(self) -> MixedDimensionScheme:
+        """What its tables retain, and in how many bits."""
+        tables, place = self.read_head().get("scheme", {}), str(self.path / "run.json")
+        check(bool(tables), place, "at least one table", "none", _DAMAGED)
+        try:
+            return MixedDimensionScheme.from_parts(tables, self._load("scheme"))
+        except ValueError as error:
+            raise ValueError(f"{place}, field scheme: {error}; {_DAMAGED}") from error
+
+    def weights(self) -> dict[str, StoredTensor]:
+        """The state_dict of the plain model, of which nothing is read yet."""
+        if has_written_model(self.path):
+            return written_model(self.path)
+        place, tensors = str(self.path / "model.safetensors"), self._load("model")
+        return {name: StoredTensor.of(f"{place}, {name}", tensors[name]) for name in tensors}
+
+    def tables_and_dense(self) -> tuple[dict[str, StoredTensor], dict[str, Tensor]]:
+        """Tables by name, of which nothing is read yet, and everything else of the model."""
+        weights, tables = self.weights(), self.scheme().tables
+        keys = {name: _key_of_table(table) for name, table in tables.items()}
+        missing = [key for key in keys.values() if key not in weights]
+        check(not missing, self._place, "the tables of run.json", f"no {missing[:3]}", _DAMAGED)
+        dense = {
+            name: value.whole()
+            for name, value in weights.items()
+            if name not in keys.values() and ".embedding_bags." not in f".{name}"
+        }
+        return {name: weights[key] for name, key in keys.items()}, dense
+
+
+def weights_after_plain_training(
+    model: nn.Module, run: Path, head: Mapping[str, Any]
+) -> tuple[dict[str, StoredTensor], int]:
+    """The best weights of the phase that a search began with, and the epochs behind them."""
+    with_axes_(model)  # as every search has them
+    place, remedy = f"run folder {run}", "go on with --resume, or begin with a run of `dnis train`"
+    folder = CheckpointFolder(run / "checkpoints")
+    latest = folder.latest()
+    check(latest is not None, place, "a search with checkpoints", "none", remedy)
+    values = Manifest.read(str(latest)).values
+    conform(values, SearchValues, f"checkpoint {latest}, values", remedy="begin with another run")
+    finished, steps_per_epoch = values["search"]["finished"], values["search"]["steps_per_epoch"]
+    check(bool(finished), place, "plain training that is over", "one that is not", remedy)
+    best = finished[0]["best"]
+    epochs = head["configuration"].get("trained_epochs")
+    epochs = epochs or max(1, round(best["lower_step"] / steps_per_epoch))
+    return _weights_in(model, Path(str(folder.path_of(best["step"])))), int(epochs)
+
+
+def _weights_in(model: nn.Module, checkpoint: Path) -> dict[str, StoredTensor]:
+    """The weights of a model in a checkpoint of its search, of which nothing is read yet."""
+    stored, state = Manifest.read(checkpoint).stored(checkpoint), model.state_dict()
+    # What several modules share stands in a checkpoint once, under one of its names.
+    keys: dict[int, str] = {}
+    for name, value in state.items():
+        if _key_in_checkpoint(name) in stored:
+            keys[value.data_ptr() or id(value)] = _key_in_checkpoint(name)
+    weights = {}
+    for name, value in state.items():
+        key = keys.get(value.data_ptr() or id(value))
+        if key is not None:
+            tensor = stored[key]
+            if not value.dim():  # a single number stands in a checkpoint as a tensor of one
+                tensor = StoredTensor.of(tensor.place, tensor.whole().view(()))
+            weights[name] = tensor
+    return weights
+
+
+def _key_in_checkpoint(name: str) -> str:
+    """The key of a parameter of a recipe's model, which stands in a `TrainTask` there."""
+    _, is_table, table = f".{name}".rpartition(".embedding_bags.")
+    return f"table/{table.removesuffix('.weight')}" if is_table else f"model/model.{name}"
+
+
+def kind_of(head: Mapping[str, Any]) -> str:
+    """The kind of a run."""
+    return str(head.get("kind", SEARCHED))
+
+
+def _is_unused(path: Path) -> bool:
+    """Returns whether a folder holds no more than what a search makes before its run.json."""
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    names = {name for name in names if not name.endswith(PARTIAL)}  # a kill leaves such files
+    is_new = bool(names) and names <= {"checkpoints", "lock"}
+    return is_new and not any((path / "checkpoints").glob("*"))
+
+
+def _settings(head: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that decide the outcome of a run, by name."""
+    names = ("recipe", "seed", "embedding_dim")
+    return {"kind": kind_of(head)} | {n: head.get(n) for n in names} | head["configuration"]
+
+
+def _key_of_table(table: TableScheme) -> str:
+    """The name of a table's weights in the state_dict of the plain model."""
+    under = "embeddings" if table.pooling == "none" else "embedding_bags"
+    return f"{table.collection}.{under}.{table.name}.weight".removeprefix(".")
