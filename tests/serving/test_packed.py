@@ -1,13 +1,15 @@
-"""PackedEmbeddingBagCollection against rows packed and pooled by hand, compiled and from torch's own operators."""
+"""Packed tables serve what their codes stand for; unknown ids; models that hold served tables are traced."""
 
 from __future__ import annotations
 
 import copy
 import ctypes
+import io
 import itertools
 import mmap
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -16,16 +18,29 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torchrec.fx import symbolic_trace
+from torchrec.inference.modules import quantize_embeddings
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+import dnis_torchrec as dnis
+from dnis_torchrec.artifact.export import export
+from dnis_torchrec.artifact.load import load, serve
 from dnis_torchrec.artifact.package import Signature, export_graph
+from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.blocks.codes import WIDTHS, packed_rows
 from dnis_torchrec.blocks.routing import RowRouting, directory_bytes
 from dnis_torchrec.ops.build import INSTRUCTION_SETS, LOOKUPS
 from dnis_torchrec.ops.packed import torch_packed_embedding_bag
-from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.serving import PackedEmbeddingBagCollection, PackedTable, load_operator
+from dnis_torchrec.scheme import FORMS, MixedDimensionScheme, TableScheme
+from dnis_torchrec.serving import MeanForUnknownIds, PackedEmbeddingBagCollection, PackedTable, load_operator
+from dnis_torchrec.serving import tables as unknown_ids
+from dnis_torchrec.serving.packed import HeldBuffers
+from tests.coded_tables import coded_case
 from tests.packed_reference import draw_fields, packed, packed_by_hand, packed_case
-from tests.serving_reference import Case, cases, keyed_jagged_tensor, table_scheme, two_tables
+from tests.sequence_models import interest, rounded
+from tests.sequence_models import make_batch as make_sequence_batch
+from tests.serving_reference import Case, cases, keyed_jagged_tensor, pool, table_scheme, two_tables
+from tests.tiny import make_batch, make_recipe
 
 needs_compiler = pytest.mark.skipif(not load_operator(), reason="no C++ compiler")
 
@@ -254,3 +269,154 @@ def test_tables_that_do_not_fit_the_scheme() -> None:
     wide = table_scheme(scheme.name, scheme.routing, torch.ones(3, 6).bool())
     with pytest.raises(ValueError, match=r"expected rows, blocks and columns \(10, 3, 6\)"):
         PackedEmbeddingBagCollection(MixedDimensionScheme({scheme.name: wide}), {scheme.name: stored})
+
+
+def mean_of_cold_rows(table: TableScheme, weight: Tensor) -> Tensor:
+    """Naively, the mean of the rows of the last block that retains a column, ``(D,)``."""
+    keeping = [block for block in range(table.routing.num_blocks) if bool(table.retained[block].any())]
+    rows = [row for row, block in enumerate(table.routing.all_blocks().tolist()) if block in keeping[-1:]]
+    mean = torch.zeros(table.embedding_dim, dtype=torch.float64)
+    for row in rows:
+        mean += weight[row].double() / len(rows)
+    return mean.float()
+
+
+def expected(case: Case) -> dict[str, Tensor]:
+    """Output key -> pooled ``(B, D)``: an id that is no row is that of the further row."""
+    names = replace(case, bags={feature: [] for feature in case.bags}).expected()
+    readers = [(table, feature) for table in case.scheme.tables.values() for feature in table.feature_names]
+    found = {}
+    for name, (table, feature) in zip(names, readers, strict=True):
+        weight, last = case.tables[table.name], table.num_embeddings
+        bags = [[(i if 0 <= i < last else last, weight) for i, weight in bag] for bag in case.bags[feature]]
+        further = torch.cat([weight, mean_of_cold_rows(table, weight).unsqueeze(0)])
+        found[name] = pool(further, bags, table.pooling, table.is_weighted)
+    return found
+
+
+@settings(max_examples=20, deadline=None)
+@given(cases(), st.sampled_from(["packed", "mixed_dimension"]), st.data())
+def test_they_are_a_further_row(case: Case, form: str, data: st.DataObject) -> None:
+    given_to = case.tables
+    if form == "packed":
+        case, given_to = coded_case(case, seed=0)
+    unknown = st.lists(
+        st.tuples(st.sampled_from([-1, -(2**40), 12, 2**31, 2**40]), st.floats(-2, 2, width=32)), max_size=2
+    )
+    bags = {f: [[*data.draw(unknown), *bag] for bag in of_feature] for f, of_feature in case.bags.items()}
+    case = replace(case, bags=bags, id_dtype=torch.int64)
+    served = MeanForUnknownIds(case.scheme, serve(case.scheme, given_to, form, unknown_ids="zero"))
+    pooled, wanted = served(case.kjt()), expected(case)
+    assert pooled.keys() == list(wanted)
+    for name, values in wanted.items():
+        torch.testing.assert_close(pooled[name], values, rtol=1e-5, atol=1e-5)
+
+
+def test_means_of_many_rows_are_taken_bag_by_bag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unknown_ids, "ROWS_OF_A_BAG", 2)
+    monkeypatch.setattr(unknown_ids, "BAGS_AT_A_TIME", 1)
+    tables, scheme = two_tables()
+    served = MeanForUnknownIds(scheme, serve(scheme, tables, "packed", unknown_ids="zero"))
+    pooled = served(keyed_jagged_tensor({"user": [[(10, 1.0)]], "movie": [[(-1, 1.0)]]}))
+    for name, table in scheme.tables.items():
+        torch.testing.assert_close(pooled[name[:5]][0], mean_of_cold_rows(table, tables[name]))
+    none = KeyedJaggedTensor(["user", "movie"], torch.zeros(0).long(), lengths=torch.zeros(0).int(), stride=0)
+    assert served(none).values().shape == (0, 10)
+
+
+def test_an_artifact_of_sequences_is_loaded_so(tmp_path: Path) -> None:
+    model, batches = interest(), [make_sequence_batch(seed) for seed in range(12)]
+    scheme = dnis.compress(copy.deepcopy(model), batches, loss=nn.BCEWithLogitsLoss(), compression=2.5).scheme
+    path = export(model, scheme, tmp_path / "artifact")
+    features = KeyedJaggedTensor(
+        ["history", "candidate", "visits"], torch.tensor([5, 99]), lengths=torch.tensor([2, 0, 0])
+    )
+    found = load(path, collection="sequences", unknown_ids="mean")(features)["history"].values()
+    weight = rounded(model, scheme).sequences.embeddings["item"].weight.detach()
+    torch.testing.assert_close(found, torch.stack([weight[5], mean_of_cold_rows(scheme.tables["item"], weight)]))
+
+
+def test_ways_that_there_are_not_are_refused(tmp_path: Path) -> None:
+    tables, scheme = two_tables()
+    path = write_artifact(tables, scheme, tmp_path / "artifact")
+    with pytest.raises(ValueError, match=r"^unknown_ids: expected one of \('error', 'zero', 'mean'\), got 'hash'$"):
+        load(path, unknown_ids="hash")
+    with pytest.raises(ValueError, match="collection: expected one in which unknown ids contribute zero, got an error"):
+        MeanForUnknownIds(scheme, load(path))
+
+
+@pytest.fixture(scope="module")
+def compressed(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path, MixedDimensionScheme]:
+    """A model, and its tables in every form that holds them."""
+    recipe, artifact = make_recipe(), tmp_path_factory.mktemp("traced") / "artifact"
+    measured = dnis.measure_(recipe.model, recipe.data.train, loss=recipe.loss)
+    scheme = measured.allocate(compression=3.5).scheme
+    dnis.export(recipe.model, scheme, artifact)
+    return recipe.model.eval(), artifact, scheme
+
+
+def traced_like(model: nn.Module) -> None:
+    graph = symbolic_trace(model)
+    for seed, size in ((1, 5), (2, 9)):
+        batch = make_batch(size, seed)
+        inputs = {"dense_features": batch.dense_features, "sparse_features": batch.sparse_features}
+        torch.testing.assert_close(graph(**inputs), model(**inputs), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_is_traced_with_any_form(compressed: tuple[nn.Module, Path, MixedDimensionScheme], form: str) -> None:
+    plain, artifact, _ = compressed
+    traced_like(plain)
+    served = copy.deepcopy(plain)
+    served.sparse_arch.embedding_bag_collection = dnis.load(artifact, form=form)
+    traced_like(served)
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+def test_quantisation_leaves_served_tables_alone(compressed: tuple[nn.Module, Path, MixedDimensionScheme]) -> None:
+    plain, artifact, _ = compressed
+    served = copy.deepcopy(plain)
+    served.sparse_arch.embedding_bag_collection = dnis.load(artifact, form="packed")
+    for model in (plain, served):
+        traced_like(quantize_embeddings(copy.deepcopy(model), dtype=torch.qint8, inplace=True).eval())
+
+
+def is_held(module: HeldBuffers) -> bool:
+    """Whether C++ owns each buffer beside Python: one that Python alone owned would have a use count of 1."""
+    return all(buffer._use_count() > 1 for buffer in module.buffers())
+
+
+def make() -> HeldBuffers:
+    return HeldBuffers({"a": torch.arange(3.0), "b": torch.zeros(2, dtype=torch.uint8), "none": torch.ones(0)})
+
+
+def test_every_buffer_is_held() -> None:
+    assert not torch.ones(1)._use_count() > 1
+    assert is_held(make())
+    with torch.no_grad():
+        assert is_held(make())
+    tensor = torch.ones(2)
+    with torch.inference_mode():
+        assert is_held(HeldBuffers({"a": tensor}))
+
+
+def test_views_follow_buffers_that_are_replaced() -> None:
+    module = make()
+    module.double()
+    assert is_held(module)
+    module.load_state_dict({"a": torch.ones(3), "b": torch.ones(2).byte(), "none": torch.ones(0)}, assign=True)
+    assert is_held(module)
+    assert module.get_buffer("a").tolist() == [1.0] * 3
+
+
+def test_copies_hold_their_own_and_nothing_is_stored_twice() -> None:
+    module = make()
+    other = copy.deepcopy(module)
+    assert is_held(other)
+    other.get_buffer("a").zero_()
+    assert module.get_buffer("a").tolist() == [0.0, 1.0, 2.0]
+    large, file = HeldBuffers({"a": torch.zeros(100_000)}), io.BytesIO()
+    torch.save(large, file)
+    assert file.tell() < 500_000
+    assert list(large.state_dict()) == ["a"]
+    assert not HeldBuffers({"a": torch.zeros(1)}, persistent=False).state_dict()

@@ -1,21 +1,17 @@
-"""MixedDimensionEmbeddingBagCollection against a naive oracle, and inside TorchRec's own models.
-
-Random cases mix empty bags, batch 1, several features on a table, one feature on several tables, D that no kernel
-likes, S = 1, blocks that retain nothing or have no rows, dropped rows, weights, SUM and MEAN, int32 and int64 ids,
-shuffled and extra keys, routing by boundaries and by map.
-"""
+"""Mixed-dimension tables equal the pruned ones and train; narrow tables; rows that the counts never saw."""
 
 from __future__ import annotations
 
 import copy
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRM_Projection
@@ -24,11 +20,15 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.artifact.load import serve
+from dnis_torchrec.blocks.blocking import blocks_from_counts
+from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.search.prune import Size, prune
 from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection, block_tables
-from tests.quantized_reference import expected_with_unknown, with_unknown_ids
-from tests.serving_reference import Case, cases, keyed_jagged_tensor, lookups, pruned, table_scheme
+from dnis_torchrec.serving.configs import NarrowEmbeddingBagCollection, NarrowTable, NarrowTables, embedding_configs
+from tests import tiny
+from tests.serving_reference import Case, cases, keyed_jagged_tensor, lookups, pruned, routings, table_scheme
 
 MAPPED = RowRouting.from_map(torch.tensor([2, 0, 1, 0, 2, 1, 1, 3, 0, 2]), 3)
 SORTED = RowRouting(10, 3, boundaries=torch.tensor([0, 2, 6, 9]))
@@ -39,6 +39,23 @@ def one_table(routing: RowRouting = SORTED, **fields: object) -> tuple[MixedDime
     retained = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 0, 1, 0], [0, 0, 0, 0, 0]], dtype=torch.bool)
     weight = pruned(torch.randn(10, 5), routing, retained)
     return MixedDimensionScheme({"t": table_scheme("t", routing, retained, **fields)}), {"t": weight}
+
+
+def with_unknown_ids(case: Case, unknown: list[int]) -> KeyedJaggedTensor:
+    """The case's bags with unknown ids in front of each."""
+    bags = {f: [[*((i, 1.0) for i in unknown), *bag] for bag in of_feature] for f, of_feature in case.bags.items()}
+    return Case(case.scheme, case.tables, bags, torch.int64).kjt()
+
+
+def expected_with_unknown(case: Case, num_unknown: int) -> dict[str, Tensor]:
+    """What a batch with unknown ids gives where they count as zero: MEAN divides by the longer length."""
+    expected = case.expected()
+    readers = [(t, f) for t in case.scheme.tables.values() for f in t.feature_names]
+    for name, (table, feature) in zip(expected, readers, strict=True):
+        if table.pooling == "mean":
+            lengths = torch.tensor([len(bag) for bag in case.bags[feature]]).unsqueeze(1)
+            expected[name] = expected[name] * lengths / (lengths + num_unknown).clamp(min=1)
+    return expected
 
 
 @settings(max_examples=100, deadline=None)
@@ -82,7 +99,7 @@ def test_lookup_from_plain_tensors(compiled: bool) -> None:
         module.lookup(ids, torch.tensor([0, 2, 3, 3, 4, 6]))
 
 
-@pytest.mark.parametrize("form", ["mixed_dimension", "csr_int8"])
+@pytest.mark.parametrize("form", ["mixed_dimension", "packed"])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_no_samples_give_an_output_of_none(form: str, compiled: bool) -> None:
     scheme, tables = one_table(MAPPED, feature_names=("f", "g"), pooling="mean")
@@ -440,3 +457,251 @@ def test_masks_of_wide_rows() -> None:
     bags = keyed_jagged_tensor({"f": [[(row, 1.0)] for row in range(20)]})
     with torch.no_grad():
         assert module(bags).values().equal(weight)
+
+
+ROWS, SEEN = 40, 25
+SHUFFLED = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
+"""An order in which no block is dropped whole: the rows of such a one are in no block, as new ones are."""
+TABLE = EmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=8, feature_names=["f"])
+
+
+def bags_of(ids: list[int]) -> object:
+    return keyed_jagged_tensor({"f": [[(row, 1.0)] for row in ids]})
+
+
+def searched(order: torch.Tensor) -> tuple[MixedDimensionScheme, dict[str, torch.Tensor], list[int], list[int]]:
+    """A pruned table, the rows that were counted, and those that were not."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[TABLE])})
+    seen, new = order[:SEEN].tolist(), order[SEEN:].tolist()
+    counts = count_frequencies([bags_of(seen[: SEEN // 2] + seen)], [TABLE])
+    scheme = prune(model, blocks_from_counts(counts, [TABLE], num_blocks=4), counts, size=Size(compression=2))
+    return scheme, {"t": model["ebc"].embedding_bags["t"].weight.detach()}, seen, new
+
+
+@pytest.mark.parametrize("order", [torch.arange(ROWS), torch.arange(ROWS).flip(0), SHUFFLED])
+def test_a_new_row_learns_and_no_other_does(order: torch.Tensor) -> None:
+    scheme, tables, seen, new = searched(order)
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, dim_multiple=4)
+    torch.testing.assert_close(module(bags_of(seen)).values(), tables["t"][seen])
+    before = module(bags_of([*seen, *new])).values().detach()
+    bound = ROWS**-0.5
+    assert before[SEEN:].abs().max() <= bound
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(50):
+        optimizer.zero_grad()
+        (module(bags_of([new[-1]])).values() - 1).square().sum().backward()
+        optimizer.step()
+    after = module(bags_of([*seen, *new])).values().detach()
+    kept = int((after[-1] != 0).sum())
+    assert kept > 0
+    torch.testing.assert_close(after[-1].sum(), torch.tensor(float(kept)), atol=1e-3, rtol=0)
+    assert torch.equal(after[:-1], before[:-1])
+
+
+def test_without_a_place_they_are_zero_for_good() -> None:
+    scheme, tables, _, new = searched(torch.arange(ROWS))
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, new_rows=False)
+    assert not module(bags_of(new)).values().any()
+    assert sum(p.numel() for p in module.parameters()) == scheme.tables["t"].block_area
+
+
+@given(cases())
+def test_rows_of_a_block_are_what_they_were(case: Case) -> None:
+    module = MixedDimensionEmbeddingBagCollection.from_tables(case.scheme, case.tables)
+    for table in case.scheme.tables.values():
+        blocks = table.routing.all_blocks()
+        for feature in table.feature_names:
+            case.bags[feature] = [
+                [own for own in bag if blocks[own[0]] < table.routing.num_blocks] for bag in case.bags[feature]
+            ]
+    for name, pooled in case.expected().items():
+        torch.testing.assert_close(module(case.kjt()).to_dict()[name], pooled, rtol=1e-6, atol=1e-6)
+
+
+@given(routings(), st.data())
+def test_they_go_to_the_last_block_that_retains_a_column(routing: RowRouting, data: st.DataObject) -> None:
+    keeps = data.draw(st.lists(st.booleans(), min_size=routing.num_blocks, max_size=routing.num_blocks))
+    retained = torch.tensor(keeps).unsqueeze(1).expand(-1, 3)
+    wider = table_scheme("t", routing, retained).with_new_rows()
+    last = max((s for s, keep in enumerate(keeps) if keep), default=routing.num_blocks)
+    expected = [last if block == routing.num_blocks else block for block in routing.all_blocks().tolist()]
+    assert wider.routing.all_blocks().tolist() == expected
+
+
+RETAINED = torch.tensor([[1, 1, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1]], dtype=torch.bool)
+ROUTING = RowRouting(10, 3, boundaries=torch.tensor([0, 2, 5, 10]))
+
+
+def scheme(**fields: object) -> MixedDimensionScheme:
+    """Ten rows: 2 retain all columns, 3 retain columns 1 and 3, 5 retain column 3."""
+    return MixedDimensionScheme({"t": table_scheme("t", ROUTING, RETAINED, **fields)})
+
+
+def test_columns_are_those_that_most_rows_retain_and_the_size_is_the_schemes() -> None:
+    (table,) = embedding_configs(scheme())
+    assert (table.embedding_dim, table.columns, table.logical_dim) == (2, (1, 3), 4)  # 19 values / 10 rows, rounded up
+    assert embedding_configs(scheme()).parameters == 20
+
+
+def test_the_union_keeps_every_column_that_a_row_retains() -> None:
+    (table,) = embedding_configs(scheme(), columns="union")
+    assert table.columns == (0, 1, 2, 3)
+
+
+def test_per_block_there_is_a_lossless_table_for_each_block() -> None:
+    tables = embedding_configs(scheme(feature_names=("f", "g")), per="block")
+    assert [(t.name, t.num_embeddings, t.columns) for t in tables] == [
+        ("t/b0", 2, (0, 1, 2, 3)),
+        ("t/b1", 3, (1, 3)),
+        ("t/b2", 5, (3,)),
+    ]
+    assert tables.tables[0].feature_names == ("f/b0", "g/b0")
+    assert tables.parameters == 19
+
+
+def test_per_block_a_feature_of_two_tables_has_bags_for_each() -> None:
+    """The tables route their rows differently, so that no bag is right for both."""
+    other = RowRouting(10, 1, boundaries=torch.tensor([0, 10]))
+    found = MixedDimensionScheme({**scheme().tables, "u": table_scheme("u", other, RETAINED[:1])})
+    readers = {table.name: table.feature_names for table in embedding_configs(found, per="block")}
+    assert readers == {"t/b0": ("f@t/b0",), "t/b1": ("f@t/b1",), "t/b2": ("f@t/b2",), "u/b0": ("f@u/b0",)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases())
+def test_per_block_tables_and_their_keys_are_those_that_are_served(case: Case) -> None:
+    served = MixedDimensionEmbeddingBagCollection(case.scheme, device="meta").physical_embedding_bag_configs()
+    found = embedding_configs(case.scheme, per="block").configs()
+    assert {config.name: facts(config) for config in found} == {config.name: facts(config) for config in served}
+
+
+def facts(config: EmbeddingBagConfig) -> tuple[object, ...]:
+    return config.num_embeddings, config.embedding_dim, config.feature_names, config.pooling
+
+
+def test_features_that_shared_a_table_go_on_sharing_it() -> None:
+    (table,) = embedding_configs(scheme(feature_names=("f", "g")))
+    assert table.feature_names == ("f", "g")
+    ebc = NarrowEmbeddingBagCollection(NarrowTables((table,)), projection="learned")
+    assert [name for name, _ in ebc.named_parameters()] == ["narrow.embedding_bags.t.weight", "projections.t"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases())
+def test_the_union_gives_what_the_pruned_tables_give(case: Case) -> None:
+    tables = embedding_configs(case.scheme, columns="union")
+    assume(not tables.is_weighted or all(table.pooling == "sum" for table in tables))  # torch's limit, not ours
+    for projection in ("selection", "learned"):
+        ebc = NarrowEmbeddingBagCollection.from_tables(tables, case.tables, projection=projection)
+        found = ebc(case.kjt()).to_dict()
+        expected = case.expected()
+        assert list(found) == list(expected)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
+
+
+def test_json_yaml_and_python_say_the_same() -> None:
+    tables = embedding_configs(scheme(feature_names=("f", "g's"), pooling="mean"))
+    assert NarrowTables.from_json(tables.to_json()) == tables
+    assert NarrowTables.from_yaml(tables.to_yaml()) == tables
+    names: dict[str, object] = {}
+    exec(compile(tables.to_python(), "tables.py", "exec"), names)
+    (config,) = names["tables"]
+    assert isinstance(config, EmbeddingBagConfig)
+    assert (config.name, config.num_embeddings) == ("t", 10)
+    assert (config.embedding_dim, config.feature_names, config.pooling) == (2, ["f", "g's"], PoolingType.MEAN)
+    assert names["columns"] == {"t": [1, 3]}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1, 2", "expected YAML"),
+        ("[]", "expected a mapping"),
+        ("{format_version: 2, tables: []}", "format_version 1"),
+        ("{format_version: 1, tables: [{name: t}]}", "entry 0.*expected fields"),
+        ("!!python/object/apply:os.getcwd []", "expected YAML"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NarrowTables.from_yaml(text)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("feature_names", "movie", r"entry 0: expected feature_names to be of type list, got 'movie'"),
+        ("feature_names", ["f", 3], r"entry 0: expected feature_names to hold values of type str, got \['f', 3\]"),
+        ("feature_names", [], "table 't': expected at least one feature, got none"),
+        ("num_embeddings", -3, "table 't': expected num_embeddings >= 1, got -3"),
+        ("num_embeddings", 2.5, "entry 0: expected num_embeddings to be of type int, got 2.5"),
+        ("columns", ["1", "3"], r"entry 0: expected columns to hold values of type int, got \['1', '3'\]"),
+        ("logical_dim", None, "entry 0: expected logical_dim to be of type int, got None"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused(field: str, value: object, message: str) -> None:
+    fields = json.loads(embedding_configs(scheme()).to_json())
+    fields["tables"][0][field] = value
+    with pytest.raises(ValueError, match=message):
+        NarrowTables.from_json(json.dumps(fields))
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="per: expected one of"):
+        embedding_configs(scheme(), per="table")
+    with pytest.raises(ValueError, match="columns: expected one of"):
+        embedding_configs(scheme(), columns="all")
+    other = table_scheme("u", ROUTING, RETAINED, collection="other")
+    with pytest.raises(ValueError, match="one collection"):
+        embedding_configs(MixedDimensionScheme({**scheme().tables, "u": other}))
+    with pytest.raises(ValueError, match=r"table 't': expected shape \(10, 4\), got \(10, 3\)"):
+        NarrowEmbeddingBagCollection.from_tables(embedding_configs(scheme()), {"t": torch.zeros(10, 3)})
+    with pytest.raises(ValueError, match="rising columns below 4"):
+        NarrowTable(
+            name="t",
+            num_embeddings=1,
+            embedding_dim=2,
+            feature_names=("f",),
+            pooling="sum",
+            logical_dim=4,
+            columns=(3, 1),
+        )
+
+
+@pytest.mark.parametrize("projection", ["selection", "learned"])
+def test_a_fresh_dlrm_with_it_trains(projection: str) -> None:
+    torch.manual_seed(0)
+    rows = {
+        "user": RowRouting(40, 2, boundaries=torch.tensor([0, 10, 40])),
+        "genre": RowRouting.from_map(torch.arange(12) % 2, 2),
+    }
+    retained = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 0], [1, 0, 0, 1, 0, 0, 0, 0]], dtype=torch.bool)
+    found = MixedDimensionScheme({n: table_scheme(n, r, retained, feature_names=(n,)) for n, r in rows.items()})
+    written = embedding_configs(found).to_json()
+    ebc = NarrowEmbeddingBagCollection(NarrowTables.from_json(written), projection=projection)
+    model = DLRM(ebc, 4, [8, 8], [8, 1])
+    optimizer, loss = torch.optim.Adam(model.parameters(), lr=0.02), nn.BCEWithLogitsLoss()
+    batch, losses = tiny.make_batch(256, 0), []
+    for _ in range(30):
+        value = loss(model(batch.dense_features, batch.sparse_features).squeeze(1), batch.labels)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    assert losses[-1] < losses[0] - 0.1
+    assert {name: tuple(bag.weight.shape) for name, bag in ebc.narrow.embedding_bags.items()} == {
+        "user": (40, 3),
+        "genre": (12, 3),
+    }
+    if projection == "learned":
+        start = torch.eye(8)[torch.tensor(next(iter(embedding_configs(found))).columns)]
+        assert not torch.equal(ebc.projections["user"].detach(), start)
+
+
+def test_a_column_of_a_bag_that_is_not_kept_is_zero() -> None:
+    weight = torch.arange(1.0, 41.0).view(10, 4)
+    ebc = NarrowEmbeddingBagCollection.from_tables(embedding_configs(scheme(feature_names=("f",))), {"t": weight})
+    pooled = ebc(keyed_jagged_tensor({"f": [[(0, 1.0), (1, 1.0)], []]}))["f"]
+    assert pooled.tolist() == [[0.0, 2.0 + 6.0, 0.0, 4.0 + 8.0], [0.0] * 4]

@@ -1,0 +1,643 @@
+"""The packed lookup, compiled, on Triton and by torch; how libraries are built."""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dnis_torchrec.blocks.codes import WIDTHS, field_offsets
+from dnis_torchrec.blocks.routing import RowRouting
+from dnis_torchrec.ops import batches_triton, packed_triton
+from dnis_torchrec.ops import build as native_build
+from dnis_torchrec.ops.build import LOOKUPS, built_elsewhere, find_compiler, library_folder
+from dnis_torchrec.ops.packed import GROUP_FIELDS, PACKED_SCHEMA, field_groups, torch_packed_embedding_bag
+from dnis_torchrec.ops.packed_triton import triton_packed_embedding_bag
+from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.serving import PackedEmbeddingBagCollection, load_operator
+from tests.packed_reference import packed, packed_case
+from tests.serving_reference import ROUTINGS, Case, cases, table_scheme
+from tests.triton_compiled import check_compiled
+from tests.triton_on_numpy import without_triton
+
+needs_compiler = pytest.mark.skipif(not load_operator(), reason="no C++ compiler")
+
+IDS, OFFSETS = torch.tensor([0, 3, 9, 1]), torch.tensor([0, 1, 2, 3, 4])
+PLACES = {"tables": 3, "features": 4, "table_layout": 5, "blocks": 6, "groups": 7}
+
+
+def call() -> tuple[list, Tensor]:
+    """Arguments for a table with a rank directory and one with boundaries, and what their bags of one id pool to."""
+    torch.manual_seed(1)
+    schemes, stored, dense = {}, {}, {}
+    for feature, (name, routing) in zip("fg", ROUTINGS.items(), strict=True):
+        scheme = table_scheme(name, routing, torch.ones(3, 18).bool(), feature_names=(feature,))
+        schemes[name], stored[name], dense[name] = packed(scheme, Random(4))
+    module = PackedEmbeddingBagCollection(MixedDimensionScheme(schemes), stored)
+    layout = list(module.outputs.buffers())
+    expected = torch.cat([dense["movie/seen"][IDS[:2]], dense["user"][IDS[2:]]], dim=1)
+    return [IDS, OFFSETS, None, list(module.tables.buffers()), *layout, None, 2, 36, False], expected
+
+
+def look_up(arguments: list) -> Tensor:
+    return torch.ops.dnis_torchrec.packed_embedding_bag.default(*arguments)
+
+
+def with_argument(place: int, value: object) -> list:
+    arguments, _ = call()
+    arguments[place] = value
+    return arguments
+
+
+@pytest.mark.parametrize("way", [look_up, lambda arguments: torch_packed_embedding_bag(*arguments)])
+def test_gives_the_rows(way) -> None:
+    arguments, expected = call()
+    assert way(arguments).equal(expected)
+
+
+@given(st.lists(st.sampled_from(WIDTHS), min_size=1, max_size=70))
+def test_windows_hold_their_fields(bits: list[int]) -> None:
+    """16 columns within 64 bytes, four within 16; what is masked is the field and nothing else."""
+    widths = torch.tensor([bits])
+    groups = field_groups(widths, torch.ones(1, len(bits)), torch.zeros(1, len(bits)))
+    assert groups.shape == (-(-len(bits) // 16), GROUP_FIELDS)
+    ends = [0] * len(groups)
+    for column, (offset, width) in enumerate(zip(field_offsets(widths)[0].tolist(), bits, strict=True)):
+        group, lane = groups[column // 16].tolist(), column % 16
+        mask = group[16 + lane] % 2**32
+        assert mask.bit_count() == width
+        if width:
+            window, quad = group[80], group[81 + lane // 4]
+            wide, narrow = group[lane] & 0xFF, group[64 + lane] & 0xFF
+            first_bit = (mask & -mask).bit_length() - 1
+            assert 8 * (window + wide) + first_bit == 8 * (window + quad + narrow) + first_bit == offset
+            last = (offset + width - 1) // 8 - window
+            assert last < 64
+            assert last - quad < 16
+            assert quad < 64
+            ends[column // 16] = max(ends[column // 16], last + 1)
+    assert groups[:, 86].tolist() == ends
+
+
+@needs_compiler
+@pytest.mark.parametrize("limit", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize(
+    ("field", "row", "column", "value"),
+    [
+        ("features", 0, 0, 2),
+        ("features", 0, 0, -1),
+        ("features", 1, 1, 6),
+        ("features", 0, 1, -1),
+        ("features", 0, 2, 19),
+        ("features", 0, 2, 2**40),
+        ("table_layout", 0, 0, -1),
+        ("table_layout", 0, 0, 1000),
+        ("table_layout", 0, 0, 2**62),
+        ("table_layout", 0, 1, 1),
+        ("table_layout", 0, 2, 0),
+        ("table_layout", 0, 2, 3),
+        ("table_layout", 0, 2, 100),
+        ("table_layout", 0, 3, 4),
+        ("table_layout", 1, 3, 3),  # boundaries for rows
+        ("table_layout", 0, 3, -1),
+        ("table_layout", 0, 4, 0),  # rows for a directory
+        ("table_layout", 0, 4, -1),
+        ("blocks", 0, 0, -1),
+        ("blocks", 0, 0, 2**62),
+        ("blocks", 0, 1, 2**62),
+        ("blocks", 0, 1, -1),
+        ("blocks", 0, 2, 10_000),
+        ("blocks", 0, 2, 0),
+        ("blocks", 0, 3, 100),
+        ("blocks", 1, 3, 2**62),
+        ("groups", 2, 80, 10_000),  # the window of the first columns of the block of row 0 or 3
+        ("groups", 2, 80, -1),
+    ],
+)
+def test_layouts_that_lead_outside(field: str, row: int, column: int, value: int, limit: str) -> None:
+    arguments, _ = call()
+    changed = arguments[PLACES[field]].clone()
+    changed[row, column] = value
+    if field == "groups":
+        changed[:, column] = value
+    arguments[PLACES[field]] = changed
+    widest = LOOKUPS.instruction_set()
+    LOOKUPS.instruction_set(limit=limit)
+    try:
+        with pytest.raises(ValueError, match=r"packed_embedding_bag: .*expected"):
+            look_up(arguments)
+    finally:
+        LOOKUPS.instruction_set(limit=widest)
+
+
+@needs_compiler
+def test_directories_that_point_nowhere() -> None:
+    message = r"feature \d: expected a directory of rows that exist, got others for row"
+    for place, value in ((1, 0xFF), (3, 2**40), (3, -(2**63))):
+        arguments, _ = call()
+        tables = [table.clone() for table in arguments[3]]
+        # where blocks begin, all but the last, which is that of none
+        tables[place][: 24 // tables[place].itemsize] = value
+        arguments[3] = tables
+        with pytest.raises(ValueError, match=message):
+            look_up(arguments)
+
+
+@needs_compiler
+def test_tensors_that_do_not_fit() -> None:
+    arguments, _ = call()
+    tables = arguments[3]
+    lists = [
+        [tables[0][:-1], *tables[1:]],
+        [tables[0].view(1, -1), *tables[1:]],
+        [torch.stack([tables[0]] * 2, dim=1)[:, 0], *tables[1:]],
+        [tables[0].to(torch.int8), *tables[1:]],
+        [tables[0], tables[1][:-1], *tables[2:]],
+        [tables[0], tables[1].to(torch.int16), *tables[2:]],
+        [*tables[:3], tables[3][:-1]],
+        tables[:-1],
+    ]
+    bad = [with_argument(3, tables) for tables in lists]
+    for place in (4, 5, 6, 7):
+        layout = arguments[place]
+        bad += [with_argument(place, other) for other in (layout.short(), layout[:, :-1], layout.T, layout[0])]
+    bad += [with_argument(7, arguments[7][:-1]), with_argument(0, IDS.short()), with_argument(1, OFFSETS.float())]
+    bad += [with_argument(2, torch.ones(3)), with_argument(2, torch.ones(4).double()), with_argument(10, 35)]
+    bad += [with_argument(8, [0]), with_argument(8, [0, 2]), with_argument(8, [-1, 0]), with_argument(9, 3)]
+    for arguments in bad:
+        with pytest.raises(ValueError, match=r"packed_embedding_bag: .*expected"):
+            look_up(arguments)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "offsets", [[0, 2, 1, 3, 4], [0, 1, 2, 3, 9], [-1, 1, 2, 3, 4], [0, 1, 2, 3, 3], [1, 1, 2, 3, 4]]
+)
+@pytest.mark.parametrize("way", [look_up, lambda arguments: torch_packed_embedding_bag(*arguments)])
+def test_offsets_that_do_not_rise(offsets: list[int], way) -> None:
+    with pytest.raises(ValueError, match="offsets: expected them to rise from 0 to the number of ids"):
+        way(with_argument(1, torch.tensor(offsets)))
+
+
+@pytest.mark.parametrize("way", [look_up, lambda arguments: torch_packed_embedding_bag(*arguments)])
+def test_unknown_ids(way) -> None:
+    arguments, expected = call()
+    arguments[0] = torch.tensor([0, -1, 10, 1])
+    with pytest.raises(ValueError, match=r"feature 0: expected ids in 0\.\.9, got -1"):
+        way(arguments)
+    arguments[-1] = True
+    expected[1, :18] = expected[0, 18:] = 0.0
+    assert way(arguments).equal(expected)
+
+
+def test_no_bags() -> None:
+    arguments, _ = call()
+    none = torch.zeros(0, dtype=torch.int64)
+    assert look_up([none, torch.zeros(5, dtype=torch.int32), *arguments[2:]]).equal(torch.zeros(2, 36))
+    arguments[9] = 0
+    assert look_up([none, torch.zeros(1, dtype=torch.int32), *arguments[2:]]).shape == (0, 36)
+
+
+@needs_compiler
+def test_the_schema_is_that_of_the_library() -> None:
+    found = str(torch.ops.dnis_torchrec.packed_embedding_bag.default._schema)
+    assert found == f"dnis_torchrec::{PACKED_SCHEMA}"
+
+
+def test_export_with_any_batch_size() -> None:
+    arguments, expected = call()
+
+    class Served(nn.Module):
+        def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+            return look_up([ids, offsets, *arguments[2:9], (offsets.numel() - 1) // 2, 36, False])
+
+    batch = torch.export.Dim("batch", min=2, max=64)
+    shapes = ({0: torch.export.Dim.AUTO}, {0: 2 * batch + 1})
+    program = torch.export.export(Served(), (IDS, OFFSETS), dynamic_shapes=shapes)
+    assert program.module()(IDS, OFFSETS).equal(expected)
+    assert program.module()(torch.cat([IDS[:2], IDS[:1], IDS[2:], IDS[3:]]), torch.arange(7)).shape == (3, 36)
+
+
+def test_the_meaning_moves_with_its_tensors() -> None:
+    """Layouts and tables on another device, which the meta device stands for."""
+    arguments, _ = call()
+    moved = [part.to("meta") if isinstance(part, Tensor) else part for part in arguments]
+    moved[3] = [table.to("meta") for table in arguments[3]]
+    out = look_up(moved)
+    assert (out.shape, out.device.type) == ((2, 36), "meta")
+
+
+def test_routing_without_a_directory() -> None:
+    torch.manual_seed(0)
+    scheme = table_scheme("t", RowRouting.from_map(torch.full((4,), 1), 2), torch.ones(2, 5).bool())
+    scheme, stored, dense = packed(scheme, Random(2))
+    module = PackedEmbeddingBagCollection(MixedDimensionScheme({"t": scheme}), {"t": stored})
+    assert stored.directory.directory.numel() == 0
+    assert module.lookup(torch.arange(4), torch.arange(5)).equal(dense)
+
+
+needs_triton = pytest.mark.skipif(batches_triton.triton is None, reason="needs Triton, which comes with torch for CUDA")
+on_a_device = pytest.mark.skipif(
+    not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs a CUDA device, or TRITON_INTERPRET=1",
+)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+JITTED = {
+    "_count": "_count_of_bits",
+    "_place": "_place_in_record",
+    "_locate": "_where_rows_stand",
+    "segment_of_bags": "_segment_of_bags",
+    "_bags": "_bags_of_program",
+    "_words": "_words_of_rows",
+    "_values": "_values_of_words",
+    "_search_kernel": "_find_rows",
+    "_kernel": "_pool_bags",
+    "_constants_kernel": "_constants_of_group",
+}
+
+
+def by_operator(arguments: list[Any]) -> Tensor:
+    """Compiled, or from torch's own operators where nothing can be compiled."""
+    return torch.ops.dnis_torchrec.packed_embedding_bag.default(*arguments)
+
+
+def on_numpy(arguments: list[Any]) -> Tensor:
+    """The kernel, one program after another."""
+    with pytest.MonkeyPatch.context() as patch:
+        without_triton(patch, [packed_triton], JITTED, arguments[PLACES["tables"]])
+        return triton_packed_embedding_bag(*arguments)
+
+
+def on_device(arguments: list[Any]) -> Tensor:
+    """The kernel as Triton runs it."""
+    moved = [part.to(DEVICE) if isinstance(part, Tensor) else part for part in arguments]
+    moved[PLACES["tables"]] = [table.to(DEVICE) for table in arguments[PLACES["tables"]]]
+    return triton_packed_embedding_bag(*moved).cpu()
+
+
+WAYS = [pytest.param(on_numpy, id="numpy"), pytest.param(on_device, id="triton", marks=[needs_triton, on_a_device])]
+
+
+def of_case(case: Case, seed: int) -> list[Any]:
+    """Arguments for the bags of a case over packed tables."""
+    case, stored = packed_case(case, seed)
+    module = PackedEmbeddingBagCollection(case.scheme, stored)
+    seen: list[list[Any]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        operator = torch.ops.dnis_torchrec.packed_embedding_bag
+        compiled = operator.default
+        patch.setattr(operator, "default", lambda *given: seen.append(list(given)) or compiled(*given))
+        module(case.kjt())
+    return seen[0]
+
+
+def of_blocks(num_blocks: int, dim: int, *, weighted: bool = False) -> list[Any]:
+    """Arguments for bags over one table of so many blocks, in no order."""
+    torch.manual_seed(num_blocks)
+    routing = RowRouting.from_map(torch.randint(num_blocks + 1, (1_500,)), num_blocks)
+    scheme = table_scheme("t", routing, torch.ones(num_blocks, dim).bool(), pooling="mean", is_weighted=weighted)
+    scheme, stored, _ = packed(scheme, Random(num_blocks))
+    module = PackedEmbeddingBagCollection(MixedDimensionScheme({"t": scheme}), {"t": stored})
+    offsets, ids = torch.tensor([0, 3, 3, 4, 9, 20, 21, 22, 22, 25, 30]), torch.randint(1_500, (30,))
+    weights = torch.randn(30) if weighted else None
+    layout = list(module.outputs.buffers())
+    return [ids, offsets, weights, list(module.tables.buffers()), *layout, None, 10, dim, False]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=30, deadline=None)
+@given(cases(), st.integers(0, 2**31))
+def test_gives_the_bits_of_the_operator(way: Any, case: Case, seed: int) -> None:
+    arguments = of_case(case, seed)
+    assert way(arguments).equal(by_operator(arguments))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("num_blocks", "dim"), [(1, 5), (3, 130), (8, 17), (12, 4), (100, 6)])
+def test_takes_directories_of_any_size(way: Any, num_blocks: int, dim: int) -> None:
+    for weighted in (False, True):
+        arguments = of_blocks(num_blocks, dim, weighted=weighted)
+        assert way(arguments).equal(by_operator(arguments))
+
+
+def test_constants_are_made_once_and_anew_where_groups_have_changed() -> None:
+    arguments = of_blocks(3, 17)
+    assert on_numpy(arguments).equal(by_operator(arguments))
+    groups = arguments[7]
+    known = packed_triton._columns_of_groups[groups][1]
+    assert on_numpy(arguments).equal(by_operator(arguments))
+    assert packed_triton._columns_of_groups[groups][1] is known
+    groups[:, 32:64].view(torch.float32).mul_(2.0)  # scales and biases
+    changed = by_operator(arguments)
+    assert on_numpy(arguments).equal(changed)
+    with torch.inference_mode():
+        arguments[7] = groups.clone()
+        for _ in range(2):
+            arguments[7][:, 32:64].view(torch.float32).mul_(0.5)
+            assert on_numpy(arguments).equal(by_operator(arguments))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_features_that_read_one_key_do_not_share_what_is_found(way: Any) -> None:
+    arguments, _ = call()
+    offsets, arguments[8] = arguments[1], [0, 0]
+    arguments[0], arguments[1] = arguments[0][: offsets[arguments[9]]], offsets[: arguments[9] + 1]
+    assert way(arguments).equal(by_operator(arguments))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_unknown_ids_contribute_zero(way: Any) -> None:
+    arguments, expected = call()
+    arguments[0], arguments[-1] = torch.tensor([0, -1, 10, 1]), True
+    expected[1, :18] = expected[0, 18:] = 0.0
+    assert way(arguments).equal(expected)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU the assertion would end the process")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (0, torch.tensor([0, 3, 10, 1])),
+        (1, torch.tensor([0, 2, 1, 3, 4])),
+        (1, torch.tensor([0, 1, 2, 3, 3])),
+        (1, torch.tensor([0, 1, 2, 3, 2**40])),
+        (1, torch.tensor([1, 1, 2, 3, 4])),
+    ],
+)
+def test_unknown_ids_and_offsets_that_do_not_rise_are_asserted(way: Any, place: int, value: Tensor) -> None:
+    arguments, _ = call()
+    arguments[place] = value
+    with pytest.raises(RuntimeError):
+        way(arguments)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU the assertion would end the process")
+@pytest.mark.parametrize("way", WAYS)
+def test_directories_that_point_nowhere_are_asserted(way: Any) -> None:
+    for place, value in ((1, 0xFF), (3, 2**40)):
+        arguments, _ = call()
+        tables = [table.clone() for table in arguments[3]]
+        tables[place][: 24 // tables[place].itemsize] = value
+        arguments[3] = tables
+        with pytest.raises(RuntimeError):
+            way(arguments)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU the assertion would end the process")
+def test_a_row_behind_the_last_of_its_block_is_refused_as_the_operator_does() -> None:
+    refused = []
+    for size in range(4):  # more rows than these the bytes do not hold
+        arguments, _ = call()
+        arguments[6][:, 1] = size
+        for look_up in (by_operator, on_numpy):
+            try:
+                look_up(arguments)
+            except (RuntimeError, ValueError):
+                refused.append((size, look_up.__name__))
+    sizes = {size for size, _ in refused}
+    assert sizes
+    assert len(sizes) < 4
+    assert len(refused) == 2 * len(sizes)
+
+
+def test_features_without_bags() -> None:
+    arguments, _ = call()
+    for keys in ([0, 2], [-1, 0]):
+        arguments[8] = keys
+        with pytest.raises(ValueError, match="offsets: expected bags for each feature, got those of 2 keys"):
+            on_numpy(arguments)
+    arguments[8], arguments[9], arguments[1] = None, 0, torch.zeros(1, dtype=torch.int64)
+    assert on_numpy(arguments).shape == (0, 36)
+
+
+@needs_triton
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted, nothing is compiled")
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize(("kind", "num_planes"), [(0, 1), (1, 1), (2, 3)])
+def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(kind: int, num_planes: int, is_weighted: bool) -> None:
+    pointers = {"ids": "i64", "found": "i64", "offsets": "i64", "weights": "fp32", "features": "i64"}
+    pointers |= {"blocks": "i64", "columns": "i32", "fault": "i32", "out": "fp32"}
+    numbers = dict.fromkeys(["num_ids", "num_bags", "batch_size", "width"], "i32")
+    fixed = {"has_weights": is_weighted, "checks_ids": True, "kind": kind, "num_planes": num_planes}
+    fixed |= {"rows_per_record": 128, "rows_per_start": 1 << 16, "columns_per_group": 16, "group_bits": 24}
+    fixed |= {"fields_per_feature": 12, "bags_per_segment": 64, "ids_per_step": 128, "is_one_block": kind == 0}
+    fixed |= {"bags_per_program": packed_triton.BAGS_PER_PROGRAM, "columns_per_program": 64}
+    types = {name: f"*{kind}" for name, kind in pointers.items()} | numbers
+    for kernel, num_warps in (
+        (packed_triton._search_kernel, packed_triton.WARPS_PER_SEARCH),
+        (packed_triton._kernel, packed_triton.NUM_WARPS),
+    ):
+        own = {name: part for name, part in fixed.items() if name in kernel.arg_names}
+        check_compiled(kernel, {name: types[name] for name in kernel.arg_names if name not in own}, own, num_warps)
+
+
+@pytest.mark.gpu
+@needs_triton
+def test_the_operator_runs_on_a_gpu() -> None:
+    load_operator()
+    arguments = of_blocks(8, 64)
+    moved = [part.to("cuda") if isinstance(part, Tensor) else part for part in arguments]
+    moved[3] = [table.to("cuda") for table in arguments[3]]
+    assert by_operator(moved).cpu().equal(by_operator(arguments))
+
+
+def build(*, compiler: str | None = None) -> Path:
+    """The library of lookups, by a compiler that the variable CXX names."""
+    with pytest.MonkeyPatch.context() as patch:
+        if compiler is not None:
+            patch.setenv("CXX", compiler)
+        return LOOKUPS.build()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of this test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    return tmp_path / "cache" / "dnis_torchrec"
+
+
+def compiler(tmp_path: Path, body: str) -> str:
+    """A program that is called like a compiler and does what `body` says: `output` is the path after -o."""
+    program = tmp_path / "compiler"
+    program.write_text(
+        f"#!{sys.executable}\n"
+        "import os, sys, time\n"
+        "output = sys.argv[sys.argv.index('-o') + 1]\n"
+        f"open({str(tmp_path / 'calls')!r}, 'a').write(' '.join(sys.argv) + '\\n')\n"
+        f"{body}\n"
+    )
+    program.chmod(0o755)
+    return str(program)
+
+
+WORKS = "open(output, 'w').write('library')"
+
+
+def test_builds_once(tmp_path: Path, cache: Path) -> None:
+    command = compiler(tmp_path, WORKS)
+    library = build(compiler=command)
+    assert library.parent == cache == library_folder()
+    assert library.read_text() == "library"
+    assert (cache.stat().st_mode & 0o777, library.stat().st_mode & 0o777) == (0o700, 0o755)
+    assert build(compiler=command) == library
+    assert build(compiler="/nowhere") == library  # a library outlives its compiler
+    (call,) = (tmp_path / "calls").read_text().splitlines()
+    assert str(LOOKUPS.sources[0]) in call
+    assert "-ffp-contract=off" in call
+
+
+def test_another_source_or_torch_is_built_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    command = compiler(tmp_path, WORKS)
+    libraries = {build(compiler=command)}
+    monkeypatch.setattr("torch.__version__", "2.99.0")
+    libraries.add(build(compiler=command))
+    changed = tmp_path / "csrc"
+    changed.mkdir()
+    for source in LOOKUPS.sources:
+        (changed / source.name).write_text(source.read_text() + "// changed\n")
+    monkeypatch.setenv("CXX", command)
+    libraries.add(replace(LOOKUPS, sources=tuple(changed / source.name for source in LOOKUPS.sources)).build())
+    assert len(libraries) == 3
+    assert set(cache.iterdir()) == libraries
+
+
+def test_failure_is_quoted_and_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+    command = compiler(tmp_path, "open(output, 'w').write('half'); sys.exit('error: no such header')")
+    with pytest.raises(RuntimeError, match=r"packed lookup: expected .*compiler to compile it(.|\n)*no such header"):
+        build(compiler=command)
+    assert list(cache.iterdir()) == []
+
+
+def test_endless_compiler_is_stopped(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_build, "SECONDS_TO_COMPILE", 0.2)
+    with pytest.raises(RuntimeError, match=r"to compile it within 0\.2 s"):
+        build(compiler=compiler(tmp_path, "time.sleep(60)"))
+    assert list(cache.iterdir()) == []
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert find_compiler() is None
+    with pytest.raises(RuntimeError, match=r"expected a C\+\+ compiler: CXX or one of .*got none; install one"):
+        build()
+    assert not cache.exists()
+
+
+@pytest.mark.usefixtures("cache")
+def test_finds_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = compiler(tmp_path, WORKS)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_compiler() is None
+    os.symlink(named, tmp_path / "clang++")
+    assert find_compiler() == str(tmp_path / "clang++")
+    os.symlink(named, tmp_path / "c++")
+    assert find_compiler() == str(tmp_path / "c++")
+    monkeypatch.setenv("CXX", named)
+    assert find_compiler() == named
+
+
+def test_several_may_build_at_once(tmp_path: Path, cache: Path) -> None:
+    slowly = "stream = open(output, 'w'); stream.write('lib'); stream.flush(); time.sleep(.1); stream.write('rary')"
+    command = compiler(tmp_path, slowly)
+    with ThreadPoolExecutor(4) as pool:
+        built = list(pool.map(lambda _: build(compiler=command).read_text(), range(4)))
+    assert built == ["library"] * 4
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_library_appears_whole_or_not_at_all(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*paths: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="disk full"):
+        build(compiler=compiler(tmp_path, WORKS))
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_library_that_others_can_write_is_not_loaded(tmp_path: Path) -> None:
+    command = compiler(tmp_path, WORKS)
+    library = build(compiler=command)
+    library.chmod(0o775)
+    with pytest.raises(RuntimeError, match=r"expected a library that only you or root can write.*remove it"):
+        build(compiler=command)
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_library_of_somebody_else_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = compiler(tmp_path, WORKS)
+    owner = build(compiler=command).stat().st_uid
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    if owner == 0:
+        assert build(compiler=command).exists()
+    else:
+        with pytest.raises(RuntimeError, match="expected a library that only you or root can write"):
+            build(compiler=command)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 3, 63, 64, 127])
+def test_a_library_that_was_cut_off_is_built_again(tmp_path: Path, cache: Path, num_bytes: int) -> None:
+    """As by a full disk or a crash: a process that loads one is killed by SIGBUS, if not refused."""
+    header = struct.pack("=4s36xQ10xHH2x", b"\x7fELF", 64, 64, 1)  # one section of 64 bytes, from byte 64
+    command = compiler(tmp_path, f"open(output, 'wb').write({header + bytes(64)!r})")
+    library = build(compiler=command)
+    assert build(compiler="/nowhere").read_bytes() == header + bytes(64)
+    library.write_bytes(library.read_bytes()[:num_bytes])
+    with pytest.raises(RuntimeError, match=r"expected a C\+\+ compiler"):
+        build(compiler="/nowhere")
+    assert build(compiler=command).read_bytes() == header + bytes(64)
+    assert list(cache.iterdir()) == [library]
+    assert len((tmp_path / "calls").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_a_library_that_cannot_be_loaded_is_built_again_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path, mended: bool
+) -> None:
+    loaded = []
+
+    def load_library(library: Path) -> None:
+        loaded.append((library.parent, library.read_text()))
+        if not mended or library.read_text() != "library":
+            raise OSError("version `GLIBC_2.99' not found")
+
+    monkeypatch.setattr(torch.ops, "load_library", load_library)
+    monkeypatch.setenv("CXX", compiler(tmp_path, WORKS))
+    build().write_text("of another machine")
+    with nullcontext() if mended else pytest.raises(OSError, match="GLIBC"):
+        LOOKUPS.load()
+    assert loaded == [(cache, "of another machine"), (cache, "library")]
+
+
+def test_what_was_built_elsewhere_does_where_nothing_can_be_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    other, library = tmp_path / "select_01234567.so", tmp_path / "packed_01234567.so"
+    working = compiler(tmp_path, WORKS)
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    with built_elsewhere([other, library]):
+        assert build() == library
+        cache.parent.write_text("no folder")
+        assert build(compiler=working) == library
+        cache.parent.unlink()
+    with built_elsewhere([other]), pytest.raises(RuntimeError, match=r"expected a C\+\+ compiler"):
+        build()
+    with pytest.raises(RuntimeError, match=r"expected a C\+\+ compiler"):
+        build()
+    with built_elsewhere([library]):
+        assert build(compiler=working).parent == cache
