@@ -170,11 +170,11 @@ class TableScheme:
     def with_new_rows(self) -> TableScheme:
         """The same table with its rows of no block in the last block that retains a column, beside
         those that are rare."""
-        keeping, routing = self.retained.any(dim=1).nonzero(), self.routing
+        with_columns, routing = self.retained.any(dim=1).nonzero(), self.routing
         new_rows = int(routing.row_counts(include_unassigned=True)[-1])
-        if not new_rows or not keeping.numel():
+        if not new_rows or not with_columns.numel():
             return self
-        return replace(self, routing=routing.with_unassigned_in(int(keeping[-1])))
+        return replace(self, routing=routing.with_unassigned_in(int(with_columns[-1])))
 
     def column_bits(self) -> Tensor:
         """Bits of every column of every block, ``(S, D)`` uint8; float32 for all that is retained
@@ -345,12 +345,9 @@ class MixedDimensionScheme:
         """
         tables = {}
         for name, fields in described.items():
-            missing = DescribedTable.__required_keys__ - set(fields)
+            absent = DescribedTable.__required_keys__ - set(fields)
             check(
-                not missing,
-                f"table {name!r}",
-                "a complete description",
-                f"none of {sorted(missing)}",
+                not absent, f"table {name!r}", "a complete description", f"none of {sorted(absent)}"
             )
             routing_tensors = {
                 key: tensors[f"{name}/{key}"]

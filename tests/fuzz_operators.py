@@ -28,7 +28,7 @@ from torch import Tensor
 from dnis_torchrec.ops import build as native_build
 from dnis_torchrec.ops import select as block_operators
 from dnis_torchrec.ops.packed import load_operator
-from tests import fuzz_cases, fuzz_packed_cases
+from tests import fuzz_cases
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=undefined")
 FLAGS = (*native_build.FLAGS, *SANITIZERS, "-DDNIS_PORTABLE", "-O1", "-g1")
@@ -41,7 +41,6 @@ OPTIONS = {
 SECONDS = 600
 """After which a call counts as one that does not end; on two idle cores all takes half a minute."""
 
-MODULES = (fuzz_cases, fuzz_packed_cases)
 NAMESPACE = "dnis_torchrec::"
 HOSTILE_PER_CASE = 12
 NUMBERS = (-(2**63), -(2**31) - 1, -(2**31), -1, 0, 1, 16, 255, 2**15, 2**16, 2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1)
@@ -132,7 +131,7 @@ def tensors_of(arguments: list[Any]) -> list[Tensor]:
 def operators() -> dict[str, Callable[[Random], fuzz_cases.Case]]:
     """Every operator of the libraries, with what draws its arguments."""
     registered = {name.removeprefix(NAMESPACE) for name in torch._C._dispatch_get_all_op_names() if NAMESPACE in name}
-    drawn = {name: getattr(module, name) for module in MODULES for name in registered if hasattr(module, name)}
+    drawn = {name: getattr(fuzz_cases, name) for name in registered if hasattr(fuzz_cases, name)}
     missing = registered - drawn.keys()
     assert not missing, f"tests/fuzz_cases.py: expected a function for every operator, got none for {sorted(missing)}"
     return dict(sorted(drawn.items()))

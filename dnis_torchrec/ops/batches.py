@@ -27,8 +27,10 @@ _RAISES, _NO_WARNING = 0, torch.zeros(1, dtype=torch.int64)
 
 def named(features: Sequence[str]) -> str:
     """Features as errors name them: ``"feature 'f'"``, ``"features 'f', 'g'"``."""
-    listed = ", ".join(map(repr, features[:SHOWN])) + (", ..." if len(features) > SHOWN else "")
-    return f"features {listed}" if len(features) > 1 else f"feature {listed}"
+    names_shown = ", ".join(map(repr, features[:SHOWN])) + (
+        ", ..." if len(features) > SHOWN else ""
+    )
+    return f"features {names_shown}" if len(features) > 1 else f"feature {names_shown}"
 
 
 def check_bags(features: KeyedJaggedTensor) -> None:
@@ -56,7 +58,7 @@ def offsets_of_rows(features: KeyedJaggedTensor, limits: Tensor) -> Tensor | Non
     ids, weights = features.values(), features.weights_or_none()
     if torch.compiler.is_compiling() or ids.device.type != "cpu":
         return None
-    lengths, given, num_bags = (
+    lengths, lengths_of_keys, num_bags = (
         features.lengths(),
         features.offsets_or_none(),
         len(limits) * features.stride(),
@@ -68,7 +70,9 @@ def offsets_of_rows(features: KeyedJaggedTensor, limits: Tensor) -> Tensor | Non
     offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(
         lengths
     )  # where their sum overflows, they fall
-    if given is not None and not (given.dtype == offsets.dtype and torch.equal(given, offsets)):
+    if lengths_of_keys is not None and not (
+        lengths_of_keys.dtype == offsets.dtype and torch.equal(lengths_of_keys, offsets)
+    ):
         return None
     try:
         torch.ops.fbgemm.bounds_check_indices(limits, ids, offsets, _RAISES, _NO_WARNING)
@@ -83,8 +87,8 @@ def are_sound(lengths: Tensor, num_bags: int, num_ids: int) -> bool:
     if lengths.dtype not in INTEGERS or lengths.numel() != num_bags:
         return False
     if num_bags <= _FEW_BAGS:
-        listed = lengths.flatten().tolist()
-        return sum(listed) == num_ids and min(listed, default=0) >= 0
+        counts = lengths.flatten().tolist()
+        return sum(counts) == num_ids and min(counts, default=0) >= 0
     lowest, highest = torch.aminmax(
         lengths
     )  # no length above the number of ids: their sum does not overflow
@@ -113,21 +117,19 @@ def refuse_bags(
         for name, stride in zip(names, strides, strict=True)
         for number in range(stride)
     ]
-    left = num_ids
+    rest = num_ids
     for (name, number), length in zip(bags, lengths.flatten().tolist(), strict=True):
         place, sample = named([name]), f"in sample {number}"
         check(length >= 0, place, "lengths of at least 0", f"{length} {sample}")
-        received = f"a bag of {length} {sample}, with {left} left"
-        check(length <= left, place, "no more ids than there are", received)
-        left -= length
+        value = f"a bag of {length} {sample}, with {rest} left"
+        check(length <= rest, place, "no more ids than there are", value)
+        rest -= length
     check(
-        left == 0, everywhere, f"as many ids as their lengths add up to, {num_ids - left}", num_ids
+        rest == 0, everywhere, f"as many ids as their lengths add up to, {num_ids - rest}", num_ids
     )
     if weights is not None:
-        received = f"{weights.numel()} weights"
-        check(
-            weights.numel() == num_ids, everywhere, f"a weight for each of {num_ids} ids", received
-        )
+        value = f"{weights.numel()} weights"
+        check(weights.numel() == num_ids, everywhere, f"a weight for each of {num_ids} ids", value)
 
 
 def readable_bags(
@@ -190,15 +192,15 @@ class BagSplitter(nn.Module):
         # Features that share a routing (several on one table) share its tensors.
         self._routers = nn.ModuleList()
         self._router_of_split: list[int | None] = []
-        known: dict[int, int] = {}
+        place_of_routing: dict[int, int] = {}
         for split in self._splits:
             if split.routing is None:
                 self._router_of_split.append(None)
                 continue
-            if id(split.routing) not in known:
-                known[id(split.routing)] = len(self._routers)
+            if id(split.routing) not in place_of_routing:
+                place_of_routing[id(split.routing)] = len(self._routers)
                 self._routers.append(RowRouter(split.routing))
-            self._router_of_split.append(known[id(split.routing)])
+            self._router_of_split.append(place_of_routing[id(split.routing)])
         self.register_buffer("_slots", self._slot_of_block(), persistent=False)
 
     def _slot_of_block(self) -> Tensor:
@@ -316,10 +318,10 @@ def jagged_by_key(features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
     """The bags of every key: what `KeyedJaggedTensor.to_dict` gives, on the device where the batch
     is."""
     if not features.lengths().numel():
-        nothing = JaggedTensor(
+        no_bags = JaggedTensor(
             values=features.values(), lengths=features.lengths(), weights=features.weights_or_none()
         )
-        return dict.fromkeys(features.keys(), nothing)
+        return dict.fromkeys(features.keys(), no_bags)
     jagged = features.to_dict()
     if any(bags.values().device != features.device() for bags in jagged.values()):
         features._jt_dict = None

@@ -138,17 +138,8 @@ class NativeLibrary:
         )
 
         with TemporaryDirectory(dir=library.parent) as folder:
-            unfinished = Path(folder, library.name)
-            command = [
-                compiler,
-                *FLAGS,
-                *where,
-                *sources,
-                "-o",
-                str(unfinished),
-                "-ltorch_cpu",
-                "-lc10",
-            ]
+            draft = Path(folder, library.name)
+            command = [compiler, *FLAGS, *where, *sources, "-o", str(draft), "-ltorch_cpu", "-lc10"]
             try:
                 done = subprocess.run(
                     command, capture_output=True, text=True, timeout=SECONDS_TO_COMPILE
@@ -165,8 +156,8 @@ class NativeLibrary:
                 raise RuntimeError(
                     describe(self.place, f"{compiler} to compile it", f"\n{words}\n", remedy)
                 )
-            os.chmod(unfinished, 0o755)
-            os.replace(unfinished, library)
+            os.chmod(draft, 0o755)
+            os.replace(draft, library)
 
     def _key(self) -> str:
         """Hash of the sources, not of the compiler, so that a library outlives it, as in a slim
@@ -213,9 +204,10 @@ def built_elsewhere(libraries: Sequence[Path]) -> Iterator[None]:
 
 def find_compiler() -> str | None:
     """Command of the C++ compiler that builds, or None."""
-    named = os.environ.get("CXX")
+    variable = os.environ.get("CXX")
     return next(
-        (path for name in ([named] if named else COMPILERS) if (path := shutil.which(name))), None
+        (path for name in ([variable] if variable else COMPILERS) if (path := shutil.which(name))),
+        None,
     )
 
 
@@ -226,14 +218,14 @@ def library_folder() -> Path:
 
 
 def once(function: Callable[[], bool]) -> Callable[[], bool]:
-    """Runs a function in the first call of a process, whatever thread that is in; later calls give
+    """Runs a function in the first call of a draft, whatever thread that is in; later calls give
     what it gave."""
-    lock, remembered = threading.Lock(), functools.cache(function)
+    lock, memo = threading.Lock(), functools.cache(function)
 
     @functools.wraps(function)
     def in_turn() -> bool:
         with lock:
-            return remembered()
+            return memo()
 
     return in_turn
 

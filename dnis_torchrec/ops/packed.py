@@ -32,8 +32,8 @@ _WINDOW_BYTES, _QUAD_BYTES = 64, 16
 @once
 def load_operator() -> bool:
     """Makes the operators of lookups there, compiling them if need be; modules do so by themselves."""
-    compiled, name = LOOKUPS.is_there(), f"{NAMESPACE}::{PACKED_EMBEDDING_BAG}"
-    if not compiled:
+    is_compiled, name = LOOKUPS.is_there(), f"{NAMESPACE}::{PACKED_EMBEDDING_BAG}"
+    if not is_compiled:
         torch.library.define(name, PACKED_SCHEMA.removeprefix(PACKED_EMBEDDING_BAG))
     # on the CPU the compiled implementation goes before this one
     torch.library.impl(name, "CompositeExplicitAutograd", torch_packed_embedding_bag)
@@ -43,31 +43,31 @@ def load_operator() -> bool:
         if batches_triton.triton is not None:
             torch.library.impl(name, "CUDA", packed_triton.triton_packed_embedding_bag)
     torch.library.register_fake(name, _fake)
-    register_bag_offsets(compiled=compiled)
-    return compiled
+    register_bag_offsets(is_compiled=is_compiled)
+    return is_compiled
 
 
 def field_groups(bits: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Describes the columns of blocks for a lookup, 16 columns in a group, 24 bytes for each
     column."""
-    missing = (0, -bits.shape[1] % COLUMNS_PER_GROUP)
-    offset, width = pad(field_offsets(bits), missing), pad(bits.long(), missing)
+    padding = (0, -bits.shape[1] % COLUMNS_PER_GROUP)
+    offset, width = pad(field_offsets(bits), padding), pad(bits.long(), padding)
     is_code = (width > 0) & (width < FLOAT_BITS)
     start, bit = (part.view(-1, COLUMNS_PER_GROUP) for part in (offset // 8, offset % 8))
-    retained = (width > 0).view(-1, COLUMNS_PER_GROUP)
-    window = _first(start, retained)
-    in_window = torch.where(retained, start - window, 0)
+    has_field = (width > 0).view(-1, COLUMNS_PER_GROUP)
+    window = _first(start, has_field)
+    in_window = torch.where(has_field, start - window, 0)
     by_quad = in_window.view(-1, COLUMNS_PER_QUAD)
-    quad = _first(by_quad, retained.view(-1, COLUMNS_PER_QUAD))
-    in_quad = torch.where(retained, (by_quad - quad).view_as(start), 0)
-    mask = ((1 << width) - 1).view_as(start) << torch.where(retained, bit, 0)
+    quad = _first(by_quad, has_field.view(-1, COLUMNS_PER_QUAD))
+    in_quad = torch.where(has_field, (by_quad - quad).view_as(start), 0)
+    mask = ((1 << width) - 1).view_as(start) << torch.where(has_field, bit, 0)
     is_float = (width == FLOAT_BITS).view_as(start)
     mask = torch.where(is_float, -1, mask)
     power = torch.where(is_code.view_as(start), bit, 0)
-    scales = torch.where(is_code, pad(scale, missing), 0.0).view(start.shape)
-    biases = scales * (torch.where(is_code, pad(shift, missing), 0).view(start.shape) / 2)
-    ends = torch.where(retained, (bit + width.view_as(start) + 7) // 8 + in_window, 0)
-    kind = torch.where(is_float.any(1), _WITH_FLOATS, torch.where(retained.any(1), _CODES, _EMPTY))
+    scales = torch.where(is_code, pad(scale, padding), 0.0).view(start.shape)
+    biases = scales * (torch.where(is_code, pad(shift, padding), 0).view(start.shape) / 2)
+    ends = torch.where(has_field, (bit + width.view_as(start) + 7) // 8 + in_window, 0)
+    kind = torch.where(is_float.any(1), _WITH_FLOATS, torch.where(has_field.any(1), _CODES, _EMPTY))
     integers = [
         _bytes_from(in_window, _WINDOW_BYTES),
         mask,
@@ -83,10 +83,10 @@ def field_groups(bits: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     return pad(groups, (0, GROUP_FIELDS - groups.shape[1]))
 
 
-def _first(start: Tensor, retained: Tensor) -> Tensor:
+def _first(start: Tensor, has_field: Tensor) -> Tensor:
     """Returns where the first retained field of each row of a matrix starts; 0 where there is none."""
-    first = torch.where(retained, start, torch.iinfo(torch.int64).max).amin(dim=1, keepdim=True)
-    return torch.where(retained.any(1, keepdim=True), first, 0)
+    first = torch.where(has_field, start, torch.iinfo(torch.int64).max).amin(dim=1, keepdim=True)
+    return torch.where(has_field.any(1, keepdim=True), first, 0)
 
 
 def _bytes_from(start: Tensor, num_bytes: int) -> Tensor:
@@ -135,11 +135,11 @@ def torch_packed_embedding_bag(
             raise ValueError(
                 describe(f"{place}: feature {feature}", requirement, int(rows[~is_row][0]))
             )
-        known = is_row.nonzero().squeeze(1)
-        values = _rows_of_table(tables, fields, block_layout, groups, rows[known], embedding_dim)
+        places = is_row.nonzero().squeeze(1)
+        values = _rows_of_table(tables, fields, block_layout, groups, rows[places], embedding_dim)
         if per_sample_weights is not None:
-            values = values * per_sample_weights[first:last][known].unsqueeze(1)
-        bag = torch.repeat_interleave(lengths, output_size=last - first)[known]
+            values = values * per_sample_weights[first:last][places].unsqueeze(1)
+        bag = torch.repeat_interleave(lengths, output_size=last - first)[places]
         pooled = out.new_zeros(batch_size, embedding_dim).index_add_(0, bag, values)
         if is_mean:
             pooled /= lengths.clamp(min=1).unsqueeze(1)
@@ -162,26 +162,26 @@ def _rows_of_table(
     num_rows, first_block, num_blocks, of_rows, of_directory = fields
     directory = rows.new_empty(0, dtype=torch.uint8) if of_directory < 0 else tables[of_directory]
     num_known = num_blocks - 1 if directory.dtype == torch.int64 else num_blocks
-    found = RowDirectory(
+    directory_of_rows = RowDirectory(
         num_embeddings=num_rows,
         num_blocks=num_known,
         blocks=tuple(range(num_blocks)),
         directory=directory,
     )
-    blocks, positions = found.locate(rows)
+    blocks, positions = directory_of_rows.locate(rows)
     values = torch.zeros(len(rows), dim, device=rows.device)
     for block in blocks.unique().tolist():
         begin, size, stride, first_group = block_layout[first_block + block].tolist()
         if first_group < 0:
             continue
-        own = (blocks == block).nonzero().squeeze(1)
-        position = positions[own]
+        here = (blocks == block).nonzero().squeeze(1)
+        position = positions[here]
         is_there = (position >= 0) & (position < size)
         check(
             bool(is_there.all()), PACKED_EMBEDDING_BAG, "a directory of rows that exist", "others"
         )
         of_block = groups[first_group : first_group + -(-dim // COLUMNS_PER_GROUP)].to(rows.device)
-        values[own] = _values(tables[of_rows], begin + position * stride, of_block)[:, :dim]
+        values[here] = _values(tables[of_rows], begin + position * stride, of_block)[:, :dim]
     return values
 
 
@@ -227,9 +227,9 @@ _NAME = "bag_offsets"
 _SCHEMA = f"{_NAME}(Tensor lengths, Tensor ids, Tensor features) -> Tensor"
 
 
-def register_bag_offsets(*, compiled: bool) -> None:
+def register_bag_offsets(*, is_compiled: bool) -> None:
     """Makes the operator there; `load_operator` does so, once in a process."""
-    if not compiled:
+    if not is_compiled:
         torch.library.define(f"{NAMESPACE}::{_NAME}", _SCHEMA.removeprefix(_NAME))
     # on the CPU the compiled implementation goes before this one
     torch.library.impl(f"{NAMESPACE}::{_NAME}", "CompositeExplicitAutograd", torch_bag_offsets)

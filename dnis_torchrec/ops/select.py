@@ -27,14 +27,14 @@ def are_compiled() -> bool:
     if not SELECTION.is_there():
         return False
     of_blocks = ("select_pooled", "sum_alpha_gradient", "split_bags", "fill_rows")
-    of_packed = (
+    of_sparse = (
         "find_pieces",
-        "pack_ids",
-        "select_packed",
-        "spread_packed_gradient",
-        "sum_packed_alpha_gradient",
+        "gather_ids",
+        "select_sparse",
+        "spread_sparse_gradient",
+        "sum_sparse_alpha_gradient",
     )
-    for name in (*of_blocks, *of_packed, "round_rows"):  # they write to their arguments
+    for name in (*of_blocks, *of_sparse, "round_rows"):  # they write to their arguments
         torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *arguments: None)
     for name in ("spread_gradient", "are_good_bags"):
         torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *arguments: True)
@@ -208,7 +208,7 @@ def split_bags(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PackedBags:
+class SparseBags:
     """Bags split into pieces, as a lookup reads them, and the bag and the row of alpha of every
     piece."""
 
@@ -226,7 +226,7 @@ class PackedBags:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Packing:
+class BagPieces:
     """The rule by which the bags of one feature are split."""
 
     routing: Tensor
@@ -236,55 +236,51 @@ class Packing:
     num_keys: int
 
 
-def pack_bags(
+def gather_bags(
     ids: Tensor,
     lengths: Tensor,
     weights: Tensor | None,
-    packings: Sequence[Packing],
+    pieces: Sequence[BagPieces],
     batch_size: int,
-) -> PackedBags:
-    """Splits bags by block and packs the pieces; ids of no block are left out. CPU, compiled."""
+) -> SparseBags:
+    """Splits bags by block and gathers the pieces; ids of no block are left out. CPU, compiled."""
     operators = torch.ops.dnis_torchrec
-    starts = torch.empty(len(packings), batch_size + 1, dtype=torch.int64)
+    starts = torch.empty(len(pieces), batch_size + 1, dtype=torch.int64)
     rows, sizes, piece_of_id = torch.empty(3, len(ids), dtype=torch.int32)
-    fields = [
-        n
-        for packing in packings
-        for n in (packing.first_row, packing.first_alpha_row, packing.num_blocks)
-    ]
-    routings = [packing.routing for packing in packings]
+    fields = [n for rule in pieces for n in (rule.first_row, rule.first_alpha_row, rule.num_blocks)]
+    routings = [rule.routing for rule in pieces]
     operators.find_pieces(ids, lengths, routings, fields, starts, rows, sizes, piece_of_id)
-    num_keys = [packing.num_keys for packing in packings]
+    num_keys = [rule.num_keys for rule in pieces]
     counts = (starts[:, -1] - starts[:, 0]).tolist()
-    needed = [-(-count // keys) for count, keys in zip(counts, num_keys, strict=True)]
-    num_rows = max([1, *needed])  # no kernel takes an empty batch
-    packed_ids, packed_lengths = torch.empty_like(ids), lengths.new_empty(sum(num_keys) * num_rows)
+    least = [-(-count // keys) for count, keys in zip(counts, num_keys, strict=True)]
+    num_rows = max([1, *least])  # no kernel takes an empty batch
+    ids_out, lengths_out = torch.empty_like(ids), lengths.new_empty(sum(num_keys) * num_rows)
     learns = weights is not None and weights.requires_grad and torch.is_grad_enabled()
-    # The operator knows no gradient; torch's selection by the places that it packs does.
-    carried = torch.arange(len(ids)) if learns else weights
-    packed = None if carried is None else torch.empty_like(carried)
-    operators.pack_ids(
-        ids, carried, starts, sizes, piece_of_id, num_keys, packed_ids, packed_lengths, packed
+    # The operator knows no gradient; torch's selection by the places that it gathers does.
+    values_in = torch.arange(len(ids)) if learns else weights
+    values_out = None if values_in is None else torch.empty_like(values_in)
+    operators.gather_ids(
+        ids, values_in, starts, sizes, piece_of_id, num_keys, ids_out, lengths_out, values_out
     )
-    total = int(packed_lengths.sum())
-    if packed is not None:
-        packed = (
-            weights.index_select(0, packed[:total])
+    total = int(lengths_out.sum())
+    if values_out is not None:
+        values_out = (
+            weights.index_select(0, values_out[:total])
             if weights is not None and learns
-            else packed[:total]
+            else values_out[:total]
         )
-    return PackedBags(
-        ids=packed_ids[:total],
-        lengths=packed_lengths,
-        weights=packed,
+    return SparseBags(
+        ids=ids_out[:total],
+        lengths=lengths_out,
+        weights=values_out,
         num_rows=num_rows,
         starts=starts,
         rows=rows[: sum(counts)].clone(),  # the rest of that memory is given back
     )
 
 
-class _SelectPacked(torch.autograd.Function):
-    """Soft selection of packed bags, forward and backward, each in one pass over what was pooled."""
+class _SelectSparse(torch.autograd.Function):
+    """Soft selection of sparse bags, forward and backward, each in one pass over what was pooled."""
 
     @staticmethod
     def forward(
@@ -298,7 +294,7 @@ class _SelectPacked(torch.autograd.Function):
     ) -> Tensor:
         values = pooled.contiguous()
         out = values.new_empty(starts.shape[1] - 1, width)
-        torch.ops.dnis_torchrec.select_packed(values, alpha, starts, rows, layout, out)
+        torch.ops.dnis_torchrec.select_sparse(values, alpha, starts, rows, layout, out)
         ctx.save_for_backward(
             alpha, starts, rows, layout, values if ctx.needs_input_grad[1] else None
         )
@@ -312,7 +308,7 @@ class _SelectPacked(torch.autograd.Function):
         grad, operators = grad.contiguous(), torch.ops.dnis_torchrec
         if ctx.needs_input_grad[1]:
             grad_alpha = torch.empty_like(alpha)
-            operators.sum_packed_alpha_gradient(grad, pooled, starts, rows, layout, grad_alpha)
+            operators.sum_sparse_alpha_gradient(grad, pooled, starts, rows, layout, grad_alpha)
         if ctx.needs_input_grad[0]:
             # No kernel reads the gradient of an empty bag: it stays unwritten, but where somebody
             # looks for NaN.
@@ -321,15 +317,15 @@ class _SelectPacked(torch.autograd.Function):
                 if torch.is_anomaly_enabled()
                 else grad.new_empty(ctx.shape)
             )
-            operators.spread_packed_gradient(grad, alpha, starts, rows, layout, grad_pooled)
+            operators.spread_sparse_gradient(grad, alpha, starts, rows, layout, grad_pooled)
         return grad_pooled, grad_alpha, None, None, None, None
 
 
-def select_packed(
-    pooled: Tensor, alpha: Tensor, bags: PackedBags, layout: Tensor, width: int
+def select_sparse(
+    pooled: Tensor, alpha: Tensor, bags: SparseBags, layout: Tensor, width: int
 ) -> Tensor:
-    """Soft selection of packed bags; see the top of this module. CPU, compiled."""
-    return _SelectPacked.apply(pooled, alpha, bags.starts, bags.rows, layout, width)
+    """Soft selection of sparse bags; see the top of this module. CPU, compiled."""
+    return _SelectSparse.apply(pooled, alpha, bags.starts, bags.rows, layout, width)
 
 
 ROUNDED_AT_A_TIME = 1 << 18
@@ -367,16 +363,16 @@ class RowRounding:
             )
             return
         step = max(1, ROUNDED_AT_A_TIME // max(1, weight.shape[1]))
-        chosen = torch.arange(len(weight), device=weight.device) if rows is None else rows
-        for chunk in chosen.split(step):
+        row_ids = torch.arange(len(weight), device=weight.device) if rows is None else rows
+        for chunk in row_ids.split(step):
             latent = weight.index_select(0, chunk) + residual.index_select(0, chunk)
             of_rows = self._codes.index_select(0, self._router(chunk + self._first_row))
             scale, half_shift, largest, half_step = of_rows.unbind(1)
-            rounded = (
+            near = (
                 nearest_codes(latent, scale, half_shift, largest)
                 .mul_(scale)
                 .add_(scale * half_shift)
             )
-            rounded = torch.where(largest.isinf(), latent, rounded)
-            weight.index_copy_(0, chunk, rounded)
-            residual.index_copy_(0, chunk, (latent - rounded).clamp_(-half_step, half_step))
+            near = torch.where(largest.isinf(), latent, near)
+            weight.index_copy_(0, chunk, near)
+            residual.index_copy_(0, chunk, (latent - near).clamp_(-half_step, half_step))

@@ -32,7 +32,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.blocks.routing import RowRouter
 from dnis_torchrec.ops.batches import jagged_by_key, sort_by_slot
-from dnis_torchrec.ops.select import Packing, are_compiled, pack_bags, select_packed
+from dnis_torchrec.ops.select import BagPieces, are_compiled, gather_bags, select_sparse
 from dnis_torchrec.selection.alpha import (
     Alpha,
     PooledFeature,
@@ -265,7 +265,7 @@ class ShardSelection:
         self._layout = self._make_layout()
 
     def _make_layout(self) -> Tensor:
-        """See `select_packed`."""
+        """See `select_sparse`."""
         begins, fields, in_column, out_column = self._alpha.begins, [], 0, 0
         for feature in self._features:
             dim, columns = feature.output.embedding_dim, feature.num_columns
@@ -280,7 +280,7 @@ class ShardSelection:
         if self._tables is not None:
             return self._select_on_tables(features, self._tables)
         is_for_compiled = features.values().device.type == "cpu" and are_compiled()
-        return self._select_packed(features) if is_for_compiled else self._select_by_torch(features)
+        return self._select_sparse(features) if is_for_compiled else self._select_by_torch(features)
 
     def _pool(self, features: KeyedJaggedTensor) -> Tensor:
         """Looks up; in an upper step without gradients, for the lookup would learn from validation
@@ -302,10 +302,10 @@ class ShardSelection:
             self._alpha.record_hits(dim, tables.rows_of(features))
         return tables.look_up(self._lookup, features, alpha, weights_learn=not self._alpha.is_upper)
 
-    def _select_packed(self, features: KeyedJaggedTensor) -> Tensor:
+    def _select_sparse(self, features: KeyedJaggedTensor) -> Tensor:
         """Selects by the compiled operators; blocks that do not occur are left out."""
-        packings = [
-            Packing(
+        pieces = [
+            BagPieces(
                 routing=feature.router.routing_tensor(),
                 first_row=feature.first_row,
                 first_alpha_row=feature.output.first_alpha_row,
@@ -316,8 +316,8 @@ class ShardSelection:
         ]
         values, lengths, weights = features.values(), features.lengths(), features.weights_or_none()
         weights = None if weights is None else weights.contiguous()
-        bags = pack_bags(
-            values.contiguous(), lengths.contiguous(), weights, packings, features.stride()
+        bags = gather_bags(
+            values.contiguous(), lengths.contiguous(), weights, pieces, features.stride()
         )
         compact = KeyedJaggedTensor(
             keys=self._keys,
@@ -335,7 +335,7 @@ class ShardSelection:
                 )
         exact = sums if sums.dtype in (torch.float32, torch.float64) else sums.float()
         alphas = torch.cat([alpha.to(exact.dtype).flatten() for alpha in self._alphas().values()])
-        return select_packed(exact, alphas, bags, self._layout, self._width).to(sums.dtype)
+        return select_sparse(exact, alphas, bags, self._layout, self._width).to(sums.dtype)
 
     def _select_by_torch(self, features: KeyedJaggedTensor) -> Tensor:
         """Selects by torch's own operators, on any device; every block has a place."""

@@ -57,8 +57,8 @@ class NarrowTable:
         check(self.num_embeddings >= 1, place, "num_embeddings >= 1", self.num_embeddings)
         check(bool(self.feature_names), place, "at least one feature", "none")
         check(self.pooling in ("sum", "mean"), place, "pooling 'sum' or 'mean'", repr(self.pooling))
-        rising = len(columns) == self.embedding_dim >= 1 and columns == sorted(set(columns))
-        within = rising and columns[0] >= 0 and columns[-1] < self.logical_dim
+        rises = len(columns) == self.embedding_dim >= 1 and columns == sorted(set(columns))
+        within = rises and columns[0] >= 0 and columns[-1] < self.logical_dim
         check(
             within, place, f"{self.embedding_dim} rising columns below {self.logical_dim}", columns
         )
@@ -164,8 +164,8 @@ class NarrowTables:
     @staticmethod
     def _of_fields(fields: Any) -> NarrowTables:
         place = "narrow tables"
-        known = isinstance(fields, dict) and isinstance(fields.get("tables"), list)
-        check(known, place, "a mapping with format_version and tables", type(fields).__name__)
+        is_mapping = isinstance(fields, dict) and isinstance(fields.get("tables"), list)
+        check(is_mapping, place, "a mapping with format_version and tables", type(fields).__name__)
         version = fields.get("format_version")
         check(version == _FORMAT_VERSION, place, f"format_version {_FORMAT_VERSION}", version)
         tables = []
@@ -178,8 +178,8 @@ class NarrowTables:
 
 def _check_entry(entry: Any, place: str) -> None:
     """Fields of the right kind; what they say, `NarrowTable` checks."""
-    named = sorted(entry) if isinstance(entry, dict) else []
-    check(set(named) == set(FIELDS), place, f"fields {sorted(FIELDS)}", named)
+    names = sorted(entry) if isinstance(entry, dict) else []
+    check(set(names) == set(FIELDS), place, f"fields {sorted(FIELDS)}", names)
     for field, kind in FIELDS.items():
         check(
             type(entry[field]) is kind,
@@ -247,7 +247,9 @@ def embedding_configs(
     if per == "block":
         names = get_embedding_names_by_table([table.config() for table in narrow])
         narrow = [
-            part for table, own in zip(tables, names, strict=True) for part in _blocks(table, own)
+            part
+            for table, names_of_table in zip(tables, names, strict=True)
+            for part in _blocks(table, names_of_table)
         ]
     return NarrowTables(tuple(narrow), tables[0].is_weighted)
 
@@ -270,7 +272,9 @@ class NarrowEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self._configs = [table.logical_config() for table in tables]
         names = get_embedding_names_by_table(tables.configs())
         self._readers = [
-            (table, name) for table, own in zip(tables, names, strict=True) for name in own
+            (table, name)
+            for table, names_of_table in zip(tables, names, strict=True)
+            for name in names_of_table
         ]
         self._rows: dict[str, int] = {}
         for table in sorted(tables, key=lambda table: -table.num_embeddings):  # the smallest counts
@@ -312,9 +316,11 @@ class NarrowEmbeddingBagCollection(EmbeddingBagCollectionInterface):
                 f"shape {shape}",
                 tuple(weight.shape),
             )
-            own = module.narrow.embedding_bags[table.name].weight
+            names_of_table = module.narrow.embedding_bags[table.name].weight
             with torch.no_grad():
-                own.copy_(weight.index_select(1, torch.tensor(table.columns, device=weight.device)))
+                names_of_table.copy_(
+                    weight.index_select(1, torch.tensor(table.columns, device=weight.device))
+                )
         return module
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -388,17 +394,17 @@ def _blocks(table: TableScheme, names: list[str]) -> list[NarrowTable]:
     """A table per block that stores something; `names` are those of what the table gives, one per
     feature."""
     rows, dims = table.routing.row_counts().tolist(), table.dims.tolist()
-    stored = [s for s in range(table.routing.num_blocks) if rows[s] and dims[s]]
-    summed = replace(table, pooling="sum")
+    blocks_stored = [s for s in range(table.routing.num_blocks) if rows[s] and dims[s]]
+    as_sum = replace(table, pooling="sum")
     return [
         _narrow(
-            summed,
+            as_sum,
             f"{table.name}/b{s}",
             rows[s],
             table.columns(s),
             tuple(f"{name}/b{s}" for name in names),
         )
-        for s in stored
+        for s in blocks_stored
     ]
 
 

@@ -35,9 +35,9 @@ class HeldBuffers(nn.Module):
             ]
 
     def _apply(self, *arguments: Any, **options: Any) -> HeldBuffers:
-        moved = super()._apply(*arguments, **options)
+        module = super()._apply(*arguments, **options)
         self._hold()
-        return moved
+        return module
 
     def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
         super()._load_from_state_dict(*arguments, **options)
@@ -73,17 +73,14 @@ class PackedTable:
             "shifts": torch.int16,
         }
         for name, dtype in dtypes.items():
-            received = getattr(self, name).dtype
-            if received != dtype:
-                raise TypeError(describe(f"PackedTable.{name}", f"{dtype}", received))
+            value = getattr(self, name).dtype
+            if value != dtype:
+                raise TypeError(describe(f"PackedTable.{name}", f"{dtype}", value))
         check_widths(self.bits, "PackedTable.bits")
         num_blocks = self.directory.num_blocks
-        received = (*self.bits.shape[:1], *self.row_counts.shape)
+        value = (*self.bits.shape[:1], *self.row_counts.shape)
         check(
-            received == (num_blocks,) * 2,
-            "PackedTable",
-            f"bits and row counts of {num_blocks}",
-            received,
+            value == (num_blocks,) * 2, "PackedTable", f"bits and row counts of {num_blocks}", value
         )
         ends = self.first_bytes()[-1] + self.row_counts[-1:] * row_strides(self.bits)[-1:]
         shapes = {"rows": int(ends), "scales": self.num_coded, "shifts": self.num_coded}
@@ -151,12 +148,12 @@ def pack_rows(
 ) -> Tensor:
     """Encodes consecutive rows of a table, each of which is read once."""
     bits = table.codes.bits
-    packed = torch.empty(int(row_counts @ row_strides(bits)), dtype=torch.uint8)
-    blocks, filled = split_blocks(packed, row_counts, bits), [0] * len(row_counts)
+    table_of_fields = torch.empty(int(row_counts @ row_strides(bits)), dtype=torch.uint8)
+    blocks, counts = split_blocks(table_of_fields, row_counts, bits), [0] * len(row_counts)
     for s, rows in packed_chunks(table, chunks, first=first):
-        blocks[s][filled[s] : filled[s] + len(rows)] = rows
-        filled[s] += len(rows)
-    return packed
+        blocks[s][counts[s] : counts[s] + len(rows)] = rows
+        counts[s] += len(rows)
+    return table_of_fields
 
 
 def packed_chunks(
@@ -167,13 +164,13 @@ def packed_chunks(
     is_stored = (row_strides(codes.bits) > 0).tolist()
     for chunk in chunks:
         of_rows = table.routing.block_of(torch.arange(first, first + len(chunk)))
-        encoded = encode_rows(
+        codes_of_rows = encode_rows(
             chunk.detach().cpu().float(), of_rows, codes, place=f"table {table.name!r}"
         )
         first += len(chunk)
         for s in of_rows.unique().tolist():
             if s < len(is_stored) and is_stored[s]:
-                yield s, packed_rows(encoded[of_rows == s], codes.bits[s])
+                yield s, packed_rows(codes_of_rows[of_rows == s], codes.bits[s])
 
 
 def check_num_bags(names: list[str], offsets: Tensor, batch_size: int) -> None:
@@ -229,7 +226,9 @@ class PackedEmbeddingBagCollection(LogicalCollection):
             self._output_layout(tables, list(buffers))._asdict(), persistent=False
         )
 
-    def _output_layout(self, packed: Mapping[str, PackedTable], buffers: list[str]) -> _Layout:
+    def _output_layout(
+        self, table_of_fields: Mapping[str, PackedTable], buffers: list[str]
+    ) -> _Layout:
         place_of = {name: place for place, name in enumerate(buffers)}
         table_rows: list[list[int]] = []
         block_rows: list[list[int]] = []
@@ -240,7 +239,7 @@ class PackedEmbeddingBagCollection(LogicalCollection):
             if table.name in position_of:
                 continue
             position_of[table.name] = len(table_rows)
-            of_table = packed[table.name]
+            of_table = table_of_fields[table.name]
             of_blocks = field_groups(of_table.bits, *of_table.scale_and_shift())
             rows = _block_rows(of_table, num_groups, len(of_blocks) // table.routing.num_blocks)
             places = [place_of.get(f"{table.name}/{part}", -1) for part in ("rows", "directory")]
@@ -306,9 +305,9 @@ class PackedEmbeddingBagCollection(LogicalCollection):
             return self._read(ids, offsets, weights, keys, batch_size)
         except ValueError:
             check_num_bags(names, offsets, batch_size)
-            taken = readable_bags(names, ids, offsets, weights)
-            if taken[0] is not ids or taken[1] is not weights:
-                return self._pooled(taken[0], offsets, taken[1], keys, batch_size, names)
+            bags = readable_bags(names, ids, offsets, weights)
+            if bags[0] is not ids or bags[1] is not weights:
+                return self._pooled(bags[0], offsets, bags[1], keys, batch_size, names)
             if not self._zero_unknown:
                 positions = range(len(self._logical.features)) if keys is None else keys
                 bounds = [
@@ -359,19 +358,26 @@ def _block_rows(table: PackedTable, first_group: int, groups_per_block: int) -> 
     that of no rows."""
     begins, counts = table.first_bytes().tolist(), table.row_counts.tolist()
     strides, num_blocks = row_strides(table.bits).tolist(), table.directory.num_blocks
-    named = range(num_blocks + 1) if table.directory.is_sorted else table.directory.blocks
+    numbers = range(num_blocks + 1) if table.directory.is_sorted else table.directory.blocks
     return [
         [begins[s], counts[s], strides[s], first_group + s * groups_per_block]
         if s < num_blocks and strides[s] * counts[s]
         else [0, 0, 0, -1]
-        for s in named
+        for s in numbers
     ]
 
 
-def _check_table(table: TableScheme, packed: PackedTable) -> None:
+def _check_table(table: TableScheme, table_of_fields: PackedTable) -> None:
     place, shape = f"table {table.name!r}", (table.num_embeddings, *table.retained.shape)
-    received = (packed.directory.num_embeddings, *packed.bits.shape)
-    check(received == shape, place, f"rows, blocks and columns {shape}", received)
-    check(packed.bits.equal(table.column_bits()), place, "the bits of the scheme", "others")
+    value = (table_of_fields.directory.num_embeddings, *table_of_fields.bits.shape)
+    check(value == shape, place, f"rows, blocks and columns {shape}", value)
+    check(
+        table_of_fields.bits.equal(table.column_bits()), place, "the bits of the scheme", "others"
+    )
     counts = table.routing.row_counts()
-    check(packed.row_counts.equal(counts), place, f"blocks of {counts.tolist()} rows", "others")
+    check(
+        table_of_fields.row_counts.equal(counts),
+        place,
+        f"blocks of {counts.tolist()} rows",
+        "others",
+    )

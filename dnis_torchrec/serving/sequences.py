@@ -68,19 +68,21 @@ class ServedEmbeddingCollection(EmbeddingCollectionInterface):
         """Looks ids up."""
         if features.values().device.type == "cpu":
             check_bags(features)
-        bags, found = jagged_by_key(features), {}
+        bags, outputs = jagged_by_key(features), {}
         for table, names in zip(self._schemes, self._names, strict=True):
             for feature in table.feature_names:
                 check_known("feature", feature, bags)
-            own = [bags[feature] for feature in table.feature_names]
-            ids = [jagged.values() for jagged in own]
+            bags_of_table = [bags[feature] for feature in table.feature_names]
+            ids = [jagged.values() for jagged in bags_of_table]
             rows = self._rows(table, ids[0] if len(ids) == 1 else torch.cat(ids))
             for name, jagged, values in zip(
-                names, own, rows.split([part.shape[0] for part in ids]), strict=True
+                names, bags_of_table, rows.split([part.shape[0] for part in ids]), strict=True
             ):
                 weights = jagged.values() if self._need_indices else None
-                found[name] = JaggedTensor(values=values, lengths=jagged.lengths(), weights=weights)
-        return found
+                outputs[name] = JaggedTensor(
+                    values=values, lengths=jagged.lengths(), weights=weights
+                )
+        return outputs
 
     def _rows(self, table: TableScheme, ids: Tensor) -> Tensor:
         """The rows of some ids, ``(I, D)``: bags of one id each."""

@@ -138,9 +138,9 @@ class LogicalTables:
             offsets.numel() if offsets.dim() == 1 else tuple(offsets.shape),
         )
         check(offsets.dtype in INTEGERS, "offsets", "int32 or int64", offsets.dtype)
-        given = "some" if weights is not None else "none"
+        value = "some" if weights is not None else "none"
         requirement = "some" if self.is_weighted else "none: the collection is not weighted"
-        check(False, "per_sample_weights", requirement, given)
+        check(False, "per_sample_weights", requirement, value)
 
     def divide_means_(self, pooled: Tensor, features: KeyedJaggedTensor) -> Tensor:
         """Divides the sums of MEAN tables by the length of the whole bag, as FBGEMM does also for
@@ -198,8 +198,8 @@ def checked_bags(
     order, limits_of_keys = None, limits
     if keys != logical.features:
         order = torch.tensor(logical.positions(features), device=limits.device)
-        unlimited = torch.full((len(keys),), torch.iinfo(torch.int64).max, device=limits.device)
-        limits_of_keys = unlimited.scatter_reduce(0, order, limits, "amin")
+        no_limit = torch.full((len(keys),), torch.iinfo(torch.int64).max, device=limits.device)
+        limits_of_keys = no_limit.scatter_reduce(0, order, limits, "amin")
     offsets = offsets_of_rows(features, limits_of_keys)
     if offsets is None:
         check_bags(features)
@@ -274,16 +274,17 @@ class LogicalCollection(EmbeddingBagCollectionInterface):
         check(unknown_ids in UNKNOWN_IDS, "unknown_ids", f"one of {UNKNOWN_IDS}", repr(unknown_ids))
         self._logical, self._zero_unknown = LogicalTables.of(scheme), unknown_ids == "zero"
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Looks bags up. In a graph of torch.fx it is one call of this module: checks of values
         cannot be traced."""
         tracer = next(
-            (value.tracer for value in (*inputs, *named.values()) if isinstance(value, Proxy)), None
+            (value.tracer for value in (*inputs, *options.values()) if isinstance(value, Proxy)),
+            None,
         )
         if tracer is None or any(hasattr(module, "input_dist") for module in self.modules()):
-            return super().__call__(*inputs, **named)
+            return super().__call__(*inputs, **options)
         return tracer.create_proxy(
-            "call_module", cast(Tracer, tracer).path_of_module(self), inputs, named
+            "call_module", cast(Tracer, tracer).path_of_module(self), inputs, options
         )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
@@ -321,7 +322,7 @@ class MeanForUnknownIds(LogicalCollection):
         )
         self.collection = collection
         device = next(
-            (own.device for own in [*collection.buffers(), *collection.parameters()]),
+            (part.device for part in [*collection.buffers(), *collection.parameters()]),
             torch.device("cpu"),
         )
         self.register_buffer("limits", self._logical.limits().to(device), persistent=False)
@@ -339,9 +340,13 @@ class MeanForUnknownIds(LogicalCollection):
         is_unknown = ids == torch.repeat_interleave(
             self.limits, per_bag.sum(1), output_size=ids.numel()
         )
-        added = is_unknown.to(pooled.dtype) if weights is None else is_unknown * weights
+        weight_of_id = is_unknown.to(pooled.dtype) if weights is None else is_unknown * weights
         bag_of_id = torch.repeat_interleave(lengths, output_size=ids.numel())
-        shares = added.new_zeros(lengths.numel()).index_add_(0, bag_of_id, added).view_as(per_bag)
+        shares = (
+            weight_of_id.new_zeros(lengths.numel())
+            .index_add_(0, bag_of_id, weight_of_id)
+            .view_as(per_bag)
+        )
         for position, (table, first) in enumerate(
             zip(logical.tables, logical.first_columns, strict=True)
         ):
@@ -357,15 +362,15 @@ class MeanForUnknownIds(LogicalCollection):
     @torch.no_grad()
     def _mean_of(self, table: TableScheme, device: torch.device) -> Tensor:
         """m of a table, ``(D,)``."""
-        total, keeping = (
+        total, blocks_kept = (
             torch.zeros(table.embedding_dim, dtype=torch.float64),
             table.retained.any(dim=1).nonzero(),
         )
-        num_rows = int(table.routing.row_counts()[keeping[-1]]) if len(keeping) else 0
+        num_rows = int(table.routing.row_counts()[blocks_kept[-1]]) if len(blocks_kept) else 0
         if not num_rows:
             return total.float().to(device)
         for rows, blocks in table.routing.blocks_of_all():
-            cold = rows.start + (blocks == keeping[-1]).nonzero().squeeze(1)
+            cold = rows.start + (blocks == blocks_kept[-1]).nonzero().squeeze(1)
             for ids in cold.split(ROWS_OF_A_BAG * BAGS_AT_A_TIME):
                 total += self._sum_of(table, ids.to(device)).cpu()
         return (total / num_rows).float().to(device)
@@ -374,7 +379,7 @@ class MeanForUnknownIds(LogicalCollection):
         """The sum of some rows, in bags of the first feature that reads the table; all other
         features have no ids."""
         logical = self._logical
-        position = [own.name for own in logical.tables].index(table.name)
+        position = [part.name for part in logical.tables].index(table.name)
         lengths = torch.tensor([len(bag) for bag in ids.split(ROWS_OF_A_BAG)], device=ids.device)
         keys = list(dict.fromkeys(logical.features))
         of_keys = [

@@ -154,13 +154,13 @@ class BlockMerge(nn.Module):
 
     def forward(self, pooled: KeyedTensor | None, features: KeyedJaggedTensor) -> KeyedTensor:
         """Merges the blocks' parts."""
-        merged = torch.zeros(features.stride(), self._width, device=features.values().device)
+        out = torch.zeros(features.stride(), self._width, device=features.values().device)
         if pooled is not None:
             values = self._in_order(pooled)
             if self.kept is not None:
                 values = values.index_select(1, self.kept)
-            merged = merged.index_add(1, self.columns, values)
-        return self._logical.keyed(self._logical.divide_means_(merged, features))
+            out = out.index_add(1, self.columns, values)
+        return self._logical.keyed(self._logical.divide_means_(out, features))
 
     def _in_order(self, pooled: KeyedTensor) -> Tensor:
         """Values in the order of the keys; a sharded collection may group its keys by sharding
@@ -176,7 +176,7 @@ def block_tables(table: TableScheme, chunks: Iterable[Tensor]) -> dict[int, Tens
     shapes = table.stored_blocks()
     tables = {s: torch.empty(shape) for s, shape in shapes.items()}
     columns = {s: table.columns(s) for s in shapes}
-    filled = dict.fromkeys(shapes, 0)
+    counts = dict.fromkeys(shapes, 0)
     first = 0
     for chunk in chunks:
         last = first + len(chunk)
@@ -201,8 +201,8 @@ def block_tables(table: TableScheme, chunks: Iterable[Tensor]) -> dict[int, Tens
                     .index_select(0, rows)
                     .index_select(1, columns[s].to(chunk.device))
                 )
-                tables[s][filled[s] : filled[s] + len(rows)] = part
-                filled[s] += len(rows)
+                tables[s][counts[s] : counts[s] + len(rows)] = part
+                counts[s] += len(rows)
         first = last
     check(
         first == table.num_embeddings,
@@ -403,9 +403,9 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
         assert self.blocks is not None  # a block that stores something was found
         bag = self.blocks.embedding_bags[f"{table}/b{block}"]
         if bag.weight.is_meta:
-            missing = bag.weight.shape[1] - shape[1]
+            padding = bag.weight.shape[1] - shape[1]
             bag.weight = nn.Parameter(
-                nn.functional.pad(weight, (0, missing)) if missing else weight
+                nn.functional.pad(weight, (0, padding)) if padding else weight
             )
             self.blocks._device = weight.device
         else:

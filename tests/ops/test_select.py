@@ -27,15 +27,15 @@ from dnis_torchrec.ops import select as block_operators
 from dnis_torchrec.ops import select as row_rounding
 from dnis_torchrec.ops.build import INSTRUCTION_SETS, SELECTION
 from dnis_torchrec.ops.select import (
-    PackedBags,
-    Packing,
+    BagPieces,
     RowRounding,
+    SparseBags,
     are_compiled,
     are_good_bags,
     fill_rows_,
-    pack_bags,
-    select_packed,
+    gather_bags,
     select_pieces,
+    select_sparse,
     split_bags,
 )
 from dnis_torchrec.scheme import TableScheme
@@ -460,7 +460,7 @@ def test_a_failing_compiler_is_told_of_once(monkeypatch: pytest.MonkeyPatch, tmp
         assert not SELECTION.is_there()
 
 
-needs_packed_bags = pytest.mark.skipif(not are_compiled(), reason="no C++ compiler, or DNIS_NO_COMPILE")
+needs_sparse_bags = pytest.mark.skipif(not are_compiled(), reason="no C++ compiler, or DNIS_NO_COMPILE")
 
 
 BLOCK_OF_ROW = [1, 0, 2, 2, 0, 1, 3, 0, 1]
@@ -469,10 +469,10 @@ FIRST_ROWS, FIRST_ALPHA_ROWS = (0, 2), (0, 4)
 """Of two features: the shard of the second begins at row 2 of its table, and its blocks at row 4 of alpha."""
 
 
-def packings(num_keys: tuple[int, int]) -> list[Packing]:
+def rules(num_keys: tuple[int, int]) -> list[BagPieces]:
     routing = torch.tensor(BLOCK_OF_ROW, dtype=torch.uint8)
     return [
-        Packing(routing=routing, first_row=row, first_alpha_row=alpha_row, num_blocks=3, num_keys=keys)
+        BagPieces(routing=routing, first_row=row, first_alpha_row=alpha_row, num_blocks=3, num_keys=keys)
         for row, alpha_row, keys in zip(FIRST_ROWS, FIRST_ALPHA_ROWS, num_keys, strict=True)
     ]
 
@@ -502,53 +502,53 @@ def pieces_of(bags: list[list[list[int]]]) -> list[list[tuple[int, int, list[int
     return found
 
 
-def pack(bags, num_keys, *, weighted: bool = False, id_dtype=torch.int64, length_dtype=torch.int64) -> PackedBags:
+def pack(bags, num_keys, *, weighted: bool = False, id_dtype=torch.int64, length_dtype=torch.int64) -> SparseBags:
     ids = torch.tensor([row for own in bags for bag in own for row in bag], dtype=id_dtype)
     lengths = torch.tensor([len(bag) for own in bags for bag in own], dtype=length_dtype)
     weights = torch.arange(len(ids)).float() if weighted else None
-    return pack_bags(ids, lengths, weights, packings(num_keys), len(bags[0]))
+    return gather_bags(ids, lengths, weights, rules(num_keys), len(bags[0]))
 
 
-@needs_packed_bags
+@needs_sparse_bags
 @given(two_features(), st.booleans(), *[st.sampled_from([torch.int32, torch.int64])] * 2)
 def test_pieces_lie_where_they_should(case, weighted: bool, id_dtype, length_dtype) -> None:
     bags, num_keys = case
-    packed = pack(bags, num_keys, weighted=weighted, id_dtype=id_dtype, length_dtype=length_dtype)
+    sparse = pack(bags, num_keys, weighted=weighted, id_dtype=id_dtype, length_dtype=length_dtype)
     pieces = pieces_of(bags)
-    assert packed.num_rows == max(1, *(-(-len(own) // keys) for own, keys in zip(pieces, num_keys, strict=True)))
-    assert (packed.ids.dtype, packed.lengths.dtype) == (id_dtype, length_dtype)
-    assert packed.rows.tolist() == [row for own in pieces for _, row, _ in own]
+    assert sparse.num_rows == max(1, *(-(-len(own) // keys) for own, keys in zip(pieces, num_keys, strict=True)))
+    assert (sparse.ids.dtype, sparse.lengths.dtype) == (id_dtype, length_dtype)
+    assert sparse.rows.tolist() == [row for own in pieces for _, row, _ in own]
     ids, lengths, weights, begin = [], [], [], 0
     for own, keys, bags_of in zip(pieces, num_keys, bags, strict=True):
         begins = [begin + sum(map(len, bags_of[:number])) for number in range(len(bags_of) + 1)]
         begin = begins[-1]
         for key in range(keys):
-            for row in range(packed.num_rows):
+            for row in range(sparse.num_rows):
                 bag, _, positions = own[row * keys + key] if row * keys + key < len(own) else (0, 0, [])
                 ids += [bags_of[bag][place] for place in positions]
                 weights += [float(begins[bag] + place) for place in positions]
                 lengths.append(len(positions))
-    assert (packed.ids.tolist(), packed.lengths.tolist()) == (ids, lengths)
-    assert (packed.weights.tolist() if weighted else packed.weights) == (weights if weighted else None)
-    assert packed.rows_of([1]).tolist() == [row for _, row, _ in pieces[1]]
+    assert (sparse.ids.tolist(), sparse.lengths.tolist()) == (ids, lengths)
+    assert (sparse.weights.tolist() if weighted else sparse.weights) == (weights if weighted else None)
+    assert sparse.rows_of([1]).tolist() == [row for _, row, _ in pieces[1]]
 
 
-@needs_packed_bags
+@needs_sparse_bags
 @given(two_features())
-def test_weights_that_learn_are_packed_alike_and_get_their_gradient(case) -> None:
+def test_weights_that_learn_are_gathered_alike_and_get_their_gradient(case) -> None:
     bags, num_keys = case
     ids = torch.tensor([row for own in bags for bag in own for row in bag], dtype=torch.int64)
     lengths = torch.tensor([len(bag) for own in bags for bag in own], dtype=torch.int64)
     weights = (torch.arange(len(ids)) + 0.5).requires_grad_()
-    packed = pack_bags(ids, lengths, weights, packings(num_keys), len(bags[0]))
-    fixed = pack_bags(ids, lengths, weights.detach(), packings(num_keys), len(bags[0]))
-    assert packed.weights.dtype == weights.dtype
-    assert packed.weights.equal(fixed.weights)
-    (gradient,) = torch.autograd.grad(packed.weights.square().sum(), weights)
-    is_packed = torch.isin(weights.detach(), fixed.weights)  # they are distinct; ids of no block are left out
-    assert gradient.equal(torch.where(is_packed, 2 * weights.detach(), 0))
+    sparse = gather_bags(ids, lengths, weights, rules(num_keys), len(bags[0]))
+    fixed = gather_bags(ids, lengths, weights.detach(), rules(num_keys), len(bags[0]))
+    assert sparse.weights.dtype == weights.dtype
+    assert sparse.weights.equal(fixed.weights)
+    (gradient,) = torch.autograd.grad(sparse.weights.square().sum(), weights)
+    is_gathered = torch.isin(weights.detach(), fixed.weights)  # they are distinct; ids of no block are left out
+    assert gradient.equal(torch.where(is_gathered, 2 * weights.detach(), 0))
     with torch.no_grad():
-        assert not pack_bags(ids, lengths, weights, packings(num_keys), len(bags[0])).weights.requires_grad
+        assert not gather_bags(ids, lengths, weights, rules(num_keys), len(bags[0])).weights.requires_grad
 
 
 def layout_of(num_keys: tuple[int, int]) -> Tensor:
@@ -556,8 +556,8 @@ def layout_of(num_keys: tuple[int, int]) -> Tensor:
     return torch.tensor([[0, 2, 2, num_keys[0], 0, 2], [2 * num_keys[0], 0, 2, num_keys[1], 6 + 1, 3]])
 
 
-def select_naively_of_packed_bags(bags, num_keys: tuple[int, int], pooled: Tensor, alpha: Tensor) -> Tensor:
-    """The equation at the top of packed_bags.py, a piece at a time."""
+def select_naively_of_sparse_bags(bags, num_keys: tuple[int, int], pooled: Tensor, alpha: Tensor) -> Tensor:
+    """The equation at the top of select.cpp, a piece at a time."""
     narrow, wide = alpha[:6].view(3, 2), alpha[6:].view(7, 3)[:, 1:]
     samples = [[torch.zeros(2, dtype=torch.float64)] * 2 for _ in bags[0]]
     for feature, own in enumerate(pieces_of(bags)):
@@ -569,18 +569,18 @@ def select_naively_of_packed_bags(bags, num_keys: tuple[int, int], pooled: Tenso
     return torch.stack([torch.cat(sample) for sample in samples]) if samples else torch.zeros(0, 4)
 
 
-@needs_packed_bags
+@needs_sparse_bags
 @given(two_features(), st.integers(0, 2**31))
-def test_selection_and_its_gradients_of_packed_bags(case, seed: int) -> None:
+def test_selection_and_its_gradients_of_sparse_bags(case, seed: int) -> None:
     bags, num_keys = case
-    packed, generator = pack(bags, num_keys), torch.Generator().manual_seed(seed)
-    pooled = torch.randn(packed.num_rows, 2 * sum(num_keys), generator=generator, dtype=torch.float64)
+    sparse, generator = pack(bags, num_keys), torch.Generator().manual_seed(seed)
+    pooled = torch.randn(sparse.num_rows, 2 * sum(num_keys), generator=generator, dtype=torch.float64)
     alpha = torch.rand(27, generator=generator, dtype=torch.float64)
-    holds_ids = (packed.lengths.view(sum(num_keys), -1).t() > 0).repeat_interleave(2, dim=1)
+    holds_ids = (sparse.lengths.view(sum(num_keys), -1).t() > 0).repeat_interleave(2, dim=1)
     results = []
     for of in (
-        lambda pooled, alpha: select_packed(pooled, alpha, packed, layout_of(num_keys), 4),
-        lambda pooled, alpha: select_naively_of_packed_bags(bags, num_keys, pooled, alpha),
+        lambda pooled, alpha: select_sparse(pooled, alpha, sparse, layout_of(num_keys), 4),
+        lambda pooled, alpha: select_naively_of_sparse_bags(bags, num_keys, pooled, alpha),
     ):
         own, own_alpha = pooled.clone().requires_grad_(), alpha.clone().requires_grad_()
         out = of(own, own_alpha)
@@ -589,48 +589,48 @@ def test_selection_and_its_gradients_of_packed_bags(case, seed: int) -> None:
         results.append([out.double(), own_gradient[holds_ids], alpha_gradient])
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected)
-    frozen = select_packed(pooled.clone().requires_grad_() * 1, alpha, packed, layout_of(num_keys), 4)
+    frozen = select_sparse(pooled.clone().requires_grad_() * 1, alpha, sparse, layout_of(num_keys), 4)
     torch.testing.assert_close(frozen, results[1][0])
 
 
-@needs_packed_bags
+@needs_sparse_bags
 def test_alphas_gradient_does_not_depend_on_how_a_large_batch_is_cut() -> None:
     bags = [[[row % 9] * 2 + [(row + 1) % 9] for row in range(1500)], [[row % 7] for row in range(1500)]]
-    packed, threads = pack(bags, (3, 1)), torch.get_num_threads()
-    pooled = torch.randn(packed.num_rows, 8, generator=torch.Generator().manual_seed(0))
+    sparse, threads = pack(bags, (3, 1)), torch.get_num_threads()
+    pooled = torch.randn(sparse.num_rows, 8, generator=torch.Generator().manual_seed(0))
     gradients = []
     for number in (1, 2):
         torch.set_num_threads(number)
         alpha = torch.ones(27, requires_grad=True)
-        select_packed(pooled, alpha, packed, layout_of((3, 1)), 4).square().sum().backward()
+        select_sparse(pooled, alpha, sparse, layout_of((3, 1)), 4).square().sum().backward()
         gradients.append(alpha.grad)
     torch.set_num_threads(threads)
     assert gradients[0].equal(gradients[1])
 
 
-@needs_packed_bags
-def test_what_is_out_of_range_is_refused_and_not_read_of_packed_bags() -> None:
-    packed, layout = pack([[[0], [1]], [[2], []]], (1, 1)), layout_of((1, 1))
+@needs_sparse_bags
+def test_what_is_out_of_range_is_refused_and_not_read_of_sparse_bags() -> None:
+    sparse, layout = pack([[[0], [1]], [[2], []]], (1, 1)), layout_of((1, 1))
     pooled, alpha = torch.ones(2, 4), torch.ones(27)
     with pytest.raises(ValueError, match="block operators: ids: expected rows of their table"):
         pack([[[9]], [[]]], (1, 1))
     with pytest.raises(ValueError, match="lengths: expected as many ids as they say"):
-        pack_bags(torch.tensor([1]), torch.tensor([2, 0]), None, packings((1, 1)), 1)
+        gather_bags(torch.tensor([1]), torch.tensor([2, 0]), None, rules((1, 1)), 1)
     with pytest.raises(ValueError, match="rows: expected rows of alpha"):
-        select_packed(pooled, alpha[:9], packed, layout, 4)
+        select_sparse(pooled, alpha[:9], sparse, layout, 4)
     with pytest.raises(ValueError, match="starts: expected pieces that there are"):
-        select_packed(pooled[:1], alpha, packed, layout, 4)
+        select_sparse(pooled[:1], alpha, sparse, layout, 4)
     with pytest.raises(ValueError, match="layout: expected keys inside"):
-        select_packed(pooled[:, :3], alpha, packed, layout, 4)
+        select_sparse(pooled[:, :3], alpha, sparse, layout, 4)
     for column, message in enumerate(("keys", "outputs", "keys", "keys", "alphas", "alphas")):
         for number in (-(2**63), -1, 2**62, 2**63 - 1):
             changed = layout.clone()
             changed[0, column] = number
             with pytest.raises(ValueError, match=f"layout: expected {message} inside"):
-                select_packed(pooled, alpha, packed, changed, 4)
+                select_sparse(pooled, alpha, sparse, changed, 4)
 
 
-@needs_packed_bags
+@needs_sparse_bags
 @pytest.mark.parametrize(("size", "keys"), [(-5, 1), (2**31 - 1, 1), (1, 0), (1, -1), (1, 2**62)])
 def test_pieces_are_packed_within_their_tensors(size: int, keys: int) -> None:
     """A size below 0 would have the ids of the next piece written in front of all."""
@@ -638,7 +638,7 @@ def test_pieces_are_packed_within_their_tensors(size: int, keys: int) -> None:
     sizes = torch.tensor([size, 1], dtype=torch.int32)
     ids, lengths = torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"block operators: (sizes|num_keys): expected"):
-        torch.ops.dnis_torchrec.pack_ids(ids[0], None, starts, sizes, piece_of_id, [keys], ids[1], lengths, None)
+        torch.ops.dnis_torchrec.gather_ids(ids[0], None, starts, sizes, piece_of_id, [keys], ids[1], lengths, None)
 
 
 def table(num_rows: int, dim: int, num_blocks: int, seed: int, *, is_sorted: bool) -> TableScheme:

@@ -545,16 +545,16 @@ void find_pieces(Tensor ids, Tensor lengths, std::vector<Tensor> routings,
 template <typename Length>
 std::vector<int64_t> place_pieces(const int64_t* starts, const int32_t* sizes, int64_t num_pieces,
                                   int64_t batch_size, const std::vector<int64_t>& num_keys,
-                                  int64_t num_rows, int64_t num_ids, Length* packed_lengths) {
+                                  int64_t num_rows, int64_t num_ids, Length* lengths_out) {
   std::vector<int64_t> begins(static_cast<size_t>(num_pieces));
   int64_t total = 0;
   for (size_t f = 0; f < num_keys.size(); ++f, starts += batch_size + 1) {
     const int64_t first = starts[0], end = starts[batch_size];
     check(first >= 0 && first <= end && end <= num_pieces, "starts", "rising ones");
-    check(end - first <= num_keys[f] * num_rows, "packed_lengths", "room for all pieces");
-    for (int64_t key = 0; key < num_keys[f]; ++key, packed_lengths += num_rows) {
-      std::fill(packed_lengths, packed_lengths + num_rows, Length(0));
-      Length* length = packed_lengths;
+    check(end - first <= num_keys[f] * num_rows, "lengths_out", "room for all pieces");
+    for (int64_t key = 0; key < num_keys[f]; ++key, lengths_out += num_rows) {
+      std::fill(lengths_out, lengths_out + num_rows, Length(0));
+      Length* length = lengths_out;
       for (int64_t piece = first + key; piece < end; piece += num_keys[f]) {
         const int32_t size = sizes[piece];
         check(lies_within(total, size, num_ids), "sizes", "as many ids as there are");
@@ -567,74 +567,74 @@ std::vector<int64_t> place_pieces(const int64_t* starts, const int32_t* sizes, i
   return begins;
 }
 
-struct Packed {
+struct Gather {
   const int32_t* piece_of_id;
   const char* weights;
-  char* packed_weights;
+  char* weights_out;
   size_t weight_bytes;
 };
 
 template <typename Id>
-void pack_typed(const Id* ids, Id* packed_ids, int64_t num_ids, std::vector<int64_t>& next,
-                const Packed& packed) {
+void gather_typed(const Id* ids, Id* ids_out, int64_t num_ids, std::vector<int64_t>& next,
+                  const Gather& gather) {
   const int64_t num_pieces = static_cast<int64_t>(next.size());
   for (int64_t i = 0; i < num_ids; ++i) {
-    const int32_t piece = packed.piece_of_id[i];
+    const int32_t piece = gather.piece_of_id[i];
     if (piece < 0) continue;
     check(piece < num_pieces && next[piece] < num_ids, "piece_of_id", "pieces that there are");
     const int64_t position = next[piece]++;
-    packed_ids[position] = ids[i];
-    if (packed.weights == nullptr) continue;
-    std::memcpy(packed.packed_weights + position * packed.weight_bytes,
-                packed.weights + i * packed.weight_bytes, packed.weight_bytes);
+    ids_out[position] = ids[i];
+    if (gather.weights == nullptr) continue;
+    std::memcpy(gather.weights_out + position * gather.weight_bytes,
+                gather.weights + i * gather.weight_bytes, gather.weight_bytes);
   }
 }
 
-// Orders ids by key, packed row and their place in the bag. packed_ids and packed_weights are
+// Orders ids by key, gather row and their place in the bag. ids_out and weights_out are
 // filled from the front.
-void pack_ids(Tensor ids, std::optional<Tensor> weights, Tensor starts, Tensor sizes,
-              Tensor piece_of_id, std::vector<int64_t> num_keys, Tensor packed_ids,
-              Tensor packed_lengths, std::optional<Tensor> packed_weights) {
+void gather_ids(Tensor ids, std::optional<Tensor> weights, Tensor starts, Tensor sizes,
+                Tensor piece_of_id, std::vector<int64_t> num_keys, Tensor ids_out,
+                Tensor lengths_out, std::optional<Tensor> weights_out) {
   const int64_t num_ids = ids.numel();
   const bool fits = starts.dim() == 2 && starts.size(0) == static_cast<int64_t>(num_keys.size()) &&
                     starts.size(1) >= 1;
   check(fits, "starts", "shape (F, B + 1)");
   int64_t total_keys = 0;
   for (const int64_t count : num_keys) {
-    check(count > 0 && count <= packed_lengths.numel(), "num_keys",
+    check(count > 0 && count <= lengths_out.numel(), "num_keys",
           "one at least for each feature, and room for all");
     total_keys += count;
   }
-  const int64_t num_rows = total_keys == 0 ? 0 : packed_lengths.numel() / total_keys;
-  check(packed_lengths.numel() == num_rows * total_keys, "packed_lengths", "shape (K * R,)");
+  const int64_t num_rows = total_keys == 0 ? 0 : lengths_out.numel() / total_keys;
+  check(lengths_out.numel() == num_rows * total_keys, "lengths_out", "shape (K * R,)");
   check(piece_of_id.numel() == num_ids, "piece_of_id", "one for each id");
-  check_plain(packed_ids, "packed_ids");
-  check(packed_ids.scalar_type() == ids.scalar_type() && packed_ids.numel() == num_ids,
-        "packed_ids", "room for ids");
-  Packed packed{numbers<int32_t>(piece_of_id, ScalarType::Int, "piece_of_id"), nullptr, nullptr, 0};
-  check(weights.has_value() == packed_weights.has_value(), "packed_weights",
+  check_plain(ids_out, "ids_out");
+  check(ids_out.scalar_type() == ids.scalar_type() && ids_out.numel() == num_ids, "ids_out",
+        "room for ids");
+  Gather gather{numbers<int32_t>(piece_of_id, ScalarType::Int, "piece_of_id"), nullptr, nullptr, 0};
+  check(weights.has_value() == weights_out.has_value(), "weights_out",
         "room for weights, or neither");
   if (weights) {
-    for (const Tensor& tensor : {*weights, *packed_weights}) {
+    for (const Tensor& tensor : {*weights, *weights_out}) {
       check_plain(tensor, "weights");
       check(tensor.numel() == num_ids && tensor.scalar_type() == weights->scalar_type(), "weights",
             "one for each id");
     }
-    packed.weights = static_cast<const char*>(weights->const_data_ptr());
-    packed.packed_weights = static_cast<char*>(packed_weights->mutable_data_ptr());
-    packed.weight_bytes = weights->element_size();
+    gather.weights = static_cast<const char*>(weights->const_data_ptr());
+    gather.weights_out = static_cast<char*>(weights_out->mutable_data_ptr());
+    gather.weight_bytes = weights->element_size();
   }
   std::vector<int64_t> next;
-  with_integers(packed_lengths, "packed_lengths", [&](const auto* length) {
+  with_integers(lengths_out, "lengths_out", [&](const auto* length) {
     using Length = std::remove_cv_t<std::remove_pointer_t<decltype(length)>>;
     next = place_pieces(numbers<int64_t>(starts, ScalarType::Long, "starts"),
                         numbers<int32_t>(sizes, ScalarType::Int, "sizes"), sizes.numel(),
                         starts.size(1) - 1, num_keys, num_rows, num_ids,
-                        static_cast<Length*>(packed_lengths.mutable_data_ptr()));
+                        static_cast<Length*>(lengths_out.mutable_data_ptr()));
   });
   with_integers(ids, "ids", [&](const auto* id) {
     using Id = std::remove_cv_t<std::remove_pointer_t<decltype(id)>>;
-    pack_typed(id, static_cast<Id*>(packed_ids.mutable_data_ptr()), num_ids, next, packed);
+    gather_typed(id, static_cast<Id*>(ids_out.mutable_data_ptr()), num_ids, next, gather);
   });
 }
 
@@ -644,14 +644,14 @@ struct Feature {
 };
 
 // What all three operators of soft selection read.
-struct Packing {
+struct Sparse {
   std::vector<Feature> features;
   const int64_t* starts;
   const int32_t* rows;
   int64_t batch_size, num_rows, in_width, out_width;
 
-  Packing(const Tensor& starts_, const Tensor& rows_, const Tensor& layout, const Tensor& pooled,
-          const Tensor& out, int64_t alpha_size)
+  Sparse(const Tensor& starts_, const Tensor& rows_, const Tensor& layout, const Tensor& pooled,
+         const Tensor& out, int64_t alpha_size)
       : batch_size(out.size(0)),
         num_rows(pooled.size(0)),
         in_width(pooled.size(1)),
@@ -692,7 +692,7 @@ struct Packing {
     check(fits, "rows", "rows of alpha");
   }
 
-  // Calls visit(columns from `begin` of the piece in its packed row, first alpha) for the pieces of
+  // Calls visit(columns from `begin` of the piece in its gather row, first alpha) for the pieces of
   // a bag.
   template <typename Visit>
   void walk(int64_t f, int64_t sample, const Visit& visit) const {
@@ -710,15 +710,15 @@ struct Packing {
 
 // out = sum over the pieces of a bag of pooled * alpha[row].
 template <typename Number>
-void select(const Packing& packing, const Number* pooled, const Number* alpha, Number* out) {
+void select(const Sparse& sparse, const Number* pooled, const Number* alpha, Number* out) {
   const RowLoops<Number>& loops = row_loops<Number>();
   const auto range = [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
-      for (size_t f = 0; f < packing.features.size(); ++f) {
-        const int64_t dim = packing.features[f].dim;
-        Number* to = out + b * packing.out_width + packing.features[f].out_column;
+      for (size_t f = 0; f < sparse.features.size(); ++f) {
+        const int64_t dim = sparse.features[f].dim;
+        Number* to = out + b * sparse.out_width + sparse.features[f].out_column;
         bool is_first = true;
-        packing.walk(f, b, [&](int64_t at, int64_t alpha_at) {
+        sparse.walk(f, b, [&](int64_t at, int64_t alpha_at) {
           const Number *from = pooled + at, *factor = alpha + alpha_at;
           if (is_first) {
             loops.multiply(from, factor, to, dim);
@@ -731,37 +731,37 @@ void select(const Packing& packing, const Number* pooled, const Number* alpha, N
       }
     }
   };
-  torch::stable::parallel_for(0, packing.batch_size, SAMPLES_PER_THREAD, range);
+  torch::stable::parallel_for(0, sparse.batch_size, SAMPLES_PER_THREAD, range);
 }
 
 // grad_pooled = grad * alpha[row]; what no piece takes stays as it is.
 template <typename Number>
-void spread(const Packing& packing, const Number* grad, const Number* alpha, Number* grad_pooled) {
+void spread(const Sparse& sparse, const Number* grad, const Number* alpha, Number* grad_pooled) {
   const RowLoops<Number>& loops = row_loops<Number>();
   const auto range = [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
-      for (size_t f = 0; f < packing.features.size(); ++f) {
-        const int64_t dim = packing.features[f].dim;
-        const Number* from = grad + b * packing.out_width + packing.features[f].out_column;
-        packing.walk(f, b, [&](int64_t at, int64_t alpha_at) {
+      for (size_t f = 0; f < sparse.features.size(); ++f) {
+        const int64_t dim = sparse.features[f].dim;
+        const Number* from = grad + b * sparse.out_width + sparse.features[f].out_column;
+        sparse.walk(f, b, [&](int64_t at, int64_t alpha_at) {
           loops.multiply(from, alpha + alpha_at, grad_pooled + at, dim);
         });
       }
     }
   };
-  torch::stable::parallel_for(0, packing.batch_size, SAMPLES_PER_THREAD, range);
+  torch::stable::parallel_for(0, sparse.batch_size, SAMPLES_PER_THREAD, range);
 }
 
 // grad_alpha[row] += grad * pooled.
 template <typename Number>
-void gather_alpha(const Packing& packing, const Number* grad, const Number* pooled,
+void gather_alpha(const Sparse& sparse, const Number* grad, const Number* pooled,
                   Number* grad_alpha, int64_t alpha_size) {
   const RowLoops<Number>& loops = row_loops<Number>();
-  sum_over_samples(packing.batch_size, grad_alpha, alpha_size, [&](int64_t b, Number* sum) {
-    for (size_t f = 0; f < packing.features.size(); ++f) {
-      const int64_t dim = packing.features[f].dim;
-      const Number* left = grad + b * packing.out_width + packing.features[f].out_column;
-      packing.walk(f, b, [&](int64_t at, int64_t alpha_at) {
+  sum_over_samples(sparse.batch_size, grad_alpha, alpha_size, [&](int64_t b, Number* sum) {
+    for (size_t f = 0; f < sparse.features.size(); ++f) {
+      const int64_t dim = sparse.features[f].dim;
+      const Number* left = grad + b * sparse.out_width + sparse.features[f].out_column;
+      sparse.walk(f, b, [&](int64_t at, int64_t alpha_at) {
         loops.add_product(left, pooled + at, sum + alpha_at, dim);
       });
     }
@@ -775,18 +775,18 @@ void run_typed(Task task, const Tensor& wide, const Tensor& alpha, const Tensor&
                const Tensor& rows, const Tensor& layout, const Tensor& narrow) {
   const ScalarType dtype = wide.scalar_type();
   check(wide.dim() == 2 && narrow.dim() == 2, "tensors", "matrices");
-  const Packing packing(starts, rows, layout, wide, narrow, alpha.numel());
+  const Sparse sparse(starts, rows, layout, wide, narrow, alpha.numel());
   const Tensor& written = task == Task::SELECT ? narrow : task == Task::SPREAD ? wide : alpha;
   check_apart(written, starts, "starts");
   check_apart(written, rows, "rows");
   if (task == Task::SELECT) {
-    select(packing, numbers<Number>(wide, dtype, "pooled"), numbers<Number>(alpha, dtype, "alpha"),
+    select(sparse, numbers<Number>(wide, dtype, "pooled"), numbers<Number>(alpha, dtype, "alpha"),
            mutable_numbers<Number>(narrow, dtype, "out"));
   } else if (task == Task::SPREAD) {
-    spread(packing, numbers<Number>(narrow, dtype, "grad"), numbers<Number>(alpha, dtype, "alpha"),
+    spread(sparse, numbers<Number>(narrow, dtype, "grad"), numbers<Number>(alpha, dtype, "alpha"),
            mutable_numbers<Number>(wide, dtype, "grad_pooled"));
   } else {
-    gather_alpha(packing, numbers<Number>(narrow, dtype, "grad"),
+    gather_alpha(sparse, numbers<Number>(narrow, dtype, "grad"),
                  numbers<Number>(wide, dtype, "pooled"),
                  mutable_numbers<Number>(alpha, dtype, "grad_alpha"), alpha.numel());
   }
@@ -802,17 +802,17 @@ void run(Task task, const Tensor& wide, const Tensor& alpha, const Tensor& start
   run_typed<double>(task, wide, alpha, starts, rows, layout, narrow);
 }
 
-void select_packed(Tensor pooled, Tensor alpha, Tensor starts, Tensor rows, Tensor layout,
+void select_sparse(Tensor pooled, Tensor alpha, Tensor starts, Tensor rows, Tensor layout,
                    Tensor out) {
   run(Task::SELECT, pooled, alpha, starts, rows, layout, out);
 }
 
-void spread_packed_gradient(Tensor grad, Tensor alpha, Tensor starts, Tensor rows, Tensor layout,
+void spread_sparse_gradient(Tensor grad, Tensor alpha, Tensor starts, Tensor rows, Tensor layout,
                             Tensor grad_pooled) {
   run(Task::SPREAD, grad_pooled, alpha, starts, rows, layout, grad);
 }
 
-void sum_packed_alpha_gradient(Tensor grad, Tensor pooled, Tensor starts, Tensor rows,
+void sum_sparse_alpha_gradient(Tensor grad, Tensor pooled, Tensor starts, Tensor rows,
                                Tensor layout, Tensor grad_alpha) {
   run(Task::GATHER_ALPHA, pooled, grad_alpha, starts, rows, layout, grad);
 }
@@ -902,18 +902,18 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dnis_torchrec, library) {
       "starts, Tensor(b!) rows, "
       "Tensor(c!) sizes, Tensor(d!) piece_of_id) -> ()");
   library.def(
-      "pack_ids(Tensor ids, Tensor? weights, Tensor starts, Tensor sizes, Tensor piece_of_id, "
+      "gather_ids(Tensor ids, Tensor? weights, Tensor starts, Tensor sizes, Tensor piece_of_id, "
       "int[] num_keys, "
-      "Tensor(a!) packed_ids, Tensor(b!) packed_lengths, Tensor(c!)? packed_weights) -> ()");
+      "Tensor(a!) ids_out, Tensor(b!) lengths_out, Tensor(c!)? weights_out) -> ()");
   library.def(
-      "select_packed(Tensor pooled, Tensor alpha, Tensor starts, Tensor rows, Tensor layout, "
+      "select_sparse(Tensor pooled, Tensor alpha, Tensor starts, Tensor rows, Tensor layout, "
       "Tensor(a!) out) -> ()");
   library.def(
-      "spread_packed_gradient(Tensor grad, Tensor alpha, Tensor starts, Tensor rows, Tensor "
+      "spread_sparse_gradient(Tensor grad, Tensor alpha, Tensor starts, Tensor rows, Tensor "
       "layout, "
       "Tensor(a!) grad_pooled) -> ()");
   library.def(
-      "sum_packed_alpha_gradient(Tensor grad, Tensor pooled, Tensor starts, Tensor rows, Tensor "
+      "sum_sparse_alpha_gradient(Tensor grad, Tensor pooled, Tensor starts, Tensor rows, Tensor "
       "layout, "
       "Tensor(a!) grad_alpha) -> ()");
   library.def(
@@ -930,9 +930,9 @@ STABLE_TORCH_LIBRARY_IMPL(dnis_torchrec, CPU, library) {
   library.impl("are_good_bags", TORCH_BOX(&are_good_bags));
   library.impl("split_bags", TORCH_BOX(&split_bags));
   library.impl("find_pieces", TORCH_BOX(&find_pieces));
-  library.impl("pack_ids", TORCH_BOX(&pack_ids));
-  library.impl("select_packed", TORCH_BOX(&select_packed));
-  library.impl("spread_packed_gradient", TORCH_BOX(&spread_packed_gradient));
-  library.impl("sum_packed_alpha_gradient", TORCH_BOX(&sum_packed_alpha_gradient));
+  library.impl("gather_ids", TORCH_BOX(&gather_ids));
+  library.impl("select_sparse", TORCH_BOX(&select_sparse));
+  library.impl("spread_sparse_gradient", TORCH_BOX(&spread_sparse_gradient));
+  library.impl("sum_sparse_alpha_gradient", TORCH_BOX(&sum_sparse_alpha_gradient));
   library.impl("round_rows", TORCH_BOX(&round_rows));
 }
