@@ -65,22 +65,14 @@ def of_bags(ids: list[int], lengths: list[int]) -> list[list[int]]:
     return [ids[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
-def draw_block_table(random: Random, name: str) -> tuple[TableScheme, dict[int, Tensor], Tensor]:
-    """A table of blocks, whose rows stand by block or do not: its scheme, the blocks' tables, and all of it dense."""
+def draw_block_table(random: Random, name: str) -> TableScheme:
+    """A table of blocks, whose rows stand by block or do not."""
     num_rows, num_blocks, dim = random.randint(1, 12), random.choice([1, 3, 40]), random.choice([1, 5, 16, 33])
     blocks = [random.randint(0, num_blocks) for _ in range(num_rows)]
     routing = RowRouting.from_map(torch.tensor(sorted(blocks) if random.random() < 0.5 else blocks), num_blocks)
     retained = torch.rand(num_blocks, dim) < random.random()
     readers, pooling = tuple("fg"[: random.randint(1, 2)]), random.choice(["sum", "mean"])
-    scheme = table_scheme(name, routing, retained, feature_names=readers, pooling=pooling)
-    dense, stored = torch.zeros(num_rows, dim), {}
-    for block in range(num_blocks):
-        rows = (routing.all_blocks() == block).nonzero().flatten()
-        columns = retained[block].nonzero().flatten()
-        if len(rows) and len(columns):
-            stored[block] = torch.randn(len(rows), len(columns) + random.randint(0, 2))
-            dense[rows.unsqueeze(1), columns] = stored[block][:, : len(columns)]
-    return scheme, stored, dense
+    return table_scheme(name, routing, retained, feature_names=readers, pooling=pooling)
 
 
 def packed_embedding_bag(random: Random) -> Case:
@@ -88,8 +80,7 @@ def packed_embedding_bag(random: Random) -> Case:
     batch_size = random.randint(1, 4)
     schemes, stored, dense = {}, {}, {}
     for name in "tu"[: random.randint(1, 2)]:
-        scheme, _, _ = draw_block_table(random, name)
-        schemes[name], stored[name], dense[name] = packed(scheme, random)
+        schemes[name], stored[name], dense[name] = packed(draw_block_table(random, name), random)
     module = PackedEmbeddingBagCollection(MixedDimensionScheme(schemes), stored)
     features = [(f, table) for table in schemes.values() for f in table.feature_names]
     names = ["f", "g", "x"]
@@ -153,9 +144,37 @@ def bag_offsets(random: Random) -> Case:
     return Case(arguments, lambda out: same(out, torch_bag_offsets(*arguments)))
 
 
+Term = tuple[int, int, slice, slice, slice, float]
+"""Sample, row of what was pooled, columns there, columns of the output, part of alpha, and divisor."""
+
+
+def check_output(terms: list[Term], pooled: Tensor, alpha: Tensor, out: Tensor) -> None:
+    """out = sum over pieces of pooled * alpha / divisor."""
+    expected = torch.zeros_like(out)
+    for b, row, at, to, of_alpha, divisor in terms:
+        expected[b, to] += pooled[row, at] * alpha[of_alpha] / divisor
+    same(out, expected)
+
+
+def check_spread(terms: list[Term], grad: Tensor, alpha: Tensor, grad_pooled: Tensor, rest: float) -> None:
+    """grad_pooled = grad * alpha / divisor, and what no piece takes stands as it did."""
+    expected = torch.full_like(grad_pooled, rest)
+    for b, row, at, to, of_alpha, divisor in terms:
+        expected[row, at] = grad[b, to] * alpha[of_alpha] / divisor
+    same(grad_pooled, expected)
+
+
+def check_sum(terms: list[Term], grad: Tensor, pooled: Tensor, grad_alpha: Tensor) -> None:
+    """grad_alpha = sum over samples of grad * pooled / divisor."""
+    expected = torch.zeros_like(grad_alpha)
+    for b, row, at, to, of_alpha, divisor in terms:
+        expected[of_alpha] += grad[b, to] * pooled[row, at] / divisor
+    same(grad_alpha, expected)
+
+
 @dataclass(frozen=True)
 class Selection:
-    """Pieces of a collection: what the three operators of soft selection read; `terms` are (sample, piece)."""
+    """Pieces of a collection: what the three operators of soft selection read."""
 
     layout: list[list[int]]
     rows: Tensor
@@ -164,22 +183,17 @@ class Selection:
     pooled: Tensor
     width: int
 
-    def factor(self, sample: int, piece: int) -> tuple[slice, slice, slice] | None:
-        """Columns of the piece, of its output, and its part of alpha; None of an empty bag."""
-        in_column, out_column, dim, first, *_ = self.layout[piece]
-        row = int(self.rows[sample, piece])
-        begin = first + row * dim
-        return None if row < 0 else (*(slice(c, c + dim) for c in (in_column, out_column)), slice(begin, begin + dim))
-
-    def divisor(self, sample: int, piece: int) -> float:
-        """Of the output that the piece adds to."""
-        return 1.0 if self.divisors is None else float(self.divisors[sample, self.layout[piece][4]])
-
     @property
-    def terms(self) -> list[tuple[int, int, slice, slice, slice]]:
+    def terms(self) -> list[Term]:
         """Every piece of every sample that is not empty."""
-        places = itertools.product(range(len(self.rows)), range(len(self.layout)))
-        return [(b, k, *found) for b, k in places if (found := self.factor(b, k)) is not None]
+        terms = []
+        for b, k in itertools.product(range(len(self.rows)), range(len(self.layout))):
+            in_column, out_column, dim, first, output, *_ = self.layout[k]
+            row, divisor = int(self.rows[b, k]), 1.0 if self.divisors is None else float(self.divisors[b, output])
+            if row >= 0:
+                at, to, of_alpha = (slice(c, c + dim) for c in (in_column, out_column, first + row * dim))
+                terms.append((b, b, at, to, of_alpha, divisor))
+        return terms
 
 
 def draw_selection(random: Random) -> Selection:
@@ -205,48 +219,32 @@ def draw_selection(random: Random) -> Selection:
 
 
 def select_pooled(random: Random) -> Case:
-    """out = sum over pieces of pooled * alpha / divisor."""
+    """The output."""
     s = draw_selection(random)
     out = s.pooled.new_full((len(s.pooled), s.width), torch.nan)
-
-    def check(_: None) -> None:
-        expected = torch.zeros_like(out)
-        for b, k, own, to, of_alpha in s.terms:
-            expected[b, to] += s.pooled[b, own] * s.alpha[of_alpha] / s.divisor(b, k)
-        same(out, expected)
-
-    return Case([s.pooled, s.alpha, s.rows, s.divisors, torch.tensor(s.layout), out], check)
+    arguments = [s.pooled, s.alpha, s.rows, s.divisors, torch.tensor(s.layout), out]
+    return Case(arguments, lambda _: check_output(s.terms, s.pooled, s.alpha, out))
 
 
 def spread_gradient(random: Random) -> Case:
-    """grad_pooled = grad * alpha / divisor, 0 or untouched for empty bags; whether grad is finite."""
+    """The gradient of what was pooled, 0 or untouched for empty bags; whether grad is finite."""
     s, keep_empty = draw_selection(random), random.random() < 0.5
     grad = torch.randn(len(s.pooled), s.width, dtype=s.pooled.dtype)
     grad_pooled = torch.full_like(s.pooled, 7.0)
 
     def check(is_finite: bool) -> None:
-        expected = torch.full_like(s.pooled, 7.0 if keep_empty else 0.0)
-        for b, k, own, to, of_alpha in s.terms:
-            expected[b, own] = grad[b, to] * s.alpha[of_alpha] / s.divisor(b, k)
-        same(grad_pooled, expected)
+        check_spread(s.terms, grad, s.alpha, grad_pooled, 7.0 if keep_empty else 0.0)
         assert is_finite
 
     return Case([grad, s.alpha, s.rows, s.divisors, torch.tensor(s.layout), keep_empty, grad_pooled], check)
 
 
 def sum_alpha_gradient(random: Random) -> Case:
-    """grad_alpha = sum over samples of grad * pooled / divisor."""
+    """The gradient of alpha."""
     s = draw_selection(random)
-    grad = torch.randn(len(s.pooled), s.width, dtype=s.pooled.dtype)
-    grad_alpha = torch.full_like(s.alpha, torch.nan)
-
-    def check(_: None) -> None:
-        expected = torch.zeros_like(s.alpha)
-        for b, k, own, to, of_alpha in s.terms:
-            expected[of_alpha] += grad[b, to] * s.pooled[b, own] / s.divisor(b, k)
-        same(grad_alpha, expected)
-
-    return Case([grad, s.pooled, s.rows, s.divisors, torch.tensor(s.layout), grad_alpha], check)
+    grad, grad_alpha = torch.randn(len(s.pooled), s.width, dtype=s.pooled.dtype), torch.full_like(s.alpha, torch.nan)
+    arguments = [grad, s.pooled, s.rows, s.divisors, torch.tensor(s.layout), grad_alpha]
+    return Case(arguments, lambda _: check_sum(s.terms, grad, s.pooled, grad_alpha))
 
 
 def draw_routing(random: Random, num_rows: int, num_blocks: int) -> tuple[Tensor, list[int]]:
@@ -461,7 +459,7 @@ def gather_ids(random: Random) -> Case:
 
 
 @dataclass(frozen=True)
-class Selection:
+class SparseSelection:
     """What the three operators of soft selection read of sparse bags."""
 
     starts: Tensor
@@ -472,27 +470,26 @@ class Selection:
     out_width: int
 
     @property
-    def terms(self) -> list[tuple[int, int, slice, slice, slice]]:
-        """Of every piece its sample, its row, columns there, columns of the output, and part of alpha."""
-        found = []
+    def terms(self) -> list[Term]:
+        """Every piece of every sample."""
+        terms = []
         for starts, (in_column, out_column, dim, keys, first, stride) in zip(
             self.starts.tolist(), self.layout, strict=True
         ):
             for b in range(len(starts) - 1):
                 for piece in range(starts[b], starts[b + 1]):
                     row, key = divmod(piece - starts[0], keys)
-                    begin = in_column + key * dim
-                    at = first + int(self.rows[piece]) * stride
-                    parts = [slice(c, c + dim) for c in (begin, out_column, at)]
-                    found.append((b, row, *parts))
-        return found
+                    places = (in_column + key * dim, out_column, first + int(self.rows[piece]) * stride)
+                    at, to, of_alpha = (slice(c, c + dim) for c in places)
+                    terms.append((b, row, at, to, of_alpha, 1.0))
+        return terms
 
     def arguments(self) -> list[Tensor]:
         """`starts`, `rows` and `layout`."""
         return [self.starts, self.rows, torch.tensor(self.layout)]
 
 
-def draw_selection(random: Random) -> Selection:
+def draw_sparse_selection(random: Random) -> SparseSelection:
     """The pieces of `draw_found`, with columns for each feature, and one tensor of alphas."""
     f, dtype = draw_found(random), random.choice([torch.float32, torch.float64])
     num_keys, num_rows = draw_packing(random, f)
@@ -502,7 +499,7 @@ def draw_selection(random: Random) -> Selection:
         stride = dim + random.randint(0, 2)
         layout.append([in_column, out_column, dim, keys, alpha_size, stride])
         in_column, out_column, alpha_size = in_column + keys * dim, out_column + dim, alpha_size + 30 * stride
-    return Selection(
+    return SparseSelection(
         torch.tensor(f.starts),
         torch.tensor([row for row, _ in f.pieces], dtype=torch.int32),
         layout,
@@ -513,44 +510,26 @@ def draw_selection(random: Random) -> Selection:
 
 
 def select_sparse(random: Random) -> Case:
-    """out = sum over the pieces of a bag of pooled * alpha."""
-    s = draw_selection(random)
+    """The output."""
+    s = draw_sparse_selection(random)
     out = s.pooled.new_full((s.starts.shape[1] - 1, s.out_width), torch.nan)
-
-    def check(_: None) -> None:
-        expected = torch.zeros_like(out)
-        for b, row, own, to, of_alpha in s.terms:
-            expected[b, to] += s.pooled[row, own] * s.alpha[of_alpha]
-        same(out, expected)
-
-    return Case([s.pooled, s.alpha, *s.arguments(), out], check)
+    arguments = [s.pooled, s.alpha, *s.arguments(), out]
+    return Case(arguments, lambda _: check_output(s.terms, s.pooled, s.alpha, out))
 
 
 def spread_sparse_gradient(random: Random) -> Case:
-    """grad_pooled = grad * alpha; what no piece takes stays as it is."""
-    s = draw_selection(random)
+    """The gradient of what was pooled; what no piece takes stays as it is."""
+    s = draw_sparse_selection(random)
     grad = torch.randn(s.starts.shape[1] - 1, s.out_width, dtype=s.pooled.dtype)
     grad_pooled = torch.full_like(s.pooled, 7.0)
-
-    def check(_: None) -> None:
-        expected = torch.full_like(s.pooled, 7.0)
-        for b, row, own, to, of_alpha in s.terms:
-            expected[row, own] = grad[b, to] * s.alpha[of_alpha]
-        same(grad_pooled, expected)
-
-    return Case([grad, s.alpha, *s.arguments(), grad_pooled], check)
+    arguments = [grad, s.alpha, *s.arguments(), grad_pooled]
+    return Case(arguments, lambda _: check_spread(s.terms, grad, s.alpha, grad_pooled, 7.0))
 
 
 def sum_sparse_alpha_gradient(random: Random) -> Case:
-    """grad_alpha = sum over the pieces of grad * pooled."""
-    s = draw_selection(random)
+    """The gradient of alpha."""
+    s = draw_sparse_selection(random)
     grad = torch.randn(s.starts.shape[1] - 1, s.out_width, dtype=s.pooled.dtype)
     grad_alpha = torch.full_like(s.alpha, torch.nan)
-
-    def check(_: None) -> None:
-        expected = torch.zeros_like(s.alpha)
-        for b, row, own, to, of_alpha in s.terms:
-            expected[of_alpha] += grad[b, to] * s.pooled[row, own]
-        same(grad_alpha, expected)
-
-    return Case([grad, s.pooled, *s.arguments(), grad_alpha], check)
+    arguments = [grad, s.pooled, *s.arguments(), grad_alpha]
+    return Case(arguments, lambda _: check_sum(s.terms, grad, s.pooled, grad_alpha))
