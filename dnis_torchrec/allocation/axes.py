@@ -10,7 +10,6 @@ from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.nn.utils.parametrize import is_parametrized
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.models import deepfm, dlrm
@@ -30,7 +29,12 @@ from dnis_torchrec.selection.shards import (
     ranks_of,
     table_configs_of,
 )
-from dnis_torchrec.selection.torchrec import writing_to_tables
+from dnis_torchrec.selection.torchrec import (
+    ShardedTensor,
+    linear_of,
+    perceptrons_of,
+    writing_to_tables,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,9 +281,10 @@ def _parts_of_dlrm(model: dlrm.DLRM) -> Iterator[tuple[nn.Module, tuple[type[nn.
 
 def _parts_of_mlp(mlp: Any) -> Iterator[tuple[nn.Module, tuple[type[nn.Module], ...]]]:
     yield mlp, (MLP,)
-    yield mlp._mlp, (nn.Sequential,)
-    yield mlp._mlp[0], (Perceptron,)
-    yield mlp._mlp[0]._linear, (nn.Linear,)
+    layers = perceptrons_of(mlp)
+    yield layers, (nn.Sequential,)
+    yield layers[0], (Perceptron,)
+    yield linear_of(layers[0]), (nn.Linear,)
 
 
 def _parts_of_deepfm(
@@ -331,15 +336,15 @@ def _branches_of(interaction: dlrm.InteractionProjectionArch) -> tuple[Any, Any]
 
 def _layers_of(arch: Any) -> nn.Sequential:
     """The perceptrons of a dense arch."""
-    return cast(nn.Sequential, arch.model._mlp)
+    return perceptrons_of(arch.model)
 
 
 def _layers_of_over_arch(match: KnownModel) -> nn.Sequential:
-    return cast(nn.Sequential, cast(Any, match.over_arch.model)[0]._mlp)
+    return perceptrons_of(cast(Any, match.over_arch.model)[0])
 
 
 def _first_linear(layers: nn.Sequential) -> nn.Linear:
-    return cast(nn.Linear, cast(Any, layers[0])._linear)
+    return linear_of(layers[0])
 
 
 def _first_linear_of_deep_part(interaction: deepfm.FMInteractionArch) -> nn.Linear:

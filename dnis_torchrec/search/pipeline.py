@@ -32,9 +32,10 @@ from dnis_torchrec.selection.torchrec import (
     process_group_of,
     read_by_name_,
 )
+from dnis_torchrec.selection.torchrec_inputs import PrefetchingTrainPipeline
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.checkpoint import Manifest, go_back_, read_checkpoint
-from dnis_torchrec.training.pipeline import FiniteGuard, PrefetchingTrainPipeline
+from dnis_torchrec.training.pipeline import FiniteGuard
 from dnis_torchrec.training.state import (
     PlacedTensor,
     TrainingState,

@@ -23,6 +23,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor as ShardedTensor
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec as EnumerableShardingSpec
+from torch.distributed.checkpoint.utils import _create_file_view as file_view  # noqa: F401
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbedding
@@ -644,3 +645,21 @@ def frozen_counters(kernels: Iterable[Any]) -> Iterator[None]:
     finally:
         for counter, value in zip(counters, values, strict=True):
             counter.copy_(value)
+
+
+# --------------------------------------------------------------------------------------------------
+# Layers of an MLP
+# Reason: turning a model's axes changes its first linear layer, which an MLP does not show.
+# Upstream: https://github.com/pytorch/torchrec/blob/v1.8.0/torchrec/modules/mlp.py
+# Ends: not planned.
+# --------------------------------------------------------------------------------------------------
+
+
+def perceptrons_of(mlp: Any) -> nn.Sequential:
+    """The perceptrons of an MLP of TorchRec's."""
+    return cast(nn.Sequential, mlp._mlp)
+
+
+def linear_of(perceptron: Any) -> nn.Linear:
+    """The linear layer of a perceptron."""
+    return cast(nn.Linear, perceptron._linear)

@@ -1,21 +1,24 @@
 """Changes to what TorchRec does in front of its lookups, entry by entry as in `torchrec`: feature
-processors, managed collisions."""
+processors, managed collisions, train pipelines."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor as ShardedTensor
-from torch.distributed._shard.sharding_spec import EnumerableShardingSpec as EnumerableShardingSpec
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.pipeline_context import PrefetchTrainPipelineContext
+from torchrec.distributed.train_pipeline.runtime_forwards import PrefetchPipelinedForward
+from torchrec.distributed.train_pipeline.utils import _wait_for_batch as wait_for_batch  # noqa: F401
 from torchrec.distributed.utils import modify_input_for_feature_processor
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -30,9 +33,11 @@ from torchrec.modules.mc_embedding_modules import (
 )
 from torchrec.modules.mc_modules import ManagedCollisionCollection, ManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
 
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.selection.torchrec import without_weights
+from dnis_torchrec.data.batches import with_ids_counted
+from dnis_torchrec.selection.torchrec import PrefetchedTables, without_weights
 
 # --------------------------------------------------------------------------------------------------
 # Feature processors
@@ -258,3 +263,173 @@ def _standing_still(collection: ManagedCollisionCollection) -> Iterator[None]:
 
 def _to_eval(collection: nn.Module, _: tuple[Tensor, ...]) -> None:
     collection.eval()
+
+
+# --------------------------------------------------------------------------------------------------
+# Train pipelines
+# Reason: a pipeline that was detached leaves bag splitters, and what processes features, as it
+#   pipelined them, and knows no prefetching in steps without a backward pass.
+# Upstream:
+#   https://github.com/pytorch/torchrec/blob/v1.8.0/torchrec/distributed/train_pipeline/train_pipelines.py
+# Ends: not planned.
+# --------------------------------------------------------------------------------------------------
+
+
+class DetachableTrainPipeline(TrainPipelineSparseDist):
+    """`TrainPipelineSparseDist` that puts modules of the input's way, such as bag splitters, back
+    where they were."""
+
+    def _next_batch(self, dataloader_iter: Iterator[Pipelineable]) -> Pipelineable | None:
+        batch = super()._next_batch(dataloader_iter)
+        return batch if batch is None or self._device.type == "cpu" else with_ids_counted(batch)
+
+    def _pipeline_model(self, *args: Any, **named: Any) -> None:
+        super()._pipeline_model(*args, **named)
+        for pipelined in self._pipelined_postprocs:
+            if isinstance(pipelined.postproc_module, ManagedCollisionCollection):
+                vars(pipelined)["evict"] = pipelined.postproc_module.evict
+
+    def detach(self) -> nn.Module:
+        """Takes the model out of the pipeline; batches in flight stay with it."""
+        model = super().detach()
+        for module in self._pipelined_modules:
+            module.is_pipelined = (
+                False  # feature processors in front of row shards leave their input to the pipeline
+            )
+        plain = get_unwrapped_module(model)
+        for pipelined in self._pipelined_postprocs:
+            parent, _, name = pipelined.fqn.rpartition(".")
+            if parent:
+                plain._modules.pop(pipelined.fqn, None)
+            setattr(plain.get_submodule(parent), name, pipelined.postproc_module)
+        return model
+
+
+class PrefetchingTrainPipeline(DetachableTrainPipeline):
+    """A train pipeline that fetches the next batch's rows into the GPU's cache during the current
+    forward pass."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        device: torch.device,
+        *,
+        context_type: type[PrefetchTrainPipelineContext] = PrefetchTrainPipelineContext,
+        **settings: Any,
+    ) -> None:
+        self._prefetched = PrefetchedTables(model)
+        if self._prefetched:
+            self._pipelined_forward_type = PrefetchPipelinedForward
+        super().__init__(model, optimizer, device, context_type=context_type, **settings)
+
+    @cached_property
+    def _prefetch_stream(self) -> torch.cuda.Stream | None:
+        """Returns the stream on which caches fetch beside the forward and backward passes; None on
+        a CPU."""
+        return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+    def fill_pipeline(self, dataloader_iter: Iterator[Pipelineable]) -> None:
+        """Puts the first batch through all that comes before its forward pass, and begins with the
+        second."""
+        if not self._prefetched:
+            super().fill_pipeline(dataloader_iter)
+            return
+        if self.batches or not self.enqueue_batch(dataloader_iter):
+            return
+        self._init_pipelined_modules(
+            self.batches[0], self.contexts[0], self._pipelined_forward_type
+        )
+        self.wait_sparse_data_dist(self.contexts[0])
+        self._prefetch(self.contexts[0])
+        if self.enqueue_batch(dataloader_iter):
+            self.start_sparse_data_dist(self.batches[1], self.contexts[1])
+
+    def progress(self, dataloader_iter: Iterator[Pipelineable]) -> Any:
+        """One step."""
+        if not self._prefetched:
+            return super().progress(dataloader_iter)
+        if not self._model_attached:
+            self.attach(self._model)
+        self.fill_pipeline(dataloader_iter)
+        if not self.batches:
+            raise StopIteration
+        self._set_module_context(self.contexts[0])
+        if self._model.training:
+            self._optimizer.zero_grad()
+        wait_for_batch(self.batches[0], self._prefetch_stream)
+        self.enqueue_batch(dataloader_iter)
+        if len(self.batches) >= 2:
+            self.wait_sparse_data_dist(self.contexts[1])
+        losses, output = self._model_fwd(self.batches[0])
+        if len(self.batches) >= 2:
+            self._prefetch(self.contexts[1])
+        if self._model.training:
+            self._backward(losses)
+        if not self._goes_backward():
+            self._prefetched.unlock()  # no backward pass has
+        if self._model.training:
+            self._optimizer.step()
+        if len(self.batches) >= 3:
+            self.start_sparse_data_dist(self.batches[2], self.contexts[2])
+        self.dequeue_batch()
+        return output
+
+    def detach(self) -> nn.Module:
+        """Takes the model out of the pipeline; what was prefetched is forgotten."""
+        self._prefetched.forget()
+        return super().detach()
+
+    def attach(self, model: nn.Module | None = None, sparse_dist: bool = False) -> None:
+        """Takes the model back in, and prefetches again for the next batch."""
+        super().attach(model, sparse_dist=sparse_dist)
+        if self._prefetched and self.contexts:
+            self._fetch(self.contexts[0])
+
+    @contextmanager
+    def detached(self) -> Iterator[nn.Module]:
+        """Lends the model in eval mode, outside the pipeline; batches in flight wait."""
+        model = self.detach()
+        was_training = model.training
+        model.eval()
+        try:
+            with self._prefetched.unlocking_every_lookup():
+                yield model
+        finally:
+            model.train(was_training)
+            self.attach(model)
+
+    def _goes_backward(self) -> bool:
+        """Returns whether the step at hand has a backward pass."""
+        return self._model.training
+
+    def _prefetch(self, context: PrefetchTrainPipelineContext) -> None:
+        """Waits for a batch's ids, which its input_dist has sent, and fetches their rows."""
+        for module in self._pipelined_modules:
+            name = module.forward.name
+            with self._stream_context(self._data_dist_stream):
+                context.module_input_post_prefetch[name] = context.input_dist_tensors_requests.pop(
+                    name
+                ).wait()
+            context.module_contexts_post_prefetch[name] = context.module_contexts.pop(name)
+        self._fetch(context)
+
+    def _fetch(self, context: PrefetchTrainPipelineContext) -> None:
+        """Has the caches fetch the rows of a batch's ids, beside what the current stream is at."""
+        forward_stream = (
+            None if self._prefetch_stream is None else torch.cuda.current_stream(self._device)
+        )
+        with self._stream_context(self._prefetch_stream):
+            if self._prefetch_stream is not None:
+                self._prefetch_stream.wait_stream(self._data_dist_stream)
+            for module in self._pipelined_modules:
+                name = module.forward.name
+                features = context.module_input_post_prefetch[name]
+                module_context = context.module_contexts_post_prefetch[name]
+                for stream in (self._prefetch_stream, forward_stream):
+                    if stream is not None:
+                        features.record_stream(stream)
+                        module_context.record_stream(stream)
+                module.prefetch(
+                    ctx=module_context, dist_input=features, forward_stream=forward_stream
+                )

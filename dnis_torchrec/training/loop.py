@@ -27,9 +27,11 @@ from dnis_torchrec.data.files import conform
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.urls import Address
 from dnis_torchrec.ranks import on_rank_zero, rank_of, world_size_of
+from dnis_torchrec.selection.torchrec import process_group_of
+from dnis_torchrec.selection.torchrec_inputs import DetachableTrainPipeline
 from dnis_torchrec.training.checkpoint import CheckpointFolder, CheckpointSaver, Manifest
 from dnis_torchrec.training.evaluate import selection_loss
-from dnis_torchrec.training.pipeline import DetachableTrainPipeline, FiniteGuard, LateValues
+from dnis_torchrec.training.pipeline import FiniteGuard, LateValues
 from dnis_torchrec.training.rounded import HeldTables, HoldingOptimizer
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.shard import flushing_denormals
@@ -514,7 +516,7 @@ class _PlainPipeline(DetachableTrainPipeline):
     ) -> None:
         super().__init__(model, stepper, device, pipeline_postproc=True)
         self._rule, self._recipe = rule, recipe
-        self.device, self.process_group = device, model._env.process_group
+        self.device, self.process_group = device, process_group_of(model)
         self.lower_steps = self.upper_steps = self._first = self._epoch = 0
         self.density = torch.ones((), dtype=torch.float64, device=device)
         self._guard = FiniteGuard(model, self.process_group)

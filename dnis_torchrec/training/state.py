@@ -12,7 +12,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
@@ -20,7 +19,12 @@ from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import describe
 from dnis_torchrec.ranks import rank_of
 from dnis_torchrec.selection.shards import collections, lookup_of, table_weight_names, tables_under
-from dnis_torchrec.selection.torchrec import forget_cached_rows, lookups, writing_to_tables
+from dnis_torchrec.selection.torchrec import (
+    ShardedTensor,
+    forget_cached_rows,
+    lookups,
+    writing_to_tables,
+)
 from dnis_torchrec.selection.wrapper import SoftSelectionModule
 
 ITERATIONS = "fused/iterations"

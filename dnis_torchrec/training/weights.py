@@ -16,8 +16,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from dnis_torchrec.allocation.axes import has_axes, with_axes_
 from dnis_torchrec.checks import check, describe
@@ -31,7 +29,7 @@ from dnis_torchrec.selection.shards import (
     table_configs_of,
     tables_under,
 )
-from dnis_torchrec.selection.torchrec import writing_to_tables
+from dnis_torchrec.selection.torchrec import ShardedTensor, file_view, writing_to_tables
 from dnis_torchrec.training.checkpoint import (
     CheckpointFolder,
     CheckpointWriteError,
@@ -300,7 +298,7 @@ def _open(
     requirement, remedy = f"a tensor at byte {first_byte} of {name!r}", "it was damaged"
     try:
         with file.open("rb") as stream:
-            view = cast(IO[bytes], _create_file_view(stream, first_byte, num_bytes))
+            view = cast(IO[bytes], file_view(stream, first_byte, num_bytes))
             tensor = torch.load(view, map_location="meta", weights_only=True)
         size, first = tensor.element_size(), tensor.untyped_storage()._checkpoint_offset
         # Private to this process: torch takes no memory that must not be written.

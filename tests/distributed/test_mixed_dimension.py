@@ -20,8 +20,8 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.selection.torchrec_inputs import DetachableTrainPipeline
 from dnis_torchrec.serving.trainable import MixedDimensionEmbeddingBagCollection
-from dnis_torchrec.training.pipeline import DetachableTrainPipeline
 from tests.distributed.harness import Rank, RankResults, Results, run_on_ranks
 from tests.serving_reference import two_tables
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import itertools
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torchrec
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -26,6 +28,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
+from dnis_torchrec import selection
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.data.recipe import DataSplits, Recipe
@@ -585,3 +588,57 @@ def test_served_bags_are_weighted(tmp_path: Path) -> None:
     for weight in weights_of(fresh).values():
         weight.data.copy_(weight.data.flip(0))
     assert not torch.allclose(fresh(own.dense_features, own.sparse_features), served, atol=1e-2)
+
+
+# Reaches into TorchRec
+
+REACHES = ("torchrec.py", "torchrec_inputs.py")
+"""The modules that hold all of them."""
+BELOW = {("data/task.py", "_embedding_configs")}
+"""Reaches of rooms that lie below selection."""
+
+
+def private_names(source: str) -> set[str]:
+    """Names that begin with an underscore which a file defines, or sets on its own objects."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+        if isinstance(node, ast.AnnAssign | ast.Assign):
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+def reaches(source: str, theirs: set[str]) -> set[str]:
+    """Private names of others that a file reads, sets or imports, beside what a class inherits."""
+    own, names = private_names(source), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in theirs - own and ast.unparse(node.value) != "self":
+            names.add(node.attr)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("torchrec", "fbgemm", "torch.dist")):
+            parts = [*node.module.split("."), *(alias.name for alias in node.names)]
+            names |= {part for part in parts if part.startswith("_")}
+    return names
+
+
+def test_no_other_module_reaches_into_torchrec() -> None:
+    theirs: set[str] = set()
+    for folder in ("distributed", "modules", "optim", "sparse"):
+        for path in (Path(torchrec.__file__).parent / folder).rglob("*.py"):
+            if "test" not in path.as_posix():
+                theirs |= private_names(path.read_text(encoding="utf-8"))
+    torchs = {name for kind in (nn.Module, torch.Tensor, torch.autograd.Function) for name in dir(kind)}
+    package = Path(selection.__file__).parents[1]
+    found = set()
+    for path in package.rglob("*.py"):
+        if path.name not in REACHES:
+            names = reaches(
+                path.read_text(encoding="utf-8"), theirs - torchs - set(vars(nn.Module())) - {"_fields", "_replace"}
+            )
+            found |= {(path.relative_to(package).as_posix(), name) for name in names}
+    assert found == BELOW
+    assert reaches("collection._lookups", theirs) == {"_lookups"}
+    assert reaches("from torchrec.a._b import c", theirs) == {"_b"}

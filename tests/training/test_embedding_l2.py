@@ -23,9 +23,9 @@ from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import prepare_
+from dnis_torchrec.selection.torchrec_inputs import DetachableTrainPipeline
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.evaluate import evaluate
-from dnis_torchrec.training.pipeline import DetachableTrainPipeline
 from dnis_torchrec.training.shard import shard
 from tests.reference import Bags, ReferenceTable, embedding_l2_reference
 from tests.tiny import make_batch, make_recipe
