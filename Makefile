@@ -53,10 +53,10 @@ $(STAMP): pyproject.toml $(filter-out requirements/docs.txt,$(wildcard requireme
 	@$(PIP) install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 	    -r requirements/$(FLAVOUR).txt -r requirements/dev.txt
 	@$(PIP) install --no-deps -r requirements/torchrec.txt
-	@$(BIN)/python -P dnis_torchrec/_dependencies.py $(FLAVOUR)
+	@$(BIN)/python -P dnis_torchrec/checks.py $(FLAVOUR)
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@$(BIN)/python -W ignore -c 'import torchrec'
-	@$(BIN)/python -c 'from dnis_torchrec.serving import load_operator; load_operator()'
+	@$(BIN)/python -c 'from dnis_torchrec.ops.packed import load_operator; load_operator()'
 	@touch $@
 
 # Waiting threads that spin would starve those that work where another process has the cores: minutes, not seconds.
@@ -65,7 +65,7 @@ demo: $(STAMP)
 	@rm -rf $(DEMO_OUT)
 	@$(BIN)/dnis search examples.synthetic:demo --compression 10 --out $(DEMO_OUT)/run >/dev/null
 	@$(BIN)/dnis export $(DEMO_OUT)/run --out $(DEMO_OUT)/artifact
-	@$(BIN)/dnis evaluate $(DEMO_OUT)/artifact --json $(DEMO_OUT)/artifact.json >/dev/null
+	@$(BIN)/dnis evaluate $(DEMO_OUT)/artifact --recipe examples.synthetic:demo --json $(DEMO_OUT)/artifact.json >/dev/null
 	@$(BIN)/dnis report $(DEMO_OUT)/run
 
 # Bytecode and rewritten assertions are kept even where the environment says not to: each process would make them anew.

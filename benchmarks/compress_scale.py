@@ -38,13 +38,13 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.files import output_file
-from dnis_torchrec._dependencies import versions
 from dnis_torchrec.allocation import compress
 from dnis_torchrec.allocation.axes import RotationGroup
 from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES
 from dnis_torchrec.artifact.manifest import read_manifest
 from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_over_ranks
+from dnis_torchrec.checks import versions
 from dnis_torchrec.data.files import write_json
 from dnis_torchrec.selection.shards import local_shards
 

@@ -1,11 +1,21 @@
-"""Argument checks with one wording for errors: place, requirement, value received, remedy."""
+"""One wording for errors; and torch, torchrec and fbgemm that go together, without their noise.
+
+The Makefile runs this file before torch is there: it imports the standard library alone."""
 
 from __future__ import annotations
 
 import difflib
 import errno
+import logging
 import os
-from collections.abc import Iterable
+import platform
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from importlib import metadata
+from importlib.util import find_spec
 
 SHOWN = 20
 """Known names that one error lists."""
@@ -13,8 +23,8 @@ SHOWN = 20
 
 def describe(place: str, requirement: str, received: object, remedy: str = "") -> str:
     """Words one error."""
-    wanted = requirement if requirement.startswith("supported ") else f"expected {requirement}"
-    message = f"{place}: {wanted}, got {received}"
+    verb = "" if requirement.startswith("supported ") else "expected "
+    message = f"{place}: {verb}{requirement}, got {received}"
     return f"{message}; {remedy}" if remedy else message
 
 
@@ -48,10 +58,10 @@ def describe_error(error: BaseException) -> str:
         ]
         return describe(", ".join(names) or "file system", requirement, error.strerror, remedy)
     text = str(error)
-    found = [words for number, words in _SYSTEM.items() if os.strerror(number) in text]
-    if not found or ": expected " in text:
+    words = [entry for number, entry in _SYSTEM.items() if os.strerror(number) in text]
+    if not words or ": expected " in text:
         return text
-    return describe("file system", found[0][0], " ".join(text.split()), found[0][1])
+    return describe("file system", words[0][0], " ".join(text.split()), words[0][1])
 
 
 def is_of_system(error: BaseException) -> bool:
@@ -100,3 +110,151 @@ def check_known(kind: str, name: str, known: Iterable[str]) -> None:
         raise ValueError(
             describe(f"{kind} {name!r}", f"a known {kind}", repr(name), nearest(name, known))
         )
+
+
+# What goes together
+
+TORCH_OF_TORCHREC = {"1.6": "2.11", "1.7": "2.12", "1.8": "2.13", "1.9": "2.14"}
+"""Releases that go together; fbgemm bears the number of torchrec."""
+NEEDED_BY_TORCHREC = ("pyre-extensions", "tensordict", "torchmetrics", "tqdm")
+"""Distributions that ``pip install --no-deps torchrec`` leaves out."""
+BUILDS = {"cpu": "fbgemm-gpu-cpu", "cuda": "fbgemm-gpu"}
+PINS = "torch==2.13.0 tensordict==0.15.3 torchmetrics==1.0.3 pyre-extensions==0.0.32 tqdm"
+
+
+def version() -> str:
+    """The version of this package, as it is installed."""
+    return metadata.version("dnis-torchrec")
+
+
+def versions(
+    names: Iterable[str] = ("dnis-torchrec", "torch", "torchrec", *BUILDS.values()),
+) -> dict[str, str]:
+    """Versions of Python and of the distributions, by default those that decide a result."""
+    numbers = {"python": platform.python_version()}
+    for name in names:
+        # An interrupted pip uninstall leaves a folder without a version: None here,
+        # FileNotFoundError once the importlib_metadata backport (torchx imports it) is there.
+        with suppress(metadata.PackageNotFoundError, FileNotFoundError):
+            number = metadata.version(name)
+            if number is not None:
+                numbers[name] = number
+    return numbers
+
+
+def check_dependencies(
+    flavour: str | None = None, *, installed: Mapping[str, str] | None = None
+) -> None:
+    """Checks that torch, torchrec and fbgemm are there and go together."""
+    needs = ("torch", "torchrec", *NEEDED_BY_TORCHREC)
+    if installed is None:
+        installed = versions((*needs, *BUILDS.values()))
+    builds = [build for build in BUILDS.values() if build in installed]
+    problems = [f"no {name}" for name in needs if name not in installed]
+    if flavour is not None and BUILDS[flavour] not in builds:
+        problems.append(f"no {BUILDS[flavour]}")
+    elif not builds:
+        problems.append("no fbgemm-gpu-cpu (or, on a CUDA machine, fbgemm-gpu)")
+    if len(builds) > 1:
+        problems.append("both builds of fbgemm, which overwrite each other's files")
+    elif builds and getattr(find_spec("fbgemm_gpu"), "origin", None) is None:
+        problems.append(f"{builds[0]} without its files, which the other build took along")
+    release = _release(installed.get("torchrec", ""))
+    if release and release not in TORCH_OF_TORCHREC:
+        problems.append(f"torchrec {release}, where {', '.join(TORCH_OF_TORCHREC)} are supported")
+    elif release:
+        fitting = {"torch": TORCH_OF_TORCHREC[release]} | dict.fromkeys(builds, release)
+        for name, other in fitting.items():
+            if name in installed and _release(installed[name]) != other:
+                problems.append(f"{name} {installed[name]}, where torchrec {release} needs {other}")
+    if problems:
+        build = BUILDS[flavour or "cpu"]
+        raise ImportError(
+            "torch, torchrec and fbgemm: expected releases and builds that go together, got "
+            f"{'; '.join(problems)}; in a clone of dnis-torchrec run `make setup`, elsewhere "
+            f"`pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install {PINS} {build}==1.8.0 && "
+            "pip install --no-deps torchrec==1.8.0`"
+        )
+
+
+def _release(number: str) -> str:
+    """``"2.13"`` of ``"2.13.0+cpu"``."""
+    return ".".join(re.findall(r"\d+", number)[:2])
+
+
+WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
+    # The CPU build of fbgemm has no SSD tables.
+    (r"\s*\S*\s*Failed to import. fbgemm_gpu", DeprecationWarning, "fbgemm_gpu"),
+    # torchrec imports fbgemm by its old module name and compiles with the old compiler.
+    (
+        r"\s*\S*\s*The Python module fbgemm_gpu\.split_table_batched_embeddings_ops is now",
+        DeprecationWarning,
+        "fbgemm_gpu",
+    ),
+    (r"`torch\.jit\.\w+` is deprecated", DeprecationWarning, r"torch\.jit"),
+    (r"`torch\.jit\.\w+` is deprecated", FutureWarning, r"torch\.jit"),  # since torch 2.14
+    # torchx reads its components so, on Python 3.12.
+    (r"ast\.Str is deprecated", DeprecationWarning, r"torchx\.specs\.file_linter"),
+    # torchrec pins this torchmetrics.
+    (r"distutils Version classes are deprecated", DeprecationWarning, "torchmetrics"),
+    # The replacement that it names does not know torchrec's own optimizers.
+    (
+        r"This API is deprecated\. Please use Pytorch Distributed's _apply_optimizer",
+        DeprecationWarning,
+        r"torchrec\.optim",
+    ),
+    # What DistributedModelParallel does by default: wrap in DDP, plan, keep ShardedTensors.
+    (r"`broadcast_buffers` is deprecated", FutureWarning, r"torchrec\.distributed"),
+    (
+        r"HeuristicalStorageReservation is known to cause issues",
+        FutureWarning,
+        r"torchrec\.distributed\.planner",
+    ),
+    (r"Please use DTensor instead and we are", FutureWarning, r"torch\.distributed"),
+    # How torchrec 1.6 asks which device a process group works on.
+    (
+        r"(`_get_pg_default_device` will be|Multiple backends are registered with this Process)",
+        UserWarning,
+        r"torchrec\.distributed",
+    ),
+    # Data-parallel tables on CPU; a test holds their gradients against the unsharded model's.
+    (
+        r"fbgemm..dense_embedding_codegen_lookup_function. an autograd kernel was not registered",
+        UserWarning,
+        r"torch\.autograd",
+    ),
+)
+"""Warnings about a dependency's own inside, which no user can act on: message, category, module."""
+
+LOGS: tuple[tuple[str, str], ...] = (
+    ("", "Could not determine LOCAL_WORLD_SIZE from environment, falling back to WORLD_SIZE"),
+    ("", "Sharding spec not found for "),
+    # Of fbgemm 1.6, which does not know itself; check_dependencies does.
+    ("", "\n            \033[33m\n            _fbgemm_torch_compat_table has no entry for 1.6"),
+    ("torch.fx._symbolic_trace", "is_fx_tracing will return true for both "),
+    ("torchrec.distributed.planner.storage_reservations", "There is a known issue with TorchRec's"),
+    ("torchrec.distributed.planner.types", "The topology was constructed directly rather than"),
+    ("torchrec.distributed.train_pipeline.postproc", "Postproc module "),  # no stream on a CPU
+    ("torchrec.distributed.utils", "Sharding Type is data_parallel, caching params will be"),
+)
+"""Log lines of the same sort: logger, how the line begins."""
+
+
+def silence_noise() -> None:
+    """Silences `WARNINGS` and `LOGS`, each by name, and nothing else."""
+    for message, category, module in WARNINGS:
+        warnings.filterwarnings("ignore", message=message, category=category, module=module)
+    for logger, _ in LOGS:
+        logging.getLogger(logger or None).addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    logger = "" if record.name == "root" else record.name
+    return not any(name == logger and record.getMessage().startswith(begin) for name, begin in LOGS)
+
+
+if __name__ == "__main__":
+    try:
+        check_dependencies(sys.argv[1])
+    except ImportError as error:
+        sys.exit(f"error: {error}")

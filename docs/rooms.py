@@ -17,8 +17,7 @@ from matplotlib import pyplot
 
 PACKAGE = Path(__file__).parents[1] / "dnis_torchrec"
 SAID = {
-    "_dependencies": "what goes together",
-    "checks": "wording of errors",
+    "checks": "wording of errors; what goes together",
     "ranks": "sums and errors over ranks",
     "files": "files whole or not at all",
     "forms": "layouts, precisions, bytes",
@@ -35,7 +34,6 @@ SAID = {
     "training": "shard, train, evaluate, save",
     "search": "both levels, size, pruning",
     "comparison": "other methods, side by side",
-    "jobs": "what each command does",
     "cli": "dnis",
 }
 """Room -> its content, in a few words."""

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 
+from dnis_torchrec.checks import WARNINGS
 from tests.started import IMPORTED
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +49,12 @@ hypothesis.settings.register_profile(
     "dnis", deadline=None, max_examples=25, derandomize=bool(os.environ.get("CI")), print_blob=True
 )
 hypothesis.settings.load_profile("dnis")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Silences what the package silences: the one list is its own."""
+    for message, category, module in WARNINGS:
+        config.addinivalue_line("filterwarnings", f"ignore:{message}:{category.__name__}:{module}")
 
 
 def pytest_sessionfinish(exitstatus: int) -> None:

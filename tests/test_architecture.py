@@ -20,7 +20,7 @@ from docs import rooms
 ROOT = Path(__file__).parents[1]
 PACKAGE = "dnis_torchrec"
 LAYERS = (
-    {"_dependencies", "checks", "ranks"},
+    {"checks", "ranks"},
     {"files"},
     {"blocks"},
     {"ops"},
@@ -41,7 +41,7 @@ LAYER_OF = {unit: layer for layer, units in enumerate(LAYERS) for unit in units}
 FILES = f"{PACKAGE}/data/files.py"
 """The one module of its room that the rooms below may import."""
 
-SERVING_NEEDS = {"_dependencies", "blocks", "checks", "forms", "ops", "scheme", "serving", "files"}
+SERVING_NEEDS = {"blocks", "checks", "forms", "ops", "scheme", "serving", "files"}
 """All of the package that a serving module may load: nothing that trains."""
 
 OUTSIDE = {"benchmarks", "examples", "tests", "torchx_components"}
@@ -327,7 +327,7 @@ def test_setup_names_no_registry_and_no_machine() -> None:
 
 def test_few_modules_stand_loose() -> None:
     loose = sorted(path.name for path in (ROOT / PACKAGE).glob("*.py"))
-    assert loose == ["__init__.py", "__main__.py", "_dependencies.py", "checks.py", "forms.py", "ranks.py", "scheme.py"]
+    assert loose == ["__init__.py", "__main__.py", "checks.py", "forms.py", "ranks.py", "scheme.py"]
 
 
 def test_serving_loads_little_and_nothing_that_trains() -> None:
@@ -344,7 +344,7 @@ def test_serving_loads_little_and_nothing_that_trains() -> None:
 def test_the_face_loads_nothing_before_it_is_asked() -> None:
     code = "import sys, dnis_torchrec; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.split()
-    assert {name for name in loaded if name.startswith(PACKAGE)} == {PACKAGE, f"{PACKAGE}._dependencies"}
+    assert {name for name in loaded if name.startswith(PACKAGE)} == {PACKAGE, f"{PACKAGE}.checks"}
     assert not {"torch", "torchrec", "pandas"} & set(loaded)
 
 

@@ -1,55 +1,147 @@
-"""The wording of errors."""
+"""The wording of errors, an environment that goes together, and dependencies that keep their troubles to themselves."""
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from dnis_torchrec import checks
-from dnis_torchrec.checks import check, check_known, describe, nearest
+from dnis_torchrec.checks import (
+    LOGS,
+    NEEDED_BY_TORCHREC,
+    PINS,
+    check,
+    check_dependencies,
+    check_known,
+    describe,
+    nearest,
+    silence_noise,
+)
 
+ROOT = Path(__file__).parents[1]
 NAMES = st.lists(st.text(min_size=1, max_size=6), max_size=12)
+CPU = {"torch": "2.13.0+cpu", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"} | dict.fromkeys(NEEDED_BY_TORCHREC, "1")
+CUDA = {name: number for name, number in CPU.items() if name != "fbgemm-gpu-cpu"} | {"fbgemm-gpu": "1.8.0"}
 
 
 def test_order_of_the_words() -> None:
-    assert describe("seed", "an integer", -1) == "seed: expected an integer, got -1"
     assert describe("seed", "an integer", "x", "give 0") == "seed: expected an integer, got x; give 0"
     assert describe("ranks", "supported is one process", 2) == "ranks: supported is one process, got 2"
-
-
-def test_check_raises_only_if_the_condition_fails() -> None:
     check(True, "seed", "an integer >= 0", -1)
     with pytest.raises(ValueError, match=r"^seed: expected an integer >= 0, got -1$"):
         check(False, "seed", "an integer >= 0", -1)
-    with pytest.raises(ValueError, match=r"^seed: expected an integer >= 0, got -1; give 0$"):
-        check(False, "seed", "an integer >= 0", -1, "give 0")
-
-
-def test_nearest_names_the_close_ones_else_all() -> None:
-    assert nearest("moive", ["user", "movie"]) == "did you mean 'movie'?"
-    assert nearest("abc1", ["abc3", "abc2", "zzz"]) == "did you mean 'abc3' or 'abc2'?"
-    assert nearest("abc", ["abc1", "abc2", "abc3", "abc4"]).count(" or ") == 2
-    assert nearest("xyz", ["movie", "user", "movie"]) == "known names: 'movie', 'user'"
-    assert nearest("xyz", []) == "known names: none"
-    assert nearest("xyz", [f"table{i:02}" for i in range(21)]).endswith("'table19', ...")
-    assert nearest("xyz", [f"table{i:02}" for i in range(20)]).endswith("'table19'")
 
 
 @given(st.text(min_size=1, max_size=6), NAMES)
-def test_check_known_lets_exactly_the_known_names_through(name: str, known: list[str]) -> None:
-    if name in known:
-        check_known("table", name, iter(known))
+def test_check_known_lets_exactly_the_known_names_through(name: str, names: list[str]) -> None:
+    if name in names:
+        check_known("table", name, iter(names))
         return
     with pytest.raises(ValueError, match="expected a known table") as caught:
-        check_known("table", name, iter(known))
-    message = str(caught.value)
-    assert message == f"table {name!r}: expected a known table, got {name!r}; {nearest(name, known)}"
-    assert not known or any(repr(other) in message.partition("; ")[2] for other in known)
+        check_known("table", name, iter(names))
+    assert str(caught.value).endswith(nearest(name, names))
+    assert not names or any(repr(other) in nearest(name, names) for other in names)
 
 
 def test_near_names_are_looked_for_only_when_a_name_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of multi-hot features is checked at every step of training."""
     monkeypatch.setattr(checks, "nearest", lambda *_: pytest.fail("looked for"))
-    check_known("table", "user", {"user": 1})
     check_known("table", "user", iter(["movie", "user"]))
+
+
+@pytest.mark.parametrize(
+    ("installed", "flavour"),
+    [
+        (CPU, None),
+        (CPU, "cpu"),
+        (CUDA, "cuda"),
+        (CPU | {"torch": "2.12.0+cpu", "torchrec": "1.7.0", "fbgemm-gpu-cpu": "1.7.0"}, None),
+        (None, None),
+    ],
+)
+def test_what_goes_together_is_accepted(installed: dict[str, str] | None, flavour: str | None) -> None:
+    check_dependencies(flavour, installed=installed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flavour", "name"),
+    [
+        *((dict.fromkeys([name]), None, name) for name in CPU),
+        ({"torch": "2.12.0"}, None, "torch"),
+        ({"torch": "2.1.3"}, None, "torch"),
+        ({"torchrec": "1.7.0"}, None, "torchrec"),
+        ({"torchrec": "1.10.0"}, None, "torchrec"),
+        ({"fbgemm-gpu-cpu": "1.7.0"}, None, "fbgemm-gpu-cpu"),
+        ({"fbgemm-gpu": "1.8.0"}, None, "both builds"),
+        ({}, "cuda", "no fbgemm-gpu"),
+    ],
+)
+def test_what_does_not_is_refused_with_the_commands_that_mend_it(
+    changes: dict[str, str | None], flavour: str | None, name: str
+) -> None:
+    installed = {key: number for key, number in (CPU | changes).items() if number is not None}
+    with pytest.raises(ImportError, match=name) as caught:
+        check_dependencies(flavour, installed=installed)
+    assert "`make setup`" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_check_imports_nothing_and_runs_as_a_program() -> None:
+    """As the Makefile does, before torch is there."""
+    code = "import runpy, sys; sys.argv = ['x', 'cpu']; "
+    code += f"runpy.run_path({checks.__file__!r}, run_name='__main__'); "
+    code += "print(sorted({'torch', 'torchrec', 'fbgemm_gpu', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True)
+    assert done.stdout == "[]\n" or "error: torch, torchrec and fbgemm" in done.stderr
+
+
+def test_pins_are_those_of_the_requirements() -> None:
+    lines = [line for path in (ROOT / "requirements").glob("*.txt") for line in path.read_text().splitlines()]
+    assert {pin for pin in PINS.split() if "==" in pin} | {"torchrec==1.8.0", "fbgemm-gpu==1.8.0"} <= set(lines)
+
+
+def test_only_the_named_warnings_and_log_lines_are_silenced(caplog: pytest.LogCaptureFixture) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        silence_noise()
+        for module in ("torchrec.distributed.embeddingbag", "somebody.else"):
+            for message in ("`broadcast_buffers` is deprecated. Use another", "your model is wrong"):
+                warnings.warn_explicit(message, FutureWarning, "file.py", 1, module=module)
+    assert [str(warning.message)[:6] for warning in caught] == ["your m", "`broad", "your m"]
+    with caplog.at_level(logging.WARNING):
+        for logger, begin in LOGS:
+            logging.getLogger(logger or None).warning("%s, and more", begin)
+            logging.getLogger("somebody.else").warning(begin)
+    assert caplog.messages == [begin for _, begin in LOGS]
+
+
+class _DataParallelSharder(EmbeddingBagCollectionSharder):
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return ["data_parallel"]
+
+
+def test_data_parallel_tables_have_the_gradients_of_the_unsharded_ones(gloo: dist.ProcessGroup) -> None:
+    """What the silenced warning about fbgemm's autograd kernel leaves open."""
+    config = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=20, feature_names=["f"])
+    plain = EmbeddingBagCollection(tables=[config])
+    module = nn.Sequential(EmbeddingBagCollection(tables=[config]))
+    sharded = DistributedModelParallel(module, device=torch.device("cpu"), sharders=[_DataParallelSharder()])
+    sharded.load_state_dict({f"0.{name}": value for name, value in plain.state_dict().items()})
+    features = KeyedJaggedTensor(keys=["f"], values=torch.randint(20, (24,)), lengths=torch.tensor([4, 0, 8, 12]))
+    for model in (plain, sharded):
+        (model(features).values() * torch.arange(16.0).view(4, 4)).sum().backward()
+    (expected,), (actual,) = plain.parameters(), sharded.parameters()
+    torch.testing.assert_close(actual.grad, expected.grad)

@@ -13,7 +13,7 @@ import torch
 from benchmarks.rivals.methods import METHODS
 from benchmarks.rivals.streams import train_on_validation
 from benchmarks.rivals.task import Recipes, Served, Task, UnmetError, loss_on_selection, plain
-from dnis_torchrec._dependencies import versions
+from dnis_torchrec.checks import versions
 from dnis_torchrec.data.recipe import build_recipe
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.training.evaluate import evaluate

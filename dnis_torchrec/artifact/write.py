@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dnis_torchrec._dependencies import versions
 from dnis_torchrec.artifact.card import write_card
 from dnis_torchrec.artifact.forms import Rows, chunks_of, encode_blocks, row_counts_of
 from dnis_torchrec.artifact.manifest import (
@@ -32,7 +31,7 @@ from dnis_torchrec.artifact.manifest import (
     write_manifest,
 )
 from dnis_torchrec.blocks.codes import row_strides
-from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.checks import check, check_known, describe, versions
 from dnis_torchrec.data.files import FolderKind, conform, new_folder
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.scheme import (

@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from torch import nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
-from dnis_torchrec._dependencies import versions
 from dnis_torchrec.allocation.axes import rotation_groups
 from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.artifact.export import drop_in_, export
@@ -26,7 +25,7 @@ from dnis_torchrec.artifact.manifest import read_manifest, write_manifest
 from dnis_torchrec.artifact.package import write_package
 from dnis_torchrec.artifact.verify import Verification, verify
 from dnis_torchrec.artifact.write import shared_folder, write_over_ranks
-from dnis_torchrec.checks import check, describe
+from dnis_torchrec.checks import check, describe, versions
 from dnis_torchrec.cli.narrow_rows import CUT_AXES, ROWS, columns_within, in_rows, table_bytes
 from dnis_torchrec.cli.progress import plain_progress, search_progress
 from dnis_torchrec.cli.run import (

@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
-from dnis_torchrec._dependencies import version
-from dnis_torchrec.checks import check, describe_error, is_of_system
+from dnis_torchrec.checks import check, describe_error, is_of_system, version
 from dnis_torchrec.cli.settings import (
     COMPRESSION_HELP,
     EPOCHS,

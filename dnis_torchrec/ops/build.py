@@ -35,7 +35,7 @@ FLAGS = (
     "-ffp-contract=off",  # a fused multiply-add would round otherwise than the baseline and torch do
     "-fPIC",
     "-shared",
-    "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the oldest torch of dnis_torchrec._dependencies: 2.11
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the oldest torch of dnis_torchrec.checks: 2.11
 )
 NO_COMPILE = "DNIS_NO_COMPILE"
 """Environment variable: set to anything but 0, nothing is compiled or loaded, and torch's own

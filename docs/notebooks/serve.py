@@ -25,6 +25,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
+from dnis_torchrec.allocation.axes import with_axes_
+from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.artifact.load import load_dense_state
 
 # %% [markdown]
@@ -66,7 +68,7 @@ for batch in 10 * batches:
 # are predicted as before. `export` writes tables and dense weights.
 
 # %%
-measured = dnis.measure_(model, batches, loss=loss)
+measured = measure_(model, batches, loss=loss)
 found = measured.allocate(compression=8)
 measured.shift_(found)
 artifact = dnis.export(model, found.scheme, Path(tempfile.mkdtemp()) / "artifact")
@@ -80,7 +82,7 @@ for file in sorted(path for path in artifact.rglob("*") if path.is_file()):
 # the artifact, too. A model that was turned has one buffer more; `with_axes_` gives it to a new one.
 
 # %%
-served = dnis.with_axes_(make_model())
+served = with_axes_(make_model())
 served.sparse_arch.embedding_bag_collection = dnis.load(artifact)
 left_out = served.load_state_dict(load_dense_state(artifact), strict=False)
 assert not left_out.unexpected_keys

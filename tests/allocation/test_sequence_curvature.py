@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torchrec.datasets.utils import Batch
 
 import dnis_torchrec as dnis
+from dnis_torchrec.allocation.curvature import curvature
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.selection.shards import table_configs
@@ -59,7 +60,7 @@ def test_it_is_what_the_oracle_finds(wrapped: bool) -> None:
     wanted = expected(model, batches, blocks)
     if wrapped:
         prepare_(model, blocks)
-    found = dnis.curvature(model, batches, blocks, loss=LOSS)
+    found = curvature(model, batches, blocks, loss=LOSS)
     assert list(found.curvature) == list(NAMES)
     for name, (gradient, bend) in wanted.items():
         torch.testing.assert_close(found.gradient[name], gradient, rtol=1e-4, atol=1e-6)
@@ -74,7 +75,7 @@ def test_of_a_task_of_two_outputs_it_is_what_the_oracle_finds(wrapped: bool) -> 
     wanted = expected(model, batches, blocks, of_two)
     if wrapped:
         prepare_(model, blocks)
-    found = dnis.curvature(dnis.TrainTask(model, ClickAndRating()), batches, blocks, loss=ClickAndRating())
+    found = curvature(dnis.TrainTask(model, ClickAndRating()), batches, blocks, loss=ClickAndRating())
     for name, (gradient, bend) in wanted.items():
         torch.testing.assert_close(found.gradient[name], gradient, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(found.curvature[name], bend, rtol=1e-4, atol=1e-6)

@@ -11,8 +11,8 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import PoolingType
 
-from dnis_torchrec import curvature, prepare_
-from dnis_torchrec.allocation.curvature import Curvature, curvature_of_read_tables
+from dnis_torchrec import prepare_
+from dnis_torchrec.allocation.curvature import Curvature, curvature, curvature_of_read_tables
 from dnis_torchrec.data.over_ranks import SlicedBatches
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model

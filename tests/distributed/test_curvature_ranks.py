@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dnis_torchrec import curvature
+from dnis_torchrec.allocation.curvature import curvature
 from tests.allocation.curvature_cases import ROWS, make_blocks, make_model
 from tests.distributed.curvature_scenarios import CASES, LOSS, PAIRS, SCENARIOS, SIZE, batches
 from tests.distributed.harness import RankResults, Results, running_ranks

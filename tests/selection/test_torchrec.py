@@ -29,6 +29,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
 from dnis_torchrec import selection
+from dnis_torchrec.allocation.compress import measure_
+from dnis_torchrec.allocation.curvature import curvature
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.data.recipe import DataSplits, Recipe
@@ -540,12 +542,12 @@ def test_what_was_searched_survives_merging(gloo: dist.ProcessGroup, sharding_ty
 @pytest.mark.parametrize("sharding_type", [None, "table_wise", "row_wise"])
 def test_curvature_of_a_prepared_model_is_the_plain_models(gloo: dist.ProcessGroup, sharding_type: str | None) -> None:
     plain, net = Net(), prepared(Net())
-    worth = dnis.curvature(plain, BATCHES, blocks(), loss=nn.BCEWithLogitsLoss())
+    worth = curvature(plain, BATCHES, blocks(), loss=nn.BCEWithLogitsLoss())
     if sharding_type is not None:
         trained = Trained(net, sharding_type)
         dnis.BilevelTrainPipeline(trained.model, trained.optimizer, CPU)
         net = trained.model.module.model
-    again = dnis.curvature(net, [copy.deepcopy(own) for own in BATCHES], blocks(), loss=nn.BCEWithLogitsLoss())
+    again = curvature(net, [copy.deepcopy(own) for own in BATCHES], blocks(), loss=nn.BCEWithLogitsLoss())
     for name in TABLES:
         torch.testing.assert_close(again.gradient[name], worth.gradient[name], atol=1e-6, rtol=1e-4)
         torch.testing.assert_close(again.curvature[name], worth.curvature[name], atol=1e-6, rtol=1e-4)
@@ -556,14 +558,14 @@ def test_curvature_is_the_loss_by_alpha() -> None:
     alpha = alpha_of(net).of(DIM).requires_grad_()
     loss = binary_cross_entropy_with_logits(by_hand(Net(), own.sparse_features, alpha, blocks()), own.labels)
     (expected,) = torch.autograd.grad(loss, [alpha])
-    worth = dnis.curvature(Net(), [own], blocks(), loss=nn.BCEWithLogitsLoss())
+    worth = curvature(Net(), [own], blocks(), loss=nn.BCEWithLogitsLoss())
     found = torch.cat([*worth.gradient.values()])
     torch.testing.assert_close(found.float(), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_served_bags_are_weighted(tmp_path: Path) -> None:
     net, own = Net(), BATCHES[2]
-    measured = dnis.measure_(net, BATCHES, loss=nn.BCEWithLogitsLoss())
+    measured = measure_(net, BATCHES, loss=nn.BCEWithLogitsLoss())
     found = measured.allocate(compression=4)
     dnis.export(net, found.scheme, tmp_path / "artifact")
     turned = copy.deepcopy(net)

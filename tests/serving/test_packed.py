@@ -23,6 +23,7 @@ from torchrec.inference.modules import quantize_embeddings
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
+from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.artifact.load import load, serve
 from dnis_torchrec.artifact.package import Signature, export_graph
@@ -349,7 +350,7 @@ def test_ways_that_there_are_not_are_refused(tmp_path: Path) -> None:
 def compressed(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path, MixedDimensionScheme]:
     """A model, and its tables in every form that holds them."""
     recipe, artifact = make_recipe(), tmp_path_factory.mktemp("traced") / "artifact"
-    measured = dnis.measure_(recipe.model, recipe.data.train, loss=recipe.loss)
+    measured = measure_(recipe.model, recipe.data.train, loss=recipe.loss)
     scheme = measured.allocate(compression=3.5).scheme
     dnis.export(recipe.model, scheme, artifact)
     return recipe.model.eval(), artifact, scheme
