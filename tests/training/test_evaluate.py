@@ -1,0 +1,620 @@
+"""Losses and metrics of a split, of one task and of several, against oracles."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+from torchmetrics.retrieval import RetrievalMRR, RetrievalNormalizedDCG, RetrievalRecall
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec.data.batches import RankingBatch, slice_of
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.task import (
+    RANKING_KS,
+    Predictions,
+    Task,
+    TrainTask,
+    check_candidates,
+    check_task,
+    possible_metrics,
+    task_of,
+)
+from dnis_torchrec.ranks import Ranks
+from dnis_torchrec.training.evaluate import (
+    LOSSES_PER_BATCH,
+    AreaUnderCurve,
+    Calibration,
+    LogLoss,
+    NormalizedEntropy,
+    RankingMetrics,
+    WeightedSquaredError,
+    evaluate,
+    is_ahead,
+    part_losses,
+    primary_metric,
+    selection_loss,
+)
+from tests.distributed.harness import Rank, Results, run_on_ranks
+from tests.tiny import make_batch
+from tests.tiny import make_recipe as make_plain_recipe
+from tests.tiny_tasks import METRICS, SHARE, ClickAndRating, make_recipe, two_sided
+
+CPU = torch.device("cpu")
+RANKING_NAMES = {f"{name}@{k}" for name in ("recall", "mrr", "ndcg") for k in RANKING_KS}
+
+
+def naive_ranking(preds: list[float], labels: list[int], queries: list[int], k: int) -> dict[str, float]:
+    """One query at a time, by the definitions; among equal predictions the negatives come first."""
+    values: dict[str, list[float]] = {"recall": [], "mrr": [], "ndcg": []}
+    for query in set(queries):
+        own = sorted((-p, y) for p, y, q in zip(preds, labels, queries, strict=True) if q == query)
+        ranked = [y for _, y in own]
+        gains = [y / math.log2(place + 2) for place, y in enumerate(ranked)]
+        ideal = [y / math.log2(place + 2) for place, y in enumerate(sorted(ranked, reverse=True))]
+        places = [place for place, y in enumerate(ranked[:k], start=1) if y]
+        values["recall"].append(sum(ranked[:k]) / sum(ranked) if any(ranked) else 0.0)
+        values["mrr"].append(1 / places[0] if places else 0.0)
+        values["ndcg"].append(sum(gains[:k]) / sum(ideal[:k]) if any(ranked) else 0.0)
+    return {f"{name}@{k}": float(np.mean(each)) for name, each in values.items()}
+
+
+@st.composite
+def rankings(draw: st.DrawFn) -> tuple[list[float], list[int], list[int]]:
+    """Queries of 3 to 8 candidates in any order, with ties, several positives or none."""
+    candidates = [
+        (draw(st.integers(-3, 3)) / 2, draw(st.integers(0, 1)), 10 * query)
+        for query in range(draw(st.integers(1, 5)))
+        for _ in range(draw(st.integers(3, 8)))
+    ]
+    shuffled = draw(st.permutations(candidates))
+    preds, labels, queries = (list(column) for column in zip(*shuffled, strict=True))
+    return preds, labels, queries
+
+
+def computed(metric: RankingMetrics) -> dict[str, float]:
+    return {name: float(value) for name, value in metric.compute().items()}
+
+
+class TestRanking:
+    @given(rankings(), st.integers(1, 9))
+    def test_equals_the_definitions_in_any_order_and_batches(self, ranking, batch_size):
+        preds, labels, queries = ranking
+        metric = RankingMetrics(ks=(1, 2, 3))
+        columns = (torch.tensor(preds), torch.tensor(labels).float(), torch.tensor(queries))
+        for parts in zip(*(column.split(batch_size) for column in columns), strict=True):
+            metric.update(*parts)
+        want = {name: value for k in (1, 2, 3) for name, value in naive_ranking(*ranking, k).items()}
+        assert computed(metric) == pytest.approx(want, abs=1e-12)
+
+    def test_equals_torchmetrics_where_nothing_ties(self):
+        generator = torch.Generator().manual_seed(0)
+        queries = torch.randint(0, 30, (900,), generator=generator)
+        preds = torch.randperm(900, generator=generator).float()
+        labels = (torch.rand(900, generator=generator) < 0.1).long()
+        metric = RankingMetrics()
+        metric.update(preds, labels, queries)
+        found = computed(metric)
+        for k in RANKING_KS:
+            for name, theirs in (("recall", RetrievalRecall(top_k=k)), ("ndcg", RetrievalNormalizedDCG(top_k=k))):
+                assert found[f"{name}@{k}"] == pytest.approx(float(theirs(preds, labels, queries)), abs=1e-6)
+        k = int(queries.bincount().min())
+        metric = RankingMetrics(ks=(k,))
+        small = torch.isin(queries, queries.bincount().argmin())
+        metric.update(preds[small], labels[small], queries[small])
+        assert computed(metric)[f"mrr@{k}"] == pytest.approx(
+            float(RetrievalMRR()(preds[small], labels[small], queries[small])), abs=1e-6
+        )
+
+    def test_a_model_that_tells_nothing_apart_gets_nothing(self):
+        metric = RankingMetrics()
+        metric.update(torch.zeros(100), torch.arange(100) == 0, torch.zeros(100))
+        assert set(computed(metric).values()) == {0.0}
+
+    def test_starts_anew_after_reset(self):
+        metric = RankingMetrics(ks=(1,))
+        metric.update(torch.tensor([0.0, 1.0]), torch.tensor([1, 0]), torch.tensor([0, 0]))
+        metric.reset()
+        metric.update(torch.tensor([1.0, 0.0]), torch.tensor([1, 0]), torch.tensor([0, 0]))
+        assert computed(metric) == {"recall@1": 1.0, "mrr@1": 1.0, "ndcg@1": 1.0}
+
+    def test_too_few_candidates(self):
+        queries = torch.tensor([4] * 10 + [7] * 9)
+        message = r"^ranking, query 7: expected at least k=10 candidates, got 9; add negatives, or leave the query out$"
+        with pytest.raises(ValueError, match=message):
+            check_candidates(queries)
+        check_candidates(queries, k=9)
+        metric = RankingMetrics()
+        metric.update(torch.rand(19), torch.zeros(19), queries)
+        with pytest.raises(ValueError, match=message):
+            metric.compute()
+
+    def test_no_query_odd_labels_odd_cut_offs(self):
+        with pytest.raises(ValueError, match="ranking: expected at least one query, got 0"):
+            check_candidates(torch.zeros(0, dtype=torch.int64))
+        with pytest.raises(ValueError, match=r"ranking: expected labels 0 or 1, got 4\.0"):
+            RankingMetrics().update(torch.rand(2), torch.tensor([0.0, 4.0]), torch.zeros(2))
+        for ks in ((), (0, 5)):
+            with pytest.raises(ValueError, match=r"RankingMetrics\.ks: expected cut-offs >= 1"):
+                RankingMetrics(ks)
+
+
+class TestClicks:
+    @given(st.lists(st.tuples(st.floats(0.01, 0.99), st.integers(0, 1)), min_size=2, max_size=30), st.integers(1, 9))
+    def test_equals_the_definitions(self, samples, batch_size):
+        samples = [*samples, (0.3, 0), (0.6, 1)]
+        p, y = np.array([s[0] for s in samples]), np.array([s[1] for s in samples])
+        entropy, calibration = NormalizedEntropy(), Calibration()
+        for start in range(0, len(samples), batch_size):
+            part = slice(start, start + batch_size)
+            for metric in (entropy, calibration):
+                metric.update(torch.from_numpy(p[part]), torch.from_numpy(y[part]))
+        rate = y.mean()
+        logloss = -(y * np.log(p) + (1 - y) * np.log(1 - p)).mean()
+        natural = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
+        assert float(entropy.compute()) == pytest.approx(logloss / natural, rel=1e-9)
+        assert float(calibration.compute()) == pytest.approx(p.sum() / y.sum(), rel=1e-9)
+
+    @pytest.mark.parametrize("label", [0, 1])
+    def test_one_class_is_no_calibration(self, label: int):
+        calibration = Calibration()
+        calibration.update(torch.tensor([0.5, 0.25]), torch.tensor([label, label]))
+        assert math.isnan(float(calibration.compute()))
+        calibration.update(torch.tensor([0.5]), torch.tensor([1 - label]))
+        assert float(calibration.compute()) == pytest.approx(1.25 / (1 + label))
+
+
+class FirstDense(nn.Module):
+    """Predicts the first dense feature."""
+
+    def forward(self, dense_features: Tensor, sparse_features: object) -> Tensor:
+        return dense_features[:, 0]
+
+
+def ranking_batches(num_queries: int, num_candidates: int) -> list[RankingBatch]:
+    """The positive of query q has the score q, its candidate c the score c - 0.5: the query's rank falls with q."""
+    features = KeyedJaggedTensor.empty()
+    batches = []
+    for query in range(num_queries):
+        scores = torch.tensor([float(query), *(c + 0.5 for c in range(num_candidates - 1))])
+        labels, queries = torch.zeros(num_candidates), torch.full((num_candidates,), query)
+        labels[0] = 1.0
+        batches.append(RankingBatch(scores.unsqueeze(1), features, labels, queries))
+    return batches
+
+
+class TestEvaluate:
+    loss = nn.BCEWithLogitsLoss()
+
+    def test_ranks_a_split_of_ranking_batches(self):
+        found = evaluate(TrainTask(FirstDense(), self.loss), ranking_batches(15, 12), self.loss, CPU)
+        assert set(found) == {"loss"} | RANKING_NAMES
+        ranks = [12 - min(query, 11) for query in range(15)]
+        for k in RANKING_KS:
+            assert found[f"recall@{k}"] == pytest.approx(np.mean([rank <= k for rank in ranks]))
+            assert found[f"mrr@{k}"] == pytest.approx(np.mean([(rank <= k) / rank for rank in ranks]))
+            assert found[f"ndcg@{k}"] == pytest.approx(np.mean([(rank <= k) / math.log2(rank + 1) for rank in ranks]))
+
+    def test_refuses_a_query_with_fewer_candidates_than_k(self):
+        batches = [*ranking_batches(2, 12), *ranking_batches(3, 9)[2:]]
+        with pytest.raises(ValueError, match="ranking, query 2: expected at least k=10 candidates, got 9"):
+            evaluate(TrainTask(FirstDense(), self.loss), batches, self.loss, CPU)
+
+    def test_clicks(self):
+        logits, labels = torch.randn(50, 1), (torch.arange(50) % 3 == 0).float()
+        batch = Batch(logits, KeyedJaggedTensor.empty(), labels)
+        found = evaluate(TrainTask(FirstDense(), self.loss), [batch], self.loss, CPU)
+        assert set(found) == {"loss", "logloss", "auc", "ne", "calibration"}
+        rate = float(labels.mean())
+        natural = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
+        assert found["ne"] == pytest.approx(found["logloss"] / natural, abs=1e-6)
+        assert found["calibration"] == pytest.approx(float(logits.sigmoid().mean()) / rate, abs=1e-6)
+
+    def test_batches_without_samples_are_an_empty_split(self):
+        empty = Batch(torch.zeros(0, 1), KeyedJaggedTensor.empty(), torch.zeros(0))
+        with pytest.raises(ValueError, match="evaluation split: expected at least one sample"):
+            evaluate(TrainTask(FirstDense(), nn.MSELoss()), [], nn.MSELoss(), CPU)
+        with pytest.raises(ValueError, match="evaluation split: expected at least one sample"):
+            evaluate(TrainTask(FirstDense(), nn.MSELoss()), [empty], nn.MSELoss(), CPU)
+        full = Batch(torch.tensor([[3.0], [1.0]]), KeyedJaggedTensor.empty(), torch.zeros(2))
+        found = evaluate(TrainTask(FirstDense(), nn.MSELoss()), [empty, full, empty], nn.MSELoss(), CPU)
+        assert found == {"loss": 5.0, "mse": 5.0}
+
+    def test_primary_metric(self):
+        plain = [Batch(torch.zeros(1, 1), KeyedJaggedTensor.empty(), torch.zeros(1))]
+        assert primary_metric(self.loss) == primary_metric(self.loss, plain) == ("auc", True)
+        assert primary_metric(nn.MSELoss(), plain) == ("mse", False)
+        assert primary_metric(self.loss, ranking_batches(1, 2)) == ("ndcg@10", True)
+
+
+class TestRankingBatch:
+    def test_moves_as_a_whole(self):
+        (batch,) = ranking_batches(1, 3)
+        moved = batch.to(torch.device("meta"), non_blocking=True)
+        assert isinstance(moved, RankingBatch)
+        parts = (moved.dense_features, moved.labels, moved.queries, moved.sparse_features.values())
+        assert {part.device.type for part in parts} == {"meta"}
+        assert torch.equal(batch.to(CPU).queries, batch.queries)
+
+    def test_pins_and_records_all_parts(self, monkeypatch):
+        (batch,) = ranking_batches(1, 3)
+        pinned, recorded = [], []
+        monkeypatch.setattr(Tensor, "pin_memory", lambda self: pinned.append(self.data_ptr()) or self.clone())
+        monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: recorded.append((self.data_ptr(), stream)))
+        copy = batch.pin_memory()
+        assert isinstance(copy, RankingBatch)
+        assert torch.equal(copy.queries, batch.queries)
+        batch.record_stream("stream")
+        own = {part.data_ptr() for part in (batch.dense_features, batch.labels, batch.queries)}
+        assert own <= set(pinned)
+        assert {(pointer, "stream") for pointer in own} <= set(recorded)
+
+
+def metrics_of_rank(at: Rank) -> Results:
+    """Evaluates this rank's batches: the queries go across ranks, and rank 0 has three batches more than rank 1."""
+    loss, parts = nn.BCEWithLogitsLoss(), _parts()
+    own = parts[:5] if at.rank == 0 else parts[5:]
+    ranking = evaluate(TrainTask(FirstDense(), loss), own, loss, CPU)
+    clicks = evaluate(TrainTask(FirstDense(), loss), [_as_clicks(part) for part in own], loss, CPU)
+    return {"ranking": ranking, "clicks": clicks}
+
+
+def _parts() -> list[RankingBatch]:
+    """Seven batches of 20 queries, cut across the queries."""
+    whole = ranking_batches(20, 13)
+    order = torch.randperm(260, generator=torch.Generator().manual_seed(1))
+    columns = [torch.cat([getattr(batch, name) for batch in whole])[order] for name in ("dense_features", "labels")]
+    queries = torch.cat([batch.queries for batch in whole])[order]
+    sizes = (50, 40, 10, 60, 20, 70, 10)
+    cut = zip(columns[0].split(sizes), columns[1].split(sizes), queries.split(sizes), strict=True)
+    return [RankingBatch(dense, KeyedJaggedTensor.empty(), labels, query) for dense, labels, query in cut]
+
+
+def _as_clicks(batch: RankingBatch) -> Batch:
+    return Batch(batch.dense_features, batch.sparse_features, batch.labels)
+
+
+def test_two_ranks_get_the_metrics_of_all_samples(tmp_path: Path) -> None:
+    loss, task = nn.BCEWithLogitsLoss(), TrainTask(FirstDense(), nn.BCEWithLogitsLoss())
+    first, second = run_on_ranks(2, {"metrics": metrics_of_rank}, tmp_path)["metrics"]
+    assert first == second
+    assert first["ranking"] == pytest.approx(evaluate(task, _parts(), loss, CPU), abs=1e-6)
+    alone = evaluate(task, [_as_clicks(part) for part in _parts()], loss, CPU)
+    assert first["clicks"] == pytest.approx(alone, abs=1e-6)
+
+
+CPU_OF_TASKS = torch.device("cpu")
+SAMPLES = st.lists(
+    st.tuples(st.integers(-3, 3).map(lambda z: z / 2), st.integers(0, 1), st.integers(0, 3).map(lambda w: w / 2)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(SAMPLES, st.integers(1, 5))
+def test_weighted_metrics_are_those_of_the_definitions(samples: list[tuple[float, int, float]], batch_size: int):
+    """A weight counts as so many samples; ties count half."""
+    scores, labels, weights = (torch.tensor(column) for column in zip(*samples, strict=True))
+    chances = scores.double().sigmoid()
+    given_to = {
+        AreaUnderCurve(): scores,
+        NormalizedEntropy(): chances,
+        Calibration(): chances,
+        LogLoss(): scores,
+        WeightedSquaredError(): scores,
+    }
+    for metric, values in given_to.items():
+        for parts in zip(*(c.split(batch_size) for c in (values, labels, weights)), strict=True):
+            metric.update(*parts)
+    found = [float(metric.compute()) for metric in given_to]
+    total, clicks = sum(w for *_, w in samples), sum(w for _, y, w in samples if y)
+    pairs = [(w * v, (z > x) + (z == x) / 2) for z, y, w in samples if y for x, n, v in samples if not n]
+    losses = [(w, math.log1p(math.exp(-z if y else z))) for z, y, w in samples]
+    has_both = 0 < clicks < total
+    area = sum(w * won for w, won in pairs) / sum(w for w, _ in pairs) if has_both else math.nan
+    loss = sum(w * own for w, own in losses) / total if total else math.nan
+    rate = clicks / total if total else math.nan
+    natural = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate)) if has_both else math.nan
+    predicted = sum(w / (1 + math.exp(-z)) for z, _, w in samples)
+    squared = sum(w * (z - y) ** 2 for z, y, w in samples) / total if total else math.nan
+    wanted = [area, loss / natural, predicted / clicks if has_both else math.nan, loss, squared]
+    assert found == pytest.approx(wanted, abs=1e-6, nan_ok=True)
+
+
+def by_hand(recipe: Recipe) -> dict[str, float]:
+    """Metrics of the test split in one piece, by their definitions."""
+    with torch.no_grad():
+        outputs = [recipe.model.eval()(batch.sparse_features, batch.candidates) for batch in recipe.data.test]
+    click, rating = (torch.cat([own[name] for own in outputs]).squeeze(1) for name in ("click", "rating"))
+    labels, weights = (
+        torch.cat([getattr(batch, part) for batch in recipe.data.test]) for part in ("labels", "weights")
+    )
+    positive, negative = click[labels[:, 0] == 1], click[labels[:, 0] == 0]
+    squared = torch.where(weights > 0, weights * (rating - labels[:, 1]).square(), 0)
+    of_clicks = nn.functional.binary_cross_entropy_with_logits(click, labels[:, 0])
+    return {
+        "loss": float(of_clicks + SHARE * squared.mean()),
+        "click_auc": float(((positive[:, None] > negative) + (positive[:, None] == negative) / 2).double().mean()),
+        "click_logloss": float(of_clicks),
+        "rating_mse": float(squared.sum() / weights.sum()),
+    }
+
+
+def test_every_prediction_is_judged_by_its_kind_and_weights() -> None:
+    recipe = make_recipe()
+    found = evaluate(TrainTask(recipe.model, recipe.task), recipe.data.test, recipe.task, CPU_OF_TASKS)
+    assert set(found) == METRICS == set(possible_metrics(recipe.task))
+    assert {name: found[name] for name in by_hand(recipe)} == pytest.approx(by_hand(recipe), abs=1e-5)
+    assert primary_metric(recipe.task, recipe.data.test) == ("click_auc", True)
+
+
+def evaluated_halves(at: Rank) -> Results:
+    recipe = make_recipe()
+    halves = [two_sided(40, 1), two_sided(30, 2)]
+    return evaluate(TrainTask(recipe.model, recipe.task), [halves[at.rank]], recipe.task, CPU_OF_TASKS)
+
+
+def test_two_ranks_get_the_metrics_of_all_samples_of_tasks(tmp_path: Path) -> None:
+    recipe = make_recipe()
+    alone = evaluate(
+        TrainTask(recipe.model, recipe.task), [two_sided(40, 1), two_sided(30, 2)], recipe.task, CPU_OF_TASKS
+    )
+    first, second = run_on_ranks(2, {"halves": evaluated_halves}, tmp_path)["halves"]
+    assert first == second == pytest.approx(alone, abs=1e-6)
+
+
+@pytest.mark.parametrize(("stop_on", "sign"), [("loss", 1), ("click_auc", -1), ("rating_mse", 1), ("click_ne", 1)])
+def test_a_named_metric_stops(stop_on: str, sign: int) -> None:
+    recipe = make_recipe(stop_on=stop_on)
+    task = TrainTask(recipe.model, recipe.task)
+    metrics = evaluate(task, recipe.data.selection, recipe.task, CPU_OF_TASKS)
+    assert selection_loss(task, recipe, CPU_OF_TASKS) == sign * metrics[stop_on]
+
+
+def test_a_metric_that_the_selection_split_has_not_is_named() -> None:
+    recipe = make_plain_recipe()
+    for batch in recipe.data.selection:
+        batch.labels.fill_(1)
+    recipe = Recipe(model=recipe.model, data=recipe.data, loss=recipe.loss, stop_on="auc")
+    with pytest.raises(ValueError, match=r"expected Recipe\.stop_on to be one of loss, logloss, got 'auc'$"):
+        selection_loss(TrainTask(recipe.model, recipe.task), recipe, CPU_OF_TASKS)
+
+
+class Unfinished(Task):
+    kinds: Mapping[str, str] = {"click": "binary"}
+    outputs = ClickAndRating.outputs
+
+
+class Learning(ClickAndRating):
+    def __init__(self) -> None:
+        super().__init__()
+        self.share = nn.Parameter(torch.ones(()))
+
+
+class Unknown(ClickAndRating):
+    kinds: Mapping[str, str] = {"click": "ordinal"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"loss": Task()}, "task Task.kinds"),
+        ({"loss": Unknown()}, "task Unknown, prediction 'click'"),
+        ({"loss": Learning()}, "task Learning"),
+        ({"stop_on": "auc"}, "metric 'auc'"),
+        ({"stop_on": "click_calibration"}, "Recipe.stop_on"),
+    ],
+)
+def test_a_recipe_refuses(fields: dict[str, Any], place: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(place)}"):
+        make_recipe(**fields)
+
+
+def changed(**parts: Any) -> Task:
+    """The task with other parts of its rating's predictions; a part of None is left out altogether."""
+
+    class Changed(ClickAndRating):
+        def predictions(self, batch: Batch, outputs: Any) -> dict[str, Predictions]:
+            whole = super().predictions(batch, outputs)
+            rating = whole["rating"]
+            given_parts = {name: make(batch, getattr(rating, name)) for name, make in parts.items() if name != "name"}
+            own = {"values": rating.values, "labels": rating.labels, "weights": rating.weights} | given_parts
+            return {"click": whole["click"], parts.get("name", "rating"): Predictions(**own)}
+
+    return Changed()
+
+
+def first_is(value: float) -> Any:
+    def change(batch: Batch, part: Tensor) -> Tensor:
+        part = part.clone()
+        part[0] = value
+        return part
+
+    return change
+
+
+class SumOfSamples(ClickAndRating):
+    def loss(self, batch: Batch, outputs: Any) -> Tensor:
+        return outputs["click"].square()
+
+
+PLACE = "selection batch 0"
+RATING = f"{PLACE}, prediction 'rating': expected"
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (Unfinished(), "task Unfinished: expected a method 'loss', got none"),
+        (SumOfSamples(), f"{PLACE}, task SumOfSamples: expected a loss that is a scalar, got (64, 1); take its mean"),
+        (changed(name="stars"), f"{PLACE}, task Changed: expected the predictions ['click', 'rating'], as its "),
+        (changed(labels=lambda *_: None), f"{RATING} labels (64,), one for each sample, g"),
+        (changed(values=lambda _, v: v[1:]), f"{RATING} values (64,), one for each sampl"),
+        (changed(weights=first_is(-1)), f"{RATING} weights that are finite and >= 0, got "),
+        (changed(weights=first_is(math.nan)), f"{RATING} weights that are finite and >= "),
+        (changed(weights=lambda *_: None), f"{RATING} finite labels, got nan; give sampl"),
+    ],
+)
+def test_what_is_wrong_with_a_task_is_said_before_training(task: Task, message: str) -> None:
+    recipe = make_recipe(loss=task)
+    with pytest.raises((ValueError, NotImplementedError), match=f"^{re.escape(message.split(': expected')[0])}"):
+        check_task(recipe.model, recipe.task, recipe.data.selection.batches[0], PLACE)
+    assert recipe.model.training
+
+
+def test_outputs_have_to_be_tensors() -> None:
+    class Pair(ClickAndRating):
+        def outputs(self, model: nn.Module, batch: Batch) -> Any:
+            return tuple(super().outputs(model, batch).values())
+
+    with pytest.raises(
+        TypeError, match="outputs: expected a tensor, or tensors by name, of the model, got tuple; return"
+    ):
+        recipe = make_recipe(loss=Pair())
+        check_task(recipe.model, recipe.task, recipe.data.selection.batches[0], PLACE)
+
+
+def test_a_batch_of_torchrec_needs_no_dense_features() -> None:
+    recipe = make_recipe()
+    (click, _), users = recipe.data.test.batches[0].labels.T, recipe.data.test.batches[0].sparse_features
+
+    class Users(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.users = recipe.model.users
+
+        def forward(self, dense_features: None, sparse_features: KeyedJaggedTensor) -> Tensor:
+            assert dense_features is None
+            return self.users(sparse_features).values().sum(1)
+
+    loss = nn.BCEWithLogitsLoss()
+    found = evaluate(TrainTask(Users(), loss), [Batch(None, users, click)], loss, CPU_OF_TASKS)
+    expected = loss(recipe.model.users(users).values().sum(1), click).item()
+    assert found["loss"] == pytest.approx(expected, abs=1e-6)
+
+
+CPU_OF_PAIRED_LOSSES = torch.device("cpu")
+NUMBERS = st.floats(-2, 2, allow_nan=False, width=32)
+
+
+def naive_lead(losses: Tensor, rival: Tensor) -> tuple[float, float]:
+    """The mean of all samples' differences, each part's standing for its own; and its standard error."""
+    pairs = [(n, theirs - own) for (n, own), (_, theirs) in zip(losses.tolist(), rival.tolist(), strict=True)]
+    total = sum(n for n, _ in pairs)
+    mean = sum(n * d for n, d in pairs) / total
+    if len(pairs) == 1:
+        return mean, 0.0
+    squares = sum((n / total) ** 2 * (d - mean) ** 2 for n, d in pairs)
+    return mean, math.sqrt(squares * len(pairs) / (len(pairs) - 1))
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), NUMBERS, NUMBERS), min_size=1, max_size=8))
+@settings(max_examples=200, deadline=None)
+def test_ahead_is_a_lead_of_more_than_one_standard_error(batches: list[tuple[int, float, float]]) -> None:
+    losses = torch.tensor([(n, own) for n, own, _ in batches], dtype=torch.float64)
+    rival = torch.tensor([(n, theirs) for n, _, theirs in batches], dtype=torch.float64)
+    lead, error = naive_lead(losses, rival)
+    if abs(lead - error) > 1e-9:
+        assert is_ahead(losses, rival, Ranks()) == (lead > error)
+
+
+@pytest.mark.parametrize(("gap", "expected"), [(0.1, True), (0.0, False), (-0.1, False)])
+def test_one_part_has_no_error_and_the_lead_decides(gap: float, expected: bool) -> None:
+    losses = torch.tensor([[7.0, 0.5]], dtype=torch.float64)
+    assert is_ahead(losses, losses + torch.tensor([0.0, gap]), Ranks()) is expected
+
+
+def of_parts(task: Task | nn.Module, batches: list[Batch], model: nn.Module) -> Tensor:
+    """Losses of parts of a split, and that no mode has changed."""
+    whole = TrainTask(model, task).train()
+    found = part_losses(whole, batches, whole.task, CPU_OF_PAIRED_LOSSES)
+    assert whole.training
+    assert found.dtype == torch.float64
+    return found
+
+
+@torch.no_grad()
+def loss_of(task: Task, model: nn.Module, batch: Batch) -> float:
+    """The loss of a batch, looked up by itself."""
+    return float(task.loss(batch, task.outputs(model, batch)))
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (5, 40), (1,), (3, 0, 17)])
+def test_losses_of_parts_are_those_of_their_samples(sizes: tuple[int, ...]) -> None:
+    model, criterion = make_plain_recipe().model.eval(), nn.BCEWithLogitsLoss()
+    batches = [slice_of(make_batch(max(size, 1), seed), 0, size) for seed, size in enumerate(sizes)]
+    found = of_parts(criterion, batches, model)
+    of_samples = [
+        loss_of(task_of(criterion), model, one)
+        for batch in batches
+        for one in (slice_of(batch, place, place + 1) for place in range(len(batch.labels)))
+    ]
+    assert len(found) == sum(min(LOSSES_PER_BATCH, size) for size in sizes)
+    assert found[:, 0].sum() == sum(sizes)
+    ends = found[:, 0].cumsum(0).int().tolist()
+    for (size, loss), end in zip(found.tolist(), ends, strict=True):
+        own = of_samples[end - int(size) : end]
+        assert loss == pytest.approx(sum(own) / len(own), rel=1e-5)
+
+
+def test_losses_of_parts_average_to_that_of_the_split() -> None:
+    recipe: Any = make_plain_recipe()
+    found = of_parts(nn.BCEWithLogitsLoss(), recipe.data.selection, recipe.model)
+    whole = evaluate(TrainTask(recipe.model, recipe.task), recipe.data.selection, recipe.task, CPU_OF_PAIRED_LOSSES)[
+        "loss"
+    ]
+    assert float((found[:, 0] * found[:, 1]).sum() / found[:, 0].sum()) == pytest.approx(whole, rel=1e-6)
+
+
+class RatedClicks(Task):
+    """Two outputs by name, a constant beside them, and samples that weigh nothing."""
+
+    kinds: ClassVar = {"click": "binary"}
+
+    def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
+        """Outputs of several shapes."""
+        return {"click": super().outputs(model, batch), "temperature": torch.tensor(2.0), "name": "clicks"}
+
+    def loss(self, batch: Batch, outputs: dict[str, Any]) -> Tensor:
+        """A weighted mean, which is 0 / 0 for samples that all weigh nothing."""
+        weights = batch.dense_features[:, :1]
+        logits, labels = outputs["click"].reshape(-1, 1) / outputs["temperature"], batch.labels.float().reshape(-1, 1)
+        losses = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+        return (weights * losses).sum() / weights.sum()
+
+
+def test_outputs_by_name_are_cut_with_the_batch() -> None:
+    model, batch = make_plain_recipe().model.eval(), make_batch(32, 0)
+    found = of_parts(RatedClicks(), [batch], model)
+    first = slice_of(batch, 0, 2)
+    assert found[0].tolist() == pytest.approx([2, loss_of(RatedClicks(), model, first)])
+
+
+def test_a_batch_stays_whole_where_a_part_weighs_nothing() -> None:
+    model, batch = make_plain_recipe().model.eval(), make_batch(32, 0)
+    batch.dense_features[:5, 0] = 0.0
+    found = of_parts(RatedClicks(), [batch, make_batch(32, 1)], model)
+    assert len(found) == 1 + LOSSES_PER_BATCH
+    assert found[0].tolist() == pytest.approx([32, loss_of(RatedClicks(), model, batch)])
+
+
+def test_two_batches_are_enough_to_see_a_lead() -> None:
+    """Of two batches alone that differ, as those of a small split do, one error is as large as the lead or larger."""
+    task, model = task_of(nn.BCEWithLogitsLoss()), make_plain_recipe().model.eval()
+    batches = [make_batch(512, 0), make_batch(512, 1)]
+    losses = of_parts(task, batches, model)
+    gaps = torch.linspace(-0.05, 0.1, LOSSES_PER_BATCH, dtype=torch.float64)
+    rival = losses + torch.stack([torch.zeros(2 * LOSSES_PER_BATCH), torch.cat([gaps + 0.035, gaps - 0.035])], dim=1)
+    assert is_ahead(losses, rival, Ranks())
+    whole = [part.reshape(2, LOSSES_PER_BATCH, 2).mean(dim=1) for part in (losses, rival)]
+    assert not is_ahead(*whole, Ranks())
