@@ -78,7 +78,7 @@ def form(request: pytest.FixtureRequest) -> tuple[str, nn.Module]:
     return request.param, FORMS[request.param](scheme_of())
 
 
-@pytest.fixture(params=[True, False], ids=["grad", "no_grad"], autouse=True)
+@pytest.fixture(params=[True, False], ids=["grad", "no_grad"])
 def mode(request: pytest.FixtureRequest) -> Any:
     """Everything twice: mixed dimensions take another way where a gradient may be wanted."""
     with torch.set_grad_enabled(request.param):
@@ -143,6 +143,7 @@ def fresh(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     )
 
 
+@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("name", BAD_BATCHES)
 def test_bags_that_are_not_those_of_the_ids_are_refused(form: tuple[str, nn.Module], name: str) -> None:
     features, message = BAD_BATCHES[name]
@@ -152,12 +153,14 @@ def test_bags_that_are_not_those_of_the_ids_are_refused(form: tuple[str, nn.Modu
     assert (features._lengths, features._offsets) == lengths  # cases are shared
 
 
+@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("keys", ["fg", "gxf"])
 def test_sound_bags_are_served_in_any_order(form: tuple[str, nn.Module], keys: str) -> None:
     features = batch(keys, list(range(len(keys))), lengths=[1, 0] * len(keys))
     assert form[1](features).values().shape == (2, 8)
 
 
+@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.uint64])
 def test_integers_of_other_widths_are_ids_too(form: tuple[str, nn.Module], dtype: torch.dtype) -> None:
     name, module = form
@@ -170,6 +173,7 @@ def test_integers_of_other_widths_are_ids_too(form: tuple[str, nn.Module], dtype
         assert module(other).values().equal(module(features).values())
 
 
+@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bool])
 def test_ids_that_are_no_integers_are_refused(form: tuple[str, nn.Module], dtype: torch.dtype) -> None:
     features = KeyedJaggedTensor(["f", "g"], torch.ones(2, dtype=dtype), lengths=torch.tensor([1, 0, 0, 1]))
@@ -177,6 +181,7 @@ def test_ids_that_are_no_integers_are_refused(form: tuple[str, nn.Module], dtype
         form[1](features)
 
 
+@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("name", [name for name in FORMS if name != "narrow"])  # torch knows no weighted means
 @pytest.mark.parametrize("count", [1, 3])
 def test_weights_have_to_be_as_many_as_ids(name: str, count: int) -> None:
@@ -187,6 +192,7 @@ def test_weights_have_to_be_as_many_as_ids(name: str, count: int) -> None:
         FORMS[name](scheme_of(is_weighted=True))(features)
 
 
+@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("name", [name for name in FORMS if name != "narrow"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int64])
 def test_weights_of_other_dtypes_are_converted_and_nan_is_none_of_our_business(name: str, dtype: torch.dtype) -> None:
@@ -200,6 +206,7 @@ def test_weights_of_other_dtypes_are_converted_and_nan_is_none_of_our_business(n
     assert pooled[2][0, 3].isnan()
 
 
+@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("name", ["packed", "packed_uncompiled", "mixed"])
 def test_plain_tensors_are_checked_alike(name: str) -> None:
     module: Any = FORMS[name](scheme_of())
@@ -216,6 +223,7 @@ def test_plain_tensors_are_checked_alike(name: str) -> None:
             module.lookup(torch.tensor([1, 2, 3]), torch.tensor(offsets))
 
 
+@pytest.mark.usefixtures("mode")
 def test_offsets_have_to_say_what_lengths_say() -> None:
     ids, lengths = torch.tensor([1, 2]), torch.tensor([1, 1])
     check_bags(KeyedJaggedTensor(["f"], ids, lengths=lengths, offsets=torch.tensor([0, 1, 2])))
@@ -223,6 +231,7 @@ def test_offsets_have_to_say_what_lengths_say() -> None:
         check_bags(KeyedJaggedTensor(["f"], ids, lengths=lengths, offsets=torch.tensor([0, 2, 2])))
 
 
+@pytest.mark.usefixtures("mode")
 def test_what_is_sound_passes_and_comes_back_as_it_is() -> None:
     ids, weights = torch.tensor([1, 2]), torch.tensor([1.0, 2.0])
     refuse_bags(["f"], torch.tensor([2, 0]), [2], ids, weights)
@@ -232,6 +241,7 @@ def test_what_is_sound_passes_and_comes_back_as_it_is() -> None:
     assert integer_ids(ids.int(), ["f"]).dtype == torch.int32
 
 
+@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize(
     ("offsets", "message"),
     [(torch.tensor([0.0, 1.0]), "expected int32 or int64 offsets"), (torch.tensor([], dtype=torch.int32), "got None")],
@@ -241,6 +251,7 @@ def test_offsets_that_are_none(offsets: Tensor, message: str) -> None:
         readable_bags(["f"], torch.tensor([1]), offsets, None)
 
 
+@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("keys", ["fg", "gxf"])
 def test_numbers_need_not_lie_side_by_side(form: tuple[str, nn.Module], keys: str, dtype: torch.dtype) -> None:
@@ -251,6 +262,7 @@ def test_numbers_need_not_lie_side_by_side(form: tuple[str, nn.Module], keys: st
         assert form[1](KeyedJaggedTensor(list(keys), changed[0], lengths=changed[1])).values().equal(pooled)
 
 
+@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("number", [-1, -(2**63), ROWS, 2**62])
 def test_ids_that_are_no_row_are_named(form: tuple[str, nn.Module], number: int) -> None:
     for keys in ("fg", "gxf"):
@@ -259,6 +271,7 @@ def test_ids_that_are_no_row_are_named(form: tuple[str, nn.Module], number: int)
             form[1](batch(keys, values, lengths=[1, 0] * len(keys)))
 
 
+@pytest.mark.usefixtures("mode")
 def test_what_is_missing_is_named(form: tuple[str, nn.Module]) -> None:
     with pytest.raises(ValueError, match="expected a known feature, got 'g'; known names: 'f', 'x'"):
         form[1](batch("fx", [1, 2], lengths=[1, 0, 1, 0]))
@@ -269,6 +282,7 @@ def test_what_is_missing_is_named(form: tuple[str, nn.Module]) -> None:
         FORMS[form[0]](sums)(batch("fg", [1, 2], lengths=[1, 0, 1, 0]))
 
 
+@pytest.mark.usefixtures("mode")
 def test_bags_of_keys_that_differ_in_stride_are_named_too() -> None:
     strides = [[2], [1], [2]]
     features = batch("fgh", [1, 2, 3], lengths=[1, 0, 1, 1, 7], stride_per_key_per_rank=strides)
@@ -276,6 +290,7 @@ def test_bags_of_keys_that_differ_in_stride_are_named_too() -> None:
         check_bags(features)
 
 
+@pytest.mark.usefixtures("mode")
 def test_rows_are_known_in_one_pass() -> None:
     limits = torch.tensor([30, 5])
 
@@ -294,10 +309,12 @@ def test_rows_are_known_in_one_pass() -> None:
         assert of(ids, lengths) is None
 
 
+@pytest.mark.usefixtures("mode")
 def test_many_features_are_not_all_listed() -> None:
     assert named([f"f{index}" for index in range(30)]).endswith("'f18', 'f19', ...")
 
 
+@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("operator", [bag_offsets, torch_bag_offsets])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_bag_offsets(operator: Callable[..., Tensor], dtype: torch.dtype) -> None:
@@ -319,6 +336,7 @@ def test_bag_offsets(operator: Callable[..., Tensor], dtype: torch.dtype) -> Non
             operator(other, torch.arange(count), names)
 
 
+@pytest.mark.usefixtures("mode")
 def test_many_lengths_are_added_up_alike() -> None:
     lengths = torch.ones(200, dtype=torch.int32)
     assert are_sound(lengths, 200, 200)

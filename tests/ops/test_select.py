@@ -46,7 +46,7 @@ from tests.small_models import operators
 from tests.triton_compiled import check_compiled
 from tests.triton_on_numpy import without_triton
 
-needs_block_operators = pytest.mark.skipif(not are_compiled(), reason="no C++ compiler, or DNIS_NO_COMPILE")
+needs_compiler = pytest.mark.skipif(not are_compiled(), reason="no C++ compiler, or DNIS_NO_COMPILE")
 
 
 @st.composite
@@ -88,7 +88,7 @@ def select_naively(pooled, alpha, rows, divisors, layout, width) -> torch.Tensor
     return torch.cat(out, dim=1)
 
 
-@needs_block_operators
+@needs_compiler
 @pytest.mark.parametrize(("pooled_learns", "alpha_learns"), [(True, False), (False, True), (True, True)])
 @given(case=selections())
 def test_selection_and_its_gradients(case, pooled_learns: bool, alpha_learns: bool) -> None:
@@ -113,7 +113,7 @@ def test_selection_and_its_gradients(case, pooled_learns: bool, alpha_learns: bo
     assert watched == ([True] if pooled_learns else [])
 
 
-@needs_block_operators
+@needs_compiler
 def test_gradcheck() -> None:
     layout = torch.tensor([[0, 0, 2, 0, 0, 0, 2], [2, 2, 2, 0, 1, 0, 2], [4, 2, 2, 0, 1, 1, 1]])
     rows = torch.tensor([[0, 1, -1], [1, 0, 1]], dtype=torch.int32)
@@ -133,7 +133,7 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda own, a: of(wide(own), a), (nowhere_empty, alpha))
 
 
-@needs_block_operators
+@needs_compiler
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("row", "divisor"), [(0, 1), (0, 2), (-1, 1)])
@@ -153,7 +153,7 @@ def test_a_gradient_that_is_not_finite_is_seen(bad: float, dtype: torch.dtype, r
     assert seen == [True, False]
 
 
-@needs_block_operators
+@needs_compiler
 def test_the_memory_of_a_leaf_or_of_a_view_is_left_alone() -> None:
     layout, rows = torch.tensor([[0, 0, 2, 0, 0, 0, 1]]), torch.zeros(1, 1, dtype=torch.int32)
     leaf, half = torch.ones(1, 2, requires_grad=True), torch.tensor([0.5, 0.5])
@@ -172,7 +172,7 @@ def _selected(lookup: torch.Tensor) -> torch.Tensor:
     return select_pieces(lookup, torch.tensor([0.5, 0.25, 2.0, 4.0]), rows, None, layout, 4)
 
 
-@needs_block_operators
+@needs_compiler
 def test_the_gradient_takes_the_outputs_memory_once_nobody_holds_it() -> None:
     pooled, places = torch.ones(2, 4, requires_grad=True), []
     lookup = pooled * 1.0
@@ -185,7 +185,7 @@ def test_the_gradient_takes_the_outputs_memory_once_nobody_holds_it() -> None:
     assert pooled.grad.tolist() == [[0.5, 0.125, 8.0, 32.0], [0.0, 0.0, 8.0, 32.0]]
 
 
-@needs_block_operators
+@needs_compiler
 @pytest.mark.parametrize("who", ["caller", "view", "graph"])
 def test_the_outputs_memory_is_left_alone_while_somebody_holds_it(who: str) -> None:
     pooled = torch.ones(2, 4, requires_grad=True)
@@ -208,7 +208,7 @@ def widest() -> Iterator[str]:
     SELECTION.instruction_set(limit=name)
 
 
-@needs_block_operators
+@needs_compiler
 @pytest.mark.parametrize("wanted", INSTRUCTION_SETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_every_instruction_set_gives_the_same_bits(wanted: str, dtype: torch.dtype, widest: str) -> None:
@@ -229,13 +229,13 @@ def test_every_instruction_set_gives_the_same_bits(wanted: str, dtype: torch.dty
     assert all(first.equal(second) for first, second in zip(*results, strict=True))
 
 
-@needs_block_operators
+@needs_compiler
 def test_unknown_instruction_set() -> None:
     with pytest.raises(ValueError, match="instruction set 'avx': expected a known instruction set"):
         SELECTION.instruction_set(limit="avx")
 
 
-@needs_block_operators
+@needs_compiler
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("length_dtype", [torch.int32, torch.int64])
 @given(st.lists(st.lists(st.integers(-1, 4), max_size=3), min_size=4, max_size=4))
@@ -258,14 +258,14 @@ def test_bags_within_bounds(length_dtype, id_dtype, bags: list[list[int]]) -> No
     assert are_good_bags(ids, lengths, torch.tensor([4, 3]), torch.tensor([1, 2])) == expected
 
 
-@needs_block_operators
+@needs_compiler
 def test_bags_whose_lengths_are_not_those_of_the_ids() -> None:
     bounds = longest = torch.tensor([4])
     for lengths in ([1, 1, 1], [1], [3, -1]):
         assert not are_good_bags(torch.tensor([0, 1]), torch.tensor(lengths), bounds, longest)
 
 
-@needs_block_operators
+@needs_compiler
 @given(
     st.lists(st.lists(st.integers(0, 8), max_size=4), min_size=6, max_size=6),
     st.booleans(),
@@ -298,7 +298,7 @@ def _starts(bags: list[list[int]]) -> list[int]:
     return [sum(map(len, bags[:index])) for index in range(len(bags))]
 
 
-@needs_block_operators
+@needs_compiler
 @pytest.mark.parametrize("num_blocks", [1, 3, 16, 17, 300])
 def test_rows_of_single_id_features(num_blocks: int) -> None:
     """By ends and by map, few blocks and many; the second key is empty in one sample, the first is of nobody."""
@@ -314,7 +314,7 @@ def test_rows_of_single_id_features(num_blocks: int) -> None:
         assert rows[:, 0].tolist() == [5 + int(blocks[3]), -1, 5 + int(blocks[4])]
 
 
-@needs_block_operators
+@needs_compiler
 def test_what_is_out_of_range_is_refused_and_not_read() -> None:
     rows, ids, lengths = torch.empty(1, 1, dtype=torch.int32), torch.tensor([9]), torch.tensor([1])
     block_of_row = torch.zeros(3, dtype=torch.uint8)
@@ -334,7 +334,7 @@ def test_what_is_out_of_range_is_refused_and_not_read() -> None:
 MOST = 2**63 - 1
 
 
-@needs_block_operators
+@needs_compiler
 @pytest.mark.parametrize("lengths", [[-5, 0, 1], [MOST, 1, 1], [2, 1, -2], [MOST, MOST, 3]])
 def test_lengths_of_keys_that_nobody_reads_count_too(lengths: list[int]) -> None:
     """What stands in front decides where a key's ids begin: nothing is read beside the ids."""
@@ -343,14 +343,14 @@ def test_lengths_of_keys_that_nobody_reads_count_too(lengths: list[int]) -> None
         fill_rows_(rows, torch.tensor([1]), torch.tensor(lengths), [ends], [(0, 2, 0)])
 
 
-@needs_block_operators
+@needs_compiler
 @pytest.mark.parametrize("lengths", [[MOST, 1, 1], [MOST, MOST, 3], [-1, 1, 1], [2**62] * 4 + [1], [2**62] * 5])
 def test_lengths_whose_sum_overflows_are_no_good(lengths: list[int]) -> None:
     most = torch.tensor([MOST])
     assert not are_good_bags(torch.tensor([1]), torch.tensor(lengths), most, most)
 
 
-@needs_block_operators
+@needs_compiler
 @pytest.mark.parametrize(
     ("first_of", "batch_size", "message"),
     [
@@ -370,14 +370,14 @@ def test_bags_are_split_within_their_tensors(first_of: list[int], batch_size: in
         )
 
 
-@needs_block_operators
+@needs_compiler
 def test_a_split_bag_below_0_is_none() -> None:
     one, pieces = torch.tensor([1]), torch.tensor([-9, 0])
     split = split_bags(one, one, None, [torch.tensor([2])], pieces, [0, 2], 1, 1)
     assert (split[0].tolist(), split[1].tolist()) == ([], [0])
 
 
-@needs_block_operators
+@needs_compiler
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
@@ -398,7 +398,7 @@ def test_layouts_that_point_beside_their_tensors(layout: list[int], message: str
         select_pieces(torch.ones(1, 2), torch.ones(2), rows, divisors, torch.tensor([layout]), 2)
 
 
-@needs_block_operators
+@needs_compiler
 def test_nothing_is_written_over_what_tells_where_to_write() -> None:
     rows = torch.zeros(1, 1, dtype=torch.int32)
     arguments = (torch.ones(1, 1), torch.ones(1), rows, None, torch.tensor([[0, 0, 1, 0, 0, 0, 1]]))
@@ -442,7 +442,7 @@ def steps(wrapper: SoftSelectionEmbeddingBagCollection, features: KeyedJaggedTen
     return [values.detach(), *(p.grad for p in wrapper.parameters()), *gradients, *hits.values()]
 
 
-@needs_block_operators
+@needs_compiler
 def test_a_collection_gives_the_same_without_the_operators() -> None:
     results = []
     for compiled in (True, False):
@@ -452,15 +452,12 @@ def test_a_collection_gives_the_same_without_the_operators() -> None:
         torch.testing.assert_close(first, second)
 
 
-@needs_block_operators
+@needs_compiler
 def test_a_failing_compiler_is_told_of_once(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.warns(RuntimeWarning, match=r"block operators: expected a C\+\+ compiler(.|\n)*somewhat slower"):
         assert not SELECTION.is_there()
-
-
-needs_sparse_bags = pytest.mark.skipif(not are_compiled(), reason="no C++ compiler, or DNIS_NO_COMPILE")
 
 
 BLOCK_OF_ROW = [1, 0, 2, 2, 0, 1, 3, 0, 1]
@@ -509,7 +506,7 @@ def pack(bags, num_keys, *, weighted: bool = False, id_dtype=torch.int64, length
     return gather_bags(ids, lengths, weights, rules(num_keys), len(bags[0]))
 
 
-@needs_sparse_bags
+@needs_compiler
 @given(two_features(), st.booleans(), *[st.sampled_from([torch.int32, torch.int64])] * 2)
 def test_pieces_lie_where_they_should(case, weighted: bool, id_dtype, length_dtype) -> None:
     bags, num_keys = case
@@ -533,7 +530,7 @@ def test_pieces_lie_where_they_should(case, weighted: bool, id_dtype, length_dty
     assert sparse.rows_of([1]).tolist() == [row for _, row, _ in pieces[1]]
 
 
-@needs_sparse_bags
+@needs_compiler
 @given(two_features())
 def test_weights_that_learn_are_gathered_alike_and_get_their_gradient(case) -> None:
     bags, num_keys = case
@@ -556,7 +553,7 @@ def layout_of(num_keys: tuple[int, int]) -> Tensor:
     return torch.tensor([[0, 2, 2, num_keys[0], 0, 2], [2 * num_keys[0], 0, 2, num_keys[1], 6 + 1, 3]])
 
 
-def select_naively_of_sparse_bags(bags, num_keys: tuple[int, int], pooled: Tensor, alpha: Tensor) -> Tensor:
+def select_naively_of_sparse(bags, num_keys: tuple[int, int], pooled: Tensor, alpha: Tensor) -> Tensor:
     """The equation at the top of select.cpp, a piece at a time."""
     narrow, wide = alpha[:6].view(3, 2), alpha[6:].view(7, 3)[:, 1:]
     samples = [[torch.zeros(2, dtype=torch.float64)] * 2 for _ in bags[0]]
@@ -569,9 +566,9 @@ def select_naively_of_sparse_bags(bags, num_keys: tuple[int, int], pooled: Tenso
     return torch.stack([torch.cat(sample) for sample in samples]) if samples else torch.zeros(0, 4)
 
 
-@needs_sparse_bags
+@needs_compiler
 @given(two_features(), st.integers(0, 2**31))
-def test_selection_and_its_gradients_of_sparse_bags(case, seed: int) -> None:
+def test_selection_and_its_gradients_of_sparse(case, seed: int) -> None:
     bags, num_keys = case
     sparse, generator = pack(bags, num_keys), torch.Generator().manual_seed(seed)
     pooled = torch.randn(sparse.num_rows, 2 * sum(num_keys), generator=generator, dtype=torch.float64)
@@ -580,7 +577,7 @@ def test_selection_and_its_gradients_of_sparse_bags(case, seed: int) -> None:
     results = []
     for of in (
         lambda pooled, alpha: select_sparse(pooled, alpha, sparse, layout_of(num_keys), 4),
-        lambda pooled, alpha: select_naively_of_sparse_bags(bags, num_keys, pooled, alpha),
+        lambda pooled, alpha: select_naively_of_sparse(bags, num_keys, pooled, alpha),
     ):
         own, own_alpha = pooled.clone().requires_grad_(), alpha.clone().requires_grad_()
         out = of(own, own_alpha)
@@ -593,7 +590,7 @@ def test_selection_and_its_gradients_of_sparse_bags(case, seed: int) -> None:
     torch.testing.assert_close(frozen, results[1][0])
 
 
-@needs_sparse_bags
+@needs_compiler
 def test_alphas_gradient_does_not_depend_on_how_a_large_batch_is_cut() -> None:
     bags = [[[row % 9] * 2 + [(row + 1) % 9] for row in range(1500)], [[row % 7] for row in range(1500)]]
     sparse, threads = pack(bags, (3, 1)), torch.get_num_threads()
@@ -608,8 +605,8 @@ def test_alphas_gradient_does_not_depend_on_how_a_large_batch_is_cut() -> None:
     assert gradients[0].equal(gradients[1])
 
 
-@needs_sparse_bags
-def test_what_is_out_of_range_is_refused_and_not_read_of_sparse_bags() -> None:
+@needs_compiler
+def test_what_is_out_of_range_is_refused_and_not_read_of_sparse() -> None:
     sparse, layout = pack([[[0], [1]], [[2], []]], (1, 1)), layout_of((1, 1))
     pooled, alpha = torch.ones(2, 4), torch.ones(27)
     with pytest.raises(ValueError, match="block operators: ids: expected rows of their table"):
@@ -630,7 +627,7 @@ def test_what_is_out_of_range_is_refused_and_not_read_of_sparse_bags() -> None:
                 select_sparse(pooled, alpha, sparse, changed, 4)
 
 
-@needs_sparse_bags
+@needs_compiler
 @pytest.mark.parametrize(("size", "keys"), [(-5, 1), (2**31 - 1, 1), (1, 0), (1, -1), (1, 2**62)])
 def test_pieces_are_packed_within_their_tensors(size: int, keys: int) -> None:
     """A size below 0 would have the ids of the next piece written in front of all."""
@@ -707,17 +704,17 @@ def test_rows_are_rounded_bit_for_bit(seed: int, num_rows: int, dim: int, num_bl
 
 
 @pytest.fixture
-def widest_of_row_rounding() -> Iterator[str]:
+def widest_of_rows() -> Iterator[str]:
     assert are_compiled()
     name = SELECTION.instruction_set()
     yield name
     SELECTION.instruction_set(limit=name)
 
 
-def test_every_instruction_set_gives_the_same_bits_of_row_rounding(widest_of_row_rounding: str) -> None:
+def test_every_instruction_set_gives_the_same_bits_of_rows(widest_of_rows: str) -> None:
     scheme = table(40, 37, 3, 5, is_sorted=True)
     weight, residual = torch.randn(40, 37), torch.randn(40, 37) / 4
-    for name in INSTRUCTION_SETS[: INSTRUCTION_SETS.index(widest_of_row_rounding) + 1]:
+    for name in INSTRUCTION_SETS[: INSTRUCTION_SETS.index(widest_of_rows) + 1]:
         assert SELECTION.instruction_set(limit=name) == name
         by_both(scheme, weight, residual, None, 0, slice(0, 37))
 
@@ -769,11 +766,6 @@ def test_weights_are_not_their_own_residual() -> None:
         torch.ops.dnis_torchrec.round_rows(torch.ones(3, 4, 5), ENDS, None, 0, weight, weight)
 
 
-needs_select_triton = pytest.mark.skipif(
-    not are_compiled(), reason="the oracle is compiled: no C++ compiler, or DNIS_NO_COMPILE"
-)
-
-
 needs_triton = pytest.mark.skipif(batches_triton.triton is None, reason="needs Triton, which comes with torch for CUDA")
 on_a_device = pytest.mark.skipif(
     not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
@@ -820,7 +812,7 @@ WAYS = ["numpy", pytest.param("triton", marks=[needs_triton, on_a_device])]
 
 
 @st.composite
-def selections_of_select_triton(draw: Any) -> Selection:
+def triton_selections(draw: Any) -> Selection:
     """Outputs of one piece or several in any order, of several D and tables, empty bags, divisors, unused rows."""
     torch.manual_seed(draw(st.integers(0, 2**31)))
     batch_size = draw(st.sampled_from([0, 1, 7, 37]))
@@ -874,11 +866,11 @@ def select(case: Selection, learns: Sequence[bool]) -> tuple[list[Tensor], list[
     return [value, *(leaf.grad for leaf in leaves if leaf.grad is not None)], watched
 
 
-@needs_select_triton
+@needs_compiler
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("learns", [(True, False), (False, True), (True, True)])
 @settings(max_examples=25, deadline=None)
-@given(case=selections())
+@given(case=triton_selections())
 def test_selection_and_its_gradients_are_the_cpu_operators(
     way: str, learns: tuple[bool, bool], case: Selection
 ) -> None:
@@ -908,7 +900,7 @@ def wide_case(batch_size: int = 130, num_pieces: int = 5, dim: int = 40, num_row
     )
 
 
-@needs_select_triton
+@needs_compiler
 @pytest.mark.parametrize("way", WAYS)
 def test_many_programs_and_the_same_bits_every_time(way: str) -> None:
     case = wide_case()
@@ -920,7 +912,7 @@ def test_many_programs_and_the_same_bits_every_time(way: str) -> None:
     torch.testing.assert_close(runs[0][2].cpu(), expected[2], rtol=1e-4, atol=1e-4)
 
 
-@needs_select_triton
+@needs_compiler
 @pytest.mark.parametrize("way", WAYS)
 def test_half_precision_is_calculated_in_float32_and_rounded_once(way: str) -> None:
     case = wide_case(batch_size=20, num_rows=3)
@@ -935,11 +927,11 @@ def test_half_precision_is_calculated_in_float32_and_rounded_once(way: str) -> N
     torch.testing.assert_close(got[2].cpu(), expected[2], rtol=1e-5, atol=1e-5)
 
 
-@needs_select_triton
+@needs_compiler
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("row", [4, -1])
-def test_a_gradient_that_is_not_finite_is_seen_of_select_triton(way: str, bad: float, row: int) -> None:
+def test_a_gradient_that_is_not_finite_is_seen_on_triton(way: str, bad: float, row: int) -> None:
     """Also that of an empty bag, which goes nowhere; and what an empty bag holds is not looked at."""
     case = wide_case(batch_size=20, num_rows=3)
     case.rows[17, 4], case.coefficients[17, 199] = row, bad
@@ -953,7 +945,7 @@ def test_a_gradient_that_is_not_finite_is_seen_of_select_triton(way: str, bad: f
     assert int((~of_alpha.isfinite()).sum()) == (0 if row < 0 else 1)
 
 
-@needs_select_triton
+@needs_compiler
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("shape", [(0, 3), (1, 1), (37, 101)])
 def test_values_become_zero_unless_a_flag_keeps_them(way: str, shape: tuple[int, int]) -> None:
@@ -966,7 +958,7 @@ def test_values_become_zero_unless_a_flag_keeps_them(way: str, shape: tuple[int,
             assert bool((values.isnan() if is_kept else values == 0).all())
 
 
-@needs_select_triton
+@needs_compiler
 @pytest.mark.parametrize("way", WAYS)
 def test_pieces_of_one_output_share_its_columns(way: str) -> None:
     case = replace(
@@ -977,11 +969,11 @@ def test_pieces_of_one_output_share_its_columns(way: str) -> None:
         select(case.to(device), (True, False))
 
 
-@needs_select_triton
+@needs_compiler
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("num_blocks", [1, 3, 16, 17, 300])
-def test_rows_of_single_id_features_of_select_triton(way: str, num_blocks: int, id_dtype: torch.dtype) -> None:
+def test_rows_of_single_id_features_on_triton(way: str, num_blocks: int, id_dtype: torch.dtype) -> None:
     """By ends and by map, few blocks and many; one key is of nobody and multi-hot, some bags are empty."""
     torch.manual_seed(num_blocks)
     ends = torch.arange(1, num_blocks + 1) * 2
@@ -999,7 +991,7 @@ def test_rows_of_single_id_features_of_select_triton(way: str, num_blocks: int, 
     assert rows.cpu().equal(expected)
 
 
-@needs_select_triton
+@needs_compiler
 @pytest.mark.parametrize("way", WAYS)
 def test_an_id_that_a_map_does_not_have_is_not_read(way: str) -> None:
     block_of_row = torch.zeros(3, dtype=torch.uint8)
@@ -1010,7 +1002,7 @@ def test_an_id_that_a_map_does_not_have_is_not_read(way: str) -> None:
     assert rows.flatten().tolist() == [4, -1, -1]
 
 
-@needs_select_triton
+@needs_compiler
 @pytest.mark.parametrize("longest", [1, 3])
 def test_a_collection_learns_by_the_kernels_what_it_does_by_the_operators(longest: int) -> None:
     """On numpy, whatever the machine: here lookups lie on the CPU."""
@@ -1039,7 +1031,7 @@ def on_meta(bags: KeyedJaggedTensor) -> KeyedJaggedTensor:
     )
 
 
-@needs_select_triton
+@needs_compiler
 @pytest.mark.parametrize("longest", [1, 3])
 def test_selection_reads_nothing_back(longest: int) -> None:
     """On meta, torch's device of tensors without content, all that a host would have to wait for is an error."""
@@ -1068,7 +1060,7 @@ def test_selection_reads_nothing_back(longest: int) -> None:
     assert [gradient.shape for gradient in gradients] == [alpha.shape for alpha in alphas]
 
 
-@needs_select_triton
+@needs_compiler
 @needs_triton
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted, nothing is compiled")
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
@@ -1090,7 +1082,7 @@ def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(name: str, flags: tup
     check_compiled(kernel, types, fixed, select_triton.WARPS_PER_TILE)
 
 
-@needs_select_triton
+@needs_compiler
 @pytest.mark.gpu
 @needs_triton
 @pytest.mark.parametrize("longest", [1, 3])
