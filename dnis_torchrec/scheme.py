@@ -215,7 +215,7 @@ class TableScheme:
 
 
 def packed_bytes(bits: Tensor, rows: Tensor, routing: RowRouting) -> int:
-    """Bytes that lookups of a packed table read, of which some bits are known, and no scheme yet."""
+    """Bytes that lookups of a packed table read, from its bits alone."""
     if not bool(bits.any()):
         return 0
     scales = COLUMN_SCALE_BYTES * int(is_coded(bits).sum())
@@ -384,5 +384,5 @@ VALUES_PER_CHUNK = 2**22
 
 
 def rows_per_chunk(embedding_dim: int) -> int:
-    """Rows of a dense table that are handled at a time, so that `VALUES_PER_CHUNK` is not exceeded."""
+    """Rows of a dense table that are handled at a time."""
     return max(1, VALUES_PER_CHUNK // embedding_dim)

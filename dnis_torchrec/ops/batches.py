@@ -148,7 +148,7 @@ def readable_bags(
 
 
 def integer_ids(ids: Tensor, names: Sequence[str]) -> Tensor:
-    """Ids as operators take them; others than integers would be rounded, or read as something else."""
+    """Ids as operators take them: what is no integer is refused."""
     if ids.dtype in INTEGERS:
         return ids
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
@@ -234,7 +234,7 @@ class BagSplitter(nn.Module):
         )
 
     def _split_at_once(self, bags: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Splits bags by the compiled operator: returns ids, lengths and weights of the split bags."""
+        """Ids, lengths and weights of the split bags, by the compiled operator."""
         none = self._slots.new_empty(0, dtype=torch.int64)
         routings = [
             none if index is None else cast(RowRouter, self._routers[index]).routing_tensor()

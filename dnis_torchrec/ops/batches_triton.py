@@ -89,7 +89,7 @@ def bad_bags(
     return fault
 
 
-def _check_bags(  # type: ignore[no-untyped-def]  # Triton takes every name in an annotation for a value
+def _check_bags(  # type: ignore[no-untyped-def]
     ids,
     lengths,
     offsets,

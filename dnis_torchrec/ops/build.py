@@ -32,10 +32,10 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
     "-std=c++20",
     "-O3",
-    "-ffp-contract=off",  # a fused multiply-add would round otherwise than the baseline and torch do
+    "-ffp-contract=off",  # else loops would round otherwise than torch does
     "-fPIC",
     "-shared",
-    "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the oldest torch of dnis_torchrec.checks: 2.11
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the oldest torch: 2.11
 )
 NO_COMPILE = "DNIS_NO_COMPILE"
 """Environment variable: set to anything but 0, nothing is compiled or loaded, and torch's own
@@ -71,11 +71,8 @@ class NativeLibrary:
         try:
             self.load()
         except (OSError, RuntimeError) as error:
-            warnings.warn(
-                f"{error}\n{self.without}; {NO_COMPILE}=1 silences this",
-                RuntimeWarning,
-                stacklevel=5,
-            )
+            words = f"{error}\n{self.without}; {NO_COMPILE}=1 silences this"
+            warnings.warn(words, RuntimeWarning, stacklevel=5)
             return False
         return True
 
@@ -85,9 +82,7 @@ class NativeLibrary:
         library = self.build()
         try:
             torch.ops.load_library(library)
-        except (
-            OSError
-        ) as error:  # of another machine, most often: its C library or its torch are others
+        except OSError as error:  # most often of a machine with another C library or torch
             logger.info("building %s again, for it cannot be loaded: %s", library, error)
             torch.ops.load_library(self.build(again=True))
 
@@ -118,11 +113,7 @@ class NativeLibrary:
             compiler = find_compiler()
             if compiler is None:
                 requirement = f"a C++ compiler: CXX or one of {COMPILERS}"
-                raise RuntimeError(
-                    describe(
-                        self.place, requirement, "none", "install one, for example the package g++"
-                    )
-                )
+                raise self._error(requirement, "none", "install one, for example the package g++")
             library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._compile(compiler, library)
         self._check_owner(library)
@@ -147,15 +138,11 @@ class NativeLibrary:
             except subprocess.TimeoutExpired as error:
                 requirement = f"{compiler} to compile it within {SECONDS_TO_COMPILE} s"
                 remedy = f"set {NO_COMPILE}=1"
-                raise RuntimeError(
-                    describe(self.place, requirement, "nothing by then", remedy)
-                ) from error
+                raise self._error(requirement, "nothing by then", remedy) from error
             if done.returncode:
                 words = "\n".join(done.stderr.strip().splitlines()[-20:])
                 remedy = f"try another compiler with CXX=..., or set {NO_COMPILE}=1 and go without"
-                raise RuntimeError(
-                    describe(self.place, f"{compiler} to compile it", f"\n{words}\n", remedy)
-                )
+                raise self._error(f"{compiler} to compile it", f"\n{words}\n", remedy)
             os.chmod(draft, 0o755)
             os.replace(draft, library)
 
@@ -173,9 +160,10 @@ class NativeLibrary:
         status = library.stat()
         if status.st_uid not in (0, os.getuid()) or status.st_mode & 0o022:
             requirement = "a library that only you or root can write"
-            raise RuntimeError(
-                describe(f"{self.place} {str(library)!r}", requirement, "another", "remove it")
-            )
+            raise self._error(requirement, "another", f"remove {str(library)!r}")
+
+    def _error(self, requirement: str, received: str, remedy: str) -> RuntimeError:
+        return RuntimeError(describe(self.place, requirement, received, remedy))
 
 
 def _is_cut_off(library: Path) -> bool:
@@ -205,10 +193,8 @@ def built_elsewhere(libraries: Sequence[Path]) -> Iterator[None]:
 def find_compiler() -> str | None:
     """Command of the C++ compiler that builds, or None."""
     variable = os.environ.get("CXX")
-    return next(
-        (path for name in ([variable] if variable else COMPILERS) if (path := shutil.which(name))),
-        None,
-    )
+    names = [variable] if variable else COMPILERS
+    return next((path for name in names if (path := shutil.which(name))), None)
 
 
 def library_folder() -> Path:
@@ -218,7 +204,7 @@ def library_folder() -> Path:
 
 
 def once(function: Callable[[], bool]) -> Callable[[], bool]:
-    """Runs a function in the first call of a draft, whatever thread that is in; later calls give
+    """Runs a function in the first call of a process, whatever thread that is in; later calls give
     what it gave."""
     lock, memo = threading.Lock(), functools.cache(function)
 
@@ -240,10 +226,7 @@ LOOKUPS = NativeLibrary(
 SELECTION = NativeLibrary(
     name="select",
     place="block operators",
-    sources=(
-        CSRC / "select.cpp",
-        *(CSRC / f"{n}.h" for n in ("blocks", "row_loops", "row_kernel")),
-    ),
+    sources=tuple(CSRC / n for n in ("select.cpp", "blocks.h", "row_loops.h", "row_kernel.h")),
     without="training steps run on torch's operators, somewhat slower",
     instruction_set_function="dnis_block_instruction_set",
 )

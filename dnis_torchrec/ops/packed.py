@@ -1,8 +1,9 @@
-"""The operators of lookups: bags of all features pooled from rows of bit fields, and where bags begin."""
+"""The operators of lookups: bags pooled from rows of bit fields, and where bags begin."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +16,9 @@ from dnis_torchrec.ops.build import LOOKUPS, NAMESPACE, once
 
 PACKED_EMBEDDING_BAG = "packed_embedding_bag"
 PACKED_SCHEMA = (
-    f"{PACKED_EMBEDDING_BAG}(Tensor ids, Tensor offsets, Tensor? per_sample_weights, Tensor[] tables, "
-    "Tensor feature_layout, Tensor table_layout, Tensor block_layout, Tensor groups, int[]? keys, SymInt batch_size, "
-    "int width, bool zero_unknown) -> Tensor"
+    f"{PACKED_EMBEDDING_BAG}(Tensor ids, Tensor offsets, Tensor? per_sample_weights, "
+    "Tensor[] tables, Tensor feature_layout, Tensor table_layout, Tensor block_layout, "
+    "Tensor groups, int[]? keys, SymInt batch_size, int width, bool zero_unknown) -> Tensor"
 )
 """The same as in the C++ source, which defines it where the library is loaded without Python."""
 
@@ -31,7 +32,7 @@ _WINDOW_BYTES, _QUAD_BYTES = 64, 16
 
 @once
 def load_operator() -> bool:
-    """Makes the operators of lookups there, compiling them if need be; modules do so by themselves."""
+    """Makes the operators of lookups there, compiling them if need be. Modules call it."""
     is_compiled, name = LOOKUPS.is_there(), f"{NAMESPACE}::{PACKED_EMBEDDING_BAG}"
     if not is_compiled:
         torch.library.define(name, PACKED_SCHEMA.removeprefix(PACKED_EMBEDDING_BAG))
@@ -43,7 +44,11 @@ def load_operator() -> bool:
         if batches_triton.triton is not None:
             torch.library.impl(name, "CUDA", packed_triton.triton_packed_embedding_bag)
     torch.library.register_fake(name, _fake)
-    register_bag_offsets(is_compiled=is_compiled)
+    name = f"{NAMESPACE}::bag_offsets"
+    if not is_compiled:
+        torch.library.define(name, "(Tensor lengths, Tensor ids, Tensor features) -> Tensor")
+    torch.library.impl(name, "CompositeExplicitAutograd", torch_bag_offsets)
+    torch.library.register_fake(name, _fake_offsets)
     return is_compiled
 
 
@@ -84,7 +89,7 @@ def field_groups(bits: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 def _first(start: Tensor, has_field: Tensor) -> Tensor:
-    """Returns where the first retained field of each row of a matrix starts; 0 where there is none."""
+    """Where the first field of each row of a matrix starts; 0 where there is none."""
     first = torch.where(has_field, start, torch.iinfo(torch.int64).max).amin(dim=1, keepdim=True)
     return torch.where(has_field.any(1, keepdim=True), first, 0)
 
@@ -206,34 +211,8 @@ def _values(rows: Tensor, start: Tensor, groups: Tensor) -> Tensor:
     return torch.where(masks == -1, field.view(torch.float32), values)
 
 
-def _fake(
-    ids: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    tables: Sequence[Tensor],
-    feature_layout: Tensor,
-    table_layout: Tensor,
-    block_layout: Tensor,
-    groups: Tensor,
-    keys: Sequence[int] | None,
-    batch_size: int,
-    width: int,
-    zero_unknown: bool,
-) -> Tensor:
-    return ids.new_empty((batch_size, width), dtype=torch.float32)
-
-
-_NAME = "bag_offsets"
-_SCHEMA = f"{_NAME}(Tensor lengths, Tensor ids, Tensor features) -> Tensor"
-
-
-def register_bag_offsets(*, is_compiled: bool) -> None:
-    """Makes the operator there; `load_operator` does so, once in a process."""
-    if not is_compiled:
-        torch.library.define(f"{NAMESPACE}::{_NAME}", _SCHEMA.removeprefix(_NAME))
-    # on the CPU the compiled implementation goes before this one
-    torch.library.impl(f"{NAMESPACE}::{_NAME}", "CompositeExplicitAutograd", torch_bag_offsets)
-    torch.library.register_fake(f"{NAMESPACE}::{_NAME}", _fake_offsets)
+def _fake(ids: Tensor, *arguments: Any) -> Tensor:
+    return ids.new_empty(arguments[-3:-1], dtype=torch.float32)
 
 
 def names_tensor(features: Sequence[str]) -> Tensor:

@@ -87,7 +87,7 @@ def find_rows_(
     )
 
 
-def _count_of_bits(bits):  # type: ignore[no-untyped-def]  # Triton takes every name in an annotation for a value
+def _count_of_bits(bits):  # type: ignore[no-untyped-def]
     """Bits that are set in each of some numbers below 2^16."""
     bits = bits - ((bits >> 1) & 0x5555)
     bits = (bits & 0x3333) + ((bits >> 2) & 0x3333)
@@ -98,7 +98,7 @@ def _count_of_bits(bits):  # type: ignore[no-untyped-def]  # Triton takes every 
 def _place_in_record(  # type: ignore[no-untyped-def]  # as above
     record, place, is_row, num_blocks, num_planes: tl.constexpr, rows_per_record: tl.constexpr
 ):
-    """The block of each row by its record, and how many rows of that block stand before it there."""
+    """The block of each row by its record, and how many of its rows stand before it there."""
     number = tl.arange(
         0, rows_per_record // 16
     )  # of 16 bits of a plane: records begin at even bytes
@@ -329,7 +329,7 @@ def triton_packed_embedding_bag(
             columns_per_program=columns_per_program,
             group_bits=GROUP_BITS,
             num_warps=NUM_WARPS,
-            enable_fp_fusion=False,  # a fused multiply-add would round otherwise than the CPU's operator
+            enable_fp_fusion=False,  # else it would round otherwise than on the CPU
         )
     torch._assert_async(fault == 0)
     return out
@@ -398,7 +398,7 @@ def _launches(
     return {directory: tuple(features) for directory, features in found.items()}
 
 
-def _bags_of_program(  # type: ignore[no-untyped-def]  # Triton takes every name in an annotation for a value
+def _bags_of_program(  # type: ignore[no-untyped-def]
     offsets,
     feature,
     num_ids,

@@ -1,4 +1,4 @@
-"""Soft selection and bags split by block: the compiled operators of training, and what they mean."""
+"""The compiled operators of training: soft selection, bags split by block, rows rounded."""
 
 from __future__ import annotations
 
@@ -26,15 +26,9 @@ def are_compiled() -> bool:
     be builds, them."""
     if not SELECTION.is_there():
         return False
-    of_blocks = ("select_pooled", "sum_alpha_gradient", "split_bags", "fill_rows")
-    of_sparse = (
-        "find_pieces",
-        "gather_ids",
-        "select_sparse",
-        "spread_sparse_gradient",
-        "sum_sparse_alpha_gradient",
-    )
-    for name in (*of_blocks, *of_sparse, "round_rows"):  # they write to their arguments
+    writers = "select_pooled sum_alpha_gradient split_bags fill_rows find_pieces gather_ids "
+    writers += "select_sparse spread_sparse_gradient sum_sparse_alpha_gradient round_rows"
+    for name in writers.split():
         torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *arguments: None)
     for name in ("spread_gradient", "are_good_bags"):
         torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *arguments: True)
@@ -105,7 +99,7 @@ class _SelectPieces(torch.autograd.Function):
 
 
 def _holders(tensor: Tensor) -> int:
-    """Counts the holders of a tensor's memory: tensors, views, and tensors that autograd has saved."""
+    """Counts the holders of a tensor's memory: tensors, views, what autograd has saved."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
@@ -147,7 +141,7 @@ def select_pieces(
     *,
     watch: Watch | None = None,
 ) -> Tensor:
-    """Soft selection of every output key of a collection at once; see the top of this module."""
+    """Soft selection of every output key of a collection at once."""
     return _SelectPieces.apply(pooled, alpha, rows, divisors, layout, width, watch)
 
 
@@ -187,24 +181,11 @@ def split_bags(
     CPU, compiled."""
     split_ids, split_lengths = torch.empty_like(ids), lengths.new_empty(num_pieces * batch_size)
     split_weights = None if weights is None else torch.empty_like(weights)
-    torch.ops.dnis_torchrec.split_bags(
-        ids,
-        lengths,
-        weights,
-        routings,
-        pieces,
-        first_of,
-        batch_size,
-        split_ids,
-        split_lengths,
-        split_weights,
-    )
+    bags = (ids, lengths, weights, routings, pieces, first_of, batch_size)
+    torch.ops.dnis_torchrec.split_bags(*bags, split_ids, split_lengths, split_weights)
     total = int(split_lengths.sum())
-    return (
-        split_ids[:total],
-        split_lengths,
-        None if split_weights is None else split_weights[:total],
-    )
+    weights = None if split_weights is None else split_weights[:total]
+    return split_ids[:total], split_lengths, weights
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -280,7 +261,7 @@ def gather_bags(
 
 
 class _SelectSparse(torch.autograd.Function):
-    """Soft selection of sparse bags, forward and backward, each in one pass over what was pooled."""
+    """Soft selection of sparse bags, forward and backward, each in one pass."""
 
     @staticmethod
     def forward(
@@ -324,7 +305,7 @@ class _SelectSparse(torch.autograd.Function):
 def select_sparse(
     pooled: Tensor, alpha: Tensor, bags: SparseBags, layout: Tensor, width: int
 ) -> Tensor:
-    """Soft selection of sparse bags; see the top of this module. CPU, compiled."""
+    """Soft selection of sparse bags. CPU, compiled."""
     return _SelectSparse.apply(pooled, alpha, bags.starts, bags.rows, layout, width)
 
 

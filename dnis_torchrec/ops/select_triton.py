@@ -212,7 +212,7 @@ def _for_tiles(
         samples_per_program=SAMPLES_PER_PROGRAM,
         columns_per_program=COLUMNS_PER_PROGRAM,
         num_warps=WARPS_PER_TILE,
-        enable_fp_fusion=False,  # a fused multiply-add would round otherwise than the CPU's operator
+        enable_fp_fusion=False,  # else it would round otherwise than on the CPU
     )
 
 
@@ -314,7 +314,7 @@ def fill_rows(
     )
 
 
-def _tile_of_outputs(  # type: ignore[no-untyped-def]  # Triton takes every name in an annotation for a value
+def _tile_of_outputs(  # type: ignore[no-untyped-def]
     output_of_column,
     outputs,
     batch_size,

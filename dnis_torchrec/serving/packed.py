@@ -1,4 +1,4 @@
-"""Tables of bit fields, and the collection that serves them in place of an EmbeddingBagCollection."""
+"""Tables of bit fields, and the collection that serves them in an EmbeddingBagCollection's place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixed-dimension tables to train on: a stock table per block of rows, behind the model's collection."""
+"""Mixed-dimension tables to train on: a stock table per block of rows."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class BlockMerge(nn.Module):
 
 
 def block_tables(table: TableScheme, chunks: Iterable[Tensor]) -> dict[int, Tensor]:
-    """Cuts one dense table into its blocks' tables: rows ordered by block, retained columns only."""
+    """Cuts a dense table into its blocks' tables: rows by block, retained columns only."""
     shapes = table.stored_blocks()
     tables = {s: torch.empty(shape) for s, shape in shapes.items()}
     columns = {s: table.columns(s) for s in shapes}

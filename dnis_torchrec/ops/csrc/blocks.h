@@ -27,21 +27,21 @@ constexpr int64_t FEW_BLOCKS =
 
 inline void check(bool condition, const char* argument, const char* requirement) {
   if (!condition)
-    throw std::invalid_argument(std::string("block operators: ") + argument + ": expected " +
-                                requirement);
+    throw std::invalid_argument(
+        std::string("block operators: ") + argument + ": expected " + requirement);
 }
 
 template <typename Number>
 const Number* numbers(const Tensor& tensor, ScalarType dtype, const char* argument) {
   check(tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.is_cpu(), argument,
-        "another dtype or layout");
+      "another dtype or layout");
   return static_cast<const Number*>(tensor.const_data_ptr());
 }
 
 template <typename Number>
 Number* mutable_numbers(const Tensor& tensor, ScalarType dtype, const char* argument) {
   check(tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.is_cpu(), argument,
-        "another dtype or layout");
+      "another dtype or layout");
   return static_cast<Number*>(tensor.mutable_data_ptr());
 }
 
@@ -98,7 +98,7 @@ struct Routing {
     data = tensor.const_data_ptr();
     const ScalarType dtype = tensor.scalar_type();
     check(dtype == ScalarType::Byte || dtype == ScalarType::UInt16 || dtype == ScalarType::Long,
-          "routings", "uint8, uint16 or int64");
+        "routings", "uint8, uint16 or int64");
     kind = dtype == ScalarType::Byte ? BYTES : dtype == ScalarType::UInt16 ? SHORTS : ENDS;
   }
 

@@ -15,8 +15,8 @@ struct Integers {
                    : static_cast<const int32_t*>(data)[index];
   }
   void prefetch(int64_t index) const {
-    __builtin_prefetch(static_cast<const char*>(data) +
-                       index * (is_wide ? sizeof(int64_t) : sizeof(int32_t)));
+    __builtin_prefetch(
+        static_cast<const char*>(data) + index * (is_wide ? sizeof(int64_t) : sizeof(int32_t)));
   }
 };
 
@@ -29,14 +29,13 @@ struct Bags {
   int64_t num_keys;
   int64_t batch_size;
   int64_t width;
-  int64_t max_dim;  // largest R of a block; mixed dimensions only
   bool zero_unknown;
 };
 
 void check(bool condition, const char* argument, const char* requirement) {
   if (!condition) {
-    throw std::invalid_argument(std::string(OPERATOR) + ": " + argument + ": expected " +
-                                requirement);
+    throw std::invalid_argument(
+        std::string(OPERATOR) + ": " + argument + ": expected " + requirement);
   }
 }
 
@@ -77,10 +76,10 @@ void check_unread(const std::vector<Feature>& features, const Bags& bags) {
   }
 }
 
-// What the bags of a batch hold; `out` and `max_dim` are for the caller to set.
+// What the bags of a batch hold; `out` is for the caller to set.
 Bags read_bags(const Tensor& ids, const Tensor& offsets,
-               const std::optional<Tensor>& per_sample_weights, int64_t batch_size, int64_t width,
-               bool zero_unknown) {
+    const std::optional<Tensor>& per_sample_weights, int64_t batch_size, int64_t width,
+    bool zero_unknown) {
   check(batch_size >= 0 && width >= 0, "batch_size and width", "none below 0");
   Bags bags{};
   bags.ids = integers(ids, "ids");
@@ -119,8 +118,8 @@ struct Columns {
   void take(int64_t first_column, int64_t embedding_dim, const char* argument) {
     const bool fits = first_column == next && embedding_dim >= 0 && embedding_dim <= width - next &&
                       embedding_dim <= std::numeric_limits<int32_t>::max();
-    check(fits, argument,
-          "columns within the output, those of one feature behind those of another");
+    check(
+        fits, argument, "columns within the output, those of one feature behind those of another");
     next += embedding_dim;
   }
   void check_all_taken(const char* argument) const {
@@ -131,8 +130,8 @@ struct Columns {
 Tensor empty_output(int64_t batch_size, int64_t width) {
   const int64_t sizes[] = {batch_size, width}, strides[] = {width, 1};
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(2, sizes, strides, aoti_torch_dtype_float32(),
-                                                  aoti_torch_device_type_cpu(), 0, &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      2, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
 }
 
@@ -145,7 +144,7 @@ Tensor empty_output(int64_t batch_size, int64_t width) {
 // called before the bags of feature f are begun.
 template <typename Feature, typename Pool, typename Ahead, typename Describe>
 void pool_all(const std::vector<Feature>& features, const Bags& bags, Pool pool, Ahead ahead,
-              Describe describe) {
+    Describe describe) {
   using Fault = decltype(pool(features[0], bags, 0, 0));
   check_unread(features, bags);
   const int64_t num_bags = static_cast<int64_t>(features.size()) * bags.batch_size;
@@ -173,8 +172,8 @@ void pool_all(const std::vector<Feature>& features, const Bags& bags, Pool pool,
     pool_range(0, num_bags);
   } else {
     const int64_t rows_per_bag = 1 + bags.num_ids / num_bags;
-    torch::stable::parallel_for(0, num_bags, std::max<int64_t>(1, ROWS_PER_THREAD / rows_per_bag),
-                                pool_range);
+    torch::stable::parallel_for(
+        0, num_bags, std::max<int64_t>(1, ROWS_PER_THREAD / rows_per_bag), pool_range);
   }
   if (fault.kind != Fault::NONE)
     throw std::invalid_argument(describe(fault, faulty, features[faulty], bags));

@@ -227,7 +227,7 @@ const Integer* table_rows(const Tensor& tensor, const char* argument, int64_t co
                     tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.is_cpu();
   const void* data = tensor.const_data_ptr();
   check(fits && reinterpret_cast<uintptr_t>(data) % alignof(Integer) == 0, argument,
-        "contiguous integers on the CPU, with the columns that the operator's docstring names");
+      "contiguous integers on the CPU, with the columns that the operator's docstring names");
   return static_cast<const Integer*>(data);
 }
 
@@ -243,13 +243,13 @@ void set_directory(Table& table, const Tensor& directory) {
   table.directory = static_cast<const uint8_t*>(directory.const_data_ptr());
   if (directory.scalar_type() == ScalarType::Long) {
     check(directory.numel() == table.num_blocks, "tables",
-          "a boundary for each block and the rows of none");
+        "a boundary for each block and the rows of none");
     table.kind = Directory::SORTED;
     return;
   }
   check(directory.scalar_type() == ScalarType::Byte, "tables", "directories of int64 or uint8");
   check(table.num_blocks >= 2 && table.num_blocks <= 256, "table_layout",
-        "2 to 256 blocks beside a rank directory");
+      "2 to 256 blocks beside a rank directory");
   table.kind = Directory::RANKS;
   while (int64_t{1} << table.num_planes < table.num_blocks) ++table.num_planes;
   const int64_t per_record = rows_per_record(table.num_planes);
@@ -268,8 +268,7 @@ void set_directory(Table& table, const Tensor& directory) {
 // none). Fields of a block: its first byte, its rows, the bytes of a row, its first group (-1:
 // nothing is stored).
 std::vector<Table> make_tables(const Tensor& table_layout, const Tensor& block_layout,
-                               const Tensor& groups, const std::vector<Tensor>& tensors,
-                               std::vector<Block>& blocks) {
+    const Tensor& groups, const std::vector<Tensor>& tensors, std::vector<Block>& blocks) {
   const int64_t* fields = table_rows<int64_t>(table_layout, "table_layout", TABLE_FIELDS);
   const int64_t* block_fields = table_rows<int64_t>(block_layout, "block_layout", BLOCK_FIELDS);
   const Group* all_groups =
@@ -299,7 +298,7 @@ std::vector<Table> make_tables(const Tensor& table_layout, const Tensor& block_l
     table.end = rows + num_bytes;
     if (fields[4] >= 0) set_directory(table, tensor_at(tensors, fields[4]));
     check(table.kind != Directory::NONE || num_blocks == 1, "table_layout",
-          "one block where there is no directory");
+        "one block where there is no directory");
     for (int64_t s = first; s < first + num_blocks; ++s) {
       const int64_t *field = block_fields + BLOCK_FIELDS * s, first_group = field[3];
       if (first_group < 0) continue;
@@ -317,15 +316,13 @@ std::vector<Table> make_tables(const Tensor& table_layout, const Tensor& block_l
 
 // Fields of a feature: its table, its first output column, D, 1 for MEAN.
 std::vector<Feature> make_features(const Tensor& layout, const Tensor& block_layout,
-                                   const Tensor& table_layout, const Tensor& groups,
-                                   const std::vector<Table>& tables,
-                                   const std::optional<std::vector<int64_t>>& keys,
-                                   int64_t num_keys, int64_t width) {
+    const Tensor& table_layout, const Tensor& groups, const std::vector<Table>& tables,
+    const std::optional<std::vector<int64_t>>& keys, int64_t num_keys, int64_t width) {
   const int64_t* fields = table_rows<int64_t>(layout, "feature_layout", FEATURE_FIELDS);
   const int64_t* table_fields = static_cast<const int64_t*>(table_layout.const_data_ptr());
   const int64_t* block_fields = static_cast<const int64_t*>(block_layout.const_data_ptr());
   check(!keys || static_cast<int64_t>(keys->size()) == layout.size(0), "keys",
-        "one for each feature");
+      "one for each feature");
   check(keys || layout.size(0) == num_keys, "offsets", "bags for each feature and for no other");
   std::vector<Feature> features(layout.size(0));
   Columns columns{width};
@@ -333,7 +330,7 @@ std::vector<Feature> make_features(const Tensor& layout, const Tensor& block_lay
     const int64_t table = fields[0], first_column = fields[1], embedding_dim = fields[2];
     const int64_t key = keys ? (*keys)[f] : static_cast<int64_t>(f);
     check(table >= 0 && table < static_cast<int64_t>(tables.size()), "feature_layout",
-          "tables that exist");
+        "tables that exist");
     columns.take(first_column, embedding_dim, "feature_layout");
     check(key >= 0 && key < num_keys, "offsets", "bags for each feature");
     const int64_t num_groups = (embedding_dim + LANES - 1) / LANES,
@@ -367,17 +364,16 @@ std::string describe(const Fault& fault, size_t feature, const Feature& fields, 
 }
 
 Tensor packed_embedding_bag(const Tensor& ids, const Tensor& offsets,
-                            const std::optional<Tensor>& per_sample_weights,
-                            const std::vector<Tensor>& tables, const Tensor& feature_layout,
-                            const Tensor& table_layout, const Tensor& block_layout,
-                            const Tensor& groups, const std::optional<std::vector<int64_t>>& keys,
-                            int64_t batch_size, int64_t width, bool zero_unknown) {
+    const std::optional<Tensor>& per_sample_weights, const std::vector<Tensor>& tables,
+    const Tensor& feature_layout, const Tensor& table_layout, const Tensor& block_layout,
+    const Tensor& groups, const std::optional<std::vector<int64_t>>& keys, int64_t batch_size,
+    int64_t width, bool zero_unknown) {
   Bags bags = read_bags(ids, offsets, per_sample_weights, batch_size, width, zero_unknown);
   if (batch_size == 0 || width == 0) return empty_output(batch_size, width);
   std::vector<Block> blocks;
   const std::vector<Table> made = make_tables(table_layout, block_layout, groups, tables, blocks);
-  const std::vector<Feature> features = make_features(feature_layout, block_layout, table_layout,
-                                                      groups, made, keys, bags.num_keys, width);
+  const std::vector<Feature> features = make_features(
+      feature_layout, block_layout, table_layout, groups, made, keys, bags.num_keys, width);
   Tensor out = empty_output(batch_size, width);
   bags.out = static_cast<float*>(out.mutable_data_ptr());
   const auto ahead = [&](int64_t f) {
@@ -403,14 +399,14 @@ std::string all_of(const std::string& names) {
   return place + "'";
 }
 
-[[noreturn]] void refuse(const std::string& place, const std::string& requirement,
-                         const std::string& received) {
+[[noreturn]] void refuse(
+    const std::string& place, const std::string& requirement, const std::string& received) {
   throw std::invalid_argument(place + ": expected " + requirement + ", got " + received);
 }
 
 template <typename Length>
 void add_up(const Length* lengths, int64_t num_bags, int64_t num_ids, int64_t batch_size,
-            const std::string& names, int64_t* offsets) {
+    const std::string& names, int64_t* offsets) {
   int64_t total = 0;
   offsets[0] = 0;
   for (int64_t bag = 0; bag < num_bags; ++bag) {
@@ -421,14 +417,14 @@ void add_up(const Length* lengths, int64_t num_bags, int64_t num_ids, int64_t ba
       if (length < 0) refuse(place, "lengths of at least 0", std::to_string(length) + sample);
       const std::string left = std::to_string(num_ids - total);
       refuse(place, "no more ids than there are",
-             "a bag of " + std::to_string(length) + sample + ", with " + left + " left");
+          "a bag of " + std::to_string(length) + sample + ", with " + left + " left");
     }
     total += length;
     offsets[bag + 1] = total;
   }
   if (total != num_ids) {
     refuse(all_of(names), "as many ids as their lengths add up to, " + std::to_string(total),
-           std::to_string(num_ids));
+        std::to_string(num_ids));
   }
 }
 
@@ -455,17 +451,17 @@ Tensor bag_offsets(Tensor lengths, Tensor ids, Tensor names) {
   if (!fits) refuse(all_of(features), "contiguous lengths of shape (F, B) on the CPU", "others");
   const int64_t num_bags = lengths.numel(), size = num_bags + 1, stride = 1;
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_int64(),
-                                                  aoti_torch_device_type_cpu(), 0, &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      1, &size, &stride, aoti_torch_dtype_int64(), aoti_torch_device_type_cpu(), 0, &handle));
   Tensor offsets(handle);
   int64_t* begins = static_cast<int64_t*>(offsets.mutable_data_ptr());
   const void* data = lengths.const_data_ptr();
   if (is_wide) {
     add_up(static_cast<const int64_t*>(data), num_bags, ids.numel(), lengths.size(1), features,
-           begins);
+        begins);
   } else {
     add_up(static_cast<const int32_t*>(data), num_bags, ids.numel(), lengths.size(1), features,
-           begins);
+        begins);
   }
   return offsets;
 }

@@ -38,7 +38,7 @@ inline bool locate(const Table& table, int64_t row, int64_t& block, int64_t& pos
   position = row;
   if constexpr (kind == Directory::SORTED) {
     for (int64_t left = table.num_blocks;
-         left > 1;) {  // the last of the blocks that begin at the row or before
+        left > 1;) {  // the last of the blocks that begin at the row or before
       const int64_t half = left / 2;
       if (read<int64_t>(table.directory, block + half) <= row) block += half;
       left -= half;
@@ -97,7 +97,7 @@ inline __m512i bytes_of_window(const uint8_t* window, int64_t left) {
 // All 16 columns of a group: their bytes are taken out of a window of 64.
 template <bool is_weighted>
 inline void add_group(Sums& sums, const uint8_t* window, int64_t left, const uint8_t* end,
-                      const Group& group, float weight) {
+    const Group& group, float weight) {
   __m512i bytes;
   if (__builtin_expect(group.span <= FEW_BYTES && end - window >= FEW_BYTES, 1)) {  // codes, mostly
     bytes = _mm512_zextsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(window)));
@@ -107,8 +107,8 @@ inline void add_group(Sums& sums, const uint8_t* window, int64_t left, const uin
   const __m512i field = _mm512_permutexvar_epi8(_mm512_loadu_si512(group.wide), bytes);
   const __m512i mask = _mm512_loadu_si512(group.masks);
   const __m512 number = _mm512_cvtepi32_ps(_mm512_and_si512(field, mask));
-  __m512 value = _mm512_add_ps(_mm512_mul_ps(number, _mm512_loadu_ps(group.scales)),
-                               _mm512_loadu_ps(group.biases));
+  __m512 value = _mm512_add_ps(
+      _mm512_mul_ps(number, _mm512_loadu_ps(group.scales)), _mm512_loadu_ps(group.biases));
   if (__builtin_expect(group.kind == Group::WITH_FLOATS, 0)) {
     const __mmask16 is_float = _mm512_cmpeq_epi32_mask(mask, _mm512_set1_epi32(-1));
     value = _mm512_mask_mov_ps(value, is_float, _mm512_castsi512_ps(field));
@@ -124,8 +124,8 @@ inline bool is_within(const Group& group, int64_t stride) {
 }
 
 // A window that may be read beyond its end: itself, or where the table ends there a copy.
-inline const uint8_t* readable(const uint8_t* window, int64_t left, const uint8_t* end,
-                               uint8_t* copy) {
+inline const uint8_t* readable(
+    const uint8_t* window, int64_t left, const uint8_t* end, uint8_t* copy) {
   if (__builtin_expect(end - window >= READABLE_BYTES, 1)) return window;
   __builtin_memset(copy, 0, READABLE_BYTES);
   __builtin_memcpy(copy, window, left < WINDOW_BYTES ? left : WINDOW_BYTES);
@@ -146,7 +146,7 @@ inline __m256i lanes_of(int64_t columns) {
 
 inline Sums load_sums(const float* out, int64_t columns) {
   return {{_mm256_maskload_ps(out, lanes_of(columns)),
-           _mm256_maskload_ps(out + 8, lanes_of(columns - 8))}};
+      _mm256_maskload_ps(out + 8, lanes_of(columns - 8))}};
 }
 
 inline void store_sums(float* out, int64_t columns, const Sums& sums) {
@@ -163,7 +163,7 @@ inline void store_sums(float* out, int64_t columns, const Sums& sums) {
 // of 16.
 template <bool is_weighted>
 inline void add_group(Sums& sums, const uint8_t* window, int64_t left, const uint8_t* end,
-                      const Group& group, float weight) {
+    const Group& group, float weight) {
   uint8_t copy[READABLE_BYTES];
   const uint8_t* bytes = readable(window, left, end, copy);
   for (int64_t half = 0; half < 2; ++half) {
@@ -207,7 +207,7 @@ inline void store_sums(float* out, int64_t columns, const Sums& sums) {
 
 template <bool is_weighted>
 inline void add_group(Sums& sums, const uint8_t* window, int64_t left, const uint8_t* end,
-                      const Group& group, float weight) {
+    const Group& group, float weight) {
   uint8_t copy[READABLE_BYTES];
   const uint8_t* bytes = readable(window, left, end, copy);
   for (int64_t column = 0; column < LANES; ++column) {
@@ -303,8 +303,7 @@ struct RowsAhead {
 // as rows differ in that.
 template <bool is_weighted, int64_t num_groups>
 inline void add_rows(float* out, int64_t columns, int64_t first_group, bool is_begun,
-                     const RowsAhead& rows, int64_t first, int64_t last, const uint8_t* end,
-                     Fault& fault) {
+    const RowsAhead& rows, int64_t first, int64_t last, const uint8_t* end, Fault& fault) {
   Sums sums[num_groups];
 #pragma GCC unroll 4
   for (int64_t g = 0; g < num_groups; ++g) {
@@ -321,8 +320,8 @@ inline void add_rows(float* out, int64_t columns, int64_t first_group, bool is_b
         continue;
       }
       const int64_t window = groups[g].window;
-      add_group<is_weighted>(sums[g], row.bytes + window, row.stride - window, end, groups[g],
-                             row.weight);
+      add_group<is_weighted>(
+          sums[g], row.bytes + window, row.stride - window, end, groups[g], row.weight);
     }
   }
 #pragma GCC unroll 4
@@ -354,8 +353,8 @@ Fault pool_bags(const Feature& feature, const Bags& bags, int64_t first_bag, int
       if (!rows.has(first)) rows.find(first, last_id, table, bags, fault);
       last = end < rows.last ? end : rows.last;
       for (int64_t d = 0; d < dim; d += LANES * num_groups) {
-        add_rows<is_weighted, num_groups>(out + d, dim - d, d / LANES, first > begin, rows, first,
-                                          last, table.end, fault);
+        add_rows<is_weighted, num_groups>(
+            out + d, dim - d, d / LANES, first > begin, rows, first, last, table.end, fault);
       }
     }
     if (feature.is_mean && rising && end - begin > 1) {

@@ -80,5 +80,5 @@ inline void round_row(const float* fields, float* weight, float* residual, int64
 }
 
 template <typename Number>
-constexpr RowLoops<Number> LOOPS{multiply<Number>, add_product<Number>, multiply_finite<Number>,
-                                 are_finite<Number>};
+constexpr RowLoops<Number> LOOPS{
+    multiply<Number>, add_product<Number>, multiply_finite<Number>, are_finite<Number>};

@@ -45,8 +45,8 @@ std::vector<Piece> make_pieces(const Tensor& layout, int64_t in_width, int64_t o
   const int64_t* fields = static_cast<const int64_t*>(layout.const_data_ptr());
   std::vector<Piece> pieces(layout.size(0));
   for (size_t k = 0; k < pieces.size(); ++k, fields += 7) {
-    pieces[k] = {fields[0], fields[1], fields[2], fields[3], fields[4],
-                 fields[5], fields[6], true,      true};
+    pieces[k] = {
+        fields[0], fields[1], fields[2], fields[3], fields[4], fields[5], fields[6], true, true};
     const Piece& piece = pieces[k];
     check(lies_within(piece.in_column, piece.dim, in_width), "layout", "pieces inside");
     check(lies_within(piece.out_column, piece.dim, out_width), "layout", "outputs inside");
@@ -66,7 +66,7 @@ struct Selection {
   int64_t batch_size;
 
   Selection(const Tensor& rows_, const std::optional<Tensor>& divisors_, const Tensor& layout,
-            int64_t batch_size_, int64_t in_width, int64_t out_width, ScalarType dtype)
+      int64_t batch_size_, int64_t in_width, int64_t out_width, ScalarType dtype)
       : pieces(make_pieces(layout, in_width, out_width)),
         divisors(nullptr),
         num_outputs(0),
@@ -74,11 +74,11 @@ struct Selection {
     rows = numbers<int32_t>(rows_, ScalarType::Int, "rows");
     const int64_t num_pieces = static_cast<int64_t>(pieces.size());
     check(rows_.dim() == 2 && rows_.size(0) == batch_size && rows_.size(1) == num_pieces, "rows",
-          "shape (B, K)");
+        "shape (B, K)");
     if (!divisors_) return;
     divisors = numbers<Number>(*divisors_, dtype, "divisors");
     check(divisors_->dim() == 2 && divisors_->size(0) == batch_size, "divisors",
-          "shape (B, outputs)");
+        "shape (B, outputs)");
     num_outputs = divisors_->size(1);
     for (const Piece& piece : pieces)
       check(lies_within(piece.output, 1, num_outputs), "divisors", "one for each output");
@@ -92,8 +92,8 @@ struct Selection {
   }
 };
 
-void check_rows(const int32_t* rows, int64_t batch_size, const std::vector<Piece>& pieces,
-                int64_t alpha_size) {
+void check_rows(
+    const int32_t* rows, int64_t batch_size, const std::vector<Piece>& pieces, int64_t alpha_size) {
   for (const Piece& piece : pieces) {
     check(piece.alpha_offset >= 0 && piece.alpha_offset <= alpha_size, "layout", "alphas inside");
     const int64_t num_rows = piece.dim == 0 ? MOST : (alpha_size - piece.alpha_offset) / piece.dim;
@@ -112,7 +112,7 @@ void check_rows(const int32_t* rows, int64_t batch_size, const std::vector<Piece
 // be `pooled`.
 template <typename Number>
 void select(const Selection<Number>& selection, const Number* pooled, int64_t in_width,
-            const Number* alpha, Number* out, int64_t out_width) {
+    const Number* alpha, Number* out, int64_t out_width) {
   const RowLoops<Number>& loops = row_loops<Number>();
   const auto range = [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
@@ -151,7 +151,7 @@ void prefetch_ahead(const Number* to, int64_t count) {
 // Returns whether every number of `grad` is finite, on the way.
 template <typename Number>
 bool spread(const Selection<Number>& selection, const Number* grad, int64_t out_width,
-            const Number* alpha, Number* grad_pooled, int64_t in_width, bool keep_empty) {
+    const Number* alpha, Number* grad_pooled, int64_t in_width, bool keep_empty) {
   const RowLoops<Number>& loops = row_loops<Number>();
   std::atomic<bool> all_finite{true};
   const auto range = [&](int64_t begin, int64_t end) {
@@ -184,7 +184,7 @@ bool spread(const Selection<Number>& selection, const Number* grad, int64_t out_
 // grad_alpha[row] += grad * pooled / divisor.
 template <typename Number>
 void gather_alpha(const Selection<Number>& selection, const Number* grad, int64_t out_width,
-                  const Number* pooled, int64_t in_width, Number* grad_alpha, int64_t alpha_size) {
+    const Number* pooled, int64_t in_width, Number* grad_alpha, int64_t alpha_size) {
   const RowLoops<Number>& loops = row_loops<Number>();
   sum_over_samples(selection.batch_size, grad_alpha, alpha_size, [&](int64_t b, Number* sum) {
     for (size_t k = 0; k < selection.pieces.size(); ++k) {
@@ -210,34 +210,34 @@ enum class Task { SELECT, SPREAD, GATHER_ALPHA };
 // on the task.
 template <typename Number>
 bool run_typed(Task task, const Tensor& wide, const Tensor& alpha, const Tensor& rows,
-               const std::optional<Tensor>& divisors, const Tensor& layout, const Tensor& narrow,
-               bool keep_empty) {
+    const std::optional<Tensor>& divisors, const Tensor& layout, const Tensor& narrow,
+    bool keep_empty) {
   const ScalarType dtype = wide.scalar_type();
   check(wide.dim() == 2 && narrow.dim() == 2 && wide.size(0) == narrow.size(0), "tensors",
-        "two of batch B");
+      "two of batch B");
   const int64_t batch_size = wide.size(0), in_width = wide.size(1), out_width = narrow.size(1);
   const Selection<Number> selection(rows, divisors, layout, batch_size, in_width, out_width, dtype);
   check_rows(selection.rows, batch_size, selection.pieces, alpha.numel());
   check_apart(task == Task::SELECT ? narrow : task == Task::SPREAD ? wide : alpha, rows, "rows");
   if (task == Task::SELECT) {
     select(selection, numbers<Number>(wide, dtype, "pooled"), in_width,
-           numbers<Number>(alpha, dtype, "alpha"), mutable_numbers<Number>(narrow, dtype, "out"),
-           out_width);
+        numbers<Number>(alpha, dtype, "alpha"), mutable_numbers<Number>(narrow, dtype, "out"),
+        out_width);
   } else if (task == Task::SPREAD) {
     return spread(selection, numbers<Number>(narrow, dtype, "grad"), out_width,
-                  numbers<Number>(alpha, dtype, "alpha"),
-                  mutable_numbers<Number>(wide, dtype, "grad_pooled"), in_width, keep_empty);
+        numbers<Number>(alpha, dtype, "alpha"), mutable_numbers<Number>(wide, dtype, "grad_pooled"),
+        in_width, keep_empty);
   } else {
     gather_alpha(selection, numbers<Number>(narrow, dtype, "grad"), out_width,
-                 numbers<Number>(wide, dtype, "pooled"), in_width,
-                 mutable_numbers<Number>(alpha, dtype, "grad_alpha"), alpha.numel());
+        numbers<Number>(wide, dtype, "pooled"), in_width,
+        mutable_numbers<Number>(alpha, dtype, "grad_alpha"), alpha.numel());
   }
   return true;
 }
 
 bool run(Task task, const Tensor& wide, const Tensor& alpha, const Tensor& rows,
-         const std::optional<Tensor>& divisors, const Tensor& layout, const Tensor& narrow,
-         bool keep_empty) {
+    const std::optional<Tensor>& divisors, const Tensor& layout, const Tensor& narrow,
+    bool keep_empty) {
   if (wide.scalar_type() == ScalarType::Float) {
     return run_typed<float>(task, wide, alpha, rows, divisors, layout, narrow, keep_empty);
   }
@@ -246,24 +246,24 @@ bool run(Task task, const Tensor& wide, const Tensor& alpha, const Tensor& rows,
 }
 
 void select_pooled(Tensor pooled, Tensor alpha, Tensor rows, std::optional<Tensor> divisors,
-                   Tensor layout, Tensor out) {
+    Tensor layout, Tensor out) {
   run(Task::SELECT, pooled, alpha, rows, divisors, layout, out, false);
 }
 
 bool spread_gradient(Tensor grad, Tensor alpha, Tensor rows, std::optional<Tensor> divisors,
-                     Tensor layout, bool keep_empty, Tensor grad_pooled) {
+    Tensor layout, bool keep_empty, Tensor grad_pooled) {
   return run(Task::SPREAD, grad_pooled, alpha, rows, divisors, layout, grad, keep_empty);
 }
 
 void sum_alpha_gradient(Tensor grad, Tensor pooled, Tensor rows, std::optional<Tensor> divisors,
-                        Tensor layout, Tensor grad_alpha) {
+    Tensor layout, Tensor grad_alpha) {
   run(Task::GATHER_ALPHA, pooled, grad_alpha, rows, divisors, layout, grad, false);
 }
 
 template <typename Id, typename Length>
 void fill_rows_typed(const Id* ids, const Length* lengths, int64_t num_ids, int64_t num_keys,
-                     int64_t batch_size, const std::vector<Routing>& routings,
-                     const std::vector<int64_t>& places, int32_t* rows, int64_t num_pieces) {
+    int64_t batch_size, const std::vector<Routing>& routings, const std::vector<int64_t>& places,
+    int32_t* rows, int64_t num_pieces) {
   std::vector<int64_t> begins(static_cast<size_t>(num_keys + 1), 0);
   for (int64_t key = 0; key < num_keys; ++key) {
     int64_t end = begins[key];
@@ -278,7 +278,7 @@ void fill_rows_typed(const Id* ids, const Length* lengths, int64_t num_ids, int6
   for (size_t f = 0; f < routings.size(); ++f) {
     const int64_t piece = places[3 * f], key = places[3 * f + 1], first_row = places[3 * f + 2];
     check(piece >= 0 && piece < num_pieces && key >= 0 && key < num_keys, "places",
-          "pieces and keys that exist");
+        "pieces and keys that exist");
     check(lies_within(first_row, routings[f].num_blocks(), MOST), "places", "rows of alpha");
     routings[f].with_blocks([&](const auto& block) {
       int64_t next = begins[key];
@@ -297,7 +297,7 @@ void fill_rows_typed(const Id* ids, const Length* lengths, int64_t num_ids, int6
 // Rows of alpha of single-id features. `places` holds three numbers each: piece, key, and the row
 // of its block 0.
 void fill_rows(Tensor ids, Tensor lengths, std::vector<Tensor> routings,
-               std::vector<int64_t> places, Tensor rows) {
+    std::vector<int64_t> places, Tensor rows) {
   check(rows.dim() == 2 && rows.scalar_type() == ScalarType::Int, "rows", "int32 of shape (B, K)");
   check(places.size() == 3 * routings.size(), "places", "three for each routing");
   const int64_t batch_size = rows.size(0), num_pieces = rows.size(1);
@@ -309,8 +309,8 @@ void fill_rows(Tensor ids, Tensor lengths, std::vector<Tensor> routings,
   with_integers(ids, "ids", [&](const auto* id) {
     with_integers(lengths, "lengths", [&](const auto* length) {
       const int64_t num_keys = lengths.numel() / batch_size;
-      fill_rows_typed(id, length, ids.numel(), num_keys, batch_size, routes, places, to,
-                      num_pieces);
+      fill_rows_typed(
+          id, length, ids.numel(), num_keys, batch_size, routes, places, to, num_pieces);
     });
   });
 }
@@ -322,7 +322,7 @@ bool are_good_bags(Tensor ids, Tensor lengths, Tensor bounds, Tensor longest) {
   const int64_t* bound = numbers<int64_t>(bounds, ScalarType::Long, "bounds");
   const int64_t* most = numbers<int64_t>(longest, ScalarType::Long, "longest");
   check(num_keys > 0 && num_bags % num_keys == 0 && longest.numel() == num_keys, "bounds",
-        "one for each key");
+      "one for each key");
   bool are_good = true;
   with_integers(ids, "ids", [&](const auto* id) {
     with_integers(lengths, "lengths", [&](const auto* length) {
@@ -399,51 +399,41 @@ void split_typed(const Split& split) {
     static_cast<Id*>(split.split_ids)[position] = id[i];
     if (split.weights == nullptr) continue;
     std::memcpy(static_cast<char*>(split.split_weights) + position * split.weight_bytes,
-                static_cast<const char*>(split.weights) + i * split.weight_bytes,
-                split.weight_bytes);
+        static_cast<const char*>(split.weights) + i * split.weight_bytes, split.weight_bytes);
   }
 }
 
 // Splits the bags of all features by block, ids of a bag in their order. split_ids and
 // split_weights are filled from the front; what is dropped leaves room at their end.
 void split_bags(Tensor ids, Tensor lengths, std::optional<Tensor> weights,
-                std::vector<Tensor> routings, Tensor pieces, std::vector<int64_t> first_of,
-                int64_t batch_size, Tensor split_ids, Tensor split_lengths,
-                std::optional<Tensor> split_weights) {
+    std::vector<Tensor> routings, Tensor pieces, std::vector<int64_t> first_of, int64_t batch_size,
+    Tensor split_ids, Tensor split_lengths, std::optional<Tensor> split_weights) {
   for (const Tensor& tensor : {pieces, split_ids, split_lengths}) check_plain(tensor, "tensors");
   const bool wide_ids = is_wide(ids, "ids"), wide_lengths = is_wide(lengths, "lengths");
   check(split_ids.scalar_type() == ids.scalar_type() && split_ids.numel() == ids.numel(),
-        "split_ids", "room for ids");
+      "split_ids", "room for ids");
   check(split_lengths.scalar_type() == lengths.scalar_type(), "split_lengths",
-        "the dtype of lengths");
+      "the dtype of lengths");
   check(pieces.scalar_type() == ScalarType::Long, "pieces", "int64");
   const bool rises = first_of.size() == routings.size() + 1 && first_of.front() >= 0 &&
                      std::is_sorted(first_of.begin(), first_of.end()) &&
                      first_of.back() == pieces.numel();
   check(rises, "first_of", "F + 1 rising places");
   check(batch_size >= 0 && batch_size <= lengths.numel(), "batch_size",
-        "no more than there are lengths");
+      "no more than there are lengths");
   check(lengths.numel() == static_cast<int64_t>(routings.size()) * batch_size, "lengths",
-        "shape (F * B,)");
+      "shape (F * B,)");
   const int64_t num_bags = split_lengths.numel();
   const bool are_whole = batch_size == 0 ? num_bags == 0 : num_bags % batch_size == 0;
   check(are_whole && num_bags <= std::numeric_limits<int32_t>::max(), "split_lengths",
-        "shape (K * B,), below 2^31");
-  Split split{ids.const_data_ptr(),
-              lengths.const_data_ptr(),
-              nullptr,
-              split_ids.mutable_data_ptr(),
-              split_lengths.mutable_data_ptr(),
-              nullptr,
-              std::vector<Routing>(routings.begin(), routings.end()),
-              static_cast<const int64_t*>(pieces.const_data_ptr()),
-              first_of,
-              ids.numel(),
-              batch_size == 0 ? 0 : num_bags / batch_size,
-              batch_size,
-              0};
+      "shape (K * B,), below 2^31");
+  Split split{ids.const_data_ptr(), lengths.const_data_ptr(), nullptr, split_ids.mutable_data_ptr(),
+      split_lengths.mutable_data_ptr(), nullptr,
+      std::vector<Routing>(routings.begin(), routings.end()),
+      static_cast<const int64_t*>(pieces.const_data_ptr()), first_of, ids.numel(),
+      batch_size == 0 ? 0 : num_bags / batch_size, batch_size, 0};
   check(weights.has_value() == split_weights.has_value(), "split_weights",
-        "room for weights, or neither");
+      "room for weights, or neither");
   if (weights) {
     for (const Tensor& tensor : {*weights, *split_weights}) {
       check_plain(tensor, "weights");
@@ -471,8 +461,8 @@ struct Pieces {
 
 template <typename Id, typename Length>
 void find_typed(const Id* ids, const Length* lengths, int64_t num_ids, int64_t batch_size,
-                const std::vector<Routing>& routings, const std::vector<int64_t>& features,
-                const Pieces& pieces) {
+    const std::vector<Routing>& routings, const std::vector<int64_t>& features,
+    const Pieces& pieces) {
   int64_t i = 0;
   int32_t next = 0;
   std::vector<int64_t> last_bag;
@@ -480,8 +470,8 @@ void find_typed(const Id* ids, const Length* lengths, int64_t num_ids, int64_t b
   for (size_t f = 0; f < routings.size(); ++f) {
     const int64_t first_row = features[3 * f], first_alpha_row = features[3 * f + 1],
                   num_blocks = features[3 * f + 2];
-    check(num_blocks >= 0 && num_blocks <= routings[f].num_blocks(), "features",
-          "numbers of blocks");
+    check(
+        num_blocks >= 0 && num_blocks <= routings[f].num_blocks(), "features", "numbers of blocks");
     check(lies_within(first_alpha_row, num_blocks, MOST), "features", "rows of alpha");
     check(first_row >= 0, "features", "first rows of at least 0");
     last_bag.assign(static_cast<size_t>(num_blocks), -1);
@@ -516,21 +506,20 @@ void find_typed(const Id* ids, const Length* lengths, int64_t num_ids, int64_t b
 // row of alpha of block 0, and number of blocks. Pieces are numbered feature by feature, bag by
 // bag, and in a bag as its ids come.
 void find_pieces(Tensor ids, Tensor lengths, std::vector<Tensor> routings,
-                 std::vector<int64_t> features, Tensor starts, Tensor rows, Tensor sizes,
-                 Tensor piece_of_id) {
+    std::vector<int64_t> features, Tensor starts, Tensor rows, Tensor sizes, Tensor piece_of_id) {
   const int64_t num_features = static_cast<int64_t>(routings.size());
   check(features.size() == 3 * routings.size(), "features", "three numbers for each routing");
   check(starts.dim() == 2 && starts.size(0) == num_features && starts.size(1) >= 1, "starts",
-        "shape (F, B + 1)");
+      "shape (F, B + 1)");
   const int64_t batch_size = starts.size(1) - 1;
   check(lengths.numel() == num_features * batch_size, "lengths", "shape (F * B,)");
   check(ids.numel() <= std::numeric_limits<int32_t>::max(), "ids", "fewer than 2^31");
   for (const Tensor& tensor : {rows, sizes, piece_of_id})
     check(tensor.numel() == ids.numel(), "pieces", "room for all");
   const Pieces pieces{mutable_numbers<int64_t>(starts, ScalarType::Long, "starts"),
-                      mutable_numbers<int32_t>(rows, ScalarType::Int, "rows"),
-                      mutable_numbers<int32_t>(sizes, ScalarType::Int, "sizes"),
-                      mutable_numbers<int32_t>(piece_of_id, ScalarType::Int, "piece_of_id")};
+      mutable_numbers<int32_t>(rows, ScalarType::Int, "rows"),
+      mutable_numbers<int32_t>(sizes, ScalarType::Int, "sizes"),
+      mutable_numbers<int32_t>(piece_of_id, ScalarType::Int, "piece_of_id")};
   const std::vector<Routing> routes(routings.begin(), routings.end());
   with_integers(ids, "ids", [&](const auto* id) {
     with_integers(lengths, "lengths", [&](const auto* length) {
@@ -544,8 +533,8 @@ void find_pieces(Tensor ids, Tensor lengths, std::vector<Tensor> routings,
 // lies over it, nothing is written outside.
 template <typename Length>
 std::vector<int64_t> place_pieces(const int64_t* starts, const int32_t* sizes, int64_t num_pieces,
-                                  int64_t batch_size, const std::vector<int64_t>& num_keys,
-                                  int64_t num_rows, int64_t num_ids, Length* lengths_out) {
+    int64_t batch_size, const std::vector<int64_t>& num_keys, int64_t num_rows, int64_t num_ids,
+    Length* lengths_out) {
   std::vector<int64_t> begins(static_cast<size_t>(num_pieces));
   int64_t total = 0;
   for (size_t f = 0; f < num_keys.size(); ++f, starts += batch_size + 1) {
@@ -575,8 +564,8 @@ struct Gather {
 };
 
 template <typename Id>
-void gather_typed(const Id* ids, Id* ids_out, int64_t num_ids, std::vector<int64_t>& next,
-                  const Gather& gather) {
+void gather_typed(
+    const Id* ids, Id* ids_out, int64_t num_ids, std::vector<int64_t>& next, const Gather& gather) {
   const int64_t num_pieces = static_cast<int64_t>(next.size());
   for (int64_t i = 0; i < num_ids; ++i) {
     const int32_t piece = gather.piece_of_id[i];
@@ -586,15 +575,15 @@ void gather_typed(const Id* ids, Id* ids_out, int64_t num_ids, std::vector<int64
     ids_out[position] = ids[i];
     if (gather.weights == nullptr) continue;
     std::memcpy(gather.weights_out + position * gather.weight_bytes,
-                gather.weights + i * gather.weight_bytes, gather.weight_bytes);
+        gather.weights + i * gather.weight_bytes, gather.weight_bytes);
   }
 }
 
 // Orders ids by key, gather row and their place in the bag. ids_out and weights_out are
 // filled from the front.
 void gather_ids(Tensor ids, std::optional<Tensor> weights, Tensor starts, Tensor sizes,
-                Tensor piece_of_id, std::vector<int64_t> num_keys, Tensor ids_out,
-                Tensor lengths_out, std::optional<Tensor> weights_out) {
+    Tensor piece_of_id, std::vector<int64_t> num_keys, Tensor ids_out, Tensor lengths_out,
+    std::optional<Tensor> weights_out) {
   const int64_t num_ids = ids.numel();
   const bool fits = starts.dim() == 2 && starts.size(0) == static_cast<int64_t>(num_keys.size()) &&
                     starts.size(1) >= 1;
@@ -602,7 +591,7 @@ void gather_ids(Tensor ids, std::optional<Tensor> weights, Tensor starts, Tensor
   int64_t total_keys = 0;
   for (const int64_t count : num_keys) {
     check(count > 0 && count <= lengths_out.numel(), "num_keys",
-          "one at least for each feature, and room for all");
+        "one at least for each feature, and room for all");
     total_keys += count;
   }
   const int64_t num_rows = total_keys == 0 ? 0 : lengths_out.numel() / total_keys;
@@ -610,15 +599,15 @@ void gather_ids(Tensor ids, std::optional<Tensor> weights, Tensor starts, Tensor
   check(piece_of_id.numel() == num_ids, "piece_of_id", "one for each id");
   check_plain(ids_out, "ids_out");
   check(ids_out.scalar_type() == ids.scalar_type() && ids_out.numel() == num_ids, "ids_out",
-        "room for ids");
+      "room for ids");
   Gather gather{numbers<int32_t>(piece_of_id, ScalarType::Int, "piece_of_id"), nullptr, nullptr, 0};
   check(weights.has_value() == weights_out.has_value(), "weights_out",
-        "room for weights, or neither");
+      "room for weights, or neither");
   if (weights) {
     for (const Tensor& tensor : {*weights, *weights_out}) {
       check_plain(tensor, "weights");
       check(tensor.numel() == num_ids && tensor.scalar_type() == weights->scalar_type(), "weights",
-            "one for each id");
+          "one for each id");
     }
     gather.weights = static_cast<const char*>(weights->const_data_ptr());
     gather.weights_out = static_cast<char*>(weights_out->mutable_data_ptr());
@@ -628,9 +617,8 @@ void gather_ids(Tensor ids, std::optional<Tensor> weights, Tensor starts, Tensor
   with_integers(lengths_out, "lengths_out", [&](const auto* length) {
     using Length = std::remove_cv_t<std::remove_pointer_t<decltype(length)>>;
     next = place_pieces(numbers<int64_t>(starts, ScalarType::Long, "starts"),
-                        numbers<int32_t>(sizes, ScalarType::Int, "sizes"), sizes.numel(),
-                        starts.size(1) - 1, num_keys, num_rows, num_ids,
-                        static_cast<Length*>(lengths_out.mutable_data_ptr()));
+        numbers<int32_t>(sizes, ScalarType::Int, "sizes"), sizes.numel(), starts.size(1) - 1,
+        num_keys, num_rows, num_ids, static_cast<Length*>(lengths_out.mutable_data_ptr()));
   });
   with_integers(ids, "ids", [&](const auto* id) {
     using Id = std::remove_cv_t<std::remove_pointer_t<decltype(id)>>;
@@ -651,7 +639,7 @@ struct Sparse {
   int64_t batch_size, num_rows, in_width, out_width;
 
   Sparse(const Tensor& starts_, const Tensor& rows_, const Tensor& layout, const Tensor& pooled,
-         const Tensor& out, int64_t alpha_size)
+      const Tensor& out, int64_t alpha_size)
       : batch_size(out.size(0)),
         num_rows(pooled.size(0)),
         in_width(pooled.size(1)),
@@ -669,12 +657,12 @@ struct Sparse {
     }
   }
 
-  void check_feature(const Feature& feature, const int64_t* start, int64_t num_pieces,
-                     int64_t alpha_size) const {
+  void check_feature(
+      const Feature& feature, const int64_t* start, int64_t num_pieces, int64_t alpha_size) const {
     const bool sound = feature.num_keys > 0 && feature.num_keys <= MOST && feature.dim >= 0 &&
                        feature.dim <= MOST;  // so that no product overflows
     check(sound && lies_within(feature.in_column, feature.num_keys * feature.dim, in_width),
-          "layout", "keys inside");
+        "layout", "keys inside");
     check(lies_within(feature.out_column, feature.dim, out_width), "layout", "outputs inside");
     check(lies_within(feature.alpha_offset, feature.dim, alpha_size), "layout", "alphas inside");
     const int64_t left = alpha_size - feature.alpha_offset - feature.dim;
@@ -684,8 +672,8 @@ struct Sparse {
     for (int64_t b = 0; b < batch_size; ++b) rises &= start[b] <= start[b + 1];
     check(rises && start[batch_size] <= num_pieces, "starts", "rising ones");
     const int64_t count = start[batch_size] - start[0];
-    check(count == 0 || (count - 1) / feature.num_keys < num_rows, "starts",
-          "pieces that there are");
+    check(
+        count == 0 || (count - 1) / feature.num_keys < num_rows, "starts", "pieces that there are");
     bool fits = true;
     for (int64_t p = start[0]; p < start[batch_size]; ++p)
       fits &= rows[p] >= 0 && rows[p] * feature.alpha_stride <= left;
@@ -702,7 +690,7 @@ struct Sparse {
     int64_t row = first / feature.num_keys, key = first % feature.num_keys;
     for (int64_t p = start[sample]; p < start[sample + 1]; ++p) {
       visit(row * in_width + feature.in_column + key * feature.dim,
-            feature.alpha_offset + rows[p] * feature.alpha_stride);
+          feature.alpha_offset + rows[p] * feature.alpha_stride);
       if (++key == feature.num_keys) ++row, key = 0;
     }
   }
@@ -755,7 +743,7 @@ void spread(const Sparse& sparse, const Number* grad, const Number* alpha, Numbe
 // grad_alpha[row] += grad * pooled.
 template <typename Number>
 void gather_alpha(const Sparse& sparse, const Number* grad, const Number* pooled,
-                  Number* grad_alpha, int64_t alpha_size) {
+    Number* grad_alpha, int64_t alpha_size) {
   const RowLoops<Number>& loops = row_loops<Number>();
   sum_over_samples(sparse.batch_size, grad_alpha, alpha_size, [&](int64_t b, Number* sum) {
     for (size_t f = 0; f < sparse.features.size(); ++f) {
@@ -772,7 +760,7 @@ void gather_alpha(const Sparse& sparse, const Number* grad, const Number* pooled
 // on the task.
 template <typename Number>
 void run_typed(Task task, const Tensor& wide, const Tensor& alpha, const Tensor& starts,
-               const Tensor& rows, const Tensor& layout, const Tensor& narrow) {
+    const Tensor& rows, const Tensor& layout, const Tensor& narrow) {
   const ScalarType dtype = wide.scalar_type();
   check(wide.dim() == 2 && narrow.dim() == 2, "tensors", "matrices");
   const Sparse sparse(starts, rows, layout, wide, narrow, alpha.numel());
@@ -781,19 +769,19 @@ void run_typed(Task task, const Tensor& wide, const Tensor& alpha, const Tensor&
   check_apart(written, rows, "rows");
   if (task == Task::SELECT) {
     select(sparse, numbers<Number>(wide, dtype, "pooled"), numbers<Number>(alpha, dtype, "alpha"),
-           mutable_numbers<Number>(narrow, dtype, "out"));
+        mutable_numbers<Number>(narrow, dtype, "out"));
   } else if (task == Task::SPREAD) {
     spread(sparse, numbers<Number>(narrow, dtype, "grad"), numbers<Number>(alpha, dtype, "alpha"),
-           mutable_numbers<Number>(wide, dtype, "grad_pooled"));
+        mutable_numbers<Number>(wide, dtype, "grad_pooled"));
   } else {
     gather_alpha(sparse, numbers<Number>(narrow, dtype, "grad"),
-                 numbers<Number>(wide, dtype, "pooled"),
-                 mutable_numbers<Number>(alpha, dtype, "grad_alpha"), alpha.numel());
+        numbers<Number>(wide, dtype, "pooled"), mutable_numbers<Number>(alpha, dtype, "grad_alpha"),
+        alpha.numel());
   }
 }
 
 void run(Task task, const Tensor& wide, const Tensor& alpha, const Tensor& starts,
-         const Tensor& rows, const Tensor& layout, const Tensor& narrow) {
+    const Tensor& rows, const Tensor& layout, const Tensor& narrow) {
   if (wide.scalar_type() == ScalarType::Float) {
     run_typed<float>(task, wide, alpha, starts, rows, layout, narrow);
     return;
@@ -802,42 +790,42 @@ void run(Task task, const Tensor& wide, const Tensor& alpha, const Tensor& start
   run_typed<double>(task, wide, alpha, starts, rows, layout, narrow);
 }
 
-void select_sparse(Tensor pooled, Tensor alpha, Tensor starts, Tensor rows, Tensor layout,
-                   Tensor out) {
+void select_sparse(
+    Tensor pooled, Tensor alpha, Tensor starts, Tensor rows, Tensor layout, Tensor out) {
   run(Task::SELECT, pooled, alpha, starts, rows, layout, out);
 }
 
-void spread_sparse_gradient(Tensor grad, Tensor alpha, Tensor starts, Tensor rows, Tensor layout,
-                            Tensor grad_pooled) {
+void spread_sparse_gradient(
+    Tensor grad, Tensor alpha, Tensor starts, Tensor rows, Tensor layout, Tensor grad_pooled) {
   run(Task::SPREAD, grad_pooled, alpha, starts, rows, layout, grad);
 }
 
-void sum_sparse_alpha_gradient(Tensor grad, Tensor pooled, Tensor starts, Tensor rows,
-                               Tensor layout, Tensor grad_alpha) {
+void sum_sparse_alpha_gradient(
+    Tensor grad, Tensor pooled, Tensor starts, Tensor rows, Tensor layout, Tensor grad_alpha) {
   run(Task::GATHER_ALPHA, pooled, grad_alpha, starts, rows, layout, grad);
 }
 
 constexpr int64_t NUMBERS_PER_THREAD = 1 << 14;  // numbers that outweigh waking a thread
 
 void round_rows(Tensor codes, Tensor routing, std::optional<Tensor> rows, int64_t first_row,
-                Tensor weight, Tensor residual) {
+    Tensor weight, Tensor residual) {
   float* weights = mutable_numbers<float>(weight, ScalarType::Float, "weight");
   float* residuals = mutable_numbers<float>(residual, ScalarType::Float, "residual");
   check(weight.dim() == 2 && residual.dim() == 2, "weight", "shape (N, D)");
   const int64_t num_rows = weight.size(0), dim = weight.size(1);
   check(residual.size(0) == num_rows && residual.size(1) == dim, "residual",
-        "the shape of the weights");
+      "the shape of the weights");
   const float* fields = numbers<float>(codes, ScalarType::Float, "codes");
   check(codes.dim() == 3 && codes.size(1) == 4 && codes.size(2) == dim, "codes",
-        "shape (S + 1, 4, D)");
+      "shape (S + 1, 4, D)");
   const int64_t num_codes = codes.size(0);
   const int64_t* ids = rows ? numbers<int64_t>(*rows, ScalarType::Long, "rows") : nullptr;
   const int64_t count = rows ? rows->numel() : num_rows;
   const Routing blocks(routing);
   check(first_row >= 0 && first_row <= MOST << 20, "first_row", "a row of the table");
   const bool is_map = blocks.kind == Routing::BYTES || blocks.kind == Routing::SHORTS;
-  check(!is_map || lies_within(first_row, num_rows, blocks.size), "routing",
-        "all rows of the shard");
+  check(
+      !is_map || lies_within(first_row, num_rows, blocks.size), "routing", "all rows of the shard");
   check_apart(weight, residual, "residual");
   for (const Tensor& written : {weight, residual}) {
     check_apart(written, codes, "codes");
