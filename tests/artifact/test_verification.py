@@ -278,13 +278,13 @@ def test_the_command_says_what_failed_and_exits_with_1(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a long path is wrapped
     copy = Path(shutil.copytree(artifact, "art[v2]:bug:"))  # markup to the library that prints tables
-    result = CliRunner().invoke(app, ["verify", str(copy), "--json", "good.json"])
+    result = CliRunner().invoke(app, ["evaluate", str(copy), "--verify", "--json", "good.json"])
     assert result.exit_code == 0, result.output
     assert json.loads(Path("good.json").read_text())["ok"]
     assert "art[v2]:bug:: what was checked" in result.output
     (copy / "notes[bold]").write_text("mine")
     name = flip_value(copy)
-    result = CliRunner().invoke(app, ["verify", str(copy), "--json", "bad.json"])
+    result = CliRunner().invoke(app, ["evaluate", str(copy), "--verify", "--json", "bad.json"])
     assert result.exit_code == 1
     assert f"error: checksums, packed/{name}: expected sha256" in result.output
     assert "│ notes[bold]" in result.output

@@ -20,11 +20,10 @@ from dnis_torchrec.allocation.curvature import Curvature
 from dnis_torchrec.artifact import export as export_module
 from dnis_torchrec.artifact import forms
 from dnis_torchrec.artifact.export import export
-from dnis_torchrec.artifact.write import write_artifact, write_over_ranks
+from dnis_torchrec.artifact.write import write_over_ranks
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.search.prune import Size, prune
 from dnis_torchrec.selection import shards as shards_module
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.selection.shards import collections, local_shards
@@ -57,7 +56,7 @@ def export_alone(folder: Path) -> None:
     """The same in one process."""
     whole = model("spread")
     export(whole, allocated(whole), folder / "packed")
-    with patch.object(export_module, "write_artifact", partial(write_artifact, max_file_bytes=FILE_BYTES)):
+    with patch.object(export_module, "write_over_ranks", partial(write_over_ranks, max_file_bytes=FILE_BYTES)):
         export(whole, allocated(whole, 1.1), folder / "files")
 
 
@@ -87,12 +86,10 @@ def memory(kind: str, rank: Rank) -> dict[str, Any]:
 
 
 def refusals(rank: Rank) -> dict[str, Any]:
-    """A scheme without codes; a value that is none on one rank."""
+    """A value that is none on one rank."""
     whole = sharded("ties", "row_wise", rank)
-    without = prune(sharded("ties", "row_wise", rank), blocks(), counts(), size=Size(compression=3))
-    no_codes = outcome_of(lambda: export(whole, without, rank.folder / "refused", forms=("packed",)))
     scheme = allocated(whole)
     if rank.rank == 1:
         first = next(s for m in collections(whole).values() for s in local_shards(m) if s.table == "tag")
         first.weight[0, 0] = torch.nan
-    return {"no codes": no_codes, "nan": outcome_of(lambda: export(whole, scheme, rank.folder / "refused"))}
+    return {"nan": outcome_of(lambda: export(whole, scheme, rank.folder / "refused"))}
