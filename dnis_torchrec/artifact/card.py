@@ -17,14 +17,14 @@ _MARKS = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_{}[]()#+!|~$"})
 _TEXT = """\
 # Model card
 
-Embedding tables that dnis_torchrec made {times:.2f} times smaller: {num_bytes:,} bytes as served ({form}), \
-{dense:,} in float32.
+Embedding tables that dnis_torchrec made {times:.2f} times smaller: {num_bytes:,} bytes as served
+({form}), {dense:,} in float32.
 
 ## Tables
 
 {tables}
 
-Blocks are rows of similar frequency, the most frequent first; bits are means over all dims of a row.
+Blocks are rows of similar frequency, the most frequent first; bits are means over all dims.
 
 ## Where it comes from
 
@@ -32,12 +32,13 @@ Blocks are rows of similar frequency, the most frequent first; bits are means ov
 
 ## How to use it
 
-`dnis_torchrec.load(path)` gives a module that takes the EmbeddingBagCollection's place. Nothing in the folder is code.
+`dnis_torchrec.load(path)` gives a module that takes the EmbeddingBagCollection's place. Nothing in
+the folder is code.
 
 ## To be written by the owner
 
-What the model is for, and what it is not for; whose data it was trained on, and from when; for whom it was seen to be
-worse. Nothing of this is known to the program that wrote the tables.
+What the model is for, and what it is not for; whose data it was trained on, and from when; for whom
+it was seen to be worse. Nothing of this is known to the program that wrote the tables.
 """
 
 

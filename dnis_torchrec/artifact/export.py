@@ -98,19 +98,19 @@ def drop_in_(model: nn.Module, artifact: Path | str, *, form: str | None = None)
     if has_axes(dense):
         with_axes_(model)
     for name in names:
-        served, plain = load(artifact, form=form, collection=name), modules[name]
-        if isinstance(served, ServedEmbeddingCollection) and isinstance(plain, EmbeddingCollection):
-            served.pass_indices_(plain.need_indices())
+        module, plain = load(artifact, form=form, collection=name), modules[name]
+        if isinstance(module, ServedEmbeddingCollection) and isinstance(plain, EmbeddingCollection):
+            module.pass_indices_(plain.need_indices())
         if not name:
-            return served
+            return module
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, served)
+        setattr(model.get_submodule(parent), child, module)
     prefixes = tuple(f"{name}." for name in names)
     state = {k: value for k, value in model.state_dict().items() if not k.startswith(prefixes)}
     others = sorted(set(state) ^ set(dense))
-    received = others[:3] if dense else "none"
+    actual = others[:3] if dense else "none"
     remedy = "use the model of the run" if dense else "export again with dense_state"
-    check(not others, str(artifact), "the model's own dense weights", received, remedy)
+    check(not others, str(artifact), "the model's own dense weights", actual, remedy)
     for key, value in state.items():
         place, shape = f"{artifact}, {key}", tuple(value.shape)
         fits, remedy = tuple(dense[key].shape) == shape, "use the recipe and data of the run"
@@ -131,5 +131,5 @@ def _check_features(
     for name in sorted({*of_model, *features}):
         place = f"{artifact}, table {name!r}"
         requirement = f"the features of the model's table, {of_model.get(name, [])}"
-        fits, received = of_model.get(name) == features.get(name), features.get(name, [])
-        check(fits, place, requirement, received, "use the model of the run")
+        fits, actual = of_model.get(name) == features.get(name), features.get(name, [])
+        check(fits, place, requirement, actual, "use the model of the run")

@@ -36,8 +36,8 @@ class Shard:
         for name, shape in shapes.items():
             tensor, requirement = self.tensors[name], f"{name!r} as {dtype} of shape {shape}"
             fits = tensor.dtype == dtype and tuple(tensor.shape) == shape
-            received = f"{tensor.dtype} {tuple(tensor.shape)}"
-            check(fits, self.place, requirement, received, remedy)
+            actual = f"{tensor.dtype} {tuple(tensor.shape)}"
+            check(fits, self.place, requirement, actual, remedy)
 
 
 def rows_of(weight: Tensor) -> Rows:
@@ -55,9 +55,9 @@ def chunks_of(table: TableScheme, rows: Rows, first: int, last: int) -> Iterator
 def whole_shard(form: str, table: TableScheme, rows: Rows) -> Shard:
     """A table in a form, in memory, as one shard."""
     if form == PACKED:
-        coded, counts = table.with_float_codes(), table.routing.row_counts()
         chunks = chunks_of(table, rows, 0, table.num_embeddings)
-        tensors = {"rows": pack_rows(coded, chunks, counts)}
+        counts = table.routing.row_counts()
+        tensors = {"rows": pack_rows(table.with_float_codes(), chunks, counts)}
     else:
         tensors = encode_blocks(table, rows, 0, table.num_embeddings)
     place = f"table {table.name!r}, form {form!r}"

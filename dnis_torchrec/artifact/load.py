@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,42 +40,6 @@ from dnis_torchrec.serving.sequences import (
 )
 from dnis_torchrec.serving.tables import MEAN, UNKNOWN_IDS, MeanForUnknownIds
 from dnis_torchrec.serving.trainable import MixedDimensionEmbeddingBagCollection
-
-
-@overload
-def load(
-    path: Path | str,
-    *,
-    form: Literal["mixed_dimension"],
-    collection: str | None = None,
-    device: torch.device | str = "cpu",
-    unknown_ids: Literal["error", "zero"] = "error",
-    verify: bool = False,
-) -> MixedDimensionEmbeddingBagCollection: ...
-
-
-@overload
-def load(
-    path: Path | str,
-    *,
-    form: Literal["packed"],
-    collection: str | None = None,
-    device: torch.device | str = "cpu",
-    unknown_ids: Literal["error", "zero"] = "error",
-    verify: bool = False,
-) -> PackedEmbeddingBagCollection: ...
-
-
-@overload
-def load(
-    path: Path | str,
-    *,
-    form: str | None = None,
-    collection: str | None = None,
-    device: torch.device | str = "cpu",
-    unknown_ids: str = "error",
-    verify: bool = False,
-) -> EmbeddingBagCollectionInterface | ServedEmbeddingCollection: ...
 
 
 def load(
@@ -213,9 +177,9 @@ class _Folder:
     def scheme(self) -> MixedDimensionScheme:
         """The scheme of all tables."""
         place = f"artifact {str(self.path)!r}, file {MANIFEST!r}"
-        remedy, described = "export again", self.manifest["tables"]
-        check(bool(described), place, "at least one table", "none", remedy)
-        for name, fields in described.items():
+        remedy, facts = "export again", self.manifest["tables"]
+        check(bool(facts), place, "at least one table", "none", remedy)
+        for name, fields in facts.items():
             requirement = f"names of features of table {name!r}"
             check(bool(fields["feature_names"]), place, requirement, "none", remedy)
             for form, shards in fields["shards"].items():
@@ -229,9 +193,10 @@ class _Folder:
                 check(row == num_rows, place, f"shards of {where} of {num_rows} rows", row, remedy)
         tensors = self.tensors("scheme")
         try:
-            return MixedDimensionScheme.from_parts(described, tensors)
+            return MixedDimensionScheme.from_parts(facts, tensors)
         except ValueError as error:
-            place = f"artifact {str(self.path)!r}, file {next(iter(self.manifest['scheme']), MANIFEST)!r}"
+            name = next(iter(self.manifest["scheme"]), MANIFEST)
+            place = f"artifact {str(self.path)!r}, file {name!r}"
             raise ValueError(f"{place}: {error}; {remedy}") from error
 
     def collection(self, collection: str | None) -> MixedDimensionScheme:

@@ -48,8 +48,6 @@ class RunOfArtifact(TypedDict):
     recipe: NotRequired[str | None]
     seed: NotRequired[NotNegative]
     embedding_dim: NotRequired[Positive | None]
-    projected: NotRequired[bool]
-    turned: NotRequired[bool]
     metrics: NotRequired[dict[str, float]]
 
 
@@ -167,11 +165,10 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
 
 def _check_version(version: object, place: str) -> None:
     major = version.split(".")[0] if isinstance(version, str) else ""
-    is_version = re.fullmatch("[0-9]{1,9}", major) is not None
-    requirement = f"a format_version up to {_FORMAT_VERSION.split('.')[0]}.x"
-    check(is_version, place, requirement, repr(version), "export again")
-    is_read = int(major) <= int(_FORMAT_VERSION.split(".")[0])
-    check(is_read, place, requirement, repr(version), "update dnis_torchrec")
+    is_version, newest = re.fullmatch("[0-9]{1,9}", major), _FORMAT_VERSION.split(".")[0]
+    requirement = f"a format_version up to {newest}.x"
+    check(is_version is not None, place, requirement, repr(version), "export again")
+    check(int(major) <= int(newest), place, requirement, repr(version), "update dnis_torchrec")
 
 
 def _spell_forms_(manifest: dict[str, Any], place: str) -> None:
@@ -190,7 +187,7 @@ def _spell_forms_(manifest: dict[str, Any], place: str) -> None:
 
 
 def file_inside(folder: Path, name: str, place: str, remedy: str = "export again") -> Path:
-    """The file of that name, which has to be a plain file in the folder, reached through no link."""
+    """The file of that name, which has to be a plain file in the folder, reached by no link."""
     parts = PurePosixPath(name).parts
     is_plain = bool(parts) and "/".join(parts) == name and ".." not in parts
     is_plain = is_plain and not set(name) & set("\\:\0") and parts[0] != "/"
@@ -245,8 +242,8 @@ def _header(file: Path, place: str) -> dict[str, Any]:
             for name, fields in json.loads(content).items()
         }
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        received = f"header: {error}"
-        raise ValueError(describe(place, "a safetensors file", received, _AGAIN)) from error
+        actual = f"header: {error}"
+        raise ValueError(describe(place, "a safetensors file", actual, _AGAIN)) from error
 
 
 def _check_sha256(file: Path, entry: Mapping[str, Any], place: str) -> None:
@@ -261,5 +258,5 @@ def _sha256(file: Path) -> str:
 
 def _with_digits(content: bytes, old: str, new: str) -> bytes:
     """`content` with the last `old` in it replaced by `new`, which is as long."""
-    before, _, after = content.rpartition(old.encode())
-    return before + new.encode() + after
+    head, _, tail = content.rpartition(old.encode())
+    return head + new.encode() + tail

@@ -114,14 +114,14 @@ class Signature:
         names = self.input_names
         check(len(inputs) == len(names), "inputs", f"{names}", f"{len(inputs)} of them")
         batch_size, num_ids = inputs[0].shape[0], inputs[1].numel()
-        expected = {
+        kinds = {
             "dense": (torch.float32, (batch_size, self.num_dense)),
             "values": (torch.int64, (num_ids,)),
             "lengths": (torch.int32, (len(self.feature_names), batch_size)),
             "weights": (torch.float32, (num_ids,)),
         }
         for name, tensor in zip(names, inputs, strict=True):
-            place, (dtype, shape) = f"input {name!r}", expected[name]
+            place, (dtype, shape) = f"input {name!r}", kinds[name]
             if tensor.dtype != dtype:
                 raise TypeError(describe(place, f"{dtype}", tensor.dtype, "convert it"))
             check(tuple(tensor.shape) == shape, place, f"shape {shape}", tuple(tensor.shape))
@@ -213,9 +213,9 @@ def write_package(
     return Path(path)
 
 
-def load_package(path: Path | str, *, check_hashes: bool = True) -> PackagedModel:
+def load_package(path: Path | str) -> PackagedModel:
     """Loads a package. It runs the machine code in it: load only what you would run."""
-    folder, manifest = Path(path), read_package_json(path, check_hashes=check_hashes)
+    folder, manifest = Path(path), read_package_json(path)
     signature = Signature(
         feature_names=tuple(manifest["feature_names"]),
         num_dense=manifest["num_dense"],
@@ -224,15 +224,15 @@ def load_package(path: Path | str, *, check_hashes: bool = True) -> PackagedMode
     # what is loaded are files that package.json lists, whose places and content were checked
     for name in (_COMPILED, _CONSTANTS, *manifest["libraries"]):
         place, remedy = f"package {str(path)!r}, {name!r}", "package the model again"
-        listed = name in manifest["files"]
-        check(listed, place, "one of the package's files", "another", remedy)
+        is_listed = name in manifest["files"]
+        check(is_listed, place, "one of the package's files", "another", remedy)
     with built_elsewhere([folder / library for library in manifest["libraries"]]):
-        packaged = _load(folder)
+        model = _load(folder)
 
     def predict(*inputs: Tensor) -> Tensor:
         signature.check_inputs(inputs)
         with torch.inference_mode():
-            return packaged(*inputs)
+            return model(*inputs)
 
     return predict
 
@@ -262,8 +262,8 @@ def export_graph(model: nn.Module, signature: Signature) -> ExportedProgram:
             "supported are tables in forms of dnis_torchrec with their compiled lookups, and "
             "models whose forward depends on shapes alone, not on ids or lengths"
         )
-        received = f"{type(error).__name__}: {line}"
-        raise NotImplementedError(describe(place, requirement, received)) from error
+        actual = f"{type(error).__name__}: {line}"
+        raise NotImplementedError(describe(place, requirement, actual)) from error
     for spec in program.graph_signature.input_specs:
         # a tensor that no module registered: AOTInductor would rename it
         if spec.kind == InputKind.CONSTANT_TENSOR:
@@ -272,8 +272,8 @@ def export_graph(model: nn.Module, signature: Signature) -> ExportedProgram:
     if foreign:
         requirement = "supported are the operators of torch and of dnis_torchrec"
         remedy = "write what calls them in operators of torch"
-        received = f"some of {foreign}, which a server may not have"
-        raise NotImplementedError(describe(place, requirement, received, remedy))
+        actual = f"some of {foreign}, which a server may not have"
+        raise NotImplementedError(describe(place, requirement, actual, remedy))
     return program
 
 
@@ -302,7 +302,7 @@ def write_package_json(folder: Path, fields: Mapping[str, Any]) -> None:
     (folder / _MANIFEST).write_text(text, encoding="utf-8")
 
 
-def read_package_json(path: Path | str, *, check_hashes: bool = True) -> dict[str, Any]:
+def read_package_json(path: Path | str) -> dict[str, Any]:
     """Reads package.json and checks every file that it lists."""
     folder, place = Path(path), f"package {str(path)!r}, file {_MANIFEST!r}"
     remedy, of_us = "package the model again", "give a folder that `dnis package` wrote"
@@ -317,9 +317,8 @@ def read_package_json(path: Path | str, *, check_hashes: bool = True) -> dict[st
     check(manifest["kind"] == KIND, place, f"kind {KIND!r}", repr(manifest["kind"]), remedy)
     for name, entry in manifest["files"].items():
         place = f"package {str(path)!r}, file {name!r}"
-        file = file_inside(folder, name, place, remedy)
-        facts = describe_file(folder, name) if check_hashes else {"bytes": file.stat().st_size}
-        for field, value in facts.items():
+        file_inside(folder, name, place, remedy)
+        for field, value in describe_file(folder, name).items():
             check(value == entry[field], place, f"{field} {entry[field]}", value, remedy)
     return manifest
 
@@ -376,31 +375,31 @@ def _copy_libraries(program: ExportedProgram, folder: Path) -> list[str]:
 
 def _load(folder: Path) -> PackagedModel:
     load_operator()
-    compiled = torch._inductor.aoti_load_package(str(folder / _COMPILED))
+    runner = torch._inductor.aoti_load_package(str(folder / _COMPILED))
     constants = load_file(folder / _CONSTANTS)
-    compiled.load_constants(constants, check_full_update=True, user_managed=True)
+    runner.load_constants(constants, check_full_update=True, user_managed=True)
 
     def predict(*inputs: Tensor, used: Mapping[str, Tensor] = constants) -> Tensor:
         # it reads `used` where they lie, so they live as long; and memory of its inputs in the
         # order that it was traced with, whatever the strides
-        return compiled(*(tensor.contiguous() for tensor in inputs))
+        return runner(*(tensor.contiguous() for tensor in inputs))
 
     return predict
 
 
 @torch.inference_mode()
-def _check_equal(packaged: PackagedModel, model: nn.Module, inputs: Sequence[Tensor]) -> float:
+def _check_equal(package: PackagedModel, model: nn.Module, inputs: Sequence[Tensor]) -> float:
     """Compares predictions on a whole batch and on its first sample alone; returns the largest
     difference."""
     largest = 0.0
     for batch in (tuple(inputs), first_sample(inputs)):
-        expected, prediction = model(*batch), packaged(*batch)
-        difference = float((expected - prediction).abs().max())
-        is_equal = prediction.shape == expected.shape
-        if not is_equal or not torch.allclose(prediction, expected, rtol=RTOL, atol=ATOL):
+        target, prediction = model(*batch), package(*batch)
+        difference = float((target - prediction).abs().max())
+        is_equal = prediction.shape == target.shape
+        if not is_equal or not torch.allclose(prediction, target, rtol=RTOL, atol=ATOL):
             requirement = f"the model's predictions (rtol {RTOL}, atol {ATOL})"
-            received = f"some that differ by {difference}"
-            raise RuntimeError(describe("package", requirement, received))
+            actual = f"some that differ by {difference}"
+            raise RuntimeError(describe("package", requirement, actual))
         largest = max(largest, difference)
     return largest
 
@@ -440,5 +439,5 @@ def padded_dense(
     rows = begins[:-1, None] + torch.arange(length, dtype=begins.dtype, device=begins.device)
     filler = values.shape[0]  # the row after the last one
     rows = torch.where(rows < begins[1:, None], rows, filler)
-    extended = torch.cat([values, values.new_full((1, *values.shape[1:]), padding)])
-    return extended.index_select(0, rows.flatten()).unflatten(0, rows.shape)
+    with_filler = torch.cat([values, values.new_full((1, *values.shape[1:]), padding)])
+    return with_filler.index_select(0, rows.flatten()).unflatten(0, rows.shape)

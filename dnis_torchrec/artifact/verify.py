@@ -135,10 +135,10 @@ def check_files(artifact: Path, ranks: Ranks) -> tuple[dict[str, Any] | None, li
 
 
 def _hash(artifact: Path, name: str, entry: dict[str, Any]) -> list[Finding]:
-    digest, expected = describe_file(artifact, name)["sha256"], entry["sha256"]
-    wrong = f"expected sha256 {expected}, got {digest}"
-    detail = f"{entry['bytes']} bytes" if digest == expected else wrong
-    return [_judge("checksums", name, digest == expected, detail)]
+    digest = describe_file(artifact, name)["sha256"]
+    is_right = digest == entry["sha256"]
+    wrong = f"expected sha256 {entry['sha256']}, got {digest}"
+    return [_judge("checksums", name, is_right, f"{entry['bytes']} bytes" if is_right else wrong)]
 
 
 def _has_use(name: str, uses: set[str]) -> bool:
@@ -152,14 +152,14 @@ def _strangers(artifact: Path, manifest: dict[str, Any]) -> list[Finding]:
     uses = {*manifest["scheme"], *manifest["dense_state"]}
     for table in manifest["tables"].values():
         uses |= {shard["file"] for shards in table["shards"].values() for shard in shards}
-    idle, unlisted = "the manifest lists it, nothing refers to it", "the manifest does not list it"
+    idle, no_entry = "the manifest lists it, nothing refers to it", "the manifest does not list it"
     strangers = {name: idle for name in manifest["files"]}
     strangers = {name: why for name, why in strangers.items() if not _has_use(name, uses)}
     names = {MANIFEST, CARD, *manifest["files"]}
     for file in sorted(artifact.rglob("*")):
         name = file.relative_to(artifact).as_posix()
         if file.is_symlink() or not (file.is_dir() or name in names):
-            strangers[name] = unlisted
+            strangers[name] = no_entry
     return [
         Finding("checksums", name, FAILED, f"no file of the artifact: {why}")
         for name, why in strangers.items()
@@ -182,13 +182,13 @@ class Oracle:
         """Output key -> pooled ``(B, D)`` in float64, and how far a form may be off, ``(B, 1)``."""
         tables = list(self.scheme.tables.values())
         configs = [torchrec_config(table, table.embedding_dim) for table in tables]
-        pooled, allowed = {}, {}
+        sums, limits = {}, {}
         for table, names in zip(tables, get_embedding_names_by_table(configs), strict=True):
             for feature, name in zip(table.feature_names, names, strict=True):
                 results = [self._pool_bag(table, bag) for bag in bags[feature]]
-                pooled[name] = torch.stack([result for result, _ in results])
-                allowed[name] = torch.tensor([[error] for _, error in results], dtype=torch.float64)
-        return pooled, allowed
+                sums[name] = torch.stack([result for result, _ in results])
+                limits[name] = torch.tensor([[error] for _, error in results], dtype=torch.float64)
+        return sums, limits
 
     def _pool_bag(self, table: TableScheme, bag: Bag) -> tuple[Tensor, float]:
         total, magnitude = torch.zeros(table.embedding_dim, dtype=torch.float64), 0.0
@@ -227,14 +227,14 @@ class _SummedBags(nn.Module):
     """What a served EmbeddingCollection looks up, summed over each bag: comparable with any pooled
     one."""
 
-    def __init__(self, served: ServedEmbeddingCollection) -> None:
+    def __init__(self, collection: ServedEmbeddingCollection) -> None:
         super().__init__()
-        self.served = served
+        self.collection = collection
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Looks ids up and sums them."""
         sums = {}
-        for key, jagged in self.served(features).items():
+        for key, jagged in self.collection(features).items():
             bags = torch.arange(jagged.lengths().numel()).repeat_interleave(jagged.lengths())
             zeros = torch.zeros(jagged.lengths().numel(), jagged.values().shape[1])
             sums[key] = zeros.index_add(0, bags, jagged.values())
@@ -258,7 +258,7 @@ def bag_cases(scheme: MixedDimensionScheme) -> dict[str, FeatureBags]:
 
     def bags(make: Callable[[int], list[list[int]]]) -> FeatureBags:
         ids = {feature: make(n) for feature, n in rows.items()}
-        return {f: [[(i, weight()) for i in bag] for bag in made] for f, made in ids.items()}
+        return {f: [[(i, weight()) for i in bag] for bag in of_f] for f, of_f in ids.items()}
 
     return {
         "one id each": bags(lambda n: [[number(n)] for _ in range(33)]),
@@ -304,18 +304,18 @@ def compare(
     check: str, subject: str, module: nn.Module, oracle: Oracle, bags: FeatureBags
 ) -> Finding:
     """Compares what a module looks up with what the oracle does."""
-    expected, allowed = oracle.pool(bags)
+    targets, limits = oracle.pool(bags)
     features = keyed_jagged_tensor(bags, is_weighted=oracle.is_weighted)
     try:
         with torch.inference_mode():
             values: Mapping[str, Tensor] = module(features).to_dict()
     except (ValueError, RuntimeError, IndexError) as error:
         return Finding(check, subject, FAILED, f"{type(error).__name__}: {error}")
-    if set(values) != set(expected):
-        detail = f"expected keys {sorted(expected)}, got {sorted(values)}"
+    if set(values) != set(targets):
+        detail = f"expected keys {sorted(targets)}, got {sorted(values)}"
         return Finding(check, subject, FAILED, detail)
-    errors = {key: (values[key] - value).abs() for key, value in expected.items()}
-    shares = {key: float((error / allowed[key]).max()) for key, error in errors.items()}
+    errors = {key: (values[key] - value).abs() for key, value in targets.items()}
+    shares = {key: float((error / limits[key]).max()) for key, error in errors.items()}
     # NaN is not at most 1, and compares with nothing
     wrong = [name for name, share in shares.items() if not share <= 1]
     detail = f"off by at most {max(float(error.max()) for error in errors.values()):.2g}"

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,13 +111,13 @@ def write_over_ranks(
         for name in scheme.tables:
             check_known("table", name, shards)
         notes = _as_json(run or {})
-        packed = _packed_files(scheme, max_file_bytes) if PACKED in forms else []
+        bit_files = _packed_files(scheme, max_file_bytes) if PACKED in forms else []
     parts = {name: tuple(shards[name]) for name in scheme.tables}
     limit = _limit_of_blocks(parts, max_file_bytes, ranks)
     with shared_folder(path, overwrite=overwrite, kind=ARTIFACT, ranks=ranks) as folder:
         spans = _spans(folder, scheme, parts, ranks)
         with together(ranks.group):
-            for file in packed if ranks.is_first else ():
+            for file in bit_files if ranks.is_first else ():
                 file.make(folder)
         entries: list[Entry] = []
         with together(ranks.group):
@@ -126,12 +127,16 @@ def write_over_ranks(
                 for span in spans[name]:
                     if MIXED_DIMENSION in forms:
                         entries += _write_blocks(folder, index, table, span, limit)
-                    for file in packed:
+                    for file in bit_files:
                         if file.table.name == name:
                             file.fill(folder, *span)
-        _check_counts(scheme, ranks.sum_(num_values))
+        counts = ranks.sum_(num_values).tolist()
+        for table, count in zip(scheme.tables.values(), counts, strict=True):
+            requirement = f"at most num_retained={table.num_retained} values"
+            remedy = "prune the table with this scheme first"
+            check(count <= table.num_retained, f"table {table.name!r}", requirement, count, remedy)
         with together(ranks.group):
-            for file in packed[ranks.rank :: ranks.world_size]:
+            for file in bit_files[ranks.rank :: ranks.world_size]:
                 facts = describe_tensors(folder, file.rows.name)
                 entries.append((file.table.name, PACKED, file.rows.shard(), facts))
         texts = ranks.gather_texts(json.dumps(entries))
@@ -156,7 +161,7 @@ def check_forms(forms: Sequence[str]) -> tuple[str, ...]:
 def shared_folder(
     path: Path, *, overwrite: bool = False, kind: FolderKind, ranks: Ranks
 ) -> Iterator[Path]:
-    """`new_folder` of rank 0, for all ranks to fill: it appears once all have left without error."""
+    """`new_folder` of rank 0, which all ranks fill: it appears once all have left without error."""
     with ExitStack() as stack:
         name = ""
         with together(ranks.group):
@@ -245,27 +250,20 @@ def count_values(table: TableScheme, first: int, last: int, rows: Rows) -> int:
     without loss; of a table of codes whatever is not retained is dropped, so nothing counts."""
     place, num_values = f"table {table.name!r}", 0
     no_block = torch.zeros(1, table.embedding_dim, dtype=torch.bool)
-    retained = torch.cat([table.retained, no_block])
+    columns = torch.cat([table.retained, no_block])
     for chunk in () if table.has_codes else chunks_of(table, rows, first, last):
         values = chunk.detach().cpu().float()
         is_bad = ~values.isfinite().all(dim=1)
         if bool(is_bad.any()):
-            received = f"NaN or infinity in row {first + int(is_bad.nonzero()[0])}"
-            check(False, place, "finite values", received, "export the last good state")
+            actual = f"NaN or infinity in row {first + int(is_bad.nonzero()[0])}"
+            check(False, place, "finite values", actual, "export the last good state")
         blocks = table.routing.block_of(torch.arange(first, first + len(values)))
-        strays = int(((values != 0) & ~retained[blocks]).sum())
+        strays = int(((values != 0) & ~columns[blocks]).sum())
         requirement, remedy = "zeros outside the retained dims", "prune the table first"
         check(strays == 0, place, requirement, f"{strays} other values", remedy)
         num_values += int((values != 0).sum())
         first += len(values)
     return num_values
-
-
-def _check_counts(scheme: MixedDimensionScheme, num_values: Tensor) -> None:
-    for table, count in zip(scheme.tables.values(), num_values.tolist(), strict=True):
-        requirement = f"at most num_retained={table.num_retained} values"
-        remedy = "prune the table with this scheme first"
-        check(count <= table.num_retained, f"table {table.name!r}", requirement, count, remedy)
 
 
 # ---- files
@@ -332,9 +330,7 @@ def _write_blocks(
     """Writes consecutive rows of a table in the mixed-dimension form."""
     first, last, rows = span
 
-    def encode(begin: int, end: int) -> dict[str, Tensor]:
-        return encode_blocks(table, rows, begin, end)
-
+    encode = partial(encode_blocks, table, rows)
     for file in files_of(MIXED_DIMENSION, index, table, (first, last), encode, max_file_bytes):
         facts = write_artifact_file(folder, file.name, file.tensors)
         yield table.name, MIXED_DIMENSION, file.shard(), facts
@@ -368,8 +364,8 @@ class PackedFile:
             return
         strides = row_strides(table.codes.bits)
         sizes = row_counts_of(table, begin, end) * strides
-        before = row_counts_of(table, begin, first) * strides
-        at = (len(self.header) + sizes.cumsum(0) - sizes + before).tolist()
+        offsets = row_counts_of(table, begin, first) * strides
+        at = (len(self.header) + sizes.cumsum(0) - sizes + offsets).tolist()
         with (folder / self.rows.name).open("r+b") as file:
             for s, fields in packed_chunks(table, chunks_of(table, rows, first, last), first=first):
                 file.seek(at[s])
@@ -461,13 +457,11 @@ def _write_rest(
     dense = _write_group(folder, "dense_state", dense_state, max_file_bytes)
     manifest = {
         "versions": versions(),
-        "forms": fields["forms"],
-        "tables": fields["tables"],
+        **fields,
         "scheme": list(of_scheme),
         "dense_state": list(dense),
         "parameters": scheme.parameters,
         "bytes": scheme.exact_bytes(),
-        "bytes_on_disk": fields["bytes_on_disk"],
         "run": run,
         "files": of_scheme | dense | fields["files"],
     }
