@@ -16,7 +16,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from dnis_torchrec.report.charts.style import COMPRESSION
+from dnis_torchrec.report.page import COMPRESSION
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 RIVALS = BENCHMARKS / "rate_distortion_2cpu_2026-11-26.md"

@@ -59,7 +59,7 @@ from dnis_torchrec.data.over_ranks import (
 from dnis_torchrec.data.recipe import DataSplits, Recipe, build_recipe, build_recipe_again
 from dnis_torchrec.data.task import TrainTask, direction_of
 from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_size_of
-from dnis_torchrec.report.html_page import write_report
+from dnis_torchrec.report.page import write_report
 from dnis_torchrec.report.rows import (
     COMPRESS,
     SEARCH,

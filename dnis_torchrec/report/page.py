@@ -1,250 +1,300 @@
-"""The report as one self-contained HTML page of about 5 MB, nearly all of it Plotly; nothing is
-loaded."""
+"""The report: one self-contained HTML page with four charts; nothing is loaded from elsewhere."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 from plotly import graph_objects as go
+from plotly.offline import get_plotlyjs
 
 from dnis_torchrec.data.files import write_text
-from dnis_torchrec.report import charts
-from dnis_torchrec.report.content import (
-    SAME_BYTES,
-    UNCOMPRESSED_ROWS,
-    ReportContent,
-    RowGroup,
-    json_text,
-)
-from dnis_torchrec.report.key_numbers import KeyNumber, compared_number
-from dnis_torchrec.report.pareto_points import ParetoPoint, pareto_points, told_beyond
-from dnis_torchrec.report.rendering import render
-from dnis_torchrec.report.tables import (
-    PLUS_MINUS,
-    best_groups,
+from dnis_torchrec.report.rows import (
+    COMPRESS,
+    SEARCH,
+    TIMES,
+    UNCOMPRESSED,
+    Results,
     format_count,
     format_megabytes,
     format_metric,
-    format_ratio,
-    format_seconds,
-    format_seeds,
-    group_metric,
-    is_higher_better,
-    metric_names,
+    rows_frame,
+    table_lines,
 )
-from dnis_torchrec.report.verdict import ONE_SEED, group_sentence
 
-MOST_KEY_NUMBERS = 3
-"""Numbers at the head of the page: what does not fit there stands in the sentence and in the table.
-"""
+BLUE, ORANGE, GREEN, PURPLE = "#0A78BE", "#D55E00", "#009E73", "#BF5F93"
+SKY, YELLOW, GREY, BROWN = "#3A96CE", "#B98000", "#808080", "#A06A45"
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW, BROWN)
+MARKS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "x")
+METHOD_STYLES = {
+    SEARCH: (BLUE, "circle"),
+    COMPRESS: (SKY, "diamond"),
+    UNCOMPRESSED: (GREY, "hexagon"),
+    "int8 rows": (YELLOW, "square"),
+    "int4 rows": (BROWN, "triangle-up"),
+}
+COMPRESSION = "compression (log scale)"
+MOST_IN_A_LEGEND = 16
 
 
-def write_report(path: Path, content: ReportContent) -> Path:
-    """Writes the report as one HTML file, atomically; the same content gives the same bytes."""
-    return write_text(path, render_report(content))
+def write_report(path: Path, results: Results) -> Path:
+    """Writes the page whole or not at all; the same results give the same bytes."""
+    return write_text(path, render_report(results))
 
 
-def render_report(content: ReportContent) -> str:
-    """The page of `write_report` as a string."""
-    subject, num_seeds = content.subject, max(len(group.rows) for group in content.groups)
-    points = pareto_points(content.groups, content.primary_metric)
-    return render(
-        "report.html.j2",
-        charts=_charts(content, points),
-        content=content,
-        title=content.title,
-        facts=[f"{'seed' if len(subject.rows) == 1 else 'seeds'} {format_seeds(subject.seeds)}"],
-        sentence=_sentence(content),
-        key_numbers=_key_numbers(content),
-        quality_caption=quality_caption(points, higher_is_better=content.higher_is_better),
-        doubts=[*([ONE_SEED] if len(subject.rows) == 1 else []), *content.doubts],
-        quality=_quality_table(content),
-        blocks=content.blocks,
-        forms=_form_table(subject),
-        reproduce=content.reproduce,
-        configuration_title="Configuration of the run",
-        configuration=json_text(content.configuration, "ReportContent.configuration"),
-        format_count=format_count,
-        num_seeds=num_seeds,
+def render_report(results: Results) -> str:
+    """The page as text; every value is escaped."""
+    charts = draw_charts(results)
+    headings, *lines = table_lines(results)
+    scripts = _scripts() if charts else []
+    environment = Environment(
+        loader=PackageLoader("dnis_torchrec.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html.j2").render(
+        results=results,
+        numbers=_numbers(results),
+        charts={name: Markup(_json(figure)) for name, figure in charts.items()},
+        captions=CAPTIONS,
+        headings=headings,
+        lines=lines,
+        scripts=[Markup(text) for text, _ in scripts],
+        script_hashes=Markup(" ".join(f"'{digest}'" for _, digest in scripts)),
     )
 
 
-def quality_caption(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> str:
-    """What stands below the first chart of a page."""
-    told = "Point at a mark for its numbers; click a name to hide its line."
-    if any(point.num_seeds > 1 for point in points):
-        of_what = (
-            "the difference to dense within each seed"
-            if any(p.difference for p in points)
-            else "the metric"
-        )
-        told += f" A mark is the mean over its seeds, its bar the standard deviation of {of_what}."
-    return f"{told} {told_beyond(points, higher_is_better=higher_is_better)}".rstrip()
+CAPTIONS = {
+    "quality": "The test metric of every model against how much smaller its tables are.",
+    "loss": "How much the loss rises: predicted before anything was rounded, and measured on test.",
+    "history": "Losses by epoch; a dotted line begins each phase.",
+    "bits": "Bits of a value of every block against how often a row of it occurs in training.",
+}
+"""What stands below each chart, in the order of the page."""
 
 
-def _charts(content: ReportContent, points: Sequence[ParetoPoint]) -> dict[str, go.Figure]:
-    """The charts for which there is something to show."""
-    drawn: dict[str, go.Figure] = {}
-    metric, higher = content.primary_metric, content.higher_is_better
-    if points:
-        drawn["quality"] = charts.quality(points, metric, higher_is_better=higher)
-    measured = [row for row in content.rows if metric in row.metrics]
-    if any(row.method.startswith("magnitude") for row in measured):
-        drawn["pruning-rate"] = charts.pruning_rate(measured, metric, higher_is_better=higher)
-    for name, setting, series in (
-        ("embedding-dim", "embedding_dim D", content.by_embedding_dim),
-        ("num-blocks", "number of blocks S", content.by_num_blocks),
+def draw_charts(results: Results) -> dict[str, go.Figure]:
+    """The charts for which there is something to show, by name."""
+    frame = rows_frame(results.rows, results.primary_metric)
+    sizes = frame[frame["method"] == COMPRESS].dropna(subset=["predicted", "loss_increase"])
+    charts = {
+        "quality": lambda: quality(frame, results.primary_metric, results.higher_is_better),
+        "loss": lambda: loss_increase(sizes),
+        "history": lambda: history(results.history),
+        "bits": lambda: bits(pd.DataFrame(list(results.blocks))),
+    }
+    shows = {
+        "quality": bool(frame["metric"].notna().any()),
+        "loss": len(sizes) > 0,
+        "history": len(results.history) > 0,
+        "bits": len(results.blocks) > 0,
+    }
+    return {name: charts[name]() for name in CAPTIONS if shows[name]}
+
+
+def quality(frame: pd.DataFrame, metric: str, higher_is_better: bool) -> go.Figure:
+    """A metric over the compression, a line a method; bars are standard deviations over seeds."""
+    figure = go.Figure()
+    for index, (method, rows) in enumerate(frame.dropna(subset=["metric"]).groupby("method")):
+        style = METHOD_STYLES.get(str(method), _style(index))
+        facts = [
+            [
+                f"test {metric} {format_metric(row.metric)}",
+                f"{format_count(row.compression)}{TIMES} smaller",
+                f"{format_megabytes(row.num_bytes)} served",
+            ]
+            for row in rows.itertuples()
+        ]
+        trace = line(str(method), rows["compression"], rows["metric"], style, facts)
+        spread = rows["spread"].fillna(0).tolist()
+        figure.add_trace(trace.update(error_y={"array": spread, "visible": any(spread)}))
+        if method == UNCOMPRESSED:
+            width = {"color": style[0], "width": 1, "dash": "dot"}
+            figure.add_hline(rows["metric"].iloc[0], line=width)
+    better = "higher" if higher_is_better else "lower"
+    _frame(figure, f"test {plain(metric)} ({better} is better)", height=420)
+    return figure.update_xaxes(_compression_axis(frame["compression"]))
+
+
+def loss_increase(frame: pd.DataFrame) -> go.Figure:
+    """The increase of the loss over the compression, predicted and measured."""
+    figure, x = go.Figure(), frame["compression"]
+    for name, column, style in (
+        ("predicted", "predicted", (ORANGE, "triangle-up")),
+        ("measured on test", "loss_increase", (BLUE, "circle")),
     ):
-        if any(metric in row.metrics for runs in series.values() for _, row in runs):
-            drawn[name] = charts.setting(series, setting, metric, higher_is_better=higher)
-    if content.history:
-        drawn["history"] = charts.search_history(
-            content.history, content.stop_on, higher_is_better=content.stop_on_higher_is_better
+        figure.add_trace(
+            line(name, x, frame[column], style, [[f"{v:+.5f}"] for v in frame[column]])
         )
-    if content.alpha:
-        drawn["alpha"] = charts.alpha_per_block(content.alpha)
-        drawn["alpha-distribution"] = charts.alpha_distribution(content.alpha)
-    if content.blocks:
-        drawn["frequency"] = charts.retained_dims(content.blocks)
-    if content.row_distribution is not None:
-        drawn["row-distribution"] = charts.joint_distribution(content.row_distribution)
-    if any(size > 0 for size in content.subject.rows[0].bytes.values()):
-        drawn["bytes"] = charts.bytes_per_form(content.subject.rows[0].bytes)
-    return drawn
+    _frame(figure, "increase of the loss over the uncompressed model", height=360)
+    return figure.add_hline(0, line={"color": GREY, "width": 1}).update_xaxes(_compression_axis(x))
 
 
-def _dense_group(content: ReportContent) -> RowGroup | None:
-    """The uncompressed model: of the very run, else method ``"dense"``, else a uniform table of
-    ratio 1."""
-    groups = [
-        group for name in UNCOMPRESSED_ROWS for group in content.groups if group.method == name
-    ]
-    groups += [
-        group
-        for group in content.groups
-        if group.method == "uniform" and group.compression <= 1.001
-    ]
-    return groups[0] if groups else None
-
-
-def _rival_group(content: ReportContent) -> RowGroup | None:
-    """The uniform tables closest in size to the subject, if any take the same bytes."""
-
-    def distance(group: RowGroup) -> float:
-        return abs(math.log(group.compression / content.subject.compression))
-
-    uniform = [group for group in content.groups if group.method == "uniform"]
-    rival = min(uniform, key=distance, default=None)
-    return rival if rival is not None and distance(rival) <= math.log(SAME_BYTES) else None
-
-
-def _sentence(content: ReportContent) -> str:
-    subject = content.subject
-    if subject.parameters == 0:
-        return f"The {subject.method} tables of {content.recipe} hold no parameters at all."
-    higher = content.higher_is_better
-    return group_sentence(subject, content.groups, content.primary_metric, higher_is_better=higher)
-
-
-def _bytes_served(group: RowGroup) -> str:
-    dense = 4 * group.dense_parameters
-    return f"{format_megabytes(dense / group.compression)} instead of {format_megabytes(dense)}"
-
-
-def _key_numbers(content: ReportContent) -> list[KeyNumber]:
-    subject, metric = content.subject, content.primary_metric
-    numbers = [
-        KeyNumber(
-            label="Compression",
-            value=format_ratio(subject.compression),
-            detail=_bytes_served(subject),
-        )
-    ]
-    for other, label in (
-        (_dense_group(content), "vs uncompressed"),
-        (_rival_group(content), "vs uniform, same size"),
+def history(epochs: Sequence[Mapping[str, Any]]) -> go.Figure:
+    """Training and selection loss over the epochs, phase by phase."""
+    frame = pd.DataFrame(list(epochs))
+    x = frame["epoch"] if "epoch" in frame else frame.index
+    figure = go.Figure()
+    for name, column, style in (
+        ("training loss", "train_loss", (GREY, "square")),
+        ("selection loss", "selection_loss", (BLUE, "circle")),
     ):
-        if other is not None and other != subject:
-            numbers += _comparison(content, other, label)
-    mean, deviation = subject.mean(metric), subject.deviation(metric)
-    direction = f"{'higher' if content.higher_is_better else 'lower'} is better"
-    if deviation is not None:
-        direction = (
-            f"{PLUS_MINUS} {format_metric(deviation)} over {len(subject.rows)} seeds; {direction}"
+        if column in frame:
+            facts = [
+                [f"{v:.5g} after epoch {at:g}"] for v, at in zip(frame[column], x, strict=True)
+            ]
+            figure.add_trace(line(name, x, frame[column], style, facts))
+    _frame(figure, "loss", height=360)
+    if "phase" in frame:
+        starts = frame["phase"].ne(frame["phase"].shift())
+        for at, phase in zip(x[starts], frame["phase"][starts], strict=True):
+            figure.add_vline(at - 0.5, line={"color": GREY, "width": 1, "dash": "dot"})
+            note = {
+                "text": plain(str(phase)),
+                "showarrow": False,
+                "xanchor": "left",
+                "yanchor": "top",
+            }
+            figure.add_annotation(note, x=at - 0.5, y=1, yref="paper")
+    ticks = {"title": {"text": "epoch"}, "dtick": max(1, len(frame) // 10)}
+    return figure.update_xaxes(showgrid=False, zeroline=False, **ticks)
+
+
+def bits(blocks: pd.DataFrame) -> go.Figure:
+    """Bits of a value over occurrences a row: a line a table, the area of a mark by rows."""
+    figure, seen = go.Figure(), blocks["occurrences"][blocks["occurrences"] > 0]
+    never = float(seen.min() if len(seen) else 1.0) / 4  # where rows that never occur are drawn
+    for index, (table, rows) in enumerate(blocks.groupby("table", sort=False)):
+        rows = rows.sort_values("occurrences")
+        facts = [
+            [
+                f"block {row.block}: {row.bits:.2f} bits a value",
+                f"{row.rows:,} rows",
+                f"{format_count(row.occurrences)} occurrences a row",
+            ]
+            for row in rows.itertuples()
+        ]
+        x = rows["occurrences"].where(rows["occurrences"] > 0, never)
+        sizes = 6 + 16 * (rows["rows"] / blocks["rows"].max()) ** 0.5
+        trace = line(str(table), x, rows["bits"], _style(index), facts)
+        figure.add_trace(
+            trace.update(marker={"size": list(sizes), "opacity": 0.85}, line={"width": 1})
         )
-    value = "not measured" if mean is None else format_metric(mean)
-    numbers.insert(1, KeyNumber(label=f"Test {metric}", value=value, detail=direction))
-    return numbers if len(numbers) <= MOST_KEY_NUMBERS else [numbers[0], *numbers[2:]]
+    _frame(figure, "bits of a value, mean over all columns", height=420)
+    most = float(seen.max()) if len(seen) else 1.0
+    return figure.update_xaxes(
+        _log_axis(never, most, "occurrences of a row (log scale)", format_count)
+    )
 
 
-def _comparison(content: ReportContent, other: RowGroup, label: str) -> list[KeyNumber]:
-    """The difference to another group over the seeds that both have; nothing where they share none."""
-    difference = content.subject.difference(other, content.primary_metric)
-    if difference is None:
-        return []
-    change, num_pairs = difference
-    detail = f"{group_metric(other, content.primary_metric)} at {format_ratio(other.compression)}"
-    if num_pairs > 1:
-        detail += f"; mean of {num_pairs} paired seeds"
-    elif len(content.subject.rows) > 1:
-        detail += "; on the one seed that both have"
-    return [compared_number(label, change, detail, higher_is_better=content.higher_is_better)]
+def line(
+    name: str,
+    x: Iterable[float],
+    y: Iterable[float],
+    style: tuple[str, str],
+    facts: Sequence[Sequence[str]],
+) -> go.Scatter:
+    """A line through marks, each of which shows its numbers when pointed at."""
+    texts = ["<br>".join([f"<b>{plain(name)}</b>", *map(html.escape, lines)]) for lines in facts]
+    return go.Scatter(
+        name=plain(name),
+        x=[float(value) for value in x],
+        y=[None if math.isnan(value) else float(value) for value in y],
+        hovertext=texts,
+        hoverinfo="text",
+        mode="lines+markers",
+        marker={"color": style[0], "symbol": style[1], "size": 10},
+        line={"color": style[0], "width": 2},
+    )
 
 
-def _quality_table(content: ReportContent) -> dict[str, list]:
-    """Headings and lines of the quality table; a metric is mean, deviation and whether it is the
-    best of its column."""
-    groups = content.groups
-    metrics = sorted(metric_names(content.rows), key=lambda name: name != content.primary_metric)
-    best = {}
-    for name in metrics:
-        higher = (
-            content.higher_is_better if name == content.primary_metric else is_higher_better(name)
-        )
-        best[name] = best_groups(groups, name, higher) if higher is not None else frozenset()
-    lines = [
-        {
-            "method": group.method,
-            "is_subject": group == content.subject,
-            "ratio": format_ratio(group.compression),
-            "parameters": format_count(group.parameters),
-            "smallest": _smallest_form(group),
-            "metrics": [
-                (*_mean_and_deviation(group, name), index in best[name]) for name in metrics
-            ],
-            "seeds": format_seeds(group.seeds),
-            "time": format_seconds(group.seconds),
-        }
-        for index, group in enumerate(groups)
-    ]
-    return {"metrics": metrics, "lines": lines}
+def plain(name: str, limit: int = 30) -> str:
+    """A name cut to a length that fits, with nothing in it that Plotly takes for markup."""
+    short = name if len(name) <= limit else name[: limit - 1] + "\N{HORIZONTAL ELLIPSIS}"
+    return html.escape(short, quote=False)
 
 
-def _mean_and_deviation(group: RowGroup, metric: str) -> tuple[str, str]:
-    """On two lines of a narrow column."""
-    mean, deviation = group.mean(metric), group.deviation(metric)
-    spread = "" if deviation is None else f"{PLUS_MINUS} {format_metric(deviation)}"
-    return ("-" if mean is None else format_metric(mean)), spread
+def _style(index: int) -> tuple[str, str]:
+    return COLOURS[index % len(COLOURS)], MARKS[(index + index // len(COLOURS)) % len(MARKS)]
 
 
-def _smallest_form(group: RowGroup) -> tuple[str, str]:
-    """Size and name of the smallest export form, on two lines of a narrow column; a dash if there
-    is none."""
-    form, size = min(group.rows[0].bytes.items(), key=lambda item: item[1], default=("", None))
-    return ("-" if size is None else format_megabytes(size)), form
+def _frame(figure: go.Figure, title: str, *, height: int) -> None:
+    """A title in place of a label of the y axis, a legend below, no colour behind."""
+    figure.update_layout(
+        template="none",
+        title={"text": title, "font": {"size": 13}, "x": 0, "y": 1, "yanchor": "top"},
+        height=height,
+        margin={"l": 10, "r": 14, "t": 34, "b": 10},
+        font={"family": "system-ui, sans-serif", "size": 13},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        showlegend=1 < len(figure.data) <= MOST_IN_A_LEGEND,
+        legend={"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom"},
+        hovermode="closest",
+        hoverlabel={"align": "left"},
+        dragmode=False,
+    )
+    figure.update_xaxes(automargin=True, title_standoff=10, title_font_size=12)
+    figure.update_yaxes(automargin=True, zeroline=False, exponentformat="none")
 
 
-def _form_table(subject: RowGroup) -> list[dict[str, str]]:
-    sizes = subject.rows[0].bytes
-    dense = sizes.get("dense_fp32")
+def _compression_axis(values: Iterable[float]) -> dict[str, Any]:
+    sizes = [1.0, *values]
+    return _log_axis(min(sizes), max(sizes), COMPRESSION, lambda v: f"{format_count(v)}{TIMES}")
+
+
+def _log_axis(low: float, high: float, title: str, text: Callable[[float], str]) -> dict[str, Any]:
+    """A logarithmic axis a little wider than its values, with round ticks, three at least."""
+    margin = max(1.1, (high / low) ** 0.06)
+    low, high = low / margin, high * margin
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks: list[float] = []
+    for steps in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
+        ticks = [s * 10.0**e for e in exponents for s in steps if low <= s * 10.0**e <= high]
+        if len(ticks) >= 3:
+            break
+    bounds = [math.log10(low), math.log10(high)]
+    labels = {"tickvals": ticks, "ticktext": list(map(text, ticks))}
+    return {"type": "log", "range": bounds, "title": {"text": title}, **labels}
+
+
+def _numbers(results: Results) -> list[tuple[str, str, str]]:
+    """The head of the page: (label, value, detail) of the smallest model."""
+    frame = rows_frame(results.rows, results.primary_metric)
+    row, metric = frame.iloc[-1], results.primary_metric
+    size = f"{format_megabytes(row['num_bytes'])} instead of "
+    size += format_megabytes(row["num_bytes"] * row["compression"])
+    better = f"{'higher' if results.higher_is_better else 'lower'} is better"
     return [
-        {
-            "form": form,
-            "megabytes": format_megabytes(size),
-            "bytes": f"{size:,}",
-            "ratio": format_ratio(dense / size) if dense and size else "-",
-        }
-        for form, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
+        ("Compression", f"{format_count(row['compression'])}{TIMES}", size),
+        (f"Test {metric}", format_metric(row["metric"]), better),
+        ("Seeds", f"{row['seeds']:.0f}", "another seed may change the last digits"),
     ]
+
+
+def _json(figure: go.Figure) -> str:
+    """A chart as JSON that cannot end the element it stands in."""
+    return str(figure.to_json()).replace("<", "\\u003c")
+
+
+@cache
+def _scripts() -> list[tuple[str, str]]:
+    """Plotly and the script that draws charts, each with the hash that the page's policy names."""
+    drawing = (files("dnis_torchrec.report") / "templates" / "charts.js").read_text(
+        encoding="utf-8"
+    )
+    digests = (hashlib.sha256(text.encode()).digest() for text in (get_plotlyjs(), drawing))
+    hashes = (f"sha256-{base64.b64encode(digest).decode()}" for digest in digests)
+    return list(zip((get_plotlyjs(), drawing), hashes, strict=True))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dnis_torchrec.report.html_page import draw_charts, render_report, write_report
+from dnis_torchrec.report.page import draw_charts, render_report, write_report
 from dnis_torchrec.report.rows import (
     COMPRESS,
     UNCOMPRESSED,
