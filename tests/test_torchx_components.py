@@ -21,8 +21,10 @@ from torchx.specs import AppDef, AppState
 from torchx.specs.file_linter import validate
 from torchx.specs.finder import get_components
 
-from torchx_components.dnis import benchmark, export, search
+from dnis_torchrec.cli.main import COMMANDS
+from torchx_components.dnis import benchmark, search, train
 
+COMPONENTS = ("train", "compress", "search", "export", "evaluate", "benchmark")
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "torchx_components" / "dnis.py"
 LAUNCHING = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
@@ -86,8 +88,9 @@ def test_a_search_that_may_be_started_again_resumes(given: dict[str, int], argum
 
 @pytest.mark.parametrize("given", [{"max_retries": 1}, {"max_restarts": 1}])
 def test_a_search_that_may_be_started_again_overwrites_nothing(given: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="--overwrite: expected no restarts or retries"):
-        search("m:f", "--out", "run", "--overwrite", **given)
+    for component in (search, train):
+        with pytest.raises(ValueError, match="--overwrite"):
+            component("m:f", "--out", "run", "--overwrite", **given)
 
 
 def test_benchmark_runs_any_module_under_torchrun() -> None:
@@ -98,28 +101,16 @@ def test_benchmark_runs_any_module_under_torchrun() -> None:
     assert app.roles[0].env | RESTARTS == app.roles[0].env
 
 
-@pytest.mark.parametrize("component", [export])
-def test_jobs_of_one_process_do_without_torchrun(component) -> None:
-    app = component("a b", "--out", "x", max_retries=2, h="aws_p4d.24xlarge", env={"A": "1"})
-    assert command(app) == f"python -m dnis_torchrec {component.__name__} 'a b' --out x"
-    (role,) = app.roles
-    assert (app.name, role.max_retries, role.num_replicas) == (f"dnis-{component.__name__}", 2, 1)
-    assert role.resource.gpu == 8
-    assert role.env == {"A": "1"}
-
-
-@pytest.mark.parametrize("component", [search, export])
-def test_storage_is_mounted_and_the_environment_stays_the_callers(component) -> None:
+def test_storage_is_mounted_and_the_environment_stays_the_callers() -> None:
     env = {"PET_MAX_RESTARTS": "7"}
-    app = component("x", mounts=["type=bind", "src=/a", "dst=/b"], image="image:1", env=env, cpu=3, memMB=100)
+    app = train("x", mounts=["type=bind", "src=/a", "dst=/b"], image="image:1", env=env, cpu=3, memMB=100)
     (role,) = app.roles
     assert (role.mounts[0].src_path, role.mounts[0].dst_path, role.image) == ("/a", "/b", "image:1")
-    assert (role.resource.cpu, role.resource.memMB) == (3, 100)
-    assert role.env["PET_MAX_RESTARTS"] == "7"
+    assert (role.resource.cpu, role.resource.memMB, role.env["PET_MAX_RESTARTS"]) == (3, 100, "7")
     assert env == {"PET_MAX_RESTARTS": "7"}
 
 
-@pytest.mark.parametrize("name", ["search", "export", "benchmark"])
+@pytest.mark.parametrize("name", COMPONENTS)
 def test_torchx_accepts_every_signature_and_its_docstring(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert validate(str(FILE), name) == []
     with pytest.raises(SystemExit) as stopped:
@@ -132,12 +123,13 @@ def test_torchx_accepts_every_signature_and_its_docstring(name: str, capsys: pyt
 
 def test_the_components_stand_beside_torchxs_own() -> None:
     names = set(get_components())
-    assert {name for name in names if name.startswith("dnis.")} == {"dnis.benchmark", "dnis.export", "dnis.search"}
+    assert {name for name in names if name.startswith("dnis.")} == {f"dnis.{name}" for name in COMPONENTS}
+    assert set(COMPONENTS) - {"benchmark"} <= set(COMMANDS)
     assert {"dist.ddp", "dist.spmd", "utils.echo", "utils.python", "utils.sh", "serve.torchserve"} <= names
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("name", ["search", "export", "benchmark"])
+@pytest.mark.parametrize("name", ["search", "benchmark"])
 def test_every_scheduler_gets_the_command(
     scheduler: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,7 +137,7 @@ def test_every_scheduler_gets_the_command(
     monkeypatch.setenv("LOGLEVEL", "ERROR")
     queue = ["-cfg", "queue=q"] if scheduler in ("aws_batch", "kubernetes") else []
     module = ["-m", "a.module"] if name == "benchmark" else []
-    options = ["-h", "gpu.xlarge" if name != "export" else "cpu.xlarge", "--image", "image:1", *module]
+    options = ["-h", "gpu.xlarge", "--image", "image:1", *module]
     torchx(
         ["run", "-s", scheduler, "--workspace", "", "--dryrun", *queue, f"dnis.{name}", *options, "--", "x", "--out=y"]
     )
@@ -153,9 +145,8 @@ def test_every_scheduler_gets_the_command(
     told = "".join(request.split()).replace("'", "").replace('"', "").replace("-,", "")
     assert "a.module" in told if module else "dnis_torchrec" in told
     assert re.search(rf"{'' if module else name}(,|\\n|-)*x(,|\\n|-)*--out=y", told), request
-    if name != "export":
-        assert SCHEDULERS[scheduler] in request
-        assert "'gpu': 8" in application
+    assert SCHEDULERS[scheduler] in request
+    assert "'gpu': 8" in application
 
 
 @pytest.mark.parametrize("line", documented())
@@ -173,23 +164,6 @@ def test_the_documented_dry_runs_run_from_any_folder(
     if plain:
         told = re.sub(r"'\s*'", "", application)
         assert "dnis_torchrec search examples.synthetic:demo --compression 5 --out runs/demo --overwrite" in told
-
-
-def test_the_documentation_shows_every_kind_of_machine() -> None:
-    schedulers = {line.split("-s ")[1].split()[0] for line in documented() if "-s " in line}
-    assert schedulers == set(SCHEDULERS)
-
-
-@pytest.mark.parametrize("line", [line for line in LAUNCHING.splitlines() if line.startswith("dnis plan --table")])
-def test_the_documented_plan_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dnis_torchrec.cli import main
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", shlex.split(line))
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert not stopped.value.code
-    assert (tmp_path / "plan.json").is_file()
 
 
 def test_a_job_on_this_machine_is_restarted_until_it_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,8 @@ from torchx.components import dist
 
 Component = TypeVar("Component", bound=Callable[..., specs.AppDef])
 
-MODULE = "dnis_torchrec"
-
 ARGUMENTS = {
-    "j": "nodes x processes per node; every process of a search holds one shard of the tables",
+    "j": "nodes x processes per node; every process holds one shard of the tables",
     "h": "named resource of a node, such as gpu.small or aws_p4d.24xlarge; takes precedence over cpu, gpu and memMB",
     "cpu": "CPU cores of a node",
     "gpu": "GPUs of a node",
@@ -27,14 +25,31 @@ ARGUMENTS = {
 
 
 def documented(component: Component) -> Component:
-    """Adds the texts of `ARGUMENTS` to a component's docstring, from which TorchX makes its help.
-
-    Args:
-        component: its docstring ends with the arguments of its own.
-    """
+    """Adds the texts of `ARGUMENTS` to a component's docstring, from which TorchX makes its help."""
     shared = [f"    {name}: {ARGUMENTS[name]}" for name in inspect.signature(component).parameters if name in ARGUMENTS]
     component.__doc__ = "\n".join([inspect.cleandoc(component.__doc__ or ""), *shared])
     return component
+
+
+def dnis(
+    command: str,
+    args: Sequence[str],
+    j: str,
+    node: Mapping[str, Any],
+    env: Mapping[str, str] | None,
+    max_restarts: int,
+    max_retries: int,
+) -> specs.AppDef:
+    """A `dnis` command under torchrun; one that may be started again goes on with what is there."""
+    again = max_restarts > 0 or max_retries > 0
+    if again and "--overwrite" in args:
+        raise ValueError(
+            "--overwrite: expected no restarts or retries, which go on with what is there, got some; "
+            "remove the older run, or choose another --out"
+        )
+    resume = ["--resume"] if again and command == "search" and "--resume" not in args else []
+    words = [command, *args, *resume]
+    return torchrun(command, "dnis_torchrec", words, j, node, env, max_restarts, max_retries)
 
 
 def torchrun(
@@ -47,18 +62,7 @@ def torchrun(
     max_restarts: int,
     max_retries: int,
 ) -> specs.AppDef:
-    """Builds one role that runs a module under torchrun, with the settings that a restart there needs.
-
-    Args:
-        job: the component's name.
-        module: module that ``python -m`` would run.
-        args: its arguments.
-        j: nodes x processes per node.
-        node: resources, image and mounts of a node, as `torchx.components.dist.ddp` names them.
-        env: environment variables; they win over those set here.
-        max_restarts: times that torchrun restarts the processes.
-        max_retries: times that the scheduler starts the job again.
-    """
+    """One role that runs a module under torchrun, with the settings that a restart there needs."""
     environment = {
         "PET_MAX_RESTARTS": str(max_restarts),
         # Restarted workers would find the gloo addresses of the dead ones in the agent's store.
@@ -66,27 +70,3 @@ def torchrun(
         **(env or {}),
     }
     return dist.ddp(*args, m=module, name=f"dnis-{job}", j=j, env=environment, max_retries=max_retries, **node)
-
-
-def one_process(
-    job: str, args: Sequence[str], node: Mapping[str, Any], env: Mapping[str, str] | None, max_retries: int
-) -> specs.AppDef:
-    """One role that runs a `dnis` command in one process, which torchrun has nothing to do for.
-    Args:
-        job: the command, and the component's name.
-        args: its arguments.
-        node: resources, image and mounts of the node, as `torchrun` takes them.
-        env: environment variables.
-        max_retries: times that the scheduler starts the job again.
-    """
-    role = specs.Role(
-        name=MODULE,
-        image=node["image"],
-        entrypoint="python",
-        args=["-m", MODULE, job, *args],
-        env=dict(env or {}),
-        max_retries=max_retries,
-        resource=specs.resource(cpu=node["cpu"], gpu=node.get("gpu"), memMB=node["memMB"], h=node["h"]),
-        mounts=specs.parse_mounts(node["mounts"] or []),
-    )
-    return specs.AppDef(name=f"dnis-{job}", roles=[role])
