@@ -39,7 +39,7 @@ def dnis(*arguments: object) -> None:
 
 # %%
 dnis("train", RECIPE, *DATA, "--out", OUT / "trained")
-dnis("compress", OUT / "trained", *DATA, "--compression", SIZE, "--out", OUT / "small")
+dnis("compress", RECIPE, "--from", OUT / "trained", *DATA, "--compression", SIZE, "--out", OUT / "small")
 
 # %% [markdown]
 # ## Search
@@ -58,11 +58,9 @@ dnis("export", OUT / "run", "--out", OUT / "artifact")
 # %%
 results = {}
 for name, artifact in (("compressed", OUT / "small" / f"x{SIZE:g}"), ("searched", OUT / "artifact")):
-    dnis("evaluate", artifact, *DATA, "--json", OUT / f"{name}.json")
+    dnis("evaluate", artifact, "--recipe", RECIPE, *DATA, "--json", OUT / f"{name}.json")
     results[name] = json.loads((OUT / f"{name}.json").read_text(encoding="utf-8"))
     print(name, results[name])
 
 # %% [markdown]
-# `dnis compare` does this for many methods, sizes and seeds, and draws the chart:
-#
-#     dnis compare examples.movielens:ctr_dlrm --data ml-1m --sizes 8,20 --methods uniform,compress,dnis --out OUT
+# `python -m benchmarks.rivals` does this for many methods and sizes.
