@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from dnis_torchrec.data.recipe import DataSplits, Recipe
     from dnis_torchrec.data.task import Task, TrainTask
     from dnis_torchrec.search.loop import SearchLoop
-    from dnis_torchrec.search.one_call import search_once as search
     from dnis_torchrec.search.pipeline import BilevelTrainPipeline as BilevelTrainPipeline
     from dnis_torchrec.search.prune import Size as Size
     from dnis_torchrec.search.prune import prune
     from dnis_torchrec.search.schedule import BilevelStream as BilevelStream
     from dnis_torchrec.search.schedule import LevelSchedule as LevelSchedule
+    from dnis_torchrec.search.search import SearchResult
+    from dnis_torchrec.search.settings import SearchSettings
     from dnis_torchrec.selection.plan import (
         CpuEmbeddingBagCollectionSharder as CpuEmbeddingBagCollectionSharder,
     )
@@ -68,7 +69,6 @@ _HOME = {
     "Recipe": "data.recipe",
     "Task": "data.task",
     "TrainTask": "data.task",
-    "search": "search",
     "SearchLoop": "search.loop",
     "BilevelTrainPipeline": "search.pipeline",
     "Size": "search.prune",
@@ -94,10 +94,32 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = import_module(f"{__name__}.{_HOME[name]}")
-    # The room `search` can be called, and is there under its name.
-    value = home if name == _HOME[name] else getattr(home, name)
+    value = getattr(home, name)
     globals()[name] = value
     return value
+
+
+# Python makes a folder an attribute of the package when it is first imported: that is here, and
+# behind it the call has the name.
+import_module(f"{__name__}.search")
+
+
+def search(
+    recipe: "Recipe", compression: float = 20.0, *, settings: "SearchSettings | None" = None
+) -> "SearchResult":
+    """Trains a model for its size: `dnis_torchrec.search.search.search_once`, which has it all.
+
+    Args:
+        recipe: model, data, and loss or task; stays as it is.
+        compression: bytes of the float32 tables over bytes served, above 1; met from below.
+        settings: how to search; the defaults are for every recipe.
+
+    Returns:
+        The model, its scheme, and its metrics on the test split.
+    """
+    from dnis_torchrec.search.search import search_once  # loads torch
+
+    return search_once(recipe, compression, settings=settings)
 
 
 def __dir__() -> list[str]:

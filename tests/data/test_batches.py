@@ -35,7 +35,7 @@ from dnis_torchrec.data.over_ranks import (
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.search import started as started_search
+from dnis_torchrec.search import search as search_module
 from dnis_torchrec.search.search import search
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.training.evaluate import evaluate
@@ -350,7 +350,7 @@ def everywhere(recipe: Recipe, change: Callable[[Batch], Batch]) -> Recipe:
 @pytest.fixture
 def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
     """What gets so far as to begin to train fails of another error."""
-    monkeypatch.setattr(started_search, "shard", None)
+    monkeypatch.setattr(search_module, "shard", None)
 
 
 def weights(value: float) -> Callable[[Batch], Batch]:

@@ -1,8 +1,11 @@
-"""The whole search on a tiny recipe: meets the size, for every torchrec model, through export; what it saves."""
+"""The whole search, of fresh and of trained models, with tables left alone and turned, in one call."""
 
 from __future__ import annotations
 
 import errno
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,20 +20,31 @@ from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec import TrainTask, export, packed_collections
+import dnis_torchrec as dnis
+from dnis_torchrec import export
+from dnis_torchrec.allocation import bits as table_sizes
+from dnis_torchrec.allocation.axes import rotation_groups, with_axes_
 from dnis_torchrec.allocation.bits import Prediction
+from dnis_torchrec.allocation.compress import compress, packed_collections
 from dnis_torchrec.allocation.held_out import LossSample, with_gains
 from dnis_torchrec.artifact.export import drop_in_
+from dnis_torchrec.artifact.verify import verify
+from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.codes import is_coded
+from dnis_torchrec.cli.commands import run_evaluate, run_export, run_search
+from dnis_torchrec.cli.run import _weights_in
+from dnis_torchrec.cli.settings import EvaluateCommand, ExportCommand
 from dnis_torchrec.data import over_ranks
 from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.over_ranks import count_training_data
 from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
+from dnis_torchrec.search import search as one_call
 from dnis_torchrec.search import search as search_module
-from dnis_torchrec.search.search import COMPRESSED, SEARCHED, SearchOutcome, search
+from dnis_torchrec.search.prune import SizeOutOfReachError
+from dnis_torchrec.search.search import COMPRESSED, SEARCHED, SearchOutcome, SearchResult, _in_parts, search
 from dnis_torchrec.search.settings import SearchSettings
-from dnis_torchrec.search.started import _in_parts
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.training import checkpoint
 from dnis_torchrec.training import loop as search_loop
@@ -40,8 +54,15 @@ from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.loop import EpochRecord, SearchEvents, SearchInterrupted
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.settings import Saving
+from dnis_torchrec.training.weights import fill_
+from examples.models import FactorizationMachine
+from examples.paper.search import PaperSettings, search_as_published
+from tests import tiny_tasks
 from tests.batches import OneOf
 from tests.late import read_late
+from tests.reference import second_moment_reference
+from tests.search.test_resume import assert_same
+from tests.searched_runs import quick_search
 from tests.tiny import ROWS, make_batch, make_collection, make_model, make_recipe, ranked
 
 CPU = torch.device("cpu")
@@ -297,7 +318,7 @@ def test_a_phase_of_which_no_checkpoint_could_be_written_is_the_last_one(
 
     monkeypatch.setattr(checkpoint, "save_file", full)
     records: list[EpochRecord] = []
-    message = "^phase 'plain': expected the checkpoint of an epoch, to go back to, got none; make room"
+    message = "^phase 'plain': expected the checkpoint of an epoch, got none; make room"
     with pytest.raises(CheckpointWriteError, match=message):
         found_by(make_recipe(), tmp_path, SearchEvents(on_epoch=records.append), Saving(on_save_error="continue"))
     assert [record.phase for record in records] == ["plain"] * 2
@@ -404,3 +425,463 @@ def test_models_of_the_tests_are_torchrecs_own() -> None:
         "torchrec.models.dlrm",
         "torchrec.models.deepfm",
     }
+
+
+CPU_OF_SEARCH_GIVEN = torch.device("cpu")
+SHORT_OF_SEARCH_GIVEN = SearchSettings(num_blocks=3, epochs=1, patience=1)
+EPOCHS = 2
+
+
+def found_by_of_search_given(
+    recipe: Recipe,
+    folder: Path,
+    *,
+    trained_epochs: int | None = EPOCHS,
+    stop_at: int | None = None,
+    resume: bool = False,
+) -> tuple[SearchOutcome | None, list[float]]:
+    """A search of a model that is taken for a trained one, None if stopped, and its lower steps' losses."""
+    losses: list[float] = []
+    events = SearchEvents(on_step=lambda loss, _: losses.append(loss), should_stop=lambda: len(losses) == stop_at)
+    torch.manual_seed(99 if resume else 7)
+    saving = Saving(resume=resume)
+    try:
+        found = search(
+            *(recipe, 10.0, folder, CPU_OF_SEARCH_GIVEN),
+            settings=SHORT_OF_SEARCH_GIVEN,
+            trained_epochs=trained_epochs,
+            events=events,
+            saving=saving,
+        )
+    except SearchInterrupted:
+        return None, losses
+    return found, losses
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_weights_stand_still_while_their_optimizers_see_gradients(gloo, tmp_path: Path, optimizer: str) -> None:
+    recipe = make_recipe(optimizer=optimizer)
+    before = {name: value.clone() for name, value in recipe.model.state_dict().items()}
+    loss = evaluate(TrainTask(recipe.model, recipe.loss), recipe.data.selection, recipe.loss, CPU_OF_SEARCH_GIVEN)[
+        "loss"
+    ]
+    outcome, _ = found_by_of_search_given(recipe, tmp_path)
+    assert outcome is not None
+    first = outcome.history[0]
+    assert (first.phase, first.step, first.selection_loss) == ("given", 10, pytest.approx(loss, abs=1e-6))
+    assert [record.phase for record in outcome.history].count("given") == 1
+    assert "plain" not in {record.phase for record in outcome.history}
+    saved = load_file(next(Path(CheckpointFolder(tmp_path).path_of(10)).glob("rank0.*")))
+    for name, value in before.items():
+        table = name.split(".")[-2]
+        key = f"table/{table}@0,0" if "embedding_bags" in name else f"model/model.{name}@{','.join('0' * value.dim())}"
+        assert torch.equal(saved[key], value), name
+    states = {"adam": ("exp_avg", "exp_avg_sq"), "rowwise_adagrad": ("momentum1",)}[optimizer]
+    of_tables = [value for key, value in saved.items() if ("user" in key or "fused" in key) and f"/{states[0]}" in key]
+    assert of_tables
+    assert all(bool((value != 0).any()) for value in of_tables)
+    folder = CheckpointFolder(tmp_path)
+    before_last, last = (load_file(next(Path(folder.path_of(step)).glob("rank0.*"))) for step in folder.steps()[-2:])
+    assert not torch.equal(before_last["table/user@0,0"], last["table/user@0,0"])  # weights move again
+
+
+def test_ramp_and_release_are_as_long_as_after_so_much_plain_training(
+    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phases = []
+    begin = search_module._Plan.begin
+    monkeypatch.setattr(
+        search_module._Plan, "begin", lambda plan, phase, finished: (phases.append(phase), begin(plan, phase, finished))
+    )
+    found_by_of_search_given(make_recipe(), tmp_path, trained_epochs=8, stop_at=40)
+    assert [(phase.name, phase.steps) for phase in phases] == [("given", 10), ("ramp", 24), ("release", 80)]
+
+
+def test_a_long_epoch_is_not_gone_through(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "GIVEN_STEPS", 4)
+    seen: list[int] = []
+    events = SearchEvents(on_epoch=lambda record: seen.append(record.step), should_stop=lambda: len(seen) == 2)
+    with pytest.raises(SearchInterrupted):
+        search(
+            make_recipe(),
+            10.0,
+            tmp_path,
+            CPU_OF_SEARCH_GIVEN,
+            settings=SHORT_OF_SEARCH_GIVEN,
+            trained_epochs=EPOCHS,
+            events=events,
+        )
+    assert seen == [4, 12]
+
+
+def test_an_interrupted_search_equals_an_uninterrupted_one(gloo, tmp_path: Path) -> None:
+    """Stopped while the weights stand still, and in the ramp. Whoever goes on needs the trained weights no more."""
+    whole, expected = found_by_of_search_given(make_recipe(), tmp_path / "whole")
+    seen: list[float] = []
+    for stop_at in (4, 12):
+        outcome, losses = found_by_of_search_given(
+            make_recipe(seed=len(seen)), tmp_path / "broken", stop_at=stop_at, resume=bool(seen)
+        )
+        assert outcome is None
+        seen += losses
+    outcome, losses = found_by_of_search_given(make_recipe(seed=5), tmp_path / "broken", resume=True)
+    assert seen + losses == expected
+    assert outcome is not None
+    assert whole is not None
+    assert_same(outcome, whole)
+    with pytest.raises(ValueError, match="expected one of a search with trained_epochs 3, got 2; resume with the"):
+        found_by_of_search_given(make_recipe(), tmp_path / "broken", trained_epochs=3, resume=True)
+
+
+def test_a_model_has_been_trained_for_an_epoch_or_more(gloo, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"^trained_epochs: expected an integer >= 1, got 0; None trains the model first"
+    ):
+        found_by_of_search_given(make_recipe(), tmp_path, trained_epochs=0)
+
+
+def test_what_a_checkpoint_holds_once_or_as_one_number_is_found(gloo, tmp_path: Path) -> None:
+    """A layer under two names, and a buffer of a single number."""
+
+    def model() -> nn.Module:
+        made = make_recipe().model
+        made.again = made.over_arch
+        made.register_buffer("seen", torch.tensor(3.0))
+        return with_axes_(made)
+
+    given, fresh = model(), model().requires_grad_(False)
+    before = {name: value.clone() for name, value in given.state_dict().items()}
+    found_by_of_search_given(replace(make_recipe(), model=given), tmp_path, stop_at=8)
+    stored = _weights_in(fresh, Path(CheckpointFolder(tmp_path).path_of(8)))
+    assert set(stored) == set(before)
+    for value in fresh.state_dict().values():
+        value.zero_()
+    fill_(fresh, stored)
+    assert all(torch.equal(value, before[name]) for name, value in fresh.state_dict().items())
+
+
+SHORT_OF_ONE_CALL = SearchSettings(num_blocks=3, epochs=2, patience=2)
+CPU_OF_ONE_CALL = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+
+
+WITHOUT_A_GROUP = """
+import sys
+import dnis_torchrec as dnis
+assert "torch" not in sys.modules
+import torch
+from dnis_torchrec.search.settings import SearchSettings
+from tests.tiny import make_recipe
+
+SHORT = SearchSettings(num_blocks=3, epochs=1, patience=1)
+recipe = make_recipe()
+for _ in range(2):
+    torch.manual_seed(0)
+    print(dnis.search(recipe, compression=10, settings=SHORT))
+    assert not torch.distributed.is_initialized()
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Recipe:
+    return make_recipe()
+
+
+@pytest.fixture(scope="module")
+def found(gloo, recipe: Recipe) -> SearchResult:
+    return dnis.search(recipe, compression=10, settings=SHORT_OF_ONE_CALL)
+
+
+def test_the_same_call_gives_the_same_twice_and_leaves_no_process_group() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_A_GROUP], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) in (6, 8)  # with a word on what it gained, or without
+    assert lines[: len(lines) // 2] == lines[len(lines) // 2 :]
+
+
+def test_a_task_of_ones_own_is_judged_by_its_metrics(gloo) -> None:
+    own = dnis.search(tiny_tasks.make_recipe(), compression=4, settings=SHORT_OF_ONE_CALL)
+    assert set(own.metrics) == tiny_tasks.METRICS
+    assert own.metric == "click_auc"
+
+
+def test_the_recipe_stays_as_it_was(recipe: Recipe, found: SearchResult) -> None:
+    assert found.model is not recipe.model
+    for name, weight in make_recipe().model.state_dict().items():
+        assert weight.equal(recipe.model.state_dict()[name]), name
+
+
+def test_streams_count_their_epochs_anew() -> None:
+    class Counting:
+        epoch = 0
+
+        def __iter__(self):
+            self.epoch += 1
+            return iter(())
+
+    data = make_recipe().data
+    counting = Counting()
+    own = one_call._from_its_epoch(replace(data, train=counting))
+    list(own.train)
+    assert (counting.epoch, own.train.epoch) == (0, 1)
+
+
+def test_it_meets_the_size_and_its_metrics_are_those_of_the_served_values(recipe: Recipe, found: SearchResult) -> None:
+    assert 10 <= found.compression < 14
+    assert found.metric == "auc"
+    assert (
+        evaluate(TrainTask(found.model, recipe.loss), recipe.data.test, recipe.loss, CPU_OF_ONE_CALL) == found.metrics
+    )
+
+
+def test_it_can_be_exported(found: SearchResult, tmp_path: Path) -> None:
+    collection = dnis.load(dnis.export(found.model, found.scheme, tmp_path / "artifact"))
+    assert collection.embedding_bag_configs()[0].num_embeddings == ROWS["user"]
+
+
+def test_it_prints_as_a_few_lines_and_no_tensors(found: SearchResult) -> None:
+    lines = repr(found).splitlines()
+    assert str(found) == repr(found)
+    assert re.fullmatch(r"1\d\.\d\d times smaller: [\d,]+ bytes served; test auc 0\.\d{4}, loss 0\.\d{4}", lines[0])
+    assert [line.split(":")[0] for line in lines[-2:]] == ["  user", "  genre"]
+    assert not re.search("tensor|nan", repr(found))
+    assert "tensor" not in repr(found.outcome)
+
+
+def test_it_says_whether_the_search_gained_something(found: SearchResult) -> None:
+    for origin, said in ((SEARCHED, False), (COMPRESSED, True)):
+        of_origin = replace(found, outcome=replace(found.outcome, origin=origin))
+        assert ("gained nothing" in repr(of_origin)) is said
+
+
+def test_a_notebook_shows_a_table(found: SearchResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = found._repr_html_()
+    assert page.count("<tr>") == 3
+    assert "times smaller" in page
+    assert found.allocation._repr_html_().count("<tr>") == 3
+    scheme = replace(found.scheme, tables={"<user>": found.scheme.tables["user"]})
+    assert "<th>&lt;user&gt;</th>" in table_sizes.sizes_as_html(scheme, ["a < b"])
+    monkeypatch.setattr(table_sizes, "LISTED", 1)
+    lines = table_sizes.sizes_as_text(found.scheme)
+    assert [line.split(":")[0] for line in lines] == ["  user", "  1 other tables"]
+
+
+def test_a_size_is_refused_before_anything_is_copied() -> None:
+    with pytest.raises(ValueError, match="compression: expected a finite number above 1, got 1"):
+        dnis.search(None, compression=1)  # type: ignore[arg-type]
+
+
+def test_several_ranks_are_sent_to_the_command(gloo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_call, "world_size_of", lambda: 2)
+    with pytest.raises(NotImplementedError, match="search: supported is one process, got 2; run `torchrun"):
+        dnis.search(make_recipe(), compression=10)
+
+
+def test_a_regression_is_judged_by_its_error(gloo) -> None:
+    recipe = replace(make_recipe(), loss=nn.MSELoss())
+    assert "test mse " in repr(dnis.search(recipe, compression=10, settings=SHORT_OF_ONE_CALL))
+
+
+CPU_OF_LEAVE_ALONE = torch.device("cpu")
+SIZE_OF_LEAVE_ALONE = 2.5
+ALONE = "genre"
+BYTES = 4 * 8 * ROWS[ALONE]
+"""Of that table in float32."""
+DENSE = 4 * 8 * sum(ROWS.values())
+
+
+def genre_alone(data: Path | None = None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """The tiny recipe as the command line finds it, one of its two tables left alone."""
+    del data
+    return replace(make_recipe(seed=seed, embedding_dim=embedding_dim), leave_alone=(ALONE,))
+
+
+def rows_of(collection: nn.Module, name: str) -> torch.Tensor:
+    """Every row of a table, looked up one by one."""
+    names = list(ROWS)
+    lengths = torch.zeros(len(names), ROWS[name], dtype=torch.int64)
+    lengths[names.index(name)] = 1
+    return collection(KeyedJaggedTensor(names, torch.arange(ROWS[name]), lengths=lengths.flatten()))[name]
+
+
+def table(model: nn.Module, name: str = ALONE) -> torch.Tensor:
+    return next(s.weight for c in collections(model).values() for s in local_shards(c) if s.table == name)
+
+
+def test_a_search_leaves_a_table_in_float32_and_counts_its_bytes(gloo, tmp_path: Path) -> None:
+    recipe = genre_alone()
+    found = search(
+        recipe,
+        SIZE_OF_LEAVE_ALONE,
+        tmp_path,
+        CPU_OF_LEAVE_ALONE,
+        settings=SearchSettings(num_blocks=3, epochs=2, patience=2),
+    )
+    own, other = found.scheme.tables[ALONE], found.scheme.tables["user"]
+    assert list(found.scheme.tables) == list(ROWS)
+    assert own.bits.tolist() == [[32] * 8]
+    assert int(other.bits.max()) <= 8
+    assert own.served_bytes(PACKED) < BYTES + 64
+    served = sum(table.served_bytes(PACKED) for table in found.scheme.tables.values())
+    assert SIZE_OF_LEAVE_ALONE <= found.scheme.compression(PACKED) == DENSE / served
+    blocks = found.blocks
+    alone = found.alpha[8][blocks.first_alpha_row(ALONE)]
+    assert bool((alone == 1).all())
+    assert bool((found.alpha[8][blocks.first_alpha_row("user")] != 1).any())
+    for packed in packed_collections(found.model, found.scheme).values():
+        assert torch.equal(rows_of(packed, ALONE), table(found.model))
+
+
+def test_the_tables_of_its_group_keep_their_axes() -> None:
+    model = with_axes_(genre_alone().model)
+    assert [set(group.tables) for group in rotation_groups(model)] == [{"user", "genre"}]
+    assert rotation_groups(model, [ALONE]) == []
+
+
+def test_compress_keeps_every_bit_of_a_table_left_alone() -> None:
+    recipe = genre_alone()
+    before = table(recipe.model).clone()
+    batches = recipe.data.train.batches
+    with pytest.raises(ValueError, match=r"expected at most [0-9.]+ for these tables") as told:
+        compress(genre_alone().model, batches, loss=recipe.loss, compression=100, leave_alone=[ALONE])
+    most = float(str(told.value).partition("at most ")[2].split()[0])
+    assert SIZE_OF_LEAVE_ALONE < most < DENSE / BYTES
+    found = compress(recipe.model, batches, loss=recipe.loss, compression=most, leave_alone=[ALONE])
+    assert found.compression >= most
+    assert found.scheme.tables[ALONE].bits.tolist() == [[32] * 8]
+    [served] = [module for module in recipe.model.modules() if type(module).__name__ == "PackedEmbeddingBagCollection"]
+    assert torch.equal(rows_of(served, ALONE), before)
+    with pytest.raises(ValueError, match=r"table of leave_alone 'gender': .* did you mean 'genre'"):
+        compress(genre_alone().model, batches, loss=recipe.loss, leave_alone=["gender"])
+
+
+def test_a_size_that_a_table_left_alone_does_not_leave_is_refused_before_training(gloo, tmp_path: Path) -> None:
+    with pytest.raises(SizeOutOfReachError, match=r"^compression: expected at most [23]\.\d+ for these tables"):
+        search(genre_alone(), 20.0, tmp_path, CPU_OF_LEAVE_ALONE)
+
+
+def test_a_run_is_exported_and_verified_with_it_and_not_pruned(gloo, tmp_path: Path) -> None:
+    run, artifact = tmp_path / "run", tmp_path / "artifact"
+    spec = "tests.search.test_search:genre_alone"
+    run_search(quick_search(run, compression=SIZE_OF_LEAVE_ALONE, recipe=spec))
+    run_export(ExportCommand(run=run, out=artifact))
+    of_run, served = (run_evaluate(EvaluateCommand(path=path, recipe=spec)) for path in (run, artifact))
+    assert served["metrics"] == pytest.approx(of_run["metrics"], abs=1e-6)
+    assert verify(artifact).failures == []
+    with pytest.raises(NotImplementedError, match=r"^Recipe\.leave_alone: supported are recipes without"):
+        search_as_published(genre_alone(), PaperSettings(), CPU_OF_LEAVE_ALONE)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("gendre",), r"table of Recipe\.leave_alone 'gendre': .* did you mean 'genre'"),
+        (("user", "genre"), r"^Recipe\.leave_alone: expected a table beside those that are left alone, got all 2"),
+    ],
+)
+def test_names_are_checked_with_the_recipe(names: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(make_recipe(), leave_alone=names)
+
+
+def test_it_is_one_block_of_rows_as_they_stand(tmp_path: Path) -> None:
+    recipe = make_recipe()
+    tables = table_configs(recipe.model)
+    counts = count_training_data(recipe.data, recipe.loss, tables)
+    counts.counts[ALONE][3] = 0  # a row that was never seen, among others
+    blocks = blocks_from_counts(counts, tables, num_blocks=3, leave_alone=[ALONE])
+    plain = blocks_from_counts(counts, tables, num_blocks=3)
+    assert blocks.routings[ALONE].boundaries.tolist() == [0, ROWS[ALONE]]
+    assert int(blocks.seen_rows[ALONE]) == int((counts.counts[ALONE] > 0).sum())
+    assert torch.equal(blocks.occurrences["user"], plain.occurrences["user"])
+    blocks.save(tmp_path / "blocks.safetensors")
+    assert RowBlocks.load(tmp_path / "blocks.safetensors").left_alone == {ALONE}
+
+
+CPU_OF_SEARCH_ROTATION = torch.device("cpu")
+SHORT_OF_SEARCH_ROTATION = SearchSettings(num_blocks=3, epochs=2, patience=1)
+
+
+def factorization_machine(optimizer: str) -> Recipe:
+    """The tiny recipe's data with a model that may be rotated."""
+    torch.manual_seed(0)
+    return replace(make_recipe(optimizer=optimizer), model=FactorizationMachine(make_collection()))
+
+
+def run(
+    folder: Path, events: SearchEvents | None = None, *, resume: bool = False, optimizer: str = "adam"
+) -> SearchOutcome:
+    """A search of a second."""
+    recipe, saving = factorization_machine(optimizer), Saving(resume=resume)
+    return search(
+        recipe, 10, folder, CPU_OF_SEARCH_ROTATION, settings=SHORT_OF_SEARCH_ROTATION, events=events, saving=saving
+    )
+
+
+@pytest.fixture
+def turned(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """After every rotation: the second moment of all tables together, as often as their rows are looked up."""
+    seen: list[torch.Tensor] = []
+    rotate_ = search_module.rotate_
+
+    def watched(model, counts, *rest):
+        found = rotate_(model, counts, *rest)
+        shards = [shard for own in collections(model).values() for shard in local_shards(own)]
+        tables = [shard.weight.double() for shard in shards]
+        seen.append(second_moment_reference(tables, [counts.counts[shard.table] for shard in shards]))
+        return found
+
+    monkeypatch.setattr(search_module, "rotate_", watched)
+    return seen
+
+
+class Killed(BaseException):
+    """As if the process had ended here."""
+
+
+def test_tables_turn_once_however_often_the_search_goes_on(gloo, tmp_path: Path, turned: list[torch.Tensor]) -> None:
+    """Into axes of their own; and again to see what plain training, compressed, is worth, and to return it.
+
+    That is what comes out here: of two tables that are multiplied so few columns are left that none has its partner.
+    """
+    whole = run(tmp_path / "whole")
+    assert whole.origin == search_module.COMPRESSED
+    assert len(turned) == 3
+    for moment in turned:
+        torch.testing.assert_close(moment, moment.diag().diag(), atol=1e-4, rtol=0)
+        assert bool((moment.diag().diff() < 1e-4).all())
+    turned.clear()
+
+    def kill(record: EpochRecord, _: object, is_last: bool) -> None:
+        if is_last and record.phase == "plain":
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(tmp_path / "broken", SearchEvents(on_alpha=kill))
+    assert not turned
+    resumed = run(tmp_path / "broken", resume=True)
+    assert len(turned) == 3
+    assert resumed.history == whole.history
+    own, others = whole.model.state_dict(), resumed.model.state_dict()
+    assert [name for name in own if not torch.equal(own[name], others[name])] == []
+
+
+def test_rows_of_tables_to_be_turned_are_never_cut(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner may cut columns of any table otherwise, and rotation would be refused in the middle of the search."""
+    asked = []
+
+    def watched(*arguments, constraints, **options):
+        asked.append({kind for constraint in constraints.values() for kind in constraint.sharding_types})
+        raise Killed
+
+    monkeypatch.setattr(sharding_of_training, "make_sharding_plan", watched)
+    with pytest.raises(Killed):
+        run(tmp_path, optimizer="rowwise_adagrad")
+    assert asked == [set(sharding_of_training.WHOLE_ROWS)]
+    monkeypatch.setattr(search_module, "rotation_groups", lambda *_: [])  # as of a model that cannot be turned
+    with pytest.raises(Killed):
+        run(tmp_path, optimizer="rowwise_adagrad")
+    assert "column_wise" in asked[1]

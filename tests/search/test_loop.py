@@ -1,0 +1,488 @@
+"""Schedule, ramp and a loop of ones own against oracles."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+from torchrec.distributed import DistributedModelParallel
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+
+from dnis_torchrec import BilevelTrainPipeline, SearchLoop, count_frequencies, merge_, prepare_
+from dnis_torchrec.allocation.curvature import Curvature
+from dnis_torchrec.allocation.energies import blocked_tables
+from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.data.task import TrainTask
+from dnis_torchrec.scheme import packed_index_bytes
+from dnis_torchrec.search import ramp as ramp_module
+from dnis_torchrec.search.pipeline import AlphaOptimizer
+from dnis_torchrec.search.prune import SizeOutOfReachError
+from dnis_torchrec.search.ramp import COUNTED_BITS, LEAST_STEPS, STAGES, Ramp, check_reachable, num_stages
+from dnis_torchrec.search.schedule import MAX_AHEAD, QUEUE, BilevelStream, Level, LevelSchedule
+from dnis_torchrec.selection.alpha import Alpha
+from dnis_torchrec.selection.shards import table_configs
+from dnis_torchrec.training.checkpoint import CheckpointFolder, CheckpointSaver
+from tests.small_models import blocks
+from tests.tiny import make_recipe
+
+schedules = st.builds(LevelSchedule, warm_up_steps=st.none() | st.integers(1, 7))
+
+
+def levels_of(schedule: LevelSchedule, num_steps: int) -> list[Level]:
+    """Warm up, then a lower and an upper step again and again; lower steps alone while nobody knows the warm-up."""
+    warm_up = num_steps if schedule.warm_up_steps is None else schedule.warm_up_steps
+    rounds = itertools.cycle([Level.LOWER, Level.UPPER])
+    return list(itertools.islice(itertools.chain([Level.LOWER] * warm_up, rounds), num_steps))
+
+
+@given(schedules)
+def test_levels(schedule: LevelSchedule) -> None:
+    assert [schedule.level(step) for step in range(60)] == levels_of(schedule, 60)
+
+
+def test_both_levels_step_unless_a_warm_up_is_asked_for() -> None:
+    expected = ["t", "t", "v", "t", "v"]
+    assert [next(stream) for stream in [BilevelStream(["t"], ["v"])] for _ in range(5)] == expected
+    assert [next(stream) for stream in [BilevelStream(["t"], ["v"], LevelSchedule())] for _ in range(5)] == expected
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_warm_up_has_a_step(value: int) -> None:
+    with pytest.raises(ValueError, match=rf"^warm_up_steps: expected at least 1, got {value}$"):
+        LevelSchedule(warm_up_steps=value)
+
+
+@given(schedules, st.integers(1, 6), st.integers(1, 6))
+def test_stream_cycles_both_levels_in_the_order_of_the_schedule(
+    schedule: LevelSchedule, num_train: int, num_validation: int
+) -> None:
+    train = [("train", i) for i in range(num_train)]
+    validation = [("validation", i) for i in range(num_validation)]
+    stream = BilevelStream(train, validation, schedule)
+    assert iter(stream) is stream
+    endless = {Level.LOWER: itertools.cycle(train), Level.UPPER: itertools.cycle(validation)}
+    for level in levels_of(schedule, 40):
+        assert next(stream) == next(endless[level])
+        assert stream.last_level is level
+
+
+class Reordering:
+    """An iterable that gives a new order each time, as a shuffling DataLoader does."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def __iter__(self):
+        self.epoch += 1
+        return iter([f"{self.epoch}a", f"{self.epoch}b"])
+
+
+def test_stream_iterates_anew_when_a_level_ends() -> None:
+    stream = BilevelStream(Reordering(), Reordering(), LevelSchedule(warm_up_steps=3))
+    assert [next(stream) for _ in range(8)] == ["0a", "0b", "1a", "1b", "0a", "2a", "0b", "2b"]
+
+
+def test_empty_streams_are_refused() -> None:
+    remedy = "expected at least one batch, got none; check the data splits"
+    with pytest.raises(ValueError, match=f"^training stream: {remedy}$"):
+        next(BilevelStream([], ["v"], LevelSchedule(warm_up_steps=1)))
+    stream = BilevelStream(["t"], [], LevelSchedule(warm_up_steps=1))
+    assert [next(stream), next(stream)] == ["t", "t"]
+    with pytest.raises(ValueError, match=f"^validation stream: {remedy}$"):
+        next(stream)
+
+
+def test_a_stream_that_cannot_start_again_is_refused_when_it_ends() -> None:
+    stream = BilevelStream(iter(["t0", "t1"]), ["v"], LevelSchedule(warm_up_steps=5))
+    assert [next(stream), next(stream)] == ["t0", "t1"]
+    with pytest.raises(ValueError, match="training stream: expected at least one batch"):
+        next(stream)
+
+
+class Counting:
+    """Batches in an order that its epoch decides, as `examples.datasets.in_memory` has them."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self.size, self.epoch = name, size, 0
+
+    def __iter__(self) -> Iterator[str]:
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(epoch)).tolist()
+        return (f"{self.name}{epoch}.{number}" for number in order)
+
+
+class Drawing:
+    """Batches in an order drawn from torch's own random numbers, as a shuffling DataLoader has them."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self.size = name, size
+
+    def __iter__(self) -> Iterator[str]:
+        for number in torch.randperm(self.size).tolist():
+            yield f"{self.name}{number}"
+
+
+@pytest.mark.parametrize("kind", [Counting, Drawing])
+@given(
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 4)),
+    warm_up=st.integers(1, 6),
+    stepped=st.integers(0, 25),
+    ahead=st.integers(0, MAX_AHEAD),
+)
+def test_a_stream_goes_on_where_the_steps_were(kind, sizes, warm_up, stepped, ahead) -> None:
+    """Whatever a pipeline had read ahead of its steps."""
+    schedule = LevelSchedule(warm_up_steps=warm_up)
+
+    def stream() -> BilevelStream[str]:
+        return BilevelStream(kind("t", sizes[0]), kind("v", sizes[1]), schedule)
+
+    torch.manual_seed(1)
+    interrupted = stream()
+    seen = [next(interrupted) for _ in range(stepped + ahead)]
+    state = json.loads(json.dumps(interrupted.state_dict(stepped)))
+    torch.manual_seed(2)  # another process
+    resumed, before = stream(), torch.get_rng_state()
+    resumed.first_train_batch()
+    last = resumed.load_state_dict(state)
+    assert torch.equal(torch.get_rng_state(), before)
+    levels = levels_of(schedule, stepped)
+    train = [batch for batch, level in zip(seen, levels, strict=False) if level is Level.LOWER]
+    assert last == (train[-1] if train else None)
+    expected = seen[stepped:] + [next(interrupted) for _ in range(5)]
+    assert [next(resumed) for _ in expected] == expected
+
+
+@given(stepped=st.integers(0, 12), ahead=st.integers(0, QUEUE), saved_behind=st.none() | st.integers(0, 9))
+def test_upper_steps_begin_behind_the_queue_once_they_are_asked_for(
+    stepped: int, ahead: int, saved_behind: int | None
+) -> None:
+    """None of the batches that were read ahead changes sides, and a stream that was saved before or after goes on so.
+
+    Saved before, whoever goes on asks for upper steps anew.
+    """
+    stream = BilevelStream(Drawing("t", 5), Drawing("v", 3), LevelSchedule(warm_up_steps=None))
+    seen = [next(stream) for _ in range(stepped + ahead)]
+    state = stream.state_dict(stepped)
+    stream.alternate(stepped)
+    assert stream.schedule == LevelSchedule(warm_up_steps=stepped + QUEUE)
+    stream.alternate(stepped + 3)  # they have begun
+    assert stream.schedule == LevelSchedule(warm_up_steps=stepped + QUEUE)
+    saved_at = stepped + (saved_behind or 0)
+    while len(seen) < saved_at + 4:
+        seen.append(next(stream))
+    if saved_behind is not None:
+        state = stream.state_dict(saved_at)
+    seen += [next(stream) for _ in range(10)]
+    is_train = [batch[0] == "t" for batch in seen]
+    assert is_train == [level is Level.LOWER for level in levels_of(stream.schedule, len(seen))]
+    resumed = BilevelStream(Drawing("t", 5), Drawing("v", 3), LevelSchedule(warm_up_steps=None))
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    resumed.alternate(saved_at)
+    assert [next(resumed) for _ in seen[saved_at:]] == seen[saved_at:]
+
+
+class DrawingEach(Drawing):
+    """Batches that are drawn one by one, as a data set that adds noise has them."""
+
+    def __iter__(self) -> Iterator[str]:
+        left = list(range(self.size))
+        while left:
+            yield f"{self.name}{left.pop(int(torch.randint(len(left), ())))}"
+
+
+@pytest.mark.parametrize("kind", [Counting, Drawing, DrawingEach])
+def test_samples_have_orders_of_their_own_and_leave_everything_as_it_is(kind: type) -> None:
+    def stream() -> BilevelStream[str]:
+        return BilevelStream(kind("t", 5), kind("v", 7), LevelSchedule(warm_up_steps=1))
+
+    torch.manual_seed(1)
+    undisturbed = stream()
+    expected = [next(undisturbed) for _ in range(30)]
+    measured, seen, samples, before = stream(), [], [], torch.get_rng_state()
+    for step in range(30):
+        if step % 7 == 3:
+            sample = measured.sample(step)
+            samples.append([next(sample)[-1] for _ in range(3)])
+            seen.append(next(measured))  # the stream goes on while somebody measures
+            samples[-1] += [batch[-1] for batch in sample]
+        else:
+            seen.append(next(measured))
+    assert seen == expected
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [sorted(sample) for sample in samples] == [list("0123456")] * len(samples)
+    assert len({tuple(sample) for sample in samples}) == len(samples)
+    assert [batch[-1] for batch in measured.sample(3)] == samples[0]
+
+
+def test_a_stream_does_not_touch_random_numbers() -> None:
+    stream = BilevelStream(Drawing("t", 3), Drawing("v", 2), LevelSchedule(warm_up_steps=1))
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = [next(stream) for _ in range(12)]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert first[:4] != first[4:8] or first[4:8] != first[8:]  # every epoch has an order of its own
+
+
+def test_a_stream_that_became_shorter_is_refused() -> None:
+    stream = BilevelStream(Counting("t", 5), Counting("v", 2), LevelSchedule(warm_up_steps=9))
+    for _ in range(4):
+        next(stream)
+    shorter = BilevelStream(Counting("t", 3), Counting("v", 2), LevelSchedule(warm_up_steps=9))
+    message = "training stream: expected at least 4 batches, as before the interruption, got 3; resume with the data of"
+    with pytest.raises(ValueError, match=message):
+        shorter.load_state_dict(stream.state_dict(4))
+
+
+def test_a_stream_knows_the_latest_steps_alone() -> None:
+    stream = BilevelStream(Counting("t", 5), Counting("v", 2), LevelSchedule(warm_up_steps=1))
+    for _ in range(MAX_AHEAD + 5):
+        next(stream)
+    with pytest.raises(RuntimeError, match=rf"expected a step from 5 to {MAX_AHEAD + 5}, got 4"):
+        stream.state_dict(4)
+
+
+SIZES = {"wide": (120, 16), "narrow": (90, 16), "first_order": (120, 1)}
+"""table -> N, D."""
+LONGEST = STAGES * LEAST_STEPS
+"""Steps of a ramp of all stages."""
+DENSE_BYTES = 4 * sum(rows * dim for rows, dim in SIZES.values())
+
+
+class Ramped:
+    """A ramp over three tables whose model learns nothing, and whose curvature is given.
+
+    Args:
+        worth: table -> ``(S, D)``, what its columns are worth until they die.
+        compression: that it leads to.
+    """
+
+    def __init__(self, worth: dict[str, Tensor], compression: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        configs = [
+            EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[name])
+            for name, (rows, dim) in SIZES.items()
+        ]
+        counts = {name: torch.arange(rows, 0, -1) for name, (rows, _) in SIZES.items()}
+        frequencies = FrequencyCounts(counts, dict.fromkeys(SIZES, 1), 100)
+        self.blocks: RowBlocks = blocks_from_counts(frequencies, configs, num_blocks=2)
+        self.model = EmbeddingBagCollection(tables=configs)
+        alpha = Alpha(self.blocks.alpha_shapes)
+        self.optimizer = AlphaOptimizer(alpha, self.blocks)
+        self.samples: list[int] = []
+        pipeline = SimpleNamespace(alpha=alpha, alpha_optimizer=self.optimizer, detached=self._detached)
+        stream = SimpleNamespace(sample=lambda number: self.samples.append(number))
+        self._worth, self._alpha, self._is_detached = worth, alpha, False
+        monkeypatch.setattr(ramp_module, "curvature", self._curvature)
+        self.ramp = Ramp(pipeline, stream, self.blocks, nn.MSELoss(), compression)  # type: ignore[arg-type]
+
+    @contextmanager
+    def _detached(self) -> Iterator[nn.Module]:
+        self._is_detached = True
+        yield self.model
+        self._is_detached = False
+
+    def _curvature(self, *_: object, **__: object) -> Curvature:
+        """Of a prepared model: a column that died is worth nothing, whatever it was worth before."""
+        assert self._is_detached
+        worth = {name: own * self.living()[name] for name, own in self._worth.items()}
+        return Curvature({}, worth, num_samples=1, relative_error=0.0)
+
+    def living(self) -> dict[str, Tensor]:
+        """table -> ``(S, D)`` bool."""
+        return {
+            name: self._alpha.of(dim)[self.blocks.first_alpha_row(name) :][: len(self._worth[name])] > 0
+            for name, (_, dim) in SIZES.items()
+        }
+
+    def num_bytes(self) -> int:
+        """Of what lives, every value in `COUNTED_BITS` bits."""
+        total = 0
+        for name, columns in self.living().items():
+            routing = self.blocks.routings[name]
+            if columns.any():
+                rows = routing.row_counts().tolist()
+                counts = columns.sum(1).tolist()
+                own = [n * math.ceil(k * COUNTED_BITS / 8) + 4 * k for n, k in zip(rows, counts, strict=True)]
+                total += sum(own) + packed_index_bytes(routing, columns.shape[1])
+        return total
+
+
+def drawn_worth(seed: int) -> dict[str, Tensor]:
+    """Of a few orders of magnitude, as curvature is."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.exp(2 * torch.randn(2, dim, generator=generator, dtype=torch.float64))
+        for name, (_, dim) in SIZES.items()
+    }
+
+
+@settings(max_examples=6)
+@given(seed=st.integers(0, 100), compression=st.floats(8.5, 20), steps=st.integers(1, 150))
+def test_what_lives_fits_the_line_at_every_stage(seed: int, compression: float, steps: int) -> None:
+    """Stages are as long as each other and have `LEAST_STEPS`; of every block the best columns live."""
+    with pytest.MonkeyPatch.context() as patch:
+        worth, start = drawn_worth(seed), 32 / COUNTED_BITS
+        ramped = Ramped(worth, compression, patch)
+        before, stages = ramped.living(), num_stages(steps)
+        assert stages == max(1, min(STAGES, steps // LEAST_STEPS))
+        for done in range(1, steps + 1):
+            stage = done * stages // steps
+            ramped.ramp.follow(done, steps)
+            assert ramped.num_bytes() <= DENSE_BYTES / (start * (compression / start) ** (stage / stages)) or stage == 0
+            for name, living in ramped.living().items():
+                assert not bool((living & ~before[name]).any())
+                for kept, values in zip(living, worth[name], strict=True):
+                    assert min(values[kept], default=math.inf) >= max(values[~kept], default=-math.inf)
+            before = ramped.living()
+        assert ramped.samples == list(range(1, stages + 1))
+        assert ramped.num_bytes() >= 0.75 * DENSE_BYTES / compression
+
+
+@pytest.mark.parametrize("compression", [1.5, 4, 8])
+def test_sizes_that_bits_alone_lead_to_leave_all_columns(compression: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    ramped = Ramped(drawn_worth(0), compression, monkeypatch)
+    for done in range(1, LONGEST + 1):
+        ramped.ramp.follow(done, LONGEST)
+    assert all(bool(living.all()) for living in ramped.living().values())
+    assert not ramped.samples  # nothing was measured
+    assert ramped.optimizer.density() == 1
+
+
+def test_nothing_dies_once_nothing_is_worth_anything(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where columns are multiplied by each other, and each has lost its partner."""
+    worth = drawn_worth(0)
+    ramped = Ramped(worth, 16, monkeypatch)
+    for done in range(1, LONGEST + 1):
+        if done == 6 * LEAST_STEPS:
+            before = ramped.living()
+            for own in worth.values():
+                own.zero_()
+        ramped.ramp.follow(done, LONGEST)
+    assert all(torch.equal(own, before[name]) for name, own in ramped.living().items())
+    assert any(bool(own.any()) for own in before.values())
+    (told,) = [record.message for record in caplog.records]
+    assert told.startswith(f"stage 6 of {STAGES} of the ramp drops no column: none moves a prediction")
+
+
+@pytest.mark.parametrize("worth_of_one", [5.0, 1e-6])
+def test_tables_of_one_column_live_beside_wide_ones_if_they_are_worth_it(
+    worth_of_one: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they carry for their bytes decides, not that they are few."""
+    worth = {name: torch.linspace(1.0, 0.1, dim).double().repeat(2, 1) for name, (_, dim) in SIZES.items()}
+    worth["first_order"] = torch.full((2, 1), worth_of_one, dtype=torch.float64)
+    ramped = Ramped(worth, 16, monkeypatch)
+    for done in range(1, LONGEST + 1):
+        ramped.ramp.follow(done, LONGEST)
+    assert ramped.living()["first_order"].flatten().tolist() == [worth_of_one > 1] * 2
+    assert 0 < int(ramped.living()["wide"].sum()) < 32
+
+
+def test_a_size_out_of_reach_is_refused_with_the_largest_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    ramped = Ramped(drawn_worth(0), 20, monkeypatch)
+    tables = blocked_tables(ramped.model, ramped.blocks)
+    with pytest.raises(SizeOutOfReachError, match="compression: expected at most ") as caught:
+        check_reachable(tables, ramped.blocks, 10_000)
+    largest = float(str(caught.value).split("at most ")[1].split(" ")[0])
+    check_reachable(tables, ramped.blocks, largest)
+    with pytest.raises(SizeOutOfReachError):
+        check_reachable(tables, ramped.blocks, largest + 0.02)
+
+
+@pytest.mark.parametrize("steps", [3, 40, 100, 1000])
+def test_every_stage_comes_once_and_none_before_the_ramp_or_after_it(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages: list[int] = []
+    monkeypatch.setattr(Ramp, "_narrow", lambda _, *stage: stages.append(stage))
+    nothing: Any = None
+    ramp = Ramp(nothing, nothing, blocks(), nothing, 20.0)
+    for done in range(-30, steps + 30):
+        ramp.follow(done, steps)  # behind a lower step
+        ramp.follow(done, steps)  # and behind the upper step after it
+    assert stages == [(stage + 1, num_stages(steps)) for stage in range(num_stages(steps))]
+    assert num_stages(steps) <= STAGES
+
+
+CPU = torch.device("cpu")
+
+
+def batches_of(seeds: range) -> list[Batch]:
+    return make_recipe().data.train.batches[seeds.start : seeds.stop]
+
+
+def sharded_for_a_loop() -> tuple[nn.Module, KeyedOptimizerWrapper, RowBlocks]:
+    torch.manual_seed(0)
+    recipe = make_recipe()
+    tables = table_configs(recipe.model)
+    counts = count_frequencies((batch.sparse_features for batch in batches_of(range(6))), tables)
+    blocks = blocks_from_counts(counts, tables, num_blocks=2)
+    task = TrainTask(prepare_(recipe.model, blocks), recipe.loss)
+    model = DistributedModelParallel(task, device=CPU)
+    return model, KeyedOptimizerWrapper(dict(model.named_parameters()), lambda p: torch.optim.Adam(p, lr=0.01)), blocks
+
+
+@pytest.mark.parametrize("lengths", [{}, {"plain_steps": 1, "ramp_steps": 9}])
+def test_a_loop_takes_the_steps_of_its_parts(gloo, lengths: dict[str, int]) -> None:
+    train, validation, steps = batches_of(range(6)), batches_of(range(6, 9)), 40
+    plain, ramp_steps = lengths.get("plain_steps", 20), lengths.get("ramp_steps", 8)
+    model, optimizer, blocks = sharded_for_a_loop()
+    pipeline = BilevelTrainPipeline(model, optimizer, CPU)
+    stream = BilevelStream(train, validation, LevelSchedule(warm_up_steps=plain))
+    ramp = Ramp(pipeline, stream, blocks, make_recipe().task, compression=5)
+    while pipeline.lower_steps < steps:
+        pipeline.progress(stream)
+        ramp.follow(pipeline.lower_steps - plain, ramp_steps)
+    other, optimizer, _ = sharded_for_a_loop()
+    loop = SearchLoop(other, optimizer, train, validation, compression=5, steps=steps, **lengths)
+    losses = []
+    while loop.step():
+        losses.append(float(loop.loss))
+    assert len(losses) == loop.lower_steps == steps
+    assert not loop.step()
+    merged, expected = merge_(loop.detach()).state_dict(), merge_(pipeline.detach()).state_dict()
+    assert [name for name in expected if not torch.equal(merged[name], expected[name])] == []
+    assert any(bool((value == 0).any()) for value in merged.values())
+
+
+def test_a_loop_goes_on_where_it_was(gloo, tmp_path: Path) -> None:
+    def new() -> SearchLoop:
+        model, optimizer, _ = sharded_for_a_loop()
+        return SearchLoop(model, optimizer, batches_of(range(6)), batches_of(range(6, 9)), compression=5, steps=30)
+
+    whole, folder = new(), CheckpointFolder(tmp_path)
+    with CheckpointSaver(folder) as saver:
+        while whole.step():
+            if whole.lower_steps == 17:
+                saver.save(17, whole.state())
+    resumed = new()
+    resumed.restore(folder.latest())
+    while resumed.step():
+        pass
+    found, expected = merge_(resumed.detach()).state_dict(), merge_(whole.detach()).state_dict()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("wrong", [{"compression": 1}, {"compression": 5000}, {"steps": 0}, {"ramp_steps": 0}])
+def test_a_loop_refuses_sizes_and_lengths_before_it_begins(gloo, wrong: dict[str, int]) -> None:
+    model, optimizer, _ = sharded_for_a_loop()
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        SearchLoop(
+            model, optimizer, batches_of(range(2)), batches_of(range(2)), **{"compression": 5, "steps": 9, **wrong}
+        )

@@ -1,0 +1,1018 @@
+"""Both levels in one pipeline: steps to the bit, what they leave alone, what stops them, caches, sequences."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from dnis_torchrec import export
+from dnis_torchrec.allocation.axes import rotate_
+from dnis_torchrec.artifact.export import drop_in_
+from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
+from dnis_torchrec.data.recipe import DataSplits, Recipe
+from dnis_torchrec.data.task import TrainTask, pooled_outputs, squared_norm
+from dnis_torchrec.search import search as search_module
+from dnis_torchrec.search.pipeline import LEARNING_RATE, AlphaOptimizer, BilevelTrainPipeline
+from dnis_torchrec.search.schedule import BilevelStream, Level, LevelSchedule
+from dnis_torchrec.search.search import search
+from dnis_torchrec.search.settings import SearchSettings
+from dnis_torchrec.selection.alpha import Alpha
+from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, shard_model
+from dnis_torchrec.selection.shards import collections, local_shards, table_configs
+from dnis_torchrec.selection.swap import fold_, prepare_
+from dnis_torchrec.selection.torchrec import fused_kernels, writing_to_tables
+from dnis_torchrec.selection.wrapper import plain_state_dict, soft_selection_modules
+from dnis_torchrec.training import shard as sharding_of_training
+from dnis_torchrec.training.checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
+from dnis_torchrec.training.evaluate import evaluate
+from dnis_torchrec.training.loop import EpochRecord, PlainEvents, SearchEvents, train_plainly
+from dnis_torchrec.training.pipeline import NonFiniteError
+from dnis_torchrec.training.shard import shard
+from dnis_torchrec.training.state import (
+    TableDescription,
+    TrainingState,
+    describe_tables,
+    model_tensors,
+    snapshot,
+    take_,
+)
+from examples.paper.pruning import ValueMask
+from tests.late import read_late
+from tests.reference import ReferenceTable, embedding_l2_reference, normalised_reference
+from tests.row_caches import caches_of, counting_locks, plan_caches_
+from tests.search.test_search import found_by
+from tests.sequence_models import FEATURES, NAMES, ClickAndRating, interest, make_batch, two_outputs
+from tests.small_models import operators
+from tests.tiny import Repeatable, make_recipe
+
+DIM = 4
+HIT = torch.tensor([True, True, True])
+
+
+def make_blocks(counts: Sequence[int] = tuple(range(60, 0, -1))) -> RowBlocks:
+    """Three blocks of equally many rows, the most frequent ones first."""
+    table = EmbeddingBagConfig(name="t", num_embeddings=len(counts), embedding_dim=DIM, feature_names=["f"])
+    return blocks_from_counts(FrequencyCounts({"t": torch.tensor(counts)}, {"f": 1}, 100), [table], num_blocks=3)
+
+
+def make_optimizer(
+    blocks: RowBlocks | None = None, *, rate: float = LEARNING_RATE, **settings: float
+) -> tuple[Tensor, AlphaOptimizer]:
+    """The alpha of one table, and what steps it."""
+    blocks = blocks or make_blocks()
+    alpha = Alpha(blocks.alpha_shapes)
+    optimizer = AlphaOptimizer(alpha, blocks, **settings)
+    optimizer.learning_rate = rate
+    return alpha.of(DIM), optimizer
+
+
+def step_reference(
+    alpha: list[list[float]],
+    average: list[list[float]],
+    fresh: Tensor,
+    hits: Sequence[bool],
+    dead: Sequence[Sequence[bool]],
+    *,
+    rate: float,
+    averaging: float,
+    floor: float,
+) -> None:
+    """One upper step of lists of lists, in place."""
+    for row in (row for row, is_hit in enumerate(hits) if is_hit):
+        for column in range(DIM):
+            moved = averaging * average[row][column] + (1 - averaging) * float(fresh[row, column])
+            stepped = min(1.0, max(floor, alpha[row][column] - rate * moved))
+            is_held_up, is_held_down = stepped <= floor and moved > 0, stepped >= 1 and moved < 0
+            average[row][column] = 0.0 if is_held_up or is_held_down else moved
+            alpha[row][column] = 0.0 if dead[row][column] else stepped
+
+
+columns = st.lists(st.lists(st.booleans(), min_size=DIM, max_size=DIM), min_size=3, max_size=3)
+
+
+@given(
+    gradients=st.lists(
+        st.lists(st.floats(-5, 5, width=32), min_size=3 * DIM, max_size=3 * DIM), min_size=1, max_size=6
+    ),
+    hits=st.lists(st.booleans(), min_size=3, max_size=3),
+    dead=columns,
+    dies_at=st.integers(0, 5),
+    averaging=st.sampled_from([0.0, 0.9]),
+    floor=st.sampled_from([0.0, 0.25]),
+    rate=st.sampled_from([0.2, 4.7]),  # slow, and so fast that alphas are at their bounds soon and leave them again
+)
+def test_steps_are_those_of_the_oracle(
+    gradients: list[list[float]],
+    hits: list[bool],
+    dead: list[list[bool]],
+    dies_at: int,
+    averaging: float,
+    floor: float,
+    rate: float,
+) -> None:
+    alpha, optimizer = make_optimizer(rate=rate, averaging=averaging, floor=floor)
+    expected, average = [[1.0] * DIM for _ in range(3)], [[0.0] * DIM for _ in range(3)]
+    died = [[False] * DIM for _ in range(3)]
+    for step, values in enumerate(gradients):
+        if step == dies_at:
+            died = dead
+            optimizer.retain_({DIM: ~torch.tensor(dead)})
+            for row in range(3):
+                expected[row] = [0.0 if dead[row][column] else a for column, a in enumerate(expected[row])]
+        gradient = torch.tensor(values).view(3, DIM)
+        optimizer.step({DIM: gradient}, {DIM: torch.tensor(hits)})
+        fresh = normalised_reference(gradient, hits)
+        step_reference(expected, average, fresh, hits, died, rate=rate, averaging=averaging, floor=floor)
+        torch.testing.assert_close(alpha, torch.tensor(expected), atol=1e-5, rtol=0)
+
+
+@given(st.lists(columns, min_size=1, max_size=4), st.sampled_from([-1.0, 1.0]))
+def test_columns_die_once_and_for_all(retained: list[list[list[bool]]], pushes: float) -> None:
+    """Whatever is retained later, and however much validation wants them; the others never go below their floor."""
+    alpha, optimizer = make_optimizer(rate=0.9, floor=0.05)
+    living = torch.ones(3, DIM, dtype=torch.bool)
+    for columns_of_stage in retained:
+        living &= torch.tensor(columns_of_stage)
+        optimizer.retain_({DIM: torch.tensor(columns_of_stage)})
+        for _ in range(3):
+            optimizer.step({DIM: pushes * torch.ones(3, DIM)}, {DIM: HIT})
+            assert torch.equal(alpha > 0, living)
+            assert bool((alpha[living] >= 0.05).all())
+            assert bool((alpha[living] <= 1).all())
+
+
+def test_rows_without_a_hit_do_not_move() -> None:
+    alpha, optimizer = make_optimizer(averaging=0.5)
+    optimizer.step({DIM: torch.ones(3, DIM)}, {DIM: HIT})
+    before = alpha.clone()
+    optimizer.step({DIM: torch.ones(3, DIM)}, {DIM: torch.tensor([True, False, True])})
+    assert torch.equal(alpha == before, torch.tensor([[False], [True], [False]]).expand(3, DIM))
+
+
+def test_density_and_mean_are_those_of_values_of_rows_that_training_saw() -> None:
+    """Of the last block's twenty rows it saw ten."""
+    alpha, optimizer = make_optimizer(make_blocks([*range(60, 10, -1), *[0] * 10]))
+    assert (optimizer.density(), optimizer.mean(), optimizer.last_density) == (1.0, 1.0, 1.0)
+    alpha[0] = 0.5
+    optimizer.retain_({DIM: torch.tensor([[True] * DIM, [False] * DIM, [True, False, False, False]])})
+    expected = (20 * 4 + 10 * 1) / (50 * 4)
+    assert optimizer.density() == optimizer.last_density == pytest.approx(expected)
+    assert optimizer.mean() == pytest.approx((20 * 4 * 0.5 + 10) / (50 * 4))
+
+
+def test_a_restored_state_goes_on_the_same_way() -> None:
+    torch.manual_seed(1)
+    settings = {"rate": 0.2, "averaging": 0.9, "floor": 0.01}
+    alpha, optimizer = make_optimizer(**settings)
+    gradients = [torch.randn(3, DIM) for _ in range(40)]
+    for gradient in gradients[:15]:
+        optimizer.step({DIM: gradient}, {DIM: HIT})
+    optimizer.retain_({DIM: torch.tensor([True, False, True, True]).expand(3, DIM)})
+    other, restored = make_optimizer(**settings)
+    other.copy_(alpha)
+    restored.load_state_dict({name: value.clone() for name, value in optimizer.state_dict().items()})
+    assert restored.last_density == optimizer.last_density == 0.75
+    for gradient in gradients[15:]:
+        for each in (optimizer, restored):
+            each.step({DIM: gradient}, {DIM: HIT})
+        assert torch.equal(alpha, other)
+
+
+@pytest.mark.parametrize("name", ["averaging", "floor"])
+@pytest.mark.parametrize("value", [1.0, -0.1, float("nan")])
+def test_shares_out_of_range_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"{name}: expected a number in \[0, 1\), got {value}"):
+        make_optimizer(**{name: value})
+
+
+CPU = torch.device("cpu")
+OPTIMIZERS = ("adam", "rowwise_adagrad")
+
+
+def make_pipeline(optimizer: str = "adam", **settings):
+    recipe = make_recipe(optimizer=optimizer)
+    tables = table_configs(recipe.model)
+    counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
+    blocks = blocks_from_counts(counts, tables, num_blocks=3)
+    model, dense_optimizer = shard(TrainTask(prepare_(recipe.model, blocks), recipe.loss), recipe, CPU)
+    model.train()
+    pipeline = BilevelTrainPipeline(model, dense_optimizer, CPU, **settings)
+    return recipe, model, dense_optimizer, pipeline
+
+
+def everything(model: nn.Module, optimizer) -> dict[str, torch.Tensor]:
+    """Tables, dense weights and every optimizer state, dense and fused; alpha left out."""
+    found = {f"model/{name}": value.clone() for name, value in _tensors(plain_state_dict(model))}
+    for shard_ in (part for module in collections(model).values() for part in local_shards(module)):
+        found[f"table/{shard_.table}"] = shard_.weight.clone()
+    for kind, states in (("dense", optimizer), ("fused", model.fused_optimizer)):
+        found |= {f"{kind}/{name}": value.clone() for name, value in _tensors(states.state_dict()["state"])}
+    for number, kernel in enumerate(fused_kernels(model)):  # what Adam corrects its bias by
+        found |= {f"kernel {number}/{name}": getattr(kernel, name).clone() for name in ("iter", "iter_cpu")}
+    return found
+
+
+def _tensors(tree, prefix: str = ""):
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _tensors(value, f"{prefix}{name}/")
+        elif hasattr(value, "local_shards"):
+            yield f"{prefix}{name}", value.local_shards()[0].tensor
+        elif isinstance(value, torch.Tensor):
+            yield f"{prefix}{name}", value
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_upper_step_moves_alpha_and_nothing_else(gloo, optimizer: str) -> None:
+    recipe, model, dense_optimizer, pipeline = make_pipeline(optimizer)
+    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=2))
+    for _ in range(7):
+        pipeline.progress(stream)
+    levels = []
+    for _ in range(6):
+        levels.append(pipeline.level)
+        before, alpha = everything(model, dense_optimizer), pipeline.alpha.of(8).clone()
+        pipeline.progress(stream)
+        after = everything(model, dense_optimizer)
+        changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
+        assert before.keys() == after.keys()
+        if levels[-1] is Level.UPPER:
+            assert not changed
+            assert not torch.equal(alpha, pipeline.alpha.of(8))
+        else:
+            assert {"table/user", "table/genre"} <= changed
+            assert torch.equal(alpha, pipeline.alpha.of(8))
+    assert levels == [Level.LOWER, Level.UPPER] * 3 or levels == [Level.UPPER, Level.LOWER] * 3
+
+
+def test_running_statistics_stand_still_in_upper_steps(gloo) -> None:
+    recipe = make_recipe()
+    recipe.model.dense_arch = nn.Sequential(recipe.model.dense_arch, nn.BatchNorm1d(8))
+    tables = table_configs(recipe.model)
+    counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
+    blocks = blocks_from_counts(counts, tables, num_blocks=3)
+    model, optimizer = shard(TrainTask(prepare_(recipe.model, blocks), recipe.loss), recipe, CPU)
+    model.train()
+    pipeline = BilevelTrainPipeline(model, optimizer, CPU)
+    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1))
+    norm = next(module for module in model.modules() if isinstance(module, nn.BatchNorm1d))
+    for _ in range(6):
+        level, before = pipeline.level if pipeline.contexts else Level.LOWER, norm.running_mean.clone()
+        pipeline.progress(stream)
+        assert torch.equal(before, norm.running_mean) == (level is Level.UPPER)
+        assert norm.track_running_stats
+
+
+def test_both_levels_are_pipelined(gloo, caplog: pytest.LogCaptureFixture) -> None:
+    recipe, _, _, pipeline = make_pipeline()
+    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1))
+    with caplog.at_level(logging.INFO):
+        for _ in range(4):
+            pipeline.progress(stream)
+            assert len(pipeline.batches) == 2  # the next two are on their way, of whichever level
+            assert pipeline.contexts[0].input_dist_tensors_requests  # and the next one's input_dist has begun
+    assert not [record for record in caplog.records if "NOT be pipelined" in record.getMessage()]
+    assert [record for record in caplog.records if "will be pipelined" in record.getMessage()]
+
+
+def test_equals_a_hand_written_loop_without_sharding(gloo) -> None:
+    recipe, _, _, pipeline = make_pipeline()
+    pipeline.alpha_optimizer.learning_rate = 0.05
+    schedule = LevelSchedule(warm_up_steps=3)
+    stream = BilevelStream(recipe.data.train, recipe.data.validation, schedule)
+    steps = 20
+    losses = [float(pipeline.progress(stream)[0]) for _ in range(steps)]
+
+    plain = make_recipe()
+    tables = table_configs(plain.model)
+    counts = count_frequencies((batch.sparse_features for batch in plain.data.train), tables)
+    blocks = blocks_from_counts(counts, tables, num_blocks=3)
+    task = TrainTask(prepare_(plain.model, blocks), plain.loss)
+    optimizer = torch.optim.Adam(task.parameters(), lr=1e-2)
+    wrapper = task.model.sparse_arch.embedding_bag_collection
+    upper = AlphaOptimizer(wrapper.alpha, blocks)
+    upper.learning_rate = 0.05
+    expected, batches = [], BilevelStream(plain.data.train, plain.data.validation, schedule)
+    for _ in range(steps):
+        batch = next(batches)
+        if batches.last_level is Level.LOWER:
+            optimizer.zero_grad()
+            loss, _ = task(batch)
+            loss.backward()
+            optimizer.step()
+        else:
+            with wrapper.alpha.upper_level() as hits:
+                loss, _ = task(batch)
+                (gradient,) = torch.autograd.grad(loss, [wrapper.alpha.of(8)])
+            upper.step({8: gradient}, hits)
+        expected.append(float(loss.detach()))
+    torch.testing.assert_close(losses, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(pipeline.alpha.of(8), wrapper.alpha.of(8), atol=1e-5, rtol=0)
+    assert (pipeline.lower_steps, pipeline.upper_steps) == (12, 8)
+
+
+def test_detached_lends_the_model_and_training_goes_on(gloo) -> None:
+    recipe, _, _, pipeline = make_pipeline()
+    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1))
+    undisturbed = make_pipeline()
+    other = BilevelStream(undisturbed[0].data.train, undisturbed[0].data.validation, LevelSchedule(warm_up_steps=1))
+    for step in range(8):
+        if step == 4:
+            with pipeline.detached() as model, torch.no_grad():
+                assert not model.training
+                assert [own.bag_splitter for own in soft_selection_modules(model).values()] == [None]  # shards split
+                assert not [name for name, _ in get_unwrapped_module(model).named_children() if "." in name]
+                model(recipe.data.test.batches[0])
+            assert model.training
+        got, expected = pipeline.progress(stream)[0], undisturbed[3].progress(other)[0]
+        assert torch.equal(got, expected)
+
+
+def test_needs_a_prepared_model(gloo) -> None:
+    recipe = make_recipe()
+    model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+    with pytest.raises(RuntimeError, match=r"expected a prepared model, got no wrapper; call prepare_"):
+        BilevelTrainPipeline(model, optimizer, CPU)
+
+
+def test_needs_a_stream_that_knows_levels(gloo) -> None:
+    recipe, _, _, pipeline = make_pipeline()
+    with pytest.raises(TypeError, match="expected a BilevelStream, got list_iterator"):
+        pipeline.progress(iter(recipe.data.train.batches))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_nan_in_a_table_stops_the_run_and_names_it(gloo, optimizer: str) -> None:
+    recipe, model, _, pipeline = make_pipeline(optimizer)
+    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=100))
+    pipeline.progress(stream)
+    for module in collections(model).values():
+        next(part for part in local_shards(module) if part.table == "genre").weight[:] = float("nan")
+    with pytest.raises(NonFiniteError, match=r"lower step 1, table 'genre': expected a finite loss, got nan"):
+        pipeline.progress(stream)
+
+
+def _progress(pipeline: BilevelTrainPipeline, stream: BilevelStream[Batch], *, steps: int) -> None:
+    for _ in range(steps):
+        pipeline.progress(stream)
+
+
+def _poison(monkeypatch: pytest.MonkeyPatch, model: nn.Module, value: float) -> None:
+    """Makes the loss finite but its gradient not."""
+    task = next(module for module in model.modules() if isinstance(module, TrainTask))
+    original = task.task.criterion.forward
+
+    def forward(predictions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = original(predictions, labels)
+        loss.register_hook(lambda gradient: gradient * value)
+        return loss
+
+    monkeypatch.setattr(task.task.criterion, "forward", forward)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_infinite_gradient_is_stopped_before_any_weight_takes_it(gloo, monkeypatch, optimizer: str) -> None:
+    recipe, model, dense_optimizer, pipeline = make_pipeline(optimizer)
+    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=100))
+    pipeline.progress(stream)
+    before = everything(model, dense_optimizer)
+    _poison(monkeypatch, model, float("inf"))
+    with pytest.raises(NonFiniteError, match=r"lower step 1, (table|parameter) '.*': expected finite gradients"):
+        pipeline.progress(stream)
+    after = everything(model, dense_optimizer)
+    weights = [name for name in before if not name.startswith("kernel ")]  # those have counted the forward pass
+    assert all(torch.equal(before[name], after[name]) for name in weights)
+
+
+def test_infinite_alpha_gradient_is_stopped(gloo, monkeypatch) -> None:
+    recipe, model, optimizer, pipeline = make_pipeline()
+    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1))
+    pipeline.progress(stream)
+    pipeline.progress(stream)
+    _poison(monkeypatch, model, float("nan"))
+    alpha = pipeline.alpha.of(8).clone()
+    monkeypatch.setattr(pipeline, "_backward", lambda losses: None)
+    with pytest.raises(NonFiniteError, match="upper step 0"):
+        _progress(pipeline, stream, steps=10)
+    assert torch.equal(alpha, pipeline.alpha.of(8))
+    assert all(bool(value.isfinite().all()) for value in everything(model, optimizer).values())
+
+
+def test_an_empty_stream_is_refused(gloo) -> None:
+    recipe, _, _, pipeline = make_pipeline()
+    stream: BilevelStream[Batch] = BilevelStream(recipe.data.train, [], LevelSchedule(warm_up_steps=1))
+    with pytest.raises(ValueError, match="validation stream: expected at least one batch, got none"):
+        _progress(pipeline, stream, steps=4)
+
+
+def test_lower_steps_equal_torchrecs_own_pipeline(gloo) -> None:
+    recipe, _, _, pipeline = make_pipeline()
+    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1000))
+    plain = make_recipe()
+    model, optimizer = shard(TrainTask(plain.model, plain.loss), plain, CPU)
+    model.train()
+    own, batches = TrainPipelineSparseDist(model, optimizer, CPU), iter(plain.data.train)
+    for _ in range(10):
+        torch.testing.assert_close(pipeline.progress(stream)[0], own.progress(batches)[0], atol=1e-6, rtol=1e-5)
+
+
+@pytest.fixture
+def late() -> Iterator[None]:
+    """Everything in a test is read late."""
+    with read_late():
+        yield
+
+
+def stream_of(recipe, warm_up_steps: int = 1) -> BilevelStream:
+    """A stream of the recipe's batches."""
+    return BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=warm_up_steps))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_late_steps_are_the_steps_that_are_read_at_once(gloo, optimizer: str) -> None:
+    def steps() -> tuple[list[torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
+        recipe, model, dense_optimizer, pipeline = make_pipeline(optimizer, alpha_averaging=0.9)
+        stream = stream_of(recipe)
+        losses = [pipeline.progress(stream)[0] for _ in range(12)]
+        return losses, everything(model, dense_optimizer), pipeline.alpha.of(8)
+
+    losses, state, alpha = steps()
+    with read_late():
+        late_losses, late_state, late_alpha = steps()
+    assert torch.equal(torch.stack(losses), torch.stack(late_losses))
+    assert all(torch.equal(value, late_state[name]) for name, value in state.items())
+    assert torch.equal(alpha, late_alpha)
+
+
+def poisoned(monkeypatch: pytest.MonkeyPatch, level: Level, value: float) -> tuple[BilevelTrainPipeline, BilevelStream]:
+    """A pipeline one step behind a step of this level whose gradient was not finite, and that has not been told."""
+    recipe, model, dense_optimizer, pipeline = make_pipeline("rowwise_adagrad")
+    stream = stream_of(recipe)
+    for _ in range(3):
+        pipeline.progress(stream)
+    while pipeline.level is not level:
+        pipeline.progress(stream)
+    alpha = pipeline.alpha.of(8).clone()
+    with pytest.MonkeyPatch.context() as patch:
+        _poison(patch, model, value)
+        pipeline.progress(stream)
+    assert all(bool(own.isfinite().all()) for own in everything(model, dense_optimizer).values())
+    assert torch.equal(alpha, pipeline.alpha.of(8))
+    return pipeline, stream
+
+
+@pytest.mark.parametrize("level", list(Level))
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.usefixtures("gloo", "late")
+def test_a_gradient_that_is_not_finite_reaches_no_weight_and_stops_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, level: Level, value: float
+) -> None:
+    pipeline, stream = poisoned(monkeypatch, level, value)
+    step = {Level.LOWER: pipeline.lower_steps, Level.UPPER: pipeline.upper_steps}[level] - 1
+    with pytest.raises(NonFiniteError, match=rf"^{level.value} step {step}, table"):
+        pipeline.progress(stream)
+
+
+@pytest.mark.usefixtures("gloo", "late")
+def test_nothing_is_saved_evaluated_or_left_before_a_step_is_known_to_be_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline, stream = poisoned(monkeypatch, Level.LOWER, float("nan"))
+    with pytest.raises(NonFiniteError, match=r"^lower step"):
+        pipeline.state(stream)
+    pipeline, stream = poisoned(monkeypatch, Level.UPPER, float("nan"))
+    with pytest.raises(NonFiniteError, match=r"^upper step"), pipeline.detached():
+        pytest.fail("lent to an evaluation")
+    pipeline, stream = poisoned(monkeypatch, Level.LOWER, float("nan"))
+    with pytest.raises(NonFiniteError, match=r"^lower step"):
+        pipeline.detach()
+
+
+@pytest.mark.usefixtures("gloo", "late")
+def test_a_loss_that_is_not_finite_stops_the_next_step() -> None:
+    recipe, _, _, pipeline = make_pipeline("rowwise_adagrad")
+    stream = stream_of(recipe, warm_up_steps=100)
+    pipeline.progress(stream)
+    recipe.data.train.batches[3].dense_features[:] = float("nan")
+    with pytest.raises(
+        NonFiniteError, match=r"lower step 3 \(every table is finite\): expected a finite loss, got nan"
+    ):
+        _progress(pipeline, stream, steps=10)
+    assert pipeline.lower_steps == 4
+
+
+@pytest.mark.usefixtures("gloo")
+def test_who_listens_to_a_search_is_told_the_same_in_the_same_order(tmp_path: Path) -> None:
+    def told(folder: Path) -> list[object]:
+        events: list[object] = []
+
+        def on_epoch(record: EpochRecord) -> None:
+            events.append(record)
+            if record.epoch == 2:  # two phases have been seen
+                raise KeyboardInterrupt
+
+        listening = SearchEvents(on_step=lambda loss, density: events.append((loss, density)), on_epoch=on_epoch)
+        with pytest.raises(KeyboardInterrupt):
+            found_by(make_recipe(), folder, listening)
+        return events
+
+    expected = told(tmp_path / "at once")
+    with read_late():
+        assert told(tmp_path / "late") == expected
+    assert len({event.phase for event in expected if isinstance(event, EpochRecord)}) > 1
+
+
+def plain(folder: Path, bad_batch: int | None = None) -> list[object]:
+    """What a plain training tells who listens."""
+    folder.mkdir()
+    recipe, events = make_recipe(), list[object]()
+    if bad_batch is not None:
+        recipe.data.train.batches[bad_batch].dense_features[:] = float("nan")
+    model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+    listening = PlainEvents(on_step=events.append, on_epoch=lambda record: events.append(record.selection_loss))
+    train_plainly(model, optimizer, recipe, CPU, max_epochs=2, patience=2, events=listening)
+    return events
+
+
+@pytest.mark.usefixtures("gloo")
+def test_plain_training_tells_the_same_and_stops_within_the_epoch(tmp_path: Path) -> None:
+    expected = plain(tmp_path / "at once")
+    last = len(make_recipe().data.train.batches) - 1
+    with read_late():
+        assert plain(tmp_path / "late") == expected
+        for bad in (2, last):
+            with pytest.raises(NonFiniteError, match=rf"^epoch 0, step {bad + 1}\b.*expected a finite loss, got nan"):
+                plain(tmp_path / f"bad {bad}", bad)
+            assert not list((tmp_path / f"bad {bad}").glob("*"))  # no best state of what was not good
+
+
+@pytest.mark.usefixtures("gloo")
+def test_ids_of_a_batch_are_counted_before_it_goes_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, _, _, pipeline = make_pipeline()
+    batch = next(iter(recipe.data.train))
+    counted = batch.sparse_features.length_per_key()
+    for device, expected in ((CPU, None), (torch.device("cuda"), counted)):
+        batch.sparse_features.unsync()
+        monkeypatch.setattr(pipeline, "_device", device)
+        monkeypatch.setattr(pipeline, "_dataloader_iter", None)
+        assert pipeline._next_batch(iter([batch])) is batch
+        assert batch.sparse_features.length_per_key_or_none() == expected
+    assert pipeline._next_batch(iter([])) is None
+    assert pipeline._next_batch(iter(["another kind of batch"])) == "another kind of batch"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sharding", ["single-id", "multi-hot"])
+def test_the_host_waits_for_no_gpu_in_a_pair_of_steps(sharding: str) -> None:
+    """In the steps of single-id features; those of multi-hot ones may wait where TorchRec does, once a batch."""
+    from benchmarks import step_time
+
+    name = {"single-id": "criteo", "multi-hot": "dlrm_v2"}[sharding]
+    shape = step_time.vary(step_time.SHAPES[name], 3, 50, None, batch_size=64)
+    train, validation = step_time.make_batches(shape, 4, seed=0), step_time.make_batches(shape, 2, seed=1)
+    with step_time.process_group() as device:
+        bilevel = step_time.Bilevel(shape, train, validation, device)
+        for _ in range(8):
+            bilevel.step()
+        torch.cuda.synchronize(device)
+        torch.cuda.set_sync_debug_mode("error" if sharding == "single-id" else "warn")
+        try:
+            with nullcontext() if sharding == "single-id" else pytest.warns(UserWarning, match="synchroniz"):
+                for _ in range(4):
+                    bilevel.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_nan_in_a_table_stops_the_next_step() -> None:
+    from benchmarks import step_time
+    from dnis_torchrec.selection.shards import collections, local_shards
+
+    shape = step_time.vary(step_time.SHAPES["criteo"], 3, 50, None, batch_size=64)
+    train, validation = step_time.make_batches(shape, 4, seed=0), step_time.make_batches(shape, 2, seed=1)
+    with step_time.process_group() as device:
+        bilevel = step_time.Bilevel(shape, train, validation, device)
+        for collection in collections(bilevel.model).values():
+            next(part for part in local_shards(collection) if part.table == "c1").weight[:] = float("nan")
+        with pytest.raises(NonFiniteError, match=r"lower step 1, table 'c1': expected a finite loss, got nan"):
+            _progress(bilevel.pipeline, bilevel._stream, steps=3)
+        alpha = bilevel.pipeline.alpha.of(shape.embedding_dim)
+        assert bool(alpha.isfinite().all())
+
+
+CPU_OF_PREFETCHING_PIPELINE = torch.device("cpu")
+STEPS = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def locks() -> Iterator[None]:
+    """For all tests."""
+    with counting_locks():
+        yield
+
+
+def prepared(*, cached: bool):
+    """Recipe, sharded model, optimizer and caches."""
+    recipe = make_recipe(optimizer="rowwise_adagrad")
+    tables = table_configs(recipe.model)
+    counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
+    blocks = blocks_from_counts(counts, tables, num_blocks=3)
+    with operators(compiled=False):  # as on a GPU, where tables can be cached
+        sharded, optimizer = shard(
+            TrainTask(prepare_(recipe.model, blocks), recipe.loss), recipe, CPU_OF_PREFETCHING_PIPELINE
+        )
+    if cached:
+        plan_caches_(sharded)
+    return recipe, sharded.train(), optimizer, caches_of(sharded)
+
+
+def tables_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {part.table: part.weight for module in collections(model).values() for part in local_shards(module)}
+
+
+def run(pipeline: BilevelTrainPipeline, recipe: Recipe, schedule: LevelSchedule) -> list[torch.Tensor]:
+    """Losses of the steps, and of an evaluation between them."""
+    stream, losses = BilevelStream(recipe.data.train, recipe.data.validation, schedule), []
+    for step in range(STEPS):
+        losses.append(pipeline.progress(stream)[0].detach())
+        if step == STEPS // 2:
+            with pipeline.detached() as model:
+                losses.append(
+                    torch.tensor(
+                        evaluate(model, recipe.data.selection, recipe.loss, CPU_OF_PREFETCHING_PIPELINE)["loss"]
+                    )
+                )
+    return losses
+
+
+def test_the_numbers_are_those_without_prefetching(gloo) -> None:
+    schedule, found = LevelSchedule(warm_up_steps=2), []
+    for cached in (False, True):
+        recipe, model, optimizer, _ = prepared(cached=cached)
+        pipeline = BilevelTrainPipeline(model, optimizer, CPU_OF_PREFETCHING_PIPELINE)
+        pipeline.alpha_optimizer.learning_rate = 0.05
+        losses = run(pipeline, recipe, schedule)
+        found.append({"losses": torch.stack(losses), "alpha": pipeline.alpha.of(8).clone(), **tables_of(model)})
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, atol=1e-6, rtol=1e-6)
+    assert (found[0]["alpha"] < 1).any()
+
+
+@pytest.mark.parametrize("warm_up_steps", [1, 3, STEPS])
+def test_locked_is_what_was_prefetched_for_the_next_batch_and_nothing_else(gloo, warm_up_steps: int) -> None:
+    recipe, model, optimizer, caches = prepared(cached=True)
+    pipeline = BilevelTrainPipeline(model, optimizer, CPU_OF_PREFETCHING_PIPELINE)
+    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=warm_up_steps))
+    for step in range(STEPS):
+        if step == 4:
+            with pipeline.detached() as lent:
+                assert not any(cache.kernel.lxu_cache_locking_counter.any() for cache in caches)
+                evaluate(lent, recipe.data.selection, recipe.loss, CPU_OF_PREFETCHING_PIPELINE)
+                assert not any(cache.kernel.lxu_cache_locking_counter.any() for cache in caches)
+            assert all(cache.kernel.lxu_cache_locations_list for cache in caches)
+        if step == 7:
+            model.eval()
+        pipeline.progress(stream)
+        model.train()
+        for cache in caches:
+            assert cache.kernel.lxu_cache_locations_list
+            assert torch.equal(cache.kernel.lxu_cache_locking_counter, cache.of_next_batch())
+    assert caches
+    assert not any(cache.wrong for cache in caches)
+    pipeline.detach()
+    for cache in caches:
+        assert not cache.kernel.lxu_cache_locking_counter.any()
+        assert not cache.kernel.lxu_cache_locations_list
+
+
+def test_rows_are_fetched_between_the_forward_pass_before_and_its_backward(gloo) -> None:
+    recipe, model, optimizer, caches = prepared(cached=True)
+    pipeline = BilevelTrainPipeline(model, optimizer, CPU_OF_PREFETCHING_PIPELINE)
+    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=2))
+    for cache in caches:
+        cache.events.clear()
+    for _ in range(4):
+        pipeline.progress(stream)
+        assert pipeline.contexts[0].module_input_post_prefetch  # the next batch's rows are there
+        assert pipeline.contexts[1].fused_splits_awaitables  # and the input_dist of the one behind it has begun
+    lower, upper = ["forward", "prefetch", "backward"], ["forward", "prefetch"]
+    expected = ["prefetch", *lower, *lower, *lower, *upper]
+    assert pipeline.upper_steps == 1
+    for cache in caches:
+        assert cache.events == expected
+
+
+def test_a_stream_that_ends_is_worked_off(gloo) -> None:
+    recipe, model, optimizer, caches = prepared(cached=True)
+    pipeline = BilevelTrainPipeline(model, optimizer, CPU_OF_PREFETCHING_PIPELINE)
+    stream = Ending(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1))
+    for _ in range(Ending.NUM_BATCHES):
+        pipeline.progress(stream)
+    with pytest.raises(StopIteration):
+        pipeline.progress(stream)
+    assert pipeline.lower_steps + pipeline.upper_steps == Ending.NUM_BATCHES
+    assert not any(cache.kernel.lxu_cache_locking_counter.any() for cache in caches)
+
+
+class Ending(BilevelStream):
+    """A stream of a few batches."""
+
+    NUM_BATCHES = 5
+    given = 0
+
+    def __next__(self):
+        self.given += 1
+        if self.given > self.NUM_BATCHES:
+            raise StopIteration
+        return super().__next__()
+
+
+def test_bags_of_prefetched_tables_are_split_before_their_lookup(gloo) -> None:
+    """FBGEMM looks up the very ids that were prefetched, in their order."""
+    for cached in (False, True):
+        _, model, optimizer, _ = prepared(cached=cached)
+        (wrapper,) = soft_selection_modules(model).values()
+        assert wrapper.bag_splitter is not None
+        BilevelTrainPipeline(model, optimizer, CPU_OF_PREFETCHING_PIPELINE)
+        assert (wrapper.bag_splitter is not None) == cached
+
+
+def test_whoever_writes_to_tables_finds_their_rows_there_and_leaves_no_older_ones(gloo) -> None:
+    _, model, _, caches = prepared(cached=True)
+    for cache in caches:
+        cache.events.clear()
+    with writing_to_tables(model):
+        assert all(cache.events == ["flush"] for cache in caches)
+    assert all(cache.events == ["flush", "purge"] for cache in caches)
+
+
+@pytest.mark.parametrize("write_", ["fold_", "mask", "rotate_", "take_"])
+def test_everything_that_writes_to_tables_says_so(
+    gloo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, write_: str
+) -> None:
+    recipe, model, optimizer, caches = prepared(cached=True)
+    tables = table_configs(recipe.model)
+    counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
+    mask = ValueMask(model)
+    saved = snapshot(model)
+    for cache in caches:
+        cache.events.clear()
+    {
+        "fold_": lambda: fold_(model),
+        "mask": mask.hold_,
+        "rotate_": lambda: rotate_(model, counts, optimizer),
+        "take_": lambda: take_(model, saved),
+    }[write_]()
+    for cache in caches:
+        assert cache.events.index("flush") < cache.events.index("purge")
+        assert {*cache.events} == {"flush", "purge"}
+
+
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_a_search_sets_cached_tables_up_for_prefetching(
+    gloo, monkeypatch: pytest.MonkeyPatch, prefetched: bool
+) -> None:
+    plans = []
+
+    def plan_with_a_cache(*args, **settings):
+        plan = make_sharding_plan(*args, **settings)
+        plans.append({table: own for part in plan.plan.values() for table, own in part.items()})
+        plans[0]["user"].compute_kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+        return plan
+
+    monkeypatch.setattr(sharding_of_training, "make_sharding_plan", plan_with_a_cache)
+    recipe = make_recipe(optimizer="rowwise_adagrad")
+    shard(TrainTask(recipe.model, recipe.loss), recipe, CPU_OF_PREFETCHING_PIPELINE, prefetched=prefetched)
+    cache_params = {table: own.cache_params for table, own in plans[0].items()}
+    assert {table for table, own in cache_params.items() if own is not None} == ({"user"} if prefetched else set())
+    if prefetched:
+        assert cache_params["user"].prefetch_pipeline
+
+
+def test_a_search_prefetches_where_the_tables_are_set_up_for_it(gloo, monkeypatch, tmp_path) -> None:
+    made = []
+
+    def shard_with_caches(*args, **settings):
+        model, optimizer = shard(*args, **settings)
+        plan_caches_(model)
+        made.extend(caches_of(model))
+        return model, optimizer
+
+    monkeypatch.setattr(search_module, "shard", shard_with_caches)
+    recipe = make_recipe(optimizer="rowwise_adagrad")
+    with operators(compiled=False):  # as on a GPU, where tables can be cached
+        outcome = search(
+            recipe, 10, tmp_path, CPU_OF_PREFETCHING_PIPELINE, settings=SearchSettings(num_blocks=3, epochs=1)
+        )
+    assert outcome.history
+    assert made
+    for cache in made:
+        assert cache.events.count("prefetch") >= cache.events.count("forward") > cache.events.count("backward")
+        assert not cache.wrong
+
+
+CPU_OF_SEARCH_OF_SEQUENCES = torch.device("cpu")
+
+
+def recipe(optimizer: str = "adam") -> Recipe:
+    def split(first: int, number: int) -> Repeatable:
+        return Repeatable([make_batch(seed) for seed in range(first, first + number)])
+
+    return Recipe(
+        model=interest(),
+        data=DataSplits(train=split(0, 12), validation=split(20, 4), selection=split(30, 4), test=split(40, 4)),
+        loss=nn.BCEWithLogitsLoss(),
+        table_optimizer=optimizer,
+        table_learning_rate=1e-2,
+        dense_learning_rate=1e-2,
+        embedding_l2=0.01,
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_a_search_ends_in_what_is_served(optimizer: str, tmp_path: Path, gloo: object) -> None:
+    own = recipe(optimizer)
+    settings = SearchSettings(num_blocks=2, epochs=2, patience=2)
+    outcome = search(own, 3.0, tmp_path / "run", CPU_OF_SEARCH_OF_SEQUENCES, settings=settings)
+    assert {name: table.pooling for name, table in outcome.scheme.tables.items()} == {
+        "item": "none",
+        "shop": "none",
+        "user": "sum",
+    }
+    assert outcome.scheme.compression() >= 3.0
+    path = export(outcome.model, outcome.scheme, tmp_path / "artifact")
+    served = drop_in_(interest(), path).eval()
+    batch = make_batch(50)
+    wanted = outcome.model.eval()(batch.dense_features, batch.sparse_features)
+    torch.testing.assert_close(served(batch.dense_features, batch.sparse_features), wanted)
+
+
+def test_two_tasks_and_a_table_left_alone(tmp_path: Path, gloo: object) -> None:
+    both = {"model": two_outputs(), "loss": None, "task": ClickAndRating(), "stop_on": "click_auc"}
+    own = replace(recipe(), **both, leave_alone=("shop",))
+    settings = SearchSettings(num_blocks=2, epochs=2, patience=2)
+    outcome = search(own, 1.6, tmp_path / "run", CPU_OF_SEARCH_OF_SEQUENCES, settings=settings)
+    assert outcome.scheme.compression() >= 1.6
+    assert set(outcome.scheme.tables["shop"].bits.flatten().tolist()) == {32}
+    path = export(outcome.model, outcome.scheme, tmp_path / "artifact")
+    served = drop_in_(two_outputs(), path)
+    found, wanted = (
+        evaluate(TrainTask(m, own.task), own.data.test, own.task, CPU_OF_SEARCH_OF_SEQUENCES)
+        for m in (served, outcome.model)
+    )
+    assert {"loss", "click_auc", "rating_mse"} <= found.keys()
+    assert found == pytest.approx(wanted, abs=1e-5)
+    with pytest.raises(ValueError, match=r"table of Recipe\.leave_alone 'shopp': .* did you mean 'shop'"):
+        replace(recipe(), leave_alone=("shopp",))
+
+
+def test_the_penalty_counts_every_id_of_a_sample() -> None:
+    model, batch = interest(), make_batch(3)
+    kjt = batch.sparse_features
+    with pooled_outputs(model) as outputs:
+        model(batch.dense_features, kjt)
+    reads = []
+    for table, features in {**FEATURES, "user": ["user"]}.items():
+        weight = dict(model.named_parameters())[NAMES[table]].detach().double()
+        naive = ReferenceTable(weight, torch.ones(1, weight.shape[1]).double(), torch.zeros(len(weight)).long(), False)
+        for feature in features:
+            ids, lengths = kjt[feature].values().tolist(), kjt[feature].lengths().tolist()
+            longest = max(lengths)
+            for place in range(longest):  # the ids of a sample one by one, because they are not pooled
+                starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+                bags = [
+                    ids[start + place : start + place + 1] if place < n else []
+                    for start, n in zip(starts, lengths, strict=False)
+                ]
+                reads.append((naive, bags, None))
+    wanted = embedding_l2_reference(reads)
+    torch.testing.assert_close(torch.as_tensor(squared_norm(outputs)).double().detach(), wanted, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_the_pipeline_steps_as_a_loop_does_and_upper_steps_move_no_table(optimizer: str, gloo: object) -> None:
+    own = recipe(optimizer)
+    model, rest = shard(prepared_task(own), own, CPU_OF_SEARCH_OF_SEQUENCES)
+    pipeline = BilevelTrainPipeline(model, rest, CPU_OF_SEARCH_OF_SEQUENCES)
+    stream = BilevelStream(own.data.train, own.data.validation, LevelSchedule(warm_up_steps=2))
+    before = states(model)
+    for _ in range(5):
+        taken = pipeline.upper_steps
+        pipeline.progress(stream)
+        after = states(model)
+        moved = {name for name, value in after.items() if not value.equal(before[name])}
+        if pipeline.upper_steps > taken:
+            assert moved == {"alpha 4", "alpha 8"}
+        else:
+            assert "table item" in moved
+            assert not moved & {"alpha 4", "alpha 8"}
+        before = after
+    assert pipeline.upper_steps == 1
+    naive, optim = shard(prepared_task(own), own, CPU_OF_SEARCH_OF_SEQUENCES)
+    naive.train()
+    for batch in list(own.data.train)[:2]:
+        optim.zero_grad()
+        loss, _ = naive(batch)
+        loss.backward()
+        optim.step()
+    first = states_after(own, optimizer, 2)
+    for name, value in states(naive).items():
+        torch.testing.assert_close(value, first[name], atol=1e-6, rtol=0)
+
+
+def states_after(own: Recipe, optimizer: str, steps: int) -> dict[str, Tensor]:
+    model, rest = shard(prepared_task(own), own, CPU_OF_SEARCH_OF_SEQUENCES)
+    pipeline = BilevelTrainPipeline(model, rest, CPU_OF_SEARCH_OF_SEQUENCES)
+    stream = BilevelStream(own.data.train, own.data.validation, LevelSchedule(warm_up_steps=steps))
+    for _ in range(steps):
+        pipeline.progress(stream)
+    return states(model)
+
+
+def prepared_task(own: Recipe, model: nn.Module | None = None) -> TrainTask:
+    model = interest() if model is None else model
+    tables = table_configs(model)
+    counts = count_frequencies([batch.sparse_features for batch in own.data.train], tables)
+    return TrainTask(prepare_(model, blocks_from_counts(counts, tables, num_blocks=2)), own.loss)
+
+
+def states(model: nn.Module) -> dict[str, Tensor]:
+    """Tables, alpha and dense weights."""
+    wrappers = soft_selection_modules(model).values()
+    found = {f"table {own.table}": own.weight.clone() for wrapper in wrappers for own in local_shards(wrapper)}
+    alpha = next(iter(wrappers)).alpha
+    found |= {f"alpha {dim}": alpha.of(dim).clone() for dim in alpha.dims}
+    plain = get_unwrapped_module(model).model
+    return found | {f"dense {name}": weight.detach().clone() for name, weight in plain.over.named_parameters()}
+
+
+def test_frozen_sequences_stay_or_are_refused(gloo: object) -> None:
+    own = recipe("rowwise_adagrad")
+    own.model.sequences.embeddings["shop"].weight.requires_grad_(False)
+    model, rest = shard(prepared_task(own, own.model), own, CPU_OF_SEARCH_OF_SEQUENCES)
+    before = states(model)
+    pipeline = BilevelTrainPipeline(model, rest, CPU_OF_SEARCH_OF_SEQUENCES)
+    stream = BilevelStream(own.data.train, own.data.validation, LevelSchedule(warm_up_steps=2))
+    for _ in range(4):
+        pipeline.progress(stream)
+    after = states(model)
+    assert after["table shop"].equal(before["table shop"])
+    assert not after["table item"].equal(before["table item"])
+
+    task = prepared_task(own, interest())
+    task.model.sequences.embedding_collection.embeddings["shop"].weight.requires_grad_(False)
+    trained = DistributedModelParallel(
+        task, device=CPU_OF_SEARCH_OF_SEQUENCES, sharders=default_sharders({"learning_rate": 0.1})
+    )
+    with pytest.raises(NotImplementedError, match=r"FQN 'model\.sequences'.*got tables \['shop'\]"):
+        BilevelTrainPipeline(trained, rest, CPU_OF_SEARCH_OF_SEQUENCES)
+
+
+@pytest.mark.parametrize("kinds", [("row_wise", "column_wise"), ("column_wise", "data_parallel")])
+def test_a_checkpoint_brings_everything_back_in_another_sharding(
+    kinds: tuple[str, str], tmp_path: Path, gloo: object
+) -> None:
+    one, two = (sharded_as(kind) for kind in kinds)
+    for wrapper in soft_selection_modules(one).values():
+        wrapper.alpha.of(8).uniform_(0.1, 1)
+        for own in local_shards(wrapper):
+            own.weight.uniform_(-1, 1)
+    assert sorted(key for key in model_tensors(one) if "embeddings" in key) == []
+    folder = CheckpointFolder(tmp_path)
+    write_checkpoint(folder, 3, TrainingState(tensors=model_tensors(one), tables=described(one)), None)
+    read_checkpoint(folder.latest(), TrainingState(tensors=model_tensors(two), tables=described(one)), None)
+    batch = make_batch(5)
+    torch.testing.assert_close(
+        two.module(batch.dense_features, batch.sparse_features), one.module(batch.dense_features, batch.sparse_features)
+    )
+
+
+def described(model: nn.Module) -> dict[str, TableDescription]:
+    """Tables, however their columns are cut."""
+    return {name: replace(own, column_cuts=(0,)) for name, own in describe_tables(model).items()}
+
+
+def sharded_as(kind: str) -> DistributedModelParallel:
+    torch.manual_seed(len(kind))
+    model = prepared_task(recipe()).model
+    constraint = ParameterConstraints(sharding_types=[kind], min_partition=4)
+    sharders = default_sharders({"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1})
+    plan = make_sharding_plan(model, CPU_OF_SEARCH_OF_SEQUENCES, sharders, constraints=dict.fromkeys(NAMES, constraint))
+    return shard_model(model, CPU_OF_SEARCH_OF_SEQUENCES, plan, sharders).eval()
