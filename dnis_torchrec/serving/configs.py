@@ -224,9 +224,11 @@ def embedding_configs(
 
     Example:
         >>> from dnis_torchrec.blocks.routing import RowRouting
-        >>> table = TableScheme(name="t", collection="ebc", num_embeddings=8, embedding_dim=4, pooling="sum",
-        ...     feature_names=("f",), is_weighted=False, routing=RowRouting(8, 2, boundaries=torch.tensor([0, 2, 8])),
-        ...     retained=torch.tensor([[True, True, True, True], [False, True, False, False]]), num_retained=14)
+        >>> routing = RowRouting(8, 2, boundaries=torch.tensor([0, 2, 8]))
+        >>> retained = torch.tensor([[True, True, True, True], [False, True, False, False]])
+        >>> table = TableScheme(name="t", collection="ebc", num_embeddings=8, embedding_dim=4,
+        ...     pooling="sum", feature_names=("f",), is_weighted=False, routing=routing,
+        ...     retained=retained, num_retained=14)
         >>> scheme = MixedDimensionScheme({"t": table})
         >>> [(t.name, t.embedding_dim, t.columns) for t in embedding_configs(scheme)]
         [('t', 2, (0, 1))]

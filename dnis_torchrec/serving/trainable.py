@@ -266,12 +266,15 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
     Example:
         >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
         >>> from dnis_torchrec.blocks.routing import RowRouting
-        >>> table = TableScheme(name="t", collection="ebc", num_embeddings=3, embedding_dim=2, pooling="sum",
-        ...     feature_names=("f",), is_weighted=False, routing=RowRouting(3, 2, boundaries=torch.tensor([0, 1, 3])),
+        >>> table = TableScheme(name="t", collection="ebc", num_embeddings=3, embedding_dim=2,
+        ...     pooling="sum", feature_names=("f",), is_weighted=False,
+        ...     routing=RowRouting(3, 2, boundaries=torch.tensor([0, 1, 3])),
         ...     retained=torch.tensor([[True, True], [False, True]]), num_retained=4)
         >>> weight = torch.tensor([[1.0, 2.0], [0.0, 4.0], [0.0, 6.0]])
-        >>> ebc = MixedDimensionEmbeddingBagCollection.from_tables(MixedDimensionScheme({"t": table}), {"t": weight})
-        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([0, 2, 1]), lengths=torch.tensor([2, 1]))
+        >>> ebc = MixedDimensionEmbeddingBagCollection.from_tables(
+        ...     MixedDimensionScheme({"t": table}), {"t": weight})
+        >>> kjt = KeyedJaggedTensor(
+        ...     keys=["f"], values=torch.tensor([0, 2, 1]), lengths=torch.tensor([2, 1]))
         >>> ebc(kjt).to_dict()["f"].tolist()
         [[1.0, 8.0], [0.0, 4.0]]
     """
