@@ -525,7 +525,7 @@ class TestFiles:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"" if name.endswith(".csv") else b"PAR1 user")
         given = path.parent if "/" in name else path
-        with pytest.raises(ValueError, match="expected whole files of Parquet, or one of CSV in UTF-8, got"):
+        with pytest.raises(ValueError, match="expected whole files of Parquet, or one of CSV, got"):
             DataSplits.from_frame(given, label="clicked", ids=["user"])
 
     def test_other_files_are_refused(self, tmp_path: Path) -> None:
