@@ -66,6 +66,11 @@ class Bags:
     values: Tensor
     offsets: Tensor
 
+    @property
+    def lengths(self) -> Tensor:
+        """How many ids each bag has."""
+        return self.offsets.diff()
+
     @classmethod
     def of_lengths(cls, values: Tensor, lengths: Tensor) -> Bags:
         """Bags one after the other, by how many ids each has."""
@@ -74,7 +79,7 @@ class Bags:
     @classmethod
     def joined(cls, parts: Sequence[Bags]) -> Bags:
         """The bags of several parts, one after the other."""
-        lengths = torch.cat([part.offsets.diff() for part in parts])
+        lengths = torch.cat([part.lengths for part in parts])
         return cls.of_lengths(torch.cat([part.values for part in parts]), lengths)
 
     def select(self, rows: Tensor) -> Bags:
@@ -94,7 +99,7 @@ def features_of_samples(
     batch_size, num_single = ids.shape
     values = [ids.t().reshape(-1).long(), *(bag.values.long() for bag in bags)]
     lengths = [torch.ones(num_single * batch_size, dtype=torch.int64)]
-    lengths += [bag.offsets.diff() for bag in bags]
+    lengths += [bag.lengths for bag in bags]
     length_per_key = [batch_size] * num_single + [len(bag.values) for bag in bags]
     weights = None
     if scalars is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
@@ -46,8 +45,6 @@ _READ_ROWS = 1 << 16
 _NO_ROW = -1
 _IDS = "integers, strings or bytes"
 _TEXTS = ("string", "binary", "large_string", "large_binary")
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +109,15 @@ class FileSchema:
 
 @dataclass(frozen=True)
 class Part:
-    """The samples whose positions, spread evenly over 0 to 1 by a hash, lie in an interval."""
+    """The samples whose keys a hash spreads into an interval of 0 to 1."""
 
     begin: float
     end: float
     seed: int = 0
 
-    def contains(self, positions: np.ndarray) -> np.ndarray:
-        """Marks the positions that lie in the part, bool."""
+    def contains(self, keys: np.ndarray) -> np.ndarray:
+        """Marks the keys of samples that lie in the part, bool."""
+        positions = spread(keys, self.seed)
         return (positions >= self.begin) & (positions < self.end)
 
 
@@ -169,16 +167,8 @@ def _joined(parts: Sequence[_Samples]) -> _Samples:
 
 
 class FileSamples:
-    """All samples of Parquet and CSV files, in the order of the files; none is held in memory.
-
-    Args:
-        addresses: of files, of folders or globs, on this machine or wherever fsspec can reach;
-            ``.parquet`` and ``.pq`` are Parquet, everything else is CSV, which may be packed.
-        schema: what the columns mean.
-
-    Raises:
-        ValueError: if there is no file, a file has no sample, or lacks a column.
-    """
+    """All samples of files, folders and globs, on this machine or wherever fsspec reaches: ``.parquet``
+    and ``.pq`` are Parquet, all others CSV, which may be packed. None is held in memory."""
 
     def __init__(self, addresses: Sequence[Address], schema: FileSchema) -> None:
         check(not isinstance(addresses, str), "addresses", "a list of them", repr(addresses))
@@ -186,18 +176,15 @@ class FileSamples:
         self._chunks: list[_Chunk] = []
         for address in addresses:
             with storage(address) as (files, path):
-                names = [path]
-                if files.isdir(path):
-                    names = sorted(files.find(path))
-                elif any(sign in path for sign in "*?[") and not files.exists(path):
-                    names = sorted(files.glob(path))
-                there = [name for name in names if files.isfile(name)]
-                check(bool(there), f"address {address}", "at least one file", "none")
-                for name in there:
+                is_glob = any(sign in path for sign in "*?[") and not files.exists(path)
+                names = sorted(files.glob(path) if is_glob else files.find(path))
+                names = [name for name in names if files.isfile(name)]
+                check(bool(names), f"address {address}", "at least one file", "none")
+                for name in names:
                     self._add_file(name, files)
         numbers = [chunk.num_rows for chunk in self._chunks]
-        described = [asdict(schema), list(schema.num_embeddings), numbers, HASH_VERSION]
-        self.layout = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+        content = json.dumps([asdict(schema), list(schema.num_embeddings), numbers, HASH_VERSION])
+        self.layout = hashlib.sha256(content.encode()).hexdigest()
 
     @property
     def num_samples(self) -> int:
@@ -233,29 +220,23 @@ class FileSamples:
         types |= {name: pa.binary() for name in texts if name is not None and name not in types}
         if not schema.hashed:
             types |= dict.fromkeys(schema.single_id, pa.int64())
-        names = list(schema.text_columns) or None
+        lines = {"delimiter": schema.separator, "quote_char": False, "ignore_empty_lines": False}
+        values = {"column_types": types, "null_values": [""], "strings_can_be_null": True}
         return ds.CsvFileFormat(
-            read_options=pv.ReadOptions(column_names=names),
-            parse_options=pv.ParseOptions(
-                delimiter=schema.separator, quote_char=False, ignore_empty_lines=False
-            ),
-            convert_options=pv.ConvertOptions(
-                column_types=types, null_values=[""], strings_can_be_null=True
-            ),
+            read_options=pv.ReadOptions(column_names=list(schema.text_columns) or None),
+            parse_options=pv.ParseOptions(**lines),
+            convert_options=pv.ConvertOptions(**values),
         )
 
     def counts(self, part: Part) -> np.ndarray:
         """Samples of a part in each chunk; reads the column that splits, where one does."""
         if part == WHOLE:
             return np.array([chunk.num_rows for chunk in self._chunks])
-        columns = [] if self.schema.split_by is None else [self.schema.split_by]
-        tables: Any = (
-            self._read(chunk, columns) if columns else [(0, None)] for chunk in self._chunks
-        )
-        pairs = zip(self._chunks, tables, strict=True)
-        return np.array(
-            [sum(len(self._rows(c, part, *t)) for t in of_chunk) for c, of_chunk in pairs]
-        )
+        counts, name = np.zeros(len(self._chunks), np.int64), self.schema.split_by
+        for index, chunk in enumerate(self._chunks):
+            tables: Any = [(0, None)] if name is None else self._read(chunk, [name])
+            counts[index] = sum(len(self._rows(chunk, part, *table)) for table in tables)
+        return counts
 
     def _rows(self, chunk: _Chunk, part: Part, first: int, table: Any) -> np.ndarray:
         """Numbers of the rows of a table, which begins with row `first` of a chunk, in a part."""
@@ -270,7 +251,7 @@ class FileSamples:
             values = _canonical(_decoded(table[name]), where)
             check(values.null_count == 0, where, "a value in every row", "missing ones")
             keys = hash_values(values)
-        return np.flatnonzero(part.contains(spread(keys, part.seed)))
+        return np.flatnonzero(part.contains(keys))
 
     def _read(self, chunk: _Chunk, columns: Sequence[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Rows of a chunk in order, and the number of the first one."""
@@ -283,9 +264,7 @@ class FileSamples:
         except pa.ArrowInvalid as error:
             raise ValueError(_unreadable(chunk.place(first), error)) from error
         requirement = f"{chunk.num_rows} rows, as when it was first read"
-        check(
-            first == chunk.num_rows, chunk.place(0), requirement, first, "leave files as they are"
-        )
+        check(first == chunk.num_rows, chunk.place(0), requirement, first)
 
     def read(self, index: int, part: Part, first: int, last: int) -> Iterator[_Samples]:
         """The part's samples in a chunk, from number first to before last."""
@@ -307,19 +286,8 @@ class FileBatches:
 
     Chunks (row groups, or whole CSV files) come in a new order each epoch, and samples are shuffled
     within windows. Every rank reads its own share, as many batches on every rank. ``state_dict``
-    and ``load_state_dict`` keep the position behind the last batch.
-
-    Args:
-        samples: where they come from.
-        batch_size: B.
-        part: which samples, one of those that `cut` gives.
-        shuffle: whether an epoch has an order of its own.
-        seed: of the orders.
-        drop_last: leave out what does not fill a batch on every rank; else all samples come, in
-            batches that may be smaller.
-        window_batches: batches of a window.
-        rank: this rank, that of the process group by default.
-        world_size: number of ranks.
+    and ``load_state_dict`` keep the position behind the last batch. With `drop_last` what does not
+    fill a batch on every rank is left out; else all samples come, in batches that may be smaller.
     """
 
     is_split_over_ranks = True
@@ -442,20 +410,12 @@ class FileBatches:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to a position: the next iteration begins with the batch that would have come next."""
-        own, remedy = self.state_dict(), "resume with the data and settings of the checkpoint"
-        for name in sorted(set(own) - {"epoch", "batch", "num_batches", "world_size"}):
-            same = state.get(name) == own[name]
-            check(same, f"stream's {name}", f"{own[name]}", state.get(name), remedy)
-        epoch, batch, of_state = (int(state[name]) for name in ("epoch", "batch", "num_batches"))
-        check(0 <= epoch, "stream's epoch", "an integer >= 0", epoch)
-        check(0 <= batch < of_state, "stream's batch", f"0..{of_state - 1}", batch)
-        if state["world_size"] != own["world_size"] and batch:
-            batch = batch * len(self) // of_state
-            remedy = (
-                f"going on at batch {batch} of {len(self)}: some samples come twice or not at all"
-            )
-            place, received = f"stream's position in epoch {epoch}", f"one of {state['world_size']}"
-            logger.warning(describe(place, f"one of {own['world_size']} ranks", received, remedy))
+        remedy = "resume with the data, settings and ranks of the checkpoint"
+        for name, value in self.state_dict().items():
+            same = name in ("epoch", "batch") or state.get(name) == value
+            check(same, f"stream's {name}", f"{value}", state.get(name), remedy)
+        epoch, batch = int(state["epoch"]), int(state["batch"])
+        check(0 <= batch < len(self), "stream's batch", f"0..{len(self) - 1}", batch)
         self._position = self._next = (epoch, batch)
 
 
@@ -466,22 +426,14 @@ def split_files(
     seed: int,
     fractions: Sequence[float] = SPLIT_FRACTIONS,
 ) -> DataSplits:
-    """The four disjoint parts of a search, all split off the same files.
-
-    Args:
-        samples: of the files.
-        batch_size: B of every part.
-        seed: of the split, and of the order of every epoch.
-        fractions: of the samples, for train, validation, selection and test.
-    """
-    names = ("train", "validation", "selection", "test")
-    splits = {}
-    for name, part in zip(names, cut(fractions, seed=seed), strict=True):
-        learns = name in ("train", "validation")
-        splits[name] = FileBatches(
+    """The four disjoint parts of a search, all split off the same files."""
+    train, validation, selection, test = (
+        FileBatches(
             samples, part=part, batch_size=batch_size, seed=seed, shuffle=learns, drop_last=learns
         )
-    return DataSplits(**splits)
+        for part, learns in zip(cut(fractions, seed=seed), (True, True, False, False), strict=True)
+    )
+    return DataSplits(train=train, validation=validation, selection=selection, test=test)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -498,9 +450,7 @@ class _Order:
     world_size: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "world_size", "window_batches"):
-            check(getattr(self, name) >= 1, name, "an integer >= 1", getattr(self, name))
-        check(0 <= self.rank < self.world_size, "rank", f"0..{self.world_size - 1}", self.rank)
+        check(self.batch_size >= 1, "batch_size", "an integer >= 1", self.batch_size)
         check(self.seed >= 0, "seed", "an integer >= 0", self.seed)
         least = self.world_size * (self.batch_size if self.drop_last else 1)
         requirement = f"at least {least} samples for {self.world_size} ranks"

@@ -62,8 +62,8 @@ class SequenceBatches:
 
     def _batch(self, rows: Tensor, generator: torch.Generator) -> Batch:
         rows = rows.repeat_interleave(self._group_size)
-        history, history_lengths = self._history.select(rows)
-        candidates, lengths = self._following.select(rows)
+        history, following = self._history.select(rows), self._following.select(rows)
+        candidates, lengths = following.values, following.lengths
         labels = torch.zeros(len(rows))
         labels[:: self._group_size] = 1
         is_drawn = (labels == 0).repeat_interleave(lengths)
@@ -71,10 +71,10 @@ class SequenceBatches:
         candidates[is_drawn] = self._known.draw_negatives(users[is_drawn], generator)
         features = KeyedJaggedTensor(
             keys=list(FEATURES),
-            values=torch.cat([candidates, history]),
-            lengths=torch.cat([lengths, history_lengths]),
+            values=torch.cat([candidates, history.values]),
+            lengths=torch.cat([lengths, history.lengths]),
             stride=len(rows),
-            length_per_key=[len(candidates), len(history)],
+            length_per_key=[len(candidates), len(history.values)],
         )
         dense = torch.zeros(len(rows), 0)
         return RankingBatch(dense, features, labels, rows) if self._is_ranking else Batch(dense, features, labels)
@@ -113,9 +113,9 @@ class Sequences:
 
     def known_in(self, rows: Tensor) -> KnownPositives:
         """The pairs of some reviews and of their histories."""
-        before, lengths = self.history.select(rows)
-        users = torch.cat([self.users[rows], self.users[rows].repeat_interleave(lengths)])
-        return KnownPositives(users, torch.cat([self.items[rows], before]), self.num_items)
+        before = self.history.select(rows)
+        users = torch.cat([self.users[rows], self.users[rows].repeat_interleave(before.lengths)])
+        return KnownPositives(users, torch.cat([self.items[rows], before.values]), self.num_items)
 
     def clicks(self, *, num_negatives: int, batch_size: int, seed: int) -> DataSplits:
         """Splits in the order of time: every review is a click, its negatives are none."""
