@@ -457,7 +457,7 @@ RATING = f"{PLACE}, prediction 'rating': expected"
     [
         (Unfinished(), "task Unfinished: expected a method 'loss', got none"),
         (SumOfSamples(), f"{PLACE}, task SumOfSamples: expected a loss that is a scalar, got (64, 1); take its mean"),
-        (changed(name="stars"), f"{PLACE}, task Changed: expected the predictions ['click', 'rating'], as its "),
+        (changed(name="stars"), f"{PLACE}, task Changed: expected the predictions ['click', 'rating'], got"),
         (changed(labels=lambda *_: None), f"{RATING} labels (64,), one for each sample, g"),
         (changed(values=lambda _, v: v[1:]), f"{RATING} values (64,), one for each sampl"),
         (changed(weights=first_is(-1)), f"{RATING} weights that are finite and >= 0, got "),
