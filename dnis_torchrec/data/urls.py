@@ -107,8 +107,13 @@ def put_file(address: Address, write: Callable[[Path], object]) -> int:
     with _temporary_folder() as folder, storage(address) as (files, path):
         local = folder / posixpath.basename(path)
         write(local)
-        files.put_file(str(local), path)
+        _put(files, local, path)
         return local.stat().st_size
+
+
+def _put(files: AbstractFileSystem, local: Path, path: str) -> None:
+    files.makedirs(posixpath.dirname(path), exist_ok=True)  # not all storage does without folders
+    files.put_file(str(local), path)
 
 
 @contextmanager
@@ -191,7 +196,7 @@ def publish(folder: Path, url: str, *, skip: Collection[str] = ()) -> None:
         names = [path.relative_to(folder).as_posix() for path in plain]
         names = [name for name in names if ".partial" not in name]
         for name in sorted(names, key=lambda name: (name in LAST_FILES, name)):
-            files.put_file(str(folder / name), f"{root}/{name}")
+            _put(files, folder / name, f"{root}/{name}")
         for name in set(file_names(url)) - set(names):
             if not any(fnmatchcase(name, pattern) for pattern in skip):
                 files.rm_file(f"{root}/{name}")

@@ -271,29 +271,29 @@ def _check_fits(
     for name, table in state.tables.items():
         is_per_shard = any(k.startswith(f"fused/{name}/") and len(sizes[k]) == 1 for k in sizes)
         if is_per_shard and manifest.tables[name].column_cuts != table.column_cuts:
-            before, now = len(manifest.tables[name].column_cuts), len(table.column_cuts)
-            requirement = f"for row-wise optimizers the checkpoint's {before} column shards"
+            past, now = len(manifest.tables[name].column_cuts), len(table.column_cuts)
+            requirement = f"for row-wise optimizers the checkpoint's {past} column shards"
             remedy = "resume with the sharding plan or number of ranks of the checkpoint"
             text = describe(f"{place}, table {name!r}", requirement, f"{now} column shards", remedy)
             raise NotImplementedError(text)
 
 
 def _table_differences(
-    saved: Mapping[str, TableDescription], run: Mapping[str, TableDescription]
+    entries: Mapping[str, TableDescription], run: Mapping[str, TableDescription]
 ) -> Iterator[str]:
-    for name in sorted(set(saved) ^ set(run)):
-        yield f"table {name!r} is only in the {'checkpoint' if name in saved else 'run'}"
-    for name in sorted(set(saved) & set(run)):
+    for name in sorted(set(entries) ^ set(run)):
+        yield f"table {name!r} is only in the {'checkpoint' if name in entries else 'run'}"
+    for name in sorted(set(entries) & set(run)):
         for field in ("rows", "embedding_dim"):
-            before, now = getattr(saved[name], field), getattr(run[name], field)
-            if before != now:
-                yield f"table {name!r} has {field} {before} instead of {now}"
-        if saved[name].blocks != run[name].blocks:
+            past, now = getattr(entries[name], field), getattr(run[name], field)
+            if past != now:
+                yield f"table {name!r} has {field} {past} instead of {now}"
+        if entries[name].blocks != run[name].blocks:
             yield f"table {name!r} has other row blocks"
 
 
 def _tensor_differences(
-    saved: Mapping[str, _Tensor], sizes: Mapping[str, tuple[int, ...]]
+    entries: Mapping[str, _Tensor], sizes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[str]:
     """Yields differences in tensors beside the tables; those of one rank, or of the kernels it
     uses, may differ."""
@@ -301,11 +301,11 @@ def _tensor_differences(
     def of_run(keys: Iterable[str]) -> set[str]:
         return {key for key in keys if not key.startswith(("rank", "table/")) and key != ITERATIONS}
 
-    for key in sorted(of_run(saved) ^ of_run(sizes)):
-        yield f"{key} is only in the {'checkpoint' if key in saved else 'run'}"
-    for key in sorted(of_run(saved) & of_run(sizes)):
+    for key in sorted(of_run(entries) ^ of_run(sizes)):
+        yield f"{key} is only in the {'checkpoint' if key in entries else 'run'}"
+    for key in sorted(of_run(entries) & of_run(sizes)):
         is_per_shard = key.startswith("fused/") and len(sizes[key]) == 1
-        size = tuple(saved[key]["size"])
+        size = tuple(entries[key]["size"])
         if size != sizes[key] and not is_per_shard:
             yield f"{key} has shape {size} instead of {sizes[key]}"
 
@@ -374,9 +374,9 @@ class CheckpointFolder:
         for name in set(files[step]) - {MANIFEST, *manifest.files}:
             remove_file(path_in(self.path_of(step), name))
         # What is above the latest step is of a future that an interruption has undone.
-        past = sorted(before for before in files if before <= step)
-        for unneeded in set(files) - {*past[-self._keep_last :], *keep}:
-            self._remove(unneeded, files[unneeded])
+        past = sorted(other for other in files if other <= step)
+        for unused in set(files) - {*past[-self._keep_last :], *keep}:
+            self._remove(unused, files[unused])
 
     def remove(self) -> None:
         """Removes all checkpoints, the name of the latest first."""
@@ -528,9 +528,9 @@ def read_checkpoint(
     place = f"checkpoint {path}"
     with together(process_group):
         manifest = Manifest.read(path)
-    saved = {k: v for k, v in manifest.tensors.items() if not kinds or k.split("/")[0] in kinds}
-    manifest = replace(manifest, tensors=saved)
-    tensors = {_key_in(saved, key): value for key, value in state.tensors.items()}
+    entries = {k: v for k, v in manifest.tensors.items() if not kinds or k.split("/")[0] in kinds}
+    manifest = replace(manifest, tensors=entries)
+    tensors = {_key_in(entries, key): value for key, value in state.tensors.items()}
     sizes = union_over_ranks({key: value.size for key, value in tensors.items()}, process_group)
     _check_fits(manifest, state, sizes, place)  # from the same facts on all ranks
     with together(process_group), ExitStack() as stack:
@@ -543,12 +543,12 @@ def read_checkpoint(
     return manifest.values
 
 
-def _key_in(saved: Collection[str], key: str) -> str:
+def _key_in(entries: Collection[str], key: str) -> str:
     """The key in the checkpoint: those written before wrappers had the names of the plain model say
     it longer."""
     longer = key.replace(f".{SOFT_SELECTION}.", ".alpha.")
     longer = longer.replace(".embedding_bags.", ".embedding_bag_collection.embedding_bags.")
-    return longer if key not in saved and longer in saved else key
+    return longer if key not in entries and longer in entries else key
 
 
 def go_back_(

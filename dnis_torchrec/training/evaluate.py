@@ -52,11 +52,11 @@ def evaluate(
     model.eval()
     task = task_of(task)
     mean_loss = MeanMetric(nan_strategy=math.inf).to(device)  # by itself it would leave NaN out
-    judged: dict[str, JudgedPredictions] = {}
-    seen = 0
+    metrics_of: dict[str, JudgedPredictions] = {}
+    num_samples = 0
     for batch in batches:
-        if not judged:
-            judged = {
+        if not metrics_of:
+            metrics_of = {
                 name: JudgedPredictions(kind, device) for name, kind in task.kinds_of(batch).items()
             }
         if (
@@ -64,19 +64,19 @@ def evaluate(
         ):  # TorchRec's collections look up no batch of none
             continue
         batch = for_lookup(batch).to(device)
-        seen += len(batch.labels)
+        num_samples += len(batch.labels)
         _, (value, outputs) = model(batch)
         if len(batch.labels):  # the mean of none is NaN
             mean_loss.update(value, weight=len(batch.labels))
         for name, predictions in checked_predictions(task, batch, outputs, _PLACE).items():
-            judged[name].update(predictions)
+            metrics_of[name].update(predictions)
     model.train(was_training)
-    if not seen:
+    if not num_samples:
         raise ValueError(describe(_PLACE, "at least one sample", "none", "check the data splits"))
     total = {LOSS: float(mean_loss.compute())}
     if not math.isfinite(total[LOSS]):
         raise NonFiniteError(describe(_PLACE, "finite predictions", "nan or inf", REMEDY))
-    for name, of_name in judged.items():
+    for name, of_name in metrics_of.items():
         total |= {metric_name(name, metric): value for metric, value in of_name.compute().items()}
     return total
 
@@ -84,10 +84,10 @@ def evaluate(
 def selection_loss(model: nn.Module, recipe: Recipe, device: torch.device) -> float:
     """What early stopping and every other choice makes small, over all ranks, on the selection
     split."""
-    found = evaluate(model, recipe.data.selection, recipe.task, device)
-    requirement = f"Recipe.stop_on to be one of {', '.join(found)}"
-    check(recipe.stop_on in found, "selection split", requirement, repr(recipe.stop_on))
-    value = found[recipe.stop_on]
+    values = evaluate(model, recipe.data.selection, recipe.task, device)
+    requirement = f"Recipe.stop_on to be one of {', '.join(values)}"
+    check(recipe.stop_on in values, "selection split", requirement, repr(recipe.stop_on))
+    value = values[recipe.stop_on]
     return -value if direction_of(recipe.task, recipe.stop_on) else value
 
 
@@ -139,10 +139,10 @@ class JudgedPredictions:
 
     def compute(self) -> dict[str, float]:
         """Metric -> value over the samples of all ranks so far; none that is not defined for them."""
-        found = {name: float(value) for name, value in self._metrics.compute().items()}
+        values = {name: float(value) for name, value in self._metrics.compute().items()}
         if self._kind == BINARY:
-            found["logloss"] = float(self._logloss.compute())
-        return {name: value for name, value in found.items() if not math.isnan(value)}
+            values["logloss"] = float(self._logloss.compute())
+        return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
 class AreaUnderCurve(Metric):
@@ -161,12 +161,12 @@ class AreaUnderCurve(Metric):
 
     def update(self, preds: Tensor, target: Tensor, weights: Tensor | None = None) -> None:
         """Adds a batch."""
-        counted = (
+        weight = (
             torch.ones_like(target, dtype=torch.float64) if weights is None else weights.double()
         )
         self.preds.append(preds.detach())
-        self.positives.append(counted * target)
-        self.negatives.append(counted * (1 - target))
+        self.positives.append(weight * target)
+        self.negatives.append(weight * (1 - target))
 
     def compute(self) -> Tensor:
         """Area of all samples so far."""
@@ -227,10 +227,10 @@ class LogLoss(_TorchRecMetric):
 
     def update(self, preds: Tensor, target: Tensor, weights: Tensor | None = None) -> None:
         """Adds a batch."""
-        labels, logits, counted = _as_doubles(preds, target, weights)
+        labels, logits, weight = _as_doubles(preds, target, weights)
         each = binary_cross_entropy_with_logits(logits, labels, reduction="none")
         self._add(
-            {"cross_entropy_sum": (counted * each).sum(), "weighted_num_samples": counted.sum()}
+            {"cross_entropy_sum": (weight * each).sum(), "weighted_num_samples": weight.sum()}
         )
 
     def compute(self) -> Tensor:
@@ -246,9 +246,9 @@ class Calibration(_TorchRecMetric):
 
     def update(self, preds: Tensor, target: Tensor, weights: Tensor | None = None) -> None:
         """Adds a batch."""
-        labels, preds, counted = _as_doubles(preds, target, weights)
-        self._add(get_calibration_states(labels, preds, counted))
-        self._add({"num_negatives": (counted * (1 - labels)).sum()})
+        labels, preds, weight = _as_doubles(preds, target, weights)
+        self._add(get_calibration_states(labels, preds, weight))
+        self._add({"num_negatives": (weight * (1 - labels)).sum()})
 
     def compute(self) -> Tensor:
         """Calibration of all samples so far."""
@@ -315,19 +315,19 @@ class RankingMetrics(Metric):
         num_positives = empty.index_add(0, query, label.double())
         ideal_position = torch.arange(int(position.max()) + 1, device=query.device)
         best_gains = (ideal_position + 2).double().log2().reciprocal().cumsum(0)
-        found: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
         for k in self._ks:
             hit = (label * (position < k)).double()
             recall = empty.index_add(0, query, hit) / num_positives.clamp(min=1)
             reciprocal_rank = empty.scatter_reduce(0, query, hit / (position + 1), "amax")
             ideal = best_gains[num_positives.long().clamp(1, k) - 1]
             ndcg = empty.index_add(0, query, hit * discount) / ideal
-            found |= {
+            values |= {
                 f"recall@{k}": recall.mean(),
                 f"mrr@{k}": reciprocal_rank.mean(),
                 f"ndcg@{k}": ndcg.mean(),
             }
-        return found
+        return values
 
 
 def _as_doubles(
@@ -345,10 +345,10 @@ def ranking_mean(metrics: Mapping[str, float]) -> float | None:
     ranking = {
         name for name, (kind, at, _) in parts.items() if at and kind in ("recall", "mrr", "ndcg")
     }
-    counted = [
+    numbers = [
         metrics[name] for name in ranking if parts[name][0] == "recall" or parts[name][2] != "1"
     ]
-    return math.fsum(counted) / len(counted) if counted else None
+    return math.fsum(numbers) / len(numbers) if numbers else None
 
 
 def _ranked(preds: Tensor, target: Tensor, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -373,7 +373,7 @@ def part_losses(
     """Losses of a model on parts of every batch of a split."""
     was_training = model.training
     model.eval()
-    found = [torch.zeros(0, 2, dtype=torch.float64)]
+    values = [torch.zeros(0, 2, dtype=torch.float64)]
     for batch in batches:
         if (
             not len(batch.labels) and world_size_of() == 1
@@ -382,9 +382,9 @@ def part_losses(
         batch = for_lookup(batch).to(device)
         loss, (_, outputs) = model(batch)
         if len(batch.labels):
-            found.append(_losses_of_parts(task, batch, outputs, loss))
+            values.append(_losses_of_parts(task, batch, outputs, loss))
     model.train(was_training)
-    return torch.cat(found)
+    return torch.cat(values)
 
 
 def _losses_of_parts(task: Task, batch: Batch, outputs: Outputs, loss: Tensor) -> Tensor:
@@ -418,13 +418,13 @@ def is_ahead(losses: Tensor, rival: Tensor, ranks: Ranks) -> bool:
     """Whether the mean loss is lower than a rival's by more than one standard error of the
     difference."""
     samples, lead = losses[:, 0], rival[:, 1] - losses[:, 1]
-    squared = samples.square()
+    squares = samples.square()
     terms = [
         samples,
         samples * lead,
-        squared,
-        squared * lead,
-        squared * lead.square(),
+        squares,
+        squares * lead,
+        squares * lead.square(),
         torch.ones_like(samples),
     ]
     n, of_n, n2, n2_lead, n2_lead2, parts = ranks.sum_(

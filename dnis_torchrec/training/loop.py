@@ -213,15 +213,15 @@ class TrainLoop:
 
     def _train_epoch(self, phase: Phase) -> None:
         pipeline, first = self._pipeline, self._first_step
-        evaluated = self.history[-1].step if self.history else 0
-        until = min(evaluated + self._steps_per_epoch, first + phase.steps)
+        last_step = self.history[-1].step if self.history else 0
+        until = min(last_step + self._steps_per_epoch, first + phase.steps)
         while pipeline.lower_steps < until:
-            before = pipeline.lower_steps
+            step_before = pipeline.lower_steps
             try:
                 loss = pipeline.progress(self._stream)[0]
             except StopIteration:  # the end of an epoch of unknown length
                 break
-            is_lower = pipeline.lower_steps > before
+            is_lower = pipeline.lower_steps > step_before
             if is_lower:
                 # Over the ranks, so that a step counts as much on another number of them.
                 share = torch.stack(
@@ -273,16 +273,16 @@ class TrainLoop:
         if phase.patience is not None and best.step not in (-1, self._steps):
             with self._pipeline.detached():
                 self._go_back(best)
-        finished = FinishedPhase(
+        result = FinishedPhase(
             name=phase.name,
             first_step=self._first_step,
             last_step=self._pipeline.lower_steps,
             best=best,
         )
         self._plan.end(phase)
-        self.finished.append(finished)
-        following = self._plan.phase_after(self.finished)
-        self._take_best(best if following is not None and following.starts_best else Best())
+        self.finished.append(result)
+        next_phase = self._plan.phase_after(self.finished)
+        self._take_best(best if next_phase is not None and next_phase.starts_best else Best())
         self._is_over = False
 
     def _mean_loss(self) -> float:
@@ -379,13 +379,13 @@ class SearchLoop(TrainLoop):
     def _how_stopped(self) -> str:
         """Says where the search was stopped, and from where --resume goes on."""
         last = self._saver.last_step
-        saved = self._resumed_from if last is None else self._folder.path_of(last)
-        if saved is None:
+        address = self._resumed_from if last is None else self._folder.path_of(last)
+        if address is None:
             text = "nothing could be saved"
         elif last == self._steps:
-            text = f"everything is saved in {saved}, --resume goes on"
+            text = f"everything is saved in {address}, --resume goes on"
         else:
-            text = f"this state could not be saved, --resume goes on from {saved}"
+            text = f"this state could not be saved, --resume goes on from {address}"
         place = f"epoch {self._epoch}, lower step {self._pipeline.lower_steps}"
         return f"{place}: stopped on request; {text}"
 
@@ -470,8 +470,8 @@ class SearchLoop(TrainLoop):
         check(not differ, place, "one of this data", content, remedy)
         remedy = "resume with the configuration of the run"
         for name, value in self._configuration.items():
-            before = search.get("configuration", {}).get(name, value)
-            check(before == value, place, f"one of a search with {name} {value}", before, remedy)
+            past = search.get("configuration", {}).get(name, value)
+            check(past == value, place, f"one of a search with {name} {value}", past, remedy)
         return world_size
 
 
@@ -599,18 +599,19 @@ def train_plainly(
     rule = held or HeldTables()
     stepper = optimizer if held is None else HoldingOptimizer(cast(KeyedOptimizer, optimizer), held)
     pipeline = _PlainPipeline(model, stepper, recipe, rule, device)
-    loss_before, before = math.inf, None
+    first_loss, first_state = math.inf, None
     if starts_trained:
-        loss_before, before = selection_loss(model, recipe, device), snapshot(model, rule.tensors())
+        first_loss = selection_loss(model, recipe, device)
+        first_state = snapshot(model, rule.tensors())
     model.train()
     plan = _OnePhase(Phase(name=PLAIN, epochs=max_epochs, patience=patience))
     listeners = SearchEvents(on_step=lambda loss, _: events.on_step(loss), on_epoch=events.on_epoch)
     loop = TrainLoop(pipeline, iter(()), recipe, plan, events=listeners)
     loop.run()
     best = loop.finished[0].best
-    if before is not None and loss_before <= best.loss:
-        take_(model, before, rule.tensors())
-        best = Best(loss=loss_before)
+    if first_state is not None and first_loss <= best.loss:
+        take_(model, first_state, rule.tensors())
+        best = Best(loss=first_loss)
     rule.finish_load_()
     return PlainTraining(
         selection_loss=best.loss,

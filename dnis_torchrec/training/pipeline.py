@@ -44,20 +44,20 @@ class LateValues:
         if not is_read_late(values.device):
             then(values.detach())
             return True
-        copied = values.detach().to(
+        on_host = values.detach().to(
             "cpu", non_blocking=True, copy=True
         )  # pinned, where it comes from a GPU
         is_there = (
             torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
         )
-        self._coming.append(_Copy(values=copied, is_there=is_there, then=then))
+        self._coming.append(_Copy(values=on_host, is_there=is_there, then=then))
         return False
 
     def settle(self) -> None:
         """Reads all that is on its way, and waits for it where that has to be; one that raises ends
         the reading."""
-        coming, self._coming = self._coming, []
-        for copy in coming:
+        copies, self._coming = self._coming, []
+        for copy in copies:
             if copy.is_there is not None:
                 copy.is_there.synchronize()
             copy.then(copy.values)
@@ -165,12 +165,12 @@ class FiniteGuard:
             dist.all_reduce(flags, group=self._group)
         return flags
 
-    def _stop_for_loss(self, place: str, found: Tensor) -> None:
+    def _stop_for_loss(self, place: str, values: Tensor) -> None:
         """Raises if a rank's loss is not finite; `found` holds the flags of ranks, if several, then
         this one's loss."""
         num_flags = self._num_flags
-        loss = found[num_flags:]
-        flags = found[:num_flags] if num_flags else ~torch.isfinite(loss).all().view(1)
+        loss = values[num_flags:]
+        flags = values[:num_flags] if num_flags else ~torch.isfinite(loss).all().view(1)
         if not bool(flags.any()):
             return
         self._stop_for_another_rank(flags, place, "a finite loss")
@@ -179,13 +179,13 @@ class FiniteGuard:
         raise NonFiniteError(describe(where, "a finite loss", float(loss.sum()), REMEDY))
 
     def _stop_for_gradient(
-        self, place: str, table_of: Callable[[Tensor], str], found: Tensor
+        self, place: str, table_of: Callable[[Tensor], str], values: Tensor
     ) -> None:
         """Raises if a rank's gradient is not finite; `found` is of it, behind the flags of ranks,
         if several."""
         num_flags = self._num_flags
-        finite = found[num_flags:] > 0
-        flags = found[:num_flags] if num_flags else ~finite.all().view(1)
+        finite = values[num_flags:] > 0
+        flags = values[:num_flags] if num_flags else ~finite.all().view(1)
         if not bool(flags.any()):
             return
         self._stop_for_another_rank(flags, place, "finite gradients")

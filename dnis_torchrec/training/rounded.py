@@ -83,31 +83,33 @@ class RoundedTables(HeldTables):
     """Tables of a model that hold what they will be served as, and train on."""
 
     def __init__(self, model: nn.Module, scheme: MixedDimensionScheme) -> None:
-        found = collections(model).values()
-        self._model, self._ranks = model, ranks_of(*found)
-        own = [
+        modules = collections(model).values()
+        self._model, self._ranks = model, ranks_of(*modules)
+        part = [
             shard
-            for module in found
+            for module in modules
             for shard in local_shards(module)
             if shard.table in scheme.tables
         ]
         with on_all(self._ranks):
             configs = {
-                config.name: config for module in found for config in table_configs_of(module)
+                config.name: config for module in modules for config in table_configs_of(module)
             }
             for table in scheme.tables.values():
                 check_known("table", table.name, configs)
                 _check_size(table, configs[table.name])
-            for shard in own:
+            for shard in part:
                 _check_values(shard, scheme.tables[shard.table].routing)
-        self._shards = [_RoundedShard(shard) for shard in own]
+        self._shards = [_RoundedShard(shard) for shard in part]
         self._tables = dict(scheme.tables)
         self.change_(scheme)
         self._fused = _fused_lookups(model, self._shards)
-        fused = {shard for lookup in self._fused for shard in lookup.shards}
-        frozen = {table for module in found for table in frozen_tables_of(module)}
+        in_kernels = {shard for lookup in self._fused for shard in lookup.shards}
+        frozen = {table for module in modules for table in frozen_tables_of(module)}
         self._dense = [
-            own for own in self._shards if own not in fused and own.shard.table not in frozen
+            part
+            for part in self._shards
+            if part not in in_kernels and part.shard.table not in frozen
         ]
 
     @property
@@ -127,8 +129,8 @@ class RoundedTables(HeldTables):
 
     def change_(self, scheme: MixedDimensionScheme) -> None:
         """Goes over to other codes, such as those of a smaller allocation; latent weights stay."""
-        own, given = list(self._tables), list(scheme.tables)
-        check(own == given, "scheme", f"one of the tables {own}", given)
+        names, others = list(self._tables), list(scheme.tables)
+        check(names == others, "scheme", f"one of the tables {names}", others)
         self._settle_(scheme)
         # a copy, for checkpoints write to it
         self._tables = {
@@ -142,22 +144,25 @@ class RoundedTables(HeldTables):
         stay."""
         for name, table in self._tables.items():
             check_known("table", name, counts.counts)
-            counted = counts.counts[name].numel()
+            num_rows = counts.counts[name].numel()
             check(
-                counted == table.num_embeddings,
+                num_rows == table.num_embeddings,
                 f"table {name!r}",
                 f"counts of {table.num_embeddings} rows",
-                counted,
+                num_rows,
             )
         shards = {
-            name: [own for own in self._shards if own.shard.table == name] for name in self._tables
+            name: [shard for shard in self._shards if shard.shard.table == name]
+            for name in self._tables
         }
         shapes = {
             name: (table.num_embeddings, table.embedding_dim)
             for name, table in self._tables.items()
         }
         copies = num_copies(
-            {name: [s.shard for s in own] for name, own in shards.items()}, shapes, self._ranks
+            {name: [s.shard for s in of_table] for name, of_table in shards.items()},
+            shapes,
+            self._ranks,
         )
         with writing_to_tables(self._model):
             for name, table in self._tables.items():
@@ -179,10 +184,10 @@ class RoundedTables(HeldTables):
         """Makes alpha of a prepared model part of the scales, and sets it to 1; columns whose alpha
         is 0 are dropped."""
         alphas = self._alphas()
-        for own in self._shards:
-            if own.shard.table in alphas:
-                own.multiply_residual_(
-                    alphas[own.shard.table], self._tables[own.shard.table].routing
+        for shard in self._shards:
+            if shard.shard.table in alphas:
+                shard.multiply_residual_(
+                    alphas[shard.shard.table], self._tables[shard.shard.table].routing
                 )
         fold_(self._model)
         for name, alpha in alphas.items():
@@ -190,9 +195,9 @@ class RoundedTables(HeldTables):
             scale = (codes.scale * alpha.cpu()).bfloat16().float()
             is_kept = torch.where(is_coded(codes.bits), scale >= LEAST_SCALE, alpha.cpu() > 0)
             bits = codes.bits * is_kept
-            folded = torch.where(is_coded(bits), scale, 1.0)
+            scales = torch.where(is_coded(bits), scale, 1.0)
             self._tables[name] = self._tables[name].with_codes(
-                ColumnCodes(bits, folded, codes.shift * is_coded(bits).short())
+                ColumnCodes(bits, scales, codes.shift * is_coded(bits).short())
             )
         self._round_all_()
 
@@ -220,19 +225,21 @@ class RoundedTables(HeldTables):
 
     def tensors(self) -> Mapping[str, PlacedTensor]:
         """Residuals, which checkpoints may take apart as they do the tables, and codes. Local."""
-        placed = {
+        tensors = {
             f"codes/{name}/{key}": PlacedTensor.of(value)
             for name, table in self._tables.items()
             for key, value in (("bits", table.bits), ("scale", table.scale), ("shift", table.shift))
             if value is not None
         }
         for name, table in self._tables.items():
-            own = [shard.residual for shard in self._shards if shard.shard.table == name]
-            chunks = tuple(Chunk((part.first_row, part.first_column), part.weight) for part in own)
-            placed[f"residual/{name}"] = PlacedTensor(
+            residuals = [shard.residual for shard in self._shards if shard.shard.table == name]
+            chunks = tuple(
+                Chunk((part.first_row, part.first_column), part.weight) for part in residuals
+            )
+            tensors[f"residual/{name}"] = PlacedTensor(
                 (table.num_embeddings, table.embedding_dim), chunks
             )
-        return placed
+        return tensors
 
     def finish_load_(self) -> None:
         """Goes on with `tensors` and tables that a checkpoint was read into. Local."""
@@ -252,52 +259,52 @@ class RoundedTables(HeldTables):
         for wrapper in wrappers:
             for config in table_configs_of(wrapper):
                 if config.name in self._tables:
-                    own, blocks = self._tables[config.name].routing, wrapper.blocks
+                    routing, blocks = self._tables[config.name].routing, wrapper.blocks
                     requirement, remedy = (
                         "the blocks of its codes",
                         "prepare_ with the blocks of the allocation",
                     )
-                    fits = _are_equal(blocks.routings[config.name], own)
+                    fits = _are_equal(blocks.routings[config.name], routing)
                     check(fits, f"alpha of table {config.name!r}", requirement, "others", remedy)
                     first = blocks.first_alpha_row(config.name)
                     alphas[config.name] = wrapper.alpha.of(config.embedding_dim)[
-                        first : first + own.num_blocks
+                        first : first + routing.num_blocks
                     ].clone()
         return alphas
 
     @torch.no_grad()
     def _settle_(self, scheme: MixedDimensionScheme) -> None:
-        moving = {name: table for name, table in scheme.tables.items() if table.codes.moves}
-        if not moving:
+        movers = {name: table for name, table in scheme.tables.items() if table.codes.moves}
+        if not movers:
             return
         self._add_residuals_()
         shapes = {
-            name: (table.num_embeddings, table.embedding_dim) for name, table in moving.items()
+            name: (table.num_embeddings, table.embedding_dim) for name, table in movers.items()
         }
-        found = whole_rows([own.shard for own in self._shards], shapes, self._ranks)
+        rows = whole_rows([shard.shard for shard in self._shards], shapes, self._ranks)
         with writing_to_tables(self._model):
-            for name, table in moving.items():
-                for chunk in found[name].chunks():
+            for name, table in movers.items():
+                for chunk in rows[name].chunks():
                     blocks = table.routing.block_of(torch.arange(chunk.rows.start, chunk.rows.stop))
                     chunk.write_(table.codes.settled(chunk.values.float().cpu(), blocks))
 
     @torch.no_grad()
     def _add_residuals_(self) -> None:
         with writing_to_tables(self._model):
-            for own in self._shards:
-                own.shard.weight.add_(own.residual.weight)
-                own.residual.weight.zero_()
+            for shard in self._shards:
+                shard.shard.weight.add_(shard.residual.weight)
+                shard.residual.weight.zero_()
 
     def _take_codes_(self) -> None:
-        for own in self._shards:
-            own.take_(self._tables[own.shard.table])
+        for shard in self._shards:
+            shard.take_(self._tables[shard.shard.table])
 
     @torch.no_grad()
     def _round_all_(self) -> None:
         self._take_codes_()
         with writing_to_tables(self._model):
-            for own in self._shards:
-                own.round_()
+            for shard in self._shards:
+                shard.round_()
 
 
 class _RoundedShard:
@@ -362,34 +369,34 @@ class _FusedLookup:
             if shard is not None:
                 shard.round_(torch.cat(ids_of_table).long().unique())
 
-    def _note(self, kernel: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    def _note(self, kernel: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
         if torch.is_grad_enabled():  # else nothing is learnt
-            named = dict(zip(("indices", "offsets"), args, strict=False)) | given
-            if named.get("batch_size_per_feature_per_rank") is not None:
-                supported = "supported are features of one batch size"
+            inputs = dict(zip(("indices", "offsets"), args, strict=False)) | arguments
+            if inputs.get("batch_size_per_feature_per_rank") is not None:
+                requirement = "supported are features of one batch size"
                 raise NotImplementedError(
-                    describe("RoundedTables", supported, "a batch size for each")
+                    describe("RoundedTables", requirement, "a batch size for each")
                 )
-            self._inputs.append((named["indices"], named["offsets"]))
+            self._inputs.append((inputs["indices"], inputs["offsets"]))
 
 
 def _fused_lookups(model: nn.Module, shards: Iterable[_RoundedShard]) -> list[_FusedLookup]:
-    at = {own.shard.weight.data_ptr(): own for own in shards if own.shard.weight.numel()}
-    found = []
+    at = {shard.shard.weight.data_ptr(): shard for shard in shards if shard.shard.weight.numel()}
+    kernels = []
     for kernel in (module for lookup in lookups(model) for module in lookup.modules()):
         if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen):
-            own = [at.get(weight.data_ptr()) for weight in kernel.split_embedding_weights()]
-            if any(own):
-                found.append(_FusedLookup(kernel, own))
-    return found
+            of_kernel = [at.get(weight.data_ptr()) for weight in kernel.split_embedding_weights()]
+            if any(of_kernel):
+                kernels.append(_FusedLookup(kernel, of_kernel))
+    return kernels
 
 
 def _check_size(table: TableScheme, config: EmbeddingBagConfig) -> None:
-    wanted, given = (
+    size, shape = (
         (config.num_embeddings, config.embedding_dim),
         (table.num_embeddings, table.embedding_dim),
     )
-    check(given == wanted, f"table {table.name!r}", f"a scheme of N, D = {wanted}", given)
+    check(shape == size, f"table {table.name!r}", f"a scheme of N, D = {size}", shape)
 
 
 def _check_values(shard: TableShard, routing: RowRouting) -> None:
@@ -406,5 +413,5 @@ def _copied(codes: ColumnCodes) -> ColumnCodes:
 
 
 def _are_equal(first: RowRouting, second: RowRouting) -> bool:
-    own, others = first.to_tensors(), second.to_tensors()
-    return own.keys() == others.keys() and all(own[name].equal(others[name]) for name in own)
+    one, other = first.to_tensors(), second.to_tensors()
+    return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)

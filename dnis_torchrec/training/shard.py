@@ -103,14 +103,14 @@ def shard(
 ) -> tuple[DistributedModelParallel, KeyedOptimizerWrapper]:
     """Shards a model as the recipe's table optimizer needs it."""
     check_pooling(task)
-    fused = recipe.table_optimizer == "rowwise_adagrad" or (
+    in_backward = recipe.table_optimizer == "rowwise_adagrad" or (
         device.type == "cuda" and not replicated
     )
     wrappers = soft_selection_modules(task).values()
     is_multi_hot = any(wrapper.bag_splitter is not None for wrapper in wrappers)
     may_select_in_lookups = is_multi_hot and device.type == "cpu" and are_compiled()
     multiplies = may_select_in_lookups and not replicated and _are_small(wrappers, batch_size)
-    selects_in_lookups = multiplies or (may_select_in_lookups and fused)
+    selects_in_lookups = multiplies or (may_select_in_lookups and in_backward)
     if selects_in_lookups:
         for wrapper in wrappers:
             if isinstance(wrapper, SoftSelectionEmbeddingBagCollection):
@@ -122,11 +122,13 @@ def shard(
         "learning_rate": recipe.table_learning_rate,
     }
     of_bags = (
-        {USE_ONE_TBE_PER_TABLE: True} if fused and is_multi_hot and device.type == "cpu" else None
+        {USE_ONE_TBE_PER_TABLE: True}
+        if in_backward and is_multi_hot and device.type == "cpu"
+        else None
     )
-    sharders = default_sharders(fused_params if fused else None, of_bags=of_bags)
+    sharders = default_sharders(fused_params if in_backward else None, of_bags=of_bags)
     dense = ShardingType.DATA_PARALLEL.value
-    is_spread = fused or (world_size_of() > 1 and not replicated)
+    is_spread = in_backward or (world_size_of() > 1 and not replicated)
     if is_spread:  # small tables would be planned data_parallel, whose dense kernel leaves the fused optimizer out
         kinds = _spread_types(device)
         constraint = ParameterConstraints(sharding_types=kinds)
@@ -140,10 +142,10 @@ def shard(
     constraints = {table: uncut if table in whole_rows else constraint for table in tables}
     plan = make_sharding_plan(task, device, sharders, constraints=constraints)
     modules = cast(Iterable[EmbeddingModuleShardingPlan], plan.plan.values())
-    planned = [parameter for module in modules for parameter in module.values()]
-    for sharding in planned:
+    shardings = [parameter for module in modules for parameter in module.values()]
+    for sharding in shardings:
         if (
-            is_spread and not fused
+            is_spread and not in_backward
         ):  # every type runs in the dense kernel; the planner knows it for data_parallel alone
             sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
         if prefetched and sharding.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value:
@@ -177,8 +179,8 @@ def spread_tables(model: nn.Module, device: torch.device) -> nn.Module:
 
 def _spread_types(device: torch.device) -> list[str]:
     """Sharding types by which no two ranks hold the same value."""
-    offered = CpuEmbeddingBagCollectionSharder().sharding_types(device.type)
-    return [kind for kind in offered if kind != ShardingType.DATA_PARALLEL.value]
+    kinds = CpuEmbeddingBagCollectionSharder().sharding_types(device.type)
+    return [kind for kind in kinds if kind != ShardingType.DATA_PARALLEL.value]
 
 
 def _are_small(wrappers: Collection[SoftSelectionModule], batch_size: int | None) -> bool:
@@ -187,10 +189,10 @@ def _are_small(wrappers: Collection[SoftSelectionModule], batch_size: int | None
     tables = [
         table for wrapper in wrappers if is_pooled(wrapper) for table in table_configs_of(wrapper)
     ]
-    pooled = sum(table.embedding_dim * len(table.feature_names) for table in tables) * (
+    num_pooled = sum(table.embedding_dim * len(table.feature_names) for table in tables) * (
         batch_size or 0
     )
-    return sum(table.num_embeddings * table.embedding_dim for table in tables) <= pooled
+    return sum(table.num_embeddings * table.embedding_dim for table in tables) <= num_pooled
 
 
 def rest_optimizer(model: DistributedModelParallel, recipe: Recipe) -> KeyedOptimizerWrapper:
@@ -218,8 +220,10 @@ def rest_optimizer(model: DistributedModelParallel, recipe: Recipe) -> KeyedOpti
         {"params": weights, "lr": rates[kind], RATE_GROUP: kind}
         for kind, weights in weights_of.items()
     ]
-    filled = [group for group in groups if group["params"]]
-    return KeyedOptimizerWrapper(rest, lambda _: torch.optim.Adam(filled or groups[:1], fused=True))
+    nonempty = [group for group in groups if group["params"]]
+    return KeyedOptimizerWrapper(
+        rest, lambda _: torch.optim.Adam(nonempty or groups[:1], fused=True)
+    )
 
 
 def set_learning_rates_(
@@ -295,12 +299,12 @@ def _is_launched() -> bool:
 @contextmanager
 def flushing_denormals() -> Iterator[None]:
     """While it lasts this thread's CPU takes denormals for zero, where the CPU can."""
-    before = is_flushing()
+    was_flushing = is_flushing()
     torch.set_flush_denormal(True)
     try:
         yield
     finally:
-        torch.set_flush_denormal(before)
+        torch.set_flush_denormal(was_flushing)
 
 
 def is_flushing() -> bool:

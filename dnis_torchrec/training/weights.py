@@ -101,10 +101,10 @@ def _key_of_table(fqn: str, module: nn.Module, table: str) -> str:
 
 
 def check_shapes(
-    expected: Mapping[str, Tensor], state: Mapping[str, Tensor | StoredTensor], place: str
+    weights: Mapping[str, Tensor], state: Mapping[str, Tensor | StoredTensor], place: str
 ) -> None:
     """Checks that weights have the shapes of the model that they are meant for."""
-    for name, value in expected.items():
+    for name, value in weights.items():
         shape, size = tuple(value.shape), tuple(state[name].shape)
         check(shape == size, f"{place}, {name}", f"shape {shape}", size, _OF_RUN)
 
@@ -113,10 +113,10 @@ def check_state(model: nn.Module, state: Mapping[str, Tensor | StoredTensor], pl
     """Checks that weights fit a model, naming what does not."""
     if has_axes(state):
         with_axes_(model)
-    expected = model.state_dict()
-    different = sorted(set(expected) ^ set(state))
+    weights = model.state_dict()
+    different = sorted(set(weights) ^ set(state))
     check(not different, place, "the model's own parameters", different[:_NAMES], _OF_RUN)
-    check_shapes(expected, state, place)
+    check_shapes(weights, state, place)
 
 
 def load_state_(model: nn.Module, state: Mapping[str, Tensor], place: str) -> None:
@@ -173,17 +173,17 @@ def weights_for_(model: nn.Module, path: Path) -> dict[str, StoredTensor]:
     state = _state(path)
     if has_axes(state):
         with_axes_(model)
-    expected, place = model.state_dict(), f"weights {path}"
-    tensors = _behind_prefix(expected, state)
-    missing, more = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
+    weights, place = model.state_dict(), f"weights {path}"
+    tensors = _behind_prefix(weights, state)
+    absent, more = sorted(set(weights) - set(tensors)), sorted(set(tensors) - set(weights))
     differences = ", ".join(
         f"{len(names)} {what}, such as {names[:_NAMES]}"
-        for names, what in ((missing, "missing"), (more, "that it does not have"))
+        for names, what in ((absent, "missing"), (more, "that it does not have"))
         if names
     )
     remedy = "use the weights of the recipe's model"
     check(not differences, place, "the names of the model's own parameters", differences, remedy)
-    check_shapes(expected, tensors, place)
+    check_shapes(weights, tensors, place)
     return tensors
 
 
@@ -221,16 +221,16 @@ def _flat(state: Mapping[Any, object], prefix: str = "") -> dict[str, Tensor]:
 
 
 def _behind_prefix(
-    expected: Mapping[str, Tensor], state: Mapping[str, StoredTensor]
+    weights: Mapping[str, Tensor], state: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
     """Drops the prefix behind which most of the model's names stand; the shortest one of several."""
-    first = next(iter(expected), "")
+    first = next(iter(weights), "")
     prefixes = [
         name.removesuffix(first) for name in state if name == first or name.endswith(f".{first}")
     ]
     prefix = min(
         prefixes,
-        key=lambda prefix: (sum(prefix + name not in state for name in expected), len(prefix)),
+        key=lambda prefix: (sum(prefix + name not in state for name in weights), len(prefix)),
         default="",
     )
     return {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
