@@ -81,7 +81,6 @@ class _Manifest(TypedDict):
 
 
 ARTIFACT = FolderKind("artifact", MANIFEST, _FORMAT)
-
 _UNHASHED = 64 * "0"
 _AGAIN = "it was damaged; export again"
 

@@ -338,8 +338,8 @@ def _compile(program: ExportedProgram, folder: Path) -> None:
             program, package_path=file, inductor_configs=configs
         )
     tensors = {**program.state_dict, **program.constants}
-    names = sorted(torch._inductor.aoti_load_package(file).get_constant_fqns())
-    constants = unshared({name: tensors[name] for name in names})
+    names = torch._inductor.aoti_load_package(file).get_constant_fqns()
+    constants = unshared({name: tensors[name] for name in sorted(names)})
     save_file(constants, folder / _CONSTANTS)
     _write_index(folder, constants)
 
@@ -367,10 +367,9 @@ def _copy_libraries(program: ExportedProgram, folder: Path) -> list[str]:
         return []
     library = LOOKUPS.build()
     (folder / _LIBRARIES).mkdir()
-    place = folder / _LIBRARIES / library.name
-    shutil.copyfile(library, place)
-    place.chmod(0o755)
-    return [place.relative_to(folder).as_posix()]
+    shutil.copyfile(library, folder / _LIBRARIES / library.name)
+    (folder / _LIBRARIES / library.name).chmod(0o755)
+    return [f"{_LIBRARIES}/{library.name}"]
 
 
 def _load(folder: Path) -> PackagedModel:

@@ -37,7 +37,6 @@ METRIC_LIMIT = 1e-5
 LONGEST_BAG = 1_000
 
 _FP32_ROUNDING, _SMALLEST_ERROR = 2.0**-24, 1e-7
-
 Bag = list[tuple[int, float]]
 FeatureBags = dict[str, list[Bag]]
 
@@ -57,13 +56,13 @@ class Finding:
         return self.status == FAILED
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Verification:
     """Results of a verification."""
 
     artifact: str
-    forms: tuple[str, ...] = ()
     findings: tuple[Finding, ...]
+    forms: tuple[str, ...] = ()
 
     @property
     def failures(self) -> list[Finding]:
@@ -83,7 +82,7 @@ def verify(
     ranks = ranks or Ranks()
     manifest, findings = check_files(artifact, ranks)
     if manifest is None or any(finding.is_failure for finding in findings):
-        return Verification(artifact=str(artifact), findings=tuple(findings))
+        return Verification(str(artifact), tuple(findings))
     with together(ranks.group):
         scheme, rows = read_scheme(artifact), exact_rows(artifact)
         rows = {name: cache(of_table) for name, of_table in rows.items()}
@@ -98,8 +97,7 @@ def verify(
     findings += _over_ranks(checks, ranks)
     if make_recipe is not None:
         findings += _check_metrics(artifact, manifest, make_recipe, ranks)
-    forms = tuple(manifest["forms"])
-    return Verification(artifact=str(artifact), forms=forms, findings=tuple(findings))
+    return Verification(str(artifact), tuple(findings), tuple(manifest["forms"]))
 
 
 def _judge(check: str, subject: str, good: bool, detail: str) -> Finding:

@@ -422,7 +422,7 @@ def _merge(
     shards: dict[str, Any] = {name: {form: [] for form in forms} for name in scheme.tables}
     for table, form, shard, facts in entries:
         shards[table][form].append((shard, facts))
-    tables, files, on_disk = scheme.to_json(), Files(), dict.fromkeys(forms, 0)
+    tables, files, on_disk = scheme.to_json(), {}, dict.fromkeys(forms, 0)
     for name, table in scheme.tables.items():
         tables[name] |= {"blocks": _describe_blocks(table), "shards": {}}
         for form in forms:

@@ -48,7 +48,7 @@ def own_file(package: Path, manifest: dict[str, Any], name: str) -> Path:
 
 
 def load(package: Path) -> Callable[..., Tensor]:
-    """Loads a package of either kind as ``model(dense, values, lengths)``, weights last where bags are weighted.
+    """Loads a package as ``model(dense, values, lengths)``, weights last where bags are weighted.
 
     Args:
         package: the folder.
@@ -59,8 +59,6 @@ def load(package: Path) -> Callable[..., Tensor]:
     manifest = read_manifest(package)
     for library in manifest["libraries"]:
         torch.ops.load_library(own_file(package, manifest, library))
-    if manifest["kind"] == "torchscript":
-        return torch.jit.load(own_file(package, manifest, f"{manifest['model']}/1/model.pt")).eval()
     model = torch._inductor.aoti_load_package(str(own_file(package, manifest, "model.pt2")))
     # memory-mapped: pages are read as they are touched
     constants = load_file(own_file(package, manifest, "constants.safetensors"))
