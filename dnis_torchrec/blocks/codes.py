@@ -81,7 +81,8 @@ def unpacked_fields(rows: Tensor, bits: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class ColumnCodes:
-    """The codes in which the columns of a table's blocks are stored: bits, scale and shift of each."""
+    """The codes in which the columns of a table's blocks are stored: bits, scale and shift of
+    each."""
 
     bits: Tensor
     scale: Tensor
@@ -190,7 +191,8 @@ def largest_codes(bits: Tensor) -> Tensor:
 
 
 def _of_rows(blocks: Tensor, codes: ColumnCodes) -> tuple[Tensor, Tensor, Tensor]:
-    """(bits as int32, scale, shift) of every value: ``(n, D)`` each; rows of no block have no bits."""
+    """(bits as int32, scale, shift) of every value: ``(n, D)`` each; rows of no block have no
+    bits."""
     num_columns = codes.bits.shape[1]
     bits = torch.cat([codes.bits.int(), torch.zeros(1, num_columns, dtype=torch.int32)])
     scale = torch.cat([codes.scale, torch.ones(1, num_columns)])

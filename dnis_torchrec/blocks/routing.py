@@ -158,7 +158,8 @@ class RowRouting:
         return RowRouting(self.num_embeddings, self.num_blocks, block_of_row=block_of_row)
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """The tensors that say everything, for a safetensors file; `from_tensors` reads them back."""
+        """The tensors that say everything, for a safetensors file; `from_tensors` reads them
+        back."""
         either = {"boundaries": self.boundaries, "block_of_row": self.block_of_row}
         return {name: tensor for name, tensor in either.items() if tensor is not None}
 
@@ -282,7 +283,8 @@ def directory_bytes(routing: RowRouting, stored: Tensor | None = None) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowDirectory:
-    """Directory that finds the block of every row of a table, and its place there; see the module."""
+    """Directory that finds the block of every row of a table, and its place there; see the
+    module."""
 
     num_embeddings: int
     num_blocks: int

@@ -1,1 +1,2 @@
-"""Soft selection: alpha, the wrapper that applies it, on shards too; in and out of a user's model."""
+"""Soft selection: alpha, the wrapper that applies it, on shards too; in and out of a user's
+model."""

@@ -1,4 +1,5 @@
-"""Soft selection: alpha, the functions on it, and the modules that multiply a lookup's outputs by it.
+"""Soft selection: alpha, the functions on it, and the modules that multiply a lookup's outputs by
+it.
 
 Shapes: B batch, D embedding_dim, S blocks, A rows of alpha of one D, K pieces of outputs.
 """
@@ -193,7 +194,8 @@ def normalise_gradient(gradient: Tensor, hits: Tensor) -> Tensor:
 def step_and_clip_(
     alpha: Tensor, direction: Tensor, learning_rate: float, *, floor: float = 0.0
 ) -> Tensor:
-    """One projected descent step: ``alpha <- clip(alpha - learning_rate * direction, floor, 1)``."""
+    """One projected descent step: ``alpha <- clip(alpha - learning_rate * direction, floor,
+    1)``."""
     check(learning_rate > 0, "learning_rate", "a number above 0", learning_rate)
     return alpha.sub_(direction, alpha=learning_rate).clamp_(min=floor, max=1.0)
 
@@ -466,7 +468,8 @@ class SelectPooled(WatchedOutputs):
         return out
 
     def _in_order(self, sums: KeyedTensor) -> Tensor:
-        """Values in the order of the pieces; sharded collections may group keys by sharding type."""
+        """Values in the order of the pieces; sharded collections may group keys by sharding
+        type."""
         if sums.keys() == self._pieces.keys:
             return sums.values()
         by_key = sums.to_dict()

@@ -1,16 +1,16 @@
 """Soft selection on the ranks that hold the shards, so that the output all-to-all is as large as
 the plain model's.
 
-A collection with multi-hot features is sharded with a key for every block of such a feature, because
-that is how its kernels are to pool. What travels need not know of blocks:
+A collection with multi-hot features is sharded with a key for every block of such a feature,
+because that is how its kernels are to pool. What travels need not know of blocks:
 
     input_dist     the user's bags, whole, as in the plain model
     lookup         on the rank of the shard: bags split by block, pooled, times alpha, added up
     output_dist    one pooled embedding per feature, as in the plain model
 
-So `select_on_shards_` leaves TorchRec's lookups where they are and puts a `ShardSelection` around each
-of their kernels. Kernels on a CPU whose optimizer is not fused may multiply whole tables by alpha
-instead (`TableSelection`): a sum of rows times alpha is the sum of their products.
+So `select_on_shards_` leaves TorchRec's lookups where they are and puts a `ShardSelection` around
+each of their kernels. Kernels on a CPU whose optimizer is not fused may multiply whole tables by
+alpha instead (`TableSelection`): a sum of rows times alpha is the sum of their products.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Sharding for a search: every sharding type on every device, plans that all ranks agree on,
 weights that stay.
 
-Any sharder and plan of TorchRec's does for a search. What these add: on a CPU TorchRec's sharder leaves
-the row-wise family out, a plan that cannot be made or does not fit leaves ranks hanging, and a model on
-a CPU loses its weights when it is sharded.
+Any sharder and plan of TorchRec's does for a search. What these add: on a CPU TorchRec's sharder
+leaves the row-wise family out, a plan that cannot be made or does not fit leaves ranks hanging, and
+a model on a CPU loses its weights when it is sharded.
 
 Shapes: N rows of a table, D its embedding_dim, W ranks.
 """
@@ -205,7 +205,8 @@ def check_sharding_plan(
         remedy = "make the plan for the prepared model"
         if kind not in (EmbeddingBagCollection, EmbeddingCollection):
             base = EmbeddingBagCollection if is_pooled(lookup) else EmbeddingCollection
-            remedy = f"build it as an {base.__name__}: sharders take no subclass, such as {kind.__name__}"
+            remedy = f"build it as an {base.__name__}: "
+            remedy += f"sharders take no subclass, such as {kind.__name__}"
         for table in table_configs_of(lookup):
             place = f"sharding plan, table {table.name!r}"
             check(table.name in plans, place, f"an entry under FQN {fqn!r}", "none", remedy)
@@ -314,7 +315,7 @@ def _fqns_of_plan(model: nn.Module) -> dict[str, str]:
     """FQN of every collection of an unsharded model -> that of the module which TorchRec shards,
     which may process features in front of it."""
     if not stands_still(model):
-        remedy = "call prepare_ first: then rows keep their ids; to train it as it is, take TorchRec's own sharder"
+        remedy = "call prepare_ first: then rows keep their ids; or take TorchRec's own sharder"
         refuse_managed_collisions(model, "sharding", remedy)
     fqns = {}
     for fqn, module in collections(model).items():
@@ -388,7 +389,7 @@ def _copy_weight_(shard: TableShard, weight: torch.Tensor) -> None:
 
 def _world_size(process_group: dist.ProcessGroup | None) -> int:
     if not dist.is_initialized():
-        remedy = "call torch.distributed.init_process_group, or use dnis_torchrec.training.shard.process_group"
+        remedy = "call torch.distributed.init_process_group, or use training.shard.process_group"
         raise RuntimeError(describe("sharding", "a process group", "none", remedy))
     return dist.get_world_size(process_group)
 

@@ -277,8 +277,8 @@ def check_merged(fqn: str, collection: nn.Module, ranks: Ranks) -> None:
     place, remedy = f"FQN {fqn!r}", "call merge_ first"
     is_plain = isinstance(collection, EmbeddingBagCollection | EmbeddingCollection)
     if ranks.world_size == 1 and not is_plain:
-        required, kind = "a merged, unsharded collection", type(collection).__name__
-        raise RuntimeError(describe(place, required, kind, remedy))
+        requirement, kind = "a merged, unsharded collection", type(collection).__name__
+        raise RuntimeError(describe(place, requirement, kind, remedy))
     if isinstance(collection, SoftSelectionModule):
         alpha = collection.alpha
         if not all(bool((alpha.of(dim) == 1).all()) for dim in alpha.dims):

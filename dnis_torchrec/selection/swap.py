@@ -110,8 +110,8 @@ def prepare_(
     for fqn, module in model.named_modules():
         if isinstance(module, Sharded):
             remedy = "call prepare_ before DistributedModelParallel"
-            required = "an unsharded collection"
-            raise RuntimeError(describe(f"FQN {fqn!r}", required, "a sharded one", remedy))
+            requirement = "an unsharded collection"
+            raise RuntimeError(describe(f"FQN {fqn!r}", requirement, "a sharded one", remedy))
     plain = cast(dict[str, Plain], collections(model))
     check(bool(plain), "prepare_", "a model with an embedding collection", type(model).__name__)
     remedy = f"leave it out to wrap all collections: {', '.join(map(repr, plain))}"

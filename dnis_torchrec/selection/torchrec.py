@@ -1,8 +1,9 @@
 """Every change made to an object of TorchRec or FBGEMM, and every reach into one.
 
-An entry says why it is there, links to the place upstream, and names the version that ends it; where none is
-planned it says so. Written for torchrec 1.8.0 and fbgemm 1.8.0. A name that begins with an underscore is theirs: a
-new version may move it, and this is the one file to read then. What stands in front of lookups is in `torchrec_inputs`.
+An entry says why it is there, links to the place upstream, and names the version that ends it;
+where none is planned it says so. Written for torchrec 1.8.0 and fbgemm 1.8.0. A name that begins
+with an underscore is theirs: a new version may move it, and this is the one file to read then. What
+stands in front of lookups is in `torchrec_inputs`.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def without_ddp(lookup: nn.Module) -> Any:
 
 
 def lookups(model: nn.Module) -> list[nn.Module]:
-    """TorchRec's lookups, which a sharded collection keeps in a plain list, unseen by `modules()`."""
+    """TorchRec's lookups, which a sharded collection keeps in a plain list, unseen by
+    `modules()`."""
     collections = [module for module in model.modules() if isinstance(module, Sharded)]
     return [without_ddp(lookup) for module in collections for lookup in module._lookups]
 
@@ -155,7 +157,8 @@ def read_by_name_(model: nn.Module, *, refuse_weights: bool | None = False) -> N
 def read_collection_by_name_(
     collection: Sharded, *, refuse_weights: bool | None = False, anew: bool = False
 ) -> None:
-    """`read_by_name_` for one sharded collection; `anew` where it reads other features from now on."""
+    """`read_by_name_` for one sharded collection; `anew` where it reads other features from now
+    on."""
     if anew:
         vars(collection).pop("input_dist", None)
     step = vars(collection).get("input_dist")
@@ -238,14 +241,14 @@ class FeaturesByName:
             remedy = (
                 "give the KeyedJaggedTensor weights, or build the collection with is_weighted=False"
             )
-            made = getattr(self._collection, _MAKES_WEIGHTS, False)
-            check(made, place, "per-sample weights", "none", remedy)
+            makes = getattr(self._collection, _MAKES_WEIGHTS, False)
+            check(makes, place, "per-sample weights", "none", remedy)
             return features
         if self._weighting:
             if weights.requires_grad and torch.is_grad_enabled():
                 self._check_gradient_of_weights(place, features.keys())
             return features
-        remedy = "leave them out, or build the collection with is_weighted=True: TorchRec's kernels would multiply"
+        remedy = "leave them out, or build the collection with is_weighted=True"
         check(not self.refuse_weights, place, "bags without per-sample weights", "weights", remedy)
         return without_weights(features)
 
@@ -255,16 +258,17 @@ class FeaturesByName:
         stay = {ShardingType.DATA_PARALLEL.value, ShardingType.TABLE_WISE.value}
         if kinds <= stay and keys == self._read and self._collection._env.world_size == 1:
             return
-        supported = (
+        limit = (
             "supported are per-sample weights that learn on one rank, table_wise or data_parallel"
         )
         remedy = f"detach the weights, or list the features as the kernels read them: {self._read}"
-        received = f"{sorted(kinds)}, features {keys}"
-        raise NotImplementedError(describe(place, supported, received, remedy))
+        text = f"{sorted(kinds)}, features {keys}"
+        raise NotImplementedError(describe(place, limit, text, remedy))
 
 
 def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """The same bags without per-sample weights; no public call gives them without a copy of the ids."""
+    """The same bags without per-sample weights; no public call gives them without a copy of the
+    ids."""
     bags = copy.copy(features)
     bags._weights = bags._jt_dict = None
     return bags
@@ -282,8 +286,9 @@ def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def kernels_of(lookup: nn.Module) -> list[tuple[nn.Module, list[ShardedEmbeddingTable]]]:
-    """The modules of a lookup that select for themselves, and their tables: its kernels, so that the pieces of one
-    are added up before the next looks up its own; or all of a lookup that is in DistributedDataParallel, or empty."""
+    """The modules of a lookup that select for themselves, and their tables: its kernels, or all of
+    a lookup that is in DistributedDataParallel, or empty."""
+    # by kernels, the pieces of one are added up before the next looks up its own
     whole = without_ddp(lookup)
     tables = [list(config.embedding_tables) for config in whole.grouped_configs]
     if isinstance(lookup, DistributedDataParallel) or not tables:
@@ -331,9 +336,10 @@ def read_whole_bags_(
 
 @contextmanager
 def weights_replaced(kernel: nn.Module, product: Tensor) -> Iterator[None]:
-    """Puts a product in place of a kernel's weights, as `functional_call` does, for a kernel that its lookup calls."""
+    """Puts a product in place of a kernel's weights, as `functional_call` does, for a kernel that
+    its lookup calls."""
     weights = kernel._parameters["weights"]
-    kernel._parameters["weights"] = product  # type: ignore[assignment]  # no parameter, and none is wanted
+    kernel._parameters["weights"] = product  # type: ignore[assignment]  # no parameter
     try:
         yield
     finally:
@@ -353,7 +359,8 @@ def weights_replaced(kernel: nn.Module, product: Tensor) -> Iterator[None]:
 
 
 def read_rows_in_order_(collection: ShardedEmbeddingCollection) -> None:
-    """Lets dense CPU kernels of a sharded collection return the rows of its ids in their order. Local."""
+    """Lets dense CPU kernels of a sharded collection return the rows of its ids in their order.
+    Local."""
     for lookup in collection._lookups:
         for kernel in without_ddp(lookup)._emb_modules:
             if isinstance(kernel, BatchedDenseEmbedding):
@@ -370,9 +377,9 @@ class RowsInOrder:
         tables = kernel.config.embedding_tables
         widths = sorted({table.local_cols for table in tables})
         if len(widths) != 1:
-            supported = "supported in one dense kernel are tables of one width"
+            limit = "supported in one dense kernel are tables of one width"
             place = f"tables {[table.name for table in tables]}"
-            raise NotImplementedError(describe(place, supported, widths))
+            raise NotImplementedError(describe(place, limit, widths))
         self._width = widths[0]
         begins = itertools.accumulate((table.local_rows for table in tables), initial=0)
         pairs = zip(begins, tables, strict=False)
@@ -496,9 +503,9 @@ def check_frozen_are_held(fqn: str, collection: nn.Module) -> None:
         return
     loose = sorted(frozen - frozen_tables_of_sharded(collection))
     if loose:
-        supported = "supported are frozen tables (requires_grad=False) that dnis_torchrec.shard_model has sharded"
+        limit = "supported are frozen tables (requires_grad=False) that shard_model has sharded"
         remedy = "shard with it: a DistributedModelParallel of its own trains them"
-        raise NotImplementedError(describe(f"FQN {fqn!r}", supported, f"tables {loose}", remedy))
+        raise NotImplementedError(describe(f"FQN {fqn!r}", limit, f"tables {loose}", remedy))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -173,12 +173,12 @@ def check_remapping(model: nn.Module) -> None:
             remedy = "train the model first: in training ids get their rows"
             check(not is_empty, place, "ids that have rows", "none", remedy)
             for feature in features:
-                others = sorted(readers[feature] - {table})
-                if others:
-                    supported = f"supported are features of one table, so that the rows of {feature!r} are its own"
+                rest = sorted(readers[feature] - {table})
+                if rest:
+                    limit = "supported are features of one table, whose rows are its own"
                     remedy = "give the other table a feature of its own with the same ids"
-                    received = f"{others} reads it, too"
-                    raise NotImplementedError(describe(place, supported, received, remedy))
+                    text = f"{rest} reads it, too"
+                    raise NotImplementedError(describe(place, limit, text, remedy))
 
 
 def stand_still_(model: nn.Module) -> None:
@@ -214,10 +214,10 @@ def go_on_(model: nn.Module) -> None:
 def refuse_managed_collisions(model: nn.Module, what: str, remedy: str) -> None:
     """Refuses what looks at raw ids, or shards the collection alone."""
     for fqn in managed_collisions(model):
-        supported = f"supported in {what} are embedding collections that the model calls itself"
+        limit = f"supported in {what} are embedding collections that the model calls itself"
         kind = type(get_unwrapped_module(model).get_submodule(fqn)).__name__
-        place, received = f"{fqn}.{MANAGED}".removeprefix("."), f"one in {kind} {fqn!r}"
-        raise NotImplementedError(describe(f"FQN {place!r}", supported, received, remedy))
+        place, text = f"{fqn}.{MANAGED}".removeprefix("."), f"one in {kind} {fqn!r}"
+        raise NotImplementedError(describe(f"FQN {place!r}", limit, text, remedy))
 
 
 def _rows_of(
@@ -252,12 +252,12 @@ def _readers(model: nn.Module) -> dict[str, set[str]]:
 
 @contextmanager
 def _standing_still(collection: ManagedCollisionCollection) -> Iterator[None]:
-    before = [(module, module.training) for module in collection.modules()]
+    modes = [(module, module.training) for module in collection.modules()]
     collection.eval()
     try:
         yield
     finally:
-        for module, was_training in before:
+        for module, was_training in modes:
             module.training = was_training
 
 

@@ -1,16 +1,18 @@
-"""The wrappers that apply soft selection: around an EmbeddingBagCollection, around one behind feature
-processors, and around an EmbeddingCollection.
+"""The wrappers that apply soft selection: around an EmbeddingBagCollection, around one behind
+feature processors, and around an EmbeddingCollection.
 
-The user's collection stays a child, so any sharder, planner and kernel works on it unchanged. Two kinds
-of features, told apart when the wrapper is built:
+The user's collection stays a child, so any sharder, planner and kernel works on it unchanged. Two
+kinds of features, told apart when the wrapper is built:
 
-- a *single-id* feature (bags of at most one id): its embedding times the row of alpha of its block;
-- a *multi-hot* feature: BagSplitter makes one bag per block of each bag, each is pooled alone, and the
-  wrapper adds up alpha_s * pooled_s. That costs up to S times the output volume of the feature; in a
-  sharded model `on_shards` moves both to the ranks of the shards, and the volume is the plain model's.
+- a *single-id* feature (bags of at most one id): its embedding times the row of alpha of its
+  block;
+- a *multi-hot* feature: BagSplitter makes one bag per block of each bag, each is pooled alone,
+  and the wrapper adds up alpha_s * pooled_s. That costs up to S times the output volume of the
+  feature; in a sharded model `on_shards` moves both to the ranks of the shards, and the volume is
+  the plain model's.
 
-Names know no wrapper: a checkpoint of the plain model is one of the prepared model, and the other way
-round. TorchRec does the same for its own wrapper, PipelinedPostproc.
+Names know no wrapper: a checkpoint of the plain model is one of the prepared model, and the other
+way round. TorchRec does the same for its own wrapper, PipelinedPostproc.
 
     the plain model                    prepared, sharded or not
     ebc.embedding_bags.t.weight        ebc.embedding_bags.t.weight
@@ -323,8 +325,8 @@ class SoftSelectionFeatureProcessedEmbeddingBagCollection(SoftSelectionEmbedding
     def _take(self, module: nn.Module) -> EmbeddingBagCollection:
         if type(module) is not FeatureProcessedEmbeddingBagCollection:
             kind = type(module).__name__
-            required = "a FeatureProcessedEmbeddingBagCollection"
-            raise TypeError(describe("SoftSelection", required, kind))
+            requirement = "a FeatureProcessedEmbeddingBagCollection"
+            raise TypeError(describe("SoftSelection", requirement, kind))
         collection = cast(EmbeddingBagCollection, inner_collection(module))
         self.feature_processed = with_processors_of(module, collection)
         return collection
@@ -351,8 +353,8 @@ class SoftSelectionFeatureProcessedEmbeddingBagCollection(SoftSelectionEmbedding
             return self.selection(self.feature_processed(features), features, features)
         if isinstance(self.feature_processed, ShardedModule):
             remedy = "call selection.on_shards.select_on_shards_, as BilevelTrainPipeline does"
-            place, required = "feature processors", "selection on the shards"
-            raise RuntimeError(describe(place, required, "split bags", remedy))
+            place, requirement = "feature processors", "selection on the shards"
+            raise RuntimeError(describe(place, requirement, "split bags", remedy))
         return self.look_up_processed(self.processed(features))
 
     def processed(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -501,8 +503,8 @@ class BagCheck(nn.Module):
             return
         ids = features.values()
         if ids.dtype not in INTEGERS:
-            place, required = named(features.keys()), "int32 or int64 ids"
-            raise TypeError(describe(place, required, ids.dtype, "convert them with .long()"))
+            place, requirement = named(features.keys()), "int32 or int64 ids"
+            raise TypeError(describe(place, requirement, ids.dtype, "convert them with .long()"))
         if ids.device.type == "cpu":
             check_bags(features)
         for output in self._outputs:
