@@ -206,7 +206,7 @@ def check_left_alone(names: Collection[str], tables: Collection[str], place: str
     for name in names:
         check_known(f"table of {place}", name, tables)
     is_some = not names or bool(set(tables) - set(names))
-    check(is_some, place, "a table beside those that are left alone", "all of them")
+    check(is_some, place, "a table beside those that are left alone", f"all {len(tables)}")
 
 
 class RecipeError(ValueError):

@@ -865,7 +865,7 @@ def test_a_search_ends_in_what_is_served(optimizer: str, tmp_path: Path, gloo: o
 
 
 def test_two_tasks_and_a_table_left_alone(tmp_path: Path, gloo: object) -> None:
-    both = {"model": two_outputs(), "loss": None, "task": ClickAndRating(), "stop_on": "click_auc"}
+    both = {"model": two_outputs(), "loss": ClickAndRating(), "stop_on": "click_auc"}
     own = replace(recipe(), **both, leave_alone=("shop",))
     settings = SearchSettings(num_blocks=2, epochs=2, patience=2)
     outcome = search(own, 1.6, tmp_path / "run", CPU_OF_SEARCH_OF_SEQUENCES, settings=settings)
