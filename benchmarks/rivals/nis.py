@@ -159,8 +159,6 @@ class Supernet:
         self.model, self._optimizer = shard(whole, recipe, device)
         self._alpha = next(iter(soft_selection_modules(self.model).values())).alpha
         self._grid, self._device = grid, device
-        if recipe.loss is None:
-            raise UnmetError("supported are recipes with a loss of one prediction")
         self._is_binary = isinstance(recipe.loss, nn.BCEWithLogitsLoss)
         labels = torch.cat([batch.labels.float().cpu() for batch in recipe.data.validation])
         self._variance = max(float(labels.var(unbiased=False)), 1e-30)
@@ -189,6 +187,8 @@ class Supernet:
         for pick in picks:
             self._select_(pick)
             predictions = self.model(batch)[1][1]
+            if not isinstance(predictions, Tensor):
+                raise UnmetError("supported are recipes with a loss of one prediction")
             if not self._is_binary:
                 error = float((predictions - labels).square().mean())
                 qualities.append(-error / self._variance)

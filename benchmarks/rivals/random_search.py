@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.rivals.mixed import Blocks, train_mixed
-from benchmarks.rivals.task import Served, Task, best_of, largest_scale
+from benchmarks.rivals.task import Served, Task, UnmetError, best_of, largest_scale
 
 TRIALS = 16
 
@@ -46,4 +46,7 @@ def random_dims(blocks: Blocks, generator: torch.Generator) -> dict[str, Tensor]
         return blocks.num_bytes(blocks.masks(at(scale), widths))
 
     high = 1 / min(float(height.min()) for height in heights.values())
-    return at(largest_scale(num_bytes, blocks.task.num_bytes, high * (1 + 1e-9)))
+    dims = at(largest_scale(num_bytes, blocks.task.num_bytes, high * (1 + 1e-9)))
+    if not any(bool(dim.any()) for dim in dims.values()):
+        raise UnmetError(f"{blocks.task.num_bytes} bytes pay for no column of a block")
+    return dims
