@@ -158,11 +158,8 @@ def test_a_stream_goes_on_where_the_steps_were(kind, sizes, warm_up, stepped, ah
     torch.manual_seed(2)  # another process
     resumed, before = stream(), torch.get_rng_state()
     resumed.first_train_batch()
-    last = resumed.load_state_dict(state)
+    resumed.load_state_dict(state)
     assert torch.equal(torch.get_rng_state(), before)
-    levels = levels_of(schedule, stepped)
-    train = [batch for batch, level in zip(seen, levels, strict=False) if level is Level.LOWER]
-    assert last == (train[-1] if train else None)
     expected = seen[stepped:] + [next(interrupted) for _ in range(5)]
     assert [next(resumed) for _ in expected] == expected
 
@@ -445,12 +442,12 @@ def test_a_loop_takes_the_steps_of_its_parts(gloo, lengths: dict[str, int]) -> N
     model, optimizer, blocks = sharded_for_a_loop()
     pipeline = BilevelTrainPipeline(model, optimizer, CPU)
     stream = BilevelStream(train, validation, LevelSchedule(warm_up_steps=plain))
-    ramp = Ramp(pipeline, stream, blocks, make_recipe().task, compression=5)
+    ramp = Ramp(pipeline, stream, blocks, make_recipe().loss, compression=10)
     while pipeline.lower_steps < steps:
         pipeline.progress(stream)
         ramp.follow(pipeline.lower_steps - plain, ramp_steps)
     other, optimizer, _ = sharded_for_a_loop()
-    loop = SearchLoop(other, optimizer, train, validation, compression=5, steps=steps, **lengths)
+    loop = SearchLoop(other, optimizer, train, validation, compression=10, steps=steps, **lengths)
     losses = []
     while loop.step():
         losses.append(float(loop.loss))
@@ -464,7 +461,7 @@ def test_a_loop_takes_the_steps_of_its_parts(gloo, lengths: dict[str, int]) -> N
 def test_a_loop_goes_on_where_it_was(gloo, tmp_path: Path) -> None:
     def new() -> SearchLoop:
         model, optimizer, _ = sharded_for_a_loop()
-        return SearchLoop(model, optimizer, batches_of(range(6)), batches_of(range(6, 9)), compression=5, steps=30)
+        return SearchLoop(model, optimizer, batches_of(range(6)), batches_of(range(6, 9)), compression=10, steps=30)
 
     whole, folder = new(), CheckpointFolder(tmp_path)
     with CheckpointSaver(folder) as saver:
@@ -484,5 +481,5 @@ def test_a_loop_refuses_sizes_and_lengths_before_it_begins(gloo, wrong: dict[str
     model, optimizer, _ = sharded_for_a_loop()
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SearchLoop(
-            model, optimizer, batches_of(range(2)), batches_of(range(2)), **{"compression": 5, "steps": 9, **wrong}
+            model, optimizer, batches_of(range(2)), batches_of(range(2)), **{"compression": 10, "steps": 9, **wrong}
         )

@@ -22,7 +22,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
 from dnis_torchrec import export
-from dnis_torchrec.allocation import bits as table_sizes
 from dnis_torchrec.allocation.axes import rotation_groups, with_axes_
 from dnis_torchrec.allocation.bits import Prediction
 from dnis_torchrec.allocation.compress import compress, packed_collections
@@ -61,9 +60,9 @@ from tests import tiny_tasks
 from tests.batches import OneOf
 from tests.late import read_late
 from tests.reference import second_moment_reference
-from tests.search.test_resume import assert_same
+from tests.search.test_resume import assert_same_of_search_resume as assert_same
 from tests.searched_runs import quick_search
-from tests.tiny import ROWS, make_batch, make_collection, make_model, make_recipe, ranked
+from tests.tiny import ROWS, make_batch, make_collection, make_recipe
 
 CPU = torch.device("cpu")
 SIZE = 10.0
@@ -239,21 +238,6 @@ def test_a_request_to_stop_saves_the_state(gloo, tmp_path: Path) -> None:
     assert CheckpointFolder(tmp_path).latest() == tmp_path / "step-00000013"
 
 
-def test_a_request_to_stop_is_heard_while_a_search_finishes(gloo, tmp_path: Path) -> None:
-    """It is asked after every step, of the last phase's end on too; what goes on comes to what one would have."""
-    whole, asked, last = found_by(make_recipe(), tmp_path / "whole"), [], []
-    events = SearchEvents(
-        on_alpha=lambda record, alpha, is_last: last.append(record.phase == "release" and is_last),
-        should_stop=lambda: bool(last) and last[-1] and (asked.append(1) or len(asked) == 4),
-    )
-    with pytest.raises(SearchInterrupted, match=r"^finishing, step 4: stopped on request; its phases are saved in .*,"):
-        found_by(make_recipe(), tmp_path / "broken", events)
-    again = found_by(make_recipe(), tmp_path / "broken", saving=Saving(resume=True))
-    assert again.selection_losses == whole.selection_losses
-    own = whole.model.state_dict()
-    assert all(torch.equal(own[name], value) for name, value in again.model.state_dict().items())
-
-
 def test_a_model_that_looks_untrained_is_told_once(
     gloo, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,51 +342,6 @@ def bags_of(bags: dict[str, list[torch.Tensor]]) -> KeyedJaggedTensor:
     )
 
 
-def test_bad_labels_and_empty_splits_are_found_before_training(gloo, tmp_path: Path) -> None:
-    recipe = make_recipe()
-    recipe.data.selection.batches[1].labels[3] = 5.0
-    with pytest.raises(
-        ValueError, match=r"selection batch 1: expected labels in \[0, 1\] for BCEWithLogitsLoss, got 5.0"
-    ):
-        found_by(recipe, tmp_path)
-    recipe = make_recipe()
-    recipe.data.train.batches[0].labels[3] = 0.75
-    recipe.data.test.batches[1].labels[3] = 0.75
-    with pytest.raises(ValueError, match=r"test batch 1: expected labels 0 or 1, got 0.75; smooth labels in the train"):
-        found_by(recipe, tmp_path)
-    recipe = make_recipe()
-    recipe.data.train.batches[4].labels = recipe.data.train.batches[4].labels.unsqueeze(1)
-    with pytest.raises(
-        ValueError, match=r"train batch 4: expected labels of shape \(B,\), got \(64, 1\); flatten them"
-    ):
-        found_by(recipe, tmp_path)
-    recipe = make_recipe()
-    recipe.data.validation.batches.clear()
-    with pytest.raises(ValueError, match=r"validation stream: expected at least one batch, got 0"):
-        found_by(recipe, tmp_path)
-
-
-def test_rankings_are_checked_before_training(gloo, tmp_path: Path) -> None:
-    """Else a search would end with an error of its last evaluation, and could not be resumed past it."""
-    recipe = make_recipe()
-    recipe.data.test.batches[:] = [ranked(make_batch(27, 60), 9)]
-    with pytest.raises(
-        ValueError, match=r"test split, query 0: expected at least k=10 candidates, got 9; add negatives"
-    ):
-        found_by(recipe, tmp_path)
-    stars = ranked(make_batch(30, 60), 10)
-    stars.labels[7] = 4.0
-    recipe = replace(make_recipe(), loss=nn.MSELoss())
-    recipe.data.selection.batches[:] = [stars]
-    with pytest.raises(
-        ValueError, match=r"selection batch 0: expected labels 0 or 1, got 4.0; mark relevant candidates"
-    ):
-        found_by(recipe, tmp_path)
-    recipe.data.train.batches[0].labels[7] = stars.labels[7] = 1.0
-    recipe.data.train.batches[1].labels[7] = 4.0  # ratings may be trained on
-    assert found_by(recipe, tmp_path).best_epoch >= 0
-
-
 def test_bags_that_the_plain_model_could_not_pool_are_refused_before_training(
     gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -418,13 +357,6 @@ def test_bags_that_the_plain_model_could_not_pool_are_refused_before_training(
         found_by(recipe, tmp_path)
     monkeypatch.setattr(sharding_of_training, "world_size_of", lambda: 2)
     sharding_of_training.check_pooling(recipe.model)  # stays sharded, and FBGEMM's kernels can
-
-
-def test_models_of_the_tests_are_torchrecs_own() -> None:
-    assert {type(make_model(kind)).__module__ for kind in ("dlrm", "dlrm_dcn", "deepfm")} == {
-        "torchrec.models.dlrm",
-        "torchrec.models.deepfm",
-    }
 
 
 CPU_OF_SEARCH_GIVEN = torch.device("cpu")
@@ -657,18 +589,6 @@ def test_it_says_whether_the_search_gained_something(found: SearchResult) -> Non
         assert ("gained nothing" in repr(of_origin)) is said
 
 
-def test_a_notebook_shows_a_table(found: SearchResult, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = found._repr_html_()
-    assert page.count("<tr>") == 3
-    assert "times smaller" in page
-    assert found.allocation._repr_html_().count("<tr>") == 3
-    scheme = replace(found.scheme, tables={"<user>": found.scheme.tables["user"]})
-    assert "<th>&lt;user&gt;</th>" in table_sizes.sizes_as_html(scheme, ["a < b"])
-    monkeypatch.setattr(table_sizes, "LISTED", 1)
-    lines = table_sizes.sizes_as_text(found.scheme)
-    assert [line.split(":")[0] for line in lines] == ["  user", "  1 other tables"]
-
-
 def test_a_size_is_refused_before_anything_is_copied() -> None:
     with pytest.raises(ValueError, match="compression: expected a finite number above 1, got 1"):
         dnis.search(None, compression=1)  # type: ignore[arg-type]
@@ -773,18 +693,6 @@ def test_a_run_is_exported_and_verified_with_it_and_not_pruned(gloo, tmp_path: P
     assert verify(artifact).failures == []
     with pytest.raises(NotImplementedError, match=r"^Recipe\.leave_alone: supported are recipes without"):
         search_as_published(genre_alone(), PaperSettings(), CPU_OF_LEAVE_ALONE)
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (("gendre",), r"table of Recipe\.leave_alone 'gendre': .* did you mean 'genre'"),
-        (("user", "genre"), r"^Recipe\.leave_alone: expected a table beside those that are left alone, got all 2"),
-    ],
-)
-def test_names_are_checked_with_the_recipe(names: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(make_recipe(), leave_alone=names)
 
 
 def test_it_is_one_block_of_rows_as_they_stand(tmp_path: Path) -> None:
