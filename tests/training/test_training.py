@@ -220,7 +220,7 @@ def test_labels_that_are_no_classes_have_no_auc(share: float, gloo) -> None:
     batch = make_batch(3, 1)
     batch.labels = torch.tensor([0.0, 1.0, share])
     task = TrainTask(recipe.model, recipe.loss)
-    message = rf"^evaluation split: expected labels 0 or 1, got {share}; smooth labels in the train split alone$"
+    message = rf"^evaluation split: expected labels 0 or 1, got {share}"
     with pytest.raises(ValueError, match=message):
         evaluate(task, [batch], recipe.loss, CPU)
     assert evaluate(TrainTask(recipe.model, nn.MSELoss()), [batch], nn.MSELoss(), CPU)["mse"] > 0
