@@ -135,9 +135,7 @@ def train(
 ) -> None:
     """Trains the plain model until its selection loss stops improving; writes a run."""
     with _before_work(recipe, out, overwrite):
-        settings = TrainCommand(
-            recipe=recipe, out=out, data=data, epochs=epochs, seed=seed, overwrite=overwrite
-        )
+        settings = TrainCommand(**locals())
     from dnis_torchrec.cli.commands import run_train
 
     _print_results(run_train(settings), f"run: {address_of(out)}")
@@ -199,18 +197,7 @@ def search(
     """Searches: trains, lets columns die by what they are worth, spends bits on the others; writes
     a run. Ctrl-C saves and stops; the same command with --resume goes on, also after a crash."""
     with _before_work(recipe, None):
-        settings = SearchCommand(
-            recipe=recipe,
-            out=out,
-            source=source,
-            data=data,
-            compression=compression,
-            epochs=epochs,
-            seed=seed,
-            checkpoint_every=checkpoint_every,
-            resume=resume,
-            overwrite=overwrite,
-        )
+        settings = SearchCommand(**locals())
     from dnis_torchrec.cli.commands import run_search
     from dnis_torchrec.cli.run import RunFolder
 
@@ -266,9 +253,7 @@ def evaluate(
 ) -> None:
     """Evaluates a run or an artifact on the test split, or verifies an artifact."""
     with _before_work(recipe, None):
-        settings = EvaluateCommand(
-            path=path, recipe=recipe, data=data, verify=verify, json_file=json_file
-        )
+        settings = EvaluateCommand(**locals())
     from dnis_torchrec.cli import commands
     from dnis_torchrec.data.files import write_json
 
@@ -310,9 +295,7 @@ def package(
 ) -> None:
     """Packages the whole model of an artifact, compiled: inputs dense, values, lengths."""
     with _before_work(recipe, out, overwrite):
-        settings = PackageCommand(
-            artifact=artifact, out=out, recipe=recipe, data=data, overwrite=overwrite
-        )
+        settings = PackageCommand(**locals())
     from dnis_torchrec.cli.commands import run_package
 
     try:
