@@ -209,7 +209,7 @@ def run_compress(settings: CompressCommand) -> Results:
 def _trained_model(
     settings: CompressCommand,
 ) -> tuple[Recipe, dict[str, StoredTensor] | None, dict[str, Any]]:
-    """The recipe, the weights of its model where they are in files, and what an artifact records."""
+    """The recipe, its model's weights where they are in files, and what an artifact records."""
     source, head, weights = settings.source, dict[str, Any](), None
     if source is not None and is_run(source):
         run = RunFolder.open(source)
@@ -595,7 +595,7 @@ def _plain_weights(
         return RunFolder.open(run.path).weights(), int(head["best_epoch"]) + 1
     place = f"run folder {run.path}"
     check(kind_of(head) == SEARCHED, place, "a model in it", "compressed ones")
-    return weights_after_plain_training(model, run.path, head)
+    return weights_after_plain_training(model, run, head)
 
 
 def _evaluate(

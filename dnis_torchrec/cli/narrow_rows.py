@@ -51,7 +51,7 @@ def columns_within(
 
 
 def rounded_rows(weight: Tensor, bits: int) -> Tensor:
-    """Rows as FBGEMM's inference kernels read them: rounded to codes with a scale each, and back."""
+    """Rows as FBGEMM's inference kernels read them: rounded to codes with a scale each."""
     rows, filler = weight.detach().float().cpu(), -weight.shape[1] % (16 // bits)
     if filler:  # the last column again, which leaves a row's range as it is
         rows = torch.cat([rows, rows[:, -1:].expand(-1, filler)], dim=1)

@@ -28,7 +28,7 @@ from dnis_torchrec.data.files import (
     read_json,
     unshared,
 )
-from dnis_torchrec.data.urls import Address, path_in, put_file, remove_file
+from dnis_torchrec.data.urls import Address, fetch, path_in, put_file, remove_file
 from dnis_torchrec.ranks import rank_of, together
 from dnis_torchrec.report.rows import Results, write_results
 from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme, TableScheme
@@ -255,12 +255,13 @@ class RunFolder:
 
 
 def weights_after_plain_training(
-    model: nn.Module, run: Path, head: Mapping[str, Any]
+    model: nn.Module, run: RunFolder, head: Mapping[str, Any]
 ) -> tuple[dict[str, StoredTensor], int]:
     """The best weights of the phase that a search began with, and the epochs behind them."""
     with_axes_(model)  # as every search has them
-    place, remedy = f"run folder {run}", "go on with --resume, or begin with a run of `dnis train`"
-    folder = CheckpointFolder(run / "checkpoints")
+    place = f"run folder {run.path}"
+    remedy = "go on with --resume, or begin with a run of `dnis train`"
+    folder = CheckpointFolder(run.checkpoints)
     latest = folder.latest()
     check(latest is not None, place, "a search with checkpoints", "none", remedy)
     values = Manifest.read(str(latest)).values
@@ -270,7 +271,7 @@ def weights_after_plain_training(
     best = finished[0]["best"]
     epochs = head["configuration"].get("trained_epochs")
     epochs = epochs or max(1, round(best["lower_step"] / steps_per_epoch))
-    return _weights_in(model, Path(str(folder.path_of(best["step"])))), int(epochs)
+    return _weights_in(model, fetch(folder.path_of(best["step"]))), int(epochs)
 
 
 def _weights_in(model: nn.Module, checkpoint: Path) -> dict[str, StoredTensor]:

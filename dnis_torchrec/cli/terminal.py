@@ -56,7 +56,7 @@ class PlainConsole(Console):
 
 
 def guard_standard_error() -> None:
-    """Logs, warnings and tracebacks reach standard error through `visible`, whoever they are from."""
+    """Logs, warnings and tracebacks reach standard error through `visible`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_VisibleFormatter("%(levelname)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
