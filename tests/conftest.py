@@ -21,7 +21,7 @@ import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec.checks import WARNINGS
-from tests.started import IMPORTED
+from tests.programs import IMPORTED
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("DNIS_DATA", ROOT.parent / "shared" / "data"))

@@ -19,8 +19,7 @@ from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ops.packed import names_tensor, torch_bag_offsets
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
-from tests.packed_reference import packed
-from tests.serving_reference import table_scheme
+from tests.reference import packed, table_scheme
 
 INTEGERS = (torch.int32, torch.int64)
 

@@ -18,7 +18,7 @@ from benchmarks.gpu.figures import FIGURES, RESULTS, Line, read_lines
 from benchmarks.gpu.schedule import Step, run_steps
 from benchmarks.gpu.step import run_step
 from benchmarks.plain_grid import FILE, LADDER, Point, choose, read_runs
-from tests.serving_reference import write_two_tables
+from tests.reference import write_two_tables
 
 SMALL = {"batch_size": 32, "num_embeddings": 50, "embedding_dim": 8, "num_blocks": 3}
 

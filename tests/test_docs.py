@@ -20,8 +20,7 @@ from PIL import Image
 
 from dnis_torchrec.cli import app
 from docs import pictures, quality, rooms, site
-from tests.documents import ROOT, blocks, shell_commands
-from tests.started import SHORT, dnis
+from tests.programs import ROOT, SHORT, blocks, dnis, shell_commands
 
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])

@@ -25,7 +25,7 @@ from examples.paper.hypergradient import UnrolledHypergradient, difference_radiu
 from examples.paper.pruning import keep_largest_, num_values, prune_values_
 from examples.paper.search import PaperSettings, fine_tune_, search_as_published
 from examples.paper.sparse_rows import load_table, lookup, save_tables
-from tests import small_models
+from tests import models
 from tests.reference import blocks_reference, elementwise_keep_reference
 from tests.tiny import make_recipe
 
@@ -182,7 +182,7 @@ class Noisy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.collection = small_models.collection()
+        self.collection = models.collection()
         self.over = nn.Sequential(nn.BatchNorm1d(24), nn.Dropout(0.5), nn.Linear(24, 1))
         self.unused = nn.Linear(2, 2)
         self.drawn: list[float] = []
@@ -195,7 +195,7 @@ class Noisy(nn.Module):
 def test_weights_of_adam_are_unrolled_about_as_far_as_adam_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """xi over the root mean square of each weight's gradients, by Adam's definition, xi where all were 0; a part
     of it for weights that learn at a lower rate than others."""
-    model = prepare_(small_models.TwoCollections(), small_models.blocks())
+    model = prepare_(models.TwoCollections(), models.blocks())
     weights = dict(model.named_parameters())
     adam = torch.optim.Adam([{"params": list(weights.values())[:2]}, {"params": list(weights.values())[2:]}])
     for group, beta in zip(adam.param_groups, (0.9, 0.5), strict=True):
@@ -215,7 +215,7 @@ def test_weights_of_adam_are_unrolled_about_as_far_as_adam_goes(monkeypatch: pyt
         expected.append(xi if index == 1 else xi / size)
     taken: list[list[float]] = []
     monkeypatch.setattr(hypergradient, "unrolled_gradient", lambda weights, steps, **_: taken.append(list(steps)))
-    alpha = small_models.alpha_of(model)
+    alpha = models.alpha_of(model)
     for optimizer in (adam, torch.optim.Adam(weights.values()), torch.optim.SGD(weights.values()), None):
         UnrolledHypergradient(model, alpha, 0.25, optimizer)(lambda: torch.ones(()), lambda: torch.ones(()))
     assert taken[0] == pytest.approx(expected, rel=1e-5)
@@ -226,20 +226,20 @@ def test_weights_of_adam_are_unrolled_about_as_far_as_adam_goes(monkeypatch: pyt
 def noisy(step: float = 0.5) -> tuple[nn.Module, Callable[[], list[Tensor]], list[str]]:
     """The prepared model, its hypergradient as a function of nothing, and the passes that are made."""
     torch.manual_seed(0)
-    model = prepare_(Noisy(), small_models.blocks())
-    small_models.randomise_alpha_(model)
+    model = prepare_(Noisy(), models.blocks())
+    models.randomise_alpha_(model)
     passes: list[str] = []
 
     def loss(name: str, seed: int) -> Callable[[], Tensor]:
-        labels = torch.rand(small_models.BATCH_SIZE, generator=torch.Generator().manual_seed(seed))
+        labels = torch.rand(models.BATCH_SIZE, generator=torch.Generator().manual_seed(seed))
 
         def run() -> Tensor:
             passes.append(name)
-            return (model(small_models.features(seed)) - labels).square().mean()
+            return (model(models.features(seed)) - labels).square().mean()
 
         return run
 
-    compute = UnrolledHypergradient(model, small_models.alpha_of(model), step)
+    compute = UnrolledHypergradient(model, models.alpha_of(model), step)
     return model, lambda: compute(loss("train", 1), loss("validation", 2)), passes
 
 
@@ -251,7 +251,7 @@ def test_leaves_no_trace() -> None:
     assert passes == ["train", "validation", "train", "train"]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(value.grad is None and not value.requires_grad for value in small_models.alpha_of(model).buffers())
+    assert all(value.grad is None and not value.requires_grad for value in models.alpha_of(model).buffers())
     assert torch.equal(random, torch.random.get_rng_state())
     assert all(module.track_running_stats for module in model.modules() if isinstance(module, nn.BatchNorm1d))
 
@@ -275,7 +275,7 @@ def test_the_largest_values_stay(values: list[float], data: st.DataObject) -> No
 
 
 def test_a_size_is_met_to_a_value_and_the_scheme_tells_the_columns() -> None:
-    model, blocks, counts = small_models.collection(), small_models.blocks(), small_models.counts()
+    model, blocks, counts = models.collection(), models.blocks(), models.counts()
     tables = {part.table: part.weight for part in local_shards(model)}
     seen = [weight * (counts.counts[name] > 0).unsqueeze(1) for name, weight in tables.items()]
     shapes = [tuple(weight.shape) for weight in tables.values()]
@@ -294,7 +294,7 @@ def test_a_size_is_met_to_a_value_and_the_scheme_tells_the_columns() -> None:
 
 @pytest.mark.parametrize("kind", ["csr", "coo"])
 def test_sparse_tables_come_back(tmp_path: Path, kind: str) -> None:
-    model = small_models.collection()
+    model = models.collection()
     keep_largest_([part.weight for part in local_shards(model)], 40)
     paths = save_tables(model, tmp_path, kind)
     for part in local_shards(model):
@@ -306,7 +306,7 @@ def test_sparse_tables_come_back(tmp_path: Path, kind: str) -> None:
 
 
 def test_blocks_are_cut_over_all_tables_of_a_dimension() -> None:
-    counts, tables = small_models.counts(), small_models.tables()
+    counts, tables = models.counts(), models.tables()
     blocks = global_blocks(counts, tables, 3)
     for dim in {table.embedding_dim for table in tables}:
         names = [table.name for table in tables if table.embedding_dim == dim]

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from dnis_torchrec.serving import PackedEmbeddingBagCollection
-from tests.documents import ROOT, blocks, run_blocks, shell_commands
-from tests.started import dnis
+from tests.programs import ROOT, blocks, dnis, run_blocks, shell_commands
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 

@@ -345,7 +345,7 @@ def test_trimming_meets_the_bytes_with_single_columns(gloo) -> None:
 
 
 def test_a_reward_of_one_prediction_knows_no_other_task(gloo) -> None:
-    from tests.tiny_tasks import two_tasks
+    from tests.tiny import two_tasks
 
     cell = make_task(2.0)
     cell = replace(cell, build=Recipes(lambda dim: two_tasks(None, embedding_dim=dim)))

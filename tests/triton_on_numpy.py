@@ -1,14 +1,10 @@
-"""Kernels in Triton's language, run on numpy: what they load, compute and store, one program after another.
-
-For machines without Triton. What it shows is that a kernel's arithmetic is right and that it loads from nowhere else
-than its tensors; not that Triton compiles it, nor anything that depends on programs running at once.
-"""
+"""Kernels in Triton's language, run on numpy, or compiled for an H100: what they compute and what their assembly holds."""
 
 from __future__ import annotations
 
 import ctypes
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -193,3 +189,24 @@ def without_triton(
             if hasattr(owner, name):
                 function = plain_functions[plain]
                 patch.setattr(owner, name, Launched(function, language) if name.endswith("_kernel") else function)
+
+
+def check_compiled(kernel: Any, types: Mapping[str, str], fixed: Mapping[str, Any], num_warps: int) -> None:
+    """Checks that no multiplication is fused into an addition, and that nothing is added atomically.
+
+    Args:
+        kernel: what Triton's ``jit`` returned.
+        types: argument -> its type, as Triton writes it.
+        fixed: argument -> the constant that it is.
+        num_warps: as the launch says.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as compile_kernel
+
+    source = ASTSource(fn=kernel, signature={**types, **dict.fromkeys(fixed, "constexpr")}, constexprs=dict(fixed))
+    options = {"enable_fp_fusion": False, "num_warps": num_warps}  # as the launch says
+    assembly = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    assert "st.global" in assembly
+    assert "fma" not in assembly
+    assert "atom" not in assembly

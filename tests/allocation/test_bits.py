@@ -31,7 +31,7 @@ from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.scheme import PACKED, packed_index_bytes
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
-from tests import small_models
+from tests import models
 from tests.reference import least_loss_reference
 
 EVERY_WIDTH = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
@@ -333,12 +333,12 @@ def test_a_curvature_of_other_blocks_or_of_nothing_is_refused() -> None:
 
 
 def test_a_prepared_model_is_merged_first() -> None:
-    model = small_models.dlrm()
-    blocks: RowBlocks = small_models.blocks_for(model)
+    model = models.dlrm()
+    blocks: RowBlocks = models.blocks_for(model)
     prepared = prepare_(model, blocks)
-    small_models.randomise_alpha_(prepared)
+    models.randomise_alpha_(prepared)
     with pytest.raises(RuntimeError, match="call merge_ first"):
-        rounding_energies(prepared, blocks, small_models.counts())
+        rounding_energies(prepared, blocks, models.counts())
 
 
 @settings(max_examples=10)
@@ -604,14 +604,14 @@ def test_what_is_worth_much_for_its_bytes_stays_however_few_its_columns() -> Non
 
 
 def test_a_prepared_model_whose_alpha_is_one_is_measured_as_the_plain_one_is() -> None:
-    plain = small_models.dlrm()
-    blocks, counts = small_models.blocks_for(plain, "table"), small_models.counts()
+    plain = models.dlrm()
+    blocks, counts = models.blocks_for(plain, "table"), models.counts()
     expected = rounding_energies(plain, blocks, counts)
     prepared = prepare_(plain, blocks)
     check_all_merged(prepared)
     found = rounding_energies(prepared, blocks, counts)
     assert all(torch.equal(found.tables[name].energy, own.energy) for name, own in expected.tables.items())
-    small_models.alpha_of(prepared).of(8)[0, 0] = 0.5
+    models.alpha_of(prepared).of(8)[0, 0] = 0.5
     with pytest.raises(RuntimeError, match="expected a merged collection, got alpha below 1; call merge_ first"):
         check_all_merged(prepared)
     with pytest.raises(RuntimeError, match="call merge_ first"):

@@ -31,9 +31,9 @@ from examples.models import (
     build_neumf_tables,
     build_tables,
 )
-from tests import small_models
+from tests import models
+from tests.models import shard_as
 from tests.reference import second_moment_reference
-from tests.small_models import shard_as
 
 CPU = torch.device("cpu")
 SHARDERS = [CpuEmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.1})]
@@ -272,9 +272,9 @@ def test_neumf_may_turn_its_mlp_alone() -> None:
 
 def test_models_that_do_not_say_are_left_alone() -> None:
     """torchrec's DLRM names no groups."""
-    sharded = shard_as(small_models.dlrm(), "table_wise")
+    sharded = shard_as(models.dlrm(), "table_wise")
     before = tables_of(sharded)
-    assert rotate_(sharded, small_models.counts(), optimizer_of(sharded, sgd)) == []
+    assert rotate_(sharded, models.counts(), optimizer_of(sharded, sgd)) == []
     assert all(torch.equal(table, before[name]) for name, table in tables_of(sharded).items())
 
 

@@ -18,8 +18,8 @@ from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.serving import PackedEmbeddingBagCollection, ServedEmbeddingCollection
+from tests.models import NAMES, ClickAndRating, Interest, interest, make_batch, of_two, rounded, two_outputs
 from tests.reference import curvature_reference
-from tests.sequence_models import NAMES, ClickAndRating, Interest, interest, make_batch, of_two, rounded, two_outputs
 
 LOSS = nn.BCEWithLogitsLoss()
 

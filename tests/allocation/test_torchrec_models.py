@@ -43,9 +43,8 @@ from tests.allocation.turnable import (
     dcn,
     logits_of,
 )
-from tests.reference import second_moment_reference
-from tests.serving_reference import table_scheme
-from tests.small_models import shard_as
+from tests.models import shard_as
+from tests.reference import second_moment_reference, table_scheme
 
 pytestmark = pytest.mark.usefixtures("gloo")
 

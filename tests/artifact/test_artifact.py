@@ -36,18 +36,23 @@ from dnis_torchrec.data import files
 from dnis_torchrec.scheme import FORMS, MixedDimensionScheme
 from dnis_torchrec.serving import PackedEmbeddingBagCollection, ServedEmbeddingCollection
 from tests.artifact.reader import DOCUMENT, DTYPES, Reader
-from tests.coded_tables import PACKED_FILE, coded_case, coded_tables, rounded, with_codes, write_coded_tables
-from tests.sequence_models import interest, make_batch
-from tests.sequence_models import rounded as rounded_sequences
-from tests.serving_reference import (
+from tests.models import interest, make_batch
+from tests.models import rounded as rounded_sequences
+from tests.reference import (
     MIXED_FILE,
+    PACKED_FILE,
     Case,
     all_rows,
     cases,
+    coded_case,
+    coded_tables,
     keyed_jagged_tensor,
+    rounded,
     table_scheme,
     two_tables,
     whole_table,
+    with_codes,
+    write_coded_tables,
     write_two_tables,
 )
 

@@ -22,8 +22,15 @@ from dnis_torchrec.artifact.verify import check_files
 from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import FORMS, MIXED_DIMENSION, MixedDimensionScheme
-from tests.coded_tables import coded_tables, write_coded_tables
-from tests.serving_reference import MIXED_FILE, PACKED_FILE, all_rows, two_tables, write_two_tables
+from tests.reference import (
+    MIXED_FILE,
+    PACKED_FILE,
+    all_rows,
+    coded_tables,
+    two_tables,
+    write_coded_tables,
+    write_two_tables,
+)
 
 SCHEME, DENSE, NAME = "scheme.safetensors", "dense_state.safetensors", "movie/seen"
 FILES = (MIXED_FILE, PACKED_FILE, SCHEME, DENSE)

@@ -40,8 +40,8 @@ from dnis_torchrec.artifact.package import (
 from dnis_torchrec.serving import load_operator
 from examples.serving import load_package as minimal_loader
 from tests import tiny
-from tests.known_models import NUM_DENSE, SUPPORTED, make_batch
-from tests.tiny_artifact import RECIPES, write_tiny_artifact
+from tests.test_models_page import NUM_DENSE, SUPPORTED, make_batch
+from tests.tiny import RECIPES, write_tiny_artifact
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "serving"
 SIGNATURE = Signature(feature_names=("user", "genre"), num_dense=4, is_weighted=False)

@@ -30,9 +30,9 @@ from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.urls import fetch
 from dnis_torchrec.serving import ServedEmbeddingCollection
 from tests import tiny
-from tests.sequence_models import interest, make_batch
-from tests.serving_reference import pool
-from tests.tiny_artifact import tables_alone, write_tiny_artifact
+from tests.models import interest, make_batch
+from tests.reference import pool
+from tests.tiny import tables_alone, write_tiny_artifact
 
 FORMS = ("packed", "mixed_dimension")
 
@@ -84,7 +84,7 @@ def test_a_whole_artifact_passes_in_every_form(artifact: Path, remote: MemoryFil
 
 
 def test_a_model_of_nothing_but_tables_has_an_empty_state(tmp_path: Path) -> None:
-    path = write_tiny_artifact(tmp_path / "artifact", recipe="tests.tiny_artifact:tables_alone", forms=FORMS[1:])
+    path = write_tiny_artifact(tmp_path / "artifact", recipe="tests.tiny:tables_alone", forms=FORMS[1:])
     assert load_dense_state(path) == {}
     result = verify(path, make_recipe=lambda: tables_alone(None))
     assert failures(result) == {}

@@ -28,9 +28,8 @@ from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
 from dnis_torchrec.blocks.hashing import MISSING_ROW, hash_values, mix, rows_of_values
 from dnis_torchrec.blocks.routing import RecordLayout, RowDirectory, RowRouter, RowRouting, directory_bytes
 from dnis_torchrec.search.settings import SearchSettings
-from tests.allocations import AllocatedPeak
-from tests.reference import blocks_reference
-from tests.serving_reference import routings
+from tests.reference import blocks_reference, routings
+from tests.tiny import AllocatedPeak
 
 READS = {"user": ["u"], "movie": ["seen", "shown"], "other": ["shown"]}
 FEATURES = ("u", "seen", "shown")

@@ -24,9 +24,9 @@ from typer.models import OptionInfo
 from dnis_torchrec.checks import describe_error, is_of_system, visible
 from dnis_torchrec.cli import app, terminal
 from dnis_torchrec.cli.main import ALONE, COMMANDS, _print_table
-from tests.started import ROOT, dnis
+from tests.programs import ROOT, dnis
 from tests.test_architecture import sources
-from tests.tiny_artifact import write_tiny_artifact
+from tests.tiny import write_tiny_artifact
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b1m\u202egnp.exe\r"
 SHOWN = r"\u001b]0;title\u0007\u001b[2J\u009b1m\u202egnp.exe\u000d"

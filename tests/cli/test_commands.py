@@ -16,8 +16,8 @@ from dnis_torchrec.cli.run import RunFolder, RunWriteError
 from dnis_torchrec.cli.settings import CompressCommand, EvaluateCommand, ExportCommand, TrainCommand
 from dnis_torchrec.report.rows import COMPRESS, SEARCH, UNCOMPRESSED, Results
 from dnis_torchrec.search.search import _Finishing
-from tests.searched_runs import files_of, quick_search
-from tests.started import SHORT, dnis
+from tests.programs import SHORT, dnis
+from tests.tiny import files_of, quick_search
 
 DEMO = "tests.tiny:demo"
 
@@ -227,7 +227,7 @@ def test_a_package_answers_as_the_model_does(compressed: tuple[Path, Results], t
     assert model(dense_features=batch.dense_features, sparse_features=batch.sparse_features).isfinite().all()
 
 
-@pytest.mark.parametrize("recipe", ["tests.position_weighted:recipe", "tests.tiny_tasks:two_tasks"])
+@pytest.mark.parametrize("recipe", ["tests.models:recipe", "tests.tiny:two_tasks"])
 def test_other_models_go_all_the_way(gloo, recipe: str, tmp_path: Path) -> None:
     """A feature processor, and several tasks."""
     run, small, out = tmp_path / "run", tmp_path / "small", tmp_path / "searched"

@@ -24,8 +24,8 @@ from dnis_torchrec.cli.settings import TrainCommand
 from dnis_torchrec.training import settings as signals
 from dnis_torchrec.training.loop import SearchInterrupted, SearchLoop
 from dnis_torchrec.training.pipeline import NonFiniteError
-from tests.searched_runs import files_of, quick_search
-from tests.started import SHORT, dnis, start_dnis
+from tests.programs import SHORT, dnis, start_dnis
+from tests.tiny import files_of, quick_search
 
 SEARCH = ("search", "tests.tiny:demo", "--compression", 4, *SHORT)
 

@@ -39,10 +39,21 @@ from dnis_torchrec.search import search as search_module
 from dnis_torchrec.search.search import search
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.training.evaluate import evaluate
-from tests.batches import OneOf, Sample, samples, to_batch, to_samples
-from tests.searched_runs import QUICK
-from tests.tiny import ROWS, Repeatable, make_batch, make_collection, make_recipe, ranked
-from tests.tiny_tasks import two_sided
+from tests.tiny import (
+    QUICK,
+    ROWS,
+    OneOf,
+    Repeatable,
+    Sample,
+    make_batch,
+    make_collection,
+    make_recipe,
+    ranked,
+    samples,
+    to_batch,
+    to_samples,
+    two_sided,
+)
 
 
 @given(st.lists(samples, min_size=1, max_size=9), st.data(), st.booleans())

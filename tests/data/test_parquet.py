@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from dnis_torchrec.blocks.hashing import hash_values, spread
 from dnis_torchrec.data.over_ranks import all_samples
 from dnis_torchrec.data.parquet import WHOLE, FileBatches, FileSamples, FileSchema, Part, cut, split_files
-from tests.file_samples import COLUMNS, SCHEMA, contents, draw, expected, labels, write_parquet, write_text
+from tests.tiny import COLUMNS, SCHEMA, contents, draw, expected, labels, write_parquet, write_text
 
 SAMPLES = draw(53)
 ROWS = 10**6

@@ -27,8 +27,8 @@ from dnis_torchrec.data.recipe import DataSplits, Recipe, load_recipe
 from dnis_torchrec.data.task import TrainTask, check_labels
 from dnis_torchrec.search.settings import SearchSettings
 from tests import tiny
-from tests.small_models import BATCH_SIZE, NUM_DENSE, dlrm, features
-from tests.started import SHORT, Done, dnis
+from tests.models import BATCH_SIZE, NUM_DENSE, dlrm, features
+from tests.programs import SHORT, Done, dnis
 
 NO_DATA = DataSplits(train=[], validation=[], selection=[], test=[])
 

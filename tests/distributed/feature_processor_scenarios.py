@@ -6,7 +6,7 @@ from functools import partial
 
 from dnis_torchrec.selection.swap import merge_
 from tests.distributed.harness import Rank, Results, Scenario
-from tests.position_weighted import Net, Trained, prepared, weights_of
+from tests.models import Net, Trained, prepared, weights_of
 
 SHARDED_AS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 

@@ -21,29 +21,29 @@ from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, shard_model
 from dnis_torchrec.selection.swap import merge_, prepare_
 from dnis_torchrec.selection.torchrec_inputs import remapped
-from tests import managed
+from tests import models
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU
 from tests.distributed.scenarios import alpha_of, run_steps, tables_of
 from tests.distributed.sharding_scenarios import ALPHA_LEARNING_RATE, steps_unsharded
 
 STEPS, SIZE, RATE = 10, 16, 0.01
-TABLES = [managed.USERS, managed.ITEMS]
-MODELS: dict[str, type[managed.Model]] = {"bags": managed.Model, "sequences": managed.SequenceModel}
+TABLES = [models.USERS, models.ITEMS]
+MODELS: dict[str, type[models.Model]] = {"bags": models.Model, "sequences": models.SequenceModel}
 SHARDED_AS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 
 
 def task(model_of: str) -> TrainTask:
     """A prepared model whose remapping has learnt ids before."""
-    model = managed.trained(managed.zch, MODELS[model_of])
-    counts = count_frequencies([remapped(model, own.sparse_features) for own in managed.BATCHES], TABLES)
+    model = models.trained(models.zch, MODELS[model_of])
+    counts = count_frequencies([remapped(model, own.sparse_features) for own in models.BATCHES], TABLES)
     prepare_(model, blocks_from_counts(counts, TABLES, num_blocks=4))
     return TrainTask(model, nn.MSELoss())
 
 
 def stream(ranks: tuple[int, ...]) -> BilevelStream[Batch]:
     """Samples of some ranks, with ids that have no row among them."""
-    joined = [managed.joined([managed.batch(10 * step + rank, SIZE, ids=40) for rank in ranks]) for step in range(6)]
+    joined = [models.joined([models.batch(10 * step + rank, SIZE, ids=40) for rank in ranks]) for step in range(6)]
     return BilevelStream(joined[:4], joined[4:], LevelSchedule(warm_up_steps=2))
 
 
@@ -75,11 +75,11 @@ def searched(model_of: str, kind: str, at: Rank) -> Results:
     after = _remapping(get_unwrapped_module(model)).state_dict()
     assert after.keys() == states.keys()
     results["moved"] = [name for name, value in after.items() if not torch.equal(value, states[name])]
-    probe = managed.batch(99, SIZE)
+    probe = models.batch(99, SIZE)
     with torch.no_grad():
         results["before"] = model.eval()(probe)[1][1]
         results["merged"] = merge_(model)(probe)[1][1]
-    samples = [managed.batch(10 * step + at.rank, SIZE) for step in range(4)]
+    samples = [models.batch(10 * step + at.rank, SIZE) for step in range(4)]
     found = measure_(get_unwrapped_module(model).model, samples, loss=nn.MSELoss()).allocate(compression=4)
     return results | {"compression": found.compression, "bits": bits_of(found)}
 
@@ -98,7 +98,7 @@ def unsharded(model_of: str) -> Results:
     whole = task(model_of).train()
     results = steps_unsharded(whole, stream((0, 1)), STEPS, RATE)
     merged = merge_(whole.model).eval()
-    samples = [managed.joined([managed.batch(10 * step + rank, SIZE) for rank in (0, 1)]) for step in range(4)]
+    samples = [models.joined([models.batch(10 * step + rank, SIZE) for rank in (0, 1)]) for step in range(4)]
     return results | {"bits": bits_of(measure_(merged, samples, loss=nn.MSELoss()).allocate(compression=4))}
 
 

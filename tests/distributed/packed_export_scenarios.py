@@ -27,10 +27,10 @@ from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.selection import shards as shards_module
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.selection.shards import collections, local_shards
-from tests.allocations import AllocatedPeak
 from tests.distributed.allocation_scenarios import BITS, worth
 from tests.distributed.harness import Rank
 from tests.distributed.pruning_scenarios import blocks, counts, model, outcome_of, sharded
+from tests.tiny import AllocatedPeak
 
 FILE_BYTES = 1600
 """Limit at which tables take several files."""

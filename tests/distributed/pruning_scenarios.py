@@ -25,9 +25,9 @@ from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_
 from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.swap import merge_, prepare_
 from dnis_torchrec.selection.wrapper import soft_selection_modules
-from tests.allocations import AllocatedPeak
 from tests.distributed.harness import Rank
 from tests.distributed.model import ROWS, Net, tables
+from tests.tiny import AllocatedPeak
 
 KINDS = {
     kind: dict.fromkeys(ROWS, kind)

@@ -18,7 +18,7 @@ from dnis_torchrec.training.rounded import HoldingOptimizer, RoundedTables
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU, ROWS, Stream, blocks, shard_as, tables, task
 from tests.distributed.scenarios import alpha_of, tables_of
-from tests.rounded_tables import scheme_of, with_feedback
+from tests.reference import scheme_of, with_feedback
 
 STEPS, MORE_STEPS = 6, 3
 KINDS = ("row_wise", "table_wise", "column_wise", "mixed", "dense")

@@ -28,9 +28,8 @@ from dnis_torchrec.training.shard import shard
 from dnis_torchrec.training.state import TrainingState, describe_tables, model_tensors
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU, KINDS, Stream, blocks, shard_as, task
-from tests.late import read_late
-from tests.small_models import state_tensors
-from tests.tiny import make_recipe
+from tests.models import state_tensors
+from tests.tiny import make_recipe, read_late
 
 STEPS = 20
 STEPS_WHILE_COLUMNS_DIE = 24

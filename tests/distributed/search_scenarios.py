@@ -33,7 +33,7 @@ from dnis_torchrec.training.weights import write_model
 from examples.models import FactorizationMachine
 from tests.distributed.harness import Rank
 from tests.distributed.pruning_scenarios import described, outcome_of
-from tests.shared_storage import register
+from tests.programs import register
 from tests.tiny import Repeatable, make_batch, make_collection, make_recipe, ranked
 
 SIZE = 10.0

@@ -28,22 +28,22 @@ from dnis_torchrec.selection.swap import fold_, prepare_
 from dnis_torchrec.selection.wrapper import SoftSelectionModule, plain_state_dict, soft_selection_modules
 from dnis_torchrec.training.shard import shard as shard_task
 from tests.distributed.harness import Rank, Results, Scenario
-from tests.sequence_models import (
-    BATCH_SIZE,
+from tests.models import (
     DIM,
     KEYS,
     KINDS,
     LONGEST,
-    ROWS,
     bags_of_one,
     blocks_of,
-    features,
     interest,
     make_batch,
     sequences,
     values_of,
     wrapper_of,
 )
+from tests.models import SEQUENCE_BATCH_SIZE as BATCH_SIZE
+from tests.models import SEQUENCE_ROWS as ROWS
+from tests.models import sequence_features as features
 
 CPU = torch.device("cpu")
 LOSS = nn.BCEWithLogitsLoss()

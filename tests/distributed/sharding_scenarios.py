@@ -31,7 +31,7 @@ from dnis_torchrec.selection.wrapper import soft_selection_modules
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import LEARNING_RATE, Net, Stream, plan_as, shard_as, task
 from tests.distributed.scenarios import alpha_of, dense_of, recorded_logs, run_steps, tables_of
-from tests.row_caches import caches_of, counting_locks
+from tests.models import caches_of, counting_locks
 
 STEPS = 12
 ALPHA_LEARNING_RATE = 0.05

@@ -22,7 +22,7 @@ from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.training.loop import SearchEvents, SearchInterrupted
 from dnis_torchrec.training.settings import Saving
 from tests.distributed.harness import Rank
-from tests.file_samples import SCHEMA, draw, labels, write_text
+from tests.tiny import SCHEMA, draw, labels, write_text
 
 NUM_SAMPLES = 61
 TABLES = [

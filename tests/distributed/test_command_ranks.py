@@ -12,8 +12,7 @@ from dnis_torchrec.cli.commands import run_search
 from tests.distributed.command_scenarios import COMMANDS, commands, refusals, run_commands, spread_run
 from tests.distributed.compress_job_scenarios import RECIPE, ROWS
 from tests.distributed.harness import RankResults, run_on_ranks
-from tests.searched_runs import files_of, quick_search
-from tests.tiny import EMBEDDING_DIM
+from tests.tiny import EMBEDDING_DIM, files_of, quick_search
 
 NUM_VALUES = EMBEDDING_DIM * sum(ROWS.values())
 WITHOUT_TRAINING = tuple(COMMANDS)

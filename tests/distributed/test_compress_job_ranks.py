@@ -29,8 +29,7 @@ from tests.distributed.compress_job_scenarios import (
     trained,
 )
 from tests.distributed.harness import RankResults, Scenario, run_on_ranks
-from tests.searched_runs import files_of
-from tests.tiny import EMBEDDING_DIM
+from tests.tiny import EMBEDDING_DIM, files_of
 
 READ = {"w.safetensors": "row_wise", "w.pt": "column_wise", "w.dcp": "grid_shard"}
 """Files of weights, and how the tables that are read from them are sharded."""

@@ -7,7 +7,7 @@ import torch
 
 from tests.distributed.feature_processor_scenarios import SHARDED_AS, scenarios
 from tests.distributed.harness import RankResults, run_on_ranks
-from tests.position_weighted import Net, weights_of
+from tests.models import Net, weights_of
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_
 from dnis_torchrec.selection.torchrec_inputs import DetachableTrainPipeline
 from dnis_torchrec.serving.trainable import MixedDimensionEmbeddingBagCollection
 from tests.distributed.harness import Rank, RankResults, Results, run_on_ranks
-from tests.serving_reference import two_tables
+from tests.reference import two_tables
 
 CPU = torch.device("cpu")
 STEPS, HALF, RATE = 6, 8, 0.3

@@ -14,8 +14,8 @@ from tests.distributed.harness import RankResults, run_on_ranks
 from tests.distributed.model import ROWS
 from tests.distributed.packed_export_scenarios import export_alone, export_packed, memory, refusals
 from tests.distributed.pruning_scenarios import KINDS
-from tests.searched_runs import files_of
-from tests.serving_reference import whole_table
+from tests.reference import whole_table
+from tests.tiny import files_of
 
 EXPORTS = {f"export {kind}": partial(export_packed, kind) for kind in KINDS}
 WATCHED = ("row_wise", "column_wise")

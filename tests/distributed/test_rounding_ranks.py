@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 
 from dnis_torchrec.blocks.codes import decode_rows, encode_rows
-from tests.coded_tables import rounded
 from tests.distributed.harness import RankResults, Results, running_ranks
 from tests.distributed.model import blocks, tables
 from tests.distributed.rounding_scenarios import KINDS, OTHERWISE, fed_back_scheme, scenarios, trains
 from tests.distributed.test_two_ranks import assert_same, whole
-from tests.rounded_tables import scheme_of
+from tests.reference import rounded, scheme_of
 
 
 @pytest.fixture(scope="module")

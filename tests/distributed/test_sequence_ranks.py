@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.harness import RankResults, running_ranks
 from tests.distributed.sequence_scenarios import MIXED, OPTIMIZERS, scenarios, scenarios_of_models
-from tests.sequence_models import KINDS
+from tests.models import KINDS
 
 
 @pytest.fixture(scope="module", params=[2, 4])

@@ -34,7 +34,7 @@ from dnis_torchrec.ops.packed import bag_offsets, load_operator, names_tensor, t
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.configs import NarrowEmbeddingBagCollection, embedding_configs
 from dnis_torchrec.serving.trainable import MixedDimensionEmbeddingBagCollection
-from tests.serving_reference import keyed_jagged_tensor, lookups, routings, table_scheme
+from tests.reference import keyed_jagged_tensor, lookups, routings, table_scheme
 
 ROWS = 30
 RETAINED = torch.tensor([[True, True, True, True], [False, True, False, True]])

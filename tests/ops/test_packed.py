@@ -27,10 +27,8 @@ from dnis_torchrec.ops.packed import GROUP_FIELDS, PACKED_SCHEMA, field_groups, 
 from dnis_torchrec.ops.packed_triton import triton_packed_embedding_bag
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving import PackedEmbeddingBagCollection, load_operator
-from tests.packed_reference import packed, packed_case
-from tests.serving_reference import ROUTINGS, Case, cases, table_scheme
-from tests.triton_compiled import check_compiled
-from tests.triton_on_numpy import without_triton
+from tests.reference import ROUTINGS, Case, cases, packed, packed_case, table_scheme
+from tests.triton_on_numpy import check_compiled, without_triton
 
 needs_compiler = pytest.mark.skipif(not load_operator(), reason="no C++ compiler")
 

@@ -41,10 +41,9 @@ from dnis_torchrec.ops.select import (
 from dnis_torchrec.scheme import TableScheme
 from dnis_torchrec.selection import alpha
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection
-from tests.coded_tables import rounded, with_codes
-from tests.small_models import operators
-from tests.triton_compiled import check_compiled
-from tests.triton_on_numpy import without_triton
+from tests.models import operators
+from tests.reference import rounded, with_codes
+from tests.triton_on_numpy import check_compiled, without_triton
 
 needs_compiler = pytest.mark.skipif(not are_compiled(), reason="no C++ compiler, or DNIS_NO_COMPILE")
 

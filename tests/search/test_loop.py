@@ -37,7 +37,7 @@ from dnis_torchrec.search.schedule import MAX_AHEAD, QUEUE, BilevelStream, Level
 from dnis_torchrec.selection.alpha import Alpha
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.training.checkpoint import CheckpointFolder, CheckpointSaver
-from tests.small_models import blocks
+from tests.models import blocks
 from tests.tiny import make_recipe
 
 schedules = st.builds(LevelSchedule, warm_up_steps=st.none() | st.integers(1, 7))

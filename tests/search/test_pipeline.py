@@ -54,13 +54,21 @@ from dnis_torchrec.training.state import (
     take_,
 )
 from examples.paper.pruning import ValueMask
-from tests.late import read_late
+from tests.models import (
+    FEATURES,
+    NAMES,
+    ClickAndRating,
+    caches_of,
+    counting_locks,
+    interest,
+    make_batch,
+    operators,
+    plan_caches_,
+    two_outputs,
+)
 from tests.reference import ReferenceTable, embedding_l2_reference, normalised_reference
-from tests.row_caches import caches_of, counting_locks, plan_caches_
 from tests.search.test_search import found_by
-from tests.sequence_models import FEATURES, NAMES, ClickAndRating, interest, make_batch, two_outputs
-from tests.small_models import operators
-from tests.tiny import Repeatable, make_recipe
+from tests.tiny import Repeatable, make_recipe, read_late
 
 DIM = 4
 HIT = torch.tensor([True, True, True])

@@ -22,8 +22,8 @@ from dnis_torchrec.search.prune import UNSPENT_SHARE, Budget, Size, SizeOutOfRea
 from dnis_torchrec.selection import shards as shards_module
 from dnis_torchrec.selection.shards import local_shards
 from dnis_torchrec.selection.swap import merge_, prepare_
-from tests import small_models
-from tests.small_models import SHARDING_TYPES, shard_as
+from tests import models
+from tests.models import SHARDING_TYPES, shard_as
 
 FORM = "mixed_dimension"
 Case = tuple[nn.Module, RowBlocks, FrequencyCounts]
@@ -240,10 +240,10 @@ def test_unmerged_models_are_refused() -> None:
 
 
 def test_collections_that_were_not_prepared_stay_as_they_are() -> None:
-    model = small_models.TwoCollections()
+    model = models.TwoCollections()
     [movies] = local_shards(model.module["second"])
-    blocks = blocks_from_counts(small_models.counts(), small_models.tables("user", "genre"), num_blocks=3)
-    counts = small_models.counts().counts
+    blocks = blocks_from_counts(models.counts(), models.tables("user", "genre"), num_blocks=3)
+    counts = models.counts().counts
     counted = FrequencyCounts({name: counts[name] for name in ("user", "genre")}, {}, 40)
     before = movies.weight.clone()
     merged = merge_(prepare_(model, blocks, fqns=["first"]))
@@ -257,11 +257,11 @@ def test_collections_that_were_not_prepared_stay_as_they_are() -> None:
 @pytest.mark.usefixtures("gloo")
 def test_sharded_collections_are_refused_only_with_tables_of_the_blocks(sharding_type: str) -> None:
     model, blocks, counts = simple()
-    other = shard_as(small_models.collection(), sharding_type)
+    other = shard_as(models.collection(), sharding_type)
     both = nn.ModuleDict({"ebc": model, "other": other.module})
     assert list(drop_zeros_(both, blocks, counts).tables) == ["a"]
     with pytest.raises(RuntimeError, match="FQN 'other': expected a merged, unsharded collection"):
-        drop_zeros_(both, small_models.blocks(), small_models.counts())
+        drop_zeros_(both, models.blocks(), models.counts())
 
 
 def test_models_without_collections_are_refused() -> None:

@@ -26,7 +26,7 @@ from dnis_torchrec.training import loop as search_loop
 from dnis_torchrec.training.checkpoint import CheckpointFolder
 from dnis_torchrec.training.loop import EpochRecord, FinishedPhase, Phase, SearchEvents, SearchInterrupted, SearchLoop
 from dnis_torchrec.training.settings import Saving
-from tests.small_models import state_tensors
+from tests.models import state_tensors
 from tests.tiny import make_recipe
 
 CPU = torch.device("cpu")

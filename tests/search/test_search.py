@@ -56,13 +56,10 @@ from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.weights import fill_
 from examples.models import FactorizationMachine
 from examples.paper.search import PaperSettings, search_as_published
-from tests import tiny_tasks
-from tests.batches import OneOf
-from tests.late import read_late
+from tests import tiny
 from tests.reference import second_moment_reference
 from tests.search.test_resume import assert_same_of_search_resume as assert_same
-from tests.searched_runs import quick_search
-from tests.tiny import ROWS, make_batch, make_collection, make_recipe
+from tests.tiny import ROWS, OneOf, make_batch, make_collection, make_recipe, quick_search, read_late
 
 CPU = torch.device("cpu")
 SIZE = 10.0
@@ -535,8 +532,8 @@ def test_the_same_call_gives_the_same_twice_and_leaves_no_process_group() -> Non
 
 
 def test_a_task_of_ones_own_is_judged_by_its_metrics(gloo) -> None:
-    own = dnis.search(tiny_tasks.make_recipe(), compression=4, settings=SHORT_OF_ONE_CALL)
-    assert set(own.metrics) == tiny_tasks.METRICS
+    own = dnis.search(tiny.tasks_make_recipe(), compression=4, settings=SHORT_OF_ONE_CALL)
+    assert set(own.metrics) == tiny.METRICS
     assert own.metric == "click_auc"
 
 

@@ -39,24 +39,24 @@ from dnis_torchrec.selection.torchrec_inputs import remapped
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection, SoftSelectionEmbeddingCollection
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
-from tests.managed import (
+from tests.models import (
     BATCHES,
     CPU,
     ITEMS,
+    MANAGED_ROWS,
     NEW,
     USERS,
     Model,
     SequenceModel,
     StandIn,
     check_served_as_exported,
+    lookups_of,
     mpzch,
     predictions,
     rows_of,
     trained,
     zch,
 )
-from tests.managed import ROWS as MANAGED_ROWS
-from tests.small_models import lookups_of
 from tests.tiny import ROWS, make_batch, make_collection, make_recipe
 
 SHARDERS = [CpuEmbeddingBagCollectionSharder()]

@@ -64,7 +64,7 @@ from tests.distributed.shard_selection_scenarios import (
     upper_gradients,
 )
 from tests.distributed.shard_selection_scenarios import shard as shard_scenario
-from tests.small_models import (
+from tests.models import (
     MODELS,
     SHARDING_TYPES,
     TwoCollections,
@@ -78,7 +78,7 @@ from tests.small_models import (
     randomise_alpha_,
     shard_as,
 )
-from tests.small_models import ROWS as SMALL_ROWS
+from tests.models import ROWS as SMALL_ROWS
 from tests.tiny import make_recipe
 
 

@@ -48,19 +48,22 @@ from dnis_torchrec.selection.wrapper import (
 )
 from dnis_torchrec.training.checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
 from dnis_torchrec.training.state import TrainingState, describe_tables, model_tensors, optimizer_tensors
-from tests.sequence_models import NAMES, blocks_of, interest, make_batch
-from tests.small_models import (
+from tests.models import (
     BATCH_SIZE,
     MODELS,
     MULTI_HOT,
+    NAMES,
     ROWS,
     SHARDING_TYPES,
     TwoCollections,
     alpha_of,
     blocks_for,
+    blocks_of,
     collection,
     dlrm,
     features,
+    interest,
+    make_batch,
     predict,
     randomise_alpha_,
     shard_as,

@@ -45,21 +45,13 @@ from dnis_torchrec.selection.torchrec import read_by_name_
 from dnis_torchrec.selection.wrapper import plain_state_dict
 from dnis_torchrec.training.loop import train_plainly
 from dnis_torchrec.training.shard import set_learning_rates_, shard
-from tests.position_weighted import (
-    BATCHES,
-    CPU,
-    DIM,
-    FEATURES,
-    ROWS,
-    SIZE,
-    TABLES,
-    Net,
-    Trained,
-    blocks,
-    prepared,
-    weights_of,
-)
-from tests.small_models import alpha_of, operators
+from tests.models import POSITION_BATCHES as BATCHES
+from tests.models import POSITION_CPU as CPU
+from tests.models import POSITION_DIM as DIM
+from tests.models import POSITION_FEATURES as FEATURES
+from tests.models import POSITION_ROWS as ROWS
+from tests.models import SIZE, TABLES, Net, Trained, alpha_of, operators, prepared, weights_of
+from tests.models import position_blocks as blocks
 
 SHARDERS = [CpuEmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
 NUM_ROWS, BATCH = 20, 6

@@ -30,23 +30,26 @@ from dnis_torchrec.selection.wrapper import (
 )
 from dnis_torchrec.serving import ServedEmbeddingCollection
 from dnis_torchrec.serving.tables import LogicalTables
-from tests import sequence_models
-from tests.reference import ReferenceTable, normalised_reference, pooled_reference
-from tests.sequence_models import (
+from tests import models
+from tests.models import (
     DIM,
+    ROWS,
     bags_of_one,
+    blocks,
     blocks_of,
-    features,
+    collection,
     interest,
     make_batch,
+    operators,
+    sequence_blocks,
     sequences,
-    tables,
     values_of,
     wrapper_of,
 )
-from tests.sequence_models import KEYS as SEQUENCE_KEYS
-from tests.sequence_models import blocks as sequence_blocks
-from tests.small_models import ROWS, blocks, collection, operators
+from tests.models import KEYS as SEQUENCE_KEYS
+from tests.models import sequence_features as features
+from tests.models import sequence_tables as tables
+from tests.reference import ReferenceTable, normalised_reference, pooled_reference
 from tests.triton_on_numpy import without_triton
 
 sizes = st.integers(1, 4)
@@ -472,7 +475,7 @@ def reference(model: nn.Module, kjt: KeyedJaggedTensor) -> tuple[Tensor, Tensor,
     found = []
     for key in SEQUENCE_KEYS:
         feature, _, table = key.partition("@")
-        table = table or next(name for name, read in sequence_models.FEATURES.items() if feature in read)
+        table = table or next(name for name, read in models.FEATURES.items() if feature in read)
         rows = own.first_alpha_row(table) + own.routings[table].all_blocks()
         naive = ReferenceTable(leaves[table], alpha, rows, is_mean=False)
         bags = [[row] for row in kjt[feature].values().tolist()]

@@ -36,11 +36,21 @@ from dnis_torchrec.scheme import FORMS, MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import MeanForUnknownIds, PackedEmbeddingBagCollection, PackedTable, load_operator
 from dnis_torchrec.serving import tables as unknown_ids
 from dnis_torchrec.serving.packed import HeldBuffers
-from tests.coded_tables import coded_case
-from tests.packed_reference import draw_fields, packed, packed_by_hand, packed_case
-from tests.sequence_models import interest, rounded
-from tests.sequence_models import make_batch as make_sequence_batch
-from tests.serving_reference import Case, cases, keyed_jagged_tensor, pool, table_scheme, two_tables
+from tests.models import interest, rounded
+from tests.models import make_batch as make_sequence_batch
+from tests.reference import (
+    Case,
+    cases,
+    coded_case,
+    draw_fields,
+    keyed_jagged_tensor,
+    packed,
+    packed_by_hand,
+    packed_case,
+    pool,
+    table_scheme,
+    two_tables,
+)
 from tests.tiny import make_batch, make_recipe
 
 needs_compiler = pytest.mark.skipif(not load_operator(), reason="no C++ compiler")

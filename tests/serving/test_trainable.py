@@ -28,7 +28,7 @@ from dnis_torchrec.search.prune import Size, prune
 from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection, block_tables
 from dnis_torchrec.serving.configs import NarrowEmbeddingBagCollection, NarrowTable, NarrowTables, embedding_configs
 from tests import tiny
-from tests.serving_reference import Case, cases, keyed_jagged_tensor, lookups, pruned, routings, table_scheme
+from tests.reference import Case, cases, keyed_jagged_tensor, lookups, pruned, routings, table_scheme
 
 MAPPED = RowRouting.from_map(torch.tensor([2, 0, 1, 0, 2, 1, 1, 3, 0, 2]), 3)
 SORTED = RowRouting(10, 3, boundaries=torch.tensor([0, 2, 6, 9]))

@@ -59,7 +59,7 @@ from dnis_torchrec.training.weights import (
 )
 from tests.distributed.harness import Rank, Results, run_on_ranks
 from tests.distributed.model import CPU, plan_as, task
-from tests.small_models import (
+from tests.models import (
     MODELS,
     SHARDING_TYPES,
     TwoCollections,

@@ -46,9 +46,9 @@ from dnis_torchrec.training.evaluate import (
     selection_loss,
 )
 from tests.distributed.harness import Rank, Results, run_on_ranks
-from tests.tiny import make_batch
+from tests.tiny import METRICS, SHARE, ClickAndRating, make_batch, two_sided
 from tests.tiny import make_recipe as make_plain_recipe
-from tests.tiny_tasks import METRICS, SHARE, ClickAndRating, make_recipe, two_sided
+from tests.tiny import tasks_make_recipe as make_recipe
 
 CPU = torch.device("cpu")
 RANKING_NAMES = {f"{name}@{k}" for name in ("recall", "mrr", "ndcg") for k in RANKING_KS}

@@ -29,10 +29,19 @@ from dnis_torchrec.training.pipeline import FiniteGuard, LateValues, NonFiniteEr
 from dnis_torchrec.training.settings import REQUESTS, Ending, Stopped, StopRequest
 from dnis_torchrec.training.shard import flushing_denormals, is_flushing, launched_ranks, process_group, shard
 from examples.synthetic import demo
-from tests.late import read_late
-from tests.sequence_models import features as sequence_features
-from tests.sequence_models import sequences
-from tests.small_models import BATCH_SIZE, MODELS, NUM_DENSE, SHARDING_TYPES, blocks_for, features, operators, shard_as
+from tests.models import (
+    BATCH_SIZE,
+    MODELS,
+    NUM_DENSE,
+    SHARDING_TYPES,
+    blocks_for,
+    features,
+    operators,
+    sequence_features,
+    sequences,
+    shard_as,
+)
+from tests.tiny import read_late
 
 BAD = [float("nan"), float("inf"), float("-inf")]
 

@@ -31,18 +31,18 @@ from dnis_torchrec.training.loop import train_plainly
 from dnis_torchrec.training.rounded import RoundedTables
 from dnis_torchrec.training.shard import shard
 from dnis_torchrec.training.state import snapshot, take_
-from tests import small_models
-from tests.coded_tables import rounded
-from tests.rounded_tables import (
+from tests import models
+from tests.models import kernels_of, shard_as
+from tests.reference import (
     RowWiseAdagradByHand,
     StraightThrough,
     distance,
     loss_by_hand,
+    rounded,
     scheme_of,
     tables_of,
     without_codes,
 )
-from tests.small_models import kernels_of, shard_as
 from tests.tiny import make_recipe
 
 CPU = torch.device("cpu")
@@ -149,7 +149,7 @@ FUSED = {
 @pytest.mark.parametrize("kind", FUSED)
 def test_kernels_follow_latent_weights(gloo, kind: str) -> None:
     fused, by_hand = FUSED[kind]
-    model = small_models.shard_as(collection(), kind.split()[0], fused=fused)
+    model = models.shard_as(collection(), kind.split()[0], fused=fused)
     scheme = scheme_of(configs(), ROUTINGS, seed=3)
     oracle, held = StraightThrough(scheme, tables_of(model)), RoundedTables(model, scheme)
     theirs = by_hand(list(oracle.latents.values()), lr=1.0)
@@ -167,7 +167,7 @@ def test_a_prepared_model_follows_latent_weights(gloo, kind: str) -> None:
     model = prepare_(collection(), blocks())
     rate = 0.2 if kind == "plain" else 1.0
     if kind != "plain":
-        model = small_models.shard_as(model, kind)
+        model = models.shard_as(model, kind)
     scheme = scheme_of(configs(), blocks().routings, seed=3)
     oracle, held = StraightThrough(scheme, tables_of(model)), RoundedTables(model, scheme)
     dense = [] if kind == "table_wise" else list(model.parameters())

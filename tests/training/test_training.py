@@ -36,8 +36,8 @@ from dnis_torchrec.training.loop import PlainEvents, train_plainly
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.shard import set_learning_rates_, shard
 from examples.paper.pruning import ValueMask
+from tests.models import kernels_of
 from tests.reference import Bags, ReferenceTable, embedding_l2_reference
-from tests.small_models import kernels_of
 from tests.tiny import ROWS, make_batch, make_collection, make_recipe
 
 CPU = torch.device("cpu")

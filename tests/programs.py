@@ -1,26 +1,28 @@
-"""`dnis` in processes that have imported everything: real signals and exit codes, and Python is not begun anew."""
+"""The program in processes of tests, storage that they share, and code of Markdown pages as tests run it."""
 
 from __future__ import annotations
 
 import io
 import multiprocessing
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
-
-from tests.shared_storage import register
+from fsspec.implementations.local import LocalFileSystem
 
 ROOT = Path(__file__).parents[1]
 SHORT = ("--epochs", "1")
 """Of a training or a search that takes a second."""
 IMPORTED = [
-    *("dnis_torchrec.cli.commands", "tests.small_models"),
+    *("dnis_torchrec.cli.commands", "tests.models"),
     "torch.distributed.optim",  # which TorchRec imports when first a table has a fused optimizer
 ]
 """What processes of tests need and would each import for themselves, in seconds; the server that forks them has it."""
@@ -104,3 +106,68 @@ def _run(arguments: list[str], variables: Mapping[str, str], *said: str) -> None
     from dnis_torchrec.cli import main  # reads the environment as it begins
 
     main()
+
+
+class SharedFileSystem(LocalFileSystem):
+    """The file system of this machine behind a protocol of its own, so that nothing takes its addresses for paths."""
+
+    protocol = "shared"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + str(path).removeprefix("shared://").strip("/")
+
+
+def register() -> None:
+    """Makes the protocol known in this process."""
+    fsspec.register_implementation("shared", SharedFileSystem, clobber=True)
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """Blocks of a page in one language.
+
+    Args:
+        page: path from the project's root.
+        language: as the fence has it.
+    """
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def run_blocks(page: str, names: dict[str, Any]) -> dict[str, Any]:
+    """Runs a page's Python from top to bottom, as if it were one file.
+
+    Args:
+        page: path from the project's root.
+        names: what stands before it; the blocks' own names come to it.
+    """
+    for number, block in enumerate(blocks(page, "python")):
+        exec(compile(block, f"{page}, block {number}", "exec"), names)
+    return names
+
+
+def shell_commands(page: str) -> Iterator[list[str]]:
+    """Words of every command of a page's shell blocks, without comments; a line that ends with ``\\`` goes on.
+
+    Args:
+        page: path from the project's root.
+    """
+    for block in blocks(page, "sh"):
+        for line in re.sub(r" *\\\n *", " ", block).splitlines():
+            words = re.sub(r" +#.*", "", line).split()
+            if words:
+                yield words
+
+
+def table_rows(page: str, heading: str) -> dict[str, list[str]]:
+    """Rows of the table under a heading of a page: first cell -> the others.
+
+    Args:
+        page: path from the project's root.
+        heading: of any level.
+    """
+    text = (ROOT / page).read_text(encoding="utf-8")
+    below = re.split(rf"^#+ {re.escape(heading)}$", text, maxsplit=1, flags=re.MULTILINE)[1]
+    table = re.split(r"^#", below, maxsplit=1, flags=re.MULTILINE)[0]
+    rows = [line.strip().strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
+    return {first.strip(): [cell.strip() for cell in rest] for first, *rest in rows[2:]}
