@@ -14,7 +14,8 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dnis_torchrec.data.files import read_tensors, unshared, write_tensors
+from safetensors.torch import load_file, save_file
+from dnis_torchrec.data.files import unshared, written_whole
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.selection.shards import TableShard, collections, local_shards, table_configs
@@ -147,24 +148,24 @@ def train(
     return cast(TrainTask, unshard_(model)).model, result
 
 
-class _Head(TypedDict):
-    best_epoch: int
-    seconds: float
+BEST_EPOCH = "best_epoch"
+"""Tensor of a cached model's file that is none of the model's."""
 
 
 def plain(task: Task) -> tuple[nn.Module, int]:
     """The uncompressed model, trained once for all methods that begin with it, and its best epoch."""
     recipe = task.build(None)
     if task.cache is not None and task.cache.is_file():
-        tensors, head = read_tensors(task.cache, "plain_model", _Head)
-        recipe.model.load_state_dict(dict(tensors))
-        return recipe.model, head["best_epoch"]
-    start = time.monotonic()
+        tensors = load_file(task.cache)
+        best_epoch = int(tensors.pop(BEST_EPOCH))
+        recipe.model.load_state_dict(tensors)
+        return recipe.model, best_epoch
     model, training = train(task, recipe)
     if task.cache is not None:
         task.cache.parent.mkdir(parents=True, exist_ok=True)
-        head = _Head(best_epoch=training.best_epoch, seconds=time.monotonic() - start)
-        write_tensors(task.cache, unshared(model.state_dict()), "plain_model", head)
+        tensors = unshared(model.state_dict()) | {BEST_EPOCH: torch.tensor(training.best_epoch)}
+        with written_whole(task.cache) as unfinished:
+            save_file(tensors, unfinished)
     return model, training.best_epoch
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -16,15 +14,6 @@ from dnis_torchrec.blocks import NUM_BLOCKS
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_chunks
 from dnis_torchrec.blocks.routing import MAX_NUM_BLOCKS, RowRouting
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.data.files import read_tensors, write_tensors
-
-
-class _Head(TypedDict):
-    scope: NotRequired[str]  # of release 0.1.0, which had blocks of several tables, too
-    strategy: NotRequired[str]
-    left_alone: NotRequired[list[str]]
-    tables: dict[str, tuple[int, int, int]]
-    max_bag_lengths: dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,38 +60,6 @@ class RowBlocks:
                 first = self.first_alpha_row(table)
                 total[first : first + self.routings[table].num_blocks] += per_block[table]
         return total
-
-    def save(self, path: Path) -> None:
-        """Writes one safetensors file, whole or not at all."""
-        tensors, sizes = {}, {}
-        for table, routing in self.routings.items():
-            sizes[table] = [routing.num_embeddings, routing.num_blocks, self.embedding_dims[table]]
-            tensors[f"{table}/occurrences"] = self.occurrences[table]
-            tensors[f"{table}/seen_rows"] = self.seen_rows[table]
-            tensors |= {f"{table}/{key}": value for key, value in routing.to_tensors().items()}
-        head = {"tables": sizes, "max_bag_lengths": dict(self.max_bag_lengths)}
-        write_tensors(path, tensors, "row_blocks", head | {"left_alone": sorted(self.left_alone)})
-
-    @staticmethod
-    def load(path: Path) -> RowBlocks:
-        """Reads a file that `save` wrote."""
-        tensors, head = read_tensors(path, "row_blocks", _Head)
-        remedy = "read it with release 0.1.0 of this project"
-        scope = head.get("scope", "table")
-        check(scope == "table", str(path), "blocks of one table each", scope, remedy)
-        routings = {}
-        for table, (num_embeddings, num_blocks, _) in head["tables"].items():
-            names = ("boundaries", "block_of_row")
-            parts = {k: tensors[f"{table}/{k}"] for k in names if f"{table}/{k}" in tensors}
-            routings[table] = RowRouting.from_tensors(num_embeddings, num_blocks, parts)
-        return RowBlocks(
-            routings=routings,
-            embedding_dims={table: dim for table, (_, _, dim) in head["tables"].items()},
-            max_bag_lengths=head["max_bag_lengths"],
-            occurrences={table: tensors[f"{table}/occurrences"] for table in routings},
-            seen_rows={table: tensors[f"{table}/seen_rows"] for table in routings},
-            left_alone=frozenset(head.get("left_alone", ())),
-        )
 
 
 def blocks_from_counts(

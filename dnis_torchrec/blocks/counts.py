@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -16,14 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dnis_torchrec.blocks.routing import ROWS_AT_A_TIME
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.data.files import NotNegative, read_tensors, write_tensors
 from dnis_torchrec.ranks import Ranks, together
-
-
-class _Head(TypedDict):
-    max_bag_lengths: dict[str, int]
-    num_samples: NotNegative
-    tables: list[str]
 
 
 def count_chunks(counts: Tensor) -> Iterator[Tensor]:
@@ -43,19 +34,6 @@ class FrequencyCounts:
         """``(N,)`` bool: rows of `table` that training never looked up."""
         check_known("table", table, self.counts)
         return self.counts[table] == 0
-
-    def save(self, path: Path) -> None:
-        """Writes one safetensors file, whole or not at all."""
-        head = {"max_bag_lengths": dict(self.max_bag_lengths), "num_samples": self.num_samples}
-        head |= {"tables": list(self.counts)}
-        write_tensors(path, self.counts, "frequency_counts", head)
-
-    @staticmethod
-    def load(path: Path) -> FrequencyCounts:
-        """Reads a file that `save` wrote."""
-        tensors, head = read_tensors(path, "frequency_counts", _Head)
-        counts = {name: tensors[name] for name in head["tables"]}
-        return FrequencyCounts(counts, head["max_bag_lengths"], head["num_samples"])
 
 
 def count_frequencies(

@@ -193,42 +193,6 @@ def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return copies
 
 
-def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], kind: str, head: Mapping[str, Any]
-) -> None:
-    """Writes a safetensors file with a JSON head whole or not at all."""
-    with written_whole(path) as unfinished:
-        save_file(dict(tensors), unfinished, metadata={kind: json.dumps(head)})
-
-
-def read_tensors(path: Path, kind: str, head: type[_T]) -> tuple[dict[str, Tensor], _T]:
-    """Reads a file that `write_tensors` wrote."""
-    remedy = "use another one"
-    with path.open("rb"):  # safetensors does not say which file it cannot open
-        pass
-    try:
-        with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get(kind, "")
-            check(bool(text), str(path), f"a file of {kind.replace('_', ' ')}", "another file")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(
-            describe(str(path), "a whole safetensors file", str(error), remedy)
-        ) from error
-    return _Tensors(path, tensors), parse_json(text, head, str(path), remedy=remedy)
-
-
-class _Tensors(dict[str, Tensor]):
-    """The tensors of a file, which its head may name wrongly."""
-
-    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__(tensors)
-        self._path = path
-
-    def __missing__(self, name: str) -> Tensor:
-        raise ValueError(describe(str(self._path), f"a tensor {name!r}", "none", "use another one"))
-
-
 def read_json(file: Path, kind: type[_T], *, remedy: str = "") -> _T:
     """Reads a JSON file."""
     return parse_json(file.read_bytes(), kind, str(file), remedy=remedy)

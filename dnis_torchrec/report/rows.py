@@ -14,10 +14,8 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
-from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, visible
 from dnis_torchrec.data.files import read_json, write_json
-from dnis_torchrec.scheme import MixedDimensionScheme
 
 UNCOMPRESSED, COMPRESS, SEARCH = "uncompressed", "compress", "search"
 """Methods of the rows that commands write."""
@@ -134,23 +132,6 @@ def join_results(runs: Sequence[Results]) -> Results:
     return Results(
         rows=tuple(by_key[key] for key in rows), notes=notes, commands=commands, **shared, **more
     )
-
-
-def block_rows(scheme: MixedDimensionScheme, blocks: RowBlocks) -> tuple[dict[str, Any], ...]:
-    """One line a block that has rows: how many, how often they occur, and bits of a value."""
-    lines = []
-    for name, table in scheme.tables.items():
-        occurrences = blocks.occurrences[name].tolist()
-        bits = (32 * table.retained).double() if table.bits is None else table.bits.double()
-        for block, (rows, mean) in enumerate(
-            zip(table.routing.row_counts().tolist(), bits.mean(dim=1).tolist(), strict=True)
-        ):
-            if rows:
-                seen = occurrences[block] / rows
-                lines.append(
-                    {"table": name, "block": block, "rows": rows, "occurrences": seen, "bits": mean}
-                )
-    return tuple(lines)
 
 
 def rows_frame(rows: Iterable[ResultRow], metric: str) -> pd.DataFrame:

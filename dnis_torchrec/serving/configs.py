@@ -19,7 +19,6 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.data.files import parse_json
 from dnis_torchrec.ops.batches import INTEGERS, check_bags, named, offsets_of_rows
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.tables import torchrec_config
@@ -131,7 +130,11 @@ class NarrowTables:
     @staticmethod
     def from_json(text: str) -> NarrowTables:
         """Reads `to_json` back."""
-        return NarrowTables._of_fields(parse_json(text, dict[str, Any], "narrow tables"))
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            raise ValueError(describe("narrow tables", "JSON", error)) from error
+        return NarrowTables._of_fields(fields)
 
     @staticmethod
     def from_yaml(text: str) -> NarrowTables:

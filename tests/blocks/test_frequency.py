@@ -78,40 +78,6 @@ def test_counts_of_batches(data: list[list[Sample]], order: list[str], dtype: to
         assert got.never_seen(name).tolist() == [count == 0 for count in counts.tolist()]
 
 
-def test_save_and_load(tmp_path: Path) -> None:
-    counts = count_frequencies([kjt([{"u": [4, 4], "seen": [], "shown": [0]}])], TABLES)
-    counts.save(tmp_path / "counts.safetensors")
-    assert_same(FrequencyCounts.load(tmp_path / "counts.safetensors"), counts)
-    assert [path.name for path in tmp_path.iterdir()] == ["counts.safetensors"]
-
-
-def test_a_save_that_breaks_off_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "counts.safetensors"
-    counts = expected_counts([{"u": [4], "seen": [], "shown": [0]}])
-    counts.save(path)
-
-    def break_off(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
-        file.write_bytes(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr("dnis_torchrec.data.files.save_file", break_off)
-    with pytest.raises(OSError, match="disk full"):
-        expected_counts([]).save(path)
-    assert_same(FrequencyCounts.load(path), counts)
-
-
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "other.safetensors"
-    save_file({"a": torch.ones(1)}, path)
-    with pytest.raises(ValueError, match=r"other\.safetensors: expected a file of frequency counts, got another file"):
-        FrequencyCounts.load(path)
-    path.write_bytes(b"\x00" * 3)
-    with pytest.raises(ValueError, match=r"other\.safetensors: expected a whole safetensors file"):
-        FrequencyCounts.load(path)
-    with pytest.raises(FileNotFoundError, match=r"absent\.safetensors"):
-        FrequencyCounts.load(tmp_path / "absent.safetensors")
-
-
 def test_unknown_table_is_refused() -> None:
     with pytest.raises(ValueError, match=r"table 'moive': expected a known table.*did you mean 'movie'"):
         expected_counts([]).never_seen("moive")
@@ -192,23 +158,6 @@ def test_rows_of_alpha(case) -> None:
         assert blocks.per_alpha_row(dim, blocks.seen_rows).tolist() == seen
 
 
-@given(cases())
-def test_blocks_are_saved(tmp_path_factory: pytest.TempPathFactory, case) -> None:
-    blocks = blocks_of(case[0], num_blocks=case[1], leave_alone=["b"])
-    path = tmp_path_factory.mktemp("blocks") / "blocks.safetensors"
-    blocks.save(path)
-    again = RowBlocks.load(path)
-    for field in ("embedding_dims", "max_bag_lengths", "alpha_shapes", "left_alone"):
-        assert getattr(again, field) == getattr(blocks, field)
-    assert list(again.routings) == list(blocks.routings)  # their order decides the rows of alpha
-    for name, routing in blocks.routings.items():
-        assert again.routings[name].to_tensors().keys() == routing.to_tensors().keys()
-        assert torch.equal(again.routings[name].all_blocks(), routing.all_blocks())
-        assert again.routings[name].num_blocks == routing.num_blocks
-        assert torch.equal(again.occurrences[name], blocks.occurrences[name])
-        assert torch.equal(again.seen_rows[name], blocks.seen_rows[name])
-
-
 def test_a_large_table_takes_a_byte_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counts_module, "ROWS_AT_A_TIME", 1000)
     counts = {name: torch.arange(70_000) * 7919 % 211 for name in ("a", "c")}
@@ -242,17 +191,6 @@ def test_one_default_everywhere() -> None:
 def test_what_does_not_fit_is_refused(counts: Counts, tables: Counts, options: dict, place: str) -> None:
     with pytest.raises(ValueError, match=f"^{place}"):
         blocks_from_counts(counts_of(counts), tables_of(tables), **options)
-
-
-def test_other_files_are_no_blocks(tmp_path: Path) -> None:
-    path = tmp_path / "other.safetensors"
-    save_file({"a": torch.ones(1)}, path)
-    with pytest.raises(ValueError, match=r"other\.safetensors"):
-        RowBlocks.load(path)
-    blocks_of({"a": [1, 2]}).save(path)
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"other\.safetensors"):
-        RowBlocks.load(path)
 
 
 def row_by_row(routing: RowRouting) -> list[int]:

@@ -54,7 +54,7 @@ def test_a_file_that_breaks_off_stays_what_it_was(tmp_path: Path, error: BaseExc
 
 def test_a_file_has_the_mode_that_the_user_wants(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
-    write_tensors(tmp_path / "a", {"x": torch.ones(1)}, "kind", {})
+    write_text(tmp_path / "a", "new")
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
@@ -180,23 +180,6 @@ def test_a_lock_writes_nowhere_else(tmp_path: Path) -> None:
 class Head(TypedDict):
     rows: NotNegative
     name: NotRequired[str]
-
-
-def test_tensors_come_back_with_their_head(tmp_path: Path) -> None:
-    write_tensors(tmp_path / "a", {"x": torch.arange(3)}, "kind", {"rows": 3})
-    tensors, head = read_tensors(tmp_path / "a", "kind", Head)
-    assert tensors["x"].tolist() == [0, 1, 2]
-    assert head == {"rows": 3}
-    with pytest.raises(ValueError, match="a tensor 'y'"):
-        tensors["y"]
-    for kind, head_kind in (("other", Head), ("kind", dict[str, str])):
-        with pytest.raises(ValueError, match=str(tmp_path)):
-            read_tensors(tmp_path / "a", kind, head_kind)
-    (tmp_path / "a").write_bytes((tmp_path / "a").read_bytes()[:20])
-    with pytest.raises(ValueError, match="a whole safetensors file"):
-        read_tensors(tmp_path / "a", "kind", Head)
-    with pytest.raises(FileNotFoundError):
-        read_tensors(tmp_path / "b", "kind", Head)
 
 
 @dataclass
