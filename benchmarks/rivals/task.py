@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from safetensors.torch import load_file, save_file
 from dnis_torchrec.data.files import unshared, written_whole
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.data.task import TrainTask

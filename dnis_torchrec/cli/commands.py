@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -25,6 +25,7 @@ from dnis_torchrec.artifact.manifest import read_manifest, write_manifest
 from dnis_torchrec.artifact.package import write_package
 from dnis_torchrec.artifact.verify import Verification, verify
 from dnis_torchrec.artifact.write import shared_folder, write_over_ranks
+from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, describe, versions
 from dnis_torchrec.cli.narrow_rows import CUT_AXES, ROWS, columns_within, in_rows, table_bytes
 from dnis_torchrec.cli.progress import plain_progress, search_progress
@@ -66,11 +67,10 @@ from dnis_torchrec.report.rows import (
     UNCOMPRESSED,
     ResultRow,
     Results,
-    block_rows,
     join_results,
     read_results,
 )
-from dnis_torchrec.scheme import PACKED
+from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
 from dnis_torchrec.search.prune import uncompressed_scheme
 from dnis_torchrec.search.search import COMPRESSED as WITHOUT_SEARCH
 from dnis_torchrec.search.search import SEARCHED as BY_SEARCH
@@ -416,7 +416,7 @@ def _search(
         "metrics": metrics["test"],
     }
     history = [asdict(record) for record in outcome.history]
-    blocks = block_rows(outcome.scheme, outcome.blocks)
+    blocks = _block_rows(outcome.scheme, outcome.blocks)
     rows = [row, *_plain_rows(settings, run, head, device)]
     try:
         run.save_model(outcome.model, outcome.scheme)
@@ -537,11 +537,27 @@ def run_evaluate(settings: EvaluateCommand) -> dict[str, Any]:
 
 def run_verify(settings: EvaluateCommand) -> Verification:
     """Checks an artifact, with its metrics where a recipe is named."""
-    make = None
-    if settings.recipe is not None:
-        make = partial(_recipe_of_artifact, settings.path, settings.recipe, settings.data)
     with launched_ranks() as ranks:
-        return verify(settings.path, make_recipe=make, ranks=ranks)
+        measure = None
+        if settings.recipe is not None:
+            make = partial(_recipe_of_artifact, settings.path, settings.recipe, settings.data)
+            measure = partial(served_metrics, settings.path, make, ranks)
+        return verify(settings.path, measure=measure, ranks=ranks)
+
+
+def served_metrics(
+    artifact: Path, make_recipe: Callable[[], Recipe], ranks: Ranks, form: str
+) -> dict[str, float]:
+    """Test metrics of a fresh model that serves a form, on the CPU; each rank has its samples."""
+    with together(ranks.group):
+        recipe = make_recipe()
+        drop_in_(recipe.model, artifact, form=form)
+    with torch.inference_mode():
+        splits = split_over_ranks(recipe.data, ranks)
+        task = TrainTask(recipe.model, recipe.task)
+        metrics = evaluate(task, splits.test, recipe.task, torch.device("cpu"))
+        check_same(splits, ranks)
+        return metrics
 
 
 def run_package(settings: PackageCommand) -> None:
@@ -555,6 +571,23 @@ def run_package(settings: PackageCommand) -> None:
 
 def _recipe_of_artifact(artifact: Path, spec: str, data: Path | None) -> Recipe:
     return build_recipe_again(spec, data, read_manifest(artifact)["run"])
+
+
+def _block_rows(scheme: MixedDimensionScheme, blocks: RowBlocks) -> tuple[dict[str, Any], ...]:
+    """One line a block that has rows: how many, how often they occur, and bits of a value."""
+    lines = []
+    for name, table in scheme.tables.items():
+        occurrences = blocks.occurrences[name].tolist()
+        bits = (32 * table.retained).double() if table.bits is None else table.bits.double()
+        for block, (rows, mean) in enumerate(
+            zip(table.routing.row_counts().tolist(), bits.mean(dim=1).tolist(), strict=True)
+        ):
+            if rows:
+                seen = occurrences[block] / rows
+                lines.append(
+                    {"table": name, "block": block, "rows": rows, "occurrences": seen, "bits": mean}
+                )
+    return tuple(lines)
 
 
 def run_report(folders: Sequence[Path]) -> Results:

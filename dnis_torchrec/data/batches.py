@@ -338,14 +338,6 @@ def _features_for_lookup(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     )
 
 
-def with_ids_counted(batch: Batch) -> Batch:
-    """A batch that knows, on the CPU, how many ids each feature has: it needs not ask a GPU."""
-    for part in _bags_of(batch).values() if hasattr(batch, "__dict__") else ():
-        if part.keys() and part.values().device.type == "cpu":
-            part.sync()
-    return batch
-
-
 def features_of(batch: Batch) -> KeyedJaggedTensor:
     """All bags of a batch in one KeyedJaggedTensor; of several without the weights of their ids."""
     bags = list(_bags_of(batch).values())

@@ -31,8 +31,7 @@ from typing import (
 )
 from uuid import uuid4
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor
 
 from dnis_torchrec.checks import check, describe

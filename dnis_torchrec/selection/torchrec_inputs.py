@@ -36,7 +36,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.data.batches import with_ids_counted
 from dnis_torchrec.selection.torchrec import PrefetchedTables, without_weights
 
 # --------------------------------------------------------------------------------------------------
@@ -275,13 +274,26 @@ def _to_eval(collection: nn.Module, _: tuple[Tensor, ...]) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
+def _count_ids_(batch: Any) -> None:
+    """Lets the features of a batch count their ids on the CPU, so that no step asks a GPU for it."""
+    for part in vars(batch).values() if hasattr(batch, "__dict__") else ():
+        if (
+            isinstance(part, KeyedJaggedTensor)
+            and part.keys()
+            and part.values().device.type == "cpu"
+        ):
+            part.sync()
+
+
 class DetachableTrainPipeline(TrainPipelineSparseDist):
     """`TrainPipelineSparseDist` that puts modules of the input's way, such as bag splitters, back
     where they were."""
 
     def _next_batch(self, dataloader_iter: Iterator[Pipelineable]) -> Pipelineable | None:
         batch = super()._next_batch(dataloader_iter)
-        return batch if batch is None or self._device.type == "cpu" else with_ids_counted(batch)
+        if batch is not None and self._device.type != "cpu":
+            _count_ids_(batch)
+        return batch
 
     def _pipeline_model(self, *args: Any, **named: Any) -> None:
         super()._pipeline_model(*args, **named)

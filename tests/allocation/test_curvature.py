@@ -1,0 +1,611 @@
+"""Curvature against second derivatives by autograd: losses, tasks, couplings."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
+from torchrec.datasets.utils import Batch
+from torchrec.modules.embedding_configs import EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import dnis_torchrec as dnis
+from dnis_torchrec import blocks_from_counts, count_frequencies, prepare_
+from dnis_torchrec.allocation.bits import allocate
+from dnis_torchrec.allocation.compress import measure_
+from dnis_torchrec.allocation.curvature import Curvature, curvature, curvature_of_read_tables, loss_derivatives
+from dnis_torchrec.data.task import Predictions, Task, TrainTask
+from dnis_torchrec.selection.shards import collections
+from tests.allocation.curvature_cases import (
+    COLLECTIONS,
+    DIMS,
+    FEATURES,
+    ROWS,
+    Case,
+    Net,
+    expected,
+    make_batch,
+    make_batches,
+    make_blocks,
+    make_model,
+)
+from tests.reference import couplings_reference
+from tests.small_models import SHARDING_TYPES, alpha_of, shard_as
+from tests.tiny import make_recipe
+
+BCE = nn.BCEWithLogitsLoss()
+ONE_ID = (1, 1, 1, 1)
+
+
+def quartic(predictions: Tensor, labels: Tensor) -> Tensor:
+    """A user's own loss, whose third derivative is not 0."""
+    return (predictions - labels).pow(4).mean()
+
+
+def ratio(predictions: Tensor, labels: Tensor) -> Tensor:
+    """A loss of two outputs that meet within a sample."""
+    return (predictions[:, 0] * (1 + predictions[:, 1].exp()) - labels[:, 0]).square().mean()
+
+
+def assert_as_expected(found: Curvature, wanted: dict[str, tuple[Tensor, Tensor]], rtol: float = 1e-5) -> None:
+    assert list(found.gradient) == list(found.curvature) == list(wanted)
+    for table, (gradient, bend) in wanted.items():
+        for got, want in ((found.gradient[table], gradient), (found.curvature[table], bend)):
+            torch.testing.assert_close(got, want, rtol=rtol, atol=rtol * float(want.abs().max() + 1e-12))
+
+
+CASES: dict[str, Case] = {
+    "one id": Case(lengths=ONE_ID),
+    "several ids": Case(),
+    "mean": Case(pooling=PoolingType.MEAN),
+    "weighted": Case(is_weighted=True),
+    "one weighted id": Case(is_weighted=True, lengths=ONE_ID),
+    "rows of no block": Case(unassigned=3),
+    "rows of no block, mean": Case(unassigned=3, pooling=PoolingType.MEAN),
+    "rows of no block, one id": Case(unassigned=3, lengths=ONE_ID),
+    "one block": Case(num_blocks=1),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "loss"), [*((name, quartic) for name in CASES), ("several ids", nn.MSELoss()), ("weighted", BCE)]
+)
+def test_it_is_what_the_oracle_finds(name: str, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    case = CASES[name]
+    batches = make_batches(case)
+    found = curvature(make_model(case), batches, make_blocks(case), loss=loss)
+    assert_as_expected(found, expected(case, batches, loss))
+    assert found.num_samples == 11
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), BCE, ratio])
+def test_of_two_outputs(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """MSE of two outputs is half the mean over samples of their sum; the oracle's samples have two outputs, too."""
+    case = Case(num_outputs=2)
+    batches = make_batches(case)
+    assert_as_expected(
+        curvature(make_model(case), batches, make_blocks(case), loss=loss), expected(case, batches, loss)
+    )
+
+
+@given(
+    lengths=st.tuples(*[st.integers(0, 3)] * 4),
+    num_blocks=st.integers(1, 7),
+    is_mean=st.booleans(),
+    unassigned=st.integers(0, 6),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    at_a_time=st.sampled_from([1, 1 << 26]),
+    seed=st.integers(0, 99),
+)
+def test_of_any_shape(
+    lengths: tuple[int, ...],
+    num_blocks: int,
+    is_mean: bool,
+    unassigned: int,
+    sizes: list[int],
+    at_a_time: int,
+    seed: int,
+) -> None:
+    """Also batches that are cut, sample by sample, because they would take too much memory."""
+    case = Case(
+        pooling=PoolingType.MEAN if is_mean else PoolingType.SUM,
+        lengths=lengths,
+        num_blocks=num_blocks,
+        unassigned=unassigned,
+    )
+    batches = [make_batch(case, seed + index, size) for index, size in enumerate(sizes)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dnis_torchrec.allocation.curvature.BYTES_AT_A_TIME", at_a_time)
+        found = curvature(make_model(case), batches, make_blocks(case), loss=nn.MSELoss())
+    assert_as_expected(found, expected(case, batches, nn.MSELoss()), rtol=2e-5)
+
+
+def test_as_many_pairs_of_sample_and_block_as_samples() -> None:
+    """Two samples, of which one reads two blocks and the other none."""
+    case, blocks = Case(num_blocks=2), make_blocks(Case(num_blocks=2))
+    first, second = ((blocks.routings["c"].all_blocks() == block).nonzero()[0] for block in (0, 1))
+    features = KeyedJaggedTensor(
+        keys=["one", "both", "few", "many"],
+        values=torch.cat([first, second]),
+        lengths=torch.tensor([0, 0, 0, 0, 0, 0, 2, 0]),
+    )
+    batches = [Batch(torch.zeros(2, 1), features, torch.tensor([1.0, 0.0]))]
+    found = curvature(make_model(case), batches, blocks, loss=BCE)
+    assert_as_expected(found, expected(case, batches, BCE))
+    assert (found.curvature["c"] > 0).all()
+
+
+@pytest.mark.parametrize("name", ["several ids", "mean", "one id", "weighted"])
+@pytest.mark.parametrize("sharding_type", [None, *SHARDING_TYPES])
+@pytest.mark.usefixtures("gloo")
+def test_of_a_sharded_model(sharding_type: str | None, name: str) -> None:
+    case = CASES[name]
+    batches = make_batches(case)
+    model = make_model(case) if sharding_type is None else shard_as(make_model(case), sharding_type)
+    assert_as_expected(curvature(model, batches, make_blocks(case), loss=BCE), expected(case, batches, BCE))
+
+
+@pytest.mark.parametrize("name", ["several ids", "mean", "one id", "weighted"])
+@pytest.mark.parametrize("sharding_type", [None, "table_wise"])
+@pytest.mark.usefixtures("gloo")
+def test_of_a_prepared_model_it_is_in_relative_steps_of_alpha(sharding_type: str | None, name: str) -> None:
+    case, blocks = CASES[name], make_blocks(CASES[name])
+    batches = make_batches(case)
+    model = prepare_(make_model(case), blocks)
+    alpha = alpha_of(model)
+    for dim in alpha.dims:
+        alpha.of(dim).uniform_(0.2, 1)
+    first = {table: blocks.first_alpha_row(table) for table in ROWS}
+    of_tables = {
+        table: alpha.of(DIMS[table])[first[table] : first[table] + blocks.routings[table].num_blocks].double()
+        for table in ROWS
+    }
+    sharded = model if sharding_type is None else shard_as(model, sharding_type)
+    found = curvature(sharded, batches, blocks, loss=BCE)
+    assert_as_expected(found, expected(case, batches, BCE, of_tables))
+
+
+def test_of_a_train_task_whose_collection_is_called_twice() -> None:
+    """Both calls read the same blocks, so what a sample reads in them is added up before it is squared."""
+
+    class Twice(Net):
+        def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+            return super().forward(dense_features, sparse_features) + super().forward(dense_features, sparse_features)
+
+    case, batches = Case(), make_batches(Case())
+    model = make_model(case)
+    model.__class__ = Twice
+    found = curvature(TrainTask(model, BCE), batches, make_blocks(case), loss=BCE)
+    doubled = make_model(case)
+    doubled.over[3].weight.data.mul_(2)
+    doubled.over[3].bias.data.mul_(2)
+    once = curvature(doubled, batches, make_blocks(case), loss=BCE)
+    assert_as_expected(found, {table: (once.gradient[table], once.curvature[table]) for table in ROWS})
+
+
+def test_nothing_of_the_model_changes() -> None:
+    case = Case()
+    model = make_model(case)
+    model.over.eval()
+    model.over[2].train()
+    before = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]
+    with torch.no_grad():
+        curvature(model, make_batches(case), make_blocks(case), loss=BCE)
+    assert [module.training for module in model.modules()] == before[1]
+    assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all("forward" not in vars(collection) for collection in collections(model).values())
+
+
+def test_no_more_batches_than_are_enough() -> None:
+    case, blocks = Case(), make_blocks(Case())
+    batches = make_batches(case, 5)
+    stream = iter(batches)
+    found = curvature(make_model(case), stream, blocks, loss=BCE, num_samples=12)
+    assert found.num_samples == 6 + 5 + 6
+    assert len(list(stream)) == 2
+    assert_as_expected(found, expected(case, batches[:3], BCE))
+    assert curvature(make_model(case), batches, blocks, loss=BCE, num_samples=None).num_samples == 28
+
+
+def test_the_error_is_that_of_the_batches() -> None:
+    """A ratio of means over batches, so its error is that of the batches' differences from it."""
+    case, blocks = Case(), make_blocks(Case())
+    batches, model = make_batches(case, 7), make_model(case)
+    alone = [curvature(model, [batch], blocks, loss=BCE) for batch in batches]
+    assert all(own.relative_error == math.inf for own in alone)
+    sizes = torch.tensor([own.num_samples for own in alone]).double()
+    sums = torch.tensor([float(sum(h.sum() for h in own.curvature.values())) for own in alone]).double() * sizes
+    mean = sums.sum() / sizes.sum()
+    error = (sums - mean * sizes).square().sum().mul(7 / 6).sqrt() / sizes.sum()
+    found = curvature(model, batches, blocks, loss=BCE)
+    assert found.relative_error == pytest.approx(float(error / mean), rel=1e-6)
+    assert repr(found) == f"Curvature(3 tables, {int(sizes.sum())} samples, relative error {found.relative_error:.2g})"
+
+
+def test_a_table_that_nobody_reads_is_worth_nothing() -> None:
+    case = Case(lengths=(1, 0, 0, 3))
+    found = curvature(make_model(case), make_batches(case), make_blocks(case), loss=BCE)
+    assert not found.curvature["b"].any()
+    assert not found.gradient["b"].any()
+    assert found.curvature["a"].any()
+    assert found.unread == {"b"}
+
+
+@pytest.mark.parametrize(("first", "measured"), [(0, 6), (1, 24), (3, 24), (4, 60), (9, 60), (None, 60)])
+def test_a_sample_grows_until_it_reads_what_training_reads(first: int | None, measured: int) -> None:
+    """Four times as large each time; a table that is worth nothing, and read, makes no sample larger."""
+    reads, blocks, model = Case(), make_blocks(Case()), make_model(Case())
+    without = Case(lengths=(1, 0, 0, 3))
+    with torch.no_grad():
+        model.collections[0].embedding_bags["a"].weight.zero_()
+    batches = [make_batch(reads if place == first else without, 2 * place, 6) for place in range(10)]
+    found = curvature_of_read_tables(model, batches, blocks, loss=BCE, num_samples=1)
+    assert found.num_samples == measured
+    assert found.unread == ({"b"} if first is None else frozenset())
+    assert not found.curvature["a"].any()
+
+
+def test_of_samples_that_grow_the_first_alone_warns(caplog: pytest.LogCaptureFixture) -> None:
+    model, without = make_model(Case()), Case(lengths=(1, 0, 0, 3))
+    with torch.no_grad():
+        model.over[3].weight.zero_()  # nothing moves a prediction
+    batches = [make_batch(without, seed, 6) for seed in range(10)]
+    assert curvature_of_read_tables(model, batches, make_blocks(Case()), loss=BCE, num_samples=1).num_samples > 6
+    assert [record.message.split(":")[0] for record in caplog.records] == ["the model looks untrained"]
+
+
+def trained(steps: int) -> tuple[nn.Module, list[Batch]]:
+    """torchrec's DLRM on a task that it can learn, after some steps of Adam."""
+    recipe = make_recipe()
+    batches = list(recipe.data.train)
+    optimizer = torch.optim.Adam(recipe.model.parameters(), 1e-2)
+    for step in range(steps):
+        batch = batches[step % len(batches)]
+        predictions = recipe.model(batch.dense_features, batch.sparse_features).squeeze(1)
+        optimizer.zero_grad()
+        functional.binary_cross_entropy_with_logits(predictions, batch.labels).backward()
+        optimizer.step()
+    return recipe.model, batches
+
+
+@pytest.mark.parametrize(("steps", "looks_trained"), [(0, False), (60, True)])
+def test_a_model_that_looks_untrained_is_told(
+    steps: int, looks_trained: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, batches = trained(steps)
+    tables = [config for own in collections(model).values() for config in own.embedding_bag_configs()]
+    blocks = blocks_from_counts(count_frequencies([b.sparse_features for b in batches], tables), tables, num_blocks=3)
+    with caplog.at_level(logging.WARNING):
+        curvature(model, batches, blocks, loss=BCE)
+    assert (caplog.messages == []) is looks_trained
+    if not looks_trained:
+        assert "the model looks untrained: the gradient of the loss in alpha has norm" in caplog.text
+
+
+def test_tables_of_zeros_look_untrained(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model(Case())
+    for parameter in model.collections.parameters():
+        nn.init.zeros_(parameter)
+    with caplog.at_level(logging.WARNING):
+        found = curvature(model, make_batches(Case()), make_blocks(Case()), loss=BCE)
+    assert not any(bend.any() for bend in found.curvature.values())
+    assert found.relative_error == math.inf
+    assert "has norm 0, its curvature norm 0 and sum 0, at a loss of" in caplog.text
+
+
+def test_losses_of_the_package_have_the_derivatives_of_the_books() -> None:
+    z, y = torch.tensor([[0.3], [-2.0]], dtype=torch.float64), torch.tensor([1.0, 0.0])
+    p = z.sigmoid()
+    at = loss_derivatives(BCE, z, y)
+    torch.testing.assert_close(at.first, p - y.unsqueeze(1).double())
+    torch.testing.assert_close(at.second.flatten(), (p * (1 - p)).flatten())
+
+
+def pairs(predictions: Tensor, labels: Tensor) -> Tensor:
+    """A loss of pairs of samples."""
+    return functional.softplus(predictions.unsqueeze(0) - predictions.unsqueeze(1)).mean()
+
+
+def gone(predictions: Tensor, labels: Tensor) -> Tensor:
+    return (predictions.detach() - labels).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "message"),
+    [
+        (nn.L1Loss(), ValueError, "loss L1Loss: expected one that is twice differentiable, got second derivatives of"),
+        (nn.MSELoss(reduction="sum"), ValueError, "loss MSELoss: expected a mean over the samples, got"),
+        (nn.MSELoss(reduction="none"), ValueError, r"loss MSELoss: expected a scalar, .* got \(6,\)"),
+        (pairs, ValueError, "loss pairs: expected a mean of the losses of single samples, got one in which"),
+        (gone, NotImplementedError, "loss gone: supported are losses that are twice differentiable in the"),
+    ],
+)
+def test_a_loss_that_has_no_curvature_of_samples_is_refused(
+    loss: Callable[[Tensor, Tensor], Tensor], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        curvature(make_model(Case()), make_batches(Case()), make_blocks(Case()), loss=loss)
+
+
+def changed(**parts: object) -> list[Batch]:
+    """Two batches, the second one with other parts."""
+    first, second = make_batches(Case())
+    return [first, dataclasses.replace(second, **parts)]
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([], "batches: expected at least one batch, got none"),
+        (changed(labels=None), "batch 1, labels: expected those of 5 samples, for the loss, got none; take batches of"),
+        (changed(labels=torch.empty(0)), "batch 1, labels: expected those of 5 samples, for the loss, got none"),
+        (changed(labels=torch.ones(4)), "batch 1, sparse_features: expected 4 samples, one for each label, got 5"),
+        (changed(labels=torch.full((5,), math.nan)), "batch 1: expected finite labels, got nan"),
+        (changed(labels=torch.full((5,), 2.0)), r"batch 1: expected labels in \[0, 1\] for BCEWithLogitsLoss, got 2.0"),
+        (changed(dense_features=torch.full((5, 1), math.inf)), "batch 1, dense_features, sample 0, column 0: expected"),
+    ],
+)
+def test_bad_batches_are_named(batches: list[Batch], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        curvature(make_model(Case()), batches, make_blocks(Case()), loss=BCE)
+
+
+def test_predictions_that_are_not_finite_are_named() -> None:
+    model = make_model(Case())
+    model.over[3].bias.data.fill_(math.nan)
+    with pytest.raises(
+        ValueError, match="batch 0: expected finite predictions, got nan; take weights of a model whose"
+    ):
+        curvature(model, make_batches(Case()), make_blocks(Case()), loss=BCE)
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (lambda model, z: (z, z), "batch 0: expected predictions .6,. or .6, T. of the model, got tuple"),
+        (lambda model, z: z.mean(), r"batch 0: expected predictions .* got \(\)"),
+        (lambda model, z: z.detach(), "batch 0: expected predictions that come from embeddings, got constants"),
+    ],
+)
+def test_what_a_model_returns_has_to_be_predictions(forward: Callable[..., Tensor], message: str) -> None:
+    class Other(Net):
+        def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+            return forward(self, super().forward(dense_features, sparse_features))
+
+    model = make_model(Case())
+    model.__class__ = Other
+    with pytest.raises(ValueError, match=message):
+        curvature(model, make_batches(Case()), make_blocks(Case()), loss=BCE)
+
+
+def test_bags_of_candidates_are_refused() -> None:
+    class Pooled(Net):
+        def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+            keys = sparse_features.keys()
+            values = torch.cat([sparse_features[key].values().repeat(2) for key in keys])
+            lengths = torch.cat([sparse_features[key].lengths().repeat(2) for key in keys])
+            twice = KeyedJaggedTensor(keys, values, lengths=lengths)
+            return super().forward(dense_features, twice).view(2, -1).sum(0)
+
+    model = make_model(Case())
+    model.__class__ = Pooled
+    with pytest.raises(
+        NotImplementedError, match="supported are collections that look up one bag per sample, got 12 b"
+    ):
+        curvature(model, make_batches(Case()), make_blocks(Case()), loss=BCE)
+
+
+def test_blocks_have_to_be_of_the_tables() -> None:
+    batches, blocks = make_batches(Case()), make_blocks(Case())
+    others = dataclasses.replace(blocks, embedding_dims={**blocks.embedding_dims, "c": 5})
+    with pytest.raises(ValueError, match="table 'c': expected blocks of embedding_dim=8, got 5"):
+        curvature(make_model(Case()), batches, others, loss=BCE)
+    with pytest.raises(
+        ValueError, match="table 'a', feature 'both': expected bags of at most one id, as counted, got a bag"
+    ):
+        curvature(make_model(Case()), batches, make_blocks(Case(lengths=ONE_ID)), loss=BCE)
+    with pytest.raises(ValueError, match="model: expected an embedding collection in it, got none"):
+        curvature(nn.Linear(1, 1), batches, blocks, loss=BCE)
+    with pytest.raises(ValueError, match="num_samples: expected at least 1, or None for all, got 0"):
+        curvature(make_model(Case()), batches, blocks, loss=BCE, num_samples=0)
+
+
+BCE_OF_COUPLINGS = nn.BCEWithLogitsLoss()
+CASES_OF_COUPLINGS = {
+    "one id": Case(lengths=(1, 1, 1, 1)),
+    "several ids": Case(),
+    "mean": Case(pooling=PoolingType.MEAN),
+    "rows of no block": Case(unassigned=3, pooling=PoolingType.MEAN),
+    "two outputs": Case(num_outputs=2),
+}
+
+
+def expected_couplings(case: Case, batch: Batch, loss: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
+    net, blocks = make_model(case).eval(), make_blocks(case)
+    pooled, parts = {}, []
+    for collection, names in zip(net.collections, COLLECTIONS, strict=True):
+        of_keys = {
+            key: value.detach().requires_grad_() for key, value in collection(batch.sparse_features).to_dict().items()
+        }
+        parts += [value.double() for _, value in sorted(of_keys.items())]
+        for name in names:
+            pooled |= {(name, f): of_keys[f"{f}@{name}" if f == "both" else f] for f in FEATURES[name]}
+    predictions = net.over(torch.cat(parts, dim=1))
+
+    def second(n: int) -> Tensor:
+        def of_sample(z: Tensor) -> Tensor:
+            return loss(
+                z.view(1, -1).squeeze(1) if case.num_outputs == 1 else z.view(1, -1), batch.labels[n : n + 1].double()
+            )
+
+        found = torch.autograd.functional.hessian(of_sample, predictions[n].detach())
+        return found.view(case.num_outputs, case.num_outputs)
+
+    return couplings_reference(
+        predictions,
+        pooled,
+        {key: [bag.tolist() for bag in batch.sparse_features[key[1]].to_dense()] for key in pooled},
+        {name: blocks.routings[name].all_blocks().tolist() for name in ROWS},
+        second,
+        num_blocks=case.num_blocks,
+        is_mean=case.pooling == PoolingType.MEAN,
+    )
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), BCE_OF_COUPLINGS])
+@pytest.mark.parametrize("name", CASES_OF_COUPLINGS)
+def test_they_are_what_the_oracle_finds(name: str, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    case = CASES_OF_COUPLINGS[name]
+    batches = make_batches(case)
+    found = curvature(make_model(case), batches, make_blocks(case), loss=loss)
+    sums = [expected_couplings(case, batch, loss) for batch in batches]
+    for table in ROWS:
+        wanted = sum(of_batch[table] for of_batch in sums) / found.num_samples
+        assert isinstance(wanted, Tensor)
+        torch.testing.assert_close(found.couplings[table], wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_they_are_left_out_where_nobody_needs_them() -> None:
+    case = CASES_OF_COUPLINGS["several ids"]
+    found = curvature(make_model(case), make_batches(case), make_blocks(case), loss=nn.MSELoss(), couplings=False)
+    assert not found.couplings
+
+
+class NextItem(nn.Module):
+    """Two sequences on one table, multiplied by a matrix that no axes of the table are known for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = EmbeddingConfig(name="item", num_embeddings=300, embedding_dim=16, feature_names=["seen", "next"])
+        self.items = EmbeddingCollection(tables=[table])
+        self.mix = nn.Linear(16, 4, bias=False)
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """``(B,)``."""
+        found = self.items(sparse_features)
+        seen, following = (found[name].values().view(len(dense_features), -1, 16) for name in ("seen", "next"))
+        return (self.mix(seen).sum(1) * self.mix(following).sum(1)).sum(1)
+
+
+def sequences(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.cat([torch.full((256,), 3), torch.ones(256, dtype=torch.int64)])
+    ids = (torch.rand(1024, generator=generator).square() * 300).long()
+    features = KeyedJaggedTensor(keys=["seen", "next"], values=ids, lengths=lengths)
+    return Batch(torch.zeros(256, 1), features, torch.zeros(256))
+
+
+def test_a_table_of_no_known_axes_is_served_far_better() -> None:
+    """Its 16 columns move predictions in four directions alone: errors across them cancel."""
+    torch.manual_seed(1)
+    model, batches = NextItem(), [sequences(seed) for seed in range(8)]
+    nn.init.normal_(model.items.embeddings["item"].weight)
+    with torch.no_grad():
+        for batch in batches:
+            batch.labels.copy_(model(batch.dense_features, batch.sparse_features))
+    measured = measure_(copy.deepcopy(model), batches, loss=nn.MSELoss())
+    found = measured.allocate(compression=16)
+    without = allocate(
+        measured.model,
+        measured.blocks,
+        measured.counts,
+        curvature(measured.model, batches, measured.blocks, loss=nn.MSELoss(), couplings=False),
+        compression=16,
+    )
+    nearest = measured.sample.predict(without.scheme).loss_increase
+    assert measured.sample.predict(found.scheme).loss_increase < 0.5 * nearest
+    own = [table.scheme.tables["item"] for table in (found, without)]
+    assert torch.equal(own[0].codes.bits, own[1].codes.bits)
+    compressed = copy.deepcopy(model)
+    dnis.compress(compressed, batches, loss=nn.MSELoss(), compression=16)
+    with torch.no_grad():
+        errors = torch.cat([compressed(b.dense_features, b.sparse_features) - b.labels for b in batches])
+    assert float(errors.square().mean()) < 0.6 * nearest
+
+
+CASE = Case(num_outputs=2)
+
+
+def apart(z: Tensor, labels: Tensor) -> Tensor:
+    """A click, and a rating that counts more the more it is."""
+    click, rating = labels.double().unbind(1)
+    of_ratings = (1 + rating) * mse_loss(z[:, 1], rating, reduction="none")
+    return binary_cross_entropy_with_logits(z[:, 0], click) + 0.3 * of_ratings.mean()
+
+
+def joint(z: Tensor, labels: Tensor) -> Tensor:
+    """A click, and a purchase, which only follows a click: the product of two chances."""
+    click, bought = labels.double().unbind(1)
+    chance = z.sigmoid().prod(1).clamp(1e-9, 1 - 1e-9)
+    of_both = -(bought * chance.log() + (1 - bought) * (1 - chance).log())
+    return binary_cross_entropy_with_logits(z[:, 0], click) + of_both.mean()
+
+
+class Named(nn.Module):
+    """The model's outputs by name, the first as a column; and others that no loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: Net = make_model(CASE)
+
+    def forward(self, dense_features: Tensor, sparse_features: Any) -> dict[str, Tensor]:
+        z = self.net(dense_features, sparse_features)
+        unread = {"hidden": z.repeat(1, 9), "scale": z.sum()}
+        return unread | {"one": z[:, :1], "other": z[:, 1], "chance": z[:, 0].sigmoid()}
+
+
+class Of(Task):
+    """The task of a loss of both outputs."""
+
+    kinds: Mapping[str, str] = {"one": "regression"}
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self._loss = loss
+
+    def loss(self, batch: Batch, outputs: Mapping[str, Tensor]) -> Tensor:
+        return self._loss(torch.cat([outputs["one"], outputs["other"].unsqueeze(1)], dim=1), batch.labels)
+
+    def predictions(self, batch: Batch, outputs: Mapping[str, Tensor]) -> Mapping[str, Predictions]:
+        return {"one": Predictions(outputs["one"], batch.labels[:, 0])}
+
+
+@pytest.mark.parametrize("loss", [apart, joint])
+def test_equals_the_oracle(loss: Any) -> None:
+    batches, model = make_batches(CASE), Named()
+    found = curvature(TrainTask(model, Of(loss)), batches, make_blocks(CASE), loss=Of(loss))
+    assert_as_expected(found, expected(CASE, batches, loss))
+
+
+def of_pairs(z: Tensor, labels: Tensor) -> Tensor:
+    return (z[:, 0].unsqueeze(0) - z[:, 0].unsqueeze(1)).square().mean()
+
+
+def of_constants(z: Tensor, labels: Tensor) -> Tensor:
+    return (z.detach() - labels).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (of_pairs, "batch 0, task Of: expected a mean of the losses of single samples, got one in which samples meet"),
+        (of_constants, "batch 0, task Of: expected a loss that depends on the outputs, got constants .*; take what"),
+    ],
+)
+def test_what_no_curvature_can_be_measured_of_is_refused(loss: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        curvature(Named(), make_batches(CASE), make_blocks(CASE), loss=Of(loss))

@@ -8,6 +8,7 @@ import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +27,10 @@ from dnis_torchrec.artifact.load import exact_rows, load, load_dense_state, read
 from dnis_torchrec.artifact.manifest import describe_file, read_manifest, write_manifest
 from dnis_torchrec.artifact.verify import Finding, Oracle, Verification, bag_cases, compare, unknown_bags, verify
 from dnis_torchrec.cli import app
+from dnis_torchrec.cli.commands import served_metrics
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.urls import fetch
+from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.serving import ServedEmbeddingCollection
 from tests import tiny
 from tests.models import interest, make_batch
@@ -71,7 +74,7 @@ def subjects(result: Verification, check: str) -> set[str]:
 
 
 def test_a_whole_artifact_passes_in_every_form(artifact: Path, remote: MemoryFileSystem) -> None:
-    result = verify(artifact, make_recipe=demo)
+    result = verify(artifact, measure=partial(served_metrics, artifact, demo, Ranks()))
     assert failures(result) == {}
     assert set(result.forms) == set(FORMS)
     cases = bag_cases(read_scheme(artifact))
@@ -86,7 +89,7 @@ def test_a_whole_artifact_passes_in_every_form(artifact: Path, remote: MemoryFil
 def test_a_model_of_nothing_but_tables_has_an_empty_state(tmp_path: Path) -> None:
     path = write_tiny_artifact(tmp_path / "artifact", recipe="tests.tiny:tables_alone", forms=FORMS[1:])
     assert load_dense_state(path) == {}
-    result = verify(path, make_recipe=lambda: tables_alone(None))
+    result = verify(path, measure=partial(served_metrics, path, lambda: tables_alone(None), Ranks()))
     assert failures(result) == {}
     assert len(subjects(result, "metric")) > 0
     model = tables_alone(None).model
@@ -96,13 +99,14 @@ def test_a_model_of_nothing_but_tables_has_an_empty_state(tmp_path: Path) -> Non
 
 
 def test_another_models_weights_and_metrics_are_findings(artifact: Path, copy: Path) -> None:
-    result = verify(artifact, make_recipe=wider)
+    result = verify(artifact, measure=partial(served_metrics, artifact, wider, Ranks()))
     assert set(failures(result)) == set(FORMS) == subjects(result, "metric")
     assert all("expected shape (16, 4), got (8, 4)" in detail for detail in failures(result).values())
     manifest = read_manifest(copy)
     manifest["run"]["metrics"]["auc"] += 2e-5
     write_manifest(copy, manifest)
-    assert set(failures(verify(copy, make_recipe=demo))) == {f"{form}, auc" for form in FORMS}
+    result = verify(copy, measure=partial(served_metrics, copy, demo, Ranks()))
+    assert set(failures(result)) == {f"{form}, auc" for form in FORMS}
 
 
 # ---- damage

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import re
 from collections import Counter
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -15,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 import pytest
-import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec.data import files, urls
@@ -23,9 +22,7 @@ from dnis_torchrec.data.files import (
     file_lock,
     new_folder,
     parse_json,
-    read_tensors,
     write_json,
-    write_tensors,
     write_text,
     written_whole,
 )

@@ -28,7 +28,7 @@ from dnis_torchrec.allocation.compress import compress, packed_collections
 from dnis_torchrec.allocation.held_out import LossSample, with_gains
 from dnis_torchrec.artifact.export import drop_in_
 from dnis_torchrec.artifact.verify import verify
-from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.codes import is_coded
 from dnis_torchrec.cli.commands import run_evaluate, run_export, run_search
 from dnis_torchrec.cli.run import _weights_in
