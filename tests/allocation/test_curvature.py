@@ -41,8 +41,8 @@ from tests.allocation.curvature_cases import (
     make_blocks,
     make_model,
 )
+from tests.models import SHARDING_TYPES, alpha_of, shard_as
 from tests.reference import couplings_reference
-from tests.small_models import SHARDING_TYPES, alpha_of, shard_as
 from tests.tiny import make_recipe
 
 BCE = nn.BCEWithLogitsLoss()
