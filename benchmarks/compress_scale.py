@@ -43,9 +43,10 @@ from dnis_torchrec.allocation.axes import RotationGroup
 from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES
 from dnis_torchrec.artifact.manifest import read_manifest
 from dnis_torchrec.artifact.write import write_artifact
-from dnis_torchrec.blocks.counts import FrequencyCounts, count_over_ranks
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import versions
 from dnis_torchrec.data.files import write_json
+from dnis_torchrec.data.over_ranks import count_over_ranks
 from dnis_torchrec.selection.shards import local_shards
 
 ROWS, QUICK_ROWS, DIM = 100_000_000, 1_000_000, 16

@@ -58,9 +58,9 @@ from dnis_torchrec import (
     blocks_from_counts,
     prepare_,
 )
-from dnis_torchrec.blocks.counts import count_over_ranks
 from dnis_torchrec.data.batches import BatchParts
 from dnis_torchrec.data.files import write_json
+from dnis_torchrec.data.over_ranks import count_over_ranks
 from dnis_torchrec.search.search import PARTS as UPPER_PARTS
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection

@@ -7,14 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dnis_torchrec.blocks.routing import ROWS_AT_A_TIME
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.ranks import Ranks, together
 
 
 def count_chunks(counts: Tensor) -> Iterator[Tensor]:
@@ -61,35 +59,15 @@ def count_frequencies(
         >>> count_frequencies([kjt], [table]).counts["t"].tolist()
         [1, 0, 2, 0]
     """
-    counts = _count(batches, tables)
-    _check_some(counts)
+    counts = count_batches(batches, tables)
+    check_counts(counts)
     return counts
 
 
-def count_over_ranks(
-    batches: Iterable[KeyedJaggedTensor],
-    tables: Sequence[EmbeddingBagConfig],
-    *,
-    process_group: dist.ProcessGroup | None = None,
-) -> FrequencyCounts:
-    """`count_frequencies` of the batches of all ranks together, the same on each."""
-    ranks = Ranks(process_group)
-    with together(process_group):
-        counts = _count(batches, tables)
-    lengths = torch.tensor([*counts.max_bag_lengths.values()], dtype=torch.int64)
-    num_samples = int(ranks.sum_(torch.tensor([counts.num_samples])))
-    counts = FrequencyCounts(
-        {name: ranks.sum_(of_rows) for name, of_rows in counts.counts.items()},
-        dict(zip(counts.max_bag_lengths, ranks.max_(lengths).tolist(), strict=True)),
-        num_samples,
-    )
-    _check_some(counts)
-    return counts
-
-
-def _count(
+def count_batches(
     batches: Iterable[KeyedJaggedTensor], tables: Sequence[EmbeddingBagConfig]
 ) -> FrequencyCounts:
+    """Counts without a look at whether there is something to count."""
     counts = {table.name: torch.zeros(table.num_embeddings, dtype=torch.int32) for table in tables}
     max_bag_lengths = {feature: 0 for table in tables for feature in table.feature_names}
     num_samples = 0
@@ -103,7 +81,8 @@ def _count(
     return FrequencyCounts(counts, max_bag_lengths, num_samples)
 
 
-def _check_some(counts: FrequencyCounts) -> None:
+def check_counts(counts: FrequencyCounts) -> None:
+    """Checks that there are samples, and that no count has wrapped around."""
     remedy = "check the data folder"
     check(counts.num_samples > 0, "training stream", "at least one sample", "none", remedy)
     for name, of_rows in counts.counts.items():

@@ -25,7 +25,6 @@ from dnis_torchrec.artifact.manifest import read_manifest, write_manifest
 from dnis_torchrec.artifact.package import write_package
 from dnis_torchrec.artifact.verify import Verification, verify
 from dnis_torchrec.artifact.write import shared_folder, write_over_ranks
-from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, describe, versions
 from dnis_torchrec.cli.narrow_rows import CUT_AXES, ROWS, columns_within, in_rows, table_bytes
 from dnis_torchrec.cli.progress import plain_progress, search_progress
@@ -70,7 +69,7 @@ from dnis_torchrec.report.rows import (
     join_results,
     read_results,
 )
-from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
+from dnis_torchrec.scheme import PACKED
 from dnis_torchrec.search.prune import uncompressed_scheme
 from dnis_torchrec.search.search import COMPRESSED as WITHOUT_SEARCH
 from dnis_torchrec.search.search import SEARCHED as BY_SEARCH
@@ -416,7 +415,7 @@ def _search(
         "metrics": metrics["test"],
     }
     history = [asdict(record) for record in outcome.history]
-    blocks = _block_rows(outcome.scheme, outcome.blocks)
+    blocks = _block_rows(outcome)
     rows = [row, *_plain_rows(settings, run, head, device)]
     try:
         run.save_model(outcome.model, outcome.scheme)
@@ -573,19 +572,25 @@ def _recipe_of_artifact(artifact: Path, spec: str, data: Path | None) -> Recipe:
     return build_recipe_again(spec, data, read_manifest(artifact)["run"])
 
 
-def _block_rows(scheme: MixedDimensionScheme, blocks: RowBlocks) -> tuple[dict[str, Any], ...]:
+def _block_rows(outcome: SearchOutcome) -> tuple[dict[str, Any], ...]:
     """One line a block that has rows: how many, how often they occur, and bits of a value."""
     lines = []
-    for name, table in scheme.tables.items():
-        occurrences = blocks.occurrences[name].tolist()
+    for name, table in outcome.scheme.tables.items():
+        occurrences = outcome.blocks.occurrences[name].tolist()
         bits = (32 * table.retained).double() if table.bits is None else table.bits.double()
         for block, (rows, mean) in enumerate(
             zip(table.routing.row_counts().tolist(), bits.mean(dim=1).tolist(), strict=True)
         ):
             if rows:
-                seen = occurrences[block] / rows
+                per_row = occurrences[block] / rows
                 lines.append(
-                    {"table": name, "block": block, "rows": rows, "occurrences": seen, "bits": mean}
+                    {
+                        "table": name,
+                        "block": block,
+                        "rows": rows,
+                        "occurrences": per_row,
+                        "bits": mean,
+                    }
                 )
     return tuple(lines)
 

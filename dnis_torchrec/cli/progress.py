@@ -7,12 +7,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 from torchrec.datasets.utils import Batch
 from tqdm import tqdm
 
-from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import visible
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.ranks import rank_of, world_size_of
@@ -41,7 +40,7 @@ def search_progress(recipe: Recipe, on_save: Callable[[], None]) -> Iterator[Sea
     with progress_bar() as bar, stop:
         steps, samples = _Steps(bar), {"epoch": 1.0, "step": 1.0}
 
-        def on_start(steps_per_epoch: int, counts: FrequencyCounts, blocks: RowBlocks) -> None:
+        def on_start(steps_per_epoch: int, counts: Any, blocks: Any) -> None:
             samples["epoch"] = counts.num_samples
 
         def on_phase(phase: Phase, done: int, steps_per_epoch: int) -> None:

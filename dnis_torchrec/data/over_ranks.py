@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.blocks.counts import FrequencyCounts, count_over_ranks, longest_bags
+from dnis_torchrec.blocks.counts import FrequencyCounts, check_counts, count_batches, longest_bags
 from dnis_torchrec.blocks.hashing import mix
 from dnis_torchrec.checks import check
 from dnis_torchrec.data.batches import (
@@ -173,6 +174,27 @@ def read_before_training(
             batch = for_lookup(next(iter(recipe.data.selection)))
             check_task(recipe.model, recipe.task, batch, "selection batch 0")
     return whole, counts, fingerprints(noted, ranks)
+
+
+def count_over_ranks(
+    batches: Iterable[KeyedJaggedTensor],
+    tables: Sequence[EmbeddingBagConfig],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+) -> FrequencyCounts:
+    """`count_frequencies` of the batches of all ranks together, the same on each."""
+    ranks = Ranks(process_group)
+    with together(process_group):
+        counts = count_batches(batches, tables)
+    lengths = torch.tensor([*counts.max_bag_lengths.values()], dtype=torch.int64)
+    num_samples = int(ranks.sum_(torch.tensor([counts.num_samples])))
+    counts = FrequencyCounts(
+        {name: ranks.sum_(of_rows) for name, of_rows in counts.counts.items()},
+        dict(zip(counts.max_bag_lengths, ranks.max_(lengths).tolist(), strict=True)),
+        num_samples,
+    )
+    check_counts(counts)
+    return counts
 
 
 def count_training_data(

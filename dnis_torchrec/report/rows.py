@@ -14,7 +14,6 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
-from dnis_torchrec.checks import check, visible
 from dnis_torchrec.data.files import read_json, write_json
 
 UNCOMPRESSED, COMPRESS, SEARCH = "uncompressed", "compress", "search"
@@ -104,7 +103,8 @@ def read_results(path: Path) -> Results:
     """Reads what `write_results` wrote; ValueError where it holds something else."""
     content = dict(read_json(path, _StoredResults))
     rows = tuple(ResultRow(**row) for row in content.pop("rows"))
-    check(bool(rows), str(path), "at least one row", "none")
+    if not rows:
+        raise ValueError(f"{path}: expected at least one row, got none")
     texts = {
         name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
     }
@@ -115,8 +115,9 @@ def join_results(runs: Sequence[Results]) -> Results:
     """The rows of several runs of one recipe on one page; the epochs are those of the first run."""
     first = runs[0]
     for run in runs[1:]:
-        same = run.primary_metric == first.primary_metric
-        check(same, "runs", f"the metric {first.primary_metric!r}", repr(run.primary_metric))
+        if run.primary_metric != first.primary_metric:
+            metrics = f"the metric {first.primary_metric!r}, got {run.primary_metric!r}"
+            raise ValueError(f"runs: expected {metrics}")
     rows = dict.fromkeys(
         (row.method, row.name, row.seed, row.num_bytes) for run in runs for row in run.rows
     )
@@ -188,10 +189,15 @@ def terminal_table(results: Results) -> Table:
     headings, *lines = table_lines(results)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, heading in enumerate(headings):
-        table.add_column(Text(visible(heading)), justify="left" if index == 0 else "right")
+        table.add_column(_printable(heading), justify="left" if index == 0 else "right")
     for line in lines:
-        table.add_row(*(Text(visible(cell)) for cell in line))
+        table.add_row(*(_printable(cell) for cell in line))
     return table
+
+
+def _printable(text: str) -> Text:
+    """A cell in which nothing steers the terminal."""
+    return Text("".join(c if c.isprintable() else "?" for c in text))
 
 
 def is_higher_better(metric: str) -> bool | None:

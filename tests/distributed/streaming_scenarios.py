@@ -14,7 +14,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.blocks.counts import FrequencyCounts, count_over_ranks
+from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.data.over_ranks import count_over_ranks
 from dnis_torchrec.data.parquet import FileBatches, FileSamples, split_files
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.search.search import search

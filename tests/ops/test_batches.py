@@ -15,8 +15,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import count_frequencies
 from dnis_torchrec.artifact.load import serve
-from dnis_torchrec.blocks.counts import count_over_ranks
 from dnis_torchrec.blocks.routing import RowRouting
+from dnis_torchrec.data.over_ranks import count_over_ranks
 from dnis_torchrec.ops.batches import (
     BagSplitter,
     FeatureSplit,

@@ -16,7 +16,7 @@ from benchmarks import step_time
 from benchmarks.gpu.step import Run
 from benchmarks.gpu.timing import PeakMemory, copied_bytes_per_second, milliseconds, seconds_of
 from dnis_torchrec import blocks_from_counts, prepare_
-from dnis_torchrec.blocks.counts import count_over_ranks
+from dnis_torchrec.data.over_ranks import count_over_ranks
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection
 from examples.models import build_tables
