@@ -268,10 +268,10 @@ class MixedDimensionScheme:
         """Bytes that lookups of all tables read in a form, index bytes counted.
 
         Args:
-            form: ``"packed"`` or ``"mixed_dimension"``.
+            form: how the tables are stored: ``"packed"`` or ``"mixed_dimension"``.
 
         Raises:
-            ValueError: for another one.
+            ValueError: for a form of another name.
         """
         return sum(table.served_bytes(form) for table in self.tables.values())
 
@@ -297,7 +297,7 @@ class MixedDimensionScheme:
                 ``"mixed_dimension"``.
 
         Raises:
-            ValueError: as `served_bytes`.
+            ValueError: for a form of another name.
         """
         num_bytes = self.served_bytes(self.form if form is None else form)
         return compression_of(self.dense_parameters, num_bytes)

@@ -1,4 +1,4 @@
-"""The rooms of the package, drawn from its imports: lower rooms import from higher ones, never the other way round.
+"""The rooms of the package, drawn from its imports: a room imports only from rooms below it.
 
     python -m docs.rooms [--out docs/rooms.png]
 
@@ -17,23 +17,20 @@ from matplotlib import pyplot
 
 PACKAGE = Path(__file__).parents[1] / "dnis_torchrec"
 SAID = {
-    "checks": "wording of errors; what goes together",
+    "checks": "wording of errors",
     "ranks": "sums and errors over ranks",
-    "files": "files whole or not at all",
-    "forms": "layouts, precisions, bytes",
-    "blocks": "counts -> rows of similar frequency",
-    "streaming": "data of any size",
+    "files": "of data/: files whole or not at all",
+    "blocks": "rows of similar frequency",
     "data": "recipes, batches, labels",
+    "ops": "select and packed lookup",
     "scheme": "what is retained",
-    "ops": "compiled operators",
-    "report": "report.html",
-    "serving": "modules that look up",
     "selection": "alpha, wrapper, sharding",
-    "allocation": "what columns are worth, in bits",
-    "artifact": "export and load",
-    "training": "shard, train, evaluate, save",
-    "search": "both levels, size, pruning",
-    "comparison": "other methods, side by side",
+    "serving": "modules that look up",
+    "report": "rows and a page",
+    "allocation": "what columns are worth",
+    "training": "shard, train, evaluate",
+    "artifact": "write, load, verify",
+    "search": "both levels, ramp, pruning",
     "cli": "dnis",
 }
 """Room -> its content, in a few words."""
@@ -41,18 +38,18 @@ SAID = {
 
 def imports_between_rooms() -> dict[str, set[str]]:
     """Room or loose module of the package -> those that its files import from."""
-    found: dict[str, set[str]] = {}
+    rooms: dict[str, set[str]] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
         room = "files" if file == PACKAGE / "data" / "files.py" else room
         if room in ("__init__", "__main__"):
             continue
-        targets = found.setdefault(room, set())
+        targets = rooms.setdefault(room, set())
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dnis_torchrec."):
                 targets.add("files" if node.module == "dnis_torchrec.data.files" else str(node.module).split(".")[1])
         targets.discard(room)
-    return found
+    return rooms
 
 
 def floors(imports: Mapping[str, set[str]]) -> dict[str, int]:
@@ -65,12 +62,12 @@ def floors(imports: Mapping[str, set[str]]) -> dict[str, int]:
         >>> floors({"a": set(), "b": {"a"}, "c": {"a", "b"}})
         {'a': 0, 'b': 1, 'c': 2}
     """
-    known: dict[str, int] = {}
+    floor_by_room: dict[str, int] = {}
 
     def floor_of(room: str) -> int:
-        if room not in known:
-            known[room] = 1 + max((floor_of(target) for target in imports[room]), default=-1)
-        return known[room]
+        if room not in floor_by_room:
+            floor_by_room[room] = 1 + max((floor_of(target) for target in imports[room]), default=-1)
+        return floor_by_room[room]
 
     return {room: floor_of(room) for room in imports}
 

@@ -56,7 +56,7 @@ class WeightedProduct:
 
 @dataclass(frozen=True, kw_only=True)
 class RotationGroup:
-    """Tables of equal embedding_dim that may be rotated, all by the same matrix."""
+    """Tables of equal embedding_dim that may be turned, all by the same matrix."""
 
     tables: tuple[str, ...]
     readers: Mapping[str, tuple[LinearReader, ...]] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class RotationGroup:
 
 @runtime_checkable
 class Rotatable(Protocol):
-    """A model that says which of its tables may be rotated."""
+    """A model that says which of its tables may be turned."""
 
     def rotation_groups(self) -> Sequence[RotationGroup]:
         """Groups of tables; a table is in one of them at most."""
@@ -368,7 +368,7 @@ SQUARED_STATES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
 
 
 def rotation_groups(model: nn.Module, leave_alone: Collection[str] = ()) -> list[RotationGroup]:
-    """Finds the groups of tables that can be rotated in a model. Local, no collective."""
+    """Finds the groups of tables that can be turned in a model. Local, no collective."""
     modules = get_unwrapped_module(model).modules()
     groups = [
         group
@@ -608,10 +608,10 @@ def _split_rows(
     for shard in shards_here:
         if shard.table in tables and shard.weight.shape[1] != embedding_dims[shard.table]:
             value = f"{shard.weight.shape[1]} of its {embedding_dims[shard.table]} columns"
-            remedy = "shard it by rows or as a whole, or search with rotate=False"
+            remedy = "shard it by rows or as a whole, or leave it alone"
             return describe(
                 f"table {shard.table!r}",
-                "supported to rotate are shards of whole rows",
+                "supported to turn are shards of whole rows",
                 value,
                 remedy,
             )
@@ -623,8 +623,8 @@ def _unknown_state(weights: Sequence[Tensor], states: Mapping[int, Mapping[str, 
     for weight in weights:
         for name, _ in _states_like(weight, states):
             if name not in LINEAR_STATES | SQUARED_STATES:
-                requirement = f"supported to rotate are {sorted(LINEAR_STATES | SQUARED_STATES)}"
+                requirement = f"supported to turn are {sorted(LINEAR_STATES | SQUARED_STATES)}"
                 return describe(
-                    "optimizer state", requirement, repr(name), "search with rotate=False"
+                    "optimizer state", requirement, repr(name), "leave its table alone"
                 )
     return ""

@@ -195,13 +195,13 @@ def measure_(
     Args:
         model: trained and merged, sharded or not; its tables are turned, and what reads them.
         batches: see `compress`; of this rank.
-        loss: see `compress`.
+        loss: loss or task that the model was trained by, as for `compress`.
         counts: of all rows in the training data, the same on every rank; None counts the batches.
         held_out: see `compress`; of this rank.
         num_blocks: S of every table, or its rows where those are fewer.
-        num_samples: see `curvature_of_read_tables`.
+        num_samples: training samples of all ranks that columns are measured on; None: all.
         bits: widths to measure, among `dnis_torchrec.blocks.codes.WIDTHS`.
-        leave_alone: see `compress`.
+        leave_alone: names of tables that must not be touched, as for `compress`.
 
     Raises:
         ValueError: for bad batches or blocks, or NaN or infinity in a table; on all ranks for what
@@ -245,7 +245,7 @@ def packed_collections(
 
     Args:
         model: plain, its tables as they were when bits were allocated.
-        scheme: of an `Allocation`.
+        scheme: the scheme of an `Allocation`: columns and bits of every table.
 
     Returns:
         FQN -> what serves the collection.
@@ -253,7 +253,7 @@ def packed_collections(
     Raises:
         ValueError: for NaN or infinity in a table, a table without a scheme, or a scheme without
             bits.
-        NotImplementedError: for a sharded model.
+        NotImplementedError: for a sharded model, which `export` writes instead.
     """
     replacement: dict[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection] = {}
     for fqn, collection in _plain_collections(model).items():

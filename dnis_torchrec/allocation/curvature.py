@@ -398,7 +398,7 @@ def curvature(
         batches: from training or validation data; the first ones are taken, so they should be
             shuffled. Labels are ``(B,)``, or ``(B, ...)`` as the loss wants them; the loss gets
             them as float64.
-        blocks: of at least the model's tables; of any scope, each table has its own S blocks.
+        blocks: of at least the model's tables; each table has S blocks of its own.
         loss: called with (predictions, labels): ``nn.MSELoss()``, ``nn.BCEWithLogitsLoss()`` or any
             mean over samples that is twice differentiable in the predictions; or a recipe's task,
             whose loss is so in its outputs.

@@ -45,7 +45,7 @@ def export(
     Args:
         model: merged by `merge_` and pruned by `prune`, or compressed, plain or sharded.
         scheme: the result of `prune` or `compress`.
-        path: folder to write.
+        path: folder to write; it appears when it is complete.
         forms: of the tables, ``"packed"`` and ``"mixed_dimension"``; None takes the first where
             columns have bits, else the second.
         run: configuration and figures to keep in the manifest; any JSON.

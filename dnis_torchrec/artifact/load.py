@@ -57,11 +57,11 @@ def load(
     up. A form that the artifact does not hold is made from the other one, in memory.
 
     Args:
-        path: the artifact's folder.
+        path: folder that `export` wrote, or ``dnis export``.
         form: ``"packed"``, which serves, or ``"mixed_dimension"``, which can be trained on; None
             takes ``"packed"`` if the artifact holds it.
         collection: FQN of the collection in the model; needed only if the artifact holds several.
-        device: where the tables go.
+        device: device that the tables are put on.
         unknown_ids: ids that are no rows raise (``"error"``), contribute zero (``"zero"``), or the
             mean of the table's coldest rows (``"mean"``, see `MeanForUnknownIds`). They count in
             the length.

@@ -388,13 +388,13 @@ def recipe_from_frame(
         frame: see `DataSplits.from_frame`, as all columns.
         model: ``"dlrm"``, ``"dlrm_dcn"``, or ``"deepfm"``, torchrec's SimpleDeepFMNN without its
             last sigmoid.
-        label: what is predicted.
-        dense: numbers.
+        label: column of what the model predicts: 0 and 1, or any numbers.
+        dense: columns of numbers, which become dense features.
         ids: columns with one id a row.
         bags: columns with any number of ids a row.
         time: column to split by, or None to split at random.
-        embedding_dim: D, 64 by default.
-        batch_size: B.
+        embedding_dim: columns of every table; 64 if None.
+        batch_size: samples in a batch of every split.
         seed: of the split, the order of the batches and the initial weights.
 
     Returns:
@@ -403,7 +403,7 @@ def recipe_from_frame(
     Raises:
         ValueError: as `DataSplits.from_frame`; also for an unknown model, or an `embedding_dim`
             below 1.
-        TypeError: as `DataSplits.from_frame`.
+        TypeError: for the reasons of `DataSplits.from_frame`.
         FileNotFoundError: if there is no such file.
 
     Example:

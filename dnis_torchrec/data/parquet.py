@@ -52,7 +52,7 @@ class FileSchema:
     """The meaning of every column of the files.
 
     Attributes:
-        label: column of the labels.
+        label: column that holds the labels, as numbers.
         dense: columns of the dense features; a missing number is 0.
         single_id: column with one id a row -> rows of its table.
         multi_hot: column with any number of ids a row, as a list or as text -> rows of its table.

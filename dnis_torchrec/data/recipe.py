@@ -95,7 +95,7 @@ class DataSplits:
                 ids.
             time: column to split by, numbers or dates: the latest samples are those of test. None
                 splits at random.
-            batch_size: B of every split.
+            batch_size: samples in a batch of every split.
             seed: of the split, and of the order of every epoch.
 
         Returns:
@@ -137,7 +137,7 @@ class Recipe:
         model: a plain TorchRec model, called as ``model(dense_features=..., sparse_features=...)``
             and returning one prediction (a logit for a binary loss) per sample, as torchrec's DLRM
             does; or as the task calls it.
-        data: the four splits.
+        data: the four splits: train, validation, selection and test.
         loss: ``nn.MSELoss()`` or ``nn.BCEWithLogitsLoss()``, called with (predictions, labels),
             both ``(B,)``; or a `Task`, for several outputs, labels or losses, or weights of samples:
             how a batch becomes a loss, and what the model is judged by.

@@ -115,7 +115,7 @@ class Task(nn.Module):
 
         Args:
             model: the recipe's, or what takes its place.
-            batch: on the model's device.
+            batch: samples, on the model's device.
         """
         outputs: Outputs = model(
             dense_features=batch.dense_features, sparse_features=batch.sparse_features
@@ -131,8 +131,8 @@ class Task(nn.Module):
         be derived twice in them.
 
         Args:
-            batch: on the model's device.
-            outputs: of the model.
+            batch: the samples, on the model's device.
+            outputs: what `outputs` returned for this batch.
         """
         raise NotImplementedError(
             describe(f"task {type(self).__name__}", "a method 'loss'", "none")
@@ -142,8 +142,8 @@ class Task(nn.Module):
         """Returns what is judged: for each name of `kinds` its predictions.
 
         Args:
-            batch: on the model's device.
-            outputs: of the model.
+            batch: the samples, on the model's device.
+            outputs: what `outputs` returned for this batch.
         """
         raise NotImplementedError(
             describe(f"task {type(self).__name__}", "a method 'predictions'", "none")
@@ -213,7 +213,7 @@ class TrainTask(nn.Module):
     own. Weights that are no tables are not penalised.
 
     Args:
-        model: see `Recipe.model`.
+        model: a model as `Recipe.model` describes it, prepared or plain.
         task: a loss or a task, see `Recipe.loss`.
         embedding_l2: lambda, >= 0; 0 for no penalty. See `Recipe.embedding_l2`.
 

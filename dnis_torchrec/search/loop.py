@@ -49,8 +49,8 @@ class SearchLoop:
 
     Attributes:
         compression: as given, for `compress` behind the loop.
-        pipeline: takes the steps.
-        stream: deals out the batches.
+        pipeline: the `BilevelTrainPipeline` that takes the steps.
+        stream: the `BilevelStream` that deals out the batches.
         loss: of the last lower step, this rank's, on the model's device; None before the first.
 
     Raises:

@@ -178,14 +178,14 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         model: DistributedModelParallel around a prepared model whose forward takes a batch and
             returns ``(loss, output)``, as TorchRec's pipelines want it.
         optimizer: optimizer of everything that is not fused into the tables' backward.
-        device: where the model is.
-        alpha_averaging: see `AlphaOptimizer`.
-        alpha_floor: see `AlphaOptimizer`.
+        device: device that the model is on.
+        alpha_averaging: share of the former gradients in each step of alpha, from 0 to 1.
+        alpha_floor: least value that a step leaves alpha at, from 0 to 1.
 
     Attributes:
-        alpha_optimizer: the upper level's state.
-        lower_steps: lower steps taken.
-        upper_steps: upper steps taken.
+        alpha_optimizer: the optimizer of alpha, with the upper level's state.
+        lower_steps: number of lower steps so far.
+        upper_steps: number of upper steps so far.
 
     Raises:
         RuntimeError: if the model is not prepared.

@@ -45,7 +45,7 @@ class Size:
     Attributes:
         compression: bytes of the float32 tables over those of the smaller ones, index bytes
             counted; above 1.
-        embedding_bytes: the bytes themselves.
+        embedding_bytes: bytes of all smaller tables together.
         compression_ratio: the former name of `compression`, for scripts that give it.
 
     Raises:
@@ -184,8 +184,8 @@ def prune(
     Args:
         model: a merged model (see `merge_`); its tables change. A collection that has no table in
             `blocks`, such as one that `prepare_` left out, stays as it is and out of the scheme.
-        blocks: blocks of its tables.
-        counts: training counts.
+        blocks: the blocks that the search used.
+        counts: how often training read each row.
         size: how much stays, in narrow float32 tables, one for each block.
 
     Returns:

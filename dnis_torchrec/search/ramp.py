@@ -35,9 +35,9 @@ class Ramp:
 
     Args:
         pipeline: of the search; its model is prepared.
-        stream: its batches.
-        blocks: of the tables.
-        loss: of the data.
+        stream: what deals out the batches of the search.
+        blocks: the blocks of the tables, as prepared.
+        loss: loss or task, without the L2 penalty.
         compression: c, bytes of the float32 tables over bytes served.
     """
 
@@ -59,7 +59,7 @@ class Ramp:
 
         Args:
             done: lower steps of the ramp so far, from 1.
-            steps: of the whole ramp.
+            steps: lower steps of the whole ramp.
         """
         stages, is_new = num_stages(steps), done != self._followed
         stage = done * stages // steps

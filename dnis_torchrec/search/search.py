@@ -243,12 +243,12 @@ def search(
         recipe: model, data and loss. Its model is used up: take the one of the outcome.
         compression: bytes of the float32 tables over bytes served, above 1; met from below.
         checkpoints: folder for checkpoints, a path that all ranks see or a URL.
-        device: where to train.
-        settings: how to search.
+        device: device that this rank trains on.
+        settings: the settings; their defaults are for every recipe.
         trained_epochs: epochs of plain training that the recipe's model has behind it already, up
             to its best one: the search then begins at the axes, with the weights as they are. They
             say how long ramp and release may be. None trains the model first.
-        events: who listens.
+        events: what is called as the search goes on.
         saving: when to save, and whether to resume from a checkpoint in `checkpoints`.
     """
     events = events or SearchEvents()
@@ -586,8 +586,8 @@ def search_once(
 
     Raises:
         ValueError: for bad data or a size that cannot be met, before training.
-        NotImplementedError: on several ranks.
-        NonFiniteError: if training diverges.
+        NotImplementedError: in a process group of several ranks.
+        NonFiniteError: if a loss becomes NaN or infinite.
 
     Example:
         >>> import numpy as np

@@ -155,7 +155,7 @@ def make_sharding_plan(
     Raises:
         ValueError: on all ranks, for a constraint on a table that there is not, a sharding type or
             compute kernel that no sharder offers, or constraints that do not fit the machines.
-        RuntimeError: without a process group.
+        RuntimeError: if there is no process group.
     """
     world_size, sharders = _world_size(process_group), with_processors(sharders)
     topology = topology if topology is not None else _topology(device, world_size)
@@ -242,7 +242,7 @@ def shard_model(
 
     Args:
         model: unsharded, prepared or not. Used up.
-        device: where to train.
+        device: device that this rank trains on.
         plan: the same on every rank; by default that of `make_sharding_plan`.
         sharders: those that the plan was made with; by default `default_sharders`.
         process_group: the ranks; all of them if None.
@@ -253,7 +253,7 @@ def shard_model(
     Raises:
         ValueError: on all ranks alike, for a plan that does not fit (see `check_sharding_plan`), or
             that is not the same on all of them.
-        RuntimeError: without a process group.
+        RuntimeError: if there is no process group.
     """
     world_size = _world_size(process_group)
     sharders = with_processors(default_sharders() if sharders is None else sharders)

@@ -80,7 +80,7 @@ def prepare_(
         model: any model, changed in place.
         blocks: blocks of every table that is wrapped.
         fqns: FQNs of the collections to wrap, at least one; all of the model's if None.
-        multi_hot_features: see `SoftSelectionEmbeddingBagCollection`.
+        multi_hot_features: features whose bags may hold several ids; None asks the counts.
 
     Returns:
         `model`, or the wrapper if the model itself is a collection.

@@ -215,7 +215,7 @@ def embedding_configs(
 
     Args:
         scheme: the tables of ONE collection.
-        per: ``"feature"`` or ``"block"``.
+        per: one table for each ``"feature"``, or for each ``"block"``.
         columns: ``"same_size"`` or ``"union"``, for ``per="feature"``.
 
     Returns:

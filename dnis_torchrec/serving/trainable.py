@@ -360,8 +360,8 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
             scheme: the tables of one collection.
             tables: table name -> ``(N, D)``; read one at a time.
             device: where the blocks' tables go.
-            dim_multiple: see the class.
-            unknown_ids: see the class.
+            dim_multiple: every width is a multiple of this, see the class.
+            unknown_ids: ``"error"`` or ``"zero"`` for ids that are no rows.
             new_rows: False gives rows of no block no place, as in exported tables: they are zero
                 for good.
 
@@ -393,9 +393,9 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
         into place.
 
         Args:
-            table: table name.
+            table: name of the table in the scheme.
             block: number of a block that has rows and retained dims.
-            weight: ``(rows, R)`` float32.
+            weight: values of the block, ``(rows, R)`` float32.
 
         Raises:
             ValueError: for an unknown table, a block that stores nothing, another shape or dtype.

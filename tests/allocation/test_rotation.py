@@ -284,7 +284,7 @@ def test_column_shards_are_refused_untouched() -> None:
     counts = counts_of(model)
     sharded = shard_as(model, "column_wise")
     before = tables_of(sharded)
-    with pytest.raises(NotImplementedError, match=r"shards of whole rows, got 4 of its 8 columns.*rotate=False"):
+    with pytest.raises(NotImplementedError, match=r"shards of whole rows, got 4 of its 8 columns"):
         rotate_(sharded, counts, optimizer_of(sharded, sgd))
     assert all(torch.equal(table, before[name]) for name, table in tables_of(sharded).items())
 
