@@ -19,9 +19,8 @@ PACKAGE = Path(__file__).parents[1] / "dnis_torchrec"
 SAID = {
     "checks": "wording of errors",
     "ranks": "sums and errors over ranks",
-    "files": "of data/: files whole or not at all",
     "blocks": "rows of similar frequency",
-    "data": "recipes, batches, labels",
+    "data": "recipes, batches, files",
     "ops": "select and packed lookup",
     "scheme": "what is retained",
     "selection": "alpha, wrapper, sharding",
@@ -41,13 +40,12 @@ def imports_between_rooms() -> dict[str, set[str]]:
     rooms: dict[str, set[str]] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        room = "files" if file == PACKAGE / "data" / "files.py" else room
         if room in ("__init__", "__main__"):
             continue
         targets = rooms.setdefault(room, set())
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dnis_torchrec."):
-                targets.add("files" if node.module == "dnis_torchrec.data.files" else str(node.module).split(".")[1])
+                targets.add(str(node.module).split(".")[1])
         targets.discard(room)
     return rooms
 

@@ -21,27 +21,19 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "dnis_torchrec"
 LAYERS = (
     {"checks", "ranks"},
-    {"files"},
     {"blocks"},
-    {"ops"},
-    {"data", "forms"},
-    {"scheme"},
-    {"report", "streaming"},
-    {"serving", "selection"},
-    {"allocation", "artifact"},
-    {"training"},
+    {"data", "ops", "scheme"},
+    {"report", "selection", "serving"},
+    {"allocation"},
+    {"artifact", "training"},
     {"search"},
-    {"jobs"},
     {"cli"},
     {"__init__", "__main__"},
 )
 """Rooms of the package, and loose modules, from the ground up: each imports only from the sets before its own."""
 LAYER_OF = {unit: layer for layer, units in enumerate(LAYERS) for unit in units}
 
-FILES = f"{PACKAGE}/data/files.py"
-"""The one module of its room that the rooms below may import."""
-
-SERVING_NEEDS = {"blocks", "checks", "forms", "ops", "scheme", "serving", "files"}
+SERVING_NEEDS = {"blocks", "checks", "ops", "scheme", "serving"}
 """All of the package that a serving module may load: nothing that trains."""
 
 OUTSIDE = {"benchmarks", "examples", "tests", "torchx_components"}
@@ -53,7 +45,7 @@ Rule = Callable[[str, str], list[str]]
 
 def unit_of(path: str) -> str:
     """The module or folder of the package that a file is or lies in: ``"report"`` of dnis_torchrec/report/page.py."""
-    return "files" if path == FILES else path.split("/")[1].removesuffix(".py")
+    return path.split("/")[1].removesuffix(".py")
 
 
 @lru_cache(maxsize=1)

@@ -624,7 +624,5 @@ def _unknown_state(weights: Sequence[Tensor], states: Mapping[int, Mapping[str, 
         for name, _ in _states_like(weight, states):
             if name not in LINEAR_STATES | SQUARED_STATES:
                 requirement = f"supported to turn are {sorted(LINEAR_STATES | SQUARED_STATES)}"
-                return describe(
-                    "optimizer state", requirement, repr(name), "leave its table alone"
-                )
+                return describe("optimizer state", requirement, repr(name), "leave its table alone")
     return ""
