@@ -154,14 +154,6 @@ class Pads(nn.Module):
         return padded.flatten(1).sum(1)
 
 
-class Wrong(nn.Module):
-    """Predicts one thing while it is traced and another later."""
-
-    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        del sparse_features
-        return dense_features.sum(dim=1) + (0 if torch.compiler.is_exporting() else 1)
-
-
 class AddsWeights(nn.Module):
     """The least model that takes weighted bags."""
 
@@ -338,16 +330,11 @@ def test_only_an_old_package_is_replaced(package: Path, tmp_path: Path) -> None:
     before = (out / "package.json").read_bytes()
     for path, model, options, error in (
         (out, AddsWeights(), {}, ValueError),
-        (out, Wrong(), {"overwrite": True}, RuntimeError),
         (tmp_path, AddsWeights(), {"overwrite": True}, ValueError),
     ):
         with pytest.raises(error):
             write(path, model, **options)
         assert (out / "package.json").read_bytes() == before
-    marked = out / "mark"
-    marked.touch()
-    write(out, AddsWeights(), overwrite=True)
-    assert not marked.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["package"]
 
 
