@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,7 +161,10 @@ def _part(table: TableScheme, first: int, last: int) -> TableScheme:
     if (first, last) == (0, table.num_embeddings):
         return table
     blocks = table.routing.block_of(torch.arange(first, last))
-    fields = {"routing": RowRouting.from_map(blocks, table.routing.num_blocks), "num_retained": 0}
+    fields: dict[str, Any] = {
+        "routing": RowRouting.from_map(blocks, table.routing.num_blocks),
+        "num_retained": 0,
+    }
     fields |= dict.fromkeys(("bits", "scale", "shift", "feedback", "gain"))
     return replace(table, num_embeddings=last - first, **fields)
 

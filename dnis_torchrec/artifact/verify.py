@@ -315,8 +315,8 @@ def compare(
     wrong = [name for name, share in shares.items() if not share <= 1]
     detail = f"off by at most {max(float(error.max()) for error in errors.values()):.2g}"
     if wrong:
-        name, error = wrong[0], float(errors[wrong[0]].max())
-        detail = f"{name}: off by {error:.2g}, {shares[name]:.1f} times what it may be"
+        name, most = wrong[0], float(errors[wrong[0]].max())
+        detail = f"{name}: off by {most:.2g}, {shares[name]:.1f} times what it may be"
     return _judge(check, subject, not wrong, detail)
 
 

@@ -422,14 +422,15 @@ def _merge(
     shards: dict[str, Any] = {name: {form: [] for form in forms} for name in scheme.tables}
     for table, form, shard, facts in entries:
         shards[table][form].append((shard, facts))
-    tables, files, on_disk = scheme.to_json(), {}, dict.fromkeys(forms, 0)
-    for name, table in scheme.tables.items():
-        tables[name] |= {"blocks": _describe_blocks(table), "shards": {}}
+    tables, on_disk = scheme.to_json(), dict.fromkeys(forms, 0)
+    files: dict[str, Any] = {}
+    for name, of_table in scheme.tables.items():
+        tables[name] |= {"blocks": _describe_blocks(of_table), "shards": {}}
         for form in forms:
             of_form = sorted(shards[name][form], key=lambda pair: pair[0]["first_row"])
             covers = sum(shard["num_rows"] for shard, _ in of_form)
-            place, requirement = f"table {name!r}, form {form!r}", f"{table.num_embeddings} rows"
-            check(covers == table.num_embeddings, place, requirement, covers)
+            place, requirement = f"table {name!r}, form {form!r}", f"{of_table.num_embeddings} rows"
+            check(covers == of_table.num_embeddings, place, requirement, covers)
             tables[name]["shards"][form] = [shard for shard, _ in of_form]
             files |= {shard["file"]: facts for shard, facts in of_form}
             on_disk[form] += sum(facts["bytes"] for _, facts in of_form)

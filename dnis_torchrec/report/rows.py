@@ -101,11 +101,11 @@ def write_results(path: Path, results: Results) -> Path:
 
 def read_results(path: Path) -> Results:
     """Reads what `write_results` wrote; ValueError where it holds something else."""
-    content = dict(read_json(path, _StoredResults))
+    content: dict[str, Any] = {**read_json(path, _StoredResults)}
     rows = tuple(ResultRow(**row) for row in content.pop("rows"))
     if not rows:
         raise ValueError(f"{path}: expected at least one row, got none")
-    texts = {
+    texts: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
     }
     return Results(rows=rows, **texts)

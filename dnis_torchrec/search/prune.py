@@ -62,8 +62,8 @@ class Size:
 
     def __post_init__(self, compression_ratio: float | None) -> None:
         if compression_ratio is not None:
-            both = "compression or compression_ratio, its former name"
-            check(self.compression is None, "size", both, "both")
+            requirement = "compression or compression_ratio, its former name"
+            check(self.compression is None, "size", requirement, "both")
             object.__setattr__(self, "compression", compression_ratio)
         is_one = (self.compression is None) != (self.embedding_bytes is None)
         both = (self.compression, self.embedding_bytes)

@@ -365,7 +365,7 @@ class _Plan:
 
     def after_step(self, phase: Phase, done: int) -> None:
         if phase.name == RAMP:
-            self._ramp.follow(done, phase.steps)
+            self._ramp.follow(done, int(phase.steps))
 
     def end(self, phase: Phase) -> None:
         if phase.name in (PLAIN, GIVEN) and self._is_turned:
