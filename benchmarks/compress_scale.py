@@ -8,8 +8,8 @@ One process compresses the model to an artifact, by `dnis_torchrec`'s own functi
 allocation beyond that fails). Pages of mapped files are not in it: they are the page cache, which the kernel takes back
 when it needs room. Anonymous and file-backed resident memory (RssAnon, RssFile) are sampled every 10 ms. Linux only.
 
-Ids follow Zipf's law. Blocks are made from exact counts, 8 bytes a row, as long training would leave them; beside that
-some batches are counted as `dnis_torchrec` counts a table of so many rows, in bounded memory.
+Ids follow Zipf's law. Blocks are made from made-up counts, 8 bytes a row, as long training would leave them; beside
+that some batches are counted as `dnis_torchrec` counts them.
 
 Rows: ``{"step", "seconds", "cpu_seconds", "anonymous_bytes", "file_bytes"}``, memory at its peak during the step;
 ``rates`` are what docs/scale.md reckons with, nanoseconds of one core.

@@ -150,7 +150,7 @@ def make_sharding_plan(
         process_group: the ranks; all of them if None.
 
     Returns:
-        The plan.
+        TorchRec's plan, the same on every rank.
 
     Raises:
         ValueError: on all ranks, for a constraint on a table that there is not, a sharding type or

@@ -90,7 +90,7 @@ assert not left_out.unexpected_keys
 # %% [markdown]
 # ## Serve
 #
-# Predictions move by what the codes round. `dnis evaluate` and `dnis verify` say what that does to a metric.
+# Predictions move by what the codes round. `dnis evaluate` says what that does to a metric.
 
 # %%
 with torch.inference_mode():
@@ -100,4 +100,4 @@ with torch.inference_mode():
         print(f"{len(answer)} predictions, off by {float((answer - exact).abs().max()):.4f} at most")
 
 # %% [markdown]
-# `dnis package` writes the whole model as one folder that runs without TorchRec, for C++ and Triton Inference Server.
+# `dnis package` writes the whole model as one folder that runs without TorchRec, in C++ too.
