@@ -4,8 +4,8 @@ A scenario is a function of a module (or a partial of one) that takes a `Rank` a
 strings, and lists and dicts of them. All scenarios of a file run one after the other in the same processes, each in a
 process group of its own, so that one that hangs fails by itself; the tests then judge what came out:
 
-    results = run_on_ranks(2, {"sum": sum_of_ranks}, tmp_path)
-    first, second = results["sum"]  # fails with the traceback of every rank on which the scenario raised
+    with running_ranks(2, joined(sums={"sum": sum_of_ranks}, ...), tmp_path) as ranks:
+        first, second = ranks.part("sums")["sum"]  # fails with the traceback of every rank on which it raised
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 
 HANG_SECONDS = 60
 """A collective of a scenario that takes longer has lost a rank."""
-DEADLINE_SECONDS = 300
+DEADLINE_SECONDS = 600
 """All scenarios together, on a machine that has much else to do."""
 
 Results = dict[str, Any]
@@ -58,13 +58,14 @@ class RankResults:
     """What all ranks reported. The first look at it waits for them: until then a test's own process may do its part.
 
     Attributes:
-        folder: the folder that the scenarios had.
+        folder: the folder that all ranks see.
+        world_size: how many there are.
     """
 
     def __init__(self, context: mp.ProcessContext, folder: Path, world_size: int) -> None:
         self.folder = folder
+        self.world_size = world_size
         self._context = context
-        self._world_size = world_size
         self._deadline = time.monotonic() + DEADLINE_SECONDS
         self._results: list[dict[str, Results]] = []
 
@@ -79,14 +80,40 @@ class RankResults:
         assert not tracebacks, "\n".join(tracebacks)
         return [own[scenario] for own in self._results]
 
+    def part(self, thing: str) -> Part:
+        """What the scenarios of one thing reported."""
+        return Part(self, thing)
+
     def wait(self) -> None:
         """Waits for all ranks."""
         if self._results:
             return
         while not self._context.join(timeout=max(self._deadline - time.monotonic(), 0.1)):
             assert time.monotonic() < self._deadline, "the ranks did not come to an end"
-        reports = [_report(self.folder, rank) for rank in range(self._world_size)]
+        reports = [_report(self.folder, rank) for rank in range(self.world_size)]
         self._results = [torch.load(report, weights_only=True) for report in reports]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The view of one thing's scenarios that were `joined` to others."""
+
+    ranks: RankResults
+    thing: str
+
+    def __getitem__(self, scenario: str) -> list[Results]:
+        """The results of a scenario, one per rank."""
+        return self.ranks[f"{self.thing}/{scenario}"]
+
+    @property
+    def folder(self) -> Path:
+        """The folder that its scenarios have, which is there once the ranks have come to it."""
+        return self.ranks.folder / self.thing
+
+
+def joined(**things: Mapping[str, Scenario]) -> dict[str, Scenario]:
+    """The scenarios of several things for one launch, each thing with a folder of its own."""
+    return {f"{thing}/{name}": scenario for thing, own in things.items() for name, scenario in own.items()}
 
 
 @contextmanager
@@ -129,15 +156,9 @@ def running_ranks(
             process.kill()
 
 
-def run_on_ranks(
-    world_size: int, scenarios: Mapping[str, Scenario], folder: Path, *, backend: str = "gloo"
-) -> RankResults:
-    """Runs the scenarios to their end (see `running_ranks`).
-
-    Returns:
-        name -> one result per rank.
-    """
-    with running_ranks(world_size, scenarios, folder, backend=backend) as ranks:
+def run_on_ranks(world_size: int, scenarios: Mapping[str, Scenario], folder: Path) -> RankResults:
+    """Runs the scenarios to their end."""
+    with running_ranks(world_size, scenarios, folder) as ranks:
         ranks.wait()
         return ranks
 
@@ -156,9 +177,11 @@ def _run_rank(
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     results: dict[str, Results] = {}
     for name, scenario in scenarios.items():
+        own = Path(folder) / name.rpartition("/")[0]
+        own.mkdir(exist_ok=True)
         process_group = dist.new_group(timeout=timedelta(seconds=HANG_SECONDS))
         try:
-            results[name] = scenario(Rank(rank, world_size, Path(folder), process_group, device))
+            results[name] = scenario(Rank(rank, world_size, own, process_group, device))
         except Exception:
             results[name] = {"traceback": traceback.format_exc()}
     torch.save(results, _report(Path(folder), rank))

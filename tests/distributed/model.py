@@ -7,7 +7,8 @@ takes part r, a rank alone takes all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.task import TrainTask
+from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, Sharders, make_sharding_plan, shard_model
+from dnis_torchrec.selection.shards import TableShard, collections, local_shards
 from dnis_torchrec.selection.swap import prepare_
+from tests.distributed.harness import Rank, Results
 
 CPU = torch.device("cpu")
 NUM_DENSE = 3
@@ -174,14 +179,24 @@ def task(*, frozen: bool = False) -> TrainTask:
     return TrainTask(prepare_(net, blocks()), nn.BCEWithLogitsLoss(), embedding_l2=EMBEDDING_L2)
 
 
+def constraints_of(kinds: Mapping[str, str]) -> dict[str, ParameterConstraints]:
+    """What gives every table its sharding type, columns in parts of four."""
+    return {name: ParameterConstraints(sharding_types=[kind], min_partition=4) for name, kind in kinds.items()}
+
+
+def spread(model: nn.Module, kinds: Mapping[str, str], at: Rank, sharders: Sharders | None = None) -> nn.Module:
+    """A model over the ranks, every table in its sharding type."""
+    sharders, group = sharders or [CpuEmbeddingBagCollectionSharder()], at.process_group
+    plan = make_sharding_plan(model, at.device, sharders, constraints=constraints_of(kinds), process_group=group)
+    return shard_model(model, at.device, plan, sharders, process_group=group)
+
+
 def plan_as(
     whole: nn.Module, kind: str, group: dist.ProcessGroup, device: torch.device, sharders: Sharders
 ) -> ShardingPlan:
     """A plan that gives every table its sharding type and kernel."""
     chosen = {name: value.split() for name, value in (KINDS | MORE_KINDS)[kind].items()}
-    constraints = {
-        name: ParameterConstraints(sharding_types=value[:1], min_partition=4) for name, value in chosen.items()
-    }
+    constraints = constraints_of({name: value[0] for name, value in chosen.items()})
     plan = make_sharding_plan(whole, device, sharders, constraints=constraints, process_group=group)
     for planned in plan.plan.values():
         for name, sharding in planned.items():
@@ -211,3 +226,94 @@ def shard_as(
     model = shard_model(whole, device, plan, sharders, process_group=group)
     rest = dict(in_backward_optimizer_filter(model.named_parameters()))
     return model, KeyedOptimizerWrapper(rest, lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE))
+
+
+def shards_of(model: nn.Module) -> list[TableShard]:
+    """All that this rank holds."""
+    return [part for module in collections(model).values() for part in local_shards(module)]
+
+
+def tables_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """``"table/first row/first column"`` -> clone of the local shard."""
+    return {
+        f"{part.table}/{part.first_row}/{part.first_column}": part.weight.detach().cpu().clone()
+        for part in shards_of(model)
+    }
+
+
+def dense_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Dense weights."""
+    return {name: p.detach().cpu().clone() for name, p in model.named_parameters() if ".embedding_bags." not in name}
+
+
+def alpha_of(pipeline: BilevelTrainPipeline) -> dict[str, torch.Tensor]:
+    """Clones of alpha by D."""
+    return {str(dim): pipeline.alpha.of(dim).cpu().clone() for dim in pipeline.alpha.dims}
+
+
+def whole(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Tables put together from what `tables_of` gave on all ranks.
+
+    Every value is held once, unless ranks hold the same whole table.
+    """
+    shards = [(place.split("/"), weight) for part in parts for place, weight in part.items()]
+    shapes: dict[str, tuple[int, int]] = {}
+    for (name, row, column), weight in shards:
+        rows, columns = shapes.get(name, (0, 0))
+        shapes[name] = max(rows, int(row) + weight.shape[0]), max(columns, int(column) + weight.shape[1])
+    tables = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+    for (name, row, column), weight in shards:
+        rows, columns = (
+            slice(int(first), int(first) + size) for first, size in zip((row, column), weight.shape, strict=True)
+        )
+        target = tables[name][rows, columns]
+        is_replica = weight.shape == tables[name].shape and torch.equal(target, weight)
+        assert target.isnan().all() or is_replica, (name, row, column)
+        target.copy_(weight)
+    assert not [name for name, table in tables.items() if table.isnan().any()]
+    return tables
+
+
+def assert_same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> None:
+    """To the bit."""
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+def assert_near(first: Any, second: Any, tolerance: float = 1e-5) -> None:
+    """Up to how sums over ranks are rounded."""
+    torch.testing.assert_close(first, second, atol=tolerance, rtol=tolerance)
+
+
+def described(scheme: MixedDimensionScheme) -> Results:
+    """A scheme as the report of a scenario can hold it."""
+    return {"json": str(scheme.to_json()), "tensors": {k: v.clone() for k, v in scheme.to_tensors().items()}}
+
+
+def assert_same_scheme(first: Results, second: Results) -> None:
+    """To the bit, too."""
+    assert first["json"] == second["json"]
+    assert_same(first["tensors"], second["tensors"])
+
+
+def outcome_of(action: Callable[[], Any]) -> str:
+    """How an action ends."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+def assert_outcome(outcomes: Sequence[str], kind: str, place: str, rank: int | None = None) -> None:
+    """Every rank ends with an error that names the place.
+
+    What is wrong on one rank has its kind there, and the others say which rank that is.
+    """
+    for number, outcome in enumerate(outcomes):
+        assert place in outcome, (number, outcome)
+        if rank is None or number == rank:
+            assert outcome.startswith(f"{kind}: "), (number, outcome)
+            assert rank is None or f"rank {rank}: " not in outcome, (number, outcome)
+        else:
+            assert f"rank {rank}: " in outcome, (number, outcome)

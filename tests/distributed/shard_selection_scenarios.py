@@ -1,22 +1,19 @@
-"""What ranks do, and report, about selection on the shards; judged in test_shard_selection_ranks.py.
+"""What ranks do, and report, about selection on the shards; judged in test_selection_ranks.py.
 
 Also on one rank, in the test's own process: tests/selection/test_shards.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.datasets.utils import Batch
 from torchrec.distributed.embedding_sharding import USE_ONE_TBE_PER_TABLE
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -25,19 +22,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.ops.select import are_compiled
-from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-from dnis_torchrec.search.schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.selection.on_shards import select_on_shards_
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.selection.shards import local_shards
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
 from tests.distributed.harness import Rank, Results, Scenario
-from tests.distributed.model import CPU, Net, Stream, shard_as, task
+from tests.distributed.model import CPU
 
-STEPS = 4
 PER_RANK, LEARNING_RATE = 9, 0.1
 ROWS = {"a": 23, "b": 11, "c": 17}
 LENGTHS = {"one": 1, "both": 4, "many": 3}
@@ -62,7 +55,6 @@ if are_compiled():
     SHARDINGS |= WHOLE_FEATURES
 ANY_SIZE = ("table_wise", "column_wise", "data_parallel")
 """Where gloo lets ranks have batches of different sizes."""
-VOLUME_KINDS = ("table_wise", "column_wise", "row_wise", "mixed")
 
 
 def tables() -> list[EmbeddingBagConfig]:
@@ -243,52 +235,9 @@ def compare_on(kind: str, weighted: bool, empty_rank: int | None, at: Rank) -> R
     return compare(kind, weighted, at.rank, at.world_size, at.process_group, empty_rank)
 
 
-@contextmanager
-def counted_bytes() -> Iterator[dict[str, int]]:
-    """Bytes that this process gives to the collectives of input_dist (integers) and output_dist (floats)."""
-    counted = {"integers": 0, "floats": 0}
-    names = ("all_to_all_single", "reduce_scatter_tensor", "reduce_scatter", "all_gather_into_tensor", "all_gather")
-    originals = {name: getattr(dist, name) for name in names}
-
-    def counting(name: str, *args: object, **kwargs: object) -> object:
-        given = kwargs.get("input", kwargs.get("input_tensor", kwargs.get("input_list", kwargs.get("tensor"))))
-        given = args[1] if given is None else given
-        for tensor in given if isinstance(given, list) else [given]:
-            counted["floats" if tensor.is_floating_point() else "integers"] += tensor.nbytes
-        return originals[name](*args, **kwargs)
-
-    for name in names:
-        setattr(dist, name, partial(counting, name))
-    try:
-        yield counted
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-
-
-def volumes(kind: str, at: Rank) -> Results:
-    """Bytes that steps of the plain model, and lower steps of the wrapped one, put on the wire."""
-    found = {}
-    batches: list[Batch] = list(Stream("train", STEPS + 3, (at.rank,)))
-    for name, whole in (("plain", TrainTask(Net(), nn.BCEWithLogitsLoss())), ("wrapped", task())):
-        model, optimizer = shard_as(whole, kind, at.process_group)
-        model.train()
-        if name == "plain":
-            pipeline, stream = TrainPipelineSparseDist(model, optimizer, CPU), iter(batches)
-        else:
-            pipeline = BilevelTrainPipeline(model, optimizer, CPU)
-            stream = BilevelStream(batches, batches, LevelSchedule(warm_up_steps=STEPS + 3))
-        with counted_bytes() as counted:
-            for _ in range(STEPS):
-                pipeline.progress(stream)
-                assert name == "plain" or pipeline.level is Level.LOWER
-        found[name] = dict(counted)
-    return found
-
-
 def scenarios() -> dict[str, Scenario]:
     """All of them by name."""
-    found: dict[str, Scenario] = {f"volume {kind}": partial(volumes, kind) for kind in VOLUME_KINDS}
+    found: dict[str, Scenario] = {}
     for kind in SHARDINGS:
         for weighted in (False, True):
             found[f"{kind} {weighted}"] = partial(compare_on, kind, weighted, None)

@@ -1,4 +1,4 @@
-"""Plans and sharded models on one rank; tests/distributed/test_sharding_ranks.py has the rest."""
+"""Plans and sharded models on one rank; tests/distributed/test_selection_ranks.py has the rest."""
 
 from __future__ import annotations
 

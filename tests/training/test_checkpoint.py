@@ -25,7 +25,6 @@ from torch.distributed.checkpoint import save as save_distributed
 
 from dnis_torchrec.data.urls import Address, file_names, path_in, put_file, read_bytes, remove_file
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, shard_model
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.training import checkpoint
 from dnis_torchrec.training.checkpoint import (
@@ -57,8 +56,6 @@ from dnis_torchrec.training.weights import (
     write_model,
     written_model,
 )
-from tests.distributed.harness import Rank, Results, run_on_ranks
-from tests.distributed.model import CPU, plan_as, task
 from tests.models import (
     MODELS,
     SHARDING_TYPES,
@@ -410,35 +407,6 @@ def test_tensors_are_read_back_with_their_names_and_dtypes(gloo, tmp_path: Path)
     assert sorted(found) == ["model.ids", "model.scale", "model.weight", "optimizer.0"]
     for name, value in STATE.items():
         torch.testing.assert_close(found[f"model.{name}"].whole(), value, rtol=0, atol=0)
-
-
-def save_sharded(kind: str, rank: Rank) -> Results:
-    """A sharded model's state_dict, saved by both ranks; what it was before comes back."""
-    whole, sharders = task(), [CpuEmbeddingBagCollectionSharder()]
-    before = {name: value.clone() for name, value in whole.state_dict().items()}
-    plan = plan_as(whole, kind, rank.process_group, CPU, sharders)
-    sharded = shard_model(whole, CPU, plan, sharders, process_group=rank.process_group)
-    save_distributed(sharded.state_dict(), checkpoint_id=rank.folder / kind, process_group=rank.process_group)
-    return before
-
-
-def test_what_several_ranks_have_saved_is_put_together(tmp_path: Path) -> None:
-    kinds = ("row_wise", "column_wise", "mixed")
-    results = run_on_ranks(2, {kind: partial(save_sharded, kind) for kind in kinds}, tmp_path)
-    for kind in kinds:
-        before, found = results[kind][0], distributed_checkpoint(tmp_path / kind)
-        assert set(found) == set(before)
-        for name, value in before.items():
-            torch.testing.assert_close(found[name].whole(), value, rtol=0, atol=0)
-    (tmp_path / "row_wise" / "__1_0.distcp").unlink()  # which rank 0, that holds the first rows, does not read
-    of_user = next(
-        tensor for name, tensor in distributed_checkpoint(tmp_path / "row_wise").items() if "user.weight" in name
-    )
-    of_user.copy_to_(first := torch.zeros(20, 8))
-    name = next(name for name in before if "user.weight" in name)
-    assert first.equal(before[name][:20])
-    with pytest.raises(ValueError, match=r"user\.weight: expected plain files of the folder, got '__1_0\.distcp'"):
-        of_user.copy_to_(torch.zeros(30, 8))
 
 
 def test_strides_and_halves_are_read_as_they_were_saved(gloo, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import hypothesis.strategies as st
@@ -45,8 +44,7 @@ from dnis_torchrec.training.evaluate import (
     primary_metric,
     selection_loss,
 )
-from tests.distributed.harness import Rank, Results, run_on_ranks
-from tests.tiny import METRICS, SHARE, ClickAndRating, make_batch, two_sided
+from tests.tiny import METRICS, SHARE, ClickAndRating, make_batch
 from tests.tiny import make_recipe as make_plain_recipe
 from tests.tiny import tasks_make_recipe as make_recipe
 
@@ -260,39 +258,6 @@ class TestRankingBatch:
         assert {(pointer, "stream") for pointer in own} <= set(recorded)
 
 
-def metrics_of_rank(at: Rank) -> Results:
-    """Evaluates this rank's batches: the queries go across ranks, and rank 0 has three batches more than rank 1."""
-    loss, parts = nn.BCEWithLogitsLoss(), _parts()
-    own = parts[:5] if at.rank == 0 else parts[5:]
-    ranking = evaluate(TrainTask(FirstDense(), loss), own, loss, CPU)
-    clicks = evaluate(TrainTask(FirstDense(), loss), [_as_clicks(part) for part in own], loss, CPU)
-    return {"ranking": ranking, "clicks": clicks}
-
-
-def _parts() -> list[RankingBatch]:
-    """Seven batches of 20 queries, cut across the queries."""
-    whole = ranking_batches(20, 13)
-    order = torch.randperm(260, generator=torch.Generator().manual_seed(1))
-    columns = [torch.cat([getattr(batch, name) for batch in whole])[order] for name in ("dense_features", "labels")]
-    queries = torch.cat([batch.queries for batch in whole])[order]
-    sizes = (50, 40, 10, 60, 20, 70, 10)
-    cut = zip(columns[0].split(sizes), columns[1].split(sizes), queries.split(sizes), strict=True)
-    return [RankingBatch(dense, KeyedJaggedTensor.empty(), labels, query) for dense, labels, query in cut]
-
-
-def _as_clicks(batch: RankingBatch) -> Batch:
-    return Batch(batch.dense_features, batch.sparse_features, batch.labels)
-
-
-def test_two_ranks_get_the_metrics_of_all_samples(tmp_path: Path) -> None:
-    loss, task = nn.BCEWithLogitsLoss(), TrainTask(FirstDense(), nn.BCEWithLogitsLoss())
-    first, second = run_on_ranks(2, {"metrics": metrics_of_rank}, tmp_path)["metrics"]
-    assert first == second
-    assert first["ranking"] == pytest.approx(evaluate(task, _parts(), loss, CPU), abs=1e-6)
-    alone = evaluate(task, [_as_clicks(part) for part in _parts()], loss, CPU)
-    assert first["clicks"] == pytest.approx(alone, abs=1e-6)
-
-
 CPU_OF_TASKS = torch.device("cpu")
 SAMPLES = st.lists(
     st.tuples(st.integers(-3, 3).map(lambda z: z / 2), st.integers(0, 1), st.integers(0, 3).map(lambda w: w / 2)),
@@ -356,21 +321,6 @@ def test_every_prediction_is_judged_by_its_kind_and_weights() -> None:
     assert set(found) == METRICS == set(possible_metrics(recipe.task))
     assert {name: found[name] for name in by_hand(recipe)} == pytest.approx(by_hand(recipe), abs=1e-5)
     assert primary_metric(recipe.task, recipe.data.test) == ("click_auc", True)
-
-
-def evaluated_halves(at: Rank) -> Results:
-    recipe = make_recipe()
-    halves = [two_sided(40, 1), two_sided(30, 2)]
-    return evaluate(TrainTask(recipe.model, recipe.task), [halves[at.rank]], recipe.task, CPU_OF_TASKS)
-
-
-def test_two_ranks_get_the_metrics_of_all_samples_of_tasks(tmp_path: Path) -> None:
-    recipe = make_recipe()
-    alone = evaluate(
-        TrainTask(recipe.model, recipe.task), [two_sided(40, 1), two_sided(30, 2)], recipe.task, CPU_OF_TASKS
-    )
-    first, second = run_on_ranks(2, {"halves": evaluated_halves}, tmp_path)["halves"]
-    assert first == second == pytest.approx(alone, abs=1e-6)
 
 
 @pytest.mark.parametrize(("stop_on", "sign"), [("loss", 1), ("click_auc", -1), ("rating_mse", 1), ("click_ne", 1)])

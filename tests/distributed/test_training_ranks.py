@@ -1,0 +1,315 @@
+"""W ranks equal one: training goes on from checkpoints, in codes, under plain names, stops together; data of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dnis_torchrec import count_frequencies
+from dnis_torchrec.blocks.codes import decode_rows, encode_rows
+from dnis_torchrec.search.search import search
+from dnis_torchrec.training.settings import Saving
+from dnis_torchrec.training.weights import distributed_checkpoint
+from tests.distributed import training_scenarios as of
+from tests.distributed.harness import Part, Rank, RankResults, Results, joined, running_ranks
+from tests.distributed.model import CPU, assert_outcome, assert_same, blocks, tables, whole
+from tests.reference import rounded, scheme_of
+
+
+def sum_of_ranks(at: Rank) -> Results:
+    total = torch.tensor(float(at.rank))
+    dist.all_reduce(total, group=at.process_group)
+    return {"total": float(total)}
+
+
+def rank_one_raises(at: Rank) -> Results:
+    if at.rank == 1:
+        raise ValueError("no such table")
+    return {}
+
+
+@pytest.fixture(scope="module")
+def alone(gloo: dist.ProcessGroup, tmp_path_factory: pytest.TempPathFactory) -> Rank:
+    """This process, as the only rank."""
+    return Rank(0, 1, tmp_path_factory.mktemp("one"), gloo, CPU)
+
+
+@pytest.fixture(scope="module")
+def of_one(alone: Rank) -> Results:
+    """What a process alone came to; two ranks go on from its checkpoint."""
+    return of.written_by_one(alone)
+
+
+@pytest.fixture(scope="module")
+def two(of_one: Results, alone: Rank, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankResults]:
+    """All things on two ranks."""
+    things = {"checkpoints": of.checkpoints(alone.folder), "codes": of.CODES, "names": of.NAMES, "stops": of.STOPPED}
+    things |= {"data": of.DATA, "harness": {"raises": rank_one_raises, "sum": sum_of_ranks}}
+    with running_ranks(2, joined(**things), tmp_path_factory.mktemp("two")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankResults]:
+    """Some of them on four."""
+    things = {
+        "checkpoints": {kind: partial(of.goes_on, kind, kind, saved_at=steps) for kind, steps in of.FOUR.items()},
+        "names": {"mixed": of.NAMES["mixed"]},
+    }
+    with running_ranks(4, joined(**things), tmp_path_factory.mktemp("four")) as running:
+        yield running
+
+
+def ranks_of(size: int, request: pytest.FixtureRequest) -> RankResults:
+    return request.getfixturevalue({2: "two", 4: "four"}[size])
+
+
+def test_the_harness_reports_by_name_and_names_the_rank_that_raised(two: RankResults) -> None:
+    assert two.part("harness")["sum"] == [{"total": 1.0}, {"total": 1.0}]
+    with pytest.raises(AssertionError, match=r"rank 1: Traceback[\s\S]*ValueError: no such table"):
+        two.part("harness")["raises"]
+
+
+SAME_RANKS = [(2, f"{kind} to {kind}", (of.SAVED_AT,)) for kind in of.SAME]
+SAME_RANKS += [(2, "adagrad column_wise to column_wise", (of.SAVED_AT,))]
+SAME_RANKS += [(4, kind, steps) for kind, steps in of.FOUR.items()]
+
+
+@pytest.mark.parametrize(("size", "scenario", "steps"), SAME_RANKS)
+def test_the_same_ranks_go_on_bit_for_bit(request, size: int, scenario: str, steps: tuple[int, ...]) -> None:
+    for own in ranks_of(size, request).part("checkpoints")[scenario]:
+        for step in steps:
+            expected, resumed = own[str(step)]["whole"], own[str(step)]["resumed"]
+            assert own[str(step)]["steps"] == step
+            assert resumed["losses"] == expected["losses"]
+            assert len(resumed["losses"]) == of.STEPS - step
+            for kind in ("alpha", "dense", "tables"):
+                assert_same(resumed[kind], expected[kind])
+
+
+def assert_near(results: list[Results], expected: list[Results]) -> None:
+    """Up to how sums over ranks are rounded: losses are means over ranks, tables lie anywhere."""
+    losses = [torch.tensor([own["losses"] for own in side]).mean(0) for side in (results, expected)]
+    torch.testing.assert_close(*losses, atol=1e-5, rtol=0)
+    for kind in ("alpha", "dense"):
+        values = [list(side[0][kind].values()) for side in (results, expected)]
+        torch.testing.assert_close(*values, atol=1e-5, rtol=0)
+    parts = [whole([own["tables"] for own in side]) for side in (results, expected)]
+    torch.testing.assert_close(*parts, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "scenario", [*(f"{kind} to {then}" for kind, then in of.OTHERWISE), "adagrad table_wise to row_wise"]
+)
+def test_another_sharding_goes_on_within_rounding(two: RankResults, scenario: str) -> None:
+    results = [own[str(of.SAVED_AT)] for own in two.part("checkpoints")[scenario]]
+    assert_near([own["resumed"] for own in results], [own["whole"] for own in results])
+    assert any(own["resumed"]["tables"].keys() != own["whole"]["tables"].keys() for own in results)
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "mixed"])
+def test_one_rank_goes_on_with_the_run_of_two(two: RankResults, alone: Rank, kind: str) -> None:
+    results = [own[str(of.SAVED_AT)] for own in two.part("checkpoints")[f"{kind} to {kind}"]]
+    run = of.Run("table_wise", alone)
+    run.pipeline.restore(Path(results[0]["path"]), run.stream)
+    assert_near([{"losses": run.steps(of.STEPS - of.SAVED_AT)} | run.state()], [own["whole"] for own in results])
+
+
+@pytest.mark.parametrize("then", of.ONE_TO_TWO)
+def test_two_ranks_go_on_with_the_run_of_one(two: RankResults, of_one: Results, then: str) -> None:
+    first, second = two.part("checkpoints")[f"one to {then}"]
+    assert_near([first, second], [of_one])
+    for kind in ("alpha", "dense"):
+        assert_same(first[kind], second[kind])
+
+
+BAD = {
+    "column shards": ("NotImplementedError", "table 'user'"),
+    "other optimizer": ("ValueError", "fused/genre/"),
+    "missing file": ("ValueError", "rank 1"),
+}
+"""Checkpoint -> kind of error, and the place that all ranks name."""
+
+
+@pytest.mark.parametrize("checkpoint", BAD)
+def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(two: RankResults, checkpoint: str) -> None:
+    kind, place = BAD[checkpoint]
+    assert_outcome([own[checkpoint] for own in two.part("checkpoints")["bad"]], kind, place)
+
+
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_a_disk_that_is_full_on_one_rank(two: RankResults, on_error: str) -> None:
+    for own in two.part("checkpoints")[f"full disk {on_error}"]:
+        assert ("step-00000004" in own["errors"]) == (on_error == "stop")
+        assert own["taken"] == 6
+        assert own["steps"] == ([2] if on_error == "stop" else [2, 6])
+        assert own["latest"] == ("step-00000002" if on_error == "stop" else "step-00000006")
+        assert own["partial"] == []
+
+
+def test_what_torch_has_saved_on_ranks_is_put_together(two: RankResults) -> None:
+    part = two.part("checkpoints")
+    for kind in ("row_wise", "column_wise", "mixed"):
+        before, stored = part[f"saved {kind}"][0], distributed_checkpoint(part.folder / f"saved {kind}")
+        assert_same({name: tensor.whole() for name, tensor in stored.items()}, before)
+    (part.folder / "saved row_wise" / "__1_0.distcp").unlink()  # which rank 0, that holds the first rows, does not read
+    stored = distributed_checkpoint(part.folder / "saved row_wise")
+    name = next(name for name in stored if "user.weight" in name)
+    stored[name].copy_to_(first := torch.zeros(20, 8))
+    assert first.equal(before[name][:20])
+    with pytest.raises(ValueError, match=r"user\.weight: .*'__1_0\.distcp'"):
+        stored[name].copy_to_(torch.zeros(30, 8))
+
+
+@pytest.fixture(scope="module")
+def codes(two: RankResults) -> Part:
+    return two.part("codes")
+
+
+@pytest.fixture(scope="module")
+def codes_alone(alone: Rank) -> Results:
+    """The same steps on one rank."""
+    return of.trains_in_codes("table_wise", alone)
+
+
+@pytest.mark.parametrize("kind", of.ROUNDED_AS)
+def test_two_ranks_train_in_codes_as_one(codes: Part, codes_alone: Results, kind: str) -> None:
+    parts, begin = codes[kind], whole([codes_alone["begin"]])
+    assert_same(whole([own["begin"] for own in parts]), begin)  # in the same codes, fitted by two ranks and by one
+    for when in ("trained", "folded"):
+        first, second = (own[when] for own in parts)
+        assert_same(first["codes"], second["codes"])
+        torch.testing.assert_close(first["alpha"], codes_alone[when]["alpha"], atol=1e-5, rtol=0)
+        for key in ("tables", "latents"):
+            result, expected = whole([first[key], second[key]]), whole([codes_alone[when][key]])
+            torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
+            assert not result["user"].equal(begin["user"])
+    assert_same(parts[0]["trained"]["codes"], codes_alone["trained"]["codes"])
+
+
+def test_alpha_was_learnt_and_is_in_the_codes(codes_alone: Results) -> None:
+    assert all(bool((alpha < 1).any()) for alpha in codes_alone["trained"]["alpha"].values())
+    assert all(bool((alpha == 1).all()) for alpha in codes_alone["folded"]["alpha"].values())
+    scheme = scheme_of(tables(), blocks().routings)
+    for name, weight in whole([codes_alone["folded"]["tables"]]).items():
+        parts = {key: codes_alone["folded"]["codes"][f"{name}/{key}"] for key in ("bits", "scale", "shift")}
+        table = scheme.tables[name].with_codes(type(scheme.tables[name].codes)(**parts))
+        assert weight.equal(rounded(table, weight))
+
+
+@pytest.mark.parametrize(("kind", "then"), of.ROUNDED_OTHERWISE)
+def test_runs_in_codes_go_on_from_checkpoints(codes: Part, kind: str, then: str) -> None:
+    parts = codes[f"{kind} to {then}"]
+    assert_same(parts[0]["resumed"]["codes"], parts[0]["whole"]["codes"])
+    for key in ("tables", "latents"):
+        resumed, expected = (whole([own[which][key] for own in parts]) for which in ("resumed", "whole"))
+        torch.testing.assert_close(resumed, expected, atol=0 if kind == then else 1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", of.ROUNDED_AS)
+def test_the_first_rounding_is_that_of_whole_rows(codes: Part, kind: str) -> None:
+    """By error feedback, also of a rank that has some columns of a row; what trains on has its nearest codes."""
+    parts = codes[f"settles {kind}"]
+    before, after = (whole([own[when] for own in parts]) for when in ("before", "after"))
+    for name, table in of.scheme_with_feedback().tables.items():
+        rows, nearest = table.routing.all_blocks(), replace(table.codes, feedback=None)
+        assert after[name].equal(decode_rows(encode_rows(before[name], rows, table.codes), rows, table.codes))
+        assert not after[name].equal(decode_rows(encode_rows(before[name], rows, nearest), rows, nearest))
+    assert not any(own["has_feedback"] for own in parts)
+
+
+def test_nan_on_one_rank_stops_codes_on_both(codes: Part) -> None:
+    assert_outcome([own["outcome"] for own in codes["nan"]], "ValueError", "table 'user'", 1)
+
+
+@pytest.mark.parametrize(("size", "kind"), [*((2, kind) for kind in of.NAMES), (4, "mixed")])
+def test_plain_and_prepared_models_read_each_others_checkpoints(request, size: int, kind: str) -> None:
+    for own in ranks_of(size, request).part("names")[kind]:
+        assert own["prepared names"] == own["plain names"]
+        assert "model.first.embedding_bags.user.weight" in own["plain names"]["state_dict"]
+        prefixes = {name.rpartition(".")[0] for name in own["added"]}
+        assert prefixes == {"model.first.soft_selection", "model.second.soft_selection"}
+        assert own["merged names"] == own["plain names"]["state_dict"]
+        for here, there in (("prepared", "plain"), ("plain", "prepared")):
+            loaded, source = own[f"{here} loaded"], own[f"{there} trained"]
+            assert_same(loaded["tables"], source["tables"])
+            assert loaded["losses"] == pytest.approx(source["losses"], abs=1e-5)
+        assert own["prepared trained"]["losses"] != pytest.approx(own["plain trained"]["losses"], abs=1e-4)
+        assert own["alpha is 1"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("level", "what"), of.STOPS)
+def test_all_ranks_stop_at_what_one_of_them_meets(two: RankResults, level, what: str, late: bool) -> None:
+    """At the same step, late or not; no weight takes it."""
+    results = two.part("stops")[f"{level.value} {what}{' late' * late}"]
+    is_of_all = what == "dense gradient" or (level, what) == of.STOPS[-1]  # all see the sum over ranks
+    last = [own["outcomes"][-1] for own in results]
+    assert_outcome(last, "NonFiniteError", f"{level.value} step ")
+    assert [", rank 1: " in outcome for outcome in last] == [not is_of_all, False]
+    for own in results:
+        assert own["outcomes"][:-1] == ["went on"] * late
+        assert own["bad"] == []
+        may_learn = late or what == "dense gradient"  # a table may learn before a dense gradient is known
+        assert may_learn or own["changed"] == []
+
+
+def test_all_ranks_stop_plain_training(two: RankResults) -> None:
+    assert_outcome([own["outcome"] for own in two.part("stops")["plain"]], "NonFiniteError", "epoch 0, step 1")
+
+
+def test_metrics_are_those_of_all_samples(two: RankResults) -> None:
+    first, second = two.part("data")["metrics"]
+    assert first == second
+    for name, expected in of.metrics_of((0, 1)).items():
+        assert first[name] == pytest.approx(expected, abs=1e-6)
+
+
+def test_ranks_serve_every_sample_once_in_equally_many_batches(two: RankResults) -> None:
+    results = two.part("data")["serve"]
+    for drop_last in ("True", "False"):
+        assert {len(epoch) for own in results for epoch in own[drop_last]} == {results[0][f"length {drop_last}"]}
+        for epoch in range(2):
+            samples = [label for own in results for batch in own[drop_last][epoch] for label in batch]
+            assert len(set(samples)) == len(samples)
+            assert of.NUM_SAMPLES - len(samples) == (of.NUM_SAMPLES % 8 if drop_last == "True" else 0)
+
+
+def test_counts_of_all_ranks_are_those_of_one(two: RankResults) -> None:
+    expected = count_frequencies([batch for rank in range(2) for batch in of.id_batches(rank)], of.COUNTED)
+    results = two.part("data")["count"]
+    for own in results:
+        assert own["num_samples"] == expected.num_samples
+        assert own["lengths"] == expected.max_bag_lengths
+        assert all(rows.equal(expected.counts[name]) for name, rows in own["counts"].items())
+    assert_outcome([own["outcome"] for own in results], "ValueError", "table 'small', feature 'f', batch 1")
+
+
+def test_a_search_of_a_stream_is_one_search_and_resumes_where_it_was(two: RankResults, tmp_path: Path) -> None:
+    """Every rank reads its own share: none takes a slice of what is a share already."""
+    first, second = two.part("data")["search"]
+    assert first["whole"] == second["whole"]
+    train = of.recipe_of(of.write_clicks(tmp_path / "clicks.tsv")).data.train
+    steps = first["whole"][0]["step"]
+    assert steps == train.num_samples // (16 * 2)
+    for own in (first, second):
+        assert own["resumed"] == own["whole"]
+        assert own["outcome"].startswith("SearchInterrupted: epoch 3, lower step 38")
+    assert train.num_samples > 2 * 16 * steps  # an epoch leaves some out, counting none
+    assert {int(rows.sum()) for name, rows in first["counts"].items() if name != "tags"} == {train.num_samples}
+    assert_same(first["counts"], second["counts"])
+
+
+def test_another_number_of_ranks_with_epochs_of_another_length_is_refused(gloo, two: RankResults) -> None:
+    """Warm-up and ramp are counted in steps: they would end in the midst of an epoch, or twice."""
+    part = two.part("data")
+    assert part["search"]
+    recipe = of.recipe_of(part.folder / "clicks_0.tsv")
+    with pytest.raises(ValueError, match="lower steps per epoch"):
+        search(recipe, of.SIZE, part.folder / "stopped", CPU, settings=of.STREAMED, saving=Saving(resume=True))
