@@ -36,13 +36,13 @@ def run(run: Run) -> None:
     """Search, export, evaluation; each command's time, and the metrics of the model searched and of the artifact."""
     folder = run.folder / "search"
     recipe = SMALL_RECIPE if run.is_stand_in else RECIPE
-    few = ["--epochs", "1", "--no-baselines"] if run.is_stand_in else []
+    few = ["--epochs", "1"] if run.is_stand_in else []
     searched, artifact, evaluated = folder / "run", folder / "artifact", folder / "artifact.json"
     folder.mkdir(exist_ok=True)
     commands = {
         "search": ["search", recipe, "--compression", "6", "--out", str(searched), *few],
         "export": ["export", str(searched), "--out", str(artifact)],
-        "evaluate": ["evaluate", str(artifact), "--json", str(evaluated)],
+        "evaluate": ["evaluate", str(artifact), "--recipe", recipe, "--json", str(evaluated)],
     }
     for name, arguments in commands.items():
         started = time.monotonic()

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torchrec.modules.embedding_configs import DataType
+from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks import serving
 from benchmarks.gpu.step import Run
 from benchmarks.gpu.timing import in_turns
 
-DENSE = ("dense_fp32", "dense_fp16", "dense_int8", "dense_int4")
-FORMS = ("packed", "csr_fp32", "mixed_dimension", *DENSE)
-BASELINE = DENSE[0]
+DENSE = {"dense_fp32": 32, "dense_fp16": 16, "dense_int8": 8, "dense_int4": 4}
+"""Name -> bits of a value of TorchRec's own inference tables."""
+FORMS = ("packed", "mixed_dimension")
+BASELINE = "dense_fp32"
 NUM_TABLES, ROWS = 26, 100_000
 SMALL_TABLES, SMALL_ROWS = 2, 400
 CASES = [(4096, 20), (4096, 1), (16384, 20), (1024, 20), (64, 1), (1, 1), (65536, 20)]
@@ -30,15 +34,40 @@ def run(run: Run) -> None:
     """Makes the tables once, checks that all forms agree, then notes every batch size and pooling."""
     sizes = (SMALL_TABLES, SMALL_ROWS) if run.is_stand_in else (NUM_TABLES, ROWS)
     case = serving.simulated_codes(*sizes, FORMS, run.device)
+    serving.check_equal(case)
+    case.forms |= {name: dense_tables(case, bits) for name, bits in DENSE.items()}
     dense_bytes = serving.resident_bytes(case.forms[BASELINE])
     of = {"tables": sizes[0], "rows": sizes[1], "columns": serving.EMBEDDING_DIM}
     for form, module in case.forms.items():
         num_bytes = serving.resident_bytes(module)
         run.figures.note("bytes", num_bytes / 1e6, "MB", form=form, **of)
         run.figures.note("bytes of dense_fp32 over these", dense_bytes / num_bytes, form=form, **of)
-    serving.check_equal(case)
     for batch_size, pooling in SMALL_CASES if run.is_stand_in else CASES:
         measure(run, case, batch_size, pooling)
+
+
+def dense_tables(case: serving.Case, bits: int) -> QuantEmbeddingBagCollection:
+    """All rows, all columns, as FBGEMM's inference kernels hold them."""
+    kind = {32: "FP32", 16: "FP16", 8: "INT8", 4: "INT4"}[bits]
+    configs = serving.dense_collection(case).embedding_bag_configs()
+    weights = {}
+    for name, table in case.tables.items():
+        values = table.float().contiguous()
+        rows = {32: values, 16: values.half()}.get(bits)
+        if rows is None:
+            rows = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(values, bits)
+        stored, scales = rows.view(torch.uint8), None
+        if bits < 16:
+            stored, scales = stored[:, :-4], stored[:, -4:]  # scale and bias, a float16 each
+        weights[name] = (stored, scales)
+    return QuantEmbeddingBagCollection(
+        [replace(config, data_type=DataType[kind]) for config in configs],
+        is_weighted=False,
+        device=case.device,
+        table_name_to_quantized_weights=weights,
+        register_tbes=True,
+        row_alignment=1 if case.device.type == "cpu" else 16,
+    )
 
 
 @torch.inference_mode()
