@@ -28,7 +28,7 @@ from dnis_torchrec.data.files import FolderKind, conform, new_folder, parse_json
 from dnis_torchrec.ops.build import LOOKUPS, built_elsewhere, find_compiler
 from dnis_torchrec.ops.packed import bag_offsets, load_operator, names_tensor
 
-KIND = "aoti"
+AOTI = "aoti"
 """What package.json says of how the model was compiled; packages of other kinds are refused."""
 INPUTS = ("dense", "values", "lengths", "weights")
 """Inputs of a packaged model, in order; weights only where bags are weighted."""
@@ -198,7 +198,7 @@ def write_package(
         fields = {
             "format": _FORMAT,
             "format_version": _FORMAT_VERSION,
-            "kind": KIND,
+            "kind": AOTI,
             "inputs": list(signature.input_names),
             "feature_names": list(signature.feature_names),
             "num_dense": signature.num_dense,
@@ -314,7 +314,7 @@ def read_package_json(path: Path | str) -> dict[str, Any]:
     is_read, update = version.split(".")[0] == "1", "update dnis_torchrec"
     check(is_read, place, "a format_version 1.x", version, update)
     conform(manifest, _Package, place, remedy=remedy)
-    check(manifest["kind"] == KIND, place, f"kind {KIND!r}", repr(manifest["kind"]), remedy)
+    check(manifest["kind"] == AOTI, place, f"kind {AOTI!r}", repr(manifest["kind"]), remedy)
     for name, entry in manifest["files"].items():
         place = f"package {str(path)!r}, file {name!r}"
         file_inside(folder, name, place, remedy)

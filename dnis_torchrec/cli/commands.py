@@ -29,14 +29,14 @@ from dnis_torchrec.checks import check, describe, versions
 from dnis_torchrec.cli.narrow_rows import CUT_AXES, ROWS, columns_within, in_rows, table_bytes
 from dnis_torchrec.cli.progress import plain_progress, search_progress
 from dnis_torchrec.cli.run import (
-    COMPRESSED,
+    COMPRESS_RUN,
     FINISHED,
     INTERRUPTED,
-    KIND,
     RESULTS,
-    SEARCHED,
+    RUN,
+    SEARCH_RUN,
     SEARCHING,
-    TRAINED,
+    TRAIN_RUN,
     RunFolder,
     RunWriteError,
     kind_of,
@@ -121,7 +121,7 @@ def run_train(settings: TrainCommand) -> Results:
         history = [asdict(record) for record in outcome.history]
         identity = {"recipe": settings.recipe, "seed": settings.seed}
         head = identity | {
-            "kind": TRAINED,
+            "kind": TRAIN_RUN,
             "configuration": {"epochs": settings.epochs, "embedding_l2": recipe.embedding_l2},
             "commands": [_command_line()],
             "best_epoch": outcome.best_epoch,
@@ -201,7 +201,7 @@ def run_compress(settings: CompressCommand) -> Results:
                     run_folder = RunFolder(folder)
                     run_folder.write_results(results)
                     write_report(folder / "report.html", results)
-                    run_folder.write_head(FINISHED, head | {"kind": COMPRESSED})
+                    run_folder.write_head(FINISHED, head | {"kind": COMPRESS_RUN})
     return results
 
 
@@ -629,10 +629,10 @@ def _plain_weights(
     model: nn.Module, run: RunFolder, head: Mapping[str, Any]
 ) -> tuple[dict[str, StoredTensor], int]:
     """The weights that plain training ended with, and the epochs behind them."""
-    if kind_of(head) == TRAINED:
+    if kind_of(head) == TRAIN_RUN:
         return RunFolder.open(run.path).weights(), int(head["best_epoch"]) + 1
     place = f"run folder {run.path}"
-    check(kind_of(head) == SEARCHED, place, "a model in it", "compressed ones")
+    check(kind_of(head) == SEARCH_RUN, place, "a model in it", "compressed ones")
     return weights_after_plain_training(model, run, head)
 
 
@@ -703,7 +703,7 @@ def _command_line() -> str:
 def _new_folder(out: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
     """A run's folder for all ranks to fill; it appears when it is complete."""
     try:
-        with shared_folder(out, overwrite=overwrite, kind=KIND, ranks=ranks) as folder:
+        with shared_folder(out, overwrite=overwrite, kind=RUN, ranks=ranks) as folder:
             yield folder
     except (OSError, SafetensorError) as error:
         _refuse_to_write(out, error, "make room for it")

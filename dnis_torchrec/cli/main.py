@@ -19,7 +19,7 @@ from dnis_torchrec.checks import check, describe_error, is_of_system, version
 from dnis_torchrec.cli.settings import (
     COMPRESSION_HELP,
     EPOCHS,
-    FORMS,
+    FORM_NAMES,
     READ,
     WRITTEN_FIRST,
     CompressCommand,
@@ -215,7 +215,9 @@ def export(
     out: OutOption,
     form: Annotated[
         list[str] | None,
-        typer.Option(help=f"{' or '.join(FORMS)}, may be repeated; packed where there are bits."),
+        typer.Option(
+            help=f"{' or '.join(FORM_NAMES)}, may be repeated; packed where there are bits."
+        ),
     ] = None,
     overwrite: OverwriteOption = False,
 ) -> None:

@@ -44,11 +44,11 @@ from dnis_torchrec.training.weights import (
 )
 
 FORMAT, FORMAT_VERSION = "dnis-torchrec-run", 1
-KIND = FolderKind("run", "run.json", FORMAT)
+RUN = FolderKind("run", "run.json", FORMAT)
 WRITTEN_BY_RANKS = ("checkpoints/*", f"{MODEL}/*")
 """Patterns of the files that every rank writes; rank 0 writes the others."""
 RESULTS = "results.json"
-TRAINED, SEARCHED, COMPRESSED = "trained", "searched", "compressed"
+TRAIN_RUN, SEARCH_RUN, COMPRESS_RUN = "trained", "searched", "compressed"
 """Kinds of run: of `dnis train`, of `dnis search`, and the artifacts of `dnis compress`."""
 SEARCHING, INTERRUPTED, FINISHED = "searching", "interrupted", "finished"
 
@@ -103,7 +103,7 @@ class RunFolder:
         remedy = "go on with --resume first"
         check(head["status"] == FINISHED, run._place, "a finished run", head["status"], remedy)
         remedy = "its artifacts are the folders in it"
-        check(kind_of(head) != COMPRESSED, run._place, "a model", "compressed ones", remedy)
+        check(kind_of(head) != COMPRESS_RUN, run._place, "a model", "compressed ones", remedy)
         return run
 
     def create(self, *, overwrite: bool) -> None:
@@ -301,7 +301,7 @@ def _key_in_checkpoint(name: str) -> str:
 
 def kind_of(head: Mapping[str, Any]) -> str:
     """The kind of a run."""
-    return str(head.get("kind", SEARCHED))
+    return str(head.get("kind", SEARCH_RUN))
 
 
 def _is_unused(path: Path) -> bool:

@@ -15,8 +15,9 @@ import typer
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.cli.terminal import fail
 from dnis_torchrec.data.urls import fetch, local_path, output, output_folder, url_of
+from dnis_torchrec.search.settings import check_compression
 
-FORMS = ("packed", "mixed_dimension")
+FORM_NAMES = ("packed", "mixed_dimension")
 EPOCHS = 60
 """Epochs at most of plain training, unless the user says another number."""
 
@@ -64,7 +65,7 @@ class CompressCommand(_NewFolder):
         check(is_clear, "size", "--compression or --max-loss", received, remedy)
         check(loss is None or 0 < loss < math.inf, "--max-loss", "a finite number above 0", loss)
         for size in sizes:
-            check_compression(size)
+            check_compression(size, "--compression")
         is_once = len(set(sizes)) == len(sizes)
         check(is_once, "--compression", "each size once", ",".join(map(str, sizes)))
         check(self.seed is None or self.seed >= 0, "--seed", "an integer >= 0", self.seed)
@@ -93,7 +94,7 @@ class SearchCommand(_NewFolder):
 
     def __post_init__(self) -> None:
         _check_data(self.data)
-        check_compression(self.compression)
+        check_compression(self.compression, "--compression")
         check(self.epochs >= 1, "--epochs", "an integer >= 1", self.epochs)
         check(self.seed is None or self.seed >= 0, "--seed", "an integer >= 0", self.seed)
         every = self.checkpoint_every
@@ -116,7 +117,7 @@ class ExportCommand(_NewFolder):
 
     def __post_init__(self) -> None:
         for form in self.forms:
-            check(form in FORMS, "--form", f"one of {', '.join(FORMS)}", form)
+            check(form in FORM_NAMES, "--form", f"one of {', '.join(FORM_NAMES)}", form)
         _check_seen_by_ranks(self.out)
 
 
@@ -161,12 +162,6 @@ def parse_numbers(text: str | None) -> tuple[float, ...]:
     except ValueError:
         requirement = "numbers with commas between them"
         raise ValueError(describe("--compression", requirement, repr(text))) from None
-
-
-def check_compression(compression: float) -> None:
-    """Checks a size before anything is read for it."""
-    is_fit = math.isfinite(compression) and compression > 1
-    check(is_fit, "--compression", "a finite number above 1", compression)
 
 
 def _check_data(data: Path | None) -> None:

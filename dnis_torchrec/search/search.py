@@ -55,13 +55,14 @@ from dnis_torchrec.training.evaluate import (
     selection_loss,
 )
 from dnis_torchrec.training.loop import (
+    PLAIN,
     EpochRecord,
     FinishedPhase,
     Phase,
     PlainEvents,
     Plan,
+    ResumableLoop,
     SearchEvents,
-    SearchLoop,
     train_plainly,
 )
 from dnis_torchrec.training.rounded import RoundedTables
@@ -153,9 +154,9 @@ class Setup:
         events: SearchEvents,
         saving: Saving,
         configuration: Mapping[str, Any],
-    ) -> SearchLoop:
+    ) -> ResumableLoop:
         """Makes the loop that takes the steps."""
-        return SearchLoop(
+        return ResumableLoop(
             self.pipeline,
             self.stream,
             self.recipe,
@@ -182,7 +183,7 @@ def _in_parts(data: DataSplits, parts: int, ranks: Ranks) -> Iterable[Batch]:
 
 DEFAULTS = SearchSettings()
 
-PLAIN, GIVEN, RAMP, RELEASE, FINISH = "plain", "given", "ramp", "release", "finish"
+GIVEN, RAMP, RELEASE, FINISH = "given", "ramp", "release", "finish"
 SEARCHED, COMPRESSED = "search", "compress"
 
 GIVEN_STEPS = 1000
@@ -393,7 +394,7 @@ class _Finishing:
     rounding."""
 
     def __init__(
-        self, setup: Setup, loop: SearchLoop, compression: float, *, is_turned: bool
+        self, setup: Setup, loop: ResumableLoop, compression: float, *, is_turned: bool
     ) -> None:
         self._setup, self._loop, self._compression, self._is_turned = (
             setup,

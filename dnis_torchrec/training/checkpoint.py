@@ -55,7 +55,7 @@ from dnis_torchrec.training.state import (
 
 logger = logging.getLogger(__name__)
 
-MANIFEST, LATEST = "manifest.json", "latest.json"
+CHECKPOINT_MANIFEST, LATEST = "manifest.json", "latest.json"
 _FORMAT, _FORMAT_VERSION = "dnis-torchrec-checkpoint", 3
 _OTHER = "use another checkpoint"
 _DIFFERENCES = 8
@@ -180,10 +180,14 @@ class Manifest:
     @staticmethod
     def read(folder: Address) -> Manifest:
         """Reads the manifest, and looks whether every file that it names is there and whole."""
-        place, file, here = f"checkpoint {folder}", path_in(folder, MANIFEST), local_path(folder)
+        place, file, here = (
+            f"checkpoint {folder}",
+            path_in(folder, CHECKPOINT_MANIFEST),
+            local_path(folder),
+        )
         if here is not None:
             check_plain(here, place)
-        check(file_size(file) is not None, place, "a checkpoint", f"no {MANIFEST} in it")
+        check(file_size(file) is not None, place, "a checkpoint", f"no {CHECKPOINT_MANIFEST} in it")
         head = parse_json(read_bytes(file), dict[str, Any], str(file), remedy=_OTHER)
         check(head.get("format") == _FORMAT, place, f"format {_FORMAT!r}", repr(head.get("format")))
         version, remedy = head.get("format_version"), "use the version that wrote it"
@@ -345,13 +349,13 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Numbers of the whole checkpoints, rising."""
-        return sorted(step for step, names in self._files().items() if MANIFEST in names)
+        return sorted(step for step, names in self._files().items() if CHECKPOINT_MANIFEST in names)
 
     def clean(self) -> None:
         """Removes the remains of checkpoints that never became whole, or are only half gone."""
         self._check_plain()
         for step, names in self._files().items():
-            if MANIFEST not in names:
+            if CHECKPOINT_MANIFEST not in names:
                 self._remove(step, names)
         for name in file_names(self.path):
             if name.endswith(PARTIAL):
@@ -368,10 +372,10 @@ class CheckpointFolder:
     def publish(self, step: int, manifest: Manifest, keep: Collection[int] = ()) -> None:
         """Makes a checkpoint whole and the latest, and removes those that nobody needs any more."""
         latest = json.dumps({"checkpoint": os.path.basename(self.path_of(step))}) + "\n"
-        _put_text(path_in(self.path_of(step), MANIFEST), manifest.text())
+        _put_text(path_in(self.path_of(step), CHECKPOINT_MANIFEST), manifest.text())
         _put_text(path_in(self.path, LATEST), latest)
         files = self._files()
-        for name in set(files[step]) - {MANIFEST, *manifest.files}:
+        for name in set(files[step]) - {CHECKPOINT_MANIFEST, *manifest.files}:
             remove_file(path_in(self.path_of(step), name))
         # What is above the latest step is of a future that an interruption has undone.
         past = sorted(other for other in files if other <= step)
@@ -403,7 +407,7 @@ class CheckpointFolder:
 
     def _remove(self, step: int, names: Collection[str]) -> None:
         """The manifest first, so that a kill leaves either a whole checkpoint or none."""
-        for name in sorted(names, key=lambda name: name != MANIFEST):
+        for name in sorted(names, key=lambda name: name != CHECKPOINT_MANIFEST):
             remove_file(path_in(self.path_of(step), name))
         if self._here is not None:
             with suppress(OSError):

@@ -309,7 +309,7 @@ class TrainLoop:
         self._pipeline.go_back(self._state)
 
 
-class SearchLoop(TrainLoop):
+class ResumableLoop(TrainLoop):
     """A loop that saves a search as it goes: one that is killed goes on as if nothing had been."""
 
     def __init__(

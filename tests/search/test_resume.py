@@ -24,7 +24,14 @@ from dnis_torchrec.search.search import SearchOutcome, Setup, search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.training import loop as search_loop
 from dnis_torchrec.training.checkpoint import CheckpointFolder
-from dnis_torchrec.training.loop import EpochRecord, FinishedPhase, Phase, SearchEvents, SearchInterrupted, SearchLoop
+from dnis_torchrec.training.loop import (
+    EpochRecord,
+    FinishedPhase,
+    Phase,
+    ResumableLoop,
+    SearchEvents,
+    SearchInterrupted,
+)
 from dnis_torchrec.training.settings import Saving
 from tests.models import state_tensors
 from tests.tiny import make_recipe
@@ -88,7 +95,7 @@ class Run:
         settings = {"alpha_averaging": 0.5, "alpha_floor": 0.1}
         self.started = Setup.of(make_recipe(), blocks_of, CPU, self.events, **settings)
         self.plan = Phases(self.started, self.phases)
-        self.loop: SearchLoop = self.started.loop(self.plan, self.folder, self.events, self.saving, {"a": 1})
+        self.loop: ResumableLoop = self.started.loop(self.plan, self.folder, self.events, self.saving, {"a": 1})
         self.events.on_epoch = lambda record: self.weights.append(self.now())
 
     def now(self) -> dict[str, Tensor]:
