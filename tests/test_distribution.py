@@ -153,21 +153,8 @@ def test_the_version_stands_in_one_place() -> None:
         assert not re.search(rf"(?<![\d.]){version}(?![\d.])", (ROOT / name).read_text(encoding="utf-8")), name
 
 
-@pytest.mark.parametrize("file", sorted(path.name for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")))
-def test_issue_templates_are_ones(file: str) -> None:
-    template = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / file).read_text(encoding="utf-8"))
-    assert {"name", "description", "body"} <= template.keys()
-    assert all(part["type"] in ("markdown", "input", "textarea", "dropdown", "checkboxes") for part in template["body"])
-
-
 def test_the_workflow_runs_what_has_to_hold_before_a_merge() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
     steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
     assert ".ci/run" in [step.get("run") for step in steps]
     assert workflow["permissions"] == {"contents": "read"}
-
-
-def test_the_citation_names_the_paper() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
-    assert citation["references"][0]["title"].startswith("Differentiable Neural Input Search")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import gzip
 import itertools
+import pkgutil
 import re
 import runpy
 import subprocess
@@ -24,6 +25,8 @@ from tests.programs import ROOT, SHORT, blocks, dnis, shell_commands
 
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+DOCUMENTS = [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *PAGES]
+"""Those that the site does not have come first."""
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.py"))
 
 
@@ -69,9 +72,30 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", DOCUMENTS, ids=name_of)
 def test_every_link_has_a_target(page: Path) -> None:
     assert broken_links(page, page.read_text(encoding="utf-8")) == []
+
+
+def is_there(name: str, page: Path) -> bool:
+    """Whether a file, a make target, a module or a name in one, which a page names in backticks, exists."""
+    if name.startswith("make "):
+        return f"\n{name.split()[1]}:" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    if "/" in name:
+        return any((folder / name).exists() for folder in (ROOT, ROOT / "dnis_torchrec", DOCS, page.parent))
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("page", [path for path in DOCUMENTS if "benchmarks" not in path.parts], ids=name_of)
+def test_what_a_page_names_is_there(page: Path) -> None:
+    made = ("small/", "runs/", "dist/", "lib/", "packed/", "ml-1m/")  # by a command
+    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    names = re.findall(r"`(make \w+|(?:dnis_torchrec|examples|benchmarks|tests)\.[\w.]+|[\w.-]+/[\w./-]*)`", prose)
+    assert [name for name in names if not name.startswith(made) and not is_there(name, page)] == []
 
 
 def test_every_page_has_a_place_in_the_site() -> None:
