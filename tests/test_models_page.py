@@ -405,11 +405,11 @@ def sizes_that_vary() -> None:
 
 
 def two_dimensional() -> None:
-    """The pipeline is given a model in replicas of shards."""
+    """The loop is given a model in replicas of shards."""
     names = names_for(SUPPORTED["DLRM"])
     run("wrap", names)
-    names |= {"sharded": TwoDimensional(names["model"]), "optimizer": None}
-    run("pipeline", names)
+    names |= {"sharded": TwoDimensional(dnis.TrainTask(names["model"], names["loss"])), "optimizer": None}
+    run("loop", names)
 
 
 def managed_and_sharded() -> None:

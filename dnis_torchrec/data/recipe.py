@@ -24,7 +24,7 @@ from torchrec.modules.embedding_modules import (
 )
 
 from dnis_torchrec.checks import check, check_known, describe, nearest
-from dnis_torchrec.data.task import LOSS, Task, check_l2, direction_of, task_of
+from dnis_torchrec.data.task import LOSS, Task, check_judged, check_l2, direction_of, task_of
 
 if TYPE_CHECKING:
     from dnis_torchrec.data.frames import Frame, FrameSplits
@@ -173,6 +173,7 @@ class Recipe:
             check(is_fit, "Recipe.loss", requirement, type(self.loss).__name__, remedy)
             requirement, reduction = "reduction 'mean', which ranks average", self.loss.reduction
             check(reduction == "mean", "Recipe.loss", requirement, repr(reduction))
+        check_judged(self.task)
         is_directed = direction_of(self.task, self.stop_on) is not None
         requirement = "a metric that is better the higher or the lower"
         check(is_directed, "Recipe.stop_on", requirement, repr(self.stop_on))

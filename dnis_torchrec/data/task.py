@@ -180,18 +180,20 @@ class LossTask(Task):
 
 
 def task_of(loss: nn.Module | Callable[..., Tensor]) -> Task:
-    """The task that a loss stands for; a task itself, checked."""
-    if not isinstance(loss, Task):
-        return LossTask(loss)  # type: ignore[arg-type]
-    place = f"task {type(loss).__name__}"
-    check(bool(loss.kinds), f"{place}.kinds", "at least one name with its kind", dict(loss.kinds))
-    for name, kind in loss.kinds.items():
+    """The task that a loss stands for; a task itself."""
+    return loss if isinstance(loss, Task) else LossTask(loss)  # type: ignore[arg-type]
+
+
+def check_judged(task: Task) -> None:
+    """Checks what a recipe's task says of itself; to train and compress needs no kinds."""
+    place = f"task {type(task).__name__}"
+    check(bool(task.kinds), f"{place}.kinds", "at least one name with its kind", dict(task.kinds))
+    for name, kind in task.kinds.items():
         requirement = f"a kind of {', '.join(METRICS)}"
         check(kind in METRICS, f"{place}, prediction {name!r}", requirement, repr(kind))
-    names = [name for name, _ in loss.named_parameters()]
+    names = [name for name, _ in task.named_parameters()]
     remedy = "hold in the model what learns: it is what is saved"
     check(not names, place, "no weights of its own", names, remedy)
-    return loss
 
 
 class TrainTask(nn.Module):
