@@ -24,7 +24,9 @@ from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ops.build import NO_COMPILE
 from dnis_torchrec.scheme import FORMS, MixedDimensionScheme, TableScheme
 from dnis_torchrec.selection.shards import TableShard, collections, local_shards
+from dnis_torchrec.selection.torchrec import writing_to_tables
 from dnis_torchrec.serving.packed import PackedTable
+from dnis_torchrec.training.rounded import RoundedTables
 
 Bags = list[list[int]]
 
@@ -653,3 +655,23 @@ def with_feedback(scheme: MixedDimensionScheme) -> MixedDimensionScheme:
         slopes = torch.randn(*table.codes.bits.shape, 3, generator=generator, dtype=torch.float64)
         found[name] = replace(table, feedback=feedback_of(slopes @ slopes.mT, table.codes.bits))
     return MixedDimensionScheme(found)
+
+
+@contextmanager
+def latent_tables(model: nn.Module, held: RoundedTables) -> Iterator[None]:
+    """Tables hold their latent weights inside: what is served, and what rounding has left out of it."""
+    shards = [shard for module in collections(model).values() for shard in local_shards(module)]
+    values = [shard.weight.clone() for shard in shards]
+    residuals = {
+        (name.removeprefix("residual/"), chunk.offset): chunk.tensor
+        for name, part in held.tensors().items()
+        for chunk in part.chunks
+        if name.startswith("residual/")
+    }
+    with torch.no_grad(), writing_to_tables(model):
+        for shard in shards:
+            shard.weight.add_(residuals[shard.table, (shard.first_row, shard.first_column)])
+    yield
+    with torch.no_grad(), writing_to_tables(model):
+        for shard, value in zip(shards, values, strict=True):
+            shard.weight.copy_(value)

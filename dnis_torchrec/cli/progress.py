@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 from torchrec.datasets.utils import Batch
@@ -153,12 +152,7 @@ class _Counting:
 class _SearchStop(StopRequest):
     """Tells a search that was stopped which signal it was."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def _leave(self, error: BaseException | None) -> None:
         if isinstance(error, SearchInterrupted):
             error.signal = self.number
-        super().__exit__(kind, error, traceback)
+        super()._leave(error)

@@ -320,7 +320,7 @@ def _alphas(setup: Setup) -> dict[int, torch.Tensor]:
     return {dim: alpha.of(dim) for dim in alpha.dims}
 
 
-class _Plan:
+class _Plan(Plan):
     """The phases of the search, see `dnis_torchrec.training.loop.Plan`."""
 
     def __init__(

@@ -68,17 +68,14 @@ class CheckpointWriteError(RuntimeError):
 
 # Tensors in files, read as far as they are asked for: of a table, a rank reads its own shards.
 
-Cut = Callable[[tuple[slice, ...]], Tensor]
-"""Gives a part of a chunk: ``cut((slice(2, 4), slice(0, 8)))``."""
-
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A chunk of a tensor."""
+    """A chunk of a tensor; what `open` gives is mapped from its file."""
 
     first: tuple[int, ...]
     shape: tuple[int, ...]
-    open: Callable[[], Cut]
+    open: Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -93,8 +90,7 @@ class StoredTensor:
     def of(cls, place: str, tensor: Tensor) -> StoredTensor:
         """A tensor that is there as a whole, mapped from its file or not."""
         shape = tuple(tensor.shape)
-        chunk = StoredChunk((0,) * len(shape), shape, lambda: tensor.__getitem__)
-        return cls(place, shape, (chunk,))
+        return cls(place, shape, (StoredChunk((0,) * len(shape), shape, lambda: tensor),))
 
     def copy_to_(self, target: Tensor, first: Sequence[int] | None = None) -> None:
         """Copies the part of the tensor that is as large as `target`, and reads no more. Local."""
@@ -105,31 +101,26 @@ class StoredTensor:
             high = [min(at + extent, of_chunk + size) for at, extent, of_chunk, size in ends]
             if all(start < stop for start, stop in zip(low, high, strict=True)):
                 part = target[_within(low, high, begin)]
-                part.copy_(chunk.open()(_within(low, high, chunk.first)))
+                part.copy_(chunk.open()[_within(low, high, chunk.first)])
                 num_values += part.numel()
         requirement, remedy = f"chunks of {target.numel()} values", "copy all files of it"
         check(num_values == target.numel(), self.place, requirement, num_values, remedy)
 
     def rows(self, first: int, last: int) -> Tensor:
         """Rows ``first <= i < last``; mapped from their file where that is one chunk's."""
-        return self._part((slice(first, last), *self._everything[1:]))
+        return self._part([(first, last), *((0, size) for size in self.shape[1:])])
 
     def whole(self) -> Tensor:
         """The whole tensor; mapped from its file where that holds it in one chunk."""
-        return self._part(self._everything)
+        return self._part([(0, size) for size in self.shape])
 
-    @property
-    def _everything(self) -> tuple[slice, ...]:
-        return tuple(slice(0, size) for size in self.shape)
-
-    def _part(self, places: tuple[slice, ...]) -> Tensor:
+    def _part(self, spans: Sequence[tuple[int, int]]) -> Tensor:
         check(bool(self.chunks), self.place, "chunks of it", "none", "copy all files of it")
-        cut = self.chunks[0].open()
+        first = self.chunks[0].open()
         if self.chunks[0].shape == self.shape:
-            return cut(places)
-        dtype = cut((slice(0, 0),) * len(self.shape)).dtype
-        target = torch.empty([place.stop - place.start for place in places], dtype=dtype)
-        self.copy_to_(target, [place.start for place in places])
+            return first[tuple(slice(*span) for span in spans)]
+        target = torch.empty([stop - start for start, stop in spans], dtype=first.dtype)
+        self.copy_to_(target, [start for start, _ in spans])
         return target
 
 
@@ -230,15 +221,14 @@ class Manifest:
         return tensors
 
 
-def _open(path_of: Callable[[str], Path], file: str, name: str) -> Cut:
+def _open(path_of: Callable[[str], Path], file: str, name: str) -> Tensor:
     """Opens a tensor of a safetensors file, mapped into memory."""
     try:
         with safe_open(path_of(file), framework="pt") as tensors:
-            values: Tensor = tensors.get_tensor(name)
+            return tensors.get_tensor(name)
     except SafetensorError as error:
         remedy = "resume from another checkpoint"
         raise ValueError(describe(file, "a whole file", str(error), remedy)) from error
-    return values.__getitem__
 
 
 def _chunk_name(key: str, offset: Iterable[int]) -> str:

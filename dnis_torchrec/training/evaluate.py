@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torchmetrics import MeanMetric, Metric, MetricCollection
+from torchmetrics import MeanMetric, Metric
 from torchmetrics.utilities.data import dim_zero_cat
 from torchrec.datasets.utils import Batch
 from torchrec.metrics.calibration import compute_calibration, get_calibration_states
@@ -27,7 +27,6 @@ from dnis_torchrec.data.task import (
     RANKING_KS,
     REGRESSION,
     Outputs,
-    Predictions,
     Task,
     check_candidates,
     checked_predictions,
@@ -52,24 +51,24 @@ def evaluate(
     model.eval()
     task = task_of(task)
     mean_loss = MeanMetric(nan_strategy=math.inf).to(device)  # by itself it would leave NaN out
-    metrics_of: dict[str, JudgedPredictions] = {}
+    kinds: Mapping[str, str] = {}
+    metrics_of: dict[str, Metric] = {}
     num_samples = 0
     for batch in batches:
         if not metrics_of:
-            metrics_of = {
-                name: JudgedPredictions(kind, device) for name, kind in task.kinds_of(batch).items()
-            }
-        if (
-            not len(batch.labels) and world_size_of() == 1
-        ):  # TorchRec's collections look up no batch of none
-            continue
+            kinds = task.kinds_of(batch)
+            metrics_of = {name: _METRIC_OF[kind]().to(device) for name, kind in kinds.items()}
+        if not len(batch.labels) and world_size_of() == 1:
+            continue  # TorchRec's collections look up no batch of none
         batch = for_lookup(batch).to(device)
         num_samples += len(batch.labels)
         _, (value, outputs) = model(batch)
         if len(batch.labels):  # the mean of none is NaN
             mean_loss.update(value, weight=len(batch.labels))
         for name, predictions in checked_predictions(task, batch, outputs, _PLACE).items():
-            metrics_of[name].update(predictions)
+            values, labels, weights = predictions.values, predictions.labels, predictions.weights
+            is_ranking = kinds[name] == RANKING
+            metrics_of[name].update(values, labels, predictions.queries if is_ranking else weights)
     model.train(was_training)
     if not num_samples:
         raise ValueError(describe(_PLACE, "at least one sample", "none", "check the data splits"))
@@ -77,7 +76,9 @@ def evaluate(
     if not math.isfinite(total[LOSS]):
         raise NonFiniteError(describe(_PLACE, "finite predictions", "nan or inf", REMEDY))
     for name, of_name in metrics_of.items():
-        total |= {metric_name(name, metric): value for metric, value in of_name.compute().items()}
+        values = {metric: float(value) for metric, value in of_name.compute().items()}
+        finite = {metric: value for metric, value in values.items() if not math.isnan(value)}
+        total |= {metric_name(name, metric): value for metric, value in finite.items()}
     return total
 
 
@@ -108,172 +109,92 @@ def primary_metric(task: nn.Module, test: Iterable[Batch] = ()) -> tuple[str, bo
 _SMALLEST_PROBABILITY = 1e-12
 
 
-class JudgedPredictions:
-    """The metrics of predictions of one name, while batches come in."""
-
-    def __init__(self, kind: str, device: torch.device) -> None:
-        self._kind = kind
-        of_kind: dict[str, dict[str, Metric]] = {
-            BINARY: {
-                "auc": AreaUnderCurve(),
-                "ne": NormalizedEntropy(),
-                "calibration": Calibration(),
-            },
-            REGRESSION: {"mse": WeightedSquaredError()},
-            RANKING: {"ranking": RankingMetrics()},
-        }
-        self._metrics = MetricCollection(of_kind[kind]).to(device)
-        self._logloss = LogLoss().to(device)
-
-    def update(self, predictions: Predictions) -> None:
-        """Adds a batch."""
-        values, labels, weights = predictions.values, predictions.labels, predictions.weights
-        if self._kind == RANKING:
-            self._metrics.update(values, labels, predictions.queries)
-        elif self._kind == REGRESSION:
-            self._metrics.update(values, labels, weights)
-        elif len(values):
-            values, labels = values.double(), labels.double()
-            self._metrics.update(values.sigmoid(), labels, weights)
-            self._logloss.update(values, labels, weights)
-
-    def compute(self) -> dict[str, float]:
-        """Metric -> value over the samples of all ranks so far; none that is not defined for them."""
-        values = {name: float(value) for name, value in self._metrics.compute().items()}
-        if self._kind == BINARY:
-            values["logloss"] = float(self._logloss.compute())
-        return {name: value for name, value in values.items() if not math.isnan(value)}
-
-
-class AreaUnderCurve(Metric):
-    """Exact area under the ROC curve, no bins; higher is better."""
+class _Sums(Metric):
+    """A metric with sums for states."""
 
     full_state_update = False
-    higher_is_better = True
-    preds: list[Tensor]
-    positives: list[Tensor]
-    negatives: list[Tensor]
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def _add(self, sums: Mapping[str, Tensor]) -> None:
+        for name, value in sums.items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+class ClickMetrics(_Sums):
+    """Exact area under the ROC curve without bins; calibration and normalised entropy as in
+    torchrec.metrics; and the mean cross entropy of logits, exact however large they are. NaN where
+    one is not defined."""
 
     def __init__(self) -> None:
-        super().__init__()
-        for name in ("preds", "positives", "negatives"):
+        super().__init__(
+            *("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels"),
+            *("calibration_num", "calibration_denom", "logit_cross_entropy"),
+        )
+        for name in ("chances", "positives", "negatives"):
             self.add_state(name, [], dist_reduce_fx="cat")
 
-    def update(self, preds: Tensor, target: Tensor, weights: Tensor | None = None) -> None:
-        """Adds a batch."""
-        weight = (
-            torch.ones_like(target, dtype=torch.float64) if weights is None else weights.double()
-        )
-        self.preds.append(preds.detach())
-        self.positives.append(weight * target)
-        self.negatives.append(weight * (1 - target))
+    def update(self, values: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
+        """Adds a batch of logits."""
+        if not len(values):
+            return
+        values, labels = values.double(), labels.double()
+        chances, weight = values.sigmoid(), _weight(labels, weights)
+        self._add(get_ne_states(labels, chances, weight, _SMALLEST_PROBABILITY))
+        self._add(get_calibration_states(labels, chances, weight))
+        each = binary_cross_entropy_with_logits(values, labels, reduction="none")
+        self._add({"logit_cross_entropy": (weight * each).sum()})
+        self.chances.append(chances.detach())
+        self.positives.append(weight * labels)
+        self.negatives.append(weight * (1 - labels))
 
-    def compute(self) -> Tensor:
-        """Area of all samples so far."""
-        preds, order = dim_zero_cat(self.preds).sort(descending=True)
+    def compute(self) -> dict[str, Tensor]:
+        """Metric -> value for all samples so far."""
+        has_both = bool(self.pos_labels) and bool(self.neg_labels)
+        sums = (self.cross_entropy_sum, self.weighted_num_samples, self.pos_labels, self.neg_labels)
+        nan = torch.tensor(torch.nan)
+        calibration = compute_calibration(self.calibration_num, self.calibration_denom)
+        return {
+            "auc": self._area(),
+            "calibration": calibration if has_both else nan,
+            "ne": compute_ne(*sums, _SMALLEST_PROBABILITY) if has_both else nan,
+            "logloss": self.logit_cross_entropy / self.weighted_num_samples,
+        }
+
+    def _area(self) -> Tensor:
+        chances, order = dim_zero_cat(self.chances).sort(descending=True)
         positives, negatives = (
             dim_zero_cat(part)[order].cumsum(0) for part in (self.positives, self.negatives)
         )
-        last_of_ties = torch.cat([preds.diff() != 0, preds.new_ones(1, dtype=torch.bool)])
+        last_of_ties = torch.cat([chances.diff() != 0, chances.new_ones(1, dtype=torch.bool)])
         start = positives.new_zeros(1)
         hits, misses = (torch.cat([start, part[last_of_ties]]) for part in (positives, negatives))
         return torch.trapezoid(hits, misses) / (hits[-1] * misses[-1])  # 0 / 0 is NaN
 
 
-class _TorchRecMetric(Metric):
-    """A metric of torchrec.metrics with sums for states, without its windows and tasks."""
-
-    full_state_update = False
-
-    def __init__(self, states: Sequence[str]) -> None:
-        super().__init__()
-        for name in states:
-            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-
-    def _add(self, sums: dict[str, Tensor]) -> None:
-        for name, value in sums.items():
-            setattr(self, name, getattr(self, name) + value)
-
-
-class NormalizedEntropy(_TorchRecMetric):
-    r"""Cross entropy divided by that of always predicting the click rate of the evaluated samples;
-    lower is better."""
-
-    higher_is_better = False
+class SquaredError(_Sums):
+    """Mean squared error, weighted, as in torchrec.metrics."""
 
     def __init__(self) -> None:
-        super().__init__(("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels"))
+        super().__init__("error_sum", "weighted_num_samples")
 
-    def update(self, preds: Tensor, target: Tensor, weights: Tensor | None = None) -> None:
+    def update(self, values: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
         """Adds a batch."""
-        self._add(get_ne_states(*_as_doubles(preds, target, weights), _SMALLEST_PROBABILITY))
-
-    def compute(self) -> Tensor:
-        """Normalised entropy of all samples so far."""
-        sums = (self.cross_entropy_sum, self.weighted_num_samples, self.pos_labels, self.neg_labels)
-        has_both = bool(self.pos_labels) and bool(self.neg_labels)
-        return compute_ne(*sums, _SMALLEST_PROBABILITY) if has_both else torch.tensor(torch.nan)
-
-
-class LogLoss(_TorchRecMetric):
-    """Mean cross entropy of logits, exact however large they are; lower is better."""
-
-    higher_is_better = False
-    cross_entropy_sum: Tensor
-    weighted_num_samples: Tensor
-
-    def __init__(self) -> None:
-        super().__init__(("cross_entropy_sum", "weighted_num_samples"))
-
-    def update(self, preds: Tensor, target: Tensor, weights: Tensor | None = None) -> None:
-        """Adds a batch."""
-        labels, logits, weight = _as_doubles(preds, target, weights)
-        each = binary_cross_entropy_with_logits(logits, labels, reduction="none")
-        self._add(
-            {"cross_entropy_sum": (weight * each).sum(), "weighted_num_samples": weight.sum()}
-        )
-
-    def compute(self) -> Tensor:
-        """Mean of all samples so far."""
-        return self.cross_entropy_sum / self.weighted_num_samples
-
-
-class Calibration(_TorchRecMetric):
-    """Predicted clicks divided by clicks; 1 is best. Computed by torchrec.metrics."""
-
-    def __init__(self) -> None:
-        super().__init__(("calibration_num", "calibration_denom", "num_negatives"))
-
-    def update(self, preds: Tensor, target: Tensor, weights: Tensor | None = None) -> None:
-        """Adds a batch."""
-        labels, preds, weight = _as_doubles(preds, target, weights)
-        self._add(get_calibration_states(labels, preds, weight))
-        self._add({"num_negatives": (weight * (1 - labels)).sum()})
-
-    def compute(self) -> Tensor:
-        """Calibration of all samples so far."""
-        sums, has_both = (self.calibration_num, self.calibration_denom), bool(self.num_negatives)
-        return compute_calibration(*sums) if has_both and bool(sums[1]) else torch.tensor(torch.nan)
-
-
-class WeightedSquaredError(_TorchRecMetric):
-    """Mean squared error, weighted; lower is better. Computed by torchrec.metrics."""
-
-    higher_is_better = False
-
-    def __init__(self) -> None:
-        super().__init__(("error_sum", "weighted_num_samples"))
-
-    def update(self, preds: Tensor, target: Tensor, weights: Tensor | None = None) -> None:
-        """Adds a batch."""
-        sums = get_mse_states(*_as_doubles(preds, target, weights))
+        labels = labels.double()
+        sums = get_mse_states(labels, values.double(), _weight(labels, weights))
         self._add({name: sums[name] for name in ("error_sum", "weighted_num_samples")})
 
-    def compute(self) -> Tensor:
+    def compute(self) -> dict[str, Tensor]:
         """Error of all samples so far."""
-        if not bool(self.weighted_num_samples):
-            return torch.tensor(torch.nan)
-        return compute_mse(self.error_sum, self.weighted_num_samples)
+        number = self.weighted_num_samples
+        return {"mse": compute_mse(self.error_sum, number) if bool(number) else 0 / number}
+
+
+def _weight(labels: Tensor, weights: Tensor | None) -> Tensor:
+    return torch.ones_like(labels) if weights is None else weights.double()
 
 
 class RankingMetrics(Metric):
@@ -330,27 +251,6 @@ class RankingMetrics(Metric):
         return values
 
 
-def _as_doubles(
-    preds: Tensor, target: Tensor, weights: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(labels, predictions, weights), as torchrec.metrics takes them."""
-    labels = target.double()
-    return labels, preds.double(), torch.ones_like(labels) if weights is None else weights.double()
-
-
-def ranking_mean(metrics: Mapping[str, float]) -> float | None:
-    """One number for a ranking: the mean of recall@k for every k, and of mrr@k and ndcg@k for every
-    k above 1."""
-    parts = {name: name.partition("@") for name in metrics}
-    ranking = {
-        name for name, (kind, at, _) in parts.items() if at and kind in ("recall", "mrr", "ndcg")
-    }
-    numbers = [
-        metrics[name] for name in ranking if parts[name][0] == "recall" or parts[name][2] != "1"
-    ]
-    return math.fsum(numbers) / len(numbers) if numbers else None
-
-
 def _ranked(preds: Tensor, target: Tensor, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Candidates in falling order of prediction within each query, equal predictions with the
     negatives first."""
@@ -362,6 +262,7 @@ def _ranked(preds: Tensor, target: Tensor, queries: Tensor) -> tuple[Tensor, Ten
     return target[order], query, torch.arange(query.numel(), device=query.device) - first
 
 
+_METRIC_OF = {BINARY: ClickMetrics, REGRESSION: SquaredError, RANKING: RankingMetrics}
 LOSSES_PER_BATCH = 16
 """Parts of a batch at most."""
 
@@ -375,10 +276,8 @@ def part_losses(
     model.eval()
     values = [torch.zeros(0, 2, dtype=torch.float64)]
     for batch in batches:
-        if (
-            not len(batch.labels) and world_size_of() == 1
-        ):  # TorchRec's collections look up no batch of none
-            continue
+        if not len(batch.labels) and world_size_of() == 1:
+            continue  # TorchRec's collections look up no batch of none
         batch = for_lookup(batch).to(device)
         loss, (_, outputs) = model(batch)
         if len(batch.labels):
@@ -418,18 +317,10 @@ def is_ahead(losses: Tensor, rival: Tensor, ranks: Ranks) -> bool:
     """Whether the mean loss is lower than a rival's by more than one standard error of the
     difference."""
     samples, lead = losses[:, 0], rival[:, 1] - losses[:, 1]
-    squares = samples.square()
-    terms = [
-        samples,
-        samples * lead,
-        squares,
-        squares * lead,
-        squares * lead.square(),
-        torch.ones_like(samples),
-    ]
-    n, of_n, n2, n2_lead, n2_lead2, parts = ranks.sum_(
-        torch.stack([term.sum() for term in terms])
-    ).tolist()
+    squares, ones = samples.square(), torch.ones_like(samples)
+    terms = [samples, samples * lead, squares, squares * lead, squares * lead.square(), ones]
+    sums = torch.stack([term.sum() for term in terms])
+    n, of_n, n2, n2_lead, n2_lead2, parts = ranks.sum_(sums).tolist()
     mean = of_n / n
     spread = max(n2_lead2 - 2 * mean * n2_lead + mean**2 * n2, 0.0) / n**2
     return mean > math.sqrt(spread * parts / max(parts - 1, 1))

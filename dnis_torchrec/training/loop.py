@@ -9,15 +9,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any, NotRequired, Protocol, TypedDict, cast
+from dataclasses import asdict, dataclass
+from typing import Any, NotRequired, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim.keyed import KeyedOptimizer
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.counts import FrequencyCounts
@@ -56,25 +55,21 @@ class EpochRecord:
     alpha_density: float = 1.0
 
 
+def _ignore(*values: object) -> None:
+    """What a callback that nobody gave does."""
+
+
 @dataclass
 class SearchEvents:
     """Callbacks that follow a training; each is optional."""
 
-    on_start: Callable[[int, FrequencyCounts, RowBlocks], None] = field(
-        default=lambda steps, counts, blocks: None
-    )
-    on_resume: Callable[[int, Sequence[EpochRecord]], None] = field(
-        default=lambda steps, history: None
-    )
-    on_phase: Callable[[Phase, int, int], None] = field(
-        default=lambda phase, done, steps_per_epoch: None
-    )
-    on_step: Callable[[float, float], None] = field(default=lambda loss, density: None)
-    on_epoch: Callable[[EpochRecord], None] = field(default=lambda record: None)
-    on_alpha: Callable[[EpochRecord, Mapping[int, Tensor], bool], None] = field(
-        default=lambda record, alpha, is_last: None
-    )
-    should_stop: Callable[[], bool] = field(default=lambda: False)
+    on_start: Callable[[int, FrequencyCounts, RowBlocks], None] = _ignore
+    on_resume: Callable[[int, Sequence[EpochRecord]], None] = _ignore
+    on_phase: Callable[[Phase, int, int], None] = _ignore
+    on_step: Callable[[float, float], None] = _ignore
+    on_epoch: Callable[[EpochRecord], None] = _ignore
+    on_alpha: Callable[[EpochRecord, Mapping[int, Tensor], bool], None] = _ignore
+    should_stop: Callable[[], bool] = lambda: False
 
 
 class SearchInterrupted(RuntimeError):
@@ -115,17 +110,19 @@ class FinishedPhase:
     best: Best
 
 
-class Plan(Protocol):
-    """The phases of a training, and what changes at their ends. Everything is called on all ranks
-    alike."""
+class Plan:
+    """The phases of a training, here given ones, and what changes at their ends. Everything is
+    called on all ranks alike."""
+
+    def __init__(self, *phases: Phase) -> None:
+        self._phases = phases
 
     def phase_after(self, finished: Sequence[FinishedPhase]) -> Phase | None:
-        """Returns the phase that follows those that are over; None ends the training. Depends on
-        nothing else."""
+        """The phase that follows those that are over, of which alone it depends; None at the end."""
+        return (*self._phases, None)[len(finished)]
 
     def begin(self, phase: Phase, finished: Sequence[FinishedPhase]) -> None:
-        """Called before the first step of a phase, and before that of a search that goes on in the
-        middle of it."""
+        """Called before the first step of a phase, and of what goes on in the middle of it."""
 
     def after_step(self, phase: Phase, done: int) -> None:
         """Called after every lower step."""
@@ -475,22 +472,12 @@ class ResumableLoop(TrainLoop):
         return world_size
 
 
-class Stepper(Protocol):
-    """Whatever steps weights by their gradients: an optimizer, or what stands in front of one."""
-
-    def zero_grad(self) -> None:
-        """Clears all gradients."""
-
-    def step(self) -> None:
-        """Steps all weights."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlainEvents:
     """Callbacks that follow a plain training; each is optional."""
 
-    on_step: Callable[[float], None] = field(default=lambda loss: None)
-    on_epoch: Callable[[EpochRecord], None] = field(default=lambda record: None)
+    on_step: Callable[[float], None] = _ignore
+    on_epoch: Callable[[EpochRecord], None] = _ignore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -509,7 +496,7 @@ class _PlainPipeline(DetachableTrainPipeline):
     def __init__(
         self,
         model: DistributedModelParallel,
-        stepper: Stepper,
+        stepper: Any,
         recipe: Recipe,
         rule: HeldTables,
         device: torch.device,
@@ -561,29 +548,10 @@ class _PlainPipeline(DetachableTrainPipeline):
         return {}
 
 
-@dataclass(frozen=True)
-class _OnePhase:
-    """The plan of a plain training."""
-
-    phase: Phase
-
-    def phase_after(self, finished: Sequence[FinishedPhase]) -> Phase | None:
-        return None if finished else self.phase
-
-    def begin(self, phase: Phase, finished: Sequence[FinishedPhase]) -> None:
-        """Nothing changes."""
-
-    def after_step(self, phase: Phase, done: int) -> None:
-        """Nothing changes."""
-
-    def end(self, phase: Phase) -> None:
-        """Nothing changes."""
-
-
 @flushing_denormals()
 def train_plainly(
     model: DistributedModelParallel,
-    optimizer: Stepper,
+    optimizer: Any,
     recipe: Recipe,
     device: torch.device,
     *,
@@ -597,14 +565,14 @@ def train_plainly(
     to the best epoch."""
     begin = time.monotonic()
     rule = held or HeldTables()
-    stepper = optimizer if held is None else HoldingOptimizer(cast(KeyedOptimizer, optimizer), held)
+    stepper = optimizer if held is None else HoldingOptimizer(optimizer, held)
     pipeline = _PlainPipeline(model, stepper, recipe, rule, device)
     first_loss, first_state = math.inf, None
     if starts_trained:
         first_loss = selection_loss(model, recipe, device)
         first_state = snapshot(model, rule.tensors())
     model.train()
-    plan = _OnePhase(Phase(name=PLAIN, epochs=max_epochs, patience=patience))
+    plan = Plan(Phase(name=PLAIN, epochs=max_epochs, patience=patience))
     listeners = SearchEvents(on_step=lambda loss, _: events.on_step(loss), on_epoch=events.on_epoch)
     loop = TrainLoop(pipeline, iter(()), recipe, plan, events=listeners)
     loop.run()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,21 +10,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
 
 from dnis_torchrec.allocation.curvature import on_all
-from dnis_torchrec.allocation.energies import (
-    RoundingEnergies,
-    sample_rows,
-    sampled_values,
-    table_energies,
-    whole_rows,
-)
-from dnis_torchrec.blocks.codes import LEAST_SCALE, ColumnCodes, check_finite, is_coded
-from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.blocks.routing import RowRouter, RowRouting
+from dnis_torchrec.allocation.energies import whole_rows
+from dnis_torchrec.blocks.codes import ColumnCodes, check_finite
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.ops.select import RowRounding
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
@@ -34,13 +25,10 @@ from dnis_torchrec.selection.shards import (
     collections,
     frozen_tables_of,
     local_shards,
-    num_copies,
     ranks_of,
     table_configs_of,
 )
-from dnis_torchrec.selection.swap import fold_
 from dnis_torchrec.selection.torchrec import lookups, writing_to_tables
-from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.state import Chunk, PlacedTensor
 
 
@@ -101,8 +89,15 @@ class RoundedTables(HeldTables):
             for shard in part:
                 _check_values(shard, scheme.tables[shard.table].routing)
         self._shards = [_RoundedShard(shard) for shard in part]
-        self._tables = dict(scheme.tables)
-        self.change_(scheme)
+        self._settle_(scheme)
+        # a copy, for checkpoints write to it
+        self._tables = {
+            name: table.with_codes(_copied(table.codes)) for name, table in scheme.tables.items()
+        }
+        self._take_codes_()
+        with writing_to_tables(model), torch.no_grad():
+            for shard in self._shards:
+                shard.round_()
         self._fused = _fused_lookups(model, self._shards)
         in_kernels = {shard for lookup in self._fused for shard in lookup.shards}
         frozen = {table for module in modules for table in frozen_tables_of(module)}
@@ -126,96 +121,6 @@ class RoundedTables(HeldTables):
                 lookup.round_()
             for shard in self._dense:
                 shard.round_()
-
-    def change_(self, scheme: MixedDimensionScheme) -> None:
-        """Goes over to other codes, such as those of a smaller allocation; latent weights stay."""
-        names, others = list(self._tables), list(scheme.tables)
-        check(names == others, "scheme", f"one of the tables {names}", others)
-        self._settle_(scheme)
-        # a copy, for checkpoints write to it
-        self._tables = {
-            name: table.with_codes(_copied(table.codes)) for name, table in scheme.tables.items()
-        }
-        self._round_all_()
-
-    @torch.no_grad()
-    def refit_(self, counts: FrequencyCounts) -> None:
-        """Fits scales and shifts to the latent weights anew, as `rounding_energies` does; bits
-        stay."""
-        for name, table in self._tables.items():
-            check_known("table", name, counts.counts)
-            num_rows = counts.counts[name].numel()
-            check(
-                num_rows == table.num_embeddings,
-                f"table {name!r}",
-                f"counts of {table.num_embeddings} rows",
-                num_rows,
-            )
-        shards = {
-            name: [shard for shard in self._shards if shard.shard.table == name]
-            for name in self._tables
-        }
-        shapes = {
-            name: (table.num_embeddings, table.embedding_dim)
-            for name, table in self._tables.items()
-        }
-        copies = num_copies(
-            {name: [s.shard for s in of_table] for name, of_table in shards.items()},
-            shapes,
-            self._ranks,
-        )
-        with writing_to_tables(self._model):
-            for name, table in self._tables.items():
-                sample = sample_rows(counts.counts[name], table.routing)
-                halves = ([s.shard for s in shards[name]], [s.residual for s in shards[name]])
-                of_ranks = copies[name], self._ranks
-                weight, residual = (
-                    sampled_values(sample, half, table.embedding_dim, *of_ranks) for half in halves
-                )
-                check_finite(weight, sample.blocks, f"table {name!r}")
-                bits = tuple(sorted(set(table.codes.bits.flatten().tolist())))
-                energies = table_energies(weight + residual, sample, table.routing.num_blocks, bits)
-                codes = RoundingEnergies(bits, {name: energies}).codes(name, table.codes.bits)
-                self._tables[name] = table.with_codes(codes)
-        self._round_all_()
-
-    @torch.no_grad()
-    def fold_(self) -> None:
-        """Makes alpha of a prepared model part of the scales, and sets it to 1; columns whose alpha
-        is 0 are dropped."""
-        alphas = self._alphas()
-        for shard in self._shards:
-            if shard.shard.table in alphas:
-                shard.multiply_residual_(
-                    alphas[shard.shard.table], self._tables[shard.shard.table].routing
-                )
-        fold_(self._model)
-        for name, alpha in alphas.items():
-            codes = self._tables[name].codes
-            scale = (codes.scale * alpha.cpu()).bfloat16().float()
-            is_kept = torch.where(is_coded(codes.bits), scale >= LEAST_SCALE, alpha.cpu() > 0)
-            bits = codes.bits * is_kept
-            scales = torch.where(is_coded(bits), scale, 1.0)
-            self._tables[name] = self._tables[name].with_codes(
-                ColumnCodes(bits, scales, codes.shift * is_coded(bits).short())
-            )
-        self._round_all_()
-
-    @contextmanager
-    def latents(self) -> Iterator[None]:
-        """Tables hold the latent weights inside, as for measuring what a smaller allocation would
-        cost. No step inside."""
-        self._add_residuals_()
-        try:
-            yield
-        finally:
-            self._round_all_()
-
-    def leave_(self) -> None:
-        """Gives the tables their latent weights for good: they train on in float32. Nothing is
-        rounded any more."""
-        self._add_residuals_()
-        self.stop_()
 
     def stop_(self) -> None:
         """Leaves the tables as they are rounded, and residuals behind: nothing is rounded any more."""
@@ -246,38 +151,11 @@ class RoundedTables(HeldTables):
         self._tables = {name: table.with_codes(table.codes) for name, table in self._tables.items()}
         self._take_codes_()
 
-    def _alphas(self) -> dict[str, Tensor]:
-        """Table -> its rows of alpha, ``(S, D)``."""
-        wrappers = soft_selection_modules(self._model).values()
-        if not wrappers:
-            raise RuntimeError(
-                describe(
-                    "fold_", "a prepared model", "no wrapped collection", "call prepare_ first"
-                )
-            )
-        alphas = {}
-        for wrapper in wrappers:
-            for config in table_configs_of(wrapper):
-                if config.name in self._tables:
-                    routing, blocks = self._tables[config.name].routing, wrapper.blocks
-                    requirement, remedy = (
-                        "the blocks of its codes",
-                        "prepare_ with the blocks of the allocation",
-                    )
-                    fits = _are_equal(blocks.routings[config.name], routing)
-                    check(fits, f"alpha of table {config.name!r}", requirement, "others", remedy)
-                    first = blocks.first_alpha_row(config.name)
-                    alphas[config.name] = wrapper.alpha.of(config.embedding_dim)[
-                        first : first + routing.num_blocks
-                    ].clone()
-        return alphas
-
     @torch.no_grad()
     def _settle_(self, scheme: MixedDimensionScheme) -> None:
         movers = {name: table for name, table in scheme.tables.items() if table.codes.moves}
         if not movers:
             return
-        self._add_residuals_()
         shapes = {
             name: (table.num_embeddings, table.embedding_dim) for name, table in movers.items()
         }
@@ -288,23 +166,9 @@ class RoundedTables(HeldTables):
                     blocks = table.routing.block_of(torch.arange(chunk.rows.start, chunk.rows.stop))
                     chunk.write_(table.codes.settled(chunk.values.float().cpu(), blocks))
 
-    @torch.no_grad()
-    def _add_residuals_(self) -> None:
-        with writing_to_tables(self._model):
-            for shard in self._shards:
-                shard.shard.weight.add_(shard.residual.weight)
-                shard.residual.weight.zero_()
-
     def _take_codes_(self) -> None:
         for shard in self._shards:
             shard.take_(self._tables[shard.shard.table])
-
-    @torch.no_grad()
-    def _round_all_(self) -> None:
-        self._take_codes_()
-        with writing_to_tables(self._model):
-            for shard in self._shards:
-                shard.round_()
 
 
 class _RoundedShard:
@@ -326,13 +190,6 @@ class _RoundedShard:
     def round_(self, rows: Tensor | None = None) -> None:
         """Rounds some rows, counted from the shard's first, or all."""
         self._rounding.round_(self.shard.weight, self.residual.weight, rows)
-
-    def multiply_residual_(self, alpha: Tensor, routing: RowRouting) -> None:
-        """Multiplies by alpha, ``(S, D)``, as merging does the weights."""
-        of_rows, router = pad(alpha, (0, 0, 0, 1)), RowRouter(routing).to(alpha.device)
-        for residual, rows, columns in self.residual.chunks():
-            ids = torch.arange(rows.start, rows.stop, device=residual.device)
-            residual.mul_(of_rows[router(ids), columns])
 
 
 class _FusedLookup:
@@ -410,8 +267,3 @@ def _check_values(shard: TableShard, routing: RowRouting) -> None:
 def _copied(codes: ColumnCodes) -> ColumnCodes:
     """Without feedback and gain: latent weights that train on have their nearest codes."""
     return ColumnCodes(codes.bits.clone(), codes.scale.clone(), codes.shift.clone())
-
-
-def _are_equal(first: RowRouting, second: RowRouting) -> bool:
-    one, other = first.to_tensors(), second.to_tensors()
-    return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)

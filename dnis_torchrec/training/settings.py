@@ -7,8 +7,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from types import FrameType, TracebackType
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from dnis_torchrec.checks import check, check_known
 
@@ -82,40 +81,42 @@ def exit_code(number: int) -> int:
     return 128 + number
 
 
-class _Handlers:
-    """Takes the place of the handlers of `REQUESTS` while the block runs. For the main thread
-    alone."""
+class StopRequest:
+    """Takes note of the first signal of `REQUESTS` while the block runs, for work that saves
+    itself before it stops; later ones go to the handlers of before. For the main thread alone."""
 
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self._since, self._process = 0.0, os.getpid()
-        self._previous: dict[int, Any] = {}
+    number: int | None = None
+
+    def is_requested(self) -> bool:
+        """Whether a signal has come."""
+        return self.number is not None
 
     def __enter__(self) -> Self:
-        for number in REQUESTS:
-            previous = signal.getsignal(number)
-            # A shell ignores SIGINT for what it runs in the background: who sends it all the same
-            # means it.
-            if previous is not None and (previous is not signal.SIG_IGN or number == signal.SIGINT):
-                self._previous[number] = signal.signal(number, self._handle)
+        self._process, self._previous = os.getpid(), {n: signal.getsignal(n) for n in REQUESTS}
+        for number, handler in self._previous.items():
+            # nohup ignores SIGHUP. A shell ignores SIGINT for what it runs in the background: who
+            # sends it all the same means it.
+            if handler is not signal.SIG_IGN or number == signal.SIGINT:
+                signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._restore()
+        self._leave(error)
 
     def _restore(self) -> None:
-        while self._previous:
-            signal.signal(*self._previous.popitem())
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        if os.getpid() != self._process:
-            _end_forked(number)
+    def _leave(self, error: BaseException | None) -> None:
+        if self.number is not None and error is None:  # nobody has looked at it
+            signal.raise_signal(self.number)
+
+    def _handle(self, number: int, frame: object) -> None:
+        if os.getpid() != self._process:  # forked, as data loaders are: SIGTERM alone ends it
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
         elif self.number is None:
             self.number, self._since = number, time.monotonic()
             self._first(number)
@@ -123,36 +124,19 @@ class _Handlers:
             self._next(number)
 
     def _first(self, number: int) -> None:
-        """Handles the first signal of a request; here it does nothing."""
+        """What the first signal does; nothing here."""
 
     def _next(self, number: int) -> None:
-        """Hands a further signal on to the handlers that were there before."""
         self._restore()
         signal.raise_signal(number)
 
 
-class StopRequest(_Handlers):
-    """Notes that a signal has come, for work that saves itself before it stops."""
-
-    def is_requested(self) -> bool:
-        """Returns whether a signal has come."""
-        return self.number is not None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Ends the noting of signals."""
-        self._restore()
-        if self.number is not None and error is None:
-            signal.raise_signal(self.number)
-
-
-class Ending(_Handlers):
+class Ending(StopRequest):
     """Raises `Stopped` where a signal strikes; the next one, which comes while that is dealt with,
     ends the process."""
+
+    def _leave(self, error: BaseException | None) -> None:
+        """The signal was raised already."""
 
     def _first(self, number: int) -> None:
         raise Stopped(number)
@@ -165,11 +149,3 @@ class Ending(_Handlers):
 
 def _seconds_of_one_request() -> float:
     return TORCHRUN_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else SAME_REQUEST_SECONDS
-
-
-def _end_forked(number: int) -> None:
-    """Ends a process forked from this one, as data loaders are, on SIGTERM, and ignores all other
-    signals."""
-    if number == signal.SIGTERM:
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)

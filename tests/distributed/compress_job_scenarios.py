@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import save
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -187,10 +186,9 @@ def refusals(at: Rank, file: Path) -> Results:
 
 def save_weights(folder: Path) -> dict[str, Path]:
     """The same weights in files of every kind."""
-    state, files = weights(), {kind: folder / kind for kind in ("w.safetensors", "w.pt", "w.dcp")}
+    state, files = weights(), {kind: folder / kind for kind in ("w.safetensors", "w.pt")}
     save_file(state, files["w.safetensors"])
     torch.save({"model": state}, files["w.pt"])
-    save({"model": state}, checkpoint_id=files["w.dcp"])
     return files
 
 

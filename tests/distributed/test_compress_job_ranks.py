@@ -31,7 +31,7 @@ from tests.distributed.compress_job_scenarios import (
 from tests.distributed.harness import RankResults, Scenario, run_on_ranks
 from tests.tiny import EMBEDDING_DIM, files_of
 
-READ = {"w.safetensors": "row_wise", "w.pt": "column_wise", "w.dcp": "grid_shard"}
+READ = {"w.safetensors": "row_wise", "w.pt": "column_wise"}
 """Files of weights, and how the tables that are read from them are sharded."""
 ON_FOUR = ("table_wise", "row_wise", "grid_shard")
 """Where four ranks have no table, a few rows, a few columns of a few rows; their files: test_packed_export_ranks.py."""
@@ -111,7 +111,7 @@ def test_weights_in_other_files_give_the_same(ranks: RankResults, alone, file: s
 
 
 def test_tables_that_a_recipe_does_not_fill_are_filled_in_one_process(weights: dict[str, Path], alone) -> None:
-    found = run_compress(job(alone[0].with_name("unfilled"), source=weights["w.dcp"], recipe=UNFILLED))
+    found = run_compress(job(alone[0].with_name("unfilled"), source=weights["w.pt"], recipe=UNFILLED))
     assert_same(alone[0].with_name("unfilled"), rows_of(found), alone)
 
 

@@ -32,12 +32,9 @@ from dnis_torchrec.data.task import (
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.training.evaluate import (
     LOSSES_PER_BATCH,
-    AreaUnderCurve,
-    Calibration,
-    LogLoss,
-    NormalizedEntropy,
+    ClickMetrics,
     RankingMetrics,
-    WeightedSquaredError,
+    SquaredError,
     evaluate,
     is_ahead,
     part_losses,
@@ -152,24 +149,24 @@ class TestClicks:
     def test_equals_the_definitions(self, samples, batch_size):
         samples = [*samples, (0.3, 0), (0.6, 1)]
         p, y = np.array([s[0] for s in samples]), np.array([s[1] for s in samples])
-        entropy, calibration = NormalizedEntropy(), Calibration()
+        metric = ClickMetrics()
         for start in range(0, len(samples), batch_size):
             part = slice(start, start + batch_size)
-            for metric in (entropy, calibration):
-                metric.update(torch.from_numpy(p[part]), torch.from_numpy(y[part]))
+            metric.update(torch.from_numpy(p[part]).logit(), torch.from_numpy(y[part]))
+        found = metric.compute()
         rate = y.mean()
         logloss = -(y * np.log(p) + (1 - y) * np.log(1 - p)).mean()
         natural = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
-        assert float(entropy.compute()) == pytest.approx(logloss / natural, rel=1e-9)
-        assert float(calibration.compute()) == pytest.approx(p.sum() / y.sum(), rel=1e-9)
+        assert float(found["ne"]) == pytest.approx(logloss / natural, rel=1e-9)
+        assert float(found["calibration"]) == pytest.approx(p.sum() / y.sum(), rel=1e-9)
 
     @pytest.mark.parametrize("label", [0, 1])
     def test_one_class_is_no_calibration(self, label: int):
-        calibration = Calibration()
-        calibration.update(torch.tensor([0.5, 0.25]), torch.tensor([label, label]))
-        assert math.isnan(float(calibration.compute()))
-        calibration.update(torch.tensor([0.5]), torch.tensor([1 - label]))
-        assert float(calibration.compute()) == pytest.approx(1.25 / (1 + label))
+        metric = ClickMetrics()
+        metric.update(torch.tensor([0.5, 0.25]).logit(), torch.tensor([label, label]))
+        assert math.isnan(float(metric.compute()["calibration"]))
+        metric.update(torch.tensor([0.5]).logit(), torch.tensor([1 - label]))
+        assert float(metric.compute()["calibration"]) == pytest.approx(1.25 / (1 + label))
 
 
 class FirstDense(nn.Module):
@@ -270,18 +267,11 @@ SAMPLES = st.lists(
 def test_weighted_metrics_are_those_of_the_definitions(samples: list[tuple[float, int, float]], batch_size: int):
     """A weight counts as so many samples; ties count half."""
     scores, labels, weights = (torch.tensor(column) for column in zip(*samples, strict=True))
-    chances = scores.double().sigmoid()
-    given_to = {
-        AreaUnderCurve(): scores,
-        NormalizedEntropy(): chances,
-        Calibration(): chances,
-        LogLoss(): scores,
-        WeightedSquaredError(): scores,
-    }
-    for metric, values in given_to.items():
-        for parts in zip(*(c.split(batch_size) for c in (values, labels, weights)), strict=True):
+    found: dict[str, float] = {}
+    for metric in (ClickMetrics(), SquaredError()):
+        for parts in zip(*(c.split(batch_size) for c in (scores, labels, weights)), strict=True):
             metric.update(*parts)
-    found = [float(metric.compute()) for metric in given_to]
+        found |= metric.compute()
     total, clicks = sum(w for *_, w in samples), sum(w for _, y, w in samples if y)
     pairs = [(w * v, (z > x) + (z == x) / 2) for z, y, w in samples if y for x, n, v in samples if not n]
     losses = [(w, math.log1p(math.exp(-z if y else z))) for z, y, w in samples]
@@ -293,7 +283,8 @@ def test_weighted_metrics_are_those_of_the_definitions(samples: list[tuple[float
     predicted = sum(w / (1 + math.exp(-z)) for z, _, w in samples)
     squared = sum(w * (z - y) ** 2 for z, y, w in samples) / total if total else math.nan
     wanted = [area, loss / natural, predicted / clicks if has_both else math.nan, loss, squared]
-    assert found == pytest.approx(wanted, abs=1e-6, nan_ok=True)
+    values = [float(found[name]) for name in ("auc", "ne", "calibration", "logloss", "mse")]
+    assert values == pytest.approx(wanted, abs=1e-6, nan_ok=True)
 
 
 def by_hand(recipe: Recipe) -> dict[str, float]:

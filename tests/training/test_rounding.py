@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.allocation.compress import measure_, packed_collections
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.codes import WIDTHS, decode_rows, fit_codes, unpacked_fields
+from dnis_torchrec.blocks.codes import WIDTHS, decode_rows, unpacked_fields
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data.task import TrainTask
@@ -37,6 +37,7 @@ from tests.reference import (
     RowWiseAdagradByHand,
     StraightThrough,
     distance,
+    latent_tables,
     loss_by_hand,
     rounded,
     scheme_of,
@@ -114,7 +115,7 @@ def assert_follows(model: nn.Module, held: RoundedTables, oracle: StraightThroug
     for name, weight in tables_of(model).items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-4)  # a step of 16 bits, where they tie
         assert weight.equal(rounded(held.scheme.tables[name], weight))
-    with held.latents():
+    with latent_tables(model, held):
         for name, latent in tables_of(model).items():
             torch.testing.assert_close(latent, oracle.latents[name].data, rtol=0, atol=1e-5)
 
@@ -186,27 +187,13 @@ def trained(scheme: MixedDimensionScheme) -> tuple[EmbeddingBagCollection, Round
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     for seed in range(STEPS):
         step_(model, optimizer, held, seed)
-    with held.latents():
+    with latent_tables(model, held):
         return model, held, tables_of(model)
 
 
 def assert_holds(model: nn.Module, scheme: MixedDimensionScheme, latents: Mapping[str, Tensor]) -> None:
     for name, weight in tables_of(model).items():
         assert weight.equal(rounded(scheme.tables[name], latents[name])), name
-
-
-def test_other_codes_round_the_same_latent_weights() -> None:
-    model, held, latents = trained(scheme_of(configs(), ROUTINGS, widths=(4, 5, 6, 32)))
-    other = scheme_of(configs(), ROUTINGS, seed=5, widths=(0, 2, 3, 32))
-    held.change_(other)
-    assert_holds(model, other, latents)
-    clipped = StraightThrough(other, latents).latents
-    held.leave_()
-    for name, weight in tables_of(model).items():
-        torch.testing.assert_close(weight, clipped[name].data, rtol=0, atol=1e-6)
-    before = tables_of(model)
-    held.after_step_()
-    assert all(weight.equal(before[name]) for name, weight in tables_of(model).items())
 
 
 def test_tables_stay_as_they_are_rounded_once_nothing_is_rounded_any_more() -> None:
@@ -228,62 +215,9 @@ def test_tables_stay_as_they_are_rounded_once_nothing_is_rounded_any_more() -> N
     assert all(weight.equal(moved[name]) for name, weight in tables_of(sharded).items())
 
 
-def test_scales_are_fitted_to_latent_weights_again() -> None:
-    model, held, latents = trained(scheme_of(configs(), ROUTINGS, seed=2))
-    before = tables_of(model)
-    held.refit_(counts())
-    assert_holds(model, held.scheme, latents)
-    for name, table in held.scheme.tables.items():
-        frequency, of_rows = counts().counts[name].double(), table.routing.all_blocks()
-        widths = sorted(set(table.codes.bits.flatten().tolist()))
-        for block in range(table.routing.num_blocks):
-            fitted = fit_codes(latents[name][of_rows == block], frequency[of_rows == block], widths)
-            for column, width in enumerate(table.codes.bits[block].tolist()):
-                if 0 < width < 32:
-                    assert table.scale[block, column] == fitted.scale[widths.index(width), column]
-                    assert table.shift[block, column] == fitted.shift[widths.index(width), column]
-        weights = frequency * (of_rows < table.routing.num_blocks)
-        errors = [((w[name] - latents[name]).square().sum(1) * weights).sum() for w in (tables_of(model), before)]
-        assert errors[0] <= errors[1] + 1e-9
-    assert held.scheme.tables["user"].bits.equal(scheme_of(configs(), ROUTINGS, seed=2).tables["user"].bits)
-
-
-def test_alpha_becomes_part_of_the_scales() -> None:
-    plain = collection()
-    model = prepare_(plain, blocks())
-    scheme = scheme_of(configs(), blocks().routings, seed=1)
-    held = RoundedTables(model, scheme)
-    torch.manual_seed(4)
-    alpha = model.alpha.of(8)
-    alpha.copy_(torch.rand_like(alpha).masked_fill_(torch.rand_like(alpha) < 0.2, 0))
-    with held.latents():
-        latents = tables_of(model)
-    alphas = {
-        name: alpha[blocks().first_alpha_row(name) :][: blocks().routings[name].num_blocks].clone() for name in ROWS
-    }
-    before = model(features(0)).values().detach()
-    held.fold_()
-    assert bool((alpha == 1).all())
-    for name, table in held.scheme.tables.items():
-        old = scheme.tables[name]
-        is_kept = (old.bits > 0) & (alphas[name] > 0)
-        assert table.bits.equal(old.bits * is_kept)
-        is_coded = is_kept & (old.bits < 32)
-        assert table.scale.equal(torch.where(is_coded, (old.scale * alphas[name]).bfloat16().float(), 1.0))
-        assert table.shift.equal(old.shift * is_coded)
-        latents[name] = latents[name] * alphas[name][table.routing.all_blocks()]
-    assert_holds(model, held.scheme, latents)
-    moved = model(features(0)).values().detach() - before
-    assert float(moved.abs().max()) < 2**-7 * float(before.abs().max())  # by what bfloat16 makes of the scales
-    step_(model, torch.optim.SGD(model.parameters(), lr=0.2), held, 1)
-    for name, weight in tables_of(model).items():
-        assert weight.equal(rounded(held.scheme.tables[name], weight))
-
-
 def test_a_checkpoint_holds_residuals_and_codes(tmp_path: Path) -> None:
     model, held, _ = trained(scheme_of(configs(), ROUTINGS, seed=1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    held.refit_(counts())
     saved = snapshot(model, held.tensors())
     scheme = held.scheme
     step_(model, optimizer, held, 7)
@@ -316,7 +250,7 @@ def test_training_in_codes_lowers_the_loss_and_packs_as_it_is(gloo, tmp_path: Pa
     assert done.selection_loss < rounded_loss - 0.002
     assert evaluate(model, recipe.data.selection, recipe.loss, CPU)["loss"] == pytest.approx(done.selection_loss)
     trained_tables = tables_of(model)
-    with held.latents():
+    with latent_tables(model, held):
         latents = tables_of(model)
     assert_holds(model, held.scheme, latents)
     plain = unshard_(model).model
@@ -380,21 +314,3 @@ def test_what_does_not_fit_is_refused_before_a_table_is_rounded(
     with pytest.raises(error, match=message):
         RoundedTables(model, scheme)
     assert all(weight.nan_to_num().equal(before[name].nan_to_num()) for name, weight in tables_of(model).items())
-
-
-def test_what_does_not_fit_later_is_refused() -> None:
-    model = collection()
-    held = RoundedTables(model, scheme_of(configs(), ROUTINGS))
-    with pytest.raises(
-        ValueError, match=r"^scheme: expected one of the tables \['user', 'genre', 'one'\], got \['user'\]"
-    ):
-        held.change_(MixedDimensionScheme({"user": held.scheme.tables["user"]}))
-    with pytest.raises(RuntimeError, match=r"^fold_: expected a prepared model, got no wrapped collection"):
-        held.fold_()
-    few = FrequencyCounts(counts().counts | {"genre": torch.ones(3, dtype=torch.int64)}, {}, 3)
-    with pytest.raises(ValueError, match=r"^table 'genre': expected counts of 6 rows, got 3"):
-        held.refit_(few)
-    prepared = prepare_(collection(), blocks())
-    held = RoundedTables(prepared, scheme_of(configs(), ROUTINGS))
-    with pytest.raises(ValueError, match=r"^alpha of table 'user': expected the blocks of its codes, got others"):
-        held.fold_()
