@@ -157,13 +157,11 @@ class InMemoryBatches:
     ) -> None:
         place, num_samples, bags = "InMemoryBatches", len(labels), dict(multi_hot or {})
         check(batch_size >= 1, f"{place}.batch_size", "an integer >= 1", batch_size)
-        for name, tensor in (("dense", dense), ("ids", ids)):
-            fits = tensor.dim() == 2 and len(tensor) == num_samples
-            check(
-                fits, f"{place}.{name}", f"{num_samples} rows, one per label", tuple(tensor.shape)
-            )
-        width = len(feature_names)
-        check(ids.shape[1] == width, f"{place}.ids", f"{width} columns", ids.shape[1])
+        shapes = {"dense": (dense, (num_samples, *dense.shape[1:2]))}
+        shapes["ids"] = (ids, (num_samples, len(feature_names)))
+        for name, (tensor, shape) in shapes.items():
+            size = tuple(tensor.shape)
+            check(size == shape and len(size) == 2, f"{place}.{name}", f"shape {shape}", size)
         for name, of_feature in bags.items():
             number = of_feature.offsets.numel() - 1
             check(number == num_samples, f"feature {name!r}", f"{num_samples} bags", number)

@@ -45,6 +45,8 @@ PARTIAL = ".partial"
 _T = TypeVar("_T")
 _Fault = tuple[str, str, object]
 _LARGEST = 2**63 - 1
+_LEVELS = 50
+"""Levels of a JSON document at most."""
 _WORDS = {str: "text", bool: "true or false", int: "an integer of 64 bits", float: "a number"}
 
 
@@ -230,6 +232,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def conform(value: object, kind: Any, place: str, *, remedy: str = "") -> None:
     """Checks that a JSON value is of a type: what TypedDicts and dataclasses are made of."""
+    try:
+        _check_text(value, _LEVELS)
+    except RecursionError as error:
+        raise ValueError(describe(place, "JSON of few levels", "too many", remedy)) from error
+    except UnicodeEncodeError as error:
+        raise ValueError(describe(place, "text of whole characters", str(error), remedy)) from error
     fault = _fault(value, kind, "")
     if fault is not None:
         field, requirement, received = fault
@@ -237,6 +245,16 @@ def conform(value: object, kind: Any, place: str, *, remedy: str = "") -> None:
         raise ValueError(
             describe(f"{place}, field {field}" if field else place, requirement, shown, remedy)
         )
+
+
+def _check_text(value: Any, levels: int) -> None:
+    if isinstance(value, str):
+        value.encode()  # half a character, as an escape may be, has no UTF-8
+    elif isinstance(value, dict | list):
+        if not levels:
+            raise RecursionError
+        for part in [*value, *value.values()] if isinstance(value, dict) else value:
+            _check_text(part, levels - 1)
 
 
 class _Plain(str):

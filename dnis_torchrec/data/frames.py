@@ -118,10 +118,10 @@ class FrameEncoder:
     def tensors(self, columns: _Columns, num_rows: int) -> tuple[Tensor, Tensor, list[Bags]]:
         """Dense features, ids of one each and bags of ids."""
         dense = [scale(columns.dense[name]) for name, scale in self._scales.items()]
-        single = [self._rows[name](feature.ids) for name, feature in columns.single.items()]
+        single = [self._rows[name](ids) for name, ids in columns.single.items()]
         bags = [
-            Bags.of_lengths(self._rows[name](feature.ids), torch.from_numpy(feature.lengths))
-            for name, feature in columns.bags.items()
+            Bags.of_lengths(self._rows[name](ids), torch.from_numpy(ids.lengths))
+            for name, ids in columns.bags.items()
         ]
         return (
             torch.stack(dense, dim=1) if dense else torch.zeros(num_rows, 1),
@@ -132,17 +132,11 @@ class FrameEncoder:
 
 @dataclass(frozen=True, eq=False)
 class Ids:
-    """Entries of a column: the code of each, -1 where it is missing, and the text of each code."""
+    """Entries of a column: the code of each, -1 where it is missing, the text of each code, and how
+    many of the entries each row has."""
 
     codes: np.ndarray
     texts: Sequence[str]
-
-
-@dataclass(frozen=True, eq=False)
-class _Feature:
-    """Ids of all rows, one after the other, and how many each row has."""
-
-    ids: Ids
     lengths: np.ndarray
 
 
@@ -151,16 +145,15 @@ class _Columns:
     """Columns of a frame, before anything is learned of them."""
 
     dense: Mapping[Hashable, np.ndarray]
-    single: dict[str, _Feature]
-    bags: dict[str, _Feature]
+    single: dict[str, Ids]
+    bags: dict[str, Ids]
 
 
 def _columns_of(
     frame: pd.DataFrame, dense: Sequence[Hashable], ids: Sequence[str], bags: Sequence[str]
 ) -> _Columns:
-    ones = np.ones(len(frame), np.int64)
-    single = {name: _Feature(ids_of(frame[name]), ones) for name in ids}
-    of_bags = {name: _Feature(*id_bags_of(frame[name])) for name in bags}
+    single = {name: ids_of(frame[name]) for name in ids}
+    of_bags = {name: id_bags_of(frame[name]) for name in bags}
     return _Columns({name: numbers_of(frame[name]) for name in dense}, single, of_bags)
 
 
@@ -180,9 +173,9 @@ class _Rows:
     """Which row of a table an id has: row 1 is that of the most frequent one, missing ids have one,
     too."""
 
-    def __init__(self, feature: _Feature, is_train: np.ndarray) -> None:
-        names = (None, *feature.ids.texts)
-        codes = feature.ids.codes[np.repeat(is_train, feature.lengths)]
+    def __init__(self, ids: Ids, is_train: np.ndarray) -> None:
+        names = (None, *ids.texts)
+        codes = ids.codes[np.repeat(is_train, ids.lengths)]
         counts = np.bincount(codes + 1, minlength=len(names))
         order = np.argsort(-counts, kind="stable")
         order = order[counts[order] > 0]
@@ -320,7 +313,7 @@ def ids_of(column: pd.Series) -> Ids:
         place, remedy = f"column {column.name!r}", "name it in bags"
         raise ValueError(describe(place, "one id in every row", "lists", remedy)) from error
     of_values, texts = pd.factorize(np.array([text_of(value) for value in values], dtype=object))
-    return Ids(np.append(of_values, -1)[codes], texts)
+    return Ids(np.append(of_values, -1)[codes], texts, np.ones(len(column), np.int64))
 
 
 def text_of(value: Any) -> str | None:
@@ -338,7 +331,7 @@ def text_of(value: Any) -> str | None:
     return (whole[1] if whole else text) or None
 
 
-def id_bags_of(column: pd.Series) -> tuple[Ids, np.ndarray]:
+def id_bags_of(column: pd.Series) -> Ids:
     """A column with any number of ids a row."""
     entries, kind = column.reset_index(drop=True), column.dtype
     if not (isinstance(kind, pd.ArrowDtype) and pa.types.is_nested(kind.pyarrow_dtype)):
@@ -353,7 +346,7 @@ def id_bags_of(column: pd.Series) -> tuple[Ids, np.ndarray]:
         raise ValueError(describe(place, "lists of ids", "lists of lists", "flatten")) from error
     is_id = ids.codes >= 0
     lengths = np.bincount(entries.index.to_numpy()[is_id], minlength=len(column))
-    return Ids(ids.codes[is_id], ids.texts), lengths
+    return Ids(ids.codes[is_id], ids.texts, lengths)
 
 
 EMBEDDING_DIM = 64

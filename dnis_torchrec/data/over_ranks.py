@@ -7,7 +7,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -38,19 +37,13 @@ FINGERPRINTS = 1 << 40
 SAME_BATCHES = "as many batches on every rank"
 
 
-class SplitsItself(Protocol):
-    """Batches that are this rank's own already, as many on every rank, and say so; others need not
-    say anything."""
-
-    is_split_over_ranks: bool
-
-
 class SlicedBatches(CutBatches):
     """This rank's slices of the batches of a split."""
 
     def __init__(self, batches: Iterable[Batch], ranks: Ranks, name: str, *, equal: bool) -> None:
         super().__init__(batches)
         self._ranks, self._name, self._equal = ranks, name, equal
+        self._skips = False
         self.fingerprint: int | None = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -61,11 +54,17 @@ class SlicedBatches(CutBatches):
             if self._equal and size >= world_size:
                 share = size // world_size
                 yield slice_of(batch, rank * share, (rank + 1) * share)
-            elif not self._equal:
+            elif not self._equal and not (self._skips and size < world_size):
                 requirement = f"at least one sample for each of {world_size} ranks"
                 remedy = "choose a batch size that leaves more for the last batch"
                 check(size >= world_size, f"{self._name} batch {index}", requirement, size, remedy)
                 yield slice_of(batch, size * rank // world_size, size * (rank + 1) // world_size)
+
+    def measured(self) -> SlicedBatches:
+        """The same batches for what only measures: all samples, and as many batches on every rank."""
+        batches = SlicedBatches(self._batches, self._ranks, self._name, equal=False)
+        batches._skips = True
+        return batches
 
     def counted(self) -> Iterator[Batch]:
         """Slices that leave nothing out, however small a batch is; some ranks may get fewer of
@@ -77,10 +76,6 @@ class SlicedBatches(CutBatches):
             if first < last:
                 yield slice_of(batch, first, last)
 
-    def measured(self) -> Iterable[Batch]:
-        """The same batches for what only measures: all samples, and as many batches on every rank."""
-        return _Measured(self._batches, self._ranks, self._name, equal=False)
-
     def _whole(self) -> Iterator[Batch]:
         total = 0
         for index, batch in enumerate(self._batches):
@@ -90,11 +85,6 @@ class SlicedBatches(CutBatches):
                 total = (total + int(mix(_samples(batch) + places).sum())) % FINGERPRINTS
             yield batch
         self.fingerprint = total if self.fingerprint is None else self.fingerprint
-
-
-class _Measured(SlicedBatches):
-    def _whole(self) -> Iterator[Batch]:
-        return (batch for batch in super()._whole() if len(batch.labels) >= self._ranks.world_size)
 
 
 def split_over_ranks(data: DataSplits, ranks: Ranks) -> DataSplits:

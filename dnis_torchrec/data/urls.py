@@ -27,20 +27,14 @@ LAST_FILES = ("manifest.json", "run.json", "comparison.json", "compress.json")
 _URL_OF: dict[Path, str] = {}
 
 
-def user_cache_folder() -> Path:
-    """``$XDG_CACHE_HOME``, or ``.cache`` in the user's home folder."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:
-        remedy = "set XDG_CACHE_HOME to a folder of yours"
-        raise OSError(
-            describe("cache folder", "a home folder or XDG_CACHE_HOME", "neither", remedy)
-        ) from error
-
-
 def cache_folder() -> Path:
     """``$DNIS_CACHE``, or dnis_torchrec in the user's cache folder: copies from storage."""
-    return Path(os.environ.get(CACHE_VARIABLE) or user_cache_folder() / "dnis_torchrec")
+    folder, of_user = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(folder or Path(of_user or Path.home() / ".cache") / "dnis_torchrec")
+    except RuntimeError as error:
+        requirement, remedy = "a home folder or XDG_CACHE_HOME", "set XDG_CACHE_HOME"
+        raise OSError(describe("cache folder", requirement, "neither", remedy)) from error
 
 
 def local_path(address: Address) -> Path | None:
@@ -198,8 +192,12 @@ def publish(folder: Path, url: str, *, skip: Collection[str] = ()) -> None:
         for name in sorted(names, key=lambda name: (name in LAST_FILES, name)):
             _put(files, folder / name, f"{root}/{name}")
         for name in set(file_names(url)) - set(names):
-            if not any(fnmatchcase(name, pattern) for pattern in skip):
+            if not _fits(name, skip):
                 files.rm_file(f"{root}/{name}")
+
+
+def _fits(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def output_folder(url: str, job: str) -> Path:
@@ -217,10 +215,8 @@ def output(url: str, job: str, *, skip: Collection[str] = ()) -> Iterator[Path]:
     shutil.rmtree(folder.parent, ignore_errors=True)
     folder.parent.mkdir(parents=True)
     with storage(url) as (files, root):
-        names = [name for name in files.find(root) if name != root]
-        patterns = [f"{root}/{pattern}" for pattern in skip]
-        wanted = [name for name in names if not any(fnmatchcase(name, p) for p in patterns)]
-        _get(files, root, wanted, folder)
+        names = [f"{root}/{name}" for name in file_names(url) if not _fits(name, skip)]
+        _get(files, root, names, folder)
     try:
         yield folder
     finally:

@@ -145,19 +145,11 @@ class _Tensor(TypedDict):
     chunks: list[_Chunk]
 
 
-class _Head(TypedDict):
-    world_size: Positive
-    files: dict[str, int]
-    tables: dict[str, TableDescription]
-    values: dict[str, Any]
-    tensors: dict[str, _Tensor]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Manifest of a checkpoint: its files, tables, values and tensors."""
 
-    world_size: int
+    world_size: Positive
     files: Mapping[str, int]
     tables: Mapping[str, TableDescription]
     values: Mapping[str, Any]
@@ -184,7 +176,8 @@ class Manifest:
         version, remedy = head.get("format_version"), "use the version that wrote it"
         requirement = f"format version {_FORMAT_VERSION}"
         check(version == _FORMAT_VERSION, place, requirement, version, remedy)
-        conform(head, _Head, str(file), remedy=_OTHER)
+        del head["format"], head["format_version"]
+        conform(head, Manifest, str(file), remedy=_OTHER)
         for name, size in head["files"].items():
             check(os.path.basename(name) == name, place, "names of files in it", repr(name))
             bytes_there = file_size(path_in(folder, name))
@@ -198,8 +191,7 @@ class Manifest:
             name: TableDescription(**{**table, "column_cuts": tuple(table["column_cuts"])})
             for name, table in head["tables"].items()
         }
-        keys = ("world_size", "files", "values", "tensors")
-        return Manifest(tables=tables, **{key: head[key] for key in keys})
+        return Manifest(**{**head, "tables": tables})
 
     def stored(
         self, folder: Address, path_of: Callable[[str], Path] | None = None
