@@ -1,4 +1,4 @@
-"""Batches: samples in memory as batches, batches cut and made ready for lookups, and their checks."""
+"""Batches: samples in memory, batches cut and made ready for lookups, and their checks."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Bags:
 def features_of_samples(
     keys: Sequence[str], ids: Tensor, bags: Sequence[Bags], scalars: Tensor | None = None
 ) -> KeyedJaggedTensor:
-    """Features of samples: ids of one each, ``(B, F)``, then bags, then scalars as weighted bags."""
+    """Ids of one each, ``(B, F)``, then bags, then scalars as weighted bags."""
     batch_size, num_single = ids.shape
     values = [ids.t().reshape(-1).long(), *(bag.values.long() for bag in bags)]
     lengths = [torch.ones(num_single * batch_size, dtype=torch.int64)]
@@ -137,7 +137,7 @@ def split_rows(
 
 
 class InMemoryBatches:
-    """Batches of a data set in memory, to be iterated again and again: each time is the next epoch."""
+    """Batches of a data set in memory; each iteration is the next epoch."""
 
     def __init__(
         self,

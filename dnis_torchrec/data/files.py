@@ -51,7 +51,7 @@ _WORDS = {str: "text", bool: "true or false", int: "an integer of 64 bits", floa
 
 
 class FolderKind(NamedTuple):
-    """A kind of folder that may be replaced, told from all others by the format in its JSON file."""
+    """A kind of folder that may be replaced, known by the format in its JSON file."""
 
     name: str
     manifest: str

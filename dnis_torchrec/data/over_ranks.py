@@ -1,5 +1,5 @@
-"""Splits a recipe's data over ranks, each of which takes its slice of every batch; one pass over the
-data before anything is trained, which counts and checks it."""
+"""Splits a recipe's data over ranks, each of which takes its slice of every batch; one pass over
+the data before anything is trained, which counts and checks it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class SlicedBatches(CutBatches):
                 yield slice_of(batch, size * rank // world_size, size * (rank + 1) // world_size)
 
     def measured(self) -> SlicedBatches:
-        """The same batches for what only measures: all samples, and as many batches on every rank."""
+        """The same for what only measures: all samples, and as many batches on every rank."""
         batches = SlicedBatches(self._batches, self._ranks, self._name, equal=False)
         batches._skips = True
         return batches

@@ -56,7 +56,8 @@ class FileSchema:
         dense: columns of the dense features; a missing number is 0.
         single_id: column with one id a row -> rows of its table.
         multi_hot: column with any number of ids a row, as a list or as text -> rows of its table.
-        hashed: ids are hashed into rows 1 and up, row 0 is that of missing ids; False: ids are rows.
+        hashed: ids are hashed into rows 1 and up, row 0 is that of missing ones; False: they are
+            rows.
         log_dense: dense features become ``log(1 + max(x, 0))``.
         text_columns: names of all columns of CSV files without a header line; none: the first line
             has the names.
@@ -95,7 +96,7 @@ class FileSchema:
 
     @property
     def num_embeddings(self) -> dict[str, int]:
-        """Feature -> rows of its table, in the order of the KJT's keys: single-id features first."""
+        """Feature -> rows of its table, in the order of the KJT: single-id features first."""
         return dict(self.single_id) | dict(self.multi_hot)
 
     @property
@@ -167,8 +168,8 @@ def _joined(parts: Sequence[_Samples]) -> _Samples:
 
 
 class FileSamples:
-    """All samples of files, folders and globs, on this machine or wherever fsspec reaches: ``.parquet``
-    and ``.pq`` are Parquet, all others CSV, which may be packed. None is held in memory."""
+    """All samples of files, folders and globs, on this machine or wherever fsspec reaches:
+    ``.parquet`` and ``.pq`` are Parquet, all others CSV. None is held in memory."""
 
     def __init__(self, addresses: Sequence[Address], schema: FileSchema) -> None:
         check(not isinstance(addresses, str), "addresses", "a list of them", repr(addresses))
@@ -409,7 +410,7 @@ class FileBatches:
         } | {name: getattr(order, name) for name in names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to a position: the next iteration begins with the batch that would have come next."""
+        """Goes to a position: the next iteration begins with the batch behind it."""
         remedy = "resume with the data, settings and ranks of the checkpoint"
         for name, value in self.state_dict().items():
             same = name in ("epoch", "batch") or state.get(name) == value

@@ -211,7 +211,7 @@ def check_left_alone(names: Collection[str], tables: Collection[str], place: str
 
 
 class RecipeError(ValueError):
-    """A recipe that failed where its user can mend it; the message shows the user's frames alone."""
+    """A recipe that failed where its user can mend it; the message shows that place alone."""
 
 
 @contextmanager

@@ -210,7 +210,7 @@ def output_folder(url: str, job: str) -> Path:
 
 @contextmanager
 def output(url: str, job: str, *, skip: Collection[str] = ()) -> Iterator[Path]:
-    """A local folder with what is at a URL; published when the block is left, however it is left."""
+    """A local folder with what is at a URL; published however the block is left."""
     folder = output_folder(url, job)
     shutil.rmtree(folder.parent, ignore_errors=True)
     folder.parent.mkdir(parents=True)

@@ -45,7 +45,6 @@ from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.settings import SearchSettings, check_compression
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.swap import fold_, merge_, prepare_
-from dnis_torchrec.training.checkpoint import CheckpointWriteError
 from dnis_torchrec.training.evaluate import (
     evaluate,
     is_ahead,
@@ -347,10 +346,6 @@ class _Plan(Plan):
             if self._trained_steps is not None:
                 return Phase(name=GIVEN, steps=min(GIVEN_STEPS, steps))
             return Phase(name=PLAIN, steps=settings.epochs * steps, patience=patience)
-        if min(phase.best.step for phase in finished) < 0:
-            place, requirement = f"phase {finished[-1].name!r}", "the checkpoint of an epoch"
-            remedy = "make room for them, then --resume"
-            raise CheckpointWriteError(describe(place, requirement, "none", remedy))
         to_best = self._trained_steps or finished[0].best.lower_step
         ramp = Phase(name=RAMP, steps=max(LEAST_STEPS, round(settings.ramp_share * to_best)))
         release = Phase(name=RELEASE, steps=to_best, patience=patience, starts_best=True)

@@ -6,7 +6,6 @@ A checkpoint is whole when its manifest is there, which is written last; nothing
 from __future__ import annotations
 
 import json
-import logging
 import os
 import posixpath
 import re
@@ -18,7 +17,6 @@ from functools import cache, partial
 from pathlib import Path
 from socket import gethostname
 from tempfile import NamedTemporaryFile
-from types import TracebackType
 from typing import Any, TypedDict
 from uuid import uuid4
 
@@ -28,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.files import PARTIAL, Positive, check_plain, conform, parse_json
 from dnis_torchrec.data.urls import (
     Address,
@@ -43,7 +41,6 @@ from dnis_torchrec.data.urls import (
 )
 from dnis_torchrec.ranks import on_rank_zero, rank_of, together, union_over_ranks, world_size_of
 from dnis_torchrec.selection.wrapper import SOFT_SELECTION
-from dnis_torchrec.training.settings import ON_ERROR
 from dnis_torchrec.training.state import (
     ITERATIONS,
     PlacedTensor,
@@ -52,8 +49,6 @@ from dnis_torchrec.training.state import (
     describe_tables,
     finish_load_,
 )
-
-logger = logging.getLogger(__name__)
 
 CHECKPOINT_MANIFEST, LATEST = "manifest.json", "latest.json"
 _FORMAT, _FORMAT_VERSION = "dnis-torchrec-checkpoint", 3
@@ -196,7 +191,7 @@ class Manifest:
     def stored(
         self, folder: Address, path_of: Callable[[str], Path] | None = None
     ) -> dict[str, StoredTensor]:
-        """The tensors, of which nothing is read yet, in files of the folder or of `path_of` name."""
+        """The tensors, not read yet, in files of the folder or at `path_of` their name."""
         path_of = path_of or (lambda name: Path(path_in(folder, name)))
         tensors = {}
         for key, entry in self.tensors.items():
@@ -555,50 +550,33 @@ def go_back_(
 class CheckpointSaver:
     """Copies a run's state to the CPU and writes it in a thread; never two at once."""
 
-    def __init__(self, folder: CheckpointFolder, *, on_error: str = "stop") -> None:
-        check_known("on_error", on_error, ON_ERROR)
+    def __init__(self, folder: CheckpointFolder) -> None:
         here = local_path(folder.path)
         if here is not None:
             check_shared(here)
-        self._folder, self._on_error = folder, on_error
+        self._folder = folder
         self._process_group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._running: tuple[int, Future[None]] | None = None
-        self.failed_steps: set[int] = set()
-        self.last_step: int | None = None
+        self._write: Future[None] | None = None
 
     def save(self, step: int, state: TrainingState, *, keep: Collection[int] = ()) -> None:
         """Starts to write a checkpoint, after waiting for the one before."""
         self.wait()
         write = partial(write_checkpoint, keep=frozenset(keep))
-        task = self._executor.submit(write, self._folder, step, state.copy(), self._process_group)
-        self._running = (step, task)
+        self._write = self._executor.submit(
+            write, self._folder, step, state.copy(), self._process_group
+        )
 
     def wait(self) -> None:
         """Waits until nothing is being written."""
-        if self._running is None:
-            return
-        step, write = self._running
-        self._running = None
-        try:
+        write, self._write = self._write, None
+        if write is not None:
             write.result()
-            self.last_step = step
-        except CheckpointWriteError as error:
-            self.failed_steps.add(step)
-            if self._on_error == "stop":
-                raise
-            if rank_of() == 0:
-                logger.warning("%s; the run goes on without it", error)
 
     def __enter__(self) -> CheckpointSaver:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             if error is None:
                 self.wait()

@@ -1,4 +1,4 @@
-"""A model evaluated on a split, over all ranks: its loss and the metrics of its tasks, the same on every rank."""
+"""A model evaluated on a split: its loss and the metrics of its tasks, the same on every rank."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """ONE loop of training: phases of epochs until the selection loss stops improving, and back to the
-best one; of a search all of it saved as it goes, so that one that is killed goes on as if nothing had
-been."""
+best one. A search is saved as it goes: one that is killed goes on as if nothing had been."""
 
 from __future__ import annotations
 
@@ -73,8 +72,7 @@ class SearchEvents:
 
 
 class SearchInterrupted(RuntimeError):
-    """The search was asked to stop; its state was saved first, or the message says that it could
-    not be."""
+    """The search was asked to stop; its state was saved first."""
 
     signal: int | None = None
 
@@ -118,7 +116,7 @@ class Plan:
         self._phases = phases
 
     def phase_after(self, finished: Sequence[FinishedPhase]) -> Phase | None:
-        """The phase that follows those that are over, of which alone it depends; None at the end."""
+        """The phase after those that are over, on which alone it depends; None at the end."""
         return (*self._phases, None)[len(finished)]
 
     def begin(self, phase: Phase, finished: Sequence[FinishedPhase]) -> None:
@@ -230,7 +228,7 @@ class TrainLoop:
             self._after_step(is_lower and pipeline.lower_steps < until)
 
     def _tell(self, loss: Tensor, density: Tensor) -> None:
-        """Tells who listens of a lower step; on a GPU, where that would stop it, with the next one."""
+        """Tells who listens of a lower step; on a GPU, which that would stop, with the next."""
         self._late.settle()
         of_step = torch.stack([loss.detach().double().squeeze(), density])
         self._late.read(of_step, lambda values: self._events.on_step(*values.tolist()))
@@ -254,7 +252,7 @@ class TrainLoop:
         self._events.on_epoch(record)
         is_better = phase.patience is None or loss < self._best.loss
         if is_better:
-            self._take_best(Best(epoch=epoch, step=self._steps, lower_step=record.step, loss=loss))
+            self._best = Best(epoch=epoch, step=self._steps, lower_step=record.step, loss=loss)
         is_last = record.step - self._first_step >= phase.steps or self._epoch >= phase.epochs
         self._is_over = is_last or (
             phase.patience is not None and epoch - self._best.epoch >= phase.patience
@@ -279,7 +277,7 @@ class TrainLoop:
         self._plan.end(phase)
         self.finished.append(result)
         next_phase = self._plan.phase_after(self.finished)
-        self._take_best(best if next_phase is not None and next_phase.starts_best else Best())
+        self._best = best if next_phase is not None and next_phase.starts_best else Best()
         self._is_over = False
 
     def _mean_loss(self) -> float:
@@ -288,9 +286,6 @@ class TrainLoop:
         mean = float(self._losses[0] / self._losses[1])
         self._losses.zero_()
         return mean
-
-    def _take_best(self, best: Best) -> None:
-        self._best = best
 
     def _after_step(self, is_inside: bool) -> None:
         """Called after every step of either level, inside of an epoch or at its end."""
@@ -329,8 +324,6 @@ class ResumableLoop(TrainLoop):
         self._folder = CheckpointFolder(folder, keep_last=saving.keep_checkpoints)
         self._saving, self._data = saving, dict(data or {})
         self._configuration = json.loads(json.dumps(dict(configuration or {}), default=float))
-        self._best_before = self._best
-        self._resumed_from: Address | None = None
         self._steps_behind = 0
         self._begin, self.seconds_before = time.monotonic(), 0.0
         self._saver: CheckpointSaver
@@ -342,7 +335,7 @@ class ResumableLoop(TrainLoop):
         latest = on_rank_zero(self._latest) if self._saving.resume else None
         if latest is not None:
             self._restore(latest)
-        with CheckpointSaver(self._folder, on_error=self._saving.on_save_error) as self._saver:
+        with CheckpointSaver(self._folder) as self._saver:
             self._run_phases()
         self._pipeline.detach()
         self._stream.leave()
@@ -369,34 +362,17 @@ class ResumableLoop(TrainLoop):
         if self._is_stop_requested():
             self._save()
             self._saver.wait()
-            raise SearchInterrupted(self._how_stopped())
+            place = f"epoch {self._epoch}, lower step {self._pipeline.lower_steps}"
+            text = f"everything is saved in {self._folder.path_of(self._steps)}, --resume goes on"
+            raise SearchInterrupted(f"{place}: stopped on request; {text}")
         if is_inside and every and steps % every == 0:
             self._save()
-
-    def _how_stopped(self) -> str:
-        """Says where the search was stopped, and from where --resume goes on."""
-        last = self._saver.last_step
-        address = self._resumed_from if last is None else self._folder.path_of(last)
-        if address is None:
-            text = "nothing could be saved"
-        elif last == self._steps:
-            text = f"everything is saved in {address}, --resume goes on"
-        else:
-            text = f"this state could not be saved, --resume goes on from {address}"
-        place = f"epoch {self._epoch}, lower step {self._pipeline.lower_steps}"
-        return f"{place}: stopped on request; {text}"
-
-    def _take_best(self, best: Best) -> None:
-        self._best_before, self._best = self._best, best
 
     def _go_back(self, best: Best) -> None:
         self._pipeline.go_back(self._folder.path_of(best.step))
 
     def _wait(self) -> None:
-        """An epoch whose checkpoint could not be written cannot be gone back to."""
         self._saver.wait()
-        if self._best.step in self._saver.failed_steps:
-            self._best = self._best_before
 
     def _is_stop_requested(self) -> bool:
         is_wanted = self._events.should_stop()
@@ -410,7 +386,7 @@ class ResumableLoop(TrainLoop):
         return bool(any_wants > 0)
 
     def _save(self, is_better: bool = False) -> None:
-        self._wait()
+        self._saver.wait()
         state = self._pipeline.state(self._stream)
         entries: _Search = {
             "epoch": self._epoch,
@@ -430,7 +406,7 @@ class ResumableLoop(TrainLoop):
             values={**state.values, "search": entries},
         )
         best = [phase.best.step for phase in self.finished]
-        self._saver.save(self._steps, whole, keep=(self._best.step, self._best_before.step, *best))
+        self._saver.save(self._steps, whole, keep=(self._best.step, *best))
 
     def _restore(self, path: Address) -> None:
         # Of ranks that are no more too: the epoch's mean is that of all samples, whoever has seen
@@ -440,11 +416,10 @@ class ResumableLoop(TrainLoop):
         losses = {f"rank{rank}/losses": torch.zeros_like(self._losses) for rank in ranks}
         tensors = {name: PlacedTensor.of(of_rank) for name, of_rank in losses.items()}
         entries = self._pipeline.restore(path, self._stream, tensors)["search"]
-        self._resumed_from = path
         self._losses += sum(losses.values())
         self._epoch, self._is_over = entries["epoch"], entries["is_over"]
         self.seconds_before = entries["seconds"]
-        self._best = self._best_before = Best(**entries["best"] or {})
+        self._best = Best(**entries["best"] or {})
         self.finished = [
             FinishedPhase(**phase | {"best": Best(**phase["best"])})
             for phase in entries["finished"]

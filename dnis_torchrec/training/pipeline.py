@@ -44,12 +44,10 @@ class LateValues:
         if not is_read_late(values.device):
             then(values.detach())
             return True
-        on_host = values.detach().to(
-            "cpu", non_blocking=True, copy=True
-        )  # pinned, where it comes from a GPU
-        is_there = (
-            torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
-        )
+        # pinned, where it comes from a GPU
+        on_host = values.detach().to("cpu", non_blocking=True, copy=True)
+        stream = torch.cuda.current_stream(values.device) if values.is_cuda else None
+        is_there = None if stream is None else stream.record_event()
         self._coming.append(_Copy(values=on_host, is_there=is_there, then=then))
         return False
 
@@ -77,9 +75,8 @@ class FiniteGuard:
         self._group = group
         self._world_size = 1 if group is None else dist.get_world_size(group)
         self._rank = 0 if group is None else dist.get_rank(group)
-        self._num_flags = (
-            self._world_size if self._world_size > 1 else 0
-        )  # read with what they are about
+        # Flags of ranks are read with what they are about.
+        self._num_flags = self._world_size if self._world_size > 1 else 0
         self._late = LateValues()
         self._collections = collections(model)
         self._wrappers = soft_selection_modules(model)
@@ -142,7 +139,7 @@ class FiniteGuard:
         if values[0].device.type == "cpu" and bool(
             torch.isfinite(torch.stack(torch._foreach_norm(values)).sum())
         ):
-            return  # by far the quickest there; not finite may also be a sum of squares that overflows
+            return  # by far the quickest there; a sum of squares may also overflow
         largest = torch.stack(torch._foreach_norm(values, math.inf))
         if not self._late.read(
             largest, partial(self._stop_for_dense_gradient, place, list(gradients))
@@ -166,7 +163,7 @@ class FiniteGuard:
         return flags
 
     def _stop_for_loss(self, place: str, values: Tensor) -> None:
-        """Raises if a rank's loss is not finite; `found` holds the flags of ranks, if several, then
+        """Raises if a rank's loss is not finite; `values` holds the flags of ranks, if several, then
         this one's loss."""
         num_flags = self._num_flags
         loss = values[num_flags:]
@@ -181,7 +178,7 @@ class FiniteGuard:
     def _stop_for_gradient(
         self, place: str, table_of: Callable[[Tensor], str], values: Tensor
     ) -> None:
-        """Raises if a rank's gradient is not finite; `found` is of it, behind the flags of ranks,
+        """Raises if a rank's gradient is not finite; `values` is of it, behind the flags of ranks,
         if several."""
         num_flags = self._num_flags
         finite = values[num_flags:] > 0

@@ -1,4 +1,4 @@
-"""Tables that obey a rule while they learn: pruned values stay zero, or all values stay what they will be served as."""
+"""Tables that obey a rule while they learn: values stay zero, or what they will be served as."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HeldTables:
     nothing."""
 
     def before_step_(self) -> None:
-        """Prepares gradients; to be called when backward is done and before the optimizer's step."""
+        """Prepares gradients; to be called between backward and the optimizer's step."""
 
     def after_step_(self) -> None:
         """Lets the tables obey again; to be called after the optimizer's step and before the next
@@ -123,7 +123,7 @@ class RoundedTables(HeldTables):
                 shard.round_()
 
     def stop_(self) -> None:
-        """Leaves the tables as they are rounded, and residuals behind: nothing is rounded any more."""
+        """Leaves the tables as they are, and residuals behind: nothing is rounded any more."""
         for lookup in self._fused:
             lookup.leave_()
         self._shards, self._fused, self._dense = [], [], []

@@ -1,4 +1,4 @@
-"""Settings of a training and of saving it, and the signals that end it, in a module without torch."""
+"""Settings of a training and of saving it, and the signals that end it; without torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Annotated, Self
 
-from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.checks import check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,6 @@ class TrainSettings:
         check(self.patience >= 1, "patience", "an integer >= 1", self.patience)
 
 
-ON_ERROR = ("stop", "continue")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Saving:
     """Settings by which a search saves itself. Whatever happens to a checkpoint, the last good one
@@ -49,13 +46,11 @@ class Saving:
     ] = False
     checkpoint_every: Annotated[int, "Lower steps between checkpoints; also after an epoch."] = 0
     keep_checkpoints: Annotated[int, "How many are kept, besides that of the best epoch."] = 2
-    on_save_error: Annotated[str, "On a full disk, say: `stop` or `continue`."] = "stop"
 
     def __post_init__(self) -> None:
         every, keep = self.checkpoint_every, self.keep_checkpoints
         check(every >= 0, "checkpoint_every", "a number of steps >= 0", every)
         check(keep >= 1, "keep_checkpoints", "at least 1", keep)
-        check_known("on_save_error", self.on_save_error, ON_ERROR)
 
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -1,4 +1,5 @@
-"""A model sharded as a recipe's table optimizer needs it, its process group, and the optimizer of all weights without a fused one."""
+"""A model sharded as a recipe's table optimizer needs it, its process group, and the optimizer of
+all weights without a fused one."""
 
 from __future__ import annotations
 
@@ -129,7 +130,8 @@ def shard(
     sharders = default_sharders(fused_params if in_backward else None, of_bags=of_bags)
     dense = ShardingType.DATA_PARALLEL.value
     is_spread = in_backward or (world_size_of() > 1 and not replicated)
-    if is_spread:  # small tables would be planned data_parallel, whose dense kernel leaves the fused optimizer out
+    if is_spread:
+        # Small tables would be planned data_parallel, whose dense kernel has no fused optimizer.
         kinds = _spread_types(device)
         constraint = ParameterConstraints(sharding_types=kinds)
         uncut = ParameterConstraints(sharding_types=[kind for kind in kinds if kind in WHOLE_ROWS])

@@ -218,7 +218,7 @@ def _flat(state: Mapping[Any, object], prefix: str = "") -> dict[str, Tensor]:
 def _behind_prefix(
     weights: Mapping[str, Tensor], state: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """Drops the prefix behind which most of the model's names stand; the shortest one of several."""
+    """Drops the prefix behind which most of the model's names stand; of several the shortest."""
     first = next(iter(weights), "")
     prefixes = [
         name.removesuffix(first) for name in state if name == first or name.endswith(f".{first}")

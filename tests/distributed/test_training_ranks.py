@@ -15,7 +15,6 @@ from dnis_torchrec import count_frequencies
 from dnis_torchrec.blocks.codes import decode_rows, encode_rows
 from dnis_torchrec.search.search import search
 from dnis_torchrec.training.settings import Saving
-from dnis_torchrec.training.weights import distributed_checkpoint
 from tests.distributed import training_scenarios as of
 from tests.distributed.harness import Part, Rank, RankResults, Results, joined, running_ranks
 from tests.distributed.model import CPU, assert_outcome, assert_same, blocks, tables, whole
@@ -143,28 +142,13 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(two: RankResults
     assert_outcome([own[checkpoint] for own in two.part("checkpoints")["bad"]], kind, place)
 
 
-@pytest.mark.parametrize("on_error", ["stop", "continue"])
-def test_a_disk_that_is_full_on_one_rank(two: RankResults, on_error: str) -> None:
-    for own in two.part("checkpoints")[f"full disk {on_error}"]:
-        assert ("step-00000004" in own["errors"]) == (on_error == "stop")
+def test_a_disk_that_is_full_on_one_rank(two: RankResults) -> None:
+    for own in two.part("checkpoints")["full disk"]:
+        assert "step-00000004" in own["errors"]
         assert own["taken"] == 6
-        assert own["steps"] == ([2] if on_error == "stop" else [2, 6])
-        assert own["latest"] == ("step-00000002" if on_error == "stop" else "step-00000006")
+        assert own["steps"] == [2]
+        assert own["latest"] == "step-00000002"
         assert own["partial"] == []
-
-
-def test_what_torch_has_saved_on_ranks_is_put_together(two: RankResults) -> None:
-    part = two.part("checkpoints")
-    for kind in ("row_wise", "column_wise", "mixed"):
-        before, stored = part[f"saved {kind}"][0], distributed_checkpoint(part.folder / f"saved {kind}")
-        assert_same({name: tensor.whole() for name, tensor in stored.items()}, before)
-    (part.folder / "saved row_wise" / "__1_0.distcp").unlink()  # which rank 0, that holds the first rows, does not read
-    stored = distributed_checkpoint(part.folder / "saved row_wise")
-    name = next(name for name in stored if "user.weight" in name)
-    stored[name].copy_to_(first := torch.zeros(20, 8))
-    assert first.equal(before[name][:20])
-    with pytest.raises(ValueError, match=r"user\.weight: .*'__1_0\.distcp'"):
-        stored[name].copy_to_(torch.zeros(30, 8))
 
 
 @pytest.fixture(scope="module")
@@ -181,8 +165,8 @@ def codes_alone(alone: Rank) -> Results:
 @pytest.mark.parametrize("kind", of.ROUNDED_AS)
 def test_two_ranks_train_in_codes_as_one(codes: Part, codes_alone: Results, kind: str) -> None:
     parts, begin = codes[kind], whole([codes_alone["begin"]])
-    assert_same(whole([own["begin"] for own in parts]), begin)  # in the same codes, fitted by two ranks and by one
-    for when in ("trained", "folded"):
+    assert_same(whole([own["begin"] for own in parts]), begin)  # in the same codes
+    for when in ("trained",):
         first, second = (own[when] for own in parts)
         assert_same(first["codes"], second["codes"])
         torch.testing.assert_close(first["alpha"], codes_alone[when]["alpha"], atol=1e-5, rtol=0)
@@ -193,12 +177,11 @@ def test_two_ranks_train_in_codes_as_one(codes: Part, codes_alone: Results, kind
     assert_same(parts[0]["trained"]["codes"], codes_alone["trained"]["codes"])
 
 
-def test_alpha_was_learnt_and_is_in_the_codes(codes_alone: Results) -> None:
+def test_alpha_was_learnt_and_tables_are_in_their_codes(codes_alone: Results) -> None:
     assert all(bool((alpha < 1).any()) for alpha in codes_alone["trained"]["alpha"].values())
-    assert all(bool((alpha == 1).all()) for alpha in codes_alone["folded"]["alpha"].values())
     scheme = scheme_of(tables(), blocks().routings)
-    for name, weight in whole([codes_alone["folded"]["tables"]]).items():
-        parts = {key: codes_alone["folded"]["codes"][f"{name}/{key}"] for key in ("bits", "scale", "shift")}
+    for name, weight in whole([codes_alone["trained"]["tables"]]).items():
+        parts = {key: codes_alone["trained"]["codes"][f"{name}/{key}"] for key in ("bits", "scale", "shift")}
         table = scheme.tables[name].with_codes(type(scheme.tables[name].codes)(**parts))
         assert weight.equal(rounded(table, weight))
 

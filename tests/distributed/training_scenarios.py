@@ -57,7 +57,6 @@ from tests.distributed.model import (
     CPU,
     KINDS,
     MORE_KINDS,
-    ROWS,
     Net,
     Stream,
     alpha_of,
@@ -71,7 +70,7 @@ from tests.distributed.model import (
     tables_of,
     task,
 )
-from tests.reference import scheme_of, with_feedback
+from tests.reference import latent_tables, scheme_of, with_feedback
 from tests.tiny import SCHEMA, draw, labels, make_recipe, read_late, tasks_make_recipe, two_sided, write_text
 from tests.training.test_evaluate import FirstDense, ranking_batches
 
@@ -207,10 +206,10 @@ def bad_checkpoints(at: Rank) -> Results:
     return {name: outcome_of(partial(run.pipeline.restore, own, run.stream)) for name, (run, own) in tries.items()}
 
 
-def full_disk(on_error: str, at: Rank) -> Results:
+def full_disk(at: Rank) -> Results:
     """Rank 1 alone has no room left in one of three saves."""
     run = Run("row_wise", at)
-    folder, errors = CheckpointFolder(at.folder / f"full_{on_error}", keep_last=3), ""
+    folder, errors = CheckpointFolder(at.folder / "full", keep_last=3), ""
 
     def no_room(tensors: dict[str, torch.Tensor], path: Path) -> None:
         if at.rank == 1 and "step-00000004" in str(path):
@@ -220,7 +219,7 @@ def full_disk(on_error: str, at: Rank) -> Results:
 
     with patch("dnis_torchrec.training.checkpoint.save_file", no_room):
         try:
-            with CheckpointSaver(folder, on_error=on_error) as saver:
+            with CheckpointSaver(folder) as saver:
                 for step in (2, 4, 6):
                     run.steps(2)
                     saver.save(step, run.pipeline.state(run.stream))
@@ -236,16 +235,6 @@ def full_disk(on_error: str, at: Rank) -> Results:
     }
 
 
-def saved_by_torch(kind: str, at: Rank) -> Results:
-    """A sharded model's state_dict, saved by all ranks; what it was before comes back."""
-    whole, sharders = task(), [CpuEmbeddingBagCollectionSharder()]
-    before = {name: value.clone() for name, value in whole.state_dict().items()}
-    plan = plan_as(whole, kind, at.process_group, CPU, sharders)
-    sharded = shard_model(whole, CPU, plan, sharders, process_group=at.process_group)
-    dcp.save(sharded.state_dict(), checkpoint_id=at.folder / f"saved {kind}", process_group=at.process_group)
-    return before
-
-
 def checkpoints(folder_of_one: Path) -> dict[str, Scenario]:
     """Of two ranks, and of the run of one process."""
     results: dict[str, Scenario] = {f"{kind} to {kind}": partial(goes_on, kind, kind) for kind in SAME}
@@ -253,9 +242,7 @@ def checkpoints(folder_of_one: Path) -> dict[str, Scenario]:
     for kind, then in (("column_wise", "column_wise"), ("table_wise", "row_wise")):
         results[f"adagrad {kind} to {then}"] = partial(goes_on, kind, then, adagrad=True)
     results |= {f"one to {then}": partial(goes_on_on_two, then, folder_of_one) for then in ONE_TO_TWO}
-    results |= {f"saved {kind}": partial(saved_by_torch, kind) for kind in ("row_wise", "column_wise", "mixed")}
-    results |= {f"full disk {kind}": partial(full_disk, kind) for kind in ("stop", "continue")}
-    return results | {"bad": bad_checkpoints}
+    return results | {"bad": bad_checkpoints, "full disk": full_disk}
 
 
 ROUNDED_STEPS, MORE_STEPS = 6, 3
@@ -265,7 +252,7 @@ ROUNDED_OTHERWISE = (("row_wise", "row_wise"), ("mixed", "mixed"), ("row_wise", 
 
 
 class RoundedRun(Run):
-    """A search whose tables are in codes, by SGD; scales are fitted to the tables before the first step."""
+    """A search whose tables are in codes, by SGD."""
 
     def __init__(self, kind: str, at: Rank, *, seed: int = 0) -> None:
         self.seed = seed
@@ -275,25 +262,21 @@ class RoundedRun(Run):
         """Rounds the tables behind every step."""
         scheme = scheme_of(tables(), blocks().routings, seed=self.seed, widths=(0, 2, 3, 4, 6, 32))
         self.held = RoundedTables(self.model, scheme)
-        counts = {name: torch.arange(rows, 0, -1) for name, rows in ROWS.items()}
-        self.held.refit_(FrequencyCounts(counts, {}, 1))
         return HoldingOptimizer(optimizer, self.held)
 
     def state(self) -> Results:
         """Also the weights behind the codes."""
-        with self.held.latents():
+        with latent_tables(self.model, self.held):
             latents = tables_of(self.model)
         return super().state() | {"latents": latents, "codes": self.held.scheme.to_tensors()}
 
 
 def trains_in_codes(kind: str, at: Rank) -> Results:
-    """Some steps, and alpha made part of the scales."""
+    """Some steps."""
     run = RoundedRun(kind, at)
     begin = tables_of(run.model)
     run.steps(ROUNDED_STEPS)
-    trained = run.state()
-    run.held.fold_()
-    return {"begin": begin, "trained": trained, "folded": run.state()}
+    return {"begin": begin, "trained": run.state()}
 
 
 def goes_on_in_codes(kind: str, then: str, at: Rank) -> Results:

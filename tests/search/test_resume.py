@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -407,36 +406,6 @@ def test_without_resume_a_search_begins_anew(gloo, tmp_path: Path) -> None:
 
 def test_resume_without_a_checkpoint_begins_the_search(gloo, tmp_path: Path) -> None:
     assert len(run(tmp_path, "adam", stop_at=5, resume=True)[1]) == 5
-
-
-def test_a_stop_names_the_latest_checkpoint_that_was_written(
-    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a full disk: none, also where an earlier search has left some; that of the epoch before; that resumed from."""
-
-    def stop_on_a_full_disk(full_from: int, stop_at: int, *, resume: bool = False) -> str:
-        steps: list[float] = []
-
-        def add(folder: CheckpointFolder, step: int, *arguments: object) -> tuple[str, int]:
-            if step >= full_from:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return kept_add(folder, step, *arguments)
-
-        events = SearchEvents(on_step=lambda *_: steps.append(0), should_stop=lambda: len(steps) == stop_at)
-        monkeypatch.setattr(CheckpointFolder, "add", add)
-        with pytest.raises(SearchInterrupted) as caught:
-            found_by(make_recipe(), tmp_path, events, Saving(on_save_error="continue", resume=resume))
-        return str(caught.value)
-
-    kept_add = CheckpointFolder.add
-    nothing = "epoch 0, lower step 2: stopped on request; nothing could be saved"
-    earlier = f"stopped on request; this state could not be saved, --resume goes on from {tmp_path}/step-00000010"
-    assert stop_on_a_full_disk(0, 2) == nothing
-    assert not CheckpointFolder(tmp_path).steps()
-    assert stop_on_a_full_disk(11, 13) == f"epoch 1, lower step 13: {earlier}"
-    assert CheckpointFolder(tmp_path).latest() == tmp_path / "step-00000010"
-    assert stop_on_a_full_disk(11, 2, resume=True) == f"epoch 1, lower step 12: {earlier}"
-    assert stop_on_a_full_disk(0, 2) == nothing
 
 
 @pytest.mark.parametrize("split", ["train", "validation", "selection", "test"])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -45,10 +43,9 @@ from dnis_torchrec.search.prune import SizeOutOfReachError
 from dnis_torchrec.search.search import COMPRESSED, SEARCHED, SearchOutcome, SearchResult, _in_parts, search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
-from dnis_torchrec.training import checkpoint
 from dnis_torchrec.training import loop as search_loop
 from dnis_torchrec.training import shard as sharding_of_training
-from dnis_torchrec.training.checkpoint import CheckpointFolder, CheckpointWriteError
+from dnis_torchrec.training.checkpoint import CheckpointFolder
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.loop import EpochRecord, SearchEvents, SearchInterrupted
 from dnis_torchrec.training.pipeline import NonFiniteError
@@ -263,46 +260,6 @@ def scripted(monkeypatch: pytest.MonkeyPatch, losses: Sequence[float]) -> list[E
     records: list[EpochRecord] = []
     monkeypatch.setattr(search_loop, "selection_loss", lambda *_: losses[len(records)])
     return records
-
-
-def test_best_epochs_that_could_not_be_written_leave_the_last_one_that_was(
-    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two in a row, each better than all before."""
-    records = scripted(monkeypatch, [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4])
-    is_full, save_file = threading.Event(), checkpoint.save_file
-
-    def save_unless_full(*arguments: object) -> None:
-        if is_full.is_set():
-            raise OSError(errno.ENOSPC, "No space left on device")
-        save_file(*arguments)
-
-    def on_epoch(record: EpochRecord) -> None:
-        records.append(record)
-        if record.epoch == 3:
-            is_full.set()
-
-    monkeypatch.setattr(checkpoint, "save_file", save_unless_full)
-    events = SearchEvents(on_epoch=on_epoch)
-    outcome = found_by(make_recipe(), tmp_path, events, Saving(on_save_error="continue"))
-    assert [record.phase for record in records] == ["plain", "plain", "ramp", "release", "release"]
-    assert outcome.best_epoch == (2 if outcome.origin == SEARCHED else 1)
-
-
-def test_a_phase_of_which_no_checkpoint_could_be_written_is_the_last_one(
-    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A search goes back to the best epochs of its phases when all are over: too late to learn that there are none."""
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    records: list[EpochRecord] = []
-    message = "^phase 'plain': expected the checkpoint of an epoch, got none; make room"
-    with pytest.raises(CheckpointWriteError, match=message):
-        found_by(make_recipe(), tmp_path, SearchEvents(on_epoch=records.append), Saving(on_save_error="continue"))
-    assert [record.phase for record in records] == ["plain"] * 2
 
 
 def test_ids_and_bags_of_all_splits_are_looked_at_before_training(gloo, tmp_path: Path) -> None:
