@@ -79,8 +79,8 @@ def storage(address: Address) -> Iterator[tuple[AbstractFileSystem, str]]:
         raise
     except Exception as error:
         remedy = "check address, credentials and network"
-        received = f"{type(error).__name__}: {error}"
-        raise OSError(describe(place, "storage that answers", received, remedy)) from error
+        cause = f"{type(error).__name__}: {error}"
+        raise OSError(describe(place, "storage that answers", cause, remedy)) from error
 
 
 def read_bytes(address: Address) -> bytes:
@@ -95,9 +95,9 @@ def put_file(address: Address, write: Callable[[Path], object]) -> int:
     if here is not None:
         from dnis_torchrec.data.files import written_whole  # loads torch, which --help needs not
 
-        with written_whole(here, durable=True) as unfinished:
-            write(unfinished)
-            return unfinished.stat().st_size
+        with written_whole(here, durable=True) as file:
+            write(file)
+            return file.stat().st_size
     with _temporary_folder() as folder, storage(address) as (files, path):
         local = folder / posixpath.basename(path)
         write(local)

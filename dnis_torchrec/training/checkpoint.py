@@ -356,8 +356,8 @@ class CheckpointFolder:
             remove_file(path_in(self.path_of(step), name))
         # What is above the latest step is of a future that an interruption has undone.
         past = sorted(other for other in files if other <= step)
-        for unused in set(files) - {*past[-self._keep_last :], *keep}:
-            self._remove(unused, files[unused])
+        for other in set(files) - {*past[-self._keep_last :], *keep}:
+            self._remove(other, files[other])
 
     def remove(self) -> None:
         """Removes all checkpoints, the name of the latest first."""
@@ -516,11 +516,11 @@ def read_checkpoint(
     _check_fits(manifest, state, sizes, place)  # from the same facts on all ranks
     with together(process_group), ExitStack() as stack:
         path_of = cache(lambda name: stack.enter_context(local_file(path_in(path, name))))
-        stored = manifest.stored(path, path_of)
+        parts = manifest.stored(path, path_of)
         for key, value in tensors.items():
-            for chunk in value.chunks if key in stored else ():
+            for chunk in value.chunks if key in parts else ():
                 if chunk.tensor.numel():
-                    stored[key].copy_to_(chunk.tensor, chunk.offset)
+                    parts[key].copy_to_(chunk.tensor, chunk.offset)
     return manifest.values
 
 

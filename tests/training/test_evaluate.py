@@ -116,13 +116,6 @@ class TestRanking:
         metric.update(torch.zeros(100), torch.arange(100) == 0, torch.zeros(100))
         assert set(computed(metric).values()) == {0.0}
 
-    def test_starts_anew_after_reset(self):
-        metric = RankingMetrics(ks=(1,))
-        metric.update(torch.tensor([0.0, 1.0]), torch.tensor([1, 0]), torch.tensor([0, 0]))
-        metric.reset()
-        metric.update(torch.tensor([1.0, 0.0]), torch.tensor([1, 0]), torch.tensor([0, 0]))
-        assert computed(metric) == {"recall@1": 1.0, "mrr@1": 1.0, "ndcg@1": 1.0}
-
     def test_too_few_candidates(self):
         queries = torch.tensor([4] * 10 + [7] * 9)
         message = r"^ranking, query 7: expected at least k=10 candidates, got 9; add negatives, or leave the query out$"

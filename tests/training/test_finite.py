@@ -87,47 +87,11 @@ def test_finite_numbers_whose_sum_is_not_are_no_error() -> None:
     guard.check_dense_gradients("lower step 3")
 
 
-@pytest.mark.parametrize("sharding_type", [None, *SHARDING_TYPES])
-@pytest.mark.usefixtures("gloo")
-def test_a_bad_gradient_is_found_before_a_table_learns_it(sharding_type: str | None) -> None:
-    torch.manual_seed(0)  # of some initial weights every ReLU of the over arch is dead, and swallows the NaN
-    model = prepared(sharding_type=sharding_type)
-    guard, before = FiniteGuard(model), {key: table.clone() for key, table in tables_of(model).items()}
-    message = "^lower step 5, table 'user': expected finite gradients, got nan or inf; lower the learning rate"
-    with pytest.raises(NonFiniteError, match=message), guard.watch_gradients("lower step 5"):
-        loss_of(model, float("nan")).backward()
-    assert all(torch.equal(table, before[key]) for key, table in tables_of(model).items())
-    with guard.watch_gradients("lower step 6"):  # and a good one goes through
-        loss_of(model).backward()
-
-
-def test_the_table_whose_gradient_is_bad_is_named() -> None:
-    model = prepared("bare")
-    with pytest.raises(NonFiniteError, match="table 'genre'"), FiniteGuard(model).watch_gradients("lower step 0"):
-        (model(features())["genre_id"] * float("inf")).sum().backward()
-
-
 def test_gradients_are_watched_inside_only() -> None:
     model = prepared()
     with FiniteGuard(model).watch_gradients("lower step 0"):
         pass
     loss_of(model, float("nan")).backward()
-
-
-@pytest.mark.usefixtures("gloo")
-@pytest.mark.parametrize("sharding_type", [None, "table_wise"])
-@pytest.mark.parametrize("bad", BAD)
-def test_dense_gradients(bad: float, sharding_type: str | None) -> None:
-    model = prepared(sharding_type=sharding_type)
-    guard = FiniteGuard(model)
-    guard.check_dense_gradients("lower step 1")  # none yet
-    loss_of(model).backward()
-    guard.check_dense_gradients("lower step 1")
-    name, parameter = next((n, p) for n, p in model.named_parameters() if "over_arch" in n)
-    parameter.grad.view(-1)[0] = bad
-    message = rf"^lower step 1, parameter '{name}': expected finite gradients, got nan or inf"
-    with pytest.raises(NonFiniteError, match=message):
-        guard.check_dense_gradients("lower step 1")
 
 
 @pytest.mark.parametrize(("row", "names"), [(1, ["user"]), (2, ["user"]), (3, ["genre"])])
@@ -197,28 +161,30 @@ def test_a_loss_is_named_when_the_next_one_is_checked(late: None, bad: float) ->
     guard.settle()
 
 
+@pytest.mark.parametrize("is_late", [True, False])
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("sharding_type", [None, *SHARDING_TYPES])
-@pytest.mark.usefixtures("gloo", "late")
-def test_no_table_learns_a_bad_gradient_that_is_read_late(sharding_type: str | None, compiled: bool) -> None:
-    torch.manual_seed(0)
-    with operators(compiled):
+@pytest.mark.usefixtures("gloo")
+def test_no_table_learns_a_bad_gradient(sharding_type: str | None, compiled: bool, is_late: bool) -> None:
+    torch.manual_seed(0)  # of some initial weights every ReLU of the over arch is dead, and swallows the NaN
+    with operators(compiled), read_late() if is_late else nullcontext():
         model = prepared(sharding_type=sharding_type)
         guard, before = FiniteGuard(model), {key: table.clone() for key, table in tables_of(model).items()}
-        with guard.watch_gradients("lower step 5"):
-            loss_of(model, float("nan")).backward()
-        assert all(torch.equal(table, before[key]) for key, table in tables_of(model).items())
-        if sharding_type is None:
-            tables = {name: p for name, p in model.named_parameters() if ".embedding_bags." in name}
-            assert tables
-            assert all(not bool(table.grad.any()) for table in tables.values())
         message = "^lower step 5, table 'user': expected finite gradients, got nan or inf; lower the learning rate"
         with pytest.raises(NonFiniteError, match=message):
+            with guard.watch_gradients("lower step 5"):
+                loss_of(model, float("nan")).backward()
+            assert is_late
             guard.settle()
+        assert all(torch.equal(table, before[key]) for key, table in tables_of(model).items())
+        if is_late and sharding_type is None:
+            grads = [p.grad for name, p in model.named_parameters() if ".embedding_bags." in name]
+            assert grads
+            assert not any(bool(grad.any()) for grad in grads)
         with guard.watch_gradients("lower step 6"):  # and a good one goes through
             loss_of(model).backward()
         guard.settle()
-        if sharding_type not in (None, "data_parallel"):  # those have fused optimizers
+        if is_late and sharding_type not in (None, "data_parallel"):  # those have fused optimizers
             assert any(not torch.equal(table, before[key]) for key, table in tables_of(model).items())
 
 
@@ -242,15 +208,16 @@ def test_a_good_gradient_is_the_same_late_and_at_once(compiled: bool) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("is_late", [True, False])
 @pytest.mark.parametrize("compiled", [True, False])
-def test_the_table_whose_gradient_was_bad_is_named(late: None, compiled: bool) -> None:
-    with operators(compiled):
+def test_the_table_whose_gradient_is_bad_is_named(compiled: bool, is_late: bool) -> None:
+    with operators(compiled), read_late() if is_late else nullcontext():
         model = prepared("bare")
         guard = FiniteGuard(model)
-        with guard.watch_gradients("lower step 0"):
-            (model(features())["genre_id"] * float("inf")).sum().backward()
-    with pytest.raises(NonFiniteError, match="lower step 0, table 'genre'"):
-        guard.settle()
+        with pytest.raises(NonFiniteError, match="lower step 0, table 'genre'"):
+            with guard.watch_gradients("lower step 0"):
+                (model(features())["genre_id"] * float("inf")).sum().backward()
+            guard.settle()
 
 
 @pytest.mark.parametrize("is_late", [True, False])
@@ -283,24 +250,30 @@ def test_where_parts_are_not_told_apart_all_tables_are_named() -> None:
             wrapper.selection._check_gradient(torch.zeros(1, dtype=torch.bool), torch.ones(1, 1))
 
 
-@pytest.mark.usefixtures("late")
+@pytest.mark.usefixtures("gloo")
+@pytest.mark.parametrize(("is_late", "sharding_type"), [(True, None), (False, None), (False, "table_wise")])
 @pytest.mark.parametrize("bad", BAD)
-def test_dense_gradients_are_made_zero_if_one_is_bad(bad: float) -> None:
-    model = prepared()
-    guard = FiniteGuard(model)
-    guard.check_dense_gradients("lower step 1")  # none yet
-    loss_of(model).backward()
-    dense = {name: p for name, p in model.named_parameters() if ".embedding_bags." not in name}
-    name, parameter = next((n, p) for n, p in dense.items() if "over_arch" in n)
-    before = {own: p.grad.clone() for own, p in dense.items()}
-    guard.check_dense_gradients("lower step 2")
-    assert all(torch.equal(p.grad, before[own]) for own, p in dense.items())
-    parameter.grad.view(-1)[0] = bad
-    guard.check_dense_gradients("lower step 3")
-    assert all(not bool(p.grad.any()) for p in dense.values())
-    message = rf"^lower step 3, parameter '{name}': expected finite gradients, got nan or inf"
-    with pytest.raises(NonFiniteError, match=message):
-        guard.check_loss(torch.tensor(1.0), "upper step 3")
+def test_a_bad_dense_gradient_is_named_and_late_ones_are_made_zero(
+    bad: float, sharding_type: str | None, is_late: bool
+) -> None:
+    with read_late() if is_late else nullcontext():
+        model = prepared(sharding_type=sharding_type)
+        guard = FiniteGuard(model)
+        guard.check_dense_gradients("lower step 1")  # none yet
+        loss_of(model).backward()
+        dense = {
+            name: p for name, p in model.named_parameters() if ".embedding_bags." not in name and p.grad is not None
+        }
+        name, parameter = next((n, p) for n, p in dense.items() if "over_arch" in n)
+        before = {own: p.grad.clone() for own, p in dense.items()}
+        guard.check_dense_gradients("lower step 2")
+        assert all(torch.equal(p.grad, before[own]) for own, p in dense.items())
+        parameter.grad.view(-1)[0] = bad
+        message = rf"^lower step 3, parameter '{name}': expected finite gradients, got nan or inf"
+        with pytest.raises(NonFiniteError, match=message):
+            guard.check_dense_gradients("lower step 3")
+            assert all(not bool(p.grad.any()) for p in dense.values())
+            guard.check_loss(torch.tensor(1.0), "upper step 3")
 
 
 @pytest.mark.usefixtures("late")
