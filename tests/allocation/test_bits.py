@@ -181,18 +181,6 @@ def test_what_is_left_buys_the_next_steps_that_fit() -> None:
     assert purse.spend(0).smallest == 7
 
 
-def test_what_opens_a_table_never_makes_more_bytes_worse() -> None:
-    """The steepest step takes 110 bytes with what opens its table; two others save more, and take 109."""
-    num_bytes = torch.tensor([[0, 10], [0, 60], [0, 49]])
-    loss = torch.tensor([[10.0, 0.0], [30.0, 0.0], [20.0, 0.0]], dtype=torch.float64)
-    purse = Purse(Path.of(row_options_of(num_bytes, loss)), torch.tensor([0, 1, 1]), torch.tensor([100, 0]))
-    spent = [purse.spend(budget) for budget in range(230)]
-    losses = [float(loss.gather(1, bought.row_bytes[:, None]).sum()) for bought in spent]
-    assert losses == sorted(losses, reverse=True)
-    assert all(bought.num_bytes <= budget for budget, bought in enumerate(spent))
-    assert losses[219] == 0.0 < losses[218]
-
-
 def row_options_of(num_bytes: torch.Tensor, loss: torch.Tensor) -> RowOptions:
     """Options as if rows of 0, 1 and 2 bytes took so many bytes and left so much loss."""
     return RowOptions(num_bytes, loss, torch.zeros_like(num_bytes), torch.zeros(*loss.shape, 0, dtype=torch.bool))
@@ -369,18 +357,6 @@ def test_others_get_what_a_table_left_alone_leaves(seed: int, ratio: int) -> Non
     assert found.predicted_loss_increase == expected.predicted_loss_increase
 
 
-def test_a_single_bit_is_offered_where_two_cost_too_much() -> None:
-    """The first bit takes two thirds of a normal column's error away: at a high compression most have just one."""
-    model = Model([3000], [16], 1, 1, EVERY_WIDTH)
-    torch.nn.init.normal_(model.collection.embedding_bags["t0"].weight)
-    model.curvature.curvature["t0"].fill_(1.0)
-    bits = (
-        allocate(model.collection, model.blocks, model.counts, model.curvature, compression=24).scheme.tables["t0"].bits
-    )
-    assert bits is not None
-    assert (bits == 1).sum() > 8
-
-
 ROWS, BLOCKS = 400, 4
 
 
@@ -424,47 +400,6 @@ def test_the_first_columns_of_cold_blocks_are_stored_and_counted(dim: int, colum
     assert found.num_bytes == sum(table.served_bytes(PACKED) for table in found.scheme.tables.values())
     assert found.compression >= 12
     assert columns <= COLD_COLUMNS
-
-
-def test_a_table_without_rows_never_seen_is_stored_as_before() -> None:
-    """Nothing is paid for: the last block gets nothing where it is worth nothing."""
-    model = ModelOfColdBlocks(16, seen=ROWS)
-    model.curvature.curvature["new"][2:] = 0
-    assert not bits_of(model.allocate(compression=12))[2:].any()
-
-
-def test_a_block_that_rare_rows_share_with_new_ones_is_not_cold() -> None:
-    model = ModelOfColdBlocks(16, seen=ROWS - 10)
-    model.curvature.curvature["new"][3:] = 0
-    assert not bits_of(model.allocate(compression=12))[3:].any()
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    dim=st.sampled_from([8, 16, 40]),
-    seen=st.integers(0, ROWS),
-    seed=st.integers(0, 99),
-    bits=st.sampled_from([(0, 1, 2, 3, 4, 5, 6, 8), (0, 3, 32), (0, 1), (0, 32)]),
-    is_worth=st.booleans(),
-    compressions=st.lists(st.floats(1.5, 40), min_size=2, max_size=3),
-)
-def test_sizes_are_met_and_more_bytes_never_predict_more_loss(
-    dim: int, seen: int, seed: int, bits: tuple[int, ...], is_worth: bool, compressions: list[float]
-) -> None:
-    model = ModelOfColdBlocks(dim, seen, seed=seed)
-    if is_worth:  # as where validation data reads rows that training does not
-        model.curvature.curvature["new"] += 0.05
-    energies = rounding_energies(model.collection, model.blocks, model.counts, bits=bits)
-    losses = []
-    for compression in sorted(compressions, reverse=True):
-        try:
-            found = model.allocate(compression=compression, energies=energies, bits=bits)
-        except ValueError as error:
-            assert "compression: expected at most" in str(error)  # noqa: PT017
-            continue
-        assert found.compression >= compression
-        losses.append(found.predicted_loss_increase)
-    assert all(more <= less + 1e-12 for less, more in pairwise(losses))
 
 
 def test_columns_that_stay_in_a_search_are_those_of_cold_blocks_too() -> None:
@@ -579,33 +514,9 @@ def test_columns_are_chosen_as_well_as_brute_force_would(model: Model, bits: int
         assert lost <= least_loss(model, bits, fewer, fixed=[0] * len(fixed)) + 1e-9
 
 
-@settings(max_examples=40, deadline=None)
-@given(model=MODELS_OF_RETAINED_COLUMNS, bits=BITS, compressions=st.lists(st.floats(1.1, 40), min_size=2, max_size=5))
-def test_smaller_tables_never_lose_less(model: Model, bits: int, compressions: list[float]) -> None:
-    losses = []
-    for compression in sorted(compressions):
-        try:
-            losses.append(loss_of(model, retained(model, bits, compression)))
-        except ValueError:  # and none that is smaller either
-            losses.append(math.inf)
-    assert all(larger <= smaller + 1e-12 for larger, smaller in pairwise(losses))
-
-
-def test_what_is_worth_much_for_its_bytes_stays_however_few_its_columns() -> None:
-    """A table of one column beside a wide one of as many rows."""
-    model = Model([400, 400], [1, 16], 1, 0, (0, 4))
-    model.curvature.curvature["t1"].copy_(torch.linspace(1.0, 0.2, 16))
-    model.curvature.curvature["t0"].fill_(3.0)
-    found = retained(model, 4, 12)
-    assert bool(found["t0"].all())
-    assert 0 < int(found["t1"].sum()) < 16
-    model.curvature.curvature["t0"].fill_(0.1)
-    assert not bool(retained(model, 4, 12)["t0"].any())
-
-
 def test_a_prepared_model_whose_alpha_is_one_is_measured_as_the_plain_one_is() -> None:
     plain = models.dlrm()
-    blocks, counts = models.blocks_for(plain, "table"), models.counts()
+    blocks, counts = models.blocks_for(plain), models.counts()
     expected = rounding_energies(plain, blocks, counts)
     prepared = prepare_(plain, blocks)
     check_all_merged(prepared)

@@ -214,51 +214,6 @@ def test_a_frozen_table_keeps_its_axes_and_is_compressed() -> None:
     assert int(found.scheme.tables["user"].bits.max()) in range(1, 9)
 
 
-def test_columns_that_are_constant_or_zero_are_served_as_they_are() -> None:
-    model = trained(type("Unturned", (Model,), {"rotation_groups": lambda _: []}))
-    weight = model.pairs.embedding_bags["user"].weight.data
-    weight[:, 0], weight[:, 1] = 0.0, 0.5
-    model.rest.embedding_bags["one"].weight.data.zero_()
-    found = dnis.compress(model, BATCHES, loss=nn.MSELoss(), compression=4).scheme.tables["user"]
-    ids = KeyedJaggedTensor(["user", "genre"], torch.arange(60), lengths=torch.tensor([1] * 60 + [0] * 60))
-    served, is_retained = model.pairs(ids)["user"], found.retained[found.routing.all_blocks()]
-    assert bool((served[:, 0] == 0).all())
-    assert bool((served[:, 1] == 0.5 * is_retained[:, 1]).all())
-    assert bool(is_retained[:, 1].any())
-
-
-class Biases(nn.Module):
-    """Tables of one column, of which one has a single row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = {"many": 40, "single": 1}
-        self.tables = EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=1, feature_names=[name])
-                for name, rows in sizes.items()
-            ]
-        )
-
-    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        return self.tables(sparse_features).values().sum(1)
-
-
-def test_tables_of_one_column_or_one_row_are_compressed_alone() -> None:
-    model, ids = Biases(), torch.arange(40)
-    features = KeyedJaggedTensor(
-        ["many", "single"], torch.cat([ids, 0 * ids]), lengths=torch.ones(80, dtype=torch.int64)
-    )
-    weights = {name: bag.weight.detach().clone() for name, bag in model.tables.embedding_bags.items()}
-    own = Batch(torch.zeros(40, 1), features, labels=model(None, features).detach())
-    with pytest.raises(ValueError, match=r"^compression: expected at most [\d.]+ for these tables and blocks, got 100"):
-        dnis.compress(copy.deepcopy(model), [own], loss=nn.MSELoss(), compression=100)
-    found = dnis.compress(model, [own], loss=nn.MSELoss(), compression=1.2)
-    served = {name: nearest_codes(table, weights[name]) for name, table in found.scheme.tables.items()}
-    torch.testing.assert_close(model(None, features), (served["many"] + served["single"]).squeeze(1))
-    assert bool(served["many"].any())
-
-
 def test_a_size_that_cannot_be_met_is_refused_with_the_one_that_can() -> None:
     measured = measure_(trained(), BATCHES, loss=nn.MSELoss())
     with pytest.raises(
@@ -328,16 +283,6 @@ def test_axes_that_change_predictions_are_refused() -> None:
         measure_(trained(WronglyTurned), BATCHES, loss=nn.MSELoss())
 
 
-def test_a_prepared_model_is_refused_before_it_is_changed() -> None:
-    model = trained()
-    measured = measure_(copy.deepcopy(model), BATCHES, loss=nn.MSELoss())
-    prepared = dnis.prepare_(model, measured.blocks)
-    state = copy.deepcopy(prepared.state_dict())
-    with pytest.raises(NotImplementedError, match=r"^FQN 'pairs': supported is a plain embedding collection, got Soft"):
-        dnis.compress(prepared, BATCHES, loss=nn.MSELoss())
-    assert all(value.equal(state[name]) for name, value in prepared.state_dict().items())
-
-
 def _skewed(rows: int) -> torch.Tensor:
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(1))
     return (50_000 / torch.arange(1, rows + 1) ** 1.1).long()[order]
@@ -371,20 +316,6 @@ def test_sums_over_a_sample_estimate_those_over_all_rows() -> None:
         expected = (values * counts.double().clamp(min=UNSEEN_WEIGHT))[mine].sum()
         found = (values[sample.rows] * sample.weights)[own].sum()
         assert float(found / expected) == pytest.approx(1, abs=0.05)
-
-
-def test_the_most_looked_up_rows_are_certain_and_small_blocks_whole() -> None:
-    counts = torch.tensor([1000, 1, 1, 1, 0, 0, 0, 500])
-    sample = sample_rows(counts, RowRouting(8, 1, boundaries=torch.tensor([0, 8])), rows_per_block=4)
-    assert {0, 7} <= set(sample.rows.tolist())
-    assert sample.weights[sample.rows == 0].item() == 1000
-    whole = sample_rows(counts, RowRouting(8, 2, boundaries=torch.tensor([0, 4, 6])), rows_per_block=4)
-    assert whole.rows.tolist() == [0, 1, 2, 3, 4, 5]
-    assert whole.weights.tolist() == [1000, 1, 1, 1, UNSEEN_WEIGHT, UNSEEN_WEIGHT]
-    steep = 8 ** torch.arange(20)
-    assert (
-        sample_rows(steep, RowRouting(20, 1, boundaries=torch.tensor([0, 20])), 20).weights.tolist() == steep.tolist()
-    )
 
 
 def test_rows_are_the_same_however_many_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,13 +358,6 @@ def test_a_table_with_nan_is_refused_by_name_and_block() -> None:
     block = int(blocks.routings["t"].block_of(torch.tensor([11])))
     collection.embedding_bags["t"].weight.data[11, 2] = torch.nan
     with pytest.raises(ValueError, match=rf"table 't': expected finite values, got nan in block {block}, column 2"):
-        rounding_energies(collection, blocks, counts)
-
-
-def test_counts_of_another_size_are_refused() -> None:
-    collection, _, blocks = _table(60, 3)
-    counts = FrequencyCounts({"t": torch.ones(59, dtype=torch.int64)}, {"f": 1}, 59)
-    with pytest.raises(ValueError, match="table 't': expected counts of num_embeddings=60 rows, got 59"):
         rounding_energies(collection, blocks, counts)
 
 

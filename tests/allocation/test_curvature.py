@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
@@ -25,7 +23,7 @@ import dnis_torchrec as dnis
 from dnis_torchrec import blocks_from_counts, count_frequencies, prepare_
 from dnis_torchrec.allocation.bits import allocate
 from dnis_torchrec.allocation.compress import measure_
-from dnis_torchrec.allocation.curvature import Curvature, curvature, curvature_of_read_tables, loss_derivatives
+from dnis_torchrec.allocation.curvature import Curvature, curvature, curvature_of_read_tables
 from dnis_torchrec.data.task import Predictions, Task, TrainTask
 from dnis_torchrec.selection.shards import collections
 from tests.allocation.curvature_cases import (
@@ -98,53 +96,6 @@ def test_of_two_outputs(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     assert_as_expected(
         curvature(make_model(case), batches, make_blocks(case), loss=loss), expected(case, batches, loss)
     )
-
-
-@given(
-    lengths=st.tuples(*[st.integers(0, 3)] * 4),
-    num_blocks=st.integers(1, 7),
-    is_mean=st.booleans(),
-    unassigned=st.integers(0, 6),
-    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
-    at_a_time=st.sampled_from([1, 1 << 26]),
-    seed=st.integers(0, 99),
-)
-def test_of_any_shape(
-    lengths: tuple[int, ...],
-    num_blocks: int,
-    is_mean: bool,
-    unassigned: int,
-    sizes: list[int],
-    at_a_time: int,
-    seed: int,
-) -> None:
-    """Also batches that are cut, sample by sample, because they would take too much memory."""
-    case = Case(
-        pooling=PoolingType.MEAN if is_mean else PoolingType.SUM,
-        lengths=lengths,
-        num_blocks=num_blocks,
-        unassigned=unassigned,
-    )
-    batches = [make_batch(case, seed + index, size) for index, size in enumerate(sizes)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dnis_torchrec.allocation.curvature.BYTES_AT_A_TIME", at_a_time)
-        found = curvature(make_model(case), batches, make_blocks(case), loss=nn.MSELoss())
-    assert_as_expected(found, expected(case, batches, nn.MSELoss()), rtol=2e-5)
-
-
-def test_as_many_pairs_of_sample_and_block_as_samples() -> None:
-    """Two samples, of which one reads two blocks and the other none."""
-    case, blocks = Case(num_blocks=2), make_blocks(Case(num_blocks=2))
-    first, second = ((blocks.routings["c"].all_blocks() == block).nonzero()[0] for block in (0, 1))
-    features = KeyedJaggedTensor(
-        keys=["one", "both", "few", "many"],
-        values=torch.cat([first, second]),
-        lengths=torch.tensor([0, 0, 0, 0, 0, 0, 2, 0]),
-    )
-    batches = [Batch(torch.zeros(2, 1), features, torch.tensor([1.0, 0.0]))]
-    found = curvature(make_model(case), batches, blocks, loss=BCE)
-    assert_as_expected(found, expected(case, batches, BCE))
-    assert (found.curvature["c"] > 0).all()
 
 
 @pytest.mark.parametrize("name", ["several ids", "mean", "one id", "weighted"])
@@ -258,15 +209,6 @@ def test_a_sample_grows_until_it_reads_what_training_reads(first: int | None, me
     assert not found.curvature["a"].any()
 
 
-def test_of_samples_that_grow_the_first_alone_warns(caplog: pytest.LogCaptureFixture) -> None:
-    model, without = make_model(Case()), Case(lengths=(1, 0, 0, 3))
-    with torch.no_grad():
-        model.over[3].weight.zero_()  # nothing moves a prediction
-    batches = [make_batch(without, seed, 6) for seed in range(10)]
-    assert curvature_of_read_tables(model, batches, make_blocks(Case()), loss=BCE, num_samples=1).num_samples > 6
-    assert [record.message.split(":")[0] for record in caplog.records] == ["the model looks untrained"]
-
-
 def trained(steps: int) -> tuple[nn.Module, list[Batch]]:
     """torchrec's DLRM on a task that it can learn, after some steps of Adam."""
     recipe = make_recipe()
@@ -293,25 +235,6 @@ def test_a_model_that_looks_untrained_is_told(
     assert (caplog.messages == []) is looks_trained
     if not looks_trained:
         assert "the model looks untrained: the gradient of the loss in alpha has norm" in caplog.text
-
-
-def test_tables_of_zeros_look_untrained(caplog: pytest.LogCaptureFixture) -> None:
-    model = make_model(Case())
-    for parameter in model.collections.parameters():
-        nn.init.zeros_(parameter)
-    with caplog.at_level(logging.WARNING):
-        found = curvature(model, make_batches(Case()), make_blocks(Case()), loss=BCE)
-    assert not any(bend.any() for bend in found.curvature.values())
-    assert found.relative_error == math.inf
-    assert "has norm 0, its curvature norm 0 and sum 0, at a loss of" in caplog.text
-
-
-def test_losses_of_the_package_have_the_derivatives_of_the_books() -> None:
-    z, y = torch.tensor([[0.3], [-2.0]], dtype=torch.float64), torch.tensor([1.0, 0.0])
-    p = z.sigmoid()
-    at = loss_derivatives(BCE, z, y)
-    torch.testing.assert_close(at.first, p - y.unsqueeze(1).double())
-    torch.testing.assert_close(at.second.flatten(), (p * (1 - p)).flatten())
 
 
 def pairs(predictions: Tensor, labels: Tensor) -> Tensor:
@@ -371,42 +294,6 @@ def test_predictions_that_are_not_finite_are_named() -> None:
     ):
         curvature(model, make_batches(Case()), make_blocks(Case()), loss=BCE)
     assert model.training
-
-
-@pytest.mark.parametrize(
-    ("forward", "message"),
-    [
-        (lambda model, z: (z, z), "batch 0: expected predictions .6,. or .6, T. of the model, got tuple"),
-        (lambda model, z: z.mean(), r"batch 0: expected predictions .* got \(\)"),
-        (lambda model, z: z.detach(), "batch 0: expected predictions that come from embeddings, got constants"),
-    ],
-)
-def test_what_a_model_returns_has_to_be_predictions(forward: Callable[..., Tensor], message: str) -> None:
-    class Other(Net):
-        def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-            return forward(self, super().forward(dense_features, sparse_features))
-
-    model = make_model(Case())
-    model.__class__ = Other
-    with pytest.raises(ValueError, match=message):
-        curvature(model, make_batches(Case()), make_blocks(Case()), loss=BCE)
-
-
-def test_bags_of_candidates_are_refused() -> None:
-    class Pooled(Net):
-        def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-            keys = sparse_features.keys()
-            values = torch.cat([sparse_features[key].values().repeat(2) for key in keys])
-            lengths = torch.cat([sparse_features[key].lengths().repeat(2) for key in keys])
-            twice = KeyedJaggedTensor(keys, values, lengths=lengths)
-            return super().forward(dense_features, twice).view(2, -1).sum(0)
-
-    model = make_model(Case())
-    model.__class__ = Pooled
-    with pytest.raises(
-        NotImplementedError, match="supported are collections that look up one bag per sample, got 12 b"
-    ):
-        curvature(model, make_batches(Case()), make_blocks(Case()), loss=BCE)
 
 
 def test_blocks_have_to_be_of_the_tables() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,12 +14,10 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
 import dnis_torchrec as dnis
-from dnis_torchrec.allocation import energies as rows_in_codes
-from dnis_torchrec.allocation import held_out as learnt_scales
 from dnis_torchrec.allocation import held_out as loss_sample
 from dnis_torchrec.allocation.compress import Measured, measure_
 from dnis_torchrec.allocation.curvature import curvature
-from dnis_torchrec.allocation.held_out import LossSample, OutputBias, alpha_step, output_bias
+from dnis_torchrec.allocation.held_out import OutputBias, alpha_step, output_bias
 from dnis_torchrec.blocks.codes import ColumnCodes, decode_rows, encode_rows, feedback_of, is_coded
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme
@@ -64,12 +61,6 @@ def test_a_gain_leaves_every_code_as_it_was(seed: int, has_feedback: bool, twice
     torch.testing.assert_close(decode_rows(again, blocks, learnt), wanted)
     product = torch.stack(gains).prod(0)
     torch.testing.assert_close(ratio, torch.where(is_coded(bits), product, 1.0), rtol=0.02, atol=0)
-
-
-def test_a_gain_has_the_shape_of_the_bits() -> None:
-    codes = ColumnCodes(torch.ones(2, 3).byte(), torch.ones(2, 3), torch.zeros(2, 3).short())
-    with pytest.raises(ValueError, match=r"ColumnCodes\.gain: expected"):
-        replace(codes, gain=torch.ones(3, 2))
 
 
 def naive_step(gradient: float, bend: float, noise: float) -> float:
@@ -198,25 +189,6 @@ def test_the_mean_prediction_stays_when_scales_learn() -> None:
     assert after == pytest.approx(before, abs=1e-4)
 
 
-def test_rows_are_rounded_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = measured().allocate(compression=6)
-    monkeypatch.setattr(rows_in_codes, "rows_per_chunk", lambda embedding_dim: 7)
-    found = measured().allocate(compression=6)
-    assert found.predicted_loss_increase == whole.predicted_loss_increase
-    for name, table in found.scheme.tables.items():
-        assert table.codes.scale.equal(whole.scheme.tables[name].codes.scale)
-
-
-def test_one_batch_teaches_nothing() -> None:
-    own = HELD_OUT[:1]
-    (model, found), (_, fitted) = compressed(own), compressed(None)
-    increase = losses(outputs(model, own), own) - losses(outputs(trained(), own), own)
-    assert found.predicted_loss_increase == pytest.approx(float(increase.mean()), rel=1e-3)
-    for name, table in found.scheme.tables.items():
-        assert table.gain is None
-        assert table.codes.scale.equal(fitted.scheme.tables[name].codes.scale)
-
-
 def test_the_model_is_as_it_was_and_tables_left_alone_too() -> None:
     found, fitted = (measured(held_out=own, leave_alone=("one",)) for own in (HELD_OUT, None))
     before, state = predictions(found.model), copy.deepcopy(found.model.state_dict())
@@ -228,14 +200,6 @@ def test_the_model_is_as_it_was_and_tables_left_alone_too() -> None:
     same = {name: table.codes.scale.equal(scheme.tables[name].codes.scale) for name, table in learnt.tables.items()}
     assert same["one"]
     assert not all(same.values())
-
-
-def test_scales_stay_where_that_is_predicted_to_be_better(monkeypatch: pytest.MonkeyPatch) -> None:
-    fitted = measured(held_out=None).allocate(compression=6)
-    monkeypatch.setattr(learnt_scales, "alpha_step", lambda gradient, curvature, noise: torch.full_like(gradient, -0.2))
-    found = measured().allocate(compression=6)
-    for name, table in found.scheme.tables.items():
-        assert table.codes.scale.equal(fitted.scheme.tables[name].codes.scale)
 
 
 def test_tables_that_go_over_to_learnt_scales_hold_what_they_stand_for() -> None:
@@ -331,24 +295,6 @@ def test_the_model_stays_bit_for_bit_even_if_predicting_fails(monkeypatch: pytes
         found.sample.predict(scheme)
     assert "pairs.embedding_bags.user.weight" in seen[0]  # in codes while predicting
     assert all(value.equal(before[name]) for name, value in found.model.state_dict().items())
-
-
-def test_no_more_batches_are_taken_than_are_enough_and_large_ones_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = []
-
-    class Noted:
-        def __iter__(self) -> Iterator[Batch]:
-            for own in BATCHES:
-                taken.append(own)
-                yield own
-
-    found = measured_of_loss_sample()
-    scheme = found.allocate(compression=5).scheme
-    monkeypatch.setattr("dnis_torchrec.allocation.held_out.SAMPLES_PER_PASS", 10)
-    sample = LossSample(found.model, Noted(), found.blocks, loss=MSE_OF_LOSS_SAMPLE, is_held_out=False, num_samples=100)
-    assert taken == BATCHES[:2]
-    whole = LossSample(found.model, BATCHES[:2], found.blocks, loss=MSE_OF_LOSS_SAMPLE, is_held_out=False)
-    assert sample.predict(scheme).loss_increase == pytest.approx(whole.predict(scheme).loss_increase, rel=1e-6)
 
 
 def test_a_largest_loss_is_kept_on_the_samples_in_the_fewest_bytes() -> None:
@@ -482,34 +428,3 @@ def test_a_model_of_several_outputs_has_none() -> None:
     assert found.output_shift == 0
     with measured.shifted(found):
         pass
-
-
-def shift_with(monkeypatch: pytest.MonkeyPatch, measured: Measured, **limits: float) -> float:
-    """Of the predictions that a size has, by steps that may be no more and no longer than this."""
-    for name, value in limits.items():
-        monkeypatch.setattr(loss_sample, name, value)
-    return measured.allocate(compression=9).output_shift
-
-
-def test_it_stays_where_steps_lead_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = measure_(trained(), BATCHES, loss=MSE_OF_OUTPUT_BIAS)
-    found = shift_with(monkeypatch, measured)
-    assert found != 0
-    assert math.remainder(found, loss_sample.SHIFT_UNIT) == 0
-    assert shift_with(monkeypatch, measured, LONGEST_STEP=abs(found) / 2) == 0
-    assert shift_with(monkeypatch, measured, LONGEST_STEP=4.0, MOST_STEPS=1) == 0
-
-
-def test_a_loss_that_does_not_bend_moves_nothing() -> None:
-    """So that no step has a length: the second derivatives of a line are 0."""
-
-    def line(predictions: Tensor, targets: Tensor) -> Tensor:
-        return (predictions * targets + 0 * predictions.square()).mean()
-
-    measured = measure_(trained(), BATCHES, loss=MSE_OF_OUTPUT_BIAS)
-    bias, blocks = measured.sample.bias, measured.blocks
-    assert bias is not None
-    sample = loss_sample.LossSample(trained(), BATCHES, blocks, loss=line, is_held_out=True, bias=bias)
-    said = sample.predict(measured.allocate(compression=5).scheme)
-    assert said.output_shift == 0
-    assert said.scheme is None

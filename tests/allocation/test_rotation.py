@@ -206,53 +206,6 @@ def test_states_turn_along(fused: bool) -> None:
         torch.testing.assert_close(state, (before[name].double() @ by).float())
 
 
-def test_states_of_a_weighted_product_are_drawn_in_too() -> None:
-    """A gradient of p * c is that of p over c; the weights of the product, ones now, start anew."""
-    model = build("neumf")
-    counts, kjt = counts_of(model), features_of(model)
-    sharded = shard_as(model, "data_parallel")
-    optimizer = optimizer_of(sharded, lambda parameters: torch.optim.Adam(parameters, lr=0.01))
-    train(sharded, optimizer, kjt, 2)
-
-    def states(of: str) -> dict[str, Tensor]:
-        ((_, found),) = [(n, s) for n, s in optimizer.state_dict()["state"].items() if of in n]
-        return {name: found[name].clone() for name in ("exp_avg", "exp_avg_sq")}
-
-    tables = ("gmf_user", "gmf_movie")
-    before, factors = {name: states(f".{name}.") for name in tables}, drawn_in(sharded)
-    over = next(value for name, value in sharded.named_parameters() if name.endswith("over.weight"))
-    weights, of_layer = over.detach().clone(), states("over.weight")
-    rotation = rotate_(sharded, counts, optimizer)[0]
-    for table in tables:
-        average, squares = (before[table][name].double() for name in ("exp_avg", "exp_avg_sq"))
-        factor, found = factors[table], states(f".{table}.")
-        torch.testing.assert_close(found["exp_avg"], (average / factor @ rotation).float())
-        torch.testing.assert_close(found["exp_avg_sq"], (squares / factor**2 @ rotation.square()).float())
-    found, dim = states("over.weight"), len(rotation)
-    assert over[0, :dim].tolist() == [1.0] * dim
-    assert found["exp_avg"][0, :dim].tolist() == [0.0] * dim
-    squares = (of_layer["exp_avg_sq"] * weights**2)[:, :dim].mean()
-    torch.testing.assert_close(found["exp_avg_sq"][0, :dim], squares.expand(dim))
-    for name in found:
-        assert torch.equal(found[name][:, dim:], of_layer[name][:, dim:])
-    assert torch.equal(over[:, dim:], weights[:, dim:])
-
-
-def test_a_product_that_does_not_look_at_a_column_leaves_nothing_but_numbers() -> None:
-    model = build("neumf")
-    with torch.no_grad():
-        model.over.weight[0, 1] = 0
-    counts, kjt = counts_of(model), features_of(model)
-    sharded = shard_as(model, "data_parallel")
-    optimizer = optimizer_of(sharded, lambda parameters: torch.optim.Adam(parameters, lr=0.0))
-    train(sharded, optimizer, kjt, 1)
-    predicted = sharded(torch.zeros(BATCH_SIZE, 0), kjt).detach()
-    rotate_(sharded, counts, optimizer)
-    torch.testing.assert_close(sharded(torch.zeros(BATCH_SIZE, 0), kjt), predicted, atol=1e-5, rtol=1e-5)
-    train(sharded, optimizer, kjt, 1)
-    assert all(bool(torch.isfinite(table).all()) for table in tables_of(sharded).values())
-
-
 def test_a_prepared_model_is_turned_like_a_plain_one() -> None:
     """The wrapper stands between the model and its tables; with alpha 1 nothing changes."""
     model = build("wide_deep")
@@ -263,11 +216,6 @@ def test_a_prepared_model_is_turned_like_a_plain_one() -> None:
     predicted = sharded(torch.zeros(BATCH_SIZE, 0), kjt).detach()
     assert len(rotate_(sharded, counts, optimizer_of(sharded, sgd))) == 2
     torch.testing.assert_close(sharded(torch.zeros(BATCH_SIZE, 0), kjt), predicted, atol=1e-5, rtol=1e-5)
-
-
-def test_neumf_may_turn_its_mlp_alone() -> None:
-    model = NeuMF(build_neumf_tables(ROWS, 4), tower=(6, 3), turns_gmf=False)
-    assert [group.tables for group in rotation_groups(model)] == [("mlp_user",), ("mlp_movie",)]
 
 
 def test_models_that_do_not_say_are_left_alone() -> None:

@@ -81,18 +81,6 @@ def test_of_a_task_of_two_outputs_it_is_what_the_oracle_finds(wrapped: bool) -> 
         torch.testing.assert_close(found.curvature[name], bend, rtol=1e-4, atol=1e-6)
 
 
-def test_compress_leaves_an_unpooled_table_alone() -> None:
-    model, batches = interest(), [make_batch(seed) for seed in range(6)]
-    plain = copy.deepcopy(model)
-    found = dnis.compress(model, batches, loss=LOSS, compression=1.6, leave_alone=["shop"])
-    assert found.compression >= 1.6
-    assert set(found.scheme.tables["shop"].bits.flatten().tolist()) == {32}
-    served, wanted = (own.sequences(batches[0].sparse_features) for own in (model, plain))
-    for key in ("candidate@shop", "visits"):
-        assert torch.equal(served[key].values(), wanted[key].values())
-    assert not torch.equal(served["history"].values(), wanted["history"].values())
-
-
 def test_compress_serves_sequences_and_bags_from_one_budget() -> None:
     model, batches = interest(), [make_batch(seed) for seed in range(12)]
     plain = copy.deepcopy(model)

@@ -11,38 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
-from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.deepfm import FactorizationMachine
 
-from dnis_torchrec.allocation.axes import (
-    DirectedFactorizationMachine,
-    RotationGroup,
-    has_axes,
-    rotate_,
-    rotation_groups,
-    with_axes_,
-)
+from dnis_torchrec.allocation.axes import DirectedFactorizationMachine, has_axes, rotate_, rotation_groups, with_axes_
 from dnis_torchrec.artifact.export import drop_in_, export
-from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.selection.shards import collections, local_shards
-from dnis_torchrec.selection.swap import prepare_
-from tests.allocation.test_rotation import optimizer_of, sgd, tables_of
-from tests.allocation.turnable import (
-    BATCH_SIZE,
-    BUILDERS,
-    DIM,
-    FEATURES,
-    GROUPS,
-    ROWS,
-    build,
-    collection,
-    counts,
-    dcn,
-    logits_of,
-)
+from tests.allocation.test_rotation import tables_of
+from tests.allocation.turnable import BUILDERS, DIM, FEATURES, GROUPS, ROWS, build, collection, counts, dcn, logits_of
 from tests.models import shard_as
 from tests.reference import second_moment_reference, table_scheme
 
@@ -147,33 +125,6 @@ def test_a_model_may_turn_twice(name: str) -> None:
     assert_stays(logits_of(model), logits)
 
 
-@pytest.mark.parametrize("name", BUILDERS)
-def test_training_does_not_notice(name: str) -> None:
-    """SGD with momentum: train, turn, train is train, train, for axes do not learn and states turn along."""
-    logits = []
-    for turns in (True, False):
-        model = shard_as(with_axes_(build(name)), "data_parallel")
-        optimizer = optimizer_of(model, sgd)
-        for step in range(4):
-            if turns and step == 2:
-                rotate_(model, counts(), optimizer)
-            optimizer.zero_grad()
-            (logits_of(model).squeeze(1) - torch.linspace(0, 1, BATCH_SIZE)).square().mean().backward()
-            optimizer.step()
-        logits.append(logits_of(model).detach())
-    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-def test_a_prepared_model_is_turned_like_a_plain_one(name: str) -> None:
-    model = with_axes_(build(name))
-    logits = logits_of(model)
-    configs = model.sparse_arch.embedding_bag_collection.embedding_bag_configs()
-    prepare_(model, blocks_from_counts(counts(), configs, num_blocks=3))
-    assert len(rotate_(model, counts())) == len(GROUPS[name])
-    assert_stays(logits_of(model), logits)
-
-
 def test_models_inside_others_and_subclasses_without_a_forward_are_known() -> None:
     class Named(DLRM):
         """Computes as its base does."""
@@ -256,29 +207,6 @@ def test_what_is_not_known_is_left_alone_and_named_once(name: str, caplog: pytes
     assert str(list(ROWS)) in record.message
     assert list(model.state_dict()) == list(before)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("name", ["dlrm", "deepfm"])
-def test_without_axes_a_model_is_left_alone(name: str) -> None:
-    assert rotation_groups(build(name)) == []
-
-
-def test_nothing_is_said_of_models_that_turn_whole(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        rotate_(with_axes_(build("dlrm")), counts())
-    assert not caplog.records
-
-
-def test_a_model_that_speaks_for_itself_is_asked() -> None:
-    class Speaks(SimpleDeepFMNN):
-        """Names no group."""
-
-        def rotation_groups(self) -> list[RotationGroup]:
-            return []
-
-    model = Speaks(3, collection(), 4, 5)
-    assert rotation_groups(with_axes_(model)) == []
-    assert isinstance(model.inter_arch.fm, FactorizationMachine)
 
 
 def test_the_sum_of_columns_is_no_dot_product_but_keeps_its_direction() -> None:
