@@ -245,7 +245,7 @@ def test_unknown_optimizer_states_are_refused_untouched() -> None:
     optimizer = optimizer_of(sharded, lambda parameters: torch.optim.Rprop(parameters))
     train(sharded, optimizer, kjt, 1)
     before = tables_of(sharded)
-    with pytest.raises(NotImplementedError, match="optimizer state: supported to rotate are"):
+    with pytest.raises(NotImplementedError, match="optimizer state: supported to turn are"):
         rotate_(sharded, counts, optimizer)
     assert all(torch.equal(table, before[name]) for name, table in tables_of(sharded).items())
 

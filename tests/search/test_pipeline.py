@@ -15,14 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec import export
-from dnis_torchrec.allocation.axes import rotate_
 from dnis_torchrec.artifact.export import drop_in_
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
@@ -36,24 +34,15 @@ from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.selection.alpha import Alpha
 from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, shard_model
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
-from dnis_torchrec.selection.swap import fold_, prepare_
+from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.selection.torchrec import fused_kernels, writing_to_tables
 from dnis_torchrec.selection.wrapper import plain_state_dict, soft_selection_modules
-from dnis_torchrec.training import shard as sharding_of_training
 from dnis_torchrec.training.checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
 from dnis_torchrec.training.evaluate import evaluate
-from dnis_torchrec.training.loop import EpochRecord, PlainEvents, SearchEvents, train_plainly
+from dnis_torchrec.training.loop import PlainEvents, train_plainly
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.shard import shard
-from dnis_torchrec.training.state import (
-    TableDescription,
-    TrainingState,
-    describe_tables,
-    model_tensors,
-    snapshot,
-    take_,
-)
-from examples.paper.pruning import ValueMask
+from dnis_torchrec.training.state import TableDescription, TrainingState, describe_tables, model_tensors
 from tests.models import (
     FEATURES,
     NAMES,
@@ -67,7 +56,6 @@ from tests.models import (
     two_outputs,
 )
 from tests.reference import ReferenceTable, embedding_l2_reference, normalised_reference
-from tests.search.test_search import found_by
 from tests.tiny import Repeatable, make_recipe, read_late
 
 DIM = 4
@@ -174,17 +162,6 @@ def test_rows_without_a_hit_do_not_move() -> None:
     assert torch.equal(alpha == before, torch.tensor([[False], [True], [False]]).expand(3, DIM))
 
 
-def test_density_and_mean_are_those_of_values_of_rows_that_training_saw() -> None:
-    """Of the last block's twenty rows it saw ten."""
-    alpha, optimizer = make_optimizer(make_blocks([*range(60, 10, -1), *[0] * 10]))
-    assert (optimizer.density(), optimizer.mean(), optimizer.last_density) == (1.0, 1.0, 1.0)
-    alpha[0] = 0.5
-    optimizer.retain_({DIM: torch.tensor([[True] * DIM, [False] * DIM, [True, False, False, False]])})
-    expected = (20 * 4 + 10 * 1) / (50 * 4)
-    assert optimizer.density() == optimizer.last_density == pytest.approx(expected)
-    assert optimizer.mean() == pytest.approx((20 * 4 * 0.5 + 10) / (50 * 4))
-
-
 def test_a_restored_state_goes_on_the_same_way() -> None:
     torch.manual_seed(1)
     settings = {"rate": 0.2, "averaging": 0.9, "floor": 0.01}
@@ -201,13 +178,6 @@ def test_a_restored_state_goes_on_the_same_way() -> None:
         for each in (optimizer, restored):
             each.step({DIM: gradient}, {DIM: HIT})
         assert torch.equal(alpha, other)
-
-
-@pytest.mark.parametrize("name", ["averaging", "floor"])
-@pytest.mark.parametrize("value", [1.0, -0.1, float("nan")])
-def test_shares_out_of_range_are_refused(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"{name}: expected a number in \[0, 1\), got {value}"):
-        make_optimizer(**{name: value})
 
 
 CPU = torch.device("cpu")
@@ -524,27 +494,6 @@ def test_a_loss_that_is_not_finite_stops_the_next_step() -> None:
     assert pipeline.lower_steps == 4
 
 
-@pytest.mark.usefixtures("gloo")
-def test_who_listens_to_a_search_is_told_the_same_in_the_same_order(tmp_path: Path) -> None:
-    def told(folder: Path) -> list[object]:
-        events: list[object] = []
-
-        def on_epoch(record: EpochRecord) -> None:
-            events.append(record)
-            if record.epoch == 2:  # two phases have been seen
-                raise KeyboardInterrupt
-
-        listening = SearchEvents(on_step=lambda loss, density: events.append((loss, density)), on_epoch=on_epoch)
-        with pytest.raises(KeyboardInterrupt):
-            found_by(make_recipe(), folder, listening)
-        return events
-
-    expected = told(tmp_path / "at once")
-    with read_late():
-        assert told(tmp_path / "late") == expected
-    assert len({event.phase for event in expected if isinstance(event, EpochRecord)}) > 1
-
-
 def plain(folder: Path, bad_batch: int | None = None) -> list[object]:
     """What a plain training tells who listens."""
     folder.mkdir()
@@ -555,33 +504,6 @@ def plain(folder: Path, bad_batch: int | None = None) -> list[object]:
     listening = PlainEvents(on_step=events.append, on_epoch=lambda record: events.append(record.selection_loss))
     train_plainly(model, optimizer, recipe, CPU, max_epochs=2, patience=2, events=listening)
     return events
-
-
-@pytest.mark.usefixtures("gloo")
-def test_plain_training_tells_the_same_and_stops_within_the_epoch(tmp_path: Path) -> None:
-    expected = plain(tmp_path / "at once")
-    last = len(make_recipe().data.train.batches) - 1
-    with read_late():
-        assert plain(tmp_path / "late") == expected
-        for bad in (2, last):
-            with pytest.raises(NonFiniteError, match=rf"^epoch 0, step {bad + 1}\b.*expected a finite loss, got nan"):
-                plain(tmp_path / f"bad {bad}", bad)
-            assert not list((tmp_path / f"bad {bad}").glob("*"))  # no best state of what was not good
-
-
-@pytest.mark.usefixtures("gloo")
-def test_ids_of_a_batch_are_counted_before_it_goes_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, _, _, pipeline = make_pipeline()
-    batch = next(iter(recipe.data.train))
-    counted = batch.sparse_features.length_per_key()
-    for device, expected in ((CPU, None), (torch.device("cuda"), counted)):
-        batch.sparse_features.unsync()
-        monkeypatch.setattr(pipeline, "_device", device)
-        monkeypatch.setattr(pipeline, "_dataloader_iter", None)
-        assert pipeline._next_batch(iter([batch])) is batch
-        assert batch.sparse_features.length_per_key_or_none() == expected
-    assert pipeline._next_batch(iter([])) is None
-    assert pipeline._next_batch(iter(["another kind of batch"])) == "another kind of batch"
 
 
 @pytest.mark.gpu
@@ -727,31 +649,6 @@ def test_rows_are_fetched_between_the_forward_pass_before_and_its_backward(gloo)
         assert cache.events == expected
 
 
-def test_a_stream_that_ends_is_worked_off(gloo) -> None:
-    recipe, model, optimizer, caches = prepared(cached=True)
-    pipeline = BilevelTrainPipeline(model, optimizer, CPU_OF_PREFETCHING_PIPELINE)
-    stream = Ending(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1))
-    for _ in range(Ending.NUM_BATCHES):
-        pipeline.progress(stream)
-    with pytest.raises(StopIteration):
-        pipeline.progress(stream)
-    assert pipeline.lower_steps + pipeline.upper_steps == Ending.NUM_BATCHES
-    assert not any(cache.kernel.lxu_cache_locking_counter.any() for cache in caches)
-
-
-class Ending(BilevelStream):
-    """A stream of a few batches."""
-
-    NUM_BATCHES = 5
-    given = 0
-
-    def __next__(self):
-        self.given += 1
-        if self.given > self.NUM_BATCHES:
-            raise StopIteration
-        return super().__next__()
-
-
 def test_bags_of_prefetched_tables_are_split_before_their_lookup(gloo) -> None:
     """FBGEMM looks up the very ids that were prefetched, in their order."""
     for cached in (False, True):
@@ -769,49 +666,6 @@ def test_whoever_writes_to_tables_finds_their_rows_there_and_leaves_no_older_one
     with writing_to_tables(model):
         assert all(cache.events == ["flush"] for cache in caches)
     assert all(cache.events == ["flush", "purge"] for cache in caches)
-
-
-@pytest.mark.parametrize("write_", ["fold_", "mask", "rotate_", "take_"])
-def test_everything_that_writes_to_tables_says_so(
-    gloo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, write_: str
-) -> None:
-    recipe, model, optimizer, caches = prepared(cached=True)
-    tables = table_configs(recipe.model)
-    counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
-    mask = ValueMask(model)
-    saved = snapshot(model)
-    for cache in caches:
-        cache.events.clear()
-    {
-        "fold_": lambda: fold_(model),
-        "mask": mask.hold_,
-        "rotate_": lambda: rotate_(model, counts, optimizer),
-        "take_": lambda: take_(model, saved),
-    }[write_]()
-    for cache in caches:
-        assert cache.events.index("flush") < cache.events.index("purge")
-        assert {*cache.events} == {"flush", "purge"}
-
-
-@pytest.mark.parametrize("prefetched", [False, True])
-def test_a_search_sets_cached_tables_up_for_prefetching(
-    gloo, monkeypatch: pytest.MonkeyPatch, prefetched: bool
-) -> None:
-    plans = []
-
-    def plan_with_a_cache(*args, **settings):
-        plan = make_sharding_plan(*args, **settings)
-        plans.append({table: own for part in plan.plan.values() for table, own in part.items()})
-        plans[0]["user"].compute_kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
-        return plan
-
-    monkeypatch.setattr(sharding_of_training, "make_sharding_plan", plan_with_a_cache)
-    recipe = make_recipe(optimizer="rowwise_adagrad")
-    shard(TrainTask(recipe.model, recipe.loss), recipe, CPU_OF_PREFETCHING_PIPELINE, prefetched=prefetched)
-    cache_params = {table: own.cache_params for table, own in plans[0].items()}
-    assert {table for table, own in cache_params.items() if own is not None} == ({"user"} if prefetched else set())
-    if prefetched:
-        assert cache_params["user"].prefetch_pipeline
 
 
 def test_a_search_prefetches_where_the_tables_are_set_up_for_it(gloo, monkeypatch, tmp_path) -> None:

@@ -20,8 +20,7 @@ from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.prune import UNSPENT_SHARE, Budget, Size, SizeOutOfReachError, drop_zeros_, keep_within, prune
 from dnis_torchrec.selection import shards as shards_module
-from dnis_torchrec.selection.shards import local_shards
-from dnis_torchrec.selection.swap import merge_, prepare_
+from dnis_torchrec.selection.swap import prepare_
 from tests import models
 from tests.models import SHARDING_TYPES, shard_as
 
@@ -169,14 +168,6 @@ def simple(counts: tuple[int, ...] = (4, 3, 2, 0), dim: int = 2, num_blocks: int
     return model, blocks_from_counts(counted, [config], num_blocks=num_blocks), counted
 
 
-def test_a_bare_collection_is_named_by_the_empty_fqn() -> None:
-    model, blocks, counts = simple()
-    scheme = drop_zeros_(model, blocks, counts)
-    assert scheme.tables["a"].collection == ""
-    assert scheme.tables["a"].routing.boundaries.tolist() == [0, 2, 3]
-    assert scheme.tables["a"].is_block_structured
-
-
 def least_size(rows: int, dim: int, num_columns: int, num_blocks: int = 2) -> Size:
     """What pays for so many columns of blocks of equal size, whose rows are all seen."""
     return Size(embedding_bytes=8 * (num_blocks + 1) + num_columns * (4 * rows // num_blocks + 2))
@@ -192,12 +183,6 @@ def test_what_stays_keeps_its_bits(dtype: torch.dtype) -> None:
     scheme = prune(model, blocks, counts, size=least_size(4, 6, 3))
     assert scheme.parameters == 6
     assert torch.equal(weight, before * (weight != 0))
-
-
-def test_a_weighted_collection_is_told() -> None:
-    model, blocks, counts = simple()
-    model = EmbeddingBagCollection(tables=model.embedding_bag_configs(), is_weighted=True)
-    assert drop_zeros_(model, blocks, counts).tables["a"].is_weighted
 
 
 def test_dropping_the_most_frequent_block_needs_no_id_remap() -> None:
@@ -237,20 +222,6 @@ def test_unmerged_models_are_refused() -> None:
     message = "FQN 'ebc': expected a merged, unsharded collection, got SoftSelectionEmbeddingBagCollection; call merge_"
     with pytest.raises(RuntimeError, match=message):
         drop_zeros_(prepared, blocks, counts)
-
-
-def test_collections_that_were_not_prepared_stay_as_they_are() -> None:
-    model = models.TwoCollections()
-    [movies] = local_shards(model.module["second"])
-    blocks = blocks_from_counts(models.counts(), models.tables("user", "genre"), num_blocks=3)
-    counts = models.counts().counts
-    counted = FrequencyCounts({name: counts[name] for name in ("user", "genre")}, {}, 40)
-    before = movies.weight.clone()
-    merged = merge_(prepare_(model, blocks, fqns=["first"]))
-    scheme = prune(merged, blocks, counted, size=Size(compression=2))
-    assert list(scheme.tables) == ["user", "genre"]
-    assert scheme.compression(FORM) >= 2
-    assert torch.equal(movies.weight, before)
 
 
 @pytest.mark.parametrize("sharding_type", SHARDING_TYPES)
@@ -391,13 +362,6 @@ def budget_buys_something(size: Size, blocks: RowBlocks) -> bool:
     return min(seen) <= budget.amount
 
 
-def test_a_compression_that_divides_exactly_is_met() -> None:
-    """6864 / 8.8 is 780, but 779.9999999999999 in floating point."""
-    assert 6864 / 8.8 < 780
-    blocks = blocks_of({"a": [1] * 1716}, {"a": 1}, num_blocks=1)
-    assert Budget.unchecked(Size(compression=8.8), blocks).amount >= 780 - 8 * 2
-
-
 def test_tables_that_training_never_looked_up_are_refused() -> None:
     with pytest.raises(ValueError, match="blocks: expected rows that training looked up, got none"):
         Budget.of(Size(embedding_bytes=10**6), blocks_of({"a": [0, 0]}, {"a": 4}))
@@ -423,22 +387,6 @@ def test_keep_within(items: list[tuple[float, int]], amount: float) -> None:
     assert not bool(kept[scores <= 0].any())
     assert amount - left <= float(costs[kept].sum()) <= max(amount, 0)  # no less spent than greedily, never too much
     assert sum(a != b for a, b in zip(kept.tolist(), expected, strict=True)) in (0, 2)
-
-
-@pytest.mark.parametrize(
-    ("compression", "embedding_bytes"),
-    [(None, None), (2, 3), (1, None), (math.nan, None), (math.inf, None), (None, 0), (None, -1)],
-)
-def test_malformed_sizes_are_refused(compression: float | None, embedding_bytes: int | None) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        Size(compression=compression, embedding_bytes=embedding_bytes)
-
-
-def test_a_dearer_column_takes_the_place_of_a_cheap_one_where_much_would_be_left() -> None:
-    scores, costs = torch.tensor([5.0, 4.0, 3.0, 2.0]), torch.tensor([10.0, 6.0, 6.0, 10.0])
-    kept = keep_within(scores, costs, 27.0)  # greedily 10 + 6 + 6, and 5 of 27 are left
-    assert kept.tolist() == [True, True, False, True]
-    assert keep_within(scores, costs, 22.5).tolist() == [True, True, True, False]  # 0.5 of 22.5 are less than 3 %
 
 
 def test_the_former_name_of_compression_is_taken() -> None:

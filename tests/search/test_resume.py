@@ -149,18 +149,6 @@ def test_phases_follow_each_other_and_go_back_to_their_best_epoch(
     assert history[4].alpha_mean < 1
 
 
-def test_a_phase_that_gets_better_ends_with_its_own_best_epoch(gloo, tmp_path: Path, monkeypatch) -> None:
-    scripted(monkeypatch, [0.4, 0.9, 0.8, 0.7, 0.6, 0.65])
-    run = Run(tmp_path, phases=(Phase(name="first", steps=10, patience=2), SECOND, THIRD))
-    run.loop.run()
-    assert [(own.best.epoch, own.best.loss) for own in run.loop.finished] == [(0, 0.4), (2, 0.8), (4, 0.6)]
-    assert run.loop.finished[-1].last_step == 10 + 13 + 25  # the last epoch is a short one
-    assert_same(run.now(), run.weights[4])
-    for phase in run.loop.finished:
-        assert CheckpointFolder(tmp_path).path_of(phase.best.step) == run.loop.checkpoint_of(phase)
-        assert (run.loop.checkpoint_of(phase) / "manifest.json").exists()
-
-
 def test_best_epochs_stay_and_others_go(gloo, tmp_path: Path, monkeypatch) -> None:
     scripted(monkeypatch, [0.5, 0.6, 0.9, 0.8, 0.75, 0.74])
     phases = (replace(FIRST, steps=20), SECOND, replace(THIRD, steps=12))
@@ -387,21 +375,6 @@ def test_steps_since_the_last_checkpoint_are_repeated_alike(gloo, tmp_path: Path
         outcome, losses = run(tmp_path, "adam", every=4, resume=True)
         assert losses == expected[lower:]
         assert_same_of_search_resume(outcome, whole)
-
-
-@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
-def test_a_search_whose_steps_are_done_ends_as_before(gloo, tmp_path: Path, optimizer: str) -> None:
-    """Its last step is the last one of an epoch of the data: the first attempt has read on, into the next one."""
-    whole, _ = run(tmp_path, optimizer, ramp_share=1.0)
-    assert whole.history[-1].step % 10 == 0
-    again, losses = run(tmp_path, optimizer, resume=True, ramp_share=1.0)
-    assert losses == []
-    assert_same_of_search_resume(again, whole)
-
-
-def test_without_resume_a_search_begins_anew(gloo, tmp_path: Path) -> None:
-    _, losses = run(tmp_path, "adam", stop_at=5)
-    assert run(tmp_path, "adam", stop_at=5)[1] == losses
 
 
 def test_resume_without_a_checkpoint_begins_the_search(gloo, tmp_path: Path) -> None:

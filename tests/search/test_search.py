@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -22,17 +21,15 @@ import dnis_torchrec as dnis
 from dnis_torchrec import export
 from dnis_torchrec.allocation.axes import rotation_groups, with_axes_
 from dnis_torchrec.allocation.bits import Prediction
-from dnis_torchrec.allocation.compress import compress, packed_collections
+from dnis_torchrec.allocation.compress import packed_collections
 from dnis_torchrec.allocation.held_out import LossSample, with_gains
 from dnis_torchrec.artifact.export import drop_in_
 from dnis_torchrec.artifact.verify import verify
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.codes import is_coded
 from dnis_torchrec.cli.commands import run_evaluate, run_export, run_search
-from dnis_torchrec.cli.run import _weights_in
 from dnis_torchrec.cli.settings import EvaluateCommand, ExportCommand
 from dnis_torchrec.data import over_ranks
-from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.over_ranks import count_training_data
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.task import TrainTask
@@ -40,7 +37,7 @@ from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
 from dnis_torchrec.search import search as one_call
 from dnis_torchrec.search import search as search_module
 from dnis_torchrec.search.prune import SizeOutOfReachError
-from dnis_torchrec.search.search import COMPRESSED, SEARCHED, SearchOutcome, SearchResult, _in_parts, search
+from dnis_torchrec.search.search import COMPRESSED, SEARCHED, SearchOutcome, SearchResult, search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.training import loop as search_loop
@@ -50,13 +47,11 @@ from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.loop import EpochRecord, SearchEvents, SearchInterrupted
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.settings import Saving
-from dnis_torchrec.training.weights import fill_
 from examples.models import FactorizationMachine
 from examples.paper.search import PaperSettings, search_as_published
 from tests import tiny
 from tests.reference import second_moment_reference
-from tests.search.test_resume import assert_same_of_search_resume as assert_same
-from tests.tiny import ROWS, OneOf, make_batch, make_collection, make_recipe, quick_search, read_late
+from tests.tiny import ROWS, make_batch, make_collection, make_recipe, quick_search, read_late
 
 CPU = torch.device("cpu")
 SIZE = 10.0
@@ -189,26 +184,6 @@ def test_scales_of_what_was_searched_learn_once_weights_have(
     assert [float(value) for value in higher.values()] == pytest.approx([0.5])
 
 
-def test_dense_weights_slow_down_behind_plain_training(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rates, set_rates = [], search_module.set_learning_rates_
-
-    def noting(*model_and_optimizer: object, **of_parts: float) -> None:
-        rates.append(of_parts)
-        set_rates(*model_and_optimizer, **of_parts)
-
-    monkeypatch.setattr(search_module, "set_learning_rates_", noting)
-    monkeypatch.setattr(search_module, "_Finishing", None)  # what it does is of no interest here
-    with pytest.raises(TypeError):
-        found_by(replace(make_recipe(), row_weights=("over_arch.model.1.bias",)), tmp_path)
-    assert rates == [{"tables": 0.01, "dense": 0.01 * search_module.DENSE_SHARE, "rows": 0.01}] * 2
-
-
-def test_a_size_that_bits_alone_lead_to_drops_no_column_before_the_end(gloo, tmp_path: Path) -> None:
-    outcome = search(make_recipe(), 4, tmp_path, CPU, settings=replace(SHORT, epochs=1))
-    assert {record.alpha_density for record in outcome.history} == {1.0}
-    assert outcome.scheme.compression(PACKED) >= 4
-
-
 @pytest.mark.parametrize("compression", [1, 0.5, float("nan")])
 def test_a_size_makes_tables_smaller(gloo, tmp_path: Path, compression: float) -> None:
     with pytest.raises(ValueError, match=f"^compression: expected a number above 1, got {compression}"):
@@ -277,15 +252,6 @@ def test_ids_and_bags_of_all_splits_are_looked_at_before_training(gloo, tmp_path
     counts = count_training_data(recipe.data, recipe.loss, table_configs(recipe.model))
     assert counts.max_bag_lengths["user"] == 3
     assert found_by(recipe, tmp_path).scheme.compression(PACKED) >= SIZE
-
-
-def test_no_rank_is_left_out_of_a_part() -> None:
-    """Two samples are one part for two ranks: two parts would be too small for both to step on."""
-    recipe = make_recipe()
-    batch = slice_of(recipe.data.validation.batches[0], 0, 2)
-    for number in range(2):
-        parts = _in_parts(replace(recipe.data, validation=[batch]), 2, OneOf(number, 2))
-        assert [part.labels.tolist() for part in parts] == [batch.labels[number : number + 1].tolist()]
 
 
 def bags_of(bags: dict[str, list[torch.Tensor]]) -> KeyedJaggedTensor:
@@ -383,69 +349,6 @@ def test_ramp_and_release_are_as_long_as_after_so_much_plain_training(
     assert [(phase.name, phase.steps) for phase in phases] == [("given", 10), ("ramp", 24), ("release", 80)]
 
 
-def test_a_long_epoch_is_not_gone_through(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_module, "GIVEN_STEPS", 4)
-    seen: list[int] = []
-    events = SearchEvents(on_epoch=lambda record: seen.append(record.step), should_stop=lambda: len(seen) == 2)
-    with pytest.raises(SearchInterrupted):
-        search(
-            make_recipe(),
-            10.0,
-            tmp_path,
-            CPU_OF_SEARCH_GIVEN,
-            settings=SHORT_OF_SEARCH_GIVEN,
-            trained_epochs=EPOCHS,
-            events=events,
-        )
-    assert seen == [4, 12]
-
-
-def test_an_interrupted_search_equals_an_uninterrupted_one(gloo, tmp_path: Path) -> None:
-    """Stopped while the weights stand still, and in the ramp. Whoever goes on needs the trained weights no more."""
-    whole, expected = found_by_of_search_given(make_recipe(), tmp_path / "whole")
-    seen: list[float] = []
-    for stop_at in (4, 12):
-        outcome, losses = found_by_of_search_given(
-            make_recipe(seed=len(seen)), tmp_path / "broken", stop_at=stop_at, resume=bool(seen)
-        )
-        assert outcome is None
-        seen += losses
-    outcome, losses = found_by_of_search_given(make_recipe(seed=5), tmp_path / "broken", resume=True)
-    assert seen + losses == expected
-    assert outcome is not None
-    assert whole is not None
-    assert_same(outcome, whole)
-    with pytest.raises(ValueError, match="expected one of a search with trained_epochs 3, got 2; resume with the"):
-        found_by_of_search_given(make_recipe(), tmp_path / "broken", trained_epochs=3, resume=True)
-
-
-def test_a_model_has_been_trained_for_an_epoch_or_more(gloo, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"^trained_epochs: expected an integer >= 1, got 0; None trains the model first"
-    ):
-        found_by_of_search_given(make_recipe(), tmp_path, trained_epochs=0)
-
-
-def test_what_a_checkpoint_holds_once_or_as_one_number_is_found(gloo, tmp_path: Path) -> None:
-    """A layer under two names, and a buffer of a single number."""
-
-    def model() -> nn.Module:
-        made = make_recipe().model
-        made.again = made.over_arch
-        made.register_buffer("seen", torch.tensor(3.0))
-        return with_axes_(made)
-
-    given, fresh = model(), model().requires_grad_(False)
-    before = {name: value.clone() for name, value in given.state_dict().items()}
-    found_by_of_search_given(replace(make_recipe(), model=given), tmp_path, stop_at=8)
-    stored = _weights_in(fresh, Path(CheckpointFolder(tmp_path).path_of(8)))
-    assert set(stored) == set(before)
-    for value in fresh.state_dict().values():
-        value.zero_()
-    fill_(fresh, stored)
-    assert all(torch.equal(value, before[name]) for name, value in fresh.state_dict().items())
-
-
 SHORT_OF_ONE_CALL = SearchSettings(num_blocks=3, epochs=2, patience=2)
 CPU_OF_ONE_CALL = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -528,15 +431,6 @@ def test_it_can_be_exported(found: SearchResult, tmp_path: Path) -> None:
     assert collection.embedding_bag_configs()[0].num_embeddings == ROWS["user"]
 
 
-def test_it_prints_as_a_few_lines_and_no_tensors(found: SearchResult) -> None:
-    lines = repr(found).splitlines()
-    assert str(found) == repr(found)
-    assert re.fullmatch(r"1\d\.\d\d times smaller: [\d,]+ bytes served; test auc 0\.\d{4}, loss 0\.\d{4}", lines[0])
-    assert [line.split(":")[0] for line in lines[-2:]] == ["  user", "  genre"]
-    assert not re.search("tensor|nan", repr(found))
-    assert "tensor" not in repr(found.outcome)
-
-
 def test_it_says_whether_the_search_gained_something(found: SearchResult) -> None:
     for origin, said in ((SEARCHED, False), (COMPRESSED, True)):
         of_origin = replace(found, outcome=replace(found.outcome, origin=origin))
@@ -613,23 +507,6 @@ def test_the_tables_of_its_group_keep_their_axes() -> None:
     model = with_axes_(genre_alone().model)
     assert [set(group.tables) for group in rotation_groups(model)] == [{"user", "genre"}]
     assert rotation_groups(model, [ALONE]) == []
-
-
-def test_compress_keeps_every_bit_of_a_table_left_alone() -> None:
-    recipe = genre_alone()
-    before = table(recipe.model).clone()
-    batches = recipe.data.train.batches
-    with pytest.raises(ValueError, match=r"expected at most [0-9.]+ for these tables") as told:
-        compress(genre_alone().model, batches, loss=recipe.loss, compression=100, leave_alone=[ALONE])
-    most = float(str(told.value).partition("at most ")[2].split()[0])
-    assert SIZE_OF_LEAVE_ALONE < most < DENSE / BYTES
-    found = compress(recipe.model, batches, loss=recipe.loss, compression=most, leave_alone=[ALONE])
-    assert found.compression >= most
-    assert found.scheme.tables[ALONE].bits.tolist() == [[32] * 8]
-    [served] = [module for module in recipe.model.modules() if type(module).__name__ == "PackedEmbeddingBagCollection"]
-    assert torch.equal(rows_of(served, ALONE), before)
-    with pytest.raises(ValueError, match=r"table of leave_alone 'gender': .* did you mean 'genre'"):
-        compress(genre_alone().model, batches, loss=recipe.loss, leave_alone=["gender"])
 
 
 def test_a_size_that_a_table_left_alone_does_not_leave_is_refused_before_training(gloo, tmp_path: Path) -> None:
