@@ -17,22 +17,22 @@ from matplotlib import pyplot
 
 PACKAGE = Path(__file__).parents[1] / "dnis_torchrec"
 SAID = {
-    "checks": "wording of errors",
     "ranks": "sums and errors over ranks",
+    "checks": "wording of errors",
     "blocks": "rows of similar frequency",
     "data": "recipes, batches, files",
     "ops": "select and packed lookup",
     "scheme": "what is retained",
+    "report": "rows and a page",
     "selection": "alpha, wrapper, sharding",
     "serving": "modules that look up",
-    "report": "rows and a page",
     "allocation": "what columns are worth",
     "training": "shard, train, evaluate",
     "artifact": "write, load, verify",
     "search": "both levels, ramp, pruning",
     "cli": "dnis",
 }
-"""Room -> its content, in a few words."""
+"""Room -> its content, in a few words; rooms of a floor stand in this order."""
 
 
 def imports_between_rooms() -> dict[str, set[str]]:
@@ -101,22 +101,22 @@ def draw(path: Path) -> None:
     imports = imports_between_rooms()
     floor_of = floors(imports)
     rows: list[list[str]] = [[] for _ in range(max(floor_of.values()) + 1)]
-    for room in sorted(imports):
+    for room in sorted(imports, key=list(SAID).index):
         rows[floor_of[room]].append(room)
     figure, axis = pyplot.subplots(figsize=(9, 1.05 * len(rows)))
     places = {
-        room: ((column + 0.5) / len(row), -floor) for floor, row in enumerate(rows) for column, room in enumerate(row)
+        room: ((column + 0.5) / len(row), floor) for floor, row in enumerate(rows) for column, room in enumerate(row)
     }
     for room, target in needed_arrows(imports):
         (x, y), (to_x, to_y) = places[room], places[target]
         style = {"arrowstyle": "-|>", "color": "#8a8f98", "linewidth": 1.1, "shrinkA": 0, "shrinkB": 0}
-        axis.annotate("", xy=(to_x, to_y - 0.3), xytext=(x, y + 0.3), arrowprops=style, zorder=1)
+        axis.annotate("", xy=(to_x, to_y + 0.3), xytext=(x, y - 0.3), arrowprops=style, zorder=1)
     for room, (x, y) in places.items():
         box = {"boxstyle": "round,pad=0.45", "facecolor": "#eef3fb", "edgecolor": "#3b6ea8"}
         label = f"{room}\n{SAID.get(room, '')}"
         axis.text(x, y, label, ha="center", va="center", fontsize=9, bbox=box, zorder=2, linespacing=1.25)
     axis.set_xlim(0, 1)
-    axis.set_ylim(-len(rows) + 0.4, 0.6)
+    axis.set_ylim(-0.6, len(rows) - 0.4)
     axis.axis("off")
     figure.savefig(path, dpi=130, bbox_inches="tight")
     pyplot.close(figure)
