@@ -5,8 +5,8 @@
 The text is generated: a label, 13 integers, 26 hexadecimal categories with the vocabulary sizes of Criteo Kaggle (at
 most 200,000 of each are written) and Zipf's law, a tenth of all fields missing. Everything runs in one process on one
 thread, and time is that process's CPU time, so that other programs on the machine disturb less. Batches are TorchRec's
-(KeyedJaggedTensors of int64), shuffled or not, all samples or the training part of a split. Files are in the page cache:
-a slower disk is the bound.
+(KeyedJaggedTensors of int64), shuffled or not, all samples or the training part of a split. Files are in the page
+cache: a slower disk is the bound.
 """
 
 from __future__ import annotations

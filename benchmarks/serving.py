@@ -319,7 +319,7 @@ def check_equal(case: Case) -> None:
     batch = KeyedJaggedTensor(keys=keys, values=draw_ids(case, 16, 3), lengths=torch.full((16 * len(keys),), 3))
     batch = batch.to(case.device)
     expected = dense_collection(case)(batch).values()
-    for form, module in case.forms.items():
+    for _form, module in case.forms.items():
         torch.testing.assert_close(module(batch).values(), expected, rtol=1e-5, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Kernels in Triton's language, run on numpy, or compiled for an H100: what they compute and what their assembly holds."""
+"""Triton kernels run on numpy: a stand-in for what they use of triton, one program after the other."""
 
 from __future__ import annotations
 

@@ -280,7 +280,9 @@ def _fault(value: Any, kind: Any, field: str) -> _Fault | None:
             kinds = list(arguments)
         if len(kinds) != len(value):
             return field, f"a list of {len(kinds)}", _Plain(f"one of {len(value)}")
-        return _first(_fault(*pair, f"{field}[{i}]") for i, pair in enumerate(zip(value, kinds)))
+        return _first(
+            _fault(*pair, f"{field}[{i}]") for i, pair in enumerate(zip(value, kinds, strict=False))
+        )
     if origin in (dict, Mapping) or is_typeddict(kind) or is_dataclass(kind):
         if not isinstance(value, dict):
             return field, "an object", value

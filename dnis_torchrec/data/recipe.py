@@ -139,8 +139,8 @@ class Recipe:
             does; or as the task calls it.
         data: the four splits: train, validation, selection and test.
         loss: ``nn.MSELoss()`` or ``nn.BCEWithLogitsLoss()``, called with (predictions, labels),
-            both ``(B,)``; or a `Task`, for several outputs, labels or losses, or weights of samples:
-            how a batch becomes a loss, and what the model is judged by.
+            both ``(B,)``; or a `Task`, for several outputs, labels or losses, or weights of
+            samples: how a batch becomes a loss, and what the model is judged by.
         stop_on: metric of the selection split that early stopping and every other choice goes by,
             ``"loss"`` or one of the task's, such as ``"auc"`` or ``"click_auc"``.
         table_optimizer: how tables learn: ``"adam"`` (dense compute kernel) or

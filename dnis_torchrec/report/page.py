@@ -145,7 +145,7 @@ def loss_increase(frame: pd.DataFrame) -> go.Figure:
 def history(epochs: Sequence[Mapping[str, Any]]) -> go.Figure:
     """Training and selection loss over the epochs, phase by phase."""
     frame = pd.DataFrame(list(epochs))
-    x = frame["epoch"] if "epoch" in frame else frame.index
+    x = frame.get("epoch", frame.index)
     figure = go.Figure()
     for name, column, style in (
         ("training loss", "train_loss", (GREY, "square")),

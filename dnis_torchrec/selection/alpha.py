@@ -179,8 +179,8 @@ def select_per_sample(sums: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
 
 
 def select_per_block(sums: Tensor, alpha: Tensor) -> Tensor:
-    """Soft selection of a multi-hot feature, a sum for every block: ``sum over s of alpha[s] * sums[:,
-    s]``."""
+    """Soft selection of a multi-hot feature, a sum for every block: ``sum over s of alpha[s] *
+    sums[:, s]``."""
     return _SelectBlocks.apply(sums, alpha)
 
 

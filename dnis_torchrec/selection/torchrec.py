@@ -195,7 +195,7 @@ class FeaturesByName:
     def __call__(self, ctx: Any, features: KeyedJaggedTensor | TensorDict) -> Any:
         """Begins the input_dist."""
         if isinstance(features, TensorDict):
-            names = self._names or [str(key) for key in features.keys()]
+            names = self._names or [str(key) for key in features]
             features = maybe_td_to_kjt(features, names)
         if not self._names:
             self._note_names(features.keys())
@@ -629,7 +629,8 @@ def _unlock(kernel: SplitTableBatchedEmbeddingBagsCodegen, locations: list[Tenso
 # Forward passes that no training step has
 # Reason: FBGEMM's fused kernels count their forward passes in training mode, whether or not a
 #   backward pass follows; optimizers with bias correction take the count for that of steps.
-# Upstream: https://github.com/pytorch/FBGEMM/blob/v1.8.0/fbgemm_gpu/fbgemm_gpu/split_table_batched_embeddings_ops_training.py
+# Upstream:
+# https://github.com/pytorch/FBGEMM/blob/v1.8.0/fbgemm_gpu/fbgemm_gpu/split_table_batched_embeddings_ops_training.py
 # Ends: not planned.
 # --------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.pipeline_context import PrefetchTrainPipelineContext
 from torchrec.distributed.train_pipeline.runtime_forwards import PrefetchPipelinedForward
-from torchrec.distributed.train_pipeline.utils import _wait_for_batch as wait_for_batch  # noqa: F401
+from torchrec.distributed.train_pipeline.utils import _wait_for_batch as wait_for_batch
 from torchrec.distributed.utils import modify_input_for_feature_processor
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -157,7 +157,8 @@ def remapped(model: nn.Module, features: KeyedJaggedTensor) -> KeyedJaggedTensor
                 bags |= dict(zip(names, rows, strict=True))
     of_keys = [bags[key] for key in list(features.keys())]
     values, lengths = (
-        [part() for part in parts] for parts in zip(*((b.values, b.lengths) for b in of_keys))
+        [part() for part in parts]
+        for parts in zip(*((b.values, b.lengths) for b in of_keys), strict=False)
     )
     return KeyedJaggedTensor(features.keys(), torch.cat(values), lengths=torch.cat(lengths))
 

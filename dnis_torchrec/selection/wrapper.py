@@ -587,4 +587,4 @@ def _check_on_cpu(output: PooledFeature, ids: Tensor, lengths: Tensor) -> None:
     lowest, highest = (int(bound) for bound in torch.aminmax(ids))
     last, bad = output.num_embeddings - 1, lowest if lowest < 0 else highest
     remedy = "hash the ids into the table, or raise its num_embeddings"
-    check(0 <= lowest and highest <= last, place, f"ids in 0..{last}", bad, remedy)
+    check(lowest >= 0 and highest <= last, place, f"ids in 0..{last}", bad, remedy)

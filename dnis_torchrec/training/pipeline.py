@@ -163,8 +163,8 @@ class FiniteGuard:
         return flags
 
     def _stop_for_loss(self, place: str, values: Tensor) -> None:
-        """Raises if a rank's loss is not finite; `values` holds the flags of ranks, if several, then
-        this one's loss."""
+        """Raises if a rank's loss is not finite; `values` holds the flags of ranks, if several,
+        then this one's loss."""
         num_flags = self._num_flags
         loss = values[num_flags:]
         flags = values[:num_flags] if num_flags else ~torch.isfinite(loss).all().view(1)

@@ -14,7 +14,7 @@ from dnis_torchrec.blocks.counts import FrequencyCounts
 from examples.paper.search import Epoch
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib import pyplot as plt
 
 
 def draw_frequencies(counts: FrequencyCounts, path: Path) -> None:

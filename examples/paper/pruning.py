@@ -1,4 +1,5 @@
-"""Pruning value by value (paper, eq. 7: ``|E~| < eps -> 0``), with eps as a size wants it, and training on under a mask."""
+"""Pruning value by value (paper, eq. 7: ``|E~| < eps -> 0``), with eps as a size wants it, and training on under a
+mask."""
 
 from __future__ import annotations
 

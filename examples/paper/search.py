@@ -2,8 +2,8 @@
 
     min over alpha of L_validation(Theta*(alpha), alpha),   Theta* = argmin over Theta of L_train(Theta, alpha)
 
-Weights learn by Adam on training batches, alpha by a normalised gradient step on validation batches (paper, eq. 5 to 8),
-at Theta for Theta* (first order) or through one unrolled step of Theta. In plain PyTorch, on one device.
+Weights learn by Adam on training batches, alpha by a normalised gradient step on validation batches (paper, eq. 5 to
+8), at Theta for Theta* (first order) or through one unrolled step of Theta. In plain PyTorch, on one device.
 """
 
 from __future__ import annotations

@@ -494,7 +494,7 @@ def test_the_card_says_tables_bytes_metrics_and_origin(tmp_path: Path) -> None:
         assert row[5:] == ["11.8, 1.8, 0.0", f"{table.served_bytes('packed'):,}"]
     assert f"{scheme.compression('packed'):.2f} times smaller: {scheme.served_bytes('packed'):,} bytes" in card
     origin = rows_below("Where it comes from", card)
-    assert [["recipe", "shop:recipe"], ["seed", "3"]] == origin[:2]
+    assert origin[:2] == [["recipe", "shop:recipe"], ["seed", "3"]]
     assert ["auc", "0.8125"] in origin
 
 

@@ -222,7 +222,7 @@ def test_a_package_answers_as_the_model_does(compressed: tuple[Path, Results], t
     monkeypatch.setattr(commands, "write_package", lambda model, *args, **more: calls.append((model, args, more)))
     done = dnis("package", compressed[0] / "x2", "--recipe", DEMO, "--out", tmp_path / "package")
     assert done.returncode == 0, done.stderr
-    ((model, (batch, out), more),) = calls
+    ((model, (batch, out), _more),) = calls
     assert out == tmp_path / "package"
     assert model(dense_features=batch.dense_features, sparse_features=batch.sparse_features).isfinite().all()
 

@@ -1,4 +1,4 @@
-"""Results: the JSON file, the frame, the sentence, the terminal's table and the page, against what is counted by hand."""
+"""Results: the JSON file, the frame, the sentence, the table and the page, against what is counted by hand."""
 
 from __future__ import annotations
 

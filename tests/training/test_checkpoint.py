@@ -1,4 +1,5 @@
-"""Checkpoints of a whole run: complete or absent, bit by bit, in any sharding; tensors in files, of which nothing is run."""
+"""Checkpoints of a whole run: complete or absent, bit by bit, in any sharding; tensors in files, of which nothing is
+run."""
 
 from __future__ import annotations
 
