@@ -251,7 +251,8 @@ FromOption = Annotated[
         "--from",
         metavar="RUN_OR_WEIGHTS",
         help="The trained model: what `dnis train` or `dnis search` wrote; or weights, a "
-        ".safetensors file, or a state_dict of torch.save; or a URL.",
+        ".safetensors file, a state_dict of torch.save, or a folder of "
+        "torch.distributed.checkpoint; or a URL.",
         **READ,
     ),
 ]

@@ -3,11 +3,15 @@ unpickled."""
 
 from __future__ import annotations
 
+import pickletools
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -25,11 +29,12 @@ from dnis_torchrec.selection.shards import (
     table_configs_of,
     tables_under,
 )
-from dnis_torchrec.selection.torchrec import ShardedTensor, writing_to_tables
+from dnis_torchrec.selection.torchrec import ShardedTensor, file_view, writing_to_tables
 from dnis_torchrec.training.checkpoint import (
     CheckpointFolder,
     CheckpointWriteError,
     Manifest,
+    StoredChunk,
     StoredTensor,
     write_checkpoint,
 )
@@ -184,10 +189,9 @@ def weights_for_(model: nn.Module, path: Path) -> dict[str, StoredTensor]:
 def _state(path: Path) -> Mapping[str, StoredTensor]:
     """All tensors of a file by name, those of dicts within dicts joined by dots."""
     place = f"weights {path}"
-    is_folder = path.is_dir()
-    remedy = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch makes one of it"
-    received = "a folder" if is_folder else "none"
-    check(path.is_file(), place, "a file", received, remedy if is_folder else "")
+    if path.is_dir():
+        return distributed_checkpoint(path)
+    check(path.is_file(), place, "a file", "none")
     try:
         if path.suffix == ".safetensors":
             content = load_file(path)
@@ -229,3 +233,155 @@ def _behind_prefix(
         default="",
     )
     return {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
+
+
+# Folders of torch.distributed.checkpoint, whose metadata is a pickle, here walked through
+
+
+@dataclass(eq=False)
+class _Record:
+    """A call that a pickle would make: of a class, or of a function."""
+
+    what: str
+    arguments: Any
+    state: Any = None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.state.get(name)
+
+
+def distributed_checkpoint(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint, read as they are asked for; what is no tensor is passed over."""
+    place, file = f"checkpoint {folder}", folder / ".metadata"
+    check(file.is_file() and not file.is_symlink(), place, "a plain file .metadata", "none")
+    try:
+        metadata = _walk(file.read_bytes())
+        return _tensors(metadata, folder)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        requirement = "metadata of torch.distributed.checkpoint"
+        cause, remedy = str(error) or type(error).__name__, "save it as a .safetensors file"
+        raise ValueError(describe(place, requirement, cause, remedy)) from error
+
+
+def _tensors(metadata: _Record, folder: Path) -> dict[str, StoredTensor]:
+    files: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
+    for index, info in metadata["storage_data"].items():
+        if info["transform_descriptors"]:
+            raise ValueError(f"chunks of {index['fqn']!r} that are compressed")
+        first = () if index["offset"] is None else _numbers(index["offset"])
+        begin, length = _numbers((info["offset"], info["length"]))
+        files[str(index["fqn"]), first] = str(info["relative_path"]), begin, length
+    tensors = {}
+    for name, entry in metadata["state_dict_metadata"].items():
+        if entry.what.endswith(".TensorStorageMetadata"):
+            place, shape = f"checkpoint {folder}, {name}", _numbers(entry["size"])
+            chunks = []
+            for chunk in entry["chunks"]:
+                first, size = _numbers(chunk["offsets"]), _numbers(chunk["sizes"])
+                if any(at + n > whole for at, n, whole in zip(first, size, shape, strict=True)):
+                    raise ValueError(f"a chunk of {name!r} that ends outside of {shape}")
+                read = partial(_open, folder, place, size, *files[str(name), first])
+                chunks.append(StoredChunk(first, size, read))
+            tensors[str(name)] = StoredTensor(place, shape, tuple(chunks))
+    return tensors
+
+
+def _open(
+    folder: Path, place: str, shape: tuple[int, ...], name: str, first_byte: int, num_bytes: int
+) -> Tensor:
+    """Reads a chunk; torch's loader, which is given no storage, says where in it the values
+    stand."""
+    file = folder / name
+    is_inside = Path(name).name == name and file.is_file() and not file.is_symlink()
+    check(is_inside, place, "plain files of the folder", repr(name), "copy all files of it")
+    requirement, remedy = f"a tensor at byte {first_byte} of {name!r}", "it was damaged"
+    try:
+        with file.open("rb") as stream:
+            view = cast(IO[bytes], file_view(stream, first_byte, num_bytes))
+            tensor = torch.load(view, map_location="meta", weights_only=True)
+        size, first = tensor.element_size(), tensor.untyped_storage()._checkpoint_offset
+        # Private to this process: torch takes no memory that must not be written.
+        content = np.memmap(file, np.uint8, "c", first_byte, (num_bytes,))
+        values = torch.from_numpy(content[first : first + tensor.untyped_storage().nbytes()])
+        strides = (*(size * stride for stride in tensor.stride()), 1)
+        parts = values.as_strided((*tensor.shape, size), strides, size * tensor.storage_offset())
+    except Exception as error:  # of damaged bytes torch says so in many ways
+        raise ValueError(describe(place, requirement, type(error).__name__, remedy)) from error
+    is_whole = tuple(tensor.shape) == shape
+    check(is_whole, place, f"a tensor of shape {shape}", tuple(tensor.shape), remedy)
+    # Values may begin at any byte of the file: a copy is aligned.
+    return parts.clone(memory_format=torch.contiguous_format).view(tensor.dtype).squeeze(-1)
+
+
+def _numbers(size: Any) -> tuple[int, ...]:
+    """A torch.Size that was never made, or a tuple."""
+    numbers = size.arguments[0] if isinstance(size, _Record) else size
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"sizes that are none: {numbers}")
+    return tuple(numbers)
+
+
+_CONSTANTS: dict[str, Any] = {"NEWTRUE": True, "NEWFALSE": False, "NONE": None, "EMPTY_TUPLE": ()}
+_TEXTS = ("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE")
+_NUMBERS = ("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "INT", "BINFLOAT")
+_MARK = object()
+
+
+def _walk(content: bytes) -> _Record:
+    """Reads a pickle as records of what it would make: nothing is looked up, nothing is called."""
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+    for opcode, argument, _ in pickletools.genops(content):
+        name = opcode.name
+        if name in _CONSTANTS:
+            stack.append(_CONSTANTS[name])
+        elif name in _TEXTS or name in _NUMBERS:
+            stack.append(argument)
+        elif name in ("MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT"):
+            memo[len(memo) if argument is None else int(argument)] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET", "GET"):
+            stack.append(memo[int(argument)])
+        else:
+            _step(name, argument, stack)
+    (root,) = stack
+    if not isinstance(root, _Record) or not root.what.endswith(".Metadata"):
+        raise ValueError("another object")
+    return root
+
+
+def _step(name: str, argument: Any, stack: list[Any]) -> None:
+    """Takes an opcode that makes a value, or changes one."""
+    match name:
+        case "GLOBAL":
+            stack.append(argument.replace(" ", "."))
+        case "STACK_GLOBAL":
+            stack[-2:] = [f"{stack[-2]}.{stack[-1]}"]
+        case "NEWOBJ" | "REDUCE":
+            stack[-2:] = [_Record(*stack[-2:])]
+        case "BUILD":
+            state = stack.pop()
+            stack[-1].state = state
+        case "MARK" | "EMPTY_DICT" | "EMPTY_LIST":
+            stack.append({"MARK": _MARK, "EMPTY_DICT": {}, "EMPTY_LIST": []}[name])
+        case "TUPLE1" | "TUPLE2" | "TUPLE3":
+            size = int(name[-1])
+            stack[-size:] = [tuple(stack[-size:])]
+        case "TUPLE":
+            stack.append(tuple(_since_mark(stack)))
+        case "APPEND" | "APPENDS":
+            values = [stack.pop()] if name == "APPEND" else _since_mark(stack)
+            stack[-1].extend(values)
+        case "SETITEM" | "SETITEMS":
+            values = [stack.pop(), stack.pop()][::-1] if name == "SETITEM" else _since_mark(stack)
+            stack[-1].update(zip(values[::2], values[1::2], strict=True))
+        case "PROTO" | "FRAME" | "STOP":
+            pass
+        case _:
+            raise ValueError(f"the opcode {name}")
+
+
+def _since_mark(stack: list[Any]) -> Sequence[Any]:
+    values: list[Any] = []
+    while (value := stack.pop()) is not _MARK:
+        values.append(value)
+    return values[::-1]

@@ -7,7 +7,10 @@ import dataclasses
 import errno
 import itertools
 import json
+import pickletools
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint import save as save_distributed
 
 from dnis_torchrec.data.urls import Address, file_names, path_in, put_file, read_bytes, remove_file
 from dnis_torchrec.ranks import Ranks
@@ -43,7 +47,13 @@ from dnis_torchrec.training.state import (
     snapshot,
     take_,
 )
-from dnis_torchrec.training.weights import has_written_model, remove_model, write_model, written_model
+from dnis_torchrec.training.weights import (
+    distributed_checkpoint,
+    has_written_model,
+    remove_model,
+    write_model,
+    written_model,
+)
 from tests.models import (
     MODELS,
     SHARDING_TYPES,
@@ -423,3 +433,93 @@ def test_the_model_of_a_run_is_put_together(gloo, tmp_path: Path) -> None:
     remove_model(tmp_path)
     assert not has_written_model(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+STATE = {
+    "weight": torch.arange(12.0).view(4, 3),
+    "scale": torch.tensor(2.0),
+    "ids": torch.tensor([3, 1], dtype=torch.int32),
+}
+
+
+def save(folder: Path) -> Path:
+    save_distributed({"model": STATE, "epoch": 3, "optimizer": [torch.ones(2)]}, checkpoint_id=folder)
+    return folder
+
+
+def test_tensors_are_read_back_with_their_names_and_dtypes(gloo, tmp_path: Path) -> None:
+    found = distributed_checkpoint(save(tmp_path / "saved"))
+    assert sorted(found) == ["model.ids", "model.scale", "model.weight", "optimizer.0"]
+    for name, value in STATE.items():
+        torch.testing.assert_close(found[f"model.{name}"].whole(), value, rtol=0, atol=0)
+
+
+def test_strides_and_halves_are_read_as_they_were_saved(gloo, tmp_path: Path) -> None:
+    """Of a view of a larger tensor, of a turned one, and of one whose first byte is at no multiple of its size."""
+    large = torch.arange(60.0).view(6, 10)
+    state = {"ids": torch.ones(3).bool(), "turned": large.T, "view": large[2:5, 3:7].bfloat16(), "row": large[1]}
+    save_distributed(state, checkpoint_id=tmp_path / "saved")
+    found = distributed_checkpoint(tmp_path / "saved")
+    for name, value in state.items():
+        torch.testing.assert_close(found[name].whole(), value, rtol=0, atol=0)
+
+
+def test_a_tensor_with_holes_is_refused(gloo, tmp_path: Path) -> None:
+    found = distributed_checkpoint(save(tmp_path / "saved"))
+    larger = replace(found["model.weight"], shape=(5, 3))
+    with pytest.raises(ValueError, match=r"model\.weight: expected chunks of 15 values, got 12; copy all files of it"):
+        larger.whole()
+
+
+def with_code(folder: Path) -> None:
+    """Metadata that, unpickled, would make a folder."""
+    path = str(folder / "made").encode()
+    called = b"\x80\x02cos\nmkdir\nX" + len(path).to_bytes(4, "little") + path + b"\x85R."
+    assert [opcode.name for opcode, _, _ in pickletools.genops(called)][-2:] == ["REDUCE", "STOP"]
+    (folder / ".metadata").write_bytes(called)
+
+
+def cut(folder: Path) -> None:
+    content = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(content[: len(content) // 2])
+
+
+def emptied(folder: Path) -> None:
+    for file in folder.glob("*.distcp"):
+        file.write_bytes(b"")
+
+
+def linked(folder: Path) -> None:
+    for file in folder.glob("*.distcp"):
+        file.rename(folder.parent / file.name)
+        file.symlink_to(folder.parent / file.name)
+
+
+def renamed(name: bytes, to: bytes) -> Callable[[Path], None]:
+    def rename(folder: Path) -> None:
+        content = (folder / ".metadata").read_bytes()
+        assert name in content
+        (folder / ".metadata").write_bytes(content.replace(name, to))
+
+    return rename
+
+
+@pytest.mark.parametrize(
+    ("damage", "place"),
+    [
+        (with_code, "another object"),
+        (cut, "metadata"),
+        (emptied, r"model\.weight.*__0_0\.distcp"),
+        (linked, r"model\.weight.*__0_0\.distcp"),
+        (renamed(b"__0_0.distcp", b"../../passwd"), r"model\.weight.*\.\./\.\./passwd"),
+        (lambda folder: (folder / ".metadata").unlink(), r"\.metadata"),
+    ],
+)
+def test_what_was_damaged_or_made_to_harm_is_refused(
+    gloo, tmp_path: Path, damage: Callable[[Path], None], place: str
+) -> None:
+    folder = save(tmp_path / "saved")
+    damage(folder)
+    with pytest.raises(ValueError, match=f"^checkpoint {folder}.*{place}"):
+        distributed_checkpoint(folder)["model.weight"].whole()
+    assert not (folder / "made").exists()
