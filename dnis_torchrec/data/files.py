@@ -211,7 +211,7 @@ def parse_json(content: bytes | str, kind: type[_T], place: str, *, remedy: str 
     except ValueError as error:
         raise ValueError(describe(place, "JSON", str(error), remedy)) from error
     conform(value, kind, place, remedy=remedy)
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _refuse(name: str) -> NoReturn:
@@ -268,7 +268,7 @@ def _fault(value: Any, kind: Any, field: str) -> _Fault | None:
         return None
     if origin in (Union, types.UnionType):
         faults = [_fault(value, one, field) for one in arguments]
-        return None if None in faults else max(faults, key=lambda fault: len(fault[0]))  # type: ignore[index, arg-type]
+        return None if None in faults else max(faults, key=lambda fault: len(fault[0]))  # type: ignore[index]
     if origin is Annotated:
         is_enough = _is_plain(value, int) and value >= arguments[1]
         return None if is_enough else (field, f"an integer >= {arguments[1]}", value)

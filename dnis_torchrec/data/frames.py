@@ -202,7 +202,8 @@ def _check_names(label: Hashable, dense: list[Hashable], features: list[str]) ->
     for name in features:
         is_fit = isinstance(name, str) and name != "" and "." not in name
         check(is_fit, f"column {name!r}", requirement, repr(name), remedy)
-    for kind, names in (("ids and bags", features), ("dense", dense)):
+    groups: dict[str, list[Any]] = {"ids and bags": list(features), "dense": list(dense)}
+    for kind, names in groups.items():
         twice = [name for name in names if names.count(name) > 1]
         check(not twice, f"{kind} columns", "every column once", repr(twice[:1])[1:-1])
     is_apart = label not in (*dense, *features)
@@ -409,7 +410,13 @@ def recipe_from_frame(
     check_known("model", model, MODELS)
     dim = EMBEDDING_DIM if embedding_dim is None else embedding_dim
     check(dim >= 1, "embedding_dim", "an integer >= 1", dim)
-    columns = {"label": label, "dense": dense, "ids": ids, "bags": bags, "time": time}
+    columns: dict[str, Any] = {
+        "label": label,
+        "dense": dense,
+        "ids": ids,
+        "bags": bags,
+        "time": time,
+    }
     data = DataSplits.from_frame(frame, **columns, batch_size=batch_size, seed=seed)
     encoder = data.encoder
     with torch.random.fork_rng(devices=[]):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
@@ -364,7 +364,9 @@ class FileBatches:
         starts = bounds[first_window * order.window_batches :: order.window_batches]
         windows = self._windows(order, epoch, [*starts, bounds[-1]])
         for window, samples in enumerate(windows, start=first_window):
-            rows = torch.from_numpy(order.permutation(epoch, window, len(samples["labels"])))
+            rows = torch.from_numpy(
+                order.permutation(epoch, window, len(cast(Tensor, samples["labels"])))
+            )
             begin = window * order.window_batches
             ends = bounds[begin : begin + order.window_batches + 1]
             for start, end in list(pairwise((ends - ends[0]).tolist()))[skip:]:
@@ -384,10 +386,10 @@ class FileBatches:
             for part in self._samples.read(index, self._part, first, last)
         )
         for begin, end in pairwise(bounds):
-            while sum(len(part["labels"]) for part in waiting) < end - begin:
+            while sum(len(cast(Tensor, part["labels"])) for part in waiting) < end - begin:
                 waiting.append(next(parts))
             samples = _joined(waiting)
-            rows = torch.arange(len(samples["labels"]))
+            rows = torch.arange(len(cast(Tensor, samples["labels"])))
             waiting = [_select(samples, rows[end - begin :])]
             yield _select(samples, rows[: end - begin])
 
@@ -515,7 +517,7 @@ def _samples_of(
     else:  # which pyarrow does not take rows of
         whole = _samples_of(table, schema, at, np.arange(table.num_rows))
         return _select(whole, torch.from_numpy(rows))
-    here = lambda number: at(rows[number])  # noqa: E731
+    here = lambda number: at(int(rows[number]))  # noqa: E731
     labels = _numbers(table[schema.label], schema.label, here, math.nan)
     dense = [_numbers(table[name], name, here, 0) for name in schema.dense]
     values = np.stack(dense, axis=1) if dense else np.empty((len(labels), 0), np.float32)

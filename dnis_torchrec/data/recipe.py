@@ -222,7 +222,8 @@ def errors_of_recipe(spec: str) -> Iterator[None]:
     except RecipeError:
         raise
     except (Exception, SystemExit) as error:
-        place, reasons, current = f"recipe {spec!r}", [], error
+        place, reasons = f"recipe {spec!r}", list[str]()
+        current: BaseException | None = error
         while current is not None and len(reasons) < 10:
             text = current.msg if isinstance(current, SyntaxError) else str(current)
             if isinstance(current, ValueError) and text.startswith(place):  # it says so itself

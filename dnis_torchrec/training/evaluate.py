@@ -76,8 +76,8 @@ def evaluate(
     if not math.isfinite(total[LOSS]):
         raise NonFiniteError(describe(_PLACE, "finite predictions", "nan or inf", REMEDY))
     for name, of_name in metrics_of.items():
-        values = {metric: float(value) for metric, value in of_name.compute().items()}
-        finite = {metric: value for metric, value in values.items() if not math.isnan(value)}
+        all_values = {metric: float(value) for metric, value in of_name.compute().items()}
+        finite = {metric: value for metric, value in all_values.items() if not math.isnan(value)}
         total |= {metric_name(name, metric): value for metric, value in finite.items()}
     return total
 
@@ -129,6 +129,14 @@ class ClickMetrics(_Sums):
     torchrec.metrics; and the mean cross entropy of logits, exact however large they are. NaN where
     one is not defined."""
 
+    chances: list[Tensor]
+    positives: list[Tensor]
+    negatives: list[Tensor]
+    pos_labels: Tensor
+    neg_labels: Tensor
+    logit_cross_entropy: Tensor
+    weighted_num_samples: Tensor
+
     def __init__(self) -> None:
         super().__init__(
             *("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels"),
@@ -177,6 +185,9 @@ class ClickMetrics(_Sums):
 
 class SquaredError(_Sums):
     """Mean squared error, weighted, as in torchrec.metrics."""
+
+    error_sum: Tensor
+    weighted_num_samples: Tensor
 
     def __init__(self) -> None:
         super().__init__("error_sum", "weighted_num_samples")

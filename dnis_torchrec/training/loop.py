@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 import torch
 import torch.distributed as dist
@@ -186,7 +186,7 @@ class TrainLoop:
     def announce(self, phase: Phase, done: int = 0) -> None:
         """Tells who listens that a phase begins; one behind the plan's own is not told of its
         steps."""
-        self._events.on_phase(phase, done, self._steps_per_epoch)
+        self._events.on_phase(phase, done, int(self._steps_per_epoch))
 
     def _run_phases(self) -> None:
         while (phase := self._plan.phase_after(self.finished)) is not None:
@@ -338,7 +338,7 @@ class ResumableLoop(TrainLoop):
         with CheckpointSaver(self._folder) as self._saver:
             self._run_phases()
         self._pipeline.detach()
-        self._stream.leave()
+        cast(Any, self._stream).leave()
 
     def stop_if_requested(self) -> None:
         """To be called after every step that is taken behind the last phase, of which nothing is
@@ -392,13 +392,13 @@ class ResumableLoop(TrainLoop):
             "epoch": self._epoch,
             "is_over": self._is_over,
             # JSON has no infinity: a best epoch that is not there is left out.
-            "best": asdict(self._best) if self._best.step >= 0 else None,
-            "finished": [asdict(phase) for phase in self.finished],
+            "best": cast(Best, asdict(self._best)) if self._best.step >= 0 else None,
+            "finished": [cast(FinishedPhase, asdict(phase)) for phase in self.finished],
             "seconds": self.seconds_before + time.monotonic() - self._begin,
             "steps_per_epoch": int(self._steps_per_epoch),
             "data": self._data,
             "configuration": self._configuration,
-            "history": [asdict(record) for record in self.history],
+            "history": [cast(EpochRecord, asdict(record)) for record in self.history],
         }
         whole = TrainingState(
             tensors={**state.tensors, f"rank{rank_of()}/losses": PlacedTensor.of(self._losses)},

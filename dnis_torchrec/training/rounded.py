@@ -96,8 +96,8 @@ class RoundedTables(HeldTables):
         }
         self._take_codes_()
         with writing_to_tables(model), torch.no_grad():
-            for shard in self._shards:
-                shard.round_()
+            for latent_shard in self._shards:
+                latent_shard.round_()
         self._fused = _fused_lookups(model, self._shards)
         in_kernels = {shard for lookup in self._fused for shard in lookup.shards}
         frozen = {table for module in modules for table in frozen_tables_of(module)}

@@ -340,7 +340,7 @@ def _walk(content: bytes) -> _Record:
         elif name in ("MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT"):
             memo[len(memo) if argument is None else int(argument)] = stack[-1]
         elif name in ("BINGET", "LONG_BINGET", "GET"):
-            stack.append(memo[int(argument)])
+            stack.append(memo[int(cast(int, argument))])
         else:
             _step(name, argument, stack)
     (root,) = stack
