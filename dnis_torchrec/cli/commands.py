@@ -474,15 +474,7 @@ def run_export(settings: ExportCommand) -> Path:
             head, scheme = run.read_head(), run.scheme()
             tables, dense = run.tables_and_dense()
             forms = settings.forms or (scheme.form,)
-            names = (
-                "recipe",
-                "seed",
-                "embedding_dim",
-                "configuration",
-                "versions",
-                "metrics",
-                "notes",
-            )
+            names = "recipe seed embedding_dim configuration versions metrics notes".split()
             record = {name: head[name] for name in names if name in head}
             shards = {}
             for name, stored in tables.items():
@@ -582,16 +574,8 @@ def _block_rows(outcome: SearchOutcome) -> tuple[dict[str, Any], ...]:
             zip(table.routing.row_counts().tolist(), bits.mean(dim=1).tolist(), strict=True)
         ):
             if rows:
-                per_row = occurrences[block] / rows
-                lines.append(
-                    {
-                        "table": name,
-                        "block": block,
-                        "rows": rows,
-                        "occurrences": per_row,
-                        "bits": mean,
-                    }
-                )
+                line = {"table": name, "block": block, "rows": rows}
+                lines.append(line | {"occurrences": occurrences[block] / rows, "bits": mean})
     return tuple(lines)
 
 

@@ -542,11 +542,8 @@ class SelectSequences(WatchedOutputs):
         self, embeddings: dict[str, JaggedTensor], features: KeyedJaggedTensor
     ) -> dict[str, JaggedTensor]:
         """Multiplies embeddings by alpha, those of all output keys at once."""
-        parts, bags, alpha = (
-            [embeddings[key] for key in self._keys],
-            jagged_by_key(features),
-            self._alpha[0],
-        )
+        parts, bags = [embeddings[key] for key in self._keys], jagged_by_key(features)
+        alpha = self._alpha[0]
         ids = [bags[output.feature].values() for output in self._outputs]
         pairs = zip(self._outputs, ids, strict=True)
         rows = torch.cat([self._routers.alpha_rows(*pair) for pair in pairs])

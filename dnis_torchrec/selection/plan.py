@@ -103,8 +103,8 @@ class CpuEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Sharding types for a kind of device, each once."""
-        own = super().sharding_types(compute_device_type)
-        return list(dict.fromkeys([*own, *sorted(ROW_WISE_FAMILY)]))
+        types = super().sharding_types(compute_device_type)
+        return list(dict.fromkeys([*types, *sorted(ROW_WISE_FAMILY)]))
 
 
 def default_sharders(
@@ -167,10 +167,8 @@ def make_sharding_plan(
             result = planner.plan(model, list(sharders))
         except (PlannerError, RuntimeError) as error:
             requirement = f"constraints that can be met on {world_size} ranks"
-            remedy, text = (
-                "loosen the constraints, or take more ranks",
-                " ".join(str(error).split()),
-            )
+            remedy = "loosen the constraints, or take more ranks"
+            text = " ".join(str(error).split())
             raise ValueError(describe("sharding plan", requirement, text, remedy)) from error
         _check_pooling(result, model)
         if device.type == "cpu":
@@ -450,10 +448,8 @@ def _possible_constraint(
         types = [kind for kind in types if kind not in ROW_WISE_FAMILY] or types
     rows = table.num_embeddings
     types = [kind for kind in types if not _has_empty_shard(kind, rows, device, topology)]
-    remedy, requirement = (
-        "shard it table_wise or column_wise",
-        f"a row on every rank of {', '.join(wishes)}",
-    )
+    requirement = f"a row on every rank of {', '.join(wishes)}"
+    remedy = "shard it table_wise or column_wise"
     check(bool(types), place, requirement, f"{rows} rows", remedy)
     kernels = {kernel for kind in types for kernel in sharder.compute_kernels(kind, device.type)}
     wishes = constraint.compute_kernels or []

@@ -450,10 +450,8 @@ def freeze_before_sharding_(tables: nn.ModuleDict) -> frozenset[str]:
     frozen = frozen_tables(tables)
     for table in frozen:
         weight = cast(Any, tables[table].weight)
-        weight._optimizer_classes, weight._optimizer_kwargs = (
-            [torch.optim.SGD],
-            [{"lr": FROZEN_RATE}],
-        )
+        weight._optimizer_classes = [torch.optim.SGD]
+        weight._optimizer_kwargs = [{"lr": FROZEN_RATE}]
     return frozen
 
 

@@ -190,7 +190,7 @@ def stand_still_(model: nn.Module) -> None:
 def stands_still(model: nn.Module) -> bool:
     """Whether no id gets another row until `go_on_`: every rank then maps ids alike. True without
     managed collisions."""
-    hooks = (own._forward_pre_hooks.values() for own in managed_collisions(model).values())
+    hooks = (part._forward_pre_hooks.values() for part in managed_collisions(model).values())
     return all(_to_eval in of_collection for of_collection in hooks)
 
 
@@ -225,11 +225,9 @@ def _rows_of(
 ) -> list[JaggedTensor]:
     """The rows of one table for the bags of each of its features, given to its remapping as
     TorchRec gives them."""
-    sizes = torch.tensor([own.values().numel() for own in bags])
-    values, lengths = (
-        torch.cat([own.values() for own in bags]),
-        torch.cat([own.lengths() for own in bags]),
-    )
+    sizes = torch.tensor([bag.values().numel() for bag in bags])
+    values = torch.cat([bag.values() for bag in bags])
+    lengths = torch.cat([bag.lengths() for bag in bags])
     rows = remapping({table: JaggedTensor(values=values, lengths=lengths, weights=sizes)})[table]
     of_features = rows.lengths().view(len(bags), -1)
     values = rows.values().split(of_features.sum(1).tolist())
