@@ -42,7 +42,7 @@ def search_progress(recipe: Recipe, on_save: Callable[[], None]) -> Iterator[Sea
         def on_start(steps_per_epoch: int, counts: Any, blocks: Any) -> None:
             samples["epoch"] = counts.num_samples
 
-        def on_phase(phase: Phase, done: int, steps_per_epoch: int) -> None:
+        def on_phase(phase: Phase, done: int, steps_per_epoch: float) -> None:
             samples["step"] = samples["epoch"] / steps_per_epoch
             epochs, may_stop = phase.steps / steps_per_epoch, phase.patience is not None
             steps.begin(phase.name, epochs, samples["epoch"], done * samples["step"], may_stop)

@@ -64,7 +64,7 @@ class SearchEvents:
 
     on_start: Callable[[int, FrequencyCounts, RowBlocks], None] = _ignore
     on_resume: Callable[[int, Sequence[EpochRecord]], None] = _ignore
-    on_phase: Callable[[Phase, int, int], None] = _ignore
+    on_phase: Callable[[Phase, int, float], None] = _ignore
     on_step: Callable[[float, float], None] = _ignore
     on_epoch: Callable[[EpochRecord], None] = _ignore
     on_alpha: Callable[[EpochRecord, Mapping[int, Tensor], bool], None] = _ignore
@@ -186,7 +186,7 @@ class TrainLoop:
     def announce(self, phase: Phase, done: int = 0) -> None:
         """Tells who listens that a phase begins; one behind the plan's own is not told of its
         steps."""
-        self._events.on_phase(phase, done, int(self._steps_per_epoch))
+        self._events.on_phase(phase, done, self._steps_per_epoch)
 
     def _run_phases(self) -> None:
         while (phase := self._plan.phase_after(self.finished)) is not None:
