@@ -80,7 +80,7 @@ check: $(STAMP) docs
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --quiet --doctest-modules dnis_torchrec
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --quiet -p tests.conftest --doctest-modules dnis_torchrec
 
 $(DOCS)/.stamp: requirements/docs.txt
 	@echo 'docs: installing MkDocs into $(DOCS)' >&2
