@@ -95,7 +95,11 @@ def test_the_wheel_holds_the_package_whole_and_nothing_else(wheel: Path) -> None
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"dnis_torchrec", "torchx_components"}
     ours = [path for top in sorted(tops) for path in (ROOT / top).rglob("*") if path.is_file()]
-    sources = {path.relative_to(ROOT).as_posix() for path in ours if "__pycache__" not in path.parts}
+    sources = {
+        path.relative_to(ROOT).as_posix()
+        for path in ours
+        if "__pycache__" not in path.parts and path.name != "ruff.toml"
+    }
     assert {name for name in names if ".dist-info/" not in name} == sources
     assert "dnis_torchrec/py.typed" in names
     assert any(name.startswith("dnis_torchrec/ops/csrc/") for name in names)

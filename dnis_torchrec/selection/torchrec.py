@@ -196,7 +196,7 @@ class FeaturesByName:
     def __call__(self, ctx: Any, features: KeyedJaggedTensor | TensorDict) -> Any:
         """Begins the input_dist."""
         if isinstance(features, TensorDict):
-            names = self._names or [str(key) for key in features]
+            names = self._names or [str(key) for key in features.keys()]  # noqa: SIM118
             features = maybe_td_to_kjt(features, names)
         if not self._names:
             self._note_names(features.keys())
