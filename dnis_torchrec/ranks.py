@@ -109,7 +109,7 @@ class Ranks:
         return count * self.rank // self.world_size, count * (self.rank + 1) // self.world_size
 
     def sum_(self, values: Tensor) -> Tensor:
-        """Adds up integers over ranks, in place: one all_reduce per `VALUES_PER_COLLECTIVE` values."""
+        """Adds up integers over ranks, in place: an all_reduce for `VALUES_PER_COLLECTIVE` each."""
         return self._reduce_(values, dist.ReduceOp.SUM)
 
     def max_(self, values: Tensor) -> Tensor:

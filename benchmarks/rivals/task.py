@@ -63,7 +63,7 @@ class Task:
     build: Callable[[int | None], Recipe]
     size: float = 1.0
     seed: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     precision: str = "fp32"
     max_epochs: int = 60
     patience: int = 3

@@ -89,7 +89,9 @@ def blocks_from_counts(
 
     Example:
         >>> counts = FrequencyCounts({"t": torch.tensor([9, 7, 2, 1])}, {"f": 1}, 19)
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
+        >>> table = EmbeddingBagConfig(
+        ...     name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"]
+        ... )
         >>> blocks_from_counts(counts, [table], num_blocks=2).routings["t"].boundaries.tolist()
         [0, 2, 4]
     """

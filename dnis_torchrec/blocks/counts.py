@@ -54,8 +54,11 @@ def count_frequencies(
         ValueError: if there is no batch, a batch lacks a feature, or an id lies outside its table.
 
     Example:
-        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([2, 2, 0]), lengths=torch.tensor([2, 1]))
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
+        >>> ids, lengths = torch.tensor([2, 2, 0]), torch.tensor([2, 1])
+        >>> kjt = KeyedJaggedTensor(keys=["f"], values=ids, lengths=lengths)
+        >>> table = EmbeddingBagConfig(
+        ...     name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"]
+        ... )
         >>> count_frequencies([kjt], [table]).counts["t"].tolist()
         [1, 0, 2, 0]
     """

@@ -474,7 +474,7 @@ def run_export(settings: ExportCommand) -> Path:
             head, scheme = run.read_head(), run.scheme()
             tables, dense = run.tables_and_dense()
             forms = settings.forms or (scheme.form,)
-            names = "recipe seed embedding_dim configuration versions metrics notes".split()
+            names = ("recipe", "seed", "embedding_dim", "configuration", "versions", "metrics")
             record = {name: head[name] for name in names if name in head}
             shards = {}
             for name, stored in tables.items():

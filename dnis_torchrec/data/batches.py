@@ -379,13 +379,13 @@ def check_batch(batch: Batch, place: str) -> None:
     num_labels, remedy = shape[0], "leave incomplete samples out"
     requirement = f"{num_labels} samples, one for each label"
     features, dense = batch.sparse_features, batch.dense_features
-    if isinstance(features, KeyedJaggedTensor) and features.keys():
-        if not features.variable_stride_per_key():
-            stride, lengths = features.stride(), features.lengths_or_none()
-            check(stride == num_labels, f"{place}, sparse_features", requirement, stride, remedy)
-            kind = torch.int64 if lengths is None else lengths.dtype
-            where = f"{place}, feature {features.keys()[0]!r}"
-            check(kind in _IDS_FOR_LOOKUP, where, "int32 or int64 lengths", kind)
+    has_keys = isinstance(features, KeyedJaggedTensor) and bool(features.keys())
+    if has_keys and not features.variable_stride_per_key():
+        stride, lengths = features.stride(), features.lengths_or_none()
+        check(stride == num_labels, f"{place}, sparse_features", requirement, stride, remedy)
+        kind = torch.int64 if lengths is None else lengths.dtype
+        where = f"{place}, feature {features.keys()[0]!r}"
+        check(kind in _IDS_FOR_LOOKUP, where, "int32 or int64 lengths", kind)
     if isinstance(dense, Tensor) and dense.dim():
         is_fit = dense.numel() % num_labels == 0
         check(is_fit, f"{place}, dense_features", requirement, len(dense), remedy)

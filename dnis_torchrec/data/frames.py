@@ -402,7 +402,8 @@ def recipe_from_frame(
 
     Example:
         >>> import pandas as pd
-        >>> frame = pd.DataFrame({"user": list("abcd") * 10, "item": list("vwxyz") * 8, "liked": [0, 1] * 20})
+        >>> columns = {"user": list("abcd") * 10, "item": list("vwxyz") * 8}
+        >>> frame = pd.DataFrame(columns | {"liked": [0, 1] * 20})
         >>> recipe = recipe_from_frame(frame, model="dlrm", label="liked", ids=["user", "item"])
         >>> type(recipe.model).__name__, recipe.loss, recipe.data.encoder.num_embeddings
         ('DLRM', BCEWithLogitsLoss(), {'user': 5, 'item': 6})

@@ -110,8 +110,11 @@ class DataSplits:
 
         Example:
             >>> import pandas as pd
-            >>> frame = pd.DataFrame({"user": list("abcd") * 10, "tags": [["x"], []] * 20, "liked": [0, 1] * 20})
-            >>> splits = DataSplits.from_frame(frame, label="liked", ids=["user"], bags=["tags"], batch_size=8)
+            >>> columns = {"user": list("abcd") * 10, "tags": [["x"], []] * 20}
+            >>> frame = pd.DataFrame(columns | {"liked": [0, 1] * 20})
+            >>> splits = DataSplits.from_frame(
+            ...     frame, label="liked", ids=["user"], bags=["tags"], batch_size=8
+            ... )
             >>> splits.encoder.num_embeddings, next(iter(splits.test)).sparse_features.keys()
             ({'user': 5, 'tags': 2}, ['user', 'tags'])
         """

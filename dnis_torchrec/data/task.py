@@ -89,12 +89,13 @@ class Task(nn.Module):
         ...
         ...     def loss(self, batch, outputs):
         ...         click, rating = batch.labels.unbind(1)
-        ...         of_click = nn.functional.binary_cross_entropy_with_logits(outputs["click"], click)
-        ...         return of_click + 0.5 * nn.functional.mse_loss(outputs["rating"], rating)
+        ...         bce = nn.functional.binary_cross_entropy_with_logits(outputs["click"], click)
+        ...         return bce + 0.5 * nn.functional.mse_loss(outputs["rating"], rating)
         ...
         ...     def predictions(self, batch, outputs):
         ...         labels = batch.labels.unbind(1)
-        ...         return {name: Predictions(outputs[name], of) for name, of in zip(self.kinds, labels)}
+        ...         of_kinds = zip(self.kinds, labels)
+        ...         return {name: Predictions(outputs[name], of) for name, of in of_kinds}
         >>> possible_metrics(ClickAndRating())
         ['loss', 'click_auc', 'click_logloss', 'click_ne', 'click_calibration', 'rating_mse']
     """

@@ -1,4 +1,4 @@
-"""Results: one row a model as served, in results.json, as a pandas frame, and as a terminal table."""
+"""Results: a row for each model as served, in results.json, as a frame, and as a table."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def join_results(runs: Sequence[Results]) -> Results:
 
 
 def rows_frame(rows: Iterable[ResultRow], metric: str) -> pd.DataFrame:
-    """One line a method and size, smallest compression first: means over seeds, and their spread."""
+    """One line a method and size, least compression first: means over seeds, and their spread."""
     frame = pd.DataFrame(
         {
             "method": row.method,

@@ -376,7 +376,7 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         return self._upper_step(batch) if is_upper else self._model(batch)
 
     def _upper_step(self, batch: Pipelineable) -> tuple[Tensor, Any]:
-        """A forward pass that leaves no trace, and alpha's gradient on its way to the other ranks."""
+        """A forward pass that leaves no trace; alpha's gradient is on its way to other ranks."""
         modules = self._modules
         with (
             self._alpha.upper_level() as hits,

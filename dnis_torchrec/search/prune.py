@@ -201,7 +201,9 @@ def prune(
     Example:
         >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
         >>> from dnis_torchrec.blocks.blocking import blocks_from_counts
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"])
+        >>> table = EmbeddingBagConfig(
+        ...     name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"]
+        ... )
         >>> counts = FrequencyCounts({"t": torch.tensor([3, 2, 1, 0])}, {"f": 1}, 6)
         >>> blocks = blocks_from_counts(counts, [table], num_blocks=2)
         >>> ebc = EmbeddingBagCollection(tables=[table])

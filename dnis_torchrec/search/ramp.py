@@ -81,8 +81,8 @@ class Ramp:
         if worth.is_zero:
             if rank_of() == 0 and not self._has_warned:
                 logger.warning(
-                    "stage %d of %d of the ramp drops no column: none moves a prediction on validation data, as where "
-                    "those are gone that all others are multiplied by; bits alone make the tables smaller",
+                    "stage %d of %d of the ramp drops no column: none moves a prediction on "
+                    "validation data; bits alone make the tables smaller",
                     *(stage, stages),
                 )
             self._has_warned = True

@@ -193,7 +193,7 @@ class BilevelStream(Generic[_T]):
                 stream.epoch = EPOCH_OF_SAMPLES  # type: ignore[attr-defined]
 
     def first_train_batch(self) -> _T:
-        """A training batch to try things on before the stream is read; leaves the stream as it is."""
+        """A training batch to try things on before the stream is read; the stream stays."""
         stream, epoch = self._streams[Level.LOWER], self._data_epoch(Level.LOWER)
         with _seeded((self._seed,)):
             batch = next(iter(stream))

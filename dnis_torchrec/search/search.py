@@ -1,4 +1,4 @@
-"""The whole search: train plainly, let columns die while weights train on, spend bits on the rest."""
+"""The search: train plainly, let columns die while weights train on, spend bits on the rest."""
 
 from __future__ import annotations
 
@@ -551,12 +551,11 @@ class SearchResult:
     def _headlines(self) -> list[str]:
         size = f"{self.compression:.2f} times smaller: {self.allocation.num_bytes:,} bytes served"
         lines = [
-            f"{size}; test {self.metric} {self.metrics[self.metric]:.4f}, loss {self.metrics['loss']:.4f}"
+            f"{size}; test {self.metric} {self.metrics[self.metric]:.4f}, "
+            f"loss {self.metrics['loss']:.4f}"
         ]
         if self.outcome.origin == COMPRESSED:
-            lines.append(
-                "The search gained nothing over plain training, compressed, which is what this holds."
-            )
+            lines.append("The search gained nothing. This holds the plain model, compressed.")
         return lines
 
 
@@ -591,7 +590,9 @@ def search_once(
         >>> from dnis_torchrec.data.frames import recipe_from_frame
         >>> users = np.random.default_rng(0).integers(0, 50, 400)
         >>> frame = pd.DataFrame({"user": users, "liked": users % 2})
-        >>> recipe = recipe_from_frame(frame, model="dlrm", label="liked", ids=["user"], embedding_dim=8)
+        >>> recipe = recipe_from_frame(
+        ...     frame, model="dlrm", label="liked", ids=["user"], embedding_dim=8
+        ... )
         >>> found = search_once(recipe, 4, settings=SearchSettings(epochs=2, num_blocks=2))
         >>> found.compression >= 4, sorted(found.metrics)
         (True, ['auc', 'calibration', 'logloss', 'loss', 'ne'])

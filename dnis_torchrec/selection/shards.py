@@ -104,10 +104,10 @@ def collections(model: nn.Module) -> dict[str, nn.Module]:
     for fqn, module in plain_model.named_modules():
         if isinstance(module, SoftSelectionFeatureProcessedEmbeddingBagCollection):
             fqn = f"{fqn}.{INNER}".removeprefix(".")
-        if isinstance(module, kinds):
-            if not any(fqn == outer or _is_inside(fqn, outer) for outer in outermost):
-                _check_plain_lookup(plain_model, fqn, module)
-                outermost[fqn] = module
+        is_outer = not any(fqn == outer or _is_inside(fqn, outer) for outer in outermost)
+        if isinstance(module, kinds) and is_outer:
+            _check_plain_lookup(plain_model, fqn, module)
+            outermost[fqn] = module
     return outermost
 
 

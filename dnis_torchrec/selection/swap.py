@@ -96,7 +96,9 @@ def prepare_(
         >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
         >>> from dnis_torchrec.blocks.blocking import blocks_from_counts
         >>> from dnis_torchrec.blocks.counts import FrequencyCounts
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
+        >>> table = EmbeddingBagConfig(
+        ...     name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"]
+        ... )
         >>> model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table])})
         >>> counts = FrequencyCounts({"t": torch.tensor([3, 2, 1, 0])}, {"f": 1}, 6)
         >>> type(prepare_(model, blocks_from_counts(counts, [table], num_blocks=2))["ebc"]).__name__

@@ -363,9 +363,9 @@ def read_rows_in_order_(collection: ShardedEmbeddingCollection) -> None:
     Local."""
     for lookup in collection._lookups:
         for kernel in without_ddp(lookup)._emb_modules:
-            if isinstance(kernel, BatchedDenseEmbedding):
-                if kernel.emb_module.weights.device.type == "cpu":
-                    replace_forward_(kernel, RowsInOrder(kernel))
+            is_dense = isinstance(kernel, BatchedDenseEmbedding)
+            if is_dense and kernel.emb_module.weights.device.type == "cpu":
+                replace_forward_(kernel, RowsInOrder(kernel))
 
 
 class RowsInOrder:

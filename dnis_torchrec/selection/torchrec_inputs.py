@@ -274,7 +274,7 @@ def _to_eval(collection: nn.Module, _: tuple[Tensor, ...]) -> None:
 
 
 def _count_ids_(batch: Any) -> None:
-    """Lets the features of a batch count their ids on the CPU, so that no step asks a GPU for it."""
+    """Lets the features of a batch count their ids on the CPU: no step asks a GPU for it."""
     for part in vars(batch).values() if hasattr(batch, "__dict__") else ():
         if (
             isinstance(part, KeyedJaggedTensor)

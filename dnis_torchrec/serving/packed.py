@@ -1,4 +1,4 @@
-"""Tables of bit fields, and the collection that serves them in an EmbeddingBagCollection's place."""
+"""Tables of bit fields, and an EmbeddingBagCollection that looks them up."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class ImplicitBatches:
         self.epoch = 0
 
     def joined_with(self, other: ImplicitBatches) -> ImplicitBatches:
-        """Both splits as one: a positive of either is a negative of neither, whose labels would contradict each other."""
+        """Both splits as one: a positive of either is a negative of neither."""
         both = KnownPositives(other._users, other._items, self._known.num_items)
         return ImplicitBatches(
             torch.cat([self._users, other._users]),

@@ -1,4 +1,4 @@
-"""``python -m examples.paper RECIPE --data FOLDER --out FOLDER``: searches once, prunes to every size, writes tables."""
+"""``python -m examples.paper RECIPE --data FOLDER --out FOLDER``: a search, pruned to every size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Soft selection, bags split by block and rows rounded: compiled, on Triton and by torch, against loops and each other."""
+"""Selection, bags split by block, rows rounded: compiled, on Triton and by torch, against loops and each other."""
 
 from __future__ import annotations
 
