@@ -1,74 +1,316 @@
-"""What one rank does to measure and allocate on a sharded model; judged in test_allocation_ranks.py."""
+"""What ranks do, and report, to make tables small: curvature, bits, axes, pruning, export.
+
+Judged in test_allocation_ranks.py.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import nn
+from torchrec.datasets.utils import Batch
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from dnis_torchrec.allocation import energies as energies_module
+from dnis_torchrec import prepare_
+from dnis_torchrec.allocation import energies
+from dnis_torchrec.allocation.axes import rotate_, with_axes_
 from dnis_torchrec.allocation.bits import allocate
-from dnis_torchrec.allocation.curvature import Curvature
-from dnis_torchrec.allocation.energies import rounding_energies, sample_rows
-from dnis_torchrec.selection.shards import collections, local_shards
-from tests.distributed.harness import Rank
-from tests.distributed.model import DIMS, ROWS
-from tests.distributed.pruning_scenarios import blocks, counts, described, model, sharded
+from dnis_torchrec.allocation.compress import measure_
+from dnis_torchrec.allocation.curvature import Curvature, curvature, curvature_of_read_tables
+from dnis_torchrec.artifact import export as export_module
+from dnis_torchrec.artifact.export import export
+from dnis_torchrec.artifact.write import write_over_ranks
+from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.data.over_ranks import SlicedBatches
+from dnis_torchrec.ranks import Ranks
+from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.search.prune import Size, prune
+from tests.allocation import turnable as of_torchrec
+from tests.allocation.curvature_cases import ROWS, Case, make_batch, make_blocks, make_model
+from tests.distributed.harness import Rank, Results, Scenario
+from tests.distributed.model import DIMS, Net, described, outcome_of, shards_of, spread, tables, tables_of
+from tests.distributed.model import ROWS as NET_ROWS
 
-SAMPLED = 9
-"""Rows of a block in the sample: fewer than there are."""
-BITS = (0, 2, 3, 4, 8, 32)
+LOSS = nn.BCEWithLogitsLoss()
+CASES = {
+    "several ids": Case(),
+    "mean": Case(pooling=PoolingType.MEAN, unassigned=2),
+    "weighted": Case(is_weighted=True),
+}
+KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")
+PAIRS = [*(("several ids", kind) for kind in KINDS), ("mean", "column_wise"), ("weighted", "row_wise")]
+"""What is tried on two ranks: every sharding type, and other cases where bags are cut by rows and by columns."""
+SIZE = 8
 
 
-def worth() -> Curvature:
-    """The same in every process."""
-    generator = torch.Generator().manual_seed(11)
-    shapes = {name: (blocks().routings[name].num_blocks, DIMS[name]) for name in ROWS}
-    of_columns = {name: torch.rand(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
-    return Curvature(of_columns, of_columns, 100, 0.1)
+def batches(case: Case, num_batches: int = 2) -> list[Batch]:
+    """Of all ranks together."""
+    return [make_batch(case, seed, SIZE) for seed in range(num_batches)]
 
 
-def measured(whole: nn.Module) -> dict[str, Any]:
-    """Energies, codes and scheme as the report of a scenario can hold them."""
-    found = rounding_energies(whole, blocks(), counts(), bits=BITS)
-    allocation = allocate(whole, blocks(), counts(), worth(), compression=3, bits=BITS, energies=found)
+def sliced(whole: list[Batch], at: Rank) -> SlicedBatches:
+    """The part of a rank."""
+    return SlicedBatches(whole, Ranks(at.process_group), "train", equal=True)
+
+
+def sharded_case(case: Case, kind: str, at: Rank, *, prepared: bool = False) -> nn.Module:
+    """The case's model over the ranks, every table in one sharding type."""
+    model = make_model(case)
+    return spread(prepare_(model, make_blocks(case)) if prepared else model, dict.fromkeys(ROWS, kind), at)
+
+
+def parts_of(result: Curvature) -> Results:
+    """All of it."""
+    names = ("gradient", "curvature", "couplings")
+    numbers = {"num_samples": result.num_samples, "relative_error": result.relative_error}
+    return {name: dict(getattr(result, name)) for name in names} | numbers
+
+
+def curvature_over(
+    name: str, kind: str, at: Rank, *, prepared: bool = False, cut: bool = False, num_samples: int | None = None
+) -> Results:
+    """Curvature of a sharded model, every rank's batches its slices of all; batches may be cut into samples."""
+    case = CASES[name]
+    model = sharded_case(case, kind, at, prepared=prepared)
+    with patch("dnis_torchrec.allocation.curvature.BYTES_AT_A_TIME", 1) if cut else patch.dict({}):
+        result = curvature(model, sliced(batches(case), at), make_blocks(case), loss=LOSS, num_samples=num_samples)
+    return parts_of(result)
+
+
+def curvature_alone(name: str, num_batches: int = 2) -> Results:
+    """The same in one process."""
+    case = CASES[name]
+    return parts_of(curvature(make_model(case), batches(case, num_batches), make_blocks(case), loss=LOSS))
+
+
+def curvature_grows(at: Rank) -> Results:
+    """Samples that grow until a table is read that only the second batch of rank 1 reads."""
+    case, without = CASES["several ids"], Case(lengths=(1, 0, 0, 3))
+    own = [make_batch(case if (at.rank, place) == (1, 1) else without, place, SIZE) for place in range(8)]
+    model = sharded_case(case, "table_wise", at)
+    result = curvature_of_read_tables(model, own, make_blocks(case), loss=LOSS, num_samples=1)
+    return {"num_samples": result.num_samples, "unread": sorted(result.unread)}
+
+
+CURVATURE: dict[str, Scenario] = {f"{name} {kind}": partial(curvature_over, name, kind) for name, kind in PAIRS}
+CURVATURE["prepared"] = partial(curvature_over, "several ids", "row_wise", prepared=True)
+CURVATURE["cut"] = partial(curvature_over, "several ids", "row_wise", cut=True)
+CURVATURE["enough"] = partial(curvature_over, "several ids", "table_wise", num_samples=SIZE)
+
+
+def held_out() -> list[Batch]:
+    """What teaches scales to grow: the model is right in all, and less sure of it than it could be."""
+    case = CASES["several ids"]
+    model, own = make_model(case), [make_batch(case, seed, 64) for seed in (100, 101)]
+    for batch in own:
+        with torch.no_grad():
+            batch.labels = (model(batch.dense_features, batch.sparse_features) > 0).float()
+    return own
+
+
+def compressed(model: nn.Module, own: Iterable[Batch], others: Iterable[Batch]) -> Results:
+    """Two sizes of one measuring, and one with scales that learn, the counts of all rows among what comes back."""
+    measured = measure_(model, own, loss=LOSS, num_blocks=3)
+    learning = measure_(model, own, loss=LOSS, num_blocks=3, counts=measured.counts, held_out=others)
+    allocations = [measured.allocate(compression=1.5), measured.allocate(compression=2.5)]
+    allocations.append(learning.allocate(compression=1.5))
     return {
-        "energies": {f"{name}/{part}": getattr(of, part) for name, of in found.tables.items() for part in vars(of)},
-        "codes": allocation.scheme.to_tensors(),
-        "scheme": described(allocation.scheme),
-        "numbers": [allocation.predicted_loss_increase, allocation.num_bytes],
+        "counts": {name: counts[:] for name, counts in measured.counts.counts.items()},
+        "tensors": [allocation.scheme.to_tensors() for allocation in allocations],
+        "bytes": [allocation.num_bytes for allocation in allocations],
+        "losses": [allocation.predicted_loss_increase for allocation in allocations],
     }
 
 
-def sampling_few(whole: nn.Module) -> dict[str, Any]:
-    """`measured`, on samples smaller than these small blocks."""
-    before = energies_module.sample_rows
-    energies_module.sample_rows = lambda counts, routing: sample_rows(counts, routing, SAMPLED)
-    try:
-        return measured(whole)
-    finally:
-        energies_module.sample_rows = before
+def compress_over(kind: str, at: Rank) -> Results:
+    """Each rank on its slices of the batches."""
+    case = CASES["several ids"]
+    return compressed(sharded_case(case, kind, at), sliced(batches(case), at), sliced(held_out(), at))
 
 
-def allocate_all(kind: str, rank: Rank) -> dict[str, Any]:
-    """From tables of very different values."""
-    return sampling_few(sharded("spread", kind, rank))
-
-
-def allocate_alone() -> dict[str, Any]:
+def compress_alone() -> Results:
     """The same in one process."""
-    return sampling_few(model("spread"))
+    return compressed(make_model(CASES["several ids"]), batches(CASES["several ids"]), held_out())
 
 
-def refusals(rank: Rank) -> dict[str, Any]:
-    """A value of one rank is none: all of them say so."""
-    whole = sharded("spread", "row_wise", rank)
-    if rank.rank == 1:
-        first = next(s for m in collections(whole).values() for s in local_shards(m) if s.table == "tag")
-        first.weight.fill_(torch.nan)
-    try:
-        rounding_energies(whole, blocks(), counts(), bits=BITS)
-    except ValueError as error:
-        return {"refused": str(error)}
-    return {"refused": ""}
+EVERY = {kind: dict.fromkeys(NET_ROWS, kind) for kind in (*KINDS, "table_row_wise", "table_column_wise", "grid_shard")}
+EVERY["grid_shard"] |= {"item": "column_wise", "genre": "column_wise"}  # MEAN
+EVERY["mixed"] = {"user": "row_wise", "item": "column_wise", "genre": "data_parallel", "tag": "table_wise"}
+DRAWN = ("ties", "spread")
+SIZES = {"ratio": Size(compression=3), "bytes": Size(embedding_bytes=2000)}
+SAMPLED = 9
+"""Rows of a block in the sample: fewer than there are."""
+FILE_BYTES = 1600
+"""Limit at which tables take several files."""
+
+
+def counts() -> FrequencyCounts:
+    """Of all four tables; `user` is in frequency order, and some rows of every table were never seen."""
+    generator = torch.Generator().manual_seed(5)
+    of_rows = {name: torch.randint(0, 6, (rows,), generator=generator) for name, rows in NET_ROWS.items()}
+    of_rows["user"] = of_rows["user"].sort(descending=True).values
+    return FrequencyCounts(of_rows, {f"{name}_id": 1 for name in NET_ROWS}, 100)
+
+
+def blocks() -> RowBlocks:
+    """Three over every table."""
+    return blocks_from_counts(counts(), tables(), num_blocks=3)
+
+
+def net(drawn: str) -> nn.Module:
+    """The same weights in every process: a few values with many ties and zeros, or values of very different size."""
+    torch.manual_seed(7)
+    generator, model = torch.Generator().manual_seed(3), Net()
+    for shard in sorted(shards_of(model), key=lambda shard: shard.table):
+        shape = shard.weight.shape
+        if drawn == "ties":
+            weight = torch.randint(-3, 4, shape, generator=generator) / 4
+        else:
+            weight = torch.randn(shape, generator=generator) * 10 ** (4 * torch.rand(shape, generator=generator) - 2)
+        shard.weight.copy_(weight)
+    return model
+
+
+def pruned(make: partial[nn.Module]) -> Results:
+    """Every size, each from the same weights."""
+    results: Results = {}
+    for name, size in SIZES.items():
+        model = make()
+        scheme = prune(model, blocks(), counts(), size=size)
+        results[name] = {"tables": tables_of(model), "scheme": described(scheme)}
+    return results
+
+
+def prune_over(kind: str, at: Rank) -> Results:
+    """Both kinds of weights."""
+    return {drawn: pruned(partial(sharded_net, drawn, kind, at)) for drawn in DRAWN}
+
+
+def sharded_net(drawn: str, kind: str, at: Rank) -> nn.Module:
+    """`net` over all ranks; never merged, because it was never prepared."""
+    return spread(net(drawn), EVERY[kind], at)
+
+
+def allocated(model: nn.Module, compression: float = 3) -> MixedDimensionScheme:
+    """Bits for every column, by samples smaller than these small blocks; tables stay as they are."""
+    generator, sample = torch.Generator().manual_seed(11), energies.sample_rows
+    shapes = {name: (blocks().routings[name].num_blocks, DIMS[name]) for name in NET_ROWS}
+    worth = {name: torch.rand(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+    of_columns = Curvature(worth, worth, 100, 0.1)
+    with patch.object(energies, "sample_rows", lambda counts, routing: sample(counts, routing, SAMPLED)):
+        bits = (0, 2, 3, 4, 8, 32)
+        return allocate(model, blocks(), counts(), of_columns, compression=compression, bits=bits).scheme
+
+
+def exported(model: nn.Module, folder: Path) -> None:
+    """Artifacts with one file a table, and with several."""
+    export(model, allocated(model), folder / "packed")
+    with patch.object(export_module, "write_over_ranks", partial(write_over_ranks, max_file_bytes=FILE_BYTES)):
+        export(model, allocated(model, 1.1), folder / "files")
+
+
+def export_over(kind: str, at: Rank) -> Results:
+    """Of all ranks together."""
+    at.folder.joinpath(kind).mkdir(exist_ok=True)
+    exported(sharded_net("spread", kind, at), at.folder / kind)
+    return {}
+
+
+PRUNED: dict[str, Scenario] = {kind: partial(prune_over, kind) for kind in EVERY}
+EXPORTED: dict[str, Scenario] = {kind: partial(export_over, kind) for kind in EVERY}
+
+TURNED = {
+    "dlrm": ("table_wise", "row_wise", "data_parallel", "column_wise", "grid_shard", "mixed"),
+    "projection": ("column_wise",),
+    "deepfm": ("row_wise",),
+}
+"""TorchRec's models, turned after training, rows that are cut put together a chunk at a time."""
+WEIGHTED = ("row_wise", "grid_shard")
+"""What has weighted bags, and with them no MEAN, which TorchRec does not offer under grid_shard."""
+MIXED = {"user": "column_wise", "movie": "row_wise", "genre": "table_wise"}
+
+
+def fuse_(model: nn.Module, kind: str) -> None:
+    """Plain SGD for all tables in fused kernels, where a sharding type has them."""
+    for module in model.modules() if kind != "data_parallel" else ():
+        if isinstance(module, EmbeddingBagCollection):
+            apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 1.0})
+
+
+def turned(model: nn.Module, rotations: list[torch.Tensor]) -> Results:
+    """The shards, the matrices, and what reads the tables."""
+    reads = ("axes", "0._linear.weight")
+    values = [*model.named_buffers(), *model.named_parameters()]
+    readers = [value.detach().clone() for name, value in values if name.endswith(reads)]
+    return {"rotations": rotations, "tables": tables_of(model), "readers": readers}
+
+
+def turn(name: str, kind: str, at: Rank | None) -> Results:
+    """Turns one of TorchRec's models that is sharded already, or as one process does; how far its logits moved."""
+    is_weighted = kind in WEIGHTED
+    model = of_torchrec.build(name, is_weighted=is_weighted)
+    if at is not None:
+        fuse_(model, kind)
+        model = spread(model, MIXED if kind == "mixed" else dict.fromkeys(of_torchrec.ROWS, kind), at)
+    with torch.no_grad():
+        before = of_torchrec.logits_of(model, is_weighted=is_weighted)
+        rotations = rotate_(with_axes_(model), of_torchrec.counts())
+        moved = float((of_torchrec.logits_of(model, is_weighted=is_weighted) - before).abs().max())
+    return turned(model, rotations) | {"moved": moved}
+
+
+AXES: dict[str, Scenario] = {
+    f"{name} {kind}": partial(turn, name, kind) for name, kinds in TURNED.items() for kind in kinds
+}
+
+
+def refusals(at: Rank) -> Results:
+    """How ranks end where something is wrong on rank 1 alone, or on all."""
+    case, target = CASES["several ids"], at.folder / "refused"
+    bad = at.rank == 1
+
+    def measure(what: str) -> None:
+        own, model = list(sliced(batches(case), at)), sharded_case(case, "row_wise", at)
+        if bad and what == "batches":
+            own.pop()
+        if bad and what == "labels":
+            own[1].labels[-1] = torch.nan
+        if bad and what == "predictions":
+            model.module.over[3].bias.data.fill_(torch.nan)
+        curvature(model, own, make_blocks(case), loss=LOSS)
+
+    def compress_nan() -> None:
+        model = sharded_case(case, "row_wise", at)
+        if bad:
+            shards_of(model)[-1].weight.fill_(torch.nan)
+        compressed(model, sliced(batches(case), at), sliced(held_out(), at))
+
+    def fill(model: nn.Module, value: float) -> nn.Module:
+        if bad:
+            next(shard for shard in shards_of(model) if shard.table == "tag").weight.fill_(value)
+        return model
+
+    def model() -> nn.Module:
+        return sharded_net("ties", "row_wise", at)
+
+    whole, small = model(), model()
+    scheme, of_small = allocated(whole), prune(small, blocks(), counts(), size=SIZES["ratio"])
+    export(small, of_small, at.folder / "stands")
+    tries = {what: partial(measure, what) for what in ("batches", "labels", "predictions")}
+    tries |= {
+        "compress nan": compress_nan,
+        "allocate nan": lambda: allocated(fill(model(), torch.nan)),
+        "export nan": lambda: export(fill(model(), torch.nan), scheme, target),
+        "export outside": lambda: export(fill(small, 1.0), of_small, target),
+        "export again": lambda: export(whole, scheme, at.folder / "stands"),
+        "prune infinity": lambda: prune(fill(model(), torch.inf), blocks(), counts(), size=SIZES["ratio"]),
+        "prune to nothing": lambda: prune(whole, blocks(), counts(), size=Size(embedding_bytes=1)),
+    }
+    return {name: outcome_of(attempt) for name, attempt in tries.items()}

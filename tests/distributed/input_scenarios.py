@@ -1,7 +1,6 @@
 """What ranks do, and report, about inputs and tables of every kind; judged in test_selection_ranks.py.
 
-Unpooled tables, managed collisions, position weights, tables too narrow for fused kernels, and the small form that
-trains on.
+Unpooled tables, managed collisions, position weights, and tables too narrow for fused kernels.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import get_unwrapped_module
-from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -22,31 +20,24 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.allocation.bits import Allocation
-from dnis_torchrec.allocation.compress import measure_
-from dnis_torchrec.allocation.curvature import curvature
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import count_frequencies
-from dnis_torchrec.data.over_ranks import SlicedBatches
 from dnis_torchrec.data.task import TrainTask
-from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, shard_model
 from dnis_torchrec.selection.shards import holders_of_tables, table_configs
 from dnis_torchrec.selection.swap import fold_, merge_, prepare_
-from dnis_torchrec.selection.torchrec_inputs import DetachableTrainPipeline, remapped
+from dnis_torchrec.selection.torchrec_inputs import remapped
 from dnis_torchrec.selection.wrapper import SoftSelectionModule
-from dnis_torchrec.serving.trainable import MixedDimensionEmbeddingBagCollection
 from tests import models
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU, alpha_of, constraints_of, shards_of, spread, tables_of
 from tests.distributed.selection_scenarios import ALPHA_LEARNING_RATE, run_steps, steps_unsharded
-from tests.models import DIM, KINDS, LONGEST, blocks_of, interest, make_batch, sequences, values_of, wrapper_of
+from tests.models import DIM, KINDS, LONGEST, sequences, values_of, wrapper_of
 from tests.models import SEQUENCE_BATCH_SIZE as BATCH_SIZE
 from tests.models import SEQUENCE_ROWS as ROWS
 from tests.models import sequence_features as features
-from tests.reference import two_tables
 
 LOSS = nn.BCEWithLogitsLoss()
 RATE = 0.1
@@ -115,21 +106,6 @@ def sequences_learn(kind: str, empty_rank: int | None, at: Rank) -> Results:
     return {"error": error, "folded": float((values_of(sharded(kjt)) - before).abs().sum())}
 
 
-def sequence_curvature(kind: str, at: Rank) -> Results:
-    """How far the curvature of a model over the ranks is from that of the plain one, each beside its largest value."""
-    model, batches = interest(), [make_batch(seed, 8) for seed in range(2)]
-    blocks = blocks_of(model, batches)
-    expected = curvature(model, batches, blocks, loss=LOSS)
-    sharded = spread(model, dict.fromkeys((*ROWS, "user"), kind), at, default_sharders())
-    own = SlicedBatches(batches, Ranks(at.process_group), "train", equal=True)
-    result, errors = curvature(sharded, own, blocks, loss=LOSS), {}
-    for part in ("curvature", "gradient", "couplings"):
-        wanted, tables = getattr(expected, part), getattr(result, part)
-        largest = max(float(value.abs().max()) for value in wanted.values())
-        errors[part] = max(float((tables[name] - value).abs().max()) for name, value in wanted.items()) / largest
-    return errors
-
-
 MANAGED_STEPS, MANAGED_RATE = 10, 0.01
 MANAGED = {"bags": models.Model, "sequences": models.SequenceModel}
 MANAGED_AS = [*(("bags", kind) for kind in SHARDED_AS), ("sequences", "row_wise")]
@@ -147,11 +123,6 @@ def managed_stream(ranks: tuple[int, ...]) -> BilevelStream[Batch]:
     """Samples of some ranks, with ids that have no row among them."""
     batches = [models.joined([models.batch(10 * step + rank, 16, ids=40) for rank in ranks]) for step in range(6)]
     return BilevelStream(batches[:4], batches[4:], LevelSchedule(warm_up_steps=2))
-
-
-def bits_of(allocation: Allocation) -> dict[str, Tensor]:
-    """Table -> bits of its columns."""
-    return {name: table.codes.bits for name, table in allocation.scheme.tables.items()}
 
 
 def remapping_of(model: nn.Module) -> nn.Module:
@@ -185,18 +156,12 @@ def managed_search(model_of: str, kind: str, at: Rank) -> Results:
     with torch.no_grad():
         results["before"] = model.eval()(probe)[1][1]
         results["merged"] = merge_(model)(probe)[1][1]
-    samples = [models.batch(10 * step + at.rank, 16) for step in range(4)]
-    allocation = measure_(get_unwrapped_module(model).model, samples, loss=nn.MSELoss()).allocate(compression=4)
-    return results | {"compression": allocation.compression, "bits": bits_of(allocation)}
+    return results
 
 
 def managed_alone(model_of: str) -> Results:
     """The same steps on one process, with the samples of both ranks."""
-    model = managed_task(model_of).train()
-    results = steps_unsharded(model, managed_stream((0, 1)), MANAGED_STEPS, MANAGED_RATE)
-    merged = merge_(model.model).eval()
-    samples = [models.joined([models.batch(10 * step + rank, 16) for rank in (0, 1)]) for step in range(4)]
-    return results | {"bits": bits_of(measure_(merged, samples, loss=nn.MSELoss()).allocate(compression=4))}
+    return steps_unsharded(managed_task(model_of).train(), managed_stream((0, 1)), MANAGED_STEPS, MANAGED_RATE)
 
 
 def position_weights(kind: str, at: Rank) -> Results:
@@ -275,91 +240,13 @@ def narrow_steps(kind: str | None, at: Rank | None = None) -> Results:
     return {"losses": torch.stack(losses), "tables": tables_of(model), "kernels": kernels}
 
 
-FORM_STEPS, HALF, FORM_RATE = 6, 8, 0.3
-FORMS = {"data_parallel": 1, "table_wise": 4, "row_wise": 4}
-"""Sharding type -> what its kernel wants widths to be a multiple of."""
-
-
-class FormNet(nn.Module):
-    """A searched model in its small form, and a loss."""
-
-    def __init__(self, dim_multiple: int) -> None:
-        super().__init__()
-        tables, scheme = two_tables()
-        self.sparse = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, dim_multiple=dim_multiple)
-        torch.manual_seed(3)
-        self.over = nn.Linear(10, 1)
-
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Loss and predictions."""
-        predictions = self.over(self.sparse(batch.sparse_features).values()).squeeze(1)
-        return nn.functional.mse_loss(predictions, batch.labels), predictions
-
-
-def form_batch(step: int, halves: tuple[int, ...]) -> Batch:
-    """The named halves of a batch; bags of up to three ids."""
-    parts = []
-    for half in halves:
-        generator = torch.Generator().manual_seed(10 * step + half)
-        lengths = torch.randint(0, 4, (2, HALF), generator=generator)
-        ids = [torch.randint(0, 10, (int(of_key.sum()),), generator=generator) for of_key in lengths]
-        parts.append((lengths, ids, torch.rand(HALF, generator=generator)))
-    features = KeyedJaggedTensor(
-        keys=["movie", "user"],
-        values=torch.cat([ids[key] for key in range(2) for _, ids, _ in parts]),
-        lengths=torch.cat([lengths[key] for key in range(2) for lengths, _, _ in parts]),
-    )
-    labels = torch.cat([labels for _, _, labels in parts])
-    return Batch(dense_features=torch.zeros(len(labels), 1), sparse_features=features, labels=labels)
-
-
-def form_steps(kind: str, at: Rank) -> Results:
-    """Predictions for this rank's half before training, while it goes on (pipelined), and after it."""
-    model = FormNet(FORMS[kind])
-    if kind != "data_parallel":
-        apply_optimizer_in_backward(torch.optim.SGD, model.sparse.blocks.parameters(), {"lr": FORM_RATE})
-    names = [config.name for config in model.sparse.physical_embedding_bag_configs()]
-    kernel = "dense" if kind == "data_parallel" else "fused"
-    constraint = ParameterConstraints(sharding_types=[kind], compute_kernels=[kernel])
-    sharders, group = default_sharders(), at.process_group
-    kinds = dict.fromkeys(names, constraint)
-    plan = make_sharding_plan(model, CPU, sharders, constraints=kinds, process_group=group)
-    model = shard_model(model, CPU, plan, sharders, process_group=group)
-    rest = dict(in_backward_optimizer_filter(model.named_parameters()))
-    optimizer = KeyedOptimizerWrapper(rest, lambda params: torch.optim.SGD(params, lr=FORM_RATE))
-    results: Results = {"type": type(model.module.sparse.blocks).__name__}
-    with torch.no_grad():
-        results["before"] = model(form_batch(0, (at.rank,)))[1]
-    pipeline = DetachableTrainPipeline(model, optimizer, CPU, pipeline_postproc=True)
-    batches = iter([form_batch(step, (at.rank,)) for step in range(FORM_STEPS)])
-    results["while"] = torch.stack([pipeline.progress(batches).detach() for _ in range(FORM_STEPS)])
-    pipeline.detach()
-    with torch.no_grad():
-        return results | {"after": model(form_batch(0, (at.rank,)))[1]}
-
-
-def form_alone() -> Results:
-    """The same on the whole batch, with autograd alone."""
-    model, outputs = FormNet(1), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=FORM_RATE)
-    before = model(form_batch(0, (0, 1)))[1].detach()
-    for step in range(FORM_STEPS):
-        loss, predictions = model(form_batch(step, (0, 1)))
-        outputs.append(predictions.detach())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return {"before": before, "while": torch.stack(outputs), "after": model(form_batch(0, (0, 1)))[1].detach()}
-
-
 SEQUENCES: dict[str, Scenario] = {f"learn {kind}": partial(sequences_learn, kind, None) for kind in (*KINDS, MIXED)} | {
     f"learn {kind}, no ids on rank 1": partial(sequences_learn, kind, 1) for kind in ("table_wise", MIXED)
 }
 INPUTS: dict[str, dict[str, Scenario]] = {
-    "sequences": SEQUENCES | {f"curvature {kind}": partial(sequence_curvature, kind) for kind in KINDS},
+    "sequences": SEQUENCES,
     "managed": {f"{model_of} {kind}": partial(managed_search, model_of, kind) for model_of, kind in MANAGED_AS},
     "places": {kind: partial(position_weights, kind) for kind in SHARDED_AS},
     "narrow": {kind: partial(narrow_steps, kind) for kind in NARROW_AS},
-    "form": {kind: partial(form_steps, kind) for kind in FORMS},
 }
 """Thing -> its scenarios."""

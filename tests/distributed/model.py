@@ -73,7 +73,6 @@ MORE_KINDS["cached"] = {
     "tag": "table_wise fused_uvm_caching",
 }
 MORE_KINDS |= {f"frozen {kind}": (KINDS | MORE_KINDS)[kind] for kind in ("mixed", "dense", "data_parallel")}
-MORE_KINDS |= {f"few rows {kind}": {"tag": kind} for kind in ("table_wise", "row_wise")}
 """Name -> sharding type of every table, followed by its kernel where that is not the fused one."""
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,17 +14,15 @@ from torch import nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.blocks.blocking import blocks_from_counts
-from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.task import TrainTask, data_terms_only
 from dnis_torchrec.search.pipeline import AlphaOptimizer, BilevelTrainPipeline, first_order_gradient
 from dnis_torchrec.search.schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
-from dnis_torchrec.selection.swap import fold_, merge_, prepare_
+from dnis_torchrec.selection.swap import fold_, merge_
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import (
@@ -45,66 +44,25 @@ from tests.models import caches_of, counting_locks
 STEPS = 12
 ALPHA_LEARNING_RATE = 0.05
 COMMUNICATION = {"fp16": CommType.FP16, "bf16": CommType.BF16}
-FEW_ROWS, FEW_DIM = 3, 8
-"""A model of one table, of fewer rows than four ranks."""
-
-
-class FewRows(nn.Module):
-    """One multi-hot table and a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.collection = EmbeddingBagCollection(tables=[few_rows_table()])
-        self.over = nn.Linear(FEW_DIM, 1)
-
-    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        """A logit per sample."""
-        return self.over(self.collection(sparse_features).values())
 
 
 def few_rows_table() -> EmbeddingBagConfig:
-    """Its config."""
-    return EmbeddingBagConfig(name="tag", num_embeddings=FEW_ROWS, embedding_dim=FEW_DIM, feature_names=["tag_id"])
-
-
-def few_rows_task() -> TrainTask:
-    """The prepared model, with the same weights in every process."""
-    torch.manual_seed(3)
-    counts = FrequencyCounts({"tag": torch.tensor([9, 5, 2])}, {"tag_id": 4}, 16)
-    prepared = prepare_(FewRows(), blocks_from_counts(counts, [few_rows_table()], num_blocks=2))
-    return TrainTask(prepared, nn.BCEWithLogitsLoss())
-
-
-class FewRowsStream(Stream):
-    """A stream whose tags are one of few."""
-
-    def __init__(self, name: str, num_batches: int, parts: tuple[int, ...]) -> None:
-        super().__init__(name, num_batches, parts)
-        for batch in self.batches:
-            tags = batch.sparse_features["tag_id"]
-            batch.sparse_features = KeyedJaggedTensor(
-                keys=["tag_id"], values=tags.values() % FEW_ROWS, lengths=tags.lengths()
-            )
+    """Of fewer rows than four ranks."""
+    return EmbeddingBagConfig(name="tag", num_embeddings=3, embedding_dim=8, feature_names=["tag_id"])
 
 
 def make_stream(parts: tuple[int, ...], kind: str = "") -> BilevelStream[Batch]:
     """Batches of both levels; beside frozen tables the validation batches list their keys in another order."""
-    of = FewRowsStream if kind.startswith("few rows") else Stream
-    train, validation = of("train", 7, parts), of("validation", 3, parts)
+    train, validation = Stream("train", 7, parts), Stream("validation", 3, parts)
     if kind.startswith("frozen"):
         for batch in validation.batches:
             batch.sparse_features = batch.sparse_features.permute([2, 0, 3, 1])
     return BilevelStream(train, validation, LevelSchedule(warm_up_steps=2))
 
 
-def make_task(kind: str) -> TrainTask:
-    """The model of a kind."""
-    return few_rows_task() if kind.startswith("few rows") else task(frozen=kind.startswith("frozen"))
-
-
 def search_unsharded(parts: tuple[int, ...], kind: str = "") -> Results:
     """The same steps without TorchRec's distributed part: no pipeline, no process group, no sharded module."""
-    return steps_unsharded(make_task(kind).train(), make_stream(parts, kind))
+    return steps_unsharded(task(frozen=kind.startswith("frozen")).train(), make_stream(parts, kind))
 
 
 def steps_unsharded(
@@ -151,7 +109,7 @@ def search_sharded(kind: str, at: Rank, sharder: CpuEmbeddingBagCollectionSharde
     """Some steps on this rank's part of every batch; then alpha is folded, and merged."""
     is_cached_here = kind == "cached" and at.device.type == "cpu"
     with counting_locks() if is_cached_here else nullcontext():
-        model, optimizer = shard_as(make_task(kind), kind, at.process_group, at.device, sharder)
+        model, optimizer = shard_as(task(frozen=kind.startswith("frozen")), kind, at.process_group, at.device, sharder)
         if is_cached_here:
             caches_of(model)
         return steps_and_merge(model.train(), optimizer, kind, at, is_exact=sharder is None)
@@ -218,24 +176,25 @@ def bad_plans(at: Rank) -> Results:
     del less.plan["second"]["genre"]
     short.plan["first"]["tag"].ranks = [0]
     hosts.plan["first"]["tag"].ranks = [at.world_size - 1]
-    huge = replace(few_rows_table(), num_embeddings=10**12)
-    too_large = nn.ModuleDict({"huge": EmbeddingBagCollection(tables=[huge], device=torch.device("meta"))})
+
+    def of_meta(table: EmbeddingBagConfig, **settings: Any) -> ShardingPlan:
+        model = nn.ModuleDict({"model": EmbeddingBagCollection(tables=[table], device=torch.device("meta"))})
+        return make_sharding_plan(model, at.device, sharders, process_group=group, **settings)
+
     row_by_row = ParameterConstraints(sharding_types=["row_wise"])
     misspelt = ParameterConstraints(sharding_types=["rowwise"])
     tries = {
         "type": lambda: plan(constraints={"user": misspelt}),
         "kernel": lambda: plan(constraints={"user": ParameterConstraints(compute_kernels=["quant"])}),
         "table": lambda: plan(constraints={"users": row_by_row}),
-        "few rows": lambda: make_sharding_plan(
-            few_rows_task(), at.device, sharders, constraints={"tag": row_by_row}, process_group=group
-        ),
-        "too large": lambda: make_sharding_plan(too_large, at.device, sharders, process_group=group),
+        "few rows": lambda: of_meta(few_rows_table(), constraints={"tag": row_by_row}),
+        "too large": lambda: of_meta(replace(few_rows_table(), num_embeddings=10**12)),
         "type on rank 0": lambda: plan(constraints={"user": row_by_row if at.rank else misspelt}),
         "more ranks": lambda: shard(Net(), plan=more),
         "fewer ranks": lambda: shard(Net(), plan=short),
         "no host": lambda: shard(Net(), plan=hosts),
         "left out": lambda: shard(Net(), plan=less),
-        "other model": lambda: shard(few_rows_task(), plan=of_kind["row_wise"]),
+        "other model": lambda: shard(nn.ModuleDict({"model": Net()}), plan=of_kind["row_wise"]),
         "another on rank 1": lambda: shard(Net(), plan=of_kind["row_wise" if at.rank else "column_wise"]),
         "left out on rank 1": lambda: shard(Net(), plan=less if at.rank else of_kind["row_wise"]),
     }

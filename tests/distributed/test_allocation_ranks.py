@@ -1,48 +1,156 @@
-"""Energies, codes and schemes of several ranks are those of one process, bit for bit, under every sharding type."""
+"""W ranks equal one: curvature, bits, axes, pruning and export, under every sharding type."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.distributed.allocation_scenarios import SAMPLED, allocate_all, allocate_alone, refusals
-from tests.distributed.harness import RankResults, run_on_ranks
-from tests.distributed.pruning_scenarios import KINDS, blocks
+from dnis_torchrec.artifact.manifest import read_manifest
+from tests.distributed import allocation_scenarios as of
+from tests.distributed.harness import RankResults, Results, joined, running_ranks
+from tests.distributed.model import assert_near, assert_outcome, assert_same, assert_same_scheme, whole
+from tests.tiny import files_of
 
-SCENARIOS = {kind: partial(allocate_all, kind) for kind in KINDS} | {"refusals": refusals}
+CURVATURE_ON_FOUR = ("several ids row_wise", "mean column_wise")
+PRUNED_ON_FOUR = ("grid_shard", "mixed")
+OF_FOUR = {
+    "curvature": {name: of.CURVATURE[name] for name in CURVATURE_ON_FOUR},
+    "prune": {kind: of.PRUNED[kind] for kind in PRUNED_ON_FOUR},
+    "export": of.EXPORTED,
+}
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> RankResults:
-    """All scenarios on two ranks."""
-    return run_on_ranks(2, SCENARIOS, tmp_path_factory.mktemp("ranks"))
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankResults]:
+    """All things on two ranks."""
+    things = {"curvature": of.CURVATURE | {"grows": of.curvature_grows}, "axes": of.AXES}
+    things |= {"compress": {kind: partial(of.compress_over, kind) for kind in of.KINDS}}
+    things |= {"prune": of.PRUNED, "export": of.EXPORTED, "refusals": {"all": of.refusals}}
+    with running_ranks(2, joined(**things), tmp_path_factory.mktemp("two")) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Any]:
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankResults]:
+    """Some on four: more ranks than some tables have shards."""
+    with running_ranks(4, joined(**OF_FOUR), tmp_path_factory.mktemp("four")) as running:
+        yield running
+
+
+def ranks_of(size: int, request: pytest.FixtureRequest) -> RankResults:
+    return request.getfixturevalue({2: "two", 4: "four"}[size])
+
+
+@pytest.mark.parametrize(
+    ("size", "scenario"), [*((2, name) for name in of.CURVATURE), *((4, name) for name in CURVATURE_ON_FOUR)]
+)
+def test_ranks_measure_the_curvature_of_one_process(request, size: int, scenario: str) -> None:
+    """Up to how float32 lookups and gradients round; the ranks among themselves exactly."""
+    results = ranks_of(size, request).part("curvature")[scenario]
+    name = next((name for name in of.CASES if scenario.startswith(name)), "several ids")
+    expected = of.curvature_alone(name, 1 if scenario == "enough" else 2)
+    for own in results:
+        assert own["num_samples"] == expected["num_samples"]
+        assert own["relative_error"] == results[0]["relative_error"]
+        for part in ("gradient", "curvature", "couplings"):
+            assert_same(own[part], results[0][part])
+            for table, want in expected[part].items():
+                tolerance = 1e-6 * float(want.abs().max())
+                torch.testing.assert_close(own[part][table], want, rtol=1e-5, atol=tolerance)
+
+
+def test_a_table_that_one_rank_reads_is_read(two: RankResults) -> None:
+    """The first batch of both ranks reads nothing of it, the first four do."""
+    assert two.part("curvature")["grows"] == 2 * [{"num_samples": 2 * 4 * of.SIZE, "unread": []}]
+
+
+@pytest.fixture(scope="module")
+def compressed() -> Results:
     """The same in one process."""
-    return allocate_alone()
+    return of.compress_alone()
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_equals_one_process_bit_for_bit(ranks: RankResults, alone: dict[str, Any], kind: str) -> None:
-    for own in ranks[kind]:
-        assert own["numbers"] == alone["numbers"]
-        assert own["scheme"]["json"] == alone["scheme"]["json"]
-        for given in ("energies", "codes"):
-            assert [key for key, value in alone[given].items() if not torch.equal(own[given][key], value)] == []
-        bits = alone["scheme"]["tensors"]
-        assert [key for key, value in bits.items() if not torch.equal(own["scheme"]["tensors"][key], value)] == []
+@pytest.mark.parametrize("kind", of.KINDS)
+def test_ranks_compress_as_one_process(two: RankResults, compressed: Results, kind: str) -> None:
+    for own in two.part("compress")[kind]:
+        assert_same(own["counts"], compressed["counts"])
+        assert own["bytes"] == compressed["bytes"]
+        assert own["losses"] == pytest.approx(compressed["losses"], rel=1e-6)
+        for tensors, expected in zip(own["tensors"], compressed["tensors"], strict=True):
+            assert_same(tensors, expected)
 
 
-def test_blocks_are_larger_than_their_samples() -> None:
-    """Else the tests above would not have tried which rows are drawn."""
-    assert max(int(routing.row_counts().max()) for routing in blocks().routings.values()) > SAMPLED
+def test_what_ranks_are_held_to_has_learnt(compressed: Results) -> None:
+    fitted, _, learnt = compressed["tensors"]
+    assert len([name for name in fitted if name.endswith("scale") and not fitted[name].equal(learnt[name])]) > 1
 
 
-def test_a_value_that_is_none_on_one_rank_stops_all(ranks: RankResults) -> None:
-    for own in ranks["refusals"]:
-        assert own["refused"].startswith("table 'tag': expected finite values, got nan in block ")
+@pytest.mark.parametrize("drawn", of.DRAWN)
+@pytest.mark.parametrize(("size", "kind"), [*((2, kind) for kind in of.EVERY), *((4, kind) for kind in PRUNED_ON_FOUR)])
+def test_ranks_prune_as_one_process_bit_for_bit(request, size: int, kind: str, drawn: str) -> None:
+    results = [own[drawn] for own in ranks_of(size, request).part("prune")[kind]]
+    for name, expected in of.pruned(partial(of.net, drawn)).items():
+        assert_same(whole([own[name]["tables"] for own in results]), whole([expected["tables"]]))
+        for own in results:
+            assert_same_scheme(own[name]["scheme"], expected["scheme"])
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Those of one process: with one file a table, and with several."""
+    folder = tmp_path_factory.mktemp("alone")
+    of.exported(of.net("spread"), folder)
+    for name, is_several in (("packed", False), ("files", True)):
+        numbers = [len(table["shards"]["packed"]) for table in read_manifest(folder / name)["tables"].values()]
+        assert any(number > 1 for number in numbers) == is_several
+    assert max(int(routing.row_counts().max()) for routing in of.blocks().routings.values()) > of.SAMPLED
+    return folder
+
+
+@pytest.mark.parametrize("kind", list(of.EVERY))
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_write_the_bytes_of_one_process(request, artifacts: Path, kind: str, size: int) -> None:
+    """Which also means that rounding errors, bits and codes are the same."""
+    part = ranks_of(size, request).part("export")
+    part[kind]  # shows the ranks' tracebacks
+    for name in ("packed", "files"):
+        assert files_of(part.folder / kind / name) == files_of(artifacts / name)
+
+
+@pytest.mark.parametrize("scenario", of.AXES)
+def test_ranks_turn_tables_as_one_process(two: RankResults, scenario: str) -> None:
+    """Also columns that are spread over ranks, once training is over; what reads the tables turns along."""
+    results, scenario_of_one = two.part("axes")[scenario], of.AXES[scenario]
+    expected = scenario_of_one(None)
+    assert_near(whole([own["tables"] for own in results]), whole([expected["tables"]]))
+    for own in results:
+        assert expected["rotations"]
+        assert_near(own["rotations"], expected["rotations"])
+        assert_near(own["readers"], expected["readers"])
+        assert own["moved"] < 1e-5
+
+
+REFUSALS = {
+    "batches": ("ValueError", "batches", None),
+    "labels": ("ValueError", "batch 1", None),
+    "predictions": ("ValueError", "batch 0", None),
+    "compress nan": ("ValueError", "got nan in row", None),
+    "allocate nan": ("ValueError", "table 'tag'", None),
+    "export nan": ("ValueError", "table 'tag'", 1),
+    "export outside": ("ValueError", "table 'tag'", 1),
+    "export again": ("ValueError", "artifact ", 0),
+    "prune infinity": ("ValueError", "table 'tag'", None),
+    "prune to nothing": ("SizeOutOfReachError", "embedding_bytes", None),
+}
+"""Call -> kind, place, and the rank that is named on the others where one alone says it."""
+
+
+@pytest.mark.parametrize("call", REFUSALS)
+def test_what_is_wrong_on_one_rank_stops_all_and_leaves_nothing(two: RankResults, call: str) -> None:
+    part, (kind, place, rank) = two.part("refusals"), REFUSALS[call]
+    assert_outcome([own[call] for own in part["all"]], kind, place, rank)
+    assert [path.name for path in part.folder.iterdir() if "refused" in path.name] == []

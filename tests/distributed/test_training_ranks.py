@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dnis_torchrec import count_frequencies
 from dnis_torchrec.blocks.codes import decode_rows, encode_rows
 from dnis_torchrec.search.search import search
 from dnis_torchrec.training.settings import Saving
@@ -262,16 +261,6 @@ def test_ranks_serve_every_sample_once_in_equally_many_batches(two: RankResults)
             samples = [label for own in results for batch in own[drop_last][epoch] for label in batch]
             assert len(set(samples)) == len(samples)
             assert of.NUM_SAMPLES - len(samples) == (of.NUM_SAMPLES % 8 if drop_last == "True" else 0)
-
-
-def test_counts_of_all_ranks_are_those_of_one(two: RankResults) -> None:
-    expected = count_frequencies([batch for rank in range(2) for batch in of.id_batches(rank)], of.COUNTED)
-    results = two.part("data")["count"]
-    for own in results:
-        assert own["num_samples"] == expected.num_samples
-        assert own["lengths"] == expected.max_bag_lengths
-        assert all(rows.equal(expected.counts[name]) for name, rows in own["counts"].items())
-    assert_outcome([own["outcome"] for own in results], "ValueError", "table 'small', feature 'f', batch 1")
 
 
 def test_a_search_of_a_stream_is_one_search_and_resumes_where_it_was(two: RankResults, tmp_path: Path) -> None:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import errno
 import itertools
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -33,7 +31,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.batches import RankingBatch
-from dnis_torchrec.data.over_ranks import count_over_ranks
 from dnis_torchrec.data.parquet import FileBatches, FileSamples, split_files
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.task import TrainTask
@@ -490,21 +487,6 @@ def metrics_of(ranks: tuple[int, ...]) -> Results:
 NUM_SAMPLES, SIZE = 61, 2.0
 STREAMED = SearchSettings(num_blocks=2, epochs=2, patience=1)
 """How `search_stream` searches."""
-COUNTED = [
-    EmbeddingBagConfig(name="small", num_embeddings=9, embedding_dim=4, feature_names=["f", "g"]),
-    EmbeddingBagConfig(name="large", num_embeddings=3000, embedding_dim=4, feature_names=["h"]),
-]
-
-
-def id_batches(rank: int) -> Iterator[KeyedJaggedTensor]:
-    """Batches with empty bags; ranks have different numbers of them. Ids of `h` are skewed as real ones are."""
-    random = np.random.default_rng(rank)
-    for _ in range(1 + 6 * rank):
-        lengths = random.integers(0, 4, 3 * 50)
-        ends = lengths.reshape(3, -1).sum(1)
-        ids = [random.integers(0, 9, ends[0]), random.integers(0, 9, ends[1]), random.zipf(1.3, ends[2]) % 3000]
-        values = torch.from_numpy(np.concatenate(ids)).long()
-        yield KeyedJaggedTensor(keys=["f", "g", "h"], values=values, lengths=torch.from_numpy(lengths).long())
 
 
 def serve(at: Rank) -> Results:
@@ -517,18 +499,6 @@ def serve(at: Rank) -> Results:
         results[str(drop_last)] = [labels(list(batches)) for _ in range(2)]
         results[f"length {drop_last}"] = len(batches)
     return results
-
-
-def count(at: Rank) -> Results:
-    """Counts of all ranks together; then rank 1 meets an id outside its table."""
-    counts = count_over_ranks(list(id_batches(at.rank)), COUNTED, process_group=at.process_group)
-    batches = list(id_batches(1))[:2]
-    if at.rank == 1:
-        batches[1].values()[0] = 9
-    outcome = outcome_of(lambda: count_over_ranks(batches, COUNTED, process_group=at.process_group))
-    dist.barrier(at.process_group)  # hangs if the ranks are not at the same place
-    results = {"counts": dict(counts.counts), "lengths": dict(counts.max_bag_lengths), "outcome": outcome}
-    return results | {"num_samples": counts.num_samples}
 
 
 def recipe_of(file: Path) -> Recipe:
@@ -572,4 +542,4 @@ def search_stream(at: Rank) -> Results:
     return results | {"counts": {name: rows[:] for name, rows in seen[0].counts.items()}}
 
 
-DATA: dict[str, Scenario] = {"metrics": metrics_of_rank, "serve": serve, "count": count, "search": search_stream}
+DATA: dict[str, Scenario] = {"metrics": metrics_of_rank, "serve": serve, "search": search_stream}

@@ -50,20 +50,6 @@ from dnis_torchrec.selection.shards import TableShard, collections, local_shards
 from dnis_torchrec.selection.swap import merge_, prepare_
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
 from dnis_torchrec.training.shard import shard as shard_for_training
-from tests.distributed.shard_selection_scenarios import (
-    MULTIPLIED_TABLES,
-    ROWS,
-    SHARDINGS,
-    WHOLE_FEATURES,
-    compare,
-    look_up_nothing,
-    loss_of,
-    make_features,
-    make_model,
-    tables,
-    upper_gradients,
-)
-from tests.distributed.shard_selection_scenarios import shard as shard_scenario
 from tests.models import (
     MODELS,
     SHARDING_TYPES,
@@ -79,6 +65,20 @@ from tests.models import (
     shard_as,
 )
 from tests.models import ROWS as SMALL_ROWS
+from tests.selection.shard_cases import (
+    MULTIPLIED_TABLES,
+    ROWS,
+    SHARDINGS,
+    WHOLE_FEATURES,
+    compare,
+    look_up_nothing,
+    loss_of,
+    make_features,
+    make_model,
+    tables,
+    upper_gradients,
+)
+from tests.selection.shard_cases import shard as shard_scenario
 from tests.tiny import make_recipe
 
 

@@ -1,4 +1,4 @@
-"""What ranks do, and report, about selection on the shards; judged in test_selection_ranks.py.
+"""What ranks do, and report, about selection on the shards; judged in tests/distributed/test_selection_ranks.py.
 
 Also on one rank, in the test's own process: tests/selection/test_shards.py.
 """
