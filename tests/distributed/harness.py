@@ -173,16 +173,10 @@ def _run_rank(
         own = Path(folder) / name.rpartition("/")[0]
         own.mkdir(exist_ok=True)
         process_group = dist.new_group(timeout=timedelta(seconds=HANG_SECONDS))
-        begin_RANKS_TIMES = time.monotonic()
         try:
             results[name] = scenario(Rank(rank, world_size, own, process_group, device))
         except Exception:
             results[name] = {"traceback": traceback.format_exc()}
-        if rank == 0:
-            print(
-                f"{time.monotonic() - begin_RANKS_TIMES:.2f} {world_size} {name}",
-                file=open("/tmp/w/ranks-logs/times", "a"),
-            )  # RANKS_TIMES
     torch.save(results, _report(Path(folder), rank))
     dist.destroy_process_group()
 
