@@ -219,6 +219,7 @@ def test_rows_of_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "NUM_TABLES": 2,
         "BATCH_SIZES": (2,),
         "BAGS_PER_TURN": 2,
+        "ROUNDS": 3,
     }.items():
         monkeypatch.setattr(serving, name, small)
     artifact = write_two_tables(tmp_path / "artifact")
