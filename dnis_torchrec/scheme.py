@@ -15,21 +15,21 @@ from dnis_torchrec.blocks.routing import RowRouting, directory_bytes, routing_by
 from dnis_torchrec.checks import check, check_known, describe
 
 PACKED = "packed"
-"""The form that serves: every column of every block in bits of its own, float32 among them."""
+"""The form for serving: every column of every block has its own bit width, up to float32."""
 MIXED_DIMENSION = "mixed_dimension"
-"""The form that trains: a float32 table per block of rows, as wide as the block's retained dims."""
+"""The form for training: one float32 table per block, with the columns that the block retains."""
 FORMS = (PACKED, MIXED_DIMENSION)
 FORMS_OF_0_1 = {"mixed_dimension_fp32": MIXED_DIMENSION}
-"""Form as release 0.1.0 spells it -> as it is spelt since."""
+"""Name of a form in release 0.1.0 -> its name since."""
 COLUMN_SCALE_BYTES = 4
 """Scale (bfloat16) and shift (int16) of a column of a block that is stored in codes."""
 
 POOLINGS = ("sum", "mean", "none")
-"""What may become of the rows of a bag."""
+"""How the rows of a bag are combined: summed, averaged, or returned one by one."""
 
 
 def form_named(name: str) -> str:
-    """The form of that name, as it is spelt now."""
+    """Returns the present name of a form, given its present name or that of release 0.1.0."""
     name = FORMS_OF_0_1.get(name, name)
     remedy = "dnis_torchrec 0.1.0 reads and writes it"
     check(not is_gone(name), f"form {name!r}", f"one of {FORMS}", "one of release 0.1.0", remedy)
@@ -38,7 +38,7 @@ def form_named(name: str) -> str:
 
 
 def is_gone(form: str) -> bool:
-    """Whether release 0.1.0 wrote a form of that name and later ones know it no more."""
+    """Returns whether release 0.1.0 wrote this form, and no later release reads it."""
     gone = ("csr", "dense_", "row_pruned_", "mixed_dimension_")
     return form not in FORMS_OF_0_1 and form.startswith(gone)
 

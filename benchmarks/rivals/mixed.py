@@ -133,8 +133,9 @@ def _fit_(scale: Tensor, shift: Tensor, mask: Tensor, routing: RowRouting, rows:
 
 @torch.no_grad()
 def zero_dropped_(model: nn.Module, routings: Mapping[str, RowRouting], masks: Mapping[str, Tensor]) -> None:
-    """Zeroes what is not kept. What is kept and zero becomes the smallest float: zero means
-    dropped."""
+    """Sets dropped values to zero. A kept value of zero becomes the smallest positive float.
+
+    So zero always means dropped."""
     for shard in shards_of(model):
         mask = masks[shard.table]
         or_none = torch.cat([mask, torch.zeros(1, mask.shape[1], dtype=torch.bool)])
@@ -144,7 +145,7 @@ def zero_dropped_(model: nn.Module, routings: Mapping[str, RowRouting], masks: M
 
 
 def train_mixed(blocks: Blocks, recipe: Recipe, masks: Mapping[str, Tensor], **settings: object) -> Served:
-    """Trains what is kept from scratch, and serves it as bit fields."""
+    """Trains the kept columns from scratch, then packs them into bit fields."""
     zero_dropped_(recipe.model, blocks.routings, masks)
     model, _ = train(blocks.task, recipe, masks=True)
     return pack(model, blocks.routings, masks, blocks.bits, **settings)
@@ -153,7 +154,7 @@ def train_mixed(blocks: Blocks, recipe: Recipe, masks: Mapping[str, Tensor], **s
 def pack(
     model: nn.Module, routings: Mapping[str, RowRouting], masks: Mapping[str, Tensor], bits: int, **settings: object
 ) -> Served:
-    """Puts tables of bit fields in the place of a model's own."""
+    """Replaces the model's tables by tables of bit fields."""
     rows = {shard.table: shard.weight.cpu() for shard in shards_of(model)}
     scheme = mixed_scheme(uncompressed_scheme(model), routings, masks, bits, rows)
     if any(bool(mask.any()) for mask in masks.values()):

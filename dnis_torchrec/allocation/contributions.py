@@ -39,8 +39,7 @@ class Entries:
 
 @dataclass(frozen=True, eq=False)
 class Reads:
-    """Reads of one table's rows through one feature, those that a sample makes of one block
-    together."""
+    """Which samples read which blocks of one table through one feature, and how often."""
 
     samples: Tensor
     blocks: Tensor
@@ -65,22 +64,23 @@ class WatchedCollection:
     floats_per_sample: int
 
     def note(self, features: KeyedJaggedTensor, output: Any) -> Lookup:
-        """A call of the collection, its output replaced by a leaf that requires a gradient."""
+        """Records a call of the collection; a leaf that requires a gradient replaces its output."""
         raise NotImplementedError
 
     def block_by_block(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The bags to look up once more, so that every block is pooled alone; only called where
-        there are slots."""
+        """Splits every bag into one bag per block, so that the collection pools each block alone.
+
+        Only called if `num_slots` is not 0."""
         raise NotImplementedError
 
     def entries(
         self, lookup: Lookup, apart: Apart | None, gradient: Tensor
     ) -> Iterator[tuple[str, Entries]]:
-        """Yields the reads of every feature, block by block. Local, no collective."""
+        """Yields every feature's contributions to the loss, by sample and block. No collective."""
         raise NotImplementedError
 
     def reads(self, lookup: Lookup, gradient: Tensor) -> Iterator[tuple[str, Reads]]:
-        """Yields which rows every feature reads, and what they are worth. Local, no collective."""
+        """Yields which blocks every feature reads, and the gradient there. No collective."""
         raise NotImplementedError
 
 
@@ -130,8 +130,9 @@ class CollectionBlocks(WatchedCollection):
         self._rows_of_slots = self._place_keys(list(keys_of.values())).to(device)
 
     def _place_keys(self, keys_of_features: Sequence[Sequence[str]]) -> Tensor:
-        """Returns, for each slot of each feature, its key's number among the splitter's; 0 is
-        always empty."""
+        """Returns which of the splitter's bags fills each slot of each feature.
+
+        Bag 0 is empty: it fills the slots that a feature does not need."""
         rows, first = torch.zeros(len(keys_of_features), self.num_slots, dtype=torch.int64), 1
         for row, keys in zip(rows, keys_of_features, strict=True):
             row[: len(keys)] = torch.arange(first, first + len(keys))
@@ -139,8 +140,9 @@ class CollectionBlocks(WatchedCollection):
         return rows.flatten()
 
     def block_by_block(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The bags of multi-hot features taken apart by block, as bags of a batch of ``num_slots *
-        B`` samples."""
+        """Splits every bag of a multi-hot feature into one bag per block.
+
+        A batch of B samples becomes one of ``num_slots * B``: slot 0 of all samples comes first."""
         batch_size, split = features.stride(), self._splitter(features)
         lengths = split.lengths().view(-1, batch_size)
         lengths = torch.cat([lengths.new_zeros(1, batch_size), lengths])[self._rows_of_slots]
@@ -153,7 +155,7 @@ class CollectionBlocks(WatchedCollection):
         )
 
     def note(self, features: KeyedJaggedTensor, output: KeyedTensor) -> Lookup:
-        """A call of the collection, its output replaced by a leaf that requires a gradient."""
+        """Records a call of the collection; a leaf that requires a gradient replaces its output."""
         leaf = output.values().detach().requires_grad_()
         return Lookup(
             self, features, KeyedTensor(output.keys(), output.length_per_key(), leaf), leaf
@@ -162,7 +164,7 @@ class CollectionBlocks(WatchedCollection):
     def entries(
         self, lookup: Lookup, apart: Apart | None, gradient: Tensor
     ) -> Iterator[tuple[str, Entries]]:
-        """Yields the reads of every feature, block by block. Local, no collective."""
+        """Yields every feature's contributions to the loss, by sample and block. No collective."""
         bags, by_key = jagged_by_key(lookup.features), lookup.output.to_dict()
         for output, slopes in self._slopes(lookup, gradient):
             of_feature = bags[output.feature]
@@ -175,7 +177,7 @@ class CollectionBlocks(WatchedCollection):
                 )
 
     def reads(self, lookup: Lookup, gradient: Tensor) -> Iterator[tuple[str, Reads]]:
-        """Yields which rows every feature reads, and what they are worth. Local, no collective."""
+        """Yields which blocks every feature reads, and the gradient there. No collective."""
         bags, batch_size = jagged_by_key(lookup.features), lookup.features.stride()
         of_samples = torch.arange(batch_size, device=gradient.device)
         for output, slopes in self._slopes(lookup, gradient):
@@ -194,7 +196,7 @@ class CollectionBlocks(WatchedCollection):
             )
 
     def _slopes(self, lookup: Lookup, gradient: Tensor) -> Iterator[tuple[PooledFeature, Tensor]]:
-        """Every output with the gradient in its columns, ``(T, B, D)``."""
+        """Yields every output with the gradient of its columns, ``(T, B, D)``."""
         sums: KeyedTensor = lookup.output
         widths = sums.length_per_key()
         columns = dict(zip(sums.keys(), gradient.split(widths, dim=2), strict=True))
@@ -236,7 +238,7 @@ class CollectionBlocks(WatchedCollection):
 
 @dataclass(frozen=True, eq=False)
 class Lookup:
-    """One call of a collection by its model."""
+    """A call that the model makes to a collection: the features that went in, the output."""
 
     of: WatchedCollection
     features: KeyedJaggedTensor
@@ -244,7 +246,7 @@ class Lookup:
     leaf: Tensor
 
     def apart(self) -> Apart | None:
-        """Looks the bags up once more, block by block; None where no feature is multi-hot."""
+        """Looks the bags up again, one bag per block; returns None if no feature is multi-hot."""
         if not self.of.num_slots:
             return None
         bags = self.of.block_by_block(self.features)
@@ -257,8 +259,9 @@ class Lookup:
 
 @contextmanager
 def watching(of: Sequence[WatchedCollection]) -> Iterator[list[Lookup]]:
-    """Within the block collections learn nothing, and what they return is a leaf that requires a
-    gradient."""
+    """Records the calls of collections inside the ``with`` block.
+
+    The tables get no gradient there: each output is a leaf that requires one."""
     lookups: list[Lookup] = []
     with ExitStack() as stack:
         for blocks in of:
@@ -362,7 +365,7 @@ class SequenceBlocks(WatchedCollection):
     def entries(
         self, lookup: Lookup, apart: Apart | None, gradient: Tensor
     ) -> Iterator[tuple[str, Entries]]:
-        """Yields the reads of every feature, block by block. Local, no collective."""
+        """Yields every feature's contributions to the loss, by sample and block. No collective."""
         batch_size = lookup.features.stride()
         for table, samples, blocks, values, slopes in self._ids(lookup, gradient):
             yield (
@@ -371,7 +374,7 @@ class SequenceBlocks(WatchedCollection):
             )
 
     def reads(self, lookup: Lookup, gradient: Tensor) -> Iterator[tuple[str, Reads]]:
-        """Yields which rows every feature reads, and what they are worth. Local, no collective."""
+        """Yields which blocks every feature reads, and the gradient there. No collective."""
         for table, samples, blocks, _, slopes in self._ids(lookup, gradient):
             yield (
                 table,

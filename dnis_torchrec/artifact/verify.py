@@ -38,7 +38,7 @@ FeatureBags = dict[str, list[Bag]]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check of a verification."""
 
     check: str
     subject: str
@@ -47,7 +47,7 @@ class Finding:
 
     @property
     def is_failure(self) -> bool:
-        """Whether it makes the verification fail."""
+        """Returns whether this check failed, and the verification with it."""
         return self.status == FAILED
 
 
@@ -61,11 +61,11 @@ class Verification:
 
     @property
     def failures(self) -> list[Finding]:
-        """Findings that make the verification fail."""
+        """Returns the checks that failed."""
         return [finding for finding in self.findings if finding.is_failure]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, and ``"ok"``."""
+        """Returns all fields, and ``"ok"``: true if no check failed."""
         return {"ok": not self.failures, **asdict(self)}
 
 
@@ -102,8 +102,7 @@ def _judge(check: str, subject: str, good: bool, detail: str) -> Finding:
 
 
 def _over_ranks(checks: Sequence[Callable[[], list[Finding]]], ranks: Ranks) -> list[Finding]:
-    """Findings of checks that are dealt out to ranks, in the order of the checks, the same on all
-    ranks."""
+    """Runs each check on one of the ranks; every rank gets all results, in the checks' order."""
     with together(ranks.group):
         numbers = range(ranks.rank, len(checks), ranks.world_size)
         findings = {n: [asdict(finding) for finding in checks[n]()] for n in numbers}

@@ -1,5 +1,4 @@
-"""Bit fields: where the values of a row stand when every column of its block has a width of its
-own."""
+"""The bit layout of packed rows: every column of a block has a width of its own, in bits."""
 
 from __future__ import annotations
 
@@ -23,23 +22,22 @@ def check_widths(bits: Tensor, place: str) -> None:
 
 
 def is_coded(bits: Tensor) -> Tensor:
-    """Marks the columns that are stored in codes, with a scale and a shift: neither dropped nor
-    float32."""
+    """Marks the columns stored as integer codes: neither dropped nor float32."""
     return (bits > 0) & (bits < FLOAT_BITS)
 
 
 def field_offsets(bits: Tensor) -> Tensor:
-    """First bit of every field in its row."""
+    """Returns the offset of every field in its row, in bits."""
     return _fields(bits)[0]
 
 
 def row_strides(bits: Tensor) -> Tensor:
-    """Bytes of a row of every block: its fields, rounded up to whole bytes."""
+    """Returns how many bytes a row of each block takes; the last byte may be part empty."""
     return -(-_fields(bits)[1] // 8)
 
 
 def _fields(bits: Tensor) -> tuple[Tensor, Tensor]:
-    """(first bit of every field, bits of every row before its padding)."""
+    """Returns the offset of every field and the length of every row, both in bits."""
     widths = bits.long()
     ends = widths.cumsum(1)
     for column in (widths == FLOAT_BITS).any(dim=0).nonzero().flatten().tolist():
@@ -49,7 +47,7 @@ def _fields(bits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def packed_rows(fields: Tensor, bits: Tensor) -> Tensor:
-    """Rows of one block in bytes."""
+    """Packs the codes of one block's rows into bytes."""
     (offsets,), (stride,) = (
         field_offsets(bits.unsqueeze(0)),
         row_strides(bits.unsqueeze(0)).tolist(),
@@ -64,7 +62,7 @@ def packed_rows(fields: Tensor, bits: Tensor) -> Tensor:
 
 
 def unpacked_fields(rows: Tensor, bits: Tensor) -> Tensor:
-    """The fields of rows of one block: the inverse of `packed_rows`."""
+    """Unpacks the codes of one block's rows: the inverse of `packed_rows`."""
     (offsets,) = field_offsets(bits.unsqueeze(0))
     fields = torch.zeros(len(rows), len(bits), dtype=torch.int32)
     for column, (width, offset) in enumerate(zip(bits.tolist(), offsets.tolist(), strict=True)):

@@ -75,7 +75,7 @@ class RunWriteError(RuntimeError):
 
 
 class RunFolder:
-    """A run on disk. Every file is written whole or not at all."""
+    """The folder of a run. A file in it is written whole or not at all."""
 
     def __init__(self, path: Path, *, url: str | None = None) -> None:
         self.path, self._url = path, url
@@ -107,7 +107,7 @@ class RunFolder:
         return run
 
     def create(self, *, overwrite: bool) -> None:
-        """Makes the folder of a new search; a run that it replaces stands aside."""
+        """Makes the folder of a new search, and moves a run that stands there to a hidden name."""
         self.check_free(self.path, overwrite=overwrite, can_resume=True)
         if self.path.exists() and not _is_unused(self.path):
             with self.lock():
@@ -118,7 +118,7 @@ class RunFolder:
         self._remove_what_ranks_wrote()
 
     def give_up(self) -> None:
-        """Deletes a search of which nothing is saved; a run that it was to replace comes back."""
+        """Deletes a search that has saved nothing, and moves the run that it replaced back."""
         shutil.rmtree(self.path)
         self._remove_what_ranks_wrote()
         if self._replaced is not None:

@@ -528,8 +528,9 @@ def _check_shards(
 
 
 def _check_column_cuts(plans: TablePlans) -> None:
-    """Checks that all tables of an EmbeddingCollection are cut into columns of one width: TorchRec
-    reads one alone."""
+    """Checks that all column-wise tables of an EmbeddingCollection have shards of one width.
+
+    TorchRec reads the width of one table, and takes it for all."""
     widths = {}
     for table, plan in plans.items():
         if plan.sharding_type == ShardingType.COLUMN_WISE.value:

@@ -89,7 +89,7 @@ class Best:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A stretch of a training in which the same things learn."""
+    """A part of a training throughout which the same parameters are trained."""
 
     name: str
     steps: float = math.inf
@@ -100,7 +100,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedPhase:
-    """A phase that is over."""
+    """First and last step of a completed phase, and its best epoch."""
 
     name: str
     first_step: int
@@ -109,28 +109,29 @@ class FinishedPhase:
 
 
 class Plan:
-    """The phases of a training, here given ones, and what changes at their ends. Everything is
-    called on all ranks alike."""
+    """Says which phase of a training comes next, and what happens when one begins or ends.
+
+    This class goes through a fixed list. All ranks call every method alike."""
 
     def __init__(self, *phases: Phase) -> None:
         self._phases = phases
 
     def phase_after(self, finished: Sequence[FinishedPhase]) -> Phase | None:
-        """The phase after those that are over, on which alone it depends; None at the end."""
+        """Returns the next phase, given the completed ones; None if training is over."""
         return (*self._phases, None)[len(finished)]
 
     def begin(self, phase: Phase, finished: Sequence[FinishedPhase]) -> None:
-        """Called before the first step of a phase, and of what goes on in the middle of it."""
+        """Called before the first step of a phase, and when a training resumes within it."""
 
     def after_step(self, phase: Phase, done: int) -> None:
         """Called after every lower step."""
 
     def end(self, phase: Phase) -> None:
-        """Called once when a phase is over, with the weights that it leaves."""
+        """Called once at the end of a phase; the model holds the weights that the phase keeps."""
 
 
 class _Search(TypedDict):
-    """State of the loop in a checkpoint."""
+    """The loop's state, as a checkpoint stores it."""
 
     epoch: int
     is_over: bool

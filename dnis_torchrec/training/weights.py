@@ -1,5 +1,4 @@
-"""Weights in files, and models filled with them: a user's, a run's, a sharded model's. Nothing is
-unpickled."""
+"""Reads and writes the weights of models in files. Runs no code that a file contains."""
 
 from __future__ import annotations
 
@@ -42,17 +41,17 @@ from dnis_torchrec.training.shard import spread_tables
 from dnis_torchrec.training.state import Chunk, PlacedTensor, TrainingState
 
 MODEL = "model"
-"""Folder of a run in which several ranks have written its model, each its shards."""
+"""Name of the folder, in a run of several ranks, into which each rank writes its shards."""
 _OF_RUN = "use the recipe and data of the run"
 _NAMES = 3
-"""Names that an error lists."""
+"""How many names an error message lists."""
 
 
 # The model of a run
 
 
 def write_model(folder: Address, model: nn.Module, ranks: Ranks) -> None:
-    """Writes a merged model by the names of the plain one: each rank what it holds."""
+    """Writes a merged model under the plain model's names; each rank writes its own shards."""
     tensors = {}
     for fqn, module in collections(model).items():
         for config in table_configs_of(module):
@@ -251,7 +250,7 @@ class _Record:
 
 
 def distributed_checkpoint(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint, read as they are asked for; what is no tensor is passed over."""
+    """Returns the tensors of a checkpoint, each read when asked for; skips all other values."""
     place, file = f"checkpoint {folder}", folder / ".metadata"
     check(file.is_file() and not file.is_symlink(), place, "a plain file .metadata", "none")
     try:
@@ -289,8 +288,7 @@ def _tensors(metadata: _Record, folder: Path) -> dict[str, StoredTensor]:
 def _open(
     folder: Path, place: str, shape: tuple[int, ...], name: str, first_byte: int, num_bytes: int
 ) -> Tensor:
-    """Reads a chunk; torch's loader, which is given no storage, says where in it the values
-    stand."""
+    """Reads a chunk: torch's loader gives the layout of the tensor, a memory map its values."""
     file = folder / name
     is_inside = Path(name).name == name and file.is_file() and not file.is_symlink()
     check(is_inside, place, "plain files of the folder", repr(name), "copy all files of it")
@@ -314,7 +312,7 @@ def _open(
 
 
 def _numbers(size: Any) -> tuple[int, ...]:
-    """A torch.Size that was never made, or a tuple."""
+    """Returns the numbers of a tuple, or of a record that stands for a torch.Size."""
     numbers = size.arguments[0] if isinstance(size, _Record) else size
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"sizes that are none: {numbers}")
