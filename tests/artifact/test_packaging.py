@@ -344,7 +344,8 @@ def test_packages_bring_their_operators_where_none_can_be_built(package: Path, t
     script = (
         "import sys, torch; from dnis_torchrec.artifact.package import load_package\n"
         "from dnis_torchrec.serving import load_operator\n"
-        "print(*load_package(sys.argv[2])(*torch.load(sys.argv[1])).flatten().tolist())\n"
+        "inputs = torch.load(sys.argv[1], weights_only=True)\n"
+        "print(*load_package(sys.argv[2])(*inputs).flatten().tolist())\n"
         "print(load_operator())"
     )
     variables = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "empty"), "CXX": "/nowhere/c++"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from dnis_torchrec.blocks.codes import decode_rows, encode_rows
 from dnis_torchrec.search.search import search
 from dnis_torchrec.training.settings import Saving
+from dnis_torchrec.training.weights import distributed_checkpoint
 from tests.distributed import training_scenarios as of
 from tests.distributed.harness import Part, Rank, RankResults, Results, joined, running_ranks
 from tests.distributed.model import CPU, assert_outcome, assert_same, blocks, tables, whole
@@ -148,6 +150,26 @@ def test_a_disk_that_is_full_on_one_rank(two: RankResults) -> None:
         assert own["steps"] == [2]
         assert own["latest"] == "step-00000002"
         assert own["partial"] == []
+
+
+def test_a_checkpoint_that_torch_saved_on_two_ranks_is_read_by_one(two: RankResults) -> None:
+    part = two.part("checkpoints")
+    for kind in of.SAVED_BY_TORCH:
+        before, stored = part[f"saved {kind}"][0], distributed_checkpoint(part.folder / f"saved {kind}")
+        assert_same({name: tensor.whole() for name, tensor in stored.items()}, before)
+
+
+def test_only_the_files_of_the_rows_asked_for_are_read(two: RankResults) -> None:
+    part = two.part("checkpoints")
+    before, folder = part["saved row_wise"][0], part.folder / "saved row_wise without rank 1"
+    shutil.copytree(part.folder / "saved row_wise", folder)
+    (folder / "__1_0.distcp").unlink()  # the file of rank 1: rank 0 holds the first rows
+    stored = distributed_checkpoint(folder)
+    name = next(name for name in stored if "user.weight" in name)
+    stored[name].copy_to_(first := torch.zeros(20, 8))
+    assert first.equal(before[name][:20])
+    with pytest.raises(ValueError, match=r"user\.weight: .*'__1_0\.distcp'"):
+        stored[name].copy_to_(torch.zeros(30, 8))
 
 
 @pytest.fixture(scope="module")

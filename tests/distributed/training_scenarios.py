@@ -87,6 +87,8 @@ OTHERWISE = (
     ("mixed", "dense"),
 )
 """(sharding that wrote, sharding that goes on)."""
+SAVED_BY_TORCH = ("row_wise", "column_wise", "mixed")
+"""Shardings that torch saves on two ranks."""
 ONE_TO_TWO = ("row_wise", "mixed")
 """Shardings in which two ranks go on with what one process wrote."""
 
@@ -232,6 +234,16 @@ def full_disk(at: Rank) -> Results:
     }
 
 
+def saved_by_torch(kind: str, at: Rank) -> Results:
+    """All ranks save a sharded model's state_dict with torch; returns the model's tensors before sharding."""
+    model, sharders = task(), [CpuEmbeddingBagCollectionSharder()]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    plan = plan_as(model, kind, at.process_group, CPU, sharders)
+    sharded = shard_model(model, CPU, plan, sharders, process_group=at.process_group)
+    dcp.save(sharded.state_dict(), checkpoint_id=at.folder / f"saved {kind}", process_group=at.process_group)
+    return before
+
+
 def checkpoints(folder_of_one: Path) -> dict[str, Scenario]:
     """Of two ranks, and of the run of one process."""
     results: dict[str, Scenario] = {f"{kind} to {kind}": partial(goes_on, kind, kind) for kind in SAME}
@@ -239,6 +251,7 @@ def checkpoints(folder_of_one: Path) -> dict[str, Scenario]:
     for kind, then in (("column_wise", "column_wise"), ("table_wise", "row_wise")):
         results[f"adagrad {kind} to {then}"] = partial(goes_on, kind, then, adagrad=True)
     results |= {f"one to {then}": partial(goes_on_on_two, then, folder_of_one) for then in ONE_TO_TWO}
+    results |= {f"saved {kind}": partial(saved_by_torch, kind) for kind in SAVED_BY_TORCH}
     return results | {"bad": bad_checkpoints, "full disk": full_disk}
 
 
