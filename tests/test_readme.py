@@ -58,6 +58,36 @@ def test_its_own_data_are_compressed_and_its_loop_searches(run: dict[str, Any]) 
     assert bool(plain(batch.dense_features, batch.sparse_features).isfinite().all())
 
 
+FRESH = """
+import sys
+
+import torch
+from torchrec.models.dlrm import DLRM
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+tables = [EmbeddingBagConfig(name="item", num_embeddings=1000, embedding_dim=16, feature_names=["item"])]
+{code}
+dense, items = torch.load(sys.argv[1], weights_only=True)
+features = KeyedJaggedTensor(keys=["item"], values=items, lengths=torch.ones_like(items))
+with torch.no_grad():
+    torch.save(served(dense, features), sys.argv[1])
+"""
+
+
+def test_its_model_predicts_the_same_in_a_fresh_process(run: dict[str, Any], tmp_path: Path) -> None:
+    (code,) = (block for block in blocks("docs/how-to/serve.md", "python") if "drop_in_" in block)
+    batch, file = run["train"][0], tmp_path / "tensors"
+    torch.save((batch.dense_features, batch.sparse_features.values()), file)
+    with torch.no_grad():
+        expected = run["plain"].eval()(batch.dense_features, batch.sparse_features)
+    command = [sys.executable, "-W", "ignore", "-c", FRESH.format(code=code), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)  # where README left its artifact
+    assert done.returncode == 0, done.stderr
+    torch.testing.assert_close(torch.load(file, weights_only=True), expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("page", HOW_TO)
 def test_code_of_how_to_pages_runs_behind_its_own(run: dict[str, Any], page: str) -> None:
     names = run_blocks(f"docs/how-to/{page}", dict(run))
