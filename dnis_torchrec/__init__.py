@@ -8,7 +8,7 @@ from dnis_torchrec.checks import check_dependencies, silence_noise, version
 
 if TYPE_CHECKING:
     from dnis_torchrec.allocation.compress import compress, packed_collections
-    from dnis_torchrec.artifact.export import export
+    from dnis_torchrec.artifact.export import export, load_model
     from dnis_torchrec.artifact.load import load
     from dnis_torchrec.blocks.blocking import blocks_from_counts
     from dnis_torchrec.blocks.counts import count_frequencies
@@ -45,6 +45,7 @@ __all__ = [
     "embedding_configs",
     "export",
     "load",
+    "load_model",
     "make_sharding_plan",
     "merge_",
     "packed_collections",
@@ -61,6 +62,7 @@ _HOME = {
     "compress": "allocation.compress",
     "packed_collections": "allocation.compress",
     "export": "artifact.export",
+    "load_model": "artifact.export",
     "load": "artifact.load",
     "blocks_from_counts": "blocks.blocking",
     "count_frequencies": "blocks.counts",

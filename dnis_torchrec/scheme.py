@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -52,8 +52,13 @@ class DescribedTable(TypedDict):
     pooling: str
     feature_names: list[str]
     is_weighted: bool
+    need_indices: NotRequired[bool]
     num_blocks: int
     num_retained: int
+
+
+_HINTS = get_type_hints(DescribedTable, include_extras=True).items()
+_FIELDS = {name for name, hint in _HINTS if get_origin(hint) is not NotRequired}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,11 +75,13 @@ class TableScheme:
     routing: RowRouting
     retained: Tensor
     num_retained: int
+    need_indices: bool = False
     bits: Tensor | None = None
     scale: Tensor | None = None
     shift: Tensor | None = None
     feedback: Tensor | None = None
     gain: Tensor | None = None
+    largest_value: float | None = None
 
     def __post_init__(self) -> None:
         place = f"table {self.name!r}"
@@ -314,6 +321,7 @@ class MixedDimensionScheme:
                 "is_weighted": table.is_weighted,
                 "num_blocks": table.routing.num_blocks,
                 "num_retained": table.num_retained,
+                **({"need_indices": True} if table.need_indices else {}),
             }
             for name, table in self.tables.items()
         }
@@ -346,7 +354,7 @@ class MixedDimensionScheme:
         """
         tables = {}
         for name, fields in described.items():
-            absent = DescribedTable.__required_keys__ - set(fields)
+            absent = _FIELDS - set(fields)
             check(
                 not absent, f"table {name!r}", "a complete description", f"none of {sorted(absent)}"
             )
@@ -364,12 +372,15 @@ class MixedDimensionScheme:
                 pooling=fields["pooling"],
                 feature_names=tuple(fields["feature_names"]),
                 is_weighted=fields["is_weighted"],
+                need_indices=fields.get("need_indices", False),
                 routing=RowRouting.from_tensors(
                     fields["num_embeddings"], fields["num_blocks"], routing_tensors
                 ),
                 retained=tensors[f"{name}/retained"],
                 num_retained=fields["num_retained"],
-                **{part: tensors.get(f"{name}/{part}") for part in ("bits", "scale", "shift")},
+                bits=tensors.get(f"{name}/bits"),
+                scale=tensors.get(f"{name}/scale"),
+                shift=tensors.get(f"{name}/shift"),
             )
         return MixedDimensionScheme(tables)
 

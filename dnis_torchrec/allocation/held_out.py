@@ -363,10 +363,18 @@ class LossSample:
         if not shift:
             return current
         outputs = current.outputs
-        assert isinstance(outputs, Tensor)  # of a model of one output
-        batch = sample.batch.to(outputs.device)
-        _, at = derivatives_at(outputs + shift, batch, self._loss, "outputs in codes")
-        return PredictedBatch(outputs + shift, current.values + shift, at)
+        if isinstance(outputs, Tensor):
+            outputs = outputs + shift
+        else:  # by name: the loss reads one number of each sample, whatever else there is
+            outputs = {
+                name: part + shift
+                if isinstance(part, Tensor) and part.is_floating_point()
+                else part
+                for name, part in outputs.items()
+            }
+        batch = sample.batch.to(current.values.device)
+        _, at = derivatives_at(outputs, batch, self._loss, "outputs in codes")
+        return PredictedBatch(outputs, current.values + shift, at)
 
 
 def _ids_by_table(

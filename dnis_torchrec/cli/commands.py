@@ -19,7 +19,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from dnis_torchrec.allocation.axes import rotation_groups
 from dnis_torchrec.allocation.compress import measure_
-from dnis_torchrec.artifact.export import drop_in_, export
+from dnis_torchrec.artifact.export import export, load_model
 from dnis_torchrec.artifact.load import read_scheme
 from dnis_torchrec.artifact.manifest import read_manifest, write_manifest
 from dnis_torchrec.artifact.package import write_package
@@ -230,7 +230,7 @@ def _evaluate_served(
     """Metrics with the artifact's modules in the model, which gets its own back afterwards."""
     modules, plain = collections(model), get_unwrapped_module(model)
     with together():
-        drop_in_(plain, artifact, form=PACKED)
+        load_model(plain, artifact, form=PACKED)
     served = {fqn: plain.get_submodule(fqn) for fqn in modules}
     try:
         plain.to(device)
@@ -501,7 +501,7 @@ def run_evaluate(settings: EvaluateCommand) -> dict[str, Any]:
             if is_artifact(path):
                 head, scheme = read_manifest(path)["run"], read_scheme(path)
                 recipe = build_recipe_again(spec, settings.data, head)
-                drop_in_(recipe.model, path)
+                load_model(recipe.model, path)
             else:
                 run = RunFolder.open(path)
                 head, scheme, weights = run.read_head(), run.scheme(), run.weights()
@@ -542,7 +542,7 @@ def served_metrics(
     """Test metrics of a fresh model that serves a form, on the CPU; each rank has its samples."""
     with together(ranks.group):
         recipe = make_recipe()
-        drop_in_(recipe.model, artifact, form=form)
+        load_model(recipe.model, artifact, form=form)
     with torch.inference_mode():
         splits = split_over_ranks(recipe.data, ranks)
         task = TrainTask(recipe.model, recipe.task)
@@ -554,7 +554,7 @@ def served_metrics(
 def run_package(settings: PackageCommand) -> None:
     """Packages the model of an artifact."""
     recipe = _recipe_of_artifact(settings.artifact, settings.recipe, settings.data)
-    model = drop_in_(recipe.model, settings.artifact, form=PACKED)
+    model = load_model(recipe.model, settings.artifact, form=PACKED)
     batch = next(iter(recipe.data.test))
     notes = {"recipe": settings.recipe, "form": PACKED}
     write_package(model, batch, settings.out, notes=notes, overwrite=settings.overwrite)

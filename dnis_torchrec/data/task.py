@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -118,7 +119,7 @@ class Task(nn.Module):
             model: the recipe's, or what takes its place.
             batch: samples, on the model's device.
         """
-        outputs: Outputs = model(
+        outputs: Outputs = _taking_features(model)(
             dense_features=batch.dense_features, sparse_features=batch.sparse_features
         )
         return outputs
@@ -149,6 +150,28 @@ class Task(nn.Module):
         raise NotImplementedError(
             describe(f"task {type(self).__name__}", "a method 'predictions'", "none")
         )
+
+
+def _taking_features(model: nn.Module) -> nn.Module:
+    """The module that takes dense and sparse features: the model, or the one that a wrapper for
+    training holds as ``model``, as TorchRec's DLRMTrain does."""
+    for module in (model, getattr(model, "model", None)):
+        if isinstance(module, nn.Module) and _takes_features(module):
+            return module
+    name = type(model).__name__
+    requirement = "a model that is called with dense_features and sparse_features"
+    remedy = "give a Task as the loss, whose method outputs calls the model as it wants: see "
+    url = "docs/how-to/compress.md"
+    call = f"{name}.forward{inspect.signature(model.forward)}"
+    raise TypeError(describe("model", requirement, call, remedy + url))
+
+
+def _takes_features(module: nn.Module) -> bool:
+    try:
+        inspect.signature(module.forward).bind(dense_features=None, sparse_features=None)
+    except TypeError:
+        return False
+    return True
 
 
 class LossTask(Task):

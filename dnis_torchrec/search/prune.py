@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from dnis_torchrec.selection.shards import (
     collections,
     is_weighted,
     local_shards,
+    needs_indices,
     num_copies,
     ranks_of,
     table_configs_of,
@@ -238,7 +239,8 @@ def uncompressed_scheme(model: nn.Module) -> MixedDimensionScheme:
             num_rows = config.num_embeddings
             routing = RowRouting(num_rows, 1, boundaries=torch.tensor([0, num_rows]))
             columns = torch.ones(1, config.embedding_dim, dtype=torch.bool)
-            schemes[config.name] = _scheme(config, fqn, is_weighted(collection), routing, columns)
+            scheme = _scheme(config, fqn, is_weighted(collection), routing, columns)
+            schemes[config.name] = replace(scheme, need_indices=needs_indices(collection))
     return MixedDimensionScheme(schemes)
 
 
@@ -249,6 +251,7 @@ class _Table:
     config: EmbeddingBagConfig
     collection: str
     is_weighted: bool
+    need_indices: bool
     routing: RowRouting
     counts: Tensor
     shards: tuple[TableShard, ...]
@@ -302,6 +305,7 @@ def _pruned_tables(
             config=config,
             collection=fqn,
             is_weighted=is_weighted(modules[fqn]),
+            need_indices=needs_indices(modules[fqn]),
             routing=blocks.routings[config.name],
             counts=counts.counts[config.name],
             shards=shards[config.name],
@@ -410,9 +414,10 @@ def _scheme_of(table: _Table, columns: Tensor, ranks: Ranks) -> TableScheme:
     has_values, num_values = ranks.max_(has_values).bool(), ranks.sum_(num_values)
     routing = _without_empty_rows(table.routing, has_values, columns)
     columns = columns & (routing.row_counts() > 0).unsqueeze(1)
-    return _scheme(
+    scheme = _scheme(
         table.config, table.collection, table.is_weighted, routing, columns, int(num_values)
     )
+    return replace(scheme, need_indices=table.need_indices)
 
 
 def _scheme(

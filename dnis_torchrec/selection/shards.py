@@ -4,7 +4,7 @@ embedding collection, pooled or not, a wrapped or any sharded one."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -31,6 +31,7 @@ from dnis_torchrec.selection.torchrec import (
     bag_configs_of,
     frozen_tables,
     frozen_tables_of_sharded,
+    returns_indices,
     sequence_configs_of,
     sharding_env,
     takes_weights,
@@ -272,6 +273,16 @@ def is_weighted(collection: nn.Module) -> bool:
     return cast(EmbeddingBagCollectionInterface, collection).is_weighted()
 
 
+def needs_indices(collection: nn.Module) -> bool:
+    """Returns whether an unpooled collection passes ids on as the weights of its outputs."""
+    if is_pooled(collection):
+        return False
+    inner = lookup_of(collection)
+    if isinstance(inner, ShardedEmbeddingCollection):
+        return returns_indices(inner)
+    return cast(EmbeddingCollectionInterface, inner).need_indices()
+
+
 def check_merged(fqn: str, collection: nn.Module, ranks: Ranks) -> None:
     """Checks that alpha has been folded into a collection. Local, no collective."""
     place, remedy = f"FQN {fqn!r}", "call merge_ first"
@@ -285,10 +296,10 @@ def check_merged(fqn: str, collection: nn.Module, ranks: Ranks) -> None:
             raise RuntimeError(describe(place, "a merged collection", "alpha below 1", remedy))
 
 
-def dense_state(model: nn.Module) -> dict[str, Tensor]:
+def dense_state(model: nn.Module, served: Collection[str] = ()) -> dict[str, Tensor]:
     """Everything in a model's state_dict that is no table and no alpha, named as in the plain
-    model. Local."""
-    holders = list(collections(model))
+    model; `served` are FQNs of collections that are packed. Local."""
+    holders = [*collections(model), *served]
     state = plain_state_dict(get_unwrapped_module(model))
     is_dense = {name: not any(_is_inside(name, fqn) for fqn in holders) for name in state}
     return {name: value for name, value in state.items() if is_dense[name]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from typing import TypeVar, cast
 
 import torch
@@ -57,6 +58,7 @@ from dnis_torchrec.selection.wrapper import (
     soft_selection_modules,
 )
 
+ON_RANKS = "call dnis_torchrec.allocation.compress.measure_(model, ...).allocate(...) and export"
 PlainCollection = TypeVar("PlainCollection", EmbeddingBagCollection, EmbeddingCollection)
 
 
@@ -122,7 +124,7 @@ def prepare_(
         check_known("FQN", fqn, plain)
     choice = {fqn: module for fqn, module in plain.items() if fqns is None or fqn in fqns}
     _check_features(choice, multi_hot_features)
-    _check_weights(get_unwrapped_module(model), plain, choice)
+    check_weights_apart(model, choice)
     check_remapping(model)
     alpha = Alpha(blocks.alpha_shapes)
     wrappers = []  # all of them before the first is put in: a model that does not fit stays whole
@@ -207,8 +209,8 @@ def unshard_(model: nn.Module) -> nn.Module:
             continue
         world_size = sharding_env(module).world_size
         if world_size > 1:
-            limit = "supported is world size 1"
-            raise NotImplementedError(describe(f"FQN {fqn!r}", limit, world_size))
+            limit, remedy = "supported is world size 1", ON_RANKS
+            raise NotImplementedError(describe(f"FQN {fqn!r}", limit, world_size, remedy))
         around, whole = _plain_around(module), whole_module_of(plain, fqn)
         if whole is not module:
             around = with_processors_of(whole, cast(EmbeddingBagCollection, around))
@@ -248,22 +250,25 @@ def _check_features(choice: dict[str, Plain], multi_hot_features: list[str] | No
         check_known("feature", feature, features)
 
 
-def _check_weights(model: nn.Module, plain: dict[str, Plain], choice: dict[str, Plain]) -> None:
-    """Refuses shared weights: each holder would need its own alpha, and weights are multiplied by
-    one alone."""
+def check_weights_apart(model: nn.Module, fqns: Collection[str] | None = None) -> None:
+    """Refuses tables whose weights others share: each holder would need its own alpha, and its own
+    codes. Local; sharded tables are passed over."""
+    model, modules = get_unwrapped_module(model), collections(model)
+    kinds = EmbeddingBagCollection | EmbeddingCollection
+    plain = {fqn: module for fqn, module in modules.items() if isinstance(module, kinds)}
     tables = [table for c in plain.values() for table in holders_of_tables(c).values()]
     of_collections = {id(table) for table in tables}
     holders: dict[int, list[str]] = {}
     for fqn, module in model.named_modules():
         if id(module) not in of_collections:  # a collection speaks for its tables: two may hold one
-            is_collection = isinstance(module, EmbeddingBagCollection | EmbeddingCollection)
+            is_collection = isinstance(module, kinds)
             weights = module.named_parameters(fqn, recurse=is_collection, remove_duplicate=False)
             for name, weight in weights:
                 holders.setdefault(_memory(weight), []).append(name)
     remedy = "let one table read the features of both (feature_names), or copy the weights"
-    for fqn, collection in choice.items():
-        for table, holder in holders_of_tables(collection).items():
-            name = f"{fqn}.{tables_under(collection)}.{table}.weight".removeprefix(".")
+    for fqn in plain if fqns is None else fqns:
+        for table, holder in holders_of_tables(plain[fqn]).items():
+            name = f"{fqn}.{tables_under(plain[fqn])}.{table}.weight".removeprefix(".")
             names = [n for n in holders[_memory(cast(torch.Tensor, holder.weight))] if n != name]
             text = f"those of {names[0]!r} too" if names else ""
             check(not names, f"table {table!r}", "weights of its own", text, remedy)

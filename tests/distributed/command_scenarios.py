@@ -213,7 +213,7 @@ def refuse_jobs(file: Path, at: Rank) -> Results:
     outcomes = {
         "weights": attempt(source=file.with_name("none.safetensors") if bad else file),
         "write": attempt(PackedFile, "fill"),
-        "serve": attempt(commands, "drop_in_"),
+        "serve": attempt(commands, "load_model"),
         "size": attempt(compressions=(900.0,)),
         "other folders": attempt(out=f"apart{at.rank}/out"),
         "a folder that stands": attempt(out="stands"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dnis_torchrec.artifact.export import drop_in_
+from dnis_torchrec.artifact.export import load_model
 from dnis_torchrec.cli.commands import run_compress, run_evaluate, run_train
 from dnis_torchrec.cli.settings import EvaluateCommand, TrainCommand
 from dnis_torchrec.data.over_ranks import count_training_data
@@ -244,7 +244,7 @@ def test_what_ranks_wrote_has_the_same_metric_in_one_process(searches: Part, tmp
     expected, folder = searches["whole"][0]["metrics"], searches.folder
     own, fresh = of.search_recipe(), of.search_recipe()
     load_state_(own.model, {name: stored.whole() for name, stored in written_model(folder / "model").items()}, "model")
-    drop_in_(fresh.model, folder / "artifact")
+    load_model(fresh.model, folder / "artifact")
     for model in (own.model, fresh.model):
         metrics = evaluate(TrainTask(model, own.loss), own.data.test, own.loss, CPU)
         assert metrics == pytest.approx(expected, abs=1e-6)

@@ -21,7 +21,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec import export
-from dnis_torchrec.artifact.export import drop_in_
+from dnis_torchrec.artifact.export import load_model
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
 from dnis_torchrec.data.recipe import DataSplits, Recipe
@@ -720,7 +720,7 @@ def test_a_search_ends_in_what_is_served(optimizer: str, tmp_path: Path, gloo: o
     }
     assert outcome.scheme.compression() >= 3.0
     path = export(outcome.model, outcome.scheme, tmp_path / "artifact")
-    served = drop_in_(interest(), path).eval()
+    served = load_model(interest(), path).eval()
     batch = make_batch(50)
     wanted = outcome.model.eval()(batch.dense_features, batch.sparse_features)
     torch.testing.assert_close(served(batch.dense_features, batch.sparse_features), wanted)
@@ -734,7 +734,7 @@ def test_two_tasks_and_a_table_left_alone(tmp_path: Path, gloo: object) -> None:
     assert outcome.scheme.compression() >= 1.6
     assert set(outcome.scheme.tables["shop"].bits.flatten().tolist()) == {32}
     path = export(outcome.model, outcome.scheme, tmp_path / "artifact")
-    served = drop_in_(two_outputs(), path)
+    served = load_model(two_outputs(), path)
     found, wanted = (
         evaluate(TrainTask(m, own.task), own.data.test, own.task, CPU_OF_SEARCH_OF_SEQUENCES)
         for m in (served, outcome.model)

@@ -23,7 +23,7 @@ from dnis_torchrec.allocation.axes import rotation_groups, with_axes_
 from dnis_torchrec.allocation.bits import Prediction
 from dnis_torchrec.allocation.compress import packed_collections
 from dnis_torchrec.allocation.held_out import LossSample, with_gains
-from dnis_torchrec.artifact.export import drop_in_
+from dnis_torchrec.artifact.export import load_model
 from dnis_torchrec.artifact.verify import verify
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.codes import is_coded
@@ -107,7 +107,7 @@ def test_torchrecs_models_go_all_the_way_unmodified(gloo, tmp_path: Path, kind: 
     artifact = export(outcome.model, outcome.scheme, tmp_path / "artifact", forms=(PACKED,))
     fresh = make_recipe(kind, seed=1)
     fresh.model.load_state_dict({**fresh.model.state_dict(), **dense_of(outcome.model)}, strict=False)
-    drop_in_(fresh.model, artifact)
+    load_model(fresh.model, artifact)
     served = evaluate(TrainTask(fresh.model, recipe.loss), recipe.data.test, recipe.loss, CPU)
     assert served == pytest.approx(expected, abs=1e-5)
 
