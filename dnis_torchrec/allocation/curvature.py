@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -484,7 +484,7 @@ def device_of(model: nn.Module) -> torch.device:
     return (
         model.device
         if isinstance(model, DistributedModelParallel)
-        else next(model.parameters()).device
+        else next(chain(model.parameters(), model.buffers())).device
     )
 
 

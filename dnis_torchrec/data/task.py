@@ -161,7 +161,7 @@ def _taking_features(model: nn.Module) -> nn.Module:
     name = type(model).__name__
     requirement = "a model that is called with dense_features and sparse_features"
     remedy = "give a Task as the loss, whose method outputs calls the model as it wants: see "
-    url = "docs/how-to/compress.md"
+    url = "docs/models.md"
     call = f"{name}.forward{inspect.signature(model.forward)}"
     raise TypeError(describe("model", requirement, call, remedy + url))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -111,7 +112,8 @@ class RoundedTables(HeldTables):
     def scheme(self) -> MixedDimensionScheme:
         """What the tables are rounded to now, for `packed_collections` and `export`: it holds them
         bit for bit."""
-        return MixedDimensionScheme(self._tables)
+        tables = {name: replace(table, largest_value=None) for name, table in self._tables.items()}
+        return MixedDimensionScheme(tables)
 
     @torch.no_grad()
     def after_step_(self) -> None:
