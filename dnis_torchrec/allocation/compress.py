@@ -308,11 +308,21 @@ def measure_(
         turned.rotations[:] = rotate_(model, counts, leave_alone=leave_alone)
         new = predictions_of(model, batch, loss, "batch 0", ranks).values
         _check_unchanged(old, new, ranks)
-        worth = curvature_of_read_tables(model, batches, blocks, loss=loss, num_samples=num_samples)
+        worth = curvature_of_read_tables(
+            model, batches, blocks, loss=loss, num_samples=num_samples, num_outputs=old.shape[1]
+        )
         energies = rounding_energies(model, blocks, counts, bits=bits)
         samples, is_held_out = (batches, False) if held_out is None else (held_out, True)
         bias = output_bias(model, batch, loss, ranks)
-        sample = LossSample(model, samples, blocks, loss=loss, is_held_out=is_held_out, bias=bias)
+        sample = LossSample(
+            model,
+            samples,
+            blocks,
+            loss=loss,
+            is_held_out=is_held_out,
+            bias=bias,
+            num_outputs=old.shape[1],
+        )
     return Measured(model, counts, blocks, worth, energies, sample, turned)
 
 
