@@ -301,7 +301,7 @@ class FileBatches:
         self._next = (epoch + 1, 0)
         return self._batches(epoch, first)
 
-    def counted(self) -> Iterator[Batch]:
+    def each_sample(self) -> Iterator[Batch]:
         """Every sample of the part once, over all ranks, in file order; the position stays."""
         whole = copy(self)
         whole._order = replace(self._order, drop_last=False, shuffle=False)

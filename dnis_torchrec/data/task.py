@@ -388,7 +388,7 @@ def check_candidates(queries: Tensor, k: int = max(RANKING_KS), place: str = "ra
     check(fewest >= k, where, f"at least k={k} candidates", fewest, remedy)
 
 
-def checked_batches(batches: Iterable[Batch], task: nn.Module, name: str) -> Iterator[Batch]:
+def check_batches(batches: Iterable[Batch], task: nn.Module, name: str) -> Iterator[Batch]:
     """The batches of a split, each after a check of its labels, dense features and weights."""
     criterion = of_task.criterion if isinstance(of_task := task_of(task), LossTask) else None
     for index, batch in enumerate(batches):
@@ -412,9 +412,7 @@ def check_outputs(outputs: object, place: str) -> None:
         )
 
 
-def checked_predictions(
-    task: Task, batch: Batch, outputs: Any, place: str
-) -> dict[str, Predictions]:
+def check_predictions(task: Task, batch: Batch, outputs: Any, place: str) -> dict[str, Predictions]:
     """What a model is judged by in a batch, each ``(B,)``, checked."""
     predictions, kinds = task.predictions(batch, outputs), task.kinds_of(batch)
     where, requirement = f"{place}, task {type(task).__name__}", f"the predictions {list(kinds)}"
@@ -468,4 +466,4 @@ def check_task(model: nn.Module, task: Task, batch: Batch, place: str) -> None:
     shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
     where = f"{place}, task {type(task).__name__}"
     check(shape == (), where, "a loss that is a scalar", shape, "take its mean")
-    checked_predictions(task, batch, outputs, place)
+    check_predictions(task, batch, outputs, place)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,16 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.data.batches import BatchParts, LookupBatches, cut_batch, features_of, for_lookup, slice_of
 from dnis_torchrec.data.over_ranks import (
+    JUDGE,
+    LEARN,
     SPLITS,
-    NotedBatches,
-    SlicedBatches,
+    RankBatches,
+    SplitSummary,
     all_samples,
     check_same,
     count_training_data,
-    fingerprints,
-    measured_samples,
+    read_splits,
+    samples_to_measure,
     split_over_ranks,
 )
 from dnis_torchrec.data.recipe import DataSplits, Recipe
@@ -137,7 +139,7 @@ class Counting:
 @given(batches, st.integers(2, 4))
 def test_learning_takes_equal_slices_on_all_ranks(of: list[list[Sample]], world_size: int) -> None:
     whole = [to_batch(part, weighted=False) for part in of]
-    taken = [list(SlicedBatches(whole, OneOf(r, world_size), "train", equal=True)) for r in range(world_size)]
+    taken = [list(RankBatches(whole, OneOf(r, world_size), "train", LEARN)) for r in range(world_size)]
     kept = [part for part in of if len(part) >= world_size]
     for own in taken:
         assert [batch.labels.numel() for batch in own] == [len(part) // world_size for part in kept]
@@ -150,10 +152,10 @@ def test_learning_takes_equal_slices_on_all_ranks(of: list[list[Sample]], world_
 def test_judging_and_counting_leave_nothing_out(of: list[list[Sample]], world_size: int) -> None:
     whole = [to_batch(part, weighted=False) for part in of]
     ranks = [OneOf(rank, world_size) for rank in range(world_size)]
-    counted = [list(all_samples(SlicedBatches(whole, own, "train", equal=True))) for own in ranks]
+    counted = [list(all_samples(RankBatches(whole, own, "train", LEARN))) for own in ranks]
     together = [sample for own in counted for batch in own for sample in to_samples(batch)]
     assert sorted(together) == sorted(sample for part in of for sample in part)
-    judged = [SlicedBatches(whole, own, "test", equal=False) for own in ranks]
+    judged = [RankBatches(whole, own, "test", JUDGE) for own in ranks]
     short = next((number for number, part in enumerate(of) if len(part) < world_size), None)
     for own in judged:
         if short is not None:
@@ -167,15 +169,15 @@ def test_judging_and_counting_leave_nothing_out(of: list[list[Sample]], world_si
 @given(batches, st.integers(2, 4))
 def test_measuring_takes_all_of_what_every_rank_has_a_sample_of(of: list[list[Sample]], world_size: int) -> None:
     whole = [to_batch(part, weighted=False) for part in of]
-    learned = [SlicedBatches(whole, OneOf(r, world_size), "train", equal=True) for r in range(world_size)]
-    measured = [measured_samples(own) for own in learned]
+    learned = [RankBatches(whole, OneOf(r, world_size), "train", LEARN) for r in range(world_size)]
+    measured = [samples_to_measure(own) for own in learned]
     kept = [part for part in of if len(part) >= world_size]
     for _ in range(2):  # again and again
         taken = [list(own) for own in measured]
         assert [len(own) for own in taken] == [len(kept)] * world_size
         for number, part in enumerate(kept):
             assert [sample for own in taken for sample in to_samples(own[number])] == part
-    assert measured_samples(whole) is whole
+    assert samples_to_measure(whole) is whole
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
@@ -212,22 +214,22 @@ def test_data_that_splits_itself_is_left_alone() -> None:
     own.is_split_over_ranks = True
     data = split_over_ranks(replace(splits(of=SAMPLES), train=own), OneOf(0, 2))
     assert data.train is own
-    assert isinstance(data.test, SlicedBatches)
+    assert isinstance(data.test, RankBatches)
     assert all_samples(own) is own
 
 
 def test_the_epoch_of_the_batches_goes_through() -> None:
     whole = Counting(splits(of=SAMPLES).train)
-    sliced = SlicedBatches(whole, OneOf(0, 2), "train", equal=True)
+    sliced = RankBatches(whole, OneOf(0, 2), "train", LEARN)
     assert (len(list(sliced)), sliced.epoch) == (1, 1)
     sliced.epoch = 7
     assert whole.epoch == 7
-    assert getattr(SlicedBatches([], OneOf(0, 2), "train", equal=True), "epoch", None) is None
+    assert getattr(RankBatches([], OneOf(0, 2), "train", LEARN), "epoch", None) is None
 
 
 def test_another_label_id_or_order_is_seen() -> None:
     def fingerprint(of: list[list[Sample]]) -> int | None:
-        sliced = SlicedBatches([to_batch(part, weighted=False) for part in of], OneOf(0, 2), "train", equal=True)
+        sliced = RankBatches([to_batch(part, weighted=False) for part in of], OneOf(0, 2), "train", LEARN)
         assert sliced.fingerprint is None
         list(all_samples(sliced))
         return sliced.fingerprint
@@ -252,12 +254,18 @@ def test_other_batches_on_another_rank_are_named() -> None:
     check_same(data, OneOf(0, 2))
 
 
+def fingerprint_of(batches: Iterable[Batch]) -> int:
+    """The fingerprint of what a rank counts."""
+    summary = SplitSummary()
+    for batch in all_samples(batches):
+        summary.add(batch)
+    return summary.fingerprint
+
+
 def noted_of(of: list[list[Sample]], ranks: Ranks | None = None) -> int:
     """The fingerprint of what a rank counts; of one process if None."""
     whole = [to_batch(part, weighted=False) for part in of]
-    noted = NotedBatches(whole if ranks is None else SlicedBatches(whole, ranks, "train", equal=True))
-    list(all_samples(noted))
-    return noted.fingerprint
+    return fingerprint_of(whole if ranks is None else RankBatches(whole, ranks, "train", LEARN))
 
 
 @given(batches, st.integers(2, 4), st.randoms(use_true_random=False))
@@ -288,21 +296,16 @@ def test_other_samples_have_another_fingerprint() -> None:
     assert len(set(found.values())) == len(found), found
 
 
-def test_every_split_has_a_fingerprint_of_its_last_pass() -> None:
-    data = split_over_ranks(splits("test", of=SAMPLES), OneOf(0, 2))
-    noted = DataSplits(**{name: NotedBatches(getattr(data, name)) for name in SPLITS})
+def test_every_split_has_a_fingerprint(gloo) -> None:
+    recipe = make_recipe()
     for _ in range(2):
-        for name in SPLITS:
-            list(all_samples(getattr(noted, name)))
-    found = fingerprints(noted, Ranks())
-    assert list(found) == list(SPLITS)
-    assert found["train"] == found["validation"] == found["selection"] == noted_of([SAMPLES[:1]])
-    assert found["test"] == 2 * found["train"] % (1 << 40)
+        prints = read_splits(recipe, table_configs(recipe.model), Ranks())[2]
+        assert prints == {name: fingerprint_of(getattr(recipe.data, name)) for name in SPLITS}
 
 
 def test_batches_of_two_labels_and_two_sides_are_sliced_and_told_apart() -> None:
     whole = two_sided(7, seed=1)
-    parts = [list(SlicedBatches([whole], OneOf(rank, 2), "test", equal=False)) for rank in range(2)]
+    parts = [list(RankBatches([whole], OneOf(rank, 2), "test", JUDGE)) for rank in range(2)]
     first, second = parts[0][0], parts[1][0]
     assert (first.labels.shape, second.labels.shape) == ((3, 2), (4, 2))
     joined = torch.cat([first.labels, second.labels]).nan_to_num(-1)
@@ -313,17 +316,12 @@ def test_batches_of_two_labels_and_two_sides_are_sliced_and_told_apart() -> None
         lengths = whole.candidates.lengths()[rows]
         assert torch.equal(part.candidates.lengths(), lengths)
 
-    def fingerprint(batch: Batch) -> int:
-        noted = NotedBatches([batch])
-        list(noted)
-        return noted.fingerprint
-
     ratings, genres = whole.labels.clone(), whole.candidates.values().clone()
     ratings[2, 1] = 9.0
     genres[0] = (genres[0] + 1) % 12
     other = KeyedJaggedTensor(whole.candidates.keys(), genres, lengths=whole.candidates.lengths())
     changed = [replace(whole, labels=ratings), replace(whole, candidates=other)]
-    assert len({fingerprint(batch) for batch in (whole, *changed)}) == 3
+    assert len({fingerprint_of([batch]) for batch in (whole, *changed)}) == 3
 
 
 def test_a_feature_belongs_to_one_side() -> None:
@@ -438,7 +436,7 @@ def test_a_batch_without_samples_of_a_later_epoch_is_named() -> None:
     batches = LookupBatches(Repeatable([make_batch(4, 0), no_samples(make_batch(4, 1))]), "train")
     with pytest.raises(ValueError, match=r"^train batch 1: expected at least one sample, got none"):
         list(batches)
-    sliced = SlicedBatches(Repeatable([no_samples(make_batch(4, 1))]), Ranks(), "train", equal=True)
+    sliced = RankBatches(Repeatable([no_samples(make_batch(4, 1))]), Ranks(), "train", LEARN)
     with pytest.raises(ValueError, match=r"^train batch 0: expected at least one sample, got none"):
         list(sliced)
 
