@@ -55,7 +55,6 @@ class FrameSplits(DataSplits):
 
 def splits_of_frame(
     frame: Frame,
-    *,
     label: Hashable,
     dense: Sequence[Hashable],
     ids: Sequence[str],
