@@ -184,7 +184,8 @@ def _check_names(label: Hashable, dense: list[Hashable], features: list[str]) ->
     for name in features:
         is_fit = isinstance(name, str) and name != "" and "." not in name
         check(is_fit, f"column {name!r}", requirement, repr(name), remedy)
-    for kind, names in {"ids and bags": features, "dense": dense}.items():
+    kinds: dict[str, list[Any]] = {"ids and bags": list(features), "dense": dense}
+    for kind, names in kinds.items():
         twice = [name for name in names if names.count(name) > 1]
         check(not twice, f"{kind} columns", "every column once", repr(twice[:1])[1:-1])
     is_apart = label not in (*dense, *features)

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -257,25 +257,15 @@ class FileBatches:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        self._samples, self._part = samples, part
-        self._rank, self._world_size = rank, world_size
-        self._order = _Order(
-            counts=samples.counts(part),
-            batch_size=batch_size,
-            drop_last=drop_last,
-            shuffle=shuffle,
-            window_batches=window_batches or max(1, WINDOW_SAMPLES // max(1, batch_size)),
-            seed=seed,
-        )
-        self._of_rank()  # refuses too few samples now
+        check(batch_size >= 1, "batch_size", "an integer >= 1", batch_size)
+        check(seed >= 0, "seed", "an integer >= 0", seed)
+        self._samples, self._part, self._counts = samples, part, samples.counts(part)
+        self._batch_size, self._shuffle, self._seed = batch_size, shuffle, seed
+        self._drop_last, self._rank, self._world_size = drop_last, rank, world_size
+        self._window_batches = window_batches or max(1, WINDOW_SAMPLES // batch_size)
         # (epoch, batch): behind the last batch handed out, and where the next iteration begins.
         self._position = self._next = (0, 0)
-
-    def _of_rank(self) -> _Order:
-        """The order for this rank; recipes make their batches before there is a process group."""
-        rank = rank_of() if self._rank is None else self._rank
-        world_size = world_size_of() if self._world_size is None else self._world_size
-        return replace(self._order, rank=rank, world_size=world_size)
+        len(self)  # refuses too few samples now
 
     @property
     def epoch(self) -> int:
@@ -290,11 +280,42 @@ class FileBatches:
     @property
     def num_samples(self) -> int:
         """Samples of the part, on all ranks together."""
-        return self._order.num_samples
+        return int(self._counts.sum())
+
+    def _ranks(self) -> tuple[int, int]:
+        """Rank and number of ranks, late: recipes are built before there is a process group."""
+        rank = rank_of() if self._rank is None else self._rank
+        return rank, world_size_of() if self._world_size is None else self._world_size
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank, the same number on every rank."""
-        return self._of_rank().num_batches
+        _, world_size = self._ranks()
+        least = world_size * (self._batch_size if self._drop_last else 1)
+        requirement = f"at least {least} samples for {world_size} ranks"
+        remedy = "use fewer ranks or a smaller batch"
+        check(self.num_samples >= least, "stream", requirement, self.num_samples, remedy)
+        if self._drop_last:
+            return self.num_samples // least
+        return -(-(self.num_samples // world_size) // self._batch_size)
+
+    def _bounds(self) -> np.ndarray:
+        """Batch b holds samples ``bounds[b]..bounds[b + 1] - 1`` of an epoch's order."""
+        batches, (rank, world_size) = np.arange(len(self) + 1), self._ranks()
+        if self._drop_last:
+            return (rank * len(self) + batches) * self._batch_size
+        first, last = (self.num_samples * r // world_size for r in (rank, rank + 1))
+        return first + (last - first) * batches // len(self)
+
+    def _pieces(self, epoch: int, begin: int, end: int) -> list[tuple[int, int, int]]:
+        """Where the samples from begin to before end are: (chunk, first, last) of each."""
+        order = np.arange(len(self._counts))
+        if self._shuffle:
+            order = np.random.default_rng((self._seed, epoch, 0)).permutation(order)
+        ends = np.cumsum(self._counts[order])
+        starts = ends - self._counts[order]
+        firsts, lasts = np.maximum(starts, begin) - starts, np.minimum(ends, end) - starts
+        pieces = zip(order.tolist(), firsts.tolist(), lasts.tolist(), strict=True)
+        return [piece for piece in pieces if piece[1] < piece[2]]
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, first = self._position = self._next
@@ -304,33 +325,35 @@ class FileBatches:
     def each_sample(self) -> Iterator[Batch]:
         """Every sample of the part once, over all ranks, in file order; the position stays."""
         whole = copy(self)
-        whole._order = replace(self._order, drop_last=False, shuffle=False)
+        whole._drop_last = whole._shuffle = False
         return whole._batches(0, 0)
 
     def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
-        order, bounds = self._of_rank(), self._of_rank().bounds
-        first_window = first // order.window_batches
-        begin = bounds[first_window * order.window_batches]
+        bounds, num_windows = self._bounds(), -(-len(self) // self._window_batches)
+        first_window = first // self._window_batches
+        begin = bounds[first_window * self._window_batches]
         tables = (
             table
-            for piece in order.pieces(epoch, begin, bounds[-1])
+            for piece in self._pieces(epoch, begin, bounds[-1])
             for table in self._samples.read(piece[0], self._part, *piece[1:])
         )
         rest = next(tables)
-        for window in range(first_window, -(-order.num_batches // order.window_batches)):
-            number = window * order.window_batches
-            ends = bounds[number : number + order.window_batches + 1]
+        for window in range(first_window, num_windows):
+            number = window * self._window_batches
+            ends = bounds[number : number + self._window_batches + 1]
             size = int(ends[-1] - ends[0])
             while rest.num_rows < size:
                 rest = pa.concat_tables([rest, next(tables)])
             (samples,) = rest[:size].combine_chunks().to_batches()
-            samples, rest = samples.take(order.permutation(epoch, window, size)), rest[size:]
+            rest = rest[size:]
+            if self._shuffle:
+                key = (self._seed, epoch, 1 + self._ranks()[0], 1 + window)
+                samples = samples.take(np.random.default_rng(key).permutation(size))
             for start, end in pairwise((ends - ends[0]).tolist()):
                 number += 1
                 if number > first:
                     # Before the yield: whoever has the batch finds the position behind it.
-                    is_last = number == order.num_batches
-                    self._position = (epoch + 1, 0) if is_last else (epoch, number)
+                    self._position = (epoch + 1, 0) if number == len(self) else (epoch, number)
                     yield self._batch(samples[start:end])
 
     def _batch(self, samples: pa.RecordBatch) -> Batch:
@@ -350,15 +373,19 @@ class FileBatches:
 
     def state_dict(self) -> dict[str, Any]:
         """The position behind the last batch handed out, and what it is a position in."""
-        order = self._of_rank()
-        names = ("batch_size", "world_size", "window_batches", "drop_last", "shuffle", "seed")
         return {
             "epoch": self._position[0],
             "batch": self._position[1],
-            "num_batches": order.num_batches,
+            "num_batches": len(self),
             "layout": self._samples.layout,
             "part": [self._part.begin, self._part.end, self._part.seed],
-        } | {name: getattr(order, name) for name in names}
+            "batch_size": self._batch_size,
+            "world_size": self._ranks()[1],
+            "window_batches": self._window_batches,
+            "drop_last": self._drop_last,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to a position: the next iteration begins with the batch behind it."""
@@ -388,67 +415,6 @@ def split_files(
     return DataSplits(train=train, validation=validation, selection=selection, test=test)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Order:
-    """The order of every epoch, for one rank. Pure: ranks and resumed runs agree."""
-
-    counts: np.ndarray
-    batch_size: int
-    drop_last: bool
-    shuffle: bool
-    window_batches: int
-    seed: int
-    rank: int = 0
-    world_size: int = 1
-
-    def __post_init__(self) -> None:
-        check(self.batch_size >= 1, "batch_size", "an integer >= 1", self.batch_size)
-        check(self.seed >= 0, "seed", "an integer >= 0", self.seed)
-        least = self.world_size * (self.batch_size if self.drop_last else 1)
-        requirement = f"at least {least} samples for {self.world_size} ranks"
-        remedy = "use fewer ranks or a smaller batch"
-        check(self.num_samples >= least, "stream", requirement, self.num_samples, remedy)
-
-    @property
-    def num_samples(self) -> int:
-        return int(self.counts.sum())
-
-    @property
-    def num_batches(self) -> int:
-        """Batches of an epoch, the same number on every rank."""
-        if self.drop_last:
-            return self.num_samples // (self.world_size * self.batch_size)
-        return -(-(self.num_samples // self.world_size) // self.batch_size)
-
-    @property
-    def bounds(self) -> np.ndarray:
-        """Batch b holds samples ``bounds[b]..bounds[b + 1] - 1`` of the epoch's order."""
-        batches = np.arange(self.num_batches + 1)
-        if self.drop_last:
-            return (self.rank * self.num_batches + batches) * self.batch_size
-        first, last = (
-            self.num_samples * rank // self.world_size for rank in (self.rank, self.rank + 1)
-        )
-        return first + (last - first) * batches // self.num_batches
-
-    def pieces(self, epoch: int, begin: int, end: int) -> list[tuple[int, int, int]]:
-        """Where the samples from begin to before end are: (chunk, first, last) of each."""
-        order = np.arange(len(self.counts))
-        if self.shuffle:
-            order = np.random.default_rng((self.seed, epoch, 0)).permutation(order)
-        ends = np.cumsum(self.counts[order])
-        starts = ends - self.counts[order]
-        firsts, lasts = np.maximum(starts, begin) - starts, np.minimum(ends, end) - starts
-        pieces = zip(order.tolist(), firsts.tolist(), lasts.tolist(), strict=True)
-        return [piece for piece in pieces if piece[1] < piece[2]]
-
-    def permutation(self, epoch: int, window: int, size: int) -> pa.Array:
-        """The order of a window's samples."""
-        key = (self.seed, epoch, 1 + self.rank, 1 + window)
-        generator = np.random.default_rng(key)
-        return pa.array(generator.permutation(size) if self.shuffle else np.arange(size))
-
-
 def _unreadable(place: str, error: Exception) -> str:
     requirement = "Parquet, or CSV whose columns are as the schema says"
     return describe(place, requirement, str(error).split("\n")[0], "clean the data")
@@ -467,7 +433,7 @@ def _encode(
     table, inside = pa.RecordBatch.from_pydict(columns), rows - first
     is_slice = len(rows) == rows[-1] - rows[0] + 1
     table = table.slice(inside[0], len(rows)) if is_slice else table.take(pa.array(inside))
-    here = lambda number: chunk.place(rows[number])  # noqa: E731
+    here = lambda number: chunk.place(int(rows[number]))  # noqa: E731
     arrays = [pa.array(_numbers(table[schema.label], schema.label, here, math.nan))]
     for name in schema.dense:
         values = _numbers(table[name], name, here, 0)
