@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,39 +92,6 @@ def test_the_parts_are_the_batch(of: list[Sample], num_parts: int, at_least: int
     assert [sample for part in parts for sample in to_samples(part)] == of
 
 
-class Counted(list):
-    """Batches that count their epochs."""
-
-    epoch = 3
-
-
-def test_the_epoch_is_that_of_the_batches() -> None:
-    batches = Counted()
-    parts = BatchParts(batches, 2)
-    assert parts.epoch == 3
-    parts.epoch = 5
-    assert batches.epoch == 5
-    assert not hasattr(BatchParts([], 2), "epoch")
-
-
-def test_what_is_split_over_ranks_stays_so() -> None:
-    """Else every rank would take a slice of what is its own already."""
-    own = Counted()
-    own.is_split_over_ranks = True
-    for batches, is_left_alone in ((own, True), (Counted(), False)):
-        parts = BatchParts(batches, 2)
-        data = split_over_ranks(DataSplits(train=parts, validation=parts, selection=parts, test=parts), OneOf(0, 2))
-        assert (data.validation is parts) == is_left_alone
-
-
-def test_less_than_one_part_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_parts: expected at least 1, got 0"):
-        BatchParts([], 0)
-
-
-batches = st.lists(st.lists(samples, min_size=1, max_size=9), min_size=1, max_size=4)
-
-
 @dataclass
 class Counting:
     """Batches that count their epochs, as those of the examples do."""
@@ -134,6 +102,40 @@ class Counting:
     def __iter__(self) -> Iterator[Batch]:
         self.epoch += 1
         return iter(self.batches)
+
+
+def of_rank(batches: Iterable[Batch]) -> RankBatches:
+    return RankBatches(batches, OneOf(0, 2), "train", LEARN)
+
+
+@pytest.mark.parametrize("cut", [partial(BatchParts, num_parts=2), of_rank])
+def test_the_epoch_is_that_of_the_batches(cut: Callable[[Iterable[Batch]], Any]) -> None:
+    whole = Counting(splits(of=SAMPLES).train)
+    parts = cut(whole)
+    assert (len(list(parts)) > 0, parts.epoch) == (True, 1)
+    parts.epoch = 7
+    assert whole.epoch == 7
+    assert not hasattr(cut([]), "epoch")
+
+
+def test_what_is_split_over_ranks_stays_so() -> None:
+    """Else every rank would take a slice of what is its own already."""
+    own = Counting(splits(of=SAMPLES).train)
+    own.is_split_over_ranks = True
+    data = DataSplits(train=own, validation=BatchParts(own, 2), selection=[], test=BatchParts([], 2))
+    split = split_over_ranks(data, OneOf(0, 2))
+    assert (split.train, split.validation) == (own, data.validation)
+    assert isinstance(split.test, RankBatches)
+    assert all_samples(own) is own
+    assert split_over_ranks(data, Ranks()) is data
+
+
+def test_less_than_one_part_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_parts: expected at least 1, got 0"):
+        BatchParts([], 0)
+
+
+batches = st.lists(st.lists(samples, min_size=1, max_size=9), min_size=1, max_size=4)
 
 
 @given(batches, st.integers(2, 4))
@@ -202,29 +204,6 @@ def splits(*names: str, of: list[Sample]) -> DataSplits:
 
 
 SAMPLES: list[Sample] = [(0.0, 0.0, ((1, 2), ())), (1.0, 1.0, ((3,), (4,)))]
-
-
-def test_one_rank_gets_the_data_itself() -> None:
-    data = splits(of=SAMPLES)
-    assert split_over_ranks(data, Ranks()) is data
-
-
-def test_data_that_splits_itself_is_left_alone() -> None:
-    own = Counting(splits(of=SAMPLES).train)
-    own.is_split_over_ranks = True
-    data = split_over_ranks(replace(splits(of=SAMPLES), train=own), OneOf(0, 2))
-    assert data.train is own
-    assert isinstance(data.test, RankBatches)
-    assert all_samples(own) is own
-
-
-def test_the_epoch_of_the_batches_goes_through() -> None:
-    whole = Counting(splits(of=SAMPLES).train)
-    sliced = RankBatches(whole, OneOf(0, 2), "train", LEARN)
-    assert (len(list(sliced)), sliced.epoch) == (1, 1)
-    sliced.epoch = 7
-    assert whole.epoch == 7
-    assert getattr(RankBatches([], OneOf(0, 2), "train", LEARN), "epoch", None) is None
 
 
 def test_another_label_id_or_order_is_seen() -> None:
