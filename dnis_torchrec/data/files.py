@@ -62,15 +62,15 @@ def _partial_of(path: Path) -> Path:
 @contextmanager
 def write_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Lends a path to write a file to, which takes the file's place once the block ends well."""
-    unfinished = _partial_of(Path(path))
+    new = _partial_of(Path(path))
     try:
-        unfinished.touch()
-        mode = unfinished.stat().st_mode & 0o777
-        yield unfinished
-        os.chmod(unfinished, mode)  # safetensors writes for the owner alone
+        new.touch()
+        mode = new.stat().st_mode & 0o777
+        yield new
+        os.chmod(new, mode)  # safetensors writes for the owner alone
         if durable:
-            _flush(unfinished)
-        os.replace(unfinished, path)
+            _flush(new)
+        os.replace(new, path)
     except OSError as error:
         if PARTIAL in str(error.filename):
             error.filename, error.filename2 = str(path), None
@@ -81,13 +81,13 @@ def write_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> Path:
     """Writes UTF-8 text whole or not at all; returns `path`."""
-    with write_whole(path, durable=durable) as unfinished:
-        unfinished.write_bytes(text.encode("utf-8"))
+    with write_whole(path, durable=durable) as new:
+        new.write_bytes(text.encode("utf-8"))
     return Path(path)
 
 
@@ -218,9 +218,9 @@ def conform(value: object, kind: Any, place: str, *, remedy: str = "") -> None:
     """Checks that a JSON value is of a type: what TypedDicts and dataclasses are made of."""
     fault = _fault(value, kind, "")
     if fault is not None:
-        field, requirement, shown = fault
+        field, requirement, value = fault
         where = f"{place}, field {field}" if field else place
-        raise ValueError(describe(where, requirement, shown, remedy))
+        raise ValueError(describe(where, requirement, value, remedy))
     try:
         # Half a character, as an escape may be, has no UTF-8.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()

@@ -458,7 +458,7 @@ def _plain(column: pa.Array) -> pa.Array:
     return column.cast(pa.large_binary()) if str(kind).endswith("_view") else column
 
 
-def _numbers(column: pa.Array, name: str, at: Callable[[int], str], missing: float) -> np.ndarray:
+def _numbers(column: pa.Array, name: str, at: Callable[[int], str], default: float) -> np.ndarray:
     """float32, with a number for those that are missing, as NaN is."""
     try:
         numbers = column.cast(pa.float32(), safe=False).fill_null(math.nan)
@@ -466,7 +466,7 @@ def _numbers(column: pa.Array, name: str, at: Callable[[int], str], missing: flo
         where = f"{at(0)} and on, column {name!r}"
         raise ValueError(describe(where, "numbers", str(error), "clean the data")) from error
     values = np.array(numbers.to_numpy(zero_copy_only=False), dtype=np.float32)
-    values[np.isnan(values)] = missing
+    values[np.isnan(values)] = default
     bad = np.flatnonzero(~np.isfinite(values))
     if len(bad):
         where = f"{at(bad[0])}, column {name!r}"

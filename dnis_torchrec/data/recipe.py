@@ -283,8 +283,5 @@ def build_recipe(
 
 def build_recipe_again(spec: str, data: Path | None, record: Mapping[str, Any]) -> Recipe:
     """Builds a recipe with the seed and embedding_dim that a run or an artifact records."""
-    seed, dim = record.get("seed", 0), record.get("embedding_dim")
-    check(type(seed) is int and 0 <= seed < 2**63, "record", "a seed, an integer >= 0", repr(seed))
-    is_dim = dim is None or (type(dim) is int and dim >= 1)
-    check(is_dim, "record", "embedding_dim to be none or an integer >= 1", repr(dim))
-    return build_recipe(spec, data, seed=seed, embedding_dim=dim)
+    dim = record.get("embedding_dim")
+    return build_recipe(spec, data, seed=record.get("seed", 0), embedding_dim=dim)

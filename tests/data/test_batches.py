@@ -341,62 +341,44 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search_module, "shard", None)
 
 
-def weights(value: float) -> Callable[[Batch], Batch]:
-    def change(batch: Batch) -> Batch:
-        own = torch.ones(batch.sparse_features.values().numel())
-        own[64 + 5] = value  # of the second feature
-        return changed(batch, weights=own)
-
-    return change
+def with_weight(batch: Batch, value: float) -> Batch:
+    own = torch.ones(batch.sparse_features.values().numel())
+    own[64 + 5] = value  # of the second feature
+    return changed(batch, weights=own)
 
 
-def dense_value(value: float) -> Callable[[Batch], Batch]:
-    def change(batch: Batch) -> Batch:
-        features = batch.dense_features.clone()
-        features[3, 1] = value
-        return dataclasses.replace(batch, dense_features=features)
-
-    return change
+def with_dense_value(batch: Batch, value: float) -> Batch:
+    features = batch.dense_features.clone()
+    features[3, 1] = value
+    return changed(batch, dense_features=features)
 
 
 def no_samples(batch: Batch) -> Batch:
-    return dataclasses.replace(
-        changed(batch, values=torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(0, dtype=torch.int64)),
-        dense_features=batch.dense_features[:0],
-        labels=batch.labels[:0],
-    )
+    none = torch.zeros(0, dtype=torch.int64)
+    return changed(batch, values=none, lengths=none, dense_features=batch.dense_features[:0], labels=none.float())
 
 
-def float_ids(batch: Batch) -> Batch:
-    return changed(batch, values=batch.sparse_features.values().float())
-
-
-WRONG = [
-    (dense_value(math.nan), r", dense_features, sample 3, column 1: expected finite numbers, got nan; clean the data$"),
-    (dense_value(-math.inf), r", dense_features, sample 3, column 1: expected finite numbers, got -inf; clean"),
-    (weights(math.nan), r", feature 'genre': expected finite weights, got nan; clean the data$"),
-    (weights(math.inf), r", feature 'genre': expected finite weights, got inf; clean the data$"),
+FEWER = "expected {} samples, one for each label, got {}; leave incomplete samples out"
+WRONG: list[tuple[Callable[[Batch], Batch], str]] = [
+    *(
+        (partial(change, value=value), f"{place}, got {value}; clean the data$")
+        for change, place in (
+            (with_dense_value, ", dense_features, sample 3, column 1: expected finite numbers"),
+            (with_weight, ", feature 'genre': expected finite weights"),
+        )
+        for value in (math.nan, -math.inf)
+    ),
     (no_samples, r": expected at least one sample, got none; leave empty batches out$"),
-    (float_ids, r", feature 'user': expected integer ids, got torch.float32; hash or number what is no integer$"),
-]
-
-
-def fewer_labels(batch: Batch) -> Batch:
-    return dataclasses.replace(batch, labels=batch.labels[:-1])
-
-
-def fewer_dense(batch: Batch) -> Batch:
-    return dataclasses.replace(batch, dense_features=batch.dense_features[:-1])
-
-
-def short_lengths(batch: Batch) -> Batch:
-    return changed(batch, lengths=batch.sparse_features.lengths().short())
-
-
-WRONG += [
-    (fewer_labels, r", sparse_features: expected 63 samples, one for each label, got 64; leave incomplete samples out"),
-    (fewer_dense, r", dense_features: expected 64 samples, one for each label, got 63; leave incomplete samples out"),
-    (short_lengths, r", feature 'user': expected int32 or int64 lengths, got torch.int16$"),
+    (
+        lambda b: changed(b, values=b.sparse_features.values().float()),
+        r", feature 'user': expected integer ids, got torch.float32; hash or number what is no integer$",
+    ),
+    (lambda b: changed(b, labels=b.labels[:-1]), f", sparse_features: {FEWER.format(63, 64)}"),
+    (lambda b: changed(b, dense_features=b.dense_features[:-1]), f", dense_features: {FEWER.format(64, 63)}"),
+    (
+        lambda b: changed(b, lengths=b.sparse_features.lengths().short()),
+        r", feature 'user': expected int32 or int64 lengths, got torch.int16$",
+    ),
 ]
 
 

