@@ -84,9 +84,9 @@ def write_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
         new.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str, *, durable: bool = False) -> Path:
+def write_text(path: Path, text: str) -> Path:
     """Writes UTF-8 text whole or not at all; returns `path`."""
-    with write_whole(path, durable=durable) as new:
+    with write_whole(path) as new:
         new.write_bytes(text.encode("utf-8"))
     return Path(path)
 

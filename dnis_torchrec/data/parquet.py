@@ -26,15 +26,13 @@ from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.blocks.hashing import HASH_VERSION, MISSING_ROW, rows_of_values, spread
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.data.batches import Bags, features_of_samples
+from dnis_torchrec.data.batches import CLEAN, SPLIT_RATIOS, Bags, features_of_samples
 from dnis_torchrec.data.recipe import DataSplits
 from dnis_torchrec.data.urls import Address, storage
 from dnis_torchrec.ranks import rank_of, world_size_of
 
 WINDOW_SAMPLES = 1 << 17
 """Samples that are shuffled together: more no longer fit a CPU's cache, and are read slower."""
-SPLIT_FRACTIONS = (0.8, 0.05, 0.05, 0.1)
-"""train, validation, selection, test."""
 _READ_ROWS = 1 << 16
 _NO_ROW = -1
 _IDS = "integers, strings or bytes"
@@ -138,6 +136,13 @@ class _Chunk(NamedTuple):
         """Where a row of the chunk is."""
         return f"{self.file} {self.first_row + row}"
 
+    def rows(self, part: Part, begin: int, size: int) -> np.ndarray:
+        """Which of so many rows are in a part, numbered from `begin`."""
+        if part == WHOLE:
+            return np.arange(size)
+        numbers = np.arange(size, dtype=np.uint64) + np.uint64(self.first_sample + begin)
+        return np.flatnonzero(part.contains(numbers))
+
 
 class FileSamples:
     """All samples of files, folders and globs, on this machine or wherever fsspec reaches:
@@ -202,28 +207,20 @@ class FileSamples:
 
     def counts(self, part: Part) -> np.ndarray:
         """Samples of a part in each chunk."""
-        return np.array([len(self._rows(chunk, part)) for chunk in self._chunks])
-
-    def _rows(self, chunk: _Chunk, part: Part) -> np.ndarray:
-        """Numbers of the rows of a chunk that are in a part."""
-        if part == WHOLE:
-            return np.arange(chunk.num_rows)
-        end = chunk.first_sample + chunk.num_rows
-        return np.flatnonzero(part.contains(np.arange(chunk.first_sample, end, dtype=np.uint64)))
+        return np.array([len(chunk.rows(part, 0, chunk.num_rows)) for chunk in self._chunks])
 
     def read(self, index: int, part: Part, first: int, last: int) -> Iterator[pa.Table]:
         """Samples first <= i < last of a part in a chunk, as `_encode` has them."""
-        chunk, begin = self._chunks[index], 0
-        rows = self._rows(chunk, part)[first:last]
+        chunk, begin, number = self._chunks[index], 0, 0
         options = {"batch_size": _READ_ROWS, "batch_readahead": 2, "fragment_readahead": 1}
         try:
             for table in chunk.fragment.to_batches(columns=list(self.schema.columns), **options):
-                end = begin + table.num_rows
-                inside = rows[slice(*np.searchsorted(rows, (begin, end)))]
+                rows = chunk.rows(part, begin, table.num_rows)
+                inside = rows[max(first - number, 0) : max(last - number, 0)]
                 if len(inside):
-                    yield _encode(table, self.schema, chunk, inside, begin)
-                begin = end
-                if begin > rows[-1]:
+                    yield _encode(table, self.schema, chunk, begin, inside)
+                begin, number = begin + table.num_rows, number + len(rows)
+                if number >= last:
                     return
         except pa.ArrowInvalid as error:
             raise ValueError(_unreadable(chunk.place(begin), error)) from error
@@ -399,11 +396,7 @@ class FileBatches:
 
 
 def split_files(
-    samples: FileSamples,
-    *,
-    batch_size: int,
-    seed: int,
-    fractions: Sequence[float] = SPLIT_FRACTIONS,
+    samples: FileSamples, *, batch_size: int, seed: int, fractions: Sequence[float] = SPLIT_RATIOS
 ) -> DataSplits:
     """The four disjoint parts of a search, all split off the same files."""
     train, validation, selection, test = (
@@ -417,7 +410,7 @@ def split_files(
 
 def _unreadable(place: str, error: Exception) -> str:
     requirement = "Parquet, or CSV whose columns are as the schema says"
-    return describe(place, requirement, str(error).split("\n")[0], "clean the data")
+    return describe(place, requirement, str(error).split("\n")[0], CLEAN)
 
 
 def _tensor(column: pa.Array) -> Tensor:
@@ -425,15 +418,14 @@ def _tensor(column: pa.Array) -> Tensor:
 
 
 def _encode(
-    table: pa.RecordBatch, schema: FileSchema, chunk: _Chunk, rows: np.ndarray, first: int
+    table: pa.RecordBatch, schema: FileSchema, chunk: _Chunk, begin: int, rows: np.ndarray
 ) -> pa.Table:
-    """Rows of a chunk, of which `table` begins with row `first`: the columns label, dense,
-    single_id and multi_hot, as numbers, rows of tables and lists of such rows."""
-    columns = {name: _plain(table[name]) for name in schema.columns}
-    table, inside = pa.RecordBatch.from_pydict(columns), rows - first
+    """Rows of a table, which begins with row `begin` of a chunk: the columns label, dense,
+    single_id and multi_hot, as numbers, rows of embedding tables and lists of such rows."""
+    table = pa.RecordBatch.from_pydict({name: _plain(table[name]) for name in schema.columns})
     is_slice = len(rows) == rows[-1] - rows[0] + 1
-    table = table.slice(inside[0], len(rows)) if is_slice else table.take(pa.array(inside))
-    here = lambda number: chunk.place(int(rows[number]))  # noqa: E731
+    table = table.slice(rows[0], len(rows)) if is_slice else table.take(pa.array(rows))
+    here = lambda number: chunk.place(begin + int(rows[number]))  # noqa: E731
     arrays = [pa.array(_numbers(table[schema.label], schema.label, here, math.nan))]
     for name in schema.dense:
         values = _numbers(table[name], name, here, 0)
@@ -464,13 +456,13 @@ def _numbers(column: pa.Array, name: str, at: Callable[[int], str], default: flo
         numbers = column.cast(pa.float32(), safe=False).fill_null(math.nan)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         where = f"{at(0)} and on, column {name!r}"
-        raise ValueError(describe(where, "numbers", str(error), "clean the data")) from error
+        raise ValueError(describe(where, "numbers", str(error), CLEAN)) from error
     values = np.array(numbers.to_numpy(zero_copy_only=False), dtype=np.float32)
     values[np.isnan(values)] = default
     bad = np.flatnonzero(~np.isfinite(values))
     if len(bad):
         where = f"{at(bad[0])}, column {name!r}"
-        raise ValueError(describe(where, "a finite number", values[bad[0]], "clean the data"))
+        raise ValueError(describe(where, "a finite number", values[bad[0]], CLEAN))
     return values
 
 
