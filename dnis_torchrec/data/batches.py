@@ -222,8 +222,8 @@ class LookupBatches(CutBatches):
 
 
 class BatchParts(CutBatches):
-    """The batches of a stream, each cut into so many parts of equal size (the last ones may be a
-    sample smaller)."""
+    """The batches of a stream, each cut in the order of its samples into so many parts of equal
+    size (the last ones may be a sample smaller)."""
 
     def __init__(self, batches: Iterable[Batch], num_parts: int, at_least: int = 1) -> None:
         check(num_parts >= 1, "num_parts", "at least 1", num_parts)
@@ -232,24 +232,19 @@ class BatchParts(CutBatches):
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self._batches:
-            yield from cut_batch(batch, self._num_parts, self._at_least)
+            size = batch.sparse_features.stride()
+            num_parts = min(self._num_parts, size // self._at_least)
+            if num_parts < 2:
+                yield batch
+                continue
+            bounds = torch.linspace(0, size, num_parts + 1).round().long().tolist()
+            for first, last in itertools.pairwise(bounds):
+                yield slice_of(batch, first, last)
 
     @property
     def is_split_over_ranks(self) -> bool:
         """Whether the batches are this rank's own already, see `data.over_ranks`."""
         return getattr(self._batches, "is_split_over_ranks", False)
-
-
-def cut_batch(batch: Batch, num_parts: int, at_least: int = 1) -> Iterator[Batch]:
-    """The parts of a batch, in the order of its samples."""
-    batch_size = batch.sparse_features.stride()
-    num_parts = min(num_parts, batch_size // at_least)
-    if num_parts < 2:
-        yield batch
-        return
-    bounds = torch.linspace(0, batch_size, num_parts + 1).round().long().tolist()
-    for first, last in itertools.pairwise(bounds):
-        yield slice_of(batch, first, last)
 
 
 def slice_of(batch: Batch, first: int, last: int) -> Batch:

@@ -21,7 +21,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.counts import count_frequencies
-from dnis_torchrec.data.batches import BatchParts, LookupBatches, cut_batch, features_of, for_lookup, slice_of
+from dnis_torchrec.data.batches import BatchParts, LookupBatches, features_of, for_lookup, slice_of
 from dnis_torchrec.data.over_ranks import (
     JUDGE,
     LEARN,
@@ -84,7 +84,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
 
 @given(st.lists(samples, min_size=1, max_size=9), st.integers(1, 9), st.integers(1, 3), st.booleans())
 def test_the_parts_are_the_batch(of: list[Sample], num_parts: int, at_least: int, weighted: bool) -> None:
-    parts = list(cut_batch(to_batch(of, weighted=weighted), num_parts, at_least))
+    parts = list(BatchParts([to_batch(of, weighted=weighted)], num_parts, at_least))
     sizes = [part.labels.numel() for part in parts]
     assert len(parts) == max(1, min(num_parts, len(of) // at_least))
     assert max(sizes) - min(sizes) <= 1
