@@ -170,11 +170,6 @@ class TestInMemoryBatches:
         fixed = self.batches(shuffle=False, rows=torch.tensor([1, 4, 5]))
         assert labels(fixed) == labels(fixed) == [1, 4, 5]
 
-    def test_drop_last(self):
-        batches = self.batches(drop_last=True)
-        assert [batch.labels.numel() for batch in batches] == [4]
-        assert len(batches) == 1
-
 
 class TestSplits:
     def test_disjoint_complete_and_seeded(self):

@@ -14,7 +14,7 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dnis_torchrec.data.files import unshared, written_whole
+from dnis_torchrec.data.files import unshare, write_whole
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.selection.shards import TableShard, collections, local_shards, table_configs
@@ -162,8 +162,8 @@ def plain(task: Task) -> tuple[nn.Module, int]:
     model, training = train(task, recipe)
     if task.cache is not None:
         task.cache.parent.mkdir(parents=True, exist_ok=True)
-        tensors = unshared(model.state_dict()) | {BEST_EPOCH: torch.tensor(training.best_epoch)}
-        with written_whole(task.cache) as unfinished:
+        tensors = unshare(model.state_dict()) | {BEST_EPOCH: torch.tensor(training.best_epoch)}
+        with write_whole(task.cache) as unfinished:
             save_file(tensors, unfinished)
     return model, training.best_epoch
 

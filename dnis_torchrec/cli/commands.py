@@ -52,8 +52,8 @@ from dnis_torchrec.cli.settings import (
 )
 from dnis_torchrec.data.over_ranks import (
     check_same,
-    measured_samples,
-    read_before_training,
+    read_splits,
+    samples_to_measure,
     split_over_ranks,
 )
 from dnis_torchrec.data.recipe import DataSplits, Recipe, build_recipe, build_recipe_again
@@ -96,7 +96,7 @@ def run_train(settings: TrainCommand) -> Results:
         on_rank_zero(lambda: RunFolder.check_free(out, overwrite=overwrite))
         check_shared(out.parent)
         tables, ranks = table_configs(recipe.model), Ranks.everyone()
-        data, counts, _ = read_before_training(recipe, tables, ranks)
+        data, counts, _ = read_splits(recipe, tables, ranks)
         recipe = replace(recipe, data=data)
         scheme = uncompressed_scheme(recipe.model)
         torch.manual_seed(settings.seed)
@@ -154,7 +154,7 @@ def run_compress(settings: CompressCommand) -> Results:
         with together():
             recipe, weights, head = _trained_model(settings)
         tables = table_configs(recipe.model)
-        data, counts, _ = read_before_training(recipe, tables, ranks)
+        data, counts, _ = read_splits(recipe, tables, ranks)
         seed, num_bytes = head["seed"], 4 * dense_parameters(recipe.model)
         model = spread_filled(recipe.model, weights, device)
         metrics = _evaluate(model, recipe, data, device)
@@ -164,10 +164,10 @@ def run_compress(settings: CompressCommand) -> Results:
         begin = time.monotonic()
         measurement = measure_(
             model,
-            measured_samples(data.train),
+            samples_to_measure(data.train),
             loss=recipe.task,
             counts=counts,
-            held_out=measured_samples(data.validation),
+            held_out=samples_to_measure(data.validation),
             leave_alone=recipe.leave_alone,
         )
         if ranks.world_size == 1:

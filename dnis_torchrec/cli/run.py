@@ -26,7 +26,7 @@ from dnis_torchrec.data.files import (
     conform,
     file_lock,
     read_json,
-    unshared,
+    unshare,
 )
 from dnis_torchrec.data.urls import Address, fetch, path_in, put_file, remove_file
 from dnis_torchrec.ranks import rank_of, together
@@ -206,10 +206,10 @@ class RunFolder:
         ranks = ranks_of(*collections(model).values())
         with together(ranks.group):
             if rank_of() == 0:
-                self._save("scheme", unshared(scheme.to_tensors()))
+                self._save("scheme", unshare(scheme.to_tensors()))
                 remove_model(self._written_by_ranks)
                 if ranks.world_size == 1:
-                    self._save("model", unshared(model.state_dict()))
+                    self._save("model", unshare(model.state_dict()))
         if ranks.world_size > 1:
             write_model(self._written_by_ranks, model, ranks)
 

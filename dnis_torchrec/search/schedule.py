@@ -170,7 +170,7 @@ class BilevelStream(Generic[_T]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to where `state_dict` was taken: begins the interrupted epochs again and skips what
-        had been read, which is not compared with the run's (`data.over_ranks.fingerprints` are)."""
+        had been read, which is not compared with the run's (`data.over_ranks` compares it)."""
         conform(state, _State, "stream of the checkpoint")
         positions = {level: StreamPosition(**state[level.value]) for level in Level}
         for value in (state["seed"], *(position.epoch for position in positions.values())):

@@ -33,7 +33,7 @@ from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.batches import BatchParts, LookupBatches
-from dnis_torchrec.data.over_ranks import measured_samples, read_before_training, split_over_ranks
+from dnis_torchrec.data.over_ranks import read_splits, samples_to_measure, split_over_ranks
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.data.task import LOSS, TrainTask
 from dnis_torchrec.data.urls import Address
@@ -102,7 +102,7 @@ class Setup:
         with together():
             tables = table_configs(recipe.model)
             check_pooling(recipe.model)
-        whole, counts, fingerprints = read_before_training(recipe, tables, ranks)
+        whole, counts, fingerprints = read_splits(recipe, tables, ranks)
         recipe = replace(
             recipe, data=replace(whole, validation=_in_parts(recipe.data, parts, ranks))
         )
@@ -432,7 +432,7 @@ class _Finishing:
     def _sample(self) -> LossSample:
         """Held-out samples, which teach scales and say where the output bias goes."""
         setup, recipe = self._setup, self._setup.recipe
-        held_out, bias = measured_samples(recipe.data.validation), self._output_bias()
+        held_out, bias = samples_to_measure(recipe.data.validation), self._output_bias()
         return LossSample(
             setup.model, held_out, setup.blocks, loss=recipe.task, is_held_out=True, bias=bias
         )

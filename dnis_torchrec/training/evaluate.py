@@ -29,7 +29,7 @@ from dnis_torchrec.data.task import (
     Outputs,
     Task,
     check_candidates,
-    checked_predictions,
+    check_predictions,
     direction_of,
     metric_name,
     task_of,
@@ -65,7 +65,7 @@ def evaluate(
         _, (value, outputs) = model(batch)
         if len(batch.labels):  # the mean of none is NaN
             mean_loss.update(value, weight=len(batch.labels))
-        for name, predictions in checked_predictions(task, batch, outputs, _PLACE).items():
+        for name, predictions in check_predictions(task, batch, outputs, _PLACE).items():
             values, labels, weights = predictions.values, predictions.labels, predictions.weights
             is_ranking = kinds[name] == RANKING
             metrics_of[name].update(values, labels, predictions.queries if is_ranking else weights)

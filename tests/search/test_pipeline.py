@@ -25,7 +25,7 @@ from dnis_torchrec.artifact.export import load_model
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
 from dnis_torchrec.data.recipe import DataSplits, Recipe
-from dnis_torchrec.data.task import TrainTask, pooled_outputs, squared_norm
+from dnis_torchrec.data.task import TrainTask, collect_outputs, squared_norm
 from dnis_torchrec.search import search as search_module
 from dnis_torchrec.search.pipeline import LEARNING_RATE, AlphaOptimizer, BilevelTrainPipeline
 from dnis_torchrec.search.schedule import BilevelStream, Level, LevelSchedule
@@ -748,7 +748,7 @@ def test_two_tasks_and_a_table_left_alone(tmp_path: Path, gloo: object) -> None:
 def test_the_penalty_counts_every_id_of_a_sample() -> None:
     model, batch = interest(), make_batch(3)
     kjt = batch.sparse_features
-    with pooled_outputs(model) as outputs:
+    with collect_outputs(model) as outputs:
         model(batch.dense_features, kjt)
     reads = []
     for table, features in {**FEATURES, "user": ["user"]}.items():
