@@ -259,10 +259,6 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         optimizer = self.alpha_optimizer
         return {"alpha_mean": optimizer.mean(), "alpha_density": optimizer.density()}
 
-    def alphas(self) -> dict[int, Tensor]:
-        """embedding_dim -> alpha."""
-        return {dim: self._alpha.of(dim) for dim in self._alpha.dims}
-
     @property
     def device(self) -> torch.device:
         """Device of the model."""

@@ -58,10 +58,9 @@ from dnis_torchrec.training.loop import (
     EpochRecord,
     FinishedPhase,
     Phase,
-    PlainEvents,
     Plan,
-    ResumableLoop,
     SearchEvents,
+    TrainLoop,
     train_plainly,
 )
 from dnis_torchrec.training.rounded import RoundedTables
@@ -153,9 +152,9 @@ class Setup:
         events: SearchEvents,
         saving: Saving,
         configuration: Mapping[str, Any],
-    ) -> ResumableLoop:
+    ) -> TrainLoop:
         """Makes the loop that takes the steps."""
-        return ResumableLoop(
+        return TrainLoop(
             self.pipeline,
             self.stream,
             self.recipe,
@@ -389,7 +388,7 @@ class _Finishing:
     rounding."""
 
     def __init__(
-        self, setup: Setup, loop: ResumableLoop, compression: float, *, is_turned: bool
+        self, setup: Setup, loop: TrainLoop, compression: float, *, is_turned: bool
     ) -> None:
         self._setup, self._loop, self._compression, self._is_turned = (
             setup,
@@ -474,9 +473,9 @@ class _Finishing:
             setup.pipeline.device,
             max_epochs=FINISHING_EPOCHS,
             patience=1,
-            held=rounded,
+            rule=rounded,
             starts_trained=True,
-            events=PlainEvents(on_step=lambda _: self._loop.stop_if_requested()),
+            events=SearchEvents(on_step=lambda *_: self._loop.stop_if_requested()),
         )
         rounded.stop_()
         sample = self._sample()

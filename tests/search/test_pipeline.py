@@ -39,7 +39,7 @@ from dnis_torchrec.selection.torchrec import fused_kernels, writing_to_tables
 from dnis_torchrec.selection.wrapper import plain_state_dict, soft_selection_modules
 from dnis_torchrec.training.checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
 from dnis_torchrec.training.evaluate import evaluate
-from dnis_torchrec.training.loop import PlainEvents, train_plainly
+from dnis_torchrec.training.loop import SearchEvents, train_plainly
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.shard import shard
 from dnis_torchrec.training.state import TableDescription, TrainingState, describe_tables, model_tensors
@@ -501,7 +501,9 @@ def plain(folder: Path, bad_batch: int | None = None) -> list[object]:
     if bad_batch is not None:
         recipe.data.train.batches[bad_batch].dense_features[:] = float("nan")
     model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
-    listening = PlainEvents(on_step=events.append, on_epoch=lambda record: events.append(record.selection_loss))
+    listening = SearchEvents(
+        on_step=lambda loss, _: events.append(loss), on_epoch=lambda record: events.append(record.selection_loss)
+    )
     train_plainly(model, optimizer, recipe, CPU, max_epochs=2, patience=2, events=listening)
     return events
 

@@ -38,7 +38,7 @@ from dnis_torchrec.selection.torchrec_inputs import DetachableTrainPipeline
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.serving.packed import pack_rows, split_blocks
 from dnis_torchrec.training.evaluate import evaluate, primary_metric
-from dnis_torchrec.training.loop import PlainEvents, train_plainly
+from dnis_torchrec.training.loop import SearchEvents, train_plainly
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.rounded import RoundedTables
 from dnis_torchrec.training.shard import set_learning_rates_, shard
@@ -197,7 +197,7 @@ def test_a_state_that_no_epoch_improves_is_kept_where_it_was_trained_before(
         max_epochs=9,
         patience=1,
         starts_trained=starts_trained,
-        events=PlainEvents(on_epoch=lambda record: losses.append(record.selection_loss)),
+        events=SearchEvents(on_epoch=lambda record: losses.append(record.selection_loss)),
     )
     assert min(losses) > first.selection_loss
     assert len(losses) == losses.index(min(losses)) + 2  # stopped by its own epochs, whatever went before
@@ -299,7 +299,7 @@ def test_plain_training_ends_in_its_best_epoch(gloo, tmp_path: Path) -> None:
     recipe = make_recipe()
     model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
     steps: list[float] = []
-    events = PlainEvents(on_step=steps.append)
+    events = SearchEvents(on_step=lambda loss, _: steps.append(loss))
     done = train_plainly(model, optimizer, recipe, CPU, max_epochs=12, patience=2, events=events)
     losses = {record.epoch: record.selection_loss for record in done.history}
     assert [record.step for record in done.history] == [10 * (epoch + 1) for epoch in losses]
@@ -320,7 +320,7 @@ def test_masked_fine_tuning_moves_what_is_retained_and_nothing_else(gloo, tmp_pa
     for part in tables.values():
         part.weight[:, ::2] = 0
     before = {name: part.weight.clone() for name, part in tables.items()}
-    train_plainly(model, rest, recipe, CPU, max_epochs=2, patience=2, held=ValueMask(model))
+    train_plainly(model, rest, recipe, CPU, max_epochs=2, patience=2, rule=ValueMask(model))
     for name, part in tables.items():
         assert not bool(part.weight[:, ::2].any())
         assert not torch.equal(part.weight[:, 1::2], before[name][:, 1::2])
@@ -735,7 +735,7 @@ def test_training_in_codes_lowers_the_loss_and_packs_as_it_is(gloo, tmp_path: Pa
     model, rest = shard(TrainTask(plain, recipe.loss), recipe, CPU_OF_ROUNDING)
     held = RoundedTables(model, found.scheme)
     rounded_loss = evaluate(model, recipe.data.selection, recipe.loss, CPU_OF_ROUNDING)["loss"]
-    done = train_plainly(model, rest, recipe, CPU_OF_ROUNDING, max_epochs=4, patience=4, held=held, starts_trained=True)
+    done = train_plainly(model, rest, recipe, CPU_OF_ROUNDING, max_epochs=4, patience=4, rule=held, starts_trained=True)
     assert done.best_epoch >= 0
     assert done.selection_loss < rounded_loss - 0.002
     assert evaluate(model, recipe.data.selection, recipe.loss, CPU_OF_ROUNDING)["loss"] == pytest.approx(
