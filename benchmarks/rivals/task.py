@@ -132,7 +132,7 @@ def train(
     """
     torch.manual_seed(task.seed)
     whole = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
-    model, optimizer = shard(whole, recipe, task.device, replicated=stepper is not None)
+    model, optimizer = shard(whole, recipe, task.device, is_replicated=stepper is not None)
     result = train_plainly(
         model,
         optimizer if stepper is None else stepper(model, optimizer),

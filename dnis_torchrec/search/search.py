@@ -118,7 +118,7 @@ class Setup:
             recipe,
             device,
             whole_rows=whole_rows,
-            prefetched=True,
+            is_prefetched=True,
             batch_size=counts.num_samples // steps_per_epoch,
         )
         pipeline = BilevelTrainPipeline(

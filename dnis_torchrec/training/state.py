@@ -139,8 +139,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Any) -> dict[str, PlacedTenso
 
 
 def finish_load_(model: nn.Module, tensors: Mapping[str, PlacedTensor]) -> None:
-    """Tells the kernels that their weights were written from outside: caches forget, step counters
-    are set."""
+    """Tells kernels that weights were written: caches forget, step counters are set."""
     forget_cached_rows(model)
     if ITERATIONS in tensors:
         for counter in _iteration_counters(model):
@@ -149,34 +148,31 @@ def finish_load_(model: nn.Module, tensors: Mapping[str, PlacedTensor]) -> None:
 
 def describe_tables(model: nn.Module) -> dict[str, TableDescription]:
     """Describes every table of a model, for comparison with a checkpoint."""
-    blocks: dict[str, str] = {}
-    for module in collections(model).values():
-        if isinstance(module, SoftSelectionModule):
-            blocks |= {
-                table: _fingerprint(module.blocks, table) for table in module.blocks.routings
-            }
+    blocks = {
+        table: _fingerprint(module.blocks, table)
+        for module in collections(model).values()
+        if isinstance(module, SoftSelectionModule)
+        for table in module.blocks.routings
+    }
     tables = {}
     for name, value in _tables(model):
         cuts = {0}
         if isinstance(value, ShardedTensor):
             cuts = {part.shard_offsets[1] for part in value.metadata().shards_metadata}
         rows, dim = PlacedTensor.of(value).size
+        of_blocks, column_cuts = blocks.get(name, ""), tuple(sorted(cuts))
         tables[name] = TableDescription(
-            rows=rows,
-            embedding_dim=dim,
-            column_cuts=tuple(sorted(cuts)),
-            blocks=blocks.get(name, ""),
+            rows=rows, embedding_dim=dim, column_cuts=column_cuts, blocks=of_blocks
         )
     return tables
 
 
 def rng_tensors(device: torch.device) -> dict[str, PlacedTensor]:
     """State of this rank's random number generators."""
-    prefix = f"rank{rank_of()}/rng"
-    tensors = {f"{prefix}/cpu": PlacedTensor.of(torch.get_rng_state())}
+    states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
-        tensors[f"{prefix}/cuda"] = PlacedTensor.of(torch.cuda.get_rng_state(device))
-    return tensors
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return {f"rank{rank_of()}/rng/{kind}": PlacedTensor.of(states[kind]) for kind in states}
 
 
 def set_rng_(tensors: Mapping[str, PlacedTensor], device: torch.device) -> None:
@@ -226,8 +222,7 @@ def _place(
 
 
 def _iteration_counters(model: nn.Module) -> list[Tensor]:
-    """Counters of fused kernels, by which Adam corrects its bias: every kernel counts the same
-    steps."""
+    """Counters of fused kernels, by which Adam corrects its bias; all count the same steps."""
     modules = (module for lookup in lookups(model) for module in lookup.modules())
     kernels = (k for k in modules if isinstance(k, SplitTableBatchedEmbeddingBagsCodegen))
     return [counter for kernel in kernels for counter in (kernel.iter, kernel.iter_cpu)]

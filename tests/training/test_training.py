@@ -37,7 +37,7 @@ from dnis_torchrec.selection.swap import prepare_, unshard_
 from dnis_torchrec.selection.torchrec_inputs import DetachableTrainPipeline
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.serving.packed import pack_rows, split_blocks
-from dnis_torchrec.training.evaluate import evaluate, primary_metric
+from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.loop import SearchEvents, train_plainly
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.rounded import RoundedTables
@@ -105,7 +105,7 @@ def test_replicated_tables_that_learn_by_adam_are_fused_on_no_gpu_either(
     monkeypatch.setattr("dnis_torchrec.training.shard.make_sharding_plan", refuse)
     recipe = make_recipe(optimizer=optimizer)
     with pytest.raises(ValueError, match="asked"):
-        shard(TrainTask(recipe.model, recipe.loss), recipe, torch.device("cuda"), replicated=True)
+        shard(TrainTask(recipe.model, recipe.loss), recipe, torch.device("cuda"), is_replicated=True)
     assert [own.sharding_types == ["data_parallel"] for own in asked] == [is_dense] * len(ROWS)
     assert [own.compute_kernels == ["dense"] for own in asked] == [is_dense] * len(ROWS)
 
@@ -207,60 +207,6 @@ def test_a_state_that_no_epoch_improves_is_kept_where_it_was_trained_before(
     assert kept == starts_trained
 
 
-@pytest.mark.parametrize("share", [0.25, 0.75])
-def test_labels_that_are_no_classes_have_no_auc(share: float, gloo) -> None:
-    recipe = make_recipe()
-    batch = make_batch(3, 1)
-    batch.labels = torch.tensor([0.0, 1.0, share])
-    task = TrainTask(recipe.model, recipe.loss)
-    message = rf"^evaluation split: expected labels 0 or 1, got {share}"
-    with pytest.raises(ValueError, match=message):
-        evaluate(task, [batch], recipe.loss, CPU)
-    assert evaluate(TrainTask(recipe.model, nn.MSELoss()), [batch], nn.MSELoss(), CPU)["mse"] > 0
-
-
-def test_metrics_are_those_of_all_samples_together(gloo) -> None:
-    recipe = make_recipe()
-    task = TrainTask(recipe.model, recipe.loss)
-    metrics = evaluate(task, recipe.data.test, recipe.loss, CPU)
-    with torch.no_grad():
-        outputs = [task(batch)[1] for batch in recipe.data.test]
-    scores, labels = torch.cat([o[1] for o in outputs]), torch.cat([batch.labels for batch in recipe.data.test])
-    positive, negative = scores[labels == 1], scores[labels == 0]
-    wins = (positive[:, None] > negative).double() + 0.5 * (positive[:, None] == negative).double()
-    assert metrics["auc"] == pytest.approx(float(wins.mean()), abs=1e-6)
-    expected = nn.functional.binary_cross_entropy_with_logits(scores, labels)
-    assert metrics["logloss"] == pytest.approx(float(expected), abs=1e-6)
-    assert metrics["loss"] == pytest.approx(float(expected), abs=1e-6)
-    squared = evaluate(TrainTask(recipe.model, nn.MSELoss()), recipe.data.test, nn.MSELoss(), CPU)
-    assert squared["mse"] == pytest.approx(float((scores - labels).square().mean()), abs=1e-6)
-    assert (primary_metric(nn.MSELoss()), primary_metric(recipe.loss)) == (("mse", False), ("auc", True))
-
-
-def test_an_empty_split_is_refused(gloo) -> None:
-    recipe = make_recipe()
-    with pytest.raises(ValueError, match="evaluation split: expected at least one sample, got none"):
-        evaluate(TrainTask(recipe.model, recipe.loss), [], recipe.loss, CPU)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("loss", [nn.BCEWithLogitsLoss(), nn.MSELoss()])
-def test_a_prediction_that_is_not_finite_is_refused(gloo, loss: nn.Module, bad: float) -> None:
-    recipe = make_recipe()
-    batches = [make_batch(8, seed) for seed in range(2)]
-    batches[1].dense_features[3] = bad
-    with pytest.raises(NonFiniteError, match="evaluation split: expected finite predictions, got nan or inf"):
-        evaluate(TrainTask(recipe.model, loss), batches, loss, CPU)
-
-
-@pytest.mark.parametrize("label", [0.0, 1.0])
-def test_clicks_of_one_class_have_no_auc_no_ne_and_no_calibration(gloo, label: float) -> None:
-    recipe = make_recipe()
-    batches = [dataclasses.replace(batch, labels=torch.full_like(batch.labels, label)) for batch in recipe.data.test]
-    found = evaluate(TrainTask(recipe.model, recipe.loss), batches, recipe.loss, CPU)
-    assert set(found) == {"loss", "logloss"}
-
-
 class Flippant(nn.Module):
     """Says something else each time, but in evaluation mode, and keeps statistics of what it trains on."""
 
@@ -334,7 +280,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(gloo, tmp_path: Path) -> None:
         train_plainly(model, optimizer, recipe, CPU, max_epochs=2, patience=1)
 
 
-CPU_OF_EMBEDDING_L2 = torch.device("cpu")
 L2 = 0.3
 DIM = 4
 READS = {"films": ("watched", "wanted"), "tags": ("tag",)}
@@ -439,7 +384,7 @@ def test_the_reported_loss_is_that_of_the_data_alone(gloo) -> None:
     assert float(reported) == float(also_reported) == float(loss.detach())
     assert float(total.detach()) > float(loss.detach()) + 1
     assert not any(module._forward_hooks for module in recipe.model.modules())
-    evaluated = [evaluate(task, recipe.data.test, recipe.loss, CPU_OF_EMBEDDING_L2) for task in (plain, penalised)]
+    evaluated = [evaluate(task, recipe.data.test, recipe.loss, CPU) for task in (plain, penalised)]
     assert evaluated[0] == evaluated[1]
     assert float(penalised.eval()(batch)[0].detach()) == float(loss.detach())
 
@@ -463,7 +408,7 @@ def test_the_fused_kernel_steps_by_the_exact_gradient(gloo) -> None:
     before = {table: bag.weight.detach().clone() for table, bag in bags_of(recipe.model).items()}
     task = TrainTask(recipe.model, recipe.loss, embedding_l2=recipe.embedding_l2)
     gradients = table_gradients(copy.deepcopy(task), batch)
-    model, _ = shard(task, recipe, CPU_OF_EMBEDDING_L2)
+    model, _ = shard(task, recipe, CPU)
     model.train()
     model(batch)[0].backward()
     for table, weight in sharded_tables(model).items():
@@ -490,11 +435,11 @@ def test_a_pipeline_steps_as_the_bare_model_does(gloo, optimizer: str, is_prepar
             prepare_(recipe.model, blocks_from_counts(counts, configs, num_blocks=3))
             for wrapper in soft_selection_modules(recipe.model).values():
                 wrapper.alpha.of(8).uniform_(0.2, 1, generator=torch.Generator().manual_seed(1))
-        model, rest = shard(TrainTask(recipe.model, recipe.loss, embedding_l2=L2), recipe, CPU_OF_EMBEDDING_L2)
+        model, rest = shard(TrainTask(recipe.model, recipe.loss, embedding_l2=L2), recipe, CPU)
         model.train()
         batches = iter(recipe.data.train.batches[:3])
         if is_pipelined:
-            pipeline = DetachableTrainPipeline(model, rest, CPU_OF_EMBEDDING_L2, pipeline_postproc=True)
+            pipeline = DetachableTrainPipeline(model, rest, CPU, pipeline_postproc=True)
             for _ in range(3):
                 pipeline.progress(batches)
             pipeline.detach()
@@ -522,10 +467,10 @@ def test_upper_steps_use_the_loss_of_the_data_alone(gloo, monkeypatch: pytest.Mo
             penalised.append(not torch.equal(loss.detach(), output[0]))
         return loss, output
 
-    model, rest = shard(TrainTask(recipe.model, recipe.loss, embedding_l2=L2), recipe, CPU_OF_EMBEDDING_L2)
+    model, rest = shard(TrainTask(recipe.model, recipe.loss, embedding_l2=L2), recipe, CPU)
     model.train()
     stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1))
-    pipeline = BilevelTrainPipeline(model, rest, CPU_OF_EMBEDDING_L2)
+    pipeline = BilevelTrainPipeline(model, rest, CPU)
     pipeline.progress(stream)
     monkeypatch.setattr(TrainTask, "forward", watched)
     while pipeline.upper_steps == 0:
@@ -536,7 +481,6 @@ def test_upper_steps_use_the_loss_of_the_data_alone(gloo, monkeypatch: pytest.Mo
     assert penalised[-1]  # the next lower step again
 
 
-CPU_OF_ROUNDING = torch.device("cpu")
 STEPS = 4
 ROUNDED_ROWS = {"user": 9, "genre": 6, "one": 1}
 FEATURES = {"user": ["user", "friends"], "genre": ["genre"], "one": ["one"]}
@@ -728,19 +672,17 @@ def test_a_checkpoint_holds_residuals_and_codes(tmp_path: Path) -> None:
 def test_training_in_codes_lowers_the_loss_and_packs_as_it_is(gloo, tmp_path: Path, optimizer: str) -> None:
     recipe = make_recipe(optimizer=optimizer)
     task = TrainTask(recipe.model, recipe.loss)
-    model, rest = shard(task, recipe, CPU_OF_ROUNDING)
-    train_plainly(model, rest, recipe, CPU_OF_ROUNDING, max_epochs=4, patience=2)
+    model, rest = shard(task, recipe, CPU)
+    train_plainly(model, rest, recipe, CPU, max_epochs=4, patience=2)
     plain = unshard_(model).model
     found = measure_(plain, recipe.data.train, loss=recipe.loss, num_blocks=2).allocate(compression=12)
-    model, rest = shard(TrainTask(plain, recipe.loss), recipe, CPU_OF_ROUNDING)
+    model, rest = shard(TrainTask(plain, recipe.loss), recipe, CPU)
     held = RoundedTables(model, found.scheme)
-    rounded_loss = evaluate(model, recipe.data.selection, recipe.loss, CPU_OF_ROUNDING)["loss"]
-    done = train_plainly(model, rest, recipe, CPU_OF_ROUNDING, max_epochs=4, patience=4, rule=held, starts_trained=True)
+    rounded_loss = evaluate(model, recipe.data.selection, recipe.loss, CPU)["loss"]
+    done = train_plainly(model, rest, recipe, CPU, max_epochs=4, patience=4, rule=held, starts_trained=True)
     assert done.best_epoch >= 0
     assert done.selection_loss < rounded_loss - 0.002
-    assert evaluate(model, recipe.data.selection, recipe.loss, CPU_OF_ROUNDING)["loss"] == pytest.approx(
-        done.selection_loss
-    )
+    assert evaluate(model, recipe.data.selection, recipe.loss, CPU)["loss"] == pytest.approx(done.selection_loss)
     trained_tables = tables_of(model)
     with latent_tables(model, held):
         latents = tables_of(model)
