@@ -49,7 +49,7 @@ from dnis_torchrec.training.state import (
     finish_load_,
 )
 
-CHECKPOINT_MANIFEST, LATEST = "manifest.json", "latest.json"
+CHECKPOINT_MANIFEST = "manifest.json"
 _FORMAT, _FORMAT_VERSION = "dnis-torchrec-checkpoint", 3
 _OTHER = "use another checkpoint"
 _DIFFERENCES = 8
@@ -262,8 +262,7 @@ def _check_fits(
 def _facts(
     tables: Mapping[str, TableDescription], sizes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, object]:
-    """What is equal in a checkpoint and a run that it fits: N, D and blocks of tables, and sizes of
-    what belongs neither to one rank nor to the kernels it uses."""
+    """What is equal in a checkpoint and a run, whatever ranks and kernels they have."""
     facts: dict[str, object] = {
         f"table {name!r}": (table.rows, table.embedding_dim, table.blocks)
         for name, table in tables.items()
@@ -276,10 +275,6 @@ def _facts(
 
 
 # Folders of checkpoints
-
-
-class _Latest(TypedDict):
-    checkpoint: str
 
 
 class CheckpointFolder:
@@ -298,21 +293,15 @@ class CheckpointFolder:
     def latest(self) -> Address | None:
         """The last whole checkpoint, or None."""
         self._check_plain()
-        file = path_in(self.path, LATEST)
-        if file_size(file) is None:
-            return None
-        text, remedy = read_bytes(file).decode(errors="replace"), "name a checkpoint of the folder"
-        name = parse_json(text, _Latest, str(file), remedy=remedy)["checkpoint"]
-        names = {os.path.basename(self.path_of(step)): step for step in self.steps()}
-        check(name in names, str(file), f"one of {list(names)}", repr(name), remedy)
-        return self.path_of(names[name])
+        steps = self.steps()
+        return self.path_of(steps[-1]) if steps else None
 
     def steps(self) -> list[int]:
         """Numbers of the whole checkpoints, rising."""
         return sorted(step for step, names in self._files().items() if CHECKPOINT_MANIFEST in names)
 
     def clean(self) -> None:
-        """Removes the remains of checkpoints that never became whole, or are only half gone."""
+        """Removes what is left of checkpoints that never became whole, or are half gone."""
         self._check_plain()
         for step, names in self._files().items():
             if CHECKPOINT_MANIFEST not in names:
@@ -331,20 +320,19 @@ class CheckpointFolder:
 
     def publish(self, step: int, manifest: Manifest, keep: Collection[int] = ()) -> None:
         """Makes a checkpoint whole and the latest, and removes those that nobody needs any more."""
-        latest = json.dumps({"checkpoint": os.path.basename(self.path_of(step))}) + "\n"
-        _put_text(path_in(self.path_of(step), CHECKPOINT_MANIFEST), manifest.text())
-        _put_text(path_in(self.path, LATEST), latest)
         files = self._files()
+        for other in sorted(files):  # later steps are of a future that going back has undone
+            if other > step:
+                self._remove(other, files.pop(other))
+        text, file = manifest.text(), path_in(self.path_of(step), CHECKPOINT_MANIFEST)
+        put_file(file, lambda path: path.write_text(text, encoding="utf-8"))
         for name in set(files[step]) - {CHECKPOINT_MANIFEST, *manifest.files}:
             remove_file(path_in(self.path_of(step), name))
-        # What is above the latest step is of a future that an interruption has undone.
-        past = sorted(other for other in files if other <= step)
-        for other in set(files) - {*past[-self._keep_last :], *keep}:
+        for other in set(files) - {*sorted(files)[-self._keep_last :], *keep}:
             self._remove(other, files[other])
 
     def remove(self) -> None:
-        """Removes all checkpoints, the name of the latest first."""
-        remove_file(path_in(self.path, LATEST))
+        """Removes all checkpoints."""
         for step, names in self._files().items():
             self._remove(step, names)
         if self._here is not None:
@@ -372,10 +360,6 @@ class CheckpointFolder:
         if self._here is not None:
             with suppress(OSError):
                 Path(self.path_of(step)).rmdir()
-
-
-def _put_text(address: Address, text: str) -> None:
-    put_file(address, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def check_shared(path: Path, process_group: dist.ProcessGroup | None = None) -> None:
@@ -426,8 +410,7 @@ def _write(
     state: TrainingState,
     process_group: dist.ProcessGroup | None,
 ) -> Manifest:
-    """Writes the files of all ranks; of what several hold, the rank with the fewest values so far
-    writes it."""
+    """Writes the files of all ranks; what several hold, the one with the fewest values writes."""
     rank, num_values = rank_of(process_group), [0] * world_size_of(process_group)
     chunks = {
         (key, chunk.offset): chunk.tensor

@@ -130,8 +130,7 @@ class _Sums(Metric):
 
 
 class ClickMetrics(_Sums):
-    """Exact area under the ROC curve; calibration, normalised entropy and logloss. NaN where one is
-    not defined."""
+    """Exact area under the ROC curve, calibration, ne and logloss; NaN where one is undefined."""
 
     chances: list[Tensor]
     positives: list[Tensor]

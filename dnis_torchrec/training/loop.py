@@ -216,8 +216,7 @@ class TrainLoop:
         self._events.on_phase(phase, done, self._steps_per_epoch)
 
     def stop_if_requested(self) -> None:
-        """To be called after every step behind the last phase, of which nothing is saved, on all
-        ranks."""
+        """To be called on all ranks after a step behind the last phase, which is not saved."""
         self._steps_behind += 1
         if self._is_stop_requested():
             text = f"its phases are saved in {cast(Any, self._folder).path}, --resume finishes it"
@@ -300,26 +299,22 @@ class TrainLoop:
         if self._saver is not None:
             self._save()
         elif is_better:
-            self._best_state = pipeline.state(self._stream).copy()
+            self._best_state = pipeline.state(self._stream)
         self._events.on_save(record, self._is_over)
 
     def _end_phase(self, phase: Phase) -> None:
-        """Goes back to the best epoch. Nothing is saved before the next epoch's end: a resumed
-        search does it again."""
+        """Goes back to the best epoch; a resumed search does it again, for nothing is saved."""
         self._wait()
         best = self._best
         if phase.patience is not None and best.step not in (-1, self._steps):
             with self._pipeline.detached():
                 folder = self._folder
                 self._pipeline.go_back(folder.path_of(best.step) if folder else self._best_state)
-        result = FinishedPhase(
-            name=phase.name,
-            first_step=self._first_step,
-            last_step=self._pipeline.lower_steps,
-            best=best,
-        )
+        first, last = self._first_step, self._pipeline.lower_steps
         self._plan.end(phase)
-        self.finished.append(result)
+        self.finished.append(
+            FinishedPhase(name=phase.name, first_step=first, last_step=last, best=best)
+        )
         next_phase = self._plan.phase_after(self.finished)
         self._best = best if next_phase is not None and next_phase.starts_best else Best()
         self._is_over = False
@@ -341,15 +336,14 @@ class TrainLoop:
         return folder.latest()
 
     def _is_stop_requested(self) -> bool:
-        is_wanted = self._events.should_stop()
-        group = self._pipeline.process_group
+        should_stop, group = self._events.should_stop(), self._pipeline.process_group
         if world_size_of(group) == 1:
-            return is_wanted
+            return should_stop
         if (self._steps + self._steps_behind) % STOP_INTERVAL:
             return False
-        any_wants = torch.tensor(float(is_wanted), device=self._pipeline.device)
-        dist.all_reduce(any_wants, group=group)
-        return bool(any_wants > 0)
+        num_ranks = torch.tensor(float(should_stop), device=self._pipeline.device)
+        dist.all_reduce(num_ranks, group=group)
+        return bool(num_ranks > 0)
 
     def _save(self) -> None:
         self._wait()
@@ -465,7 +459,7 @@ class _PlainPipeline(DetachableTrainPipeline):
         yield self.detach()
 
     def state(self, stream: Iterator[Batch]) -> TrainingState:
-        """What the model has learnt."""
+        """A copy of what the model has learnt."""
         return snapshot(self._model, self._rule.tensors())
 
     def go_back(self, state: TrainingState) -> None:
@@ -490,8 +484,7 @@ def train_plainly(
     starts_trained: bool = False,
     events: SearchEvents | None = None,
 ) -> PlainTraining:
-    """Trains with TorchRec's own pipeline until the selection loss stops improving, and goes back
-    to the best epoch."""
+    """Trains with TorchRec's pipeline to the best epoch, as the selection loss has it."""
     begin = time.monotonic()
     stepper = optimizer if rule is None else HoldingOptimizer(optimizer, rule)
     rule = rule or HeldTables()

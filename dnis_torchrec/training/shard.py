@@ -1,5 +1,4 @@
-"""A model sharded as a recipe's table optimizer needs it, its process group, and the optimizer of
-all weights without a fused one."""
+"""A model sharded for its table optimizer, the optimizer of the rest, and process groups."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_everything_is_saved_once() -> None:
 def test_nothing_is_pickled_and_all_can_be_removed(folder: CheckpointFolder) -> None:
     assert folder.latest() is None
     write_checkpoint(folder, 7, numbers(1.0), None)
-    assert names(folder.path) == ["latest.json", "step-00000007/manifest.json", "step-00000007/rank0.safetensors"]
+    assert names(folder.path) == ["step-00000007/manifest.json", "step-00000007/rank0.safetensors"]
     folder.remove()
     assert file_names(folder.path) == []
 
@@ -217,11 +217,11 @@ def test_a_kill_while_the_latest_is_replaced_loses_nothing(
 def test_what_a_killed_writer_left_does_not_count_and_is_removed(folder: CheckpointFolder) -> None:
     write_checkpoint(folder, 1, numbers(1), None)
     folder.add(2, 0, lambda path: path.write_bytes(b"whole, but without a manifest"))
-    put_file(path_in(folder.path, ".latest.json.0123.partial"), lambda path: path.write_bytes(b"half"))
+    put_file(path_in(folder.path, ".x.0123.partial"), lambda path: path.write_bytes(b"half"))
     assert folder.latest() == folder.path_of(1)
     assert folder.steps() == [1]
     write_checkpoint(folder, 3, numbers(3), None)
-    assert {name.split("/")[0] for name in file_names(folder.path)} == {"latest.json", "step-00000001", "step-00000003"}
+    assert {name.split("/")[0] for name in file_names(folder.path)} == {"step-00000001", "step-00000003"}
 
 
 def test_a_save_is_of_the_moment_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +245,7 @@ def test_a_save_is_of_the_moment_it_was_asked_for(tmp_path: Path, monkeypatch: p
     assert read(folder.path_of(2)) == [2.0] * 3
 
 
-@pytest.mark.parametrize("what", ["save_file", "put_file", "_put_text", "CheckpointFolder.publish", "storage"])
+@pytest.mark.parametrize("what", ["save_file", "put_file", "CheckpointFolder.publish", "storage"])
 def test_a_place_that_cannot_be_written(folder: CheckpointFolder, what: str) -> None:
     """Full, or away from now on: the last good checkpoint stays, and the run stops."""
 
@@ -337,17 +337,6 @@ def test_a_file_that_was_cut_short(folder: CheckpointFolder, keep: int | None) -
     refused(folder.latest(), numbers(0), "rank0")
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"checkpoint": "../x"}', '{"checkpoint": "step-00000009"}', "\udcff"]
-)
-def test_a_damaged_name_of_the_latest(folder: CheckpointFolder, text: str) -> None:
-    write_checkpoint(folder, 1, numbers(1), None)
-    content = text.encode(errors="surrogateescape")
-    put_file(path_in(folder.path, "latest.json"), lambda path: path.write_bytes(content))
-    with pytest.raises(ValueError, match="latest"):
-        folder.latest()
-
-
 def test_state_of_torchs_own_optimizer() -> None:
     model = nn.Linear(2, 3)
     optimizer = torch.optim.Adam(model.parameters())
@@ -359,7 +348,7 @@ def test_state_of_torchs_own_optimizer() -> None:
     assert tensors["optimizer/weight/step"].size == (1,)
 
 
-@pytest.mark.parametrize("name", ["step-00000001", "step-00000001/manifest.json", "latest.json", "more"])
+@pytest.mark.parametrize("name", ["step-00000001", "step-00000001/manifest.json", "more"])
 def test_links_among_checkpoints_are_named(tmp_path: Path, name: str) -> None:
     folder = CheckpointFolder(tmp_path / "named")
     write_checkpoint(folder, 1, numbers(1), None)
