@@ -353,7 +353,7 @@ class _Plan(Plan):
     def begin(self, phase: Phase, finished: Sequence[FinishedPhase]) -> None:
         setup = self._setup
         if phase.name == GIVEN:
-            set_learning_rates_(setup.model, setup.optimizer, tables=0.0, dense=0.0, rows=0.0)
+            set_learning_rates_(setup.model, setup.optimizer, tables=0.0, dense=0.0)
         elif phase.name != PLAIN:
             _set_rates_(setup)
             setup.stream.alternate(setup.pipeline.lower_steps + setup.pipeline.upper_steps)
@@ -380,7 +380,7 @@ def _set_rates_(setup: Setup, table_share: float = 1.0) -> None:
         table_share * recipe.table_learning_rate,
         DENSE_SHARE * recipe.dense_learning_rate,
     )
-    set_learning_rates_(setup.model, setup.optimizer, tables=tables, dense=dense, rows=tables)
+    set_learning_rates_(setup.model, setup.optimizer, tables=tables, dense=dense)
 
 
 class _Finishing:

@@ -57,9 +57,9 @@ FUSED_OPTIMIZERS = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
 }
 """`Recipe.table_optimizer` -> FBGEMM's optimizer that runs inside the tables' backward."""
-RATE_GROUP = "part"
-"""Key in the param_groups of the optimizer that is not fused, which says whose rate it is:"""
-TABLE_WEIGHTS, ROW_WEIGHTS, OTHER_WEIGHTS = "tables", "rows", "rest"
+TABLE_RATE = "table_rate"
+"""Key in the param_groups of the optimizer that is not fused: whether they learn at the tables'
+rate."""
 
 
 def check_pooling(model: nn.Module) -> None:
@@ -164,21 +164,20 @@ def _are_small(wrappers: Collection[SoftSelectionModule], batch_size: int | None
 def rest_optimizer(model: DistributedModelParallel, recipe: Recipe) -> KeyedOptimizerWrapper:
     """A fresh Adam for everything that is not fused: dense weights, tables in the dense kernel."""
     rest = dict(in_backward_optimizer_filter(model.named_parameters()))
-    tables, rows = table_weight_names(model), set[str]()
+    at_table_rate = table_weight_names(model)
     for name in recipe.row_weights:
         names = {parameter for parameter in rest if f".{parameter}".endswith(f".{name}")}
         if not names:
             check_known("parameter of Recipe.row_weights", name, rest)
-        rows |= names
-    rates = {OTHER_WEIGHTS: recipe.dense_learning_rate}
-    rates |= dict.fromkeys((TABLE_WEIGHTS, ROW_WEIGHTS), recipe.table_learning_rate)
-    weights_of: dict[str, list[nn.Parameter]] = {kind: [] for kind in rates}
-    for name, weight in rest.items():
-        of_table = TABLE_WEIGHTS if name in tables else OTHER_WEIGHTS
-        weights_of[ROW_WEIGHTS if name in rows else of_table].append(weight)
+        at_table_rate |= names
+    rates = {False: recipe.dense_learning_rate, True: recipe.table_learning_rate}
     groups = [
-        {"params": weights, "lr": rates[kind], RATE_GROUP: kind}
-        for kind, weights in weights_of.items()
+        {
+            "params": [weight for name, weight in rest.items() if (name in at_table_rate) is kind],
+            "lr": rate,
+            TABLE_RATE: kind,
+        }
+        for kind, rate in rates.items()
     ]
     groups = [group for group in groups if group["params"]] or groups[:1]
     return KeyedOptimizerWrapper(rest, lambda _: torch.optim.Adam(groups, fused=True))
@@ -190,12 +189,10 @@ def set_learning_rates_(
     *,
     tables: float,
     dense: float,
-    rows: float,
 ) -> None:
     """Lets a model learn at other rates from the next step on. All ranks call it alike."""
-    rates = {TABLE_WEIGHTS: tables, OTHER_WEIGHTS: dense, ROW_WEIGHTS: rows}
     for group in optimizer.param_groups:
-        group["lr"] = rates[group[RATE_GROUP]]
+        group["lr"] = tables if group[TABLE_RATE] else dense
     for group in model.fused_optimizer.param_groups:
         group["lr"] = tables  # kernels of frozen tables keep theirs
     # Here TorchRec's fused optimizers hand their rate on to the kernels.
