@@ -234,11 +234,14 @@ def _check_tensor(entry: _Tensor, files: Mapping[str, int], place: str) -> None:
 
 
 def _check_fits(
-    manifest: Manifest, state: TrainingState, sizes: Mapping[str, tuple[int, ...]], place: str
+    manifest: Manifest,
+    tables: Mapping[str, TableDescription],
+    sizes: Mapping[str, tuple[int, ...]],
+    place: str,
 ) -> None:
     """Checks that a checkpoint is one of the same tables, blocks, weights and optimizers. Local."""
     sizes_then = {key: tuple(entry["size"]) for key, entry in manifest.tensors.items()}
-    past, now = _facts(manifest.tables, sizes_then), _facts(state.tables, sizes)
+    past, now = _facts(manifest.tables, sizes_then), _facts(tables, sizes)
     differences = [
         f"{name}: {past.get(name, 'none')} instead of {now.get(name, 'none')}"
         for name in sorted({*past, *now})
@@ -248,7 +251,7 @@ def _check_fits(
     text = "; ".join(differences[:_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
     remedy = "resume with the recipe, data and settings that the run was started with"
     check(not differences, place, "a checkpoint of this run", f"one with {text}", remedy)
-    for name, table in state.tables.items():
+    for name, table in tables.items():
         cuts, cuts_now = manifest.tables[name].column_cuts, table.column_cuts
         is_per_shard = any(k.startswith(f"fused/{name}/") and len(sizes[k]) == 1 for k in sizes)
         if is_per_shard and cuts != cuts_now:
@@ -462,42 +465,29 @@ def _clean_up(folder: CheckpointFolder, process_group: dist.ProcessGroup | None)
 @torch.no_grad()
 def read_checkpoint(
     path: Address,
-    state: TrainingState,
-    process_group: dist.ProcessGroup | None,
-    *,
-    kinds: tuple[str, ...] = (),
-) -> Mapping[str, Any]:
-    """Copies a checkpoint into the tensors of a run, of any world size and sharding."""
-    place = f"checkpoint {path}"
-    with together(process_group):
-        manifest = Manifest.read(path)
-    entries = {k: v for k, v in manifest.tensors.items() if not kinds or k.split("/")[0] in kinds}
-    manifest = replace(manifest, tensors=entries)
-    sizes = union_over_ranks({k: value.size for k, value in state.tensors.items()}, process_group)
-    _check_fits(manifest, state, sizes, place)  # from the same facts on all ranks
-    with together(process_group), ExitStack() as stack:
-        path_of = cache(lambda name: stack.enter_context(local_file(path_in(path, name))))
-        parts = manifest.stored(path, path_of)
-        for key, value in state.tensors.items():
-            for chunk in value.chunks if key in parts else ():
-                if chunk.tensor.numel():
-                    parts[key].copy_to_(chunk.tensor, chunk.offset)
-    return manifest.values
-
-
-def go_back_(
-    path: Address,
     model: nn.Module,
     tensors: Mapping[str, PlacedTensor],
     process_group: dist.ProcessGroup | None,
     *,
     kinds: tuple[str, ...] = (),
 ) -> Mapping[str, Any]:
-    """Copies a checkpoint into the live tensors of a model and what trains it."""
-    state = TrainingState(tensors=tensors, tables=describe_tables(model))
-    values = read_checkpoint(path, state, process_group, kinds=kinds)
+    """Copies a checkpoint, of any sharding, into live tensors of a model and what trains it."""
+    with together(process_group):
+        manifest = Manifest.read(path)
+    entries = {k: v for k, v in manifest.tensors.items() if not kinds or k.split("/")[0] in kinds}
+    manifest = replace(manifest, tensors=entries)
+    sizes = union_over_ranks({key: value.size for key, value in tensors.items()}, process_group)
+    # From the same facts on all ranks.
+    _check_fits(manifest, describe_tables(model), sizes, f"checkpoint {path}")
+    with together(process_group), ExitStack() as stack:
+        path_of = cache(lambda name: stack.enter_context(local_file(path_in(path, name))))
+        parts = manifest.stored(path, path_of)
+        for key, value in tensors.items():
+            for chunk in value.chunks if key in parts else ():
+                if chunk.tensor.numel():
+                    parts[key].copy_to_(chunk.tensor, chunk.offset)
     finish_load_(model, tensors)
-    return values
+    return manifest.values
 
 
 class CheckpointSaver:

@@ -87,8 +87,8 @@ class RoundedTables(HeldTables):
         self._fused = _fused_lookups(model, self._shards)
         in_kernels = {shard for lookup in self._fused for shard in lookup.shards}
         frozen = {table for module in modules for table in frozen_tables_of(module)}
-        others = [shard for shard in self._shards if shard not in in_kernels]
-        self._dense = [latent for latent in others if latent.shard.table not in frozen]
+        rest = [shard for shard in self._shards if shard not in in_kernels]
+        self._dense = [latent for latent in rest if latent.shard.table not in frozen]
 
     @property
     def scheme(self) -> MixedDimensionScheme:

@@ -42,7 +42,7 @@ from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.loop import SearchEvents, train_plainly
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.shard import shard
-from dnis_torchrec.training.state import TableDescription, TrainingState, describe_tables, model_tensors
+from dnis_torchrec.training.state import TrainingState, describe_tables, model_tensors
 from tests.models import (
     FEATURES,
     NAMES,
@@ -860,17 +860,12 @@ def test_a_checkpoint_brings_everything_back_in_another_sharding(
             own.weight.uniform_(-1, 1)
     assert sorted(key for key in model_tensors(one) if "embeddings" in key) == []
     folder = CheckpointFolder(tmp_path)
-    write_checkpoint(folder, 3, TrainingState(tensors=model_tensors(one), tables=described(one)), None)
-    read_checkpoint(folder.latest(), TrainingState(tensors=model_tensors(two), tables=described(one)), None)
+    write_checkpoint(folder, 3, TrainingState(tensors=model_tensors(one), tables=describe_tables(one)), None)
+    read_checkpoint(folder.latest(), two, model_tensors(two), None)
     batch = make_batch(5)
     torch.testing.assert_close(
         two.module(batch.dense_features, batch.sparse_features), one.module(batch.dense_features, batch.sparse_features)
     )
-
-
-def described(model: nn.Module) -> dict[str, TableDescription]:
-    """Tables, however their columns are cut."""
-    return {name: replace(own, column_cuts=(0,)) for name, own in describe_tables(model).items()}
 
 
 def sharded_as(kind: str) -> DistributedModelParallel:
