@@ -140,8 +140,7 @@ class FiniteGuard:
         return flags
 
     def _summed(self, flags: Tensor) -> Tensor:
-        if self._world_size > 1:
-            dist.all_reduce(flags, group=self._group)
+        dist.all_reduce(flags, group=self._group)
         return flags
 
     # What follows reads the summed flags of ranks, if several, and then values of this one.

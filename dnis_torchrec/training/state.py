@@ -128,13 +128,21 @@ def optimizer_tensors(model: nn.Module, optimizer: Any) -> dict[str, PlacedTenso
         if counters:
             steps = torch.stack([part.cpu().max() for part in counters]).max()
             tensors[ITERATIONS] = PlacedTensor.of(steps)
-    places = _places_of_shards(model)
+    tables = [PlacedTensor.of(v) for _, v in _tables(model) if isinstance(v, ShardedTensor)]
+    shards = {chunk.tensor.data_ptr(): (t.size, chunk) for t in tables for chunk in t.chunks}
     for name, parameter in _parameters(model, optimizer).items():
+        size, shard = shards.get(parameter.data_ptr(), ((), None))
         for state, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                shard = places.get(parameter.data_ptr())
-                place = f"optimizer state {state!r} of {name!r}"
-                tensors[f"optimizer/{name}/{state}"] = _place(value, parameter, shard, place)
+            if not isinstance(value, Tensor):
+                continue
+            part = PlacedTensor.of(value)
+            if shard is not None and value.numel() != 1:
+                if not value.shape == parameter.shape == shard.tensor.shape:
+                    place = f"optimizer state {state!r} of {name!r}"
+                    limit = "a state of the shard's shape, in a sharded dense compute kernel"
+                    raise NotImplementedError(describe(place, limit, tuple(value.shape)))
+                part = PlacedTensor(size, (Chunk(shard.offset, value.detach()),))
+            tensors[f"optimizer/{name}/{state}"] = part
     return tensors
 
 
@@ -197,28 +205,6 @@ def _parameters(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
         return dict(optimizer.params)
     steps = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     return {name: weight for name, weight in model.named_parameters() if weight in steps}
-
-
-def _places_of_shards(model: nn.Module) -> dict[int, tuple[tuple[int, ...], Chunk]]:
-    """Address of a local shard -> (size of the whole, the shard)."""
-    places: dict[int, tuple[tuple[int, ...], Chunk]] = {}
-    for _, value in _tables(model):
-        if isinstance(value, ShardedTensor):
-            table = PlacedTensor.of(value)
-            places |= {chunk.tensor.data_ptr(): (table.size, chunk) for chunk in table.chunks}
-    return places
-
-
-def _place(
-    value: Tensor, parameter: Tensor, shard: tuple[tuple[int, ...], Chunk] | None, place: str
-) -> PlacedTensor:
-    if shard is None or value.numel() == 1:
-        return PlacedTensor.of(value)
-    size, chunk = shard
-    if value.shape != parameter.shape or value.shape != chunk.tensor.shape:
-        requirement = "a state of the shard's shape, in a sharded dense compute kernel"
-        raise NotImplementedError(describe(place, requirement, tuple(value.shape)))
-    return PlacedTensor(size, (Chunk(chunk.offset, value.detach()),))
 
 
 def _iteration_counters(model: nn.Module) -> list[Tensor]:
