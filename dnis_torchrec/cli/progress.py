@@ -15,13 +15,7 @@ from dnis_torchrec.checks import visible
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.ranks import rank_of, world_size_of
 from dnis_torchrec.training.evaluate import losses_in_words
-from dnis_torchrec.training.loop import (
-    EpochRecord,
-    Phase,
-    PlainEvents,
-    SearchEvents,
-    SearchInterrupted,
-)
+from dnis_torchrec.training.loop import EpochRecord, Phase, SearchEvents, SearchInterrupted
 from dnis_torchrec.training.settings import StopRequest
 
 SMOOTHING = 0.98
@@ -72,17 +66,17 @@ def search_progress(recipe: Recipe, on_save: Callable[[], None]) -> Iterator[Sea
 @contextmanager
 def plain_progress(
     recipe: Recipe, samples: int, max_epochs: int
-) -> Iterator[tuple[PlainEvents, Iterable[Batch]]]:
+) -> Iterator[tuple[SearchEvents, Iterable[Batch]]]:
     """Shows a plain training on rank 0, which trains on the batches that are lent."""
     if rank_of() != 0:
-        yield PlainEvents(), recipe.data.train
+        yield SearchEvents(), recipe.data.train
         return
     batches, done = _Counting(recipe.data.train), [0]
     with progress_bar() as bar:
         steps = _Steps(bar)
         steps.begin("training", max_epochs, samples, 0.0, True)
 
-        def on_step(loss: float) -> None:
+        def on_step(loss: float, _: float) -> None:
             done.append(batches.samples)
             steps.take((done[-1] - done.pop(0)) * world_size_of(), loss)
 
@@ -90,7 +84,7 @@ def plain_progress(
             losses = losses_in_words(recipe, record.train_loss, record.selection_loss)
             _write(bar, [f"epoch {record.epoch}: {losses}"])
 
-        yield PlainEvents(on_step=on_step, on_epoch=on_epoch), batches
+        yield SearchEvents(on_step=on_step, on_epoch=on_epoch), batches
 
 
 def progress_bar() -> tqdm:

@@ -35,13 +35,7 @@ from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme, TableSche
 from dnis_torchrec.selection.shards import collections, ranks_of
 from dnis_torchrec.training.checkpoint import CheckpointFolder, Manifest, StoredTensor
 from dnis_torchrec.training.loop import SearchValues
-from dnis_torchrec.training.weights import (
-    MODEL,
-    has_written_model,
-    remove_model,
-    write_model,
-    written_model,
-)
+from dnis_torchrec.training.weights import MODEL, remove_model, write_model, written_model
 
 FORMAT, FORMAT_VERSION = "dnis-torchrec-run", 1
 RUN = FolderKind("run", "run.json", FORMAT)
@@ -235,8 +229,9 @@ class RunFolder:
 
     def weights(self) -> dict[str, StoredTensor]:
         """The state_dict of the plain model, of which nothing is read yet."""
-        if has_written_model(self.path):
-            return written_model(self.path)
+        weights = written_model(self.path)
+        if weights is not None:
+            return weights
         place, tensors = str(self.path / "model.safetensors"), self._load("model")
         return {name: StoredTensor.of(f"{place}, {name}", tensors[name]) for name in tensors}
 

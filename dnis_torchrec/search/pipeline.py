@@ -34,13 +34,12 @@ from dnis_torchrec.selection.torchrec import (
 )
 from dnis_torchrec.selection.torchrec_inputs import PrefetchingTrainPipeline
 from dnis_torchrec.selection.wrapper import soft_selection_modules
-from dnis_torchrec.training.checkpoint import Manifest, go_back_, read_checkpoint
+from dnis_torchrec.training.checkpoint import Manifest, read_checkpoint
 from dnis_torchrec.training.pipeline import FiniteGuard
 from dnis_torchrec.training.state import (
     PlacedTensor,
     TrainingState,
     describe_tables,
-    finish_load_,
     model_tensors,
     optimizer_tensors,
     rng_tensors,
@@ -259,10 +258,6 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         optimizer = self.alpha_optimizer
         return {"alpha_mean": optimizer.mean(), "alpha_density": optimizer.density()}
 
-    def alphas(self) -> dict[int, Tensor]:
-        """embedding_dim -> alpha."""
-        return {dim: self._alpha.of(dim) for dim in self._alpha.dims}
-
     @property
     def device(self) -> torch.device:
         """Device of the model."""
@@ -332,8 +327,7 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         self._dense_optimizer.zero_grad()
         state = self.state(stream)
         state = replace(state, tensors={**state.tensors, **(more or {})})
-        values = read_checkpoint(path, state, self._process_group)
-        finish_load_(self._model, state.tensors)
+        values = read_checkpoint(path, self._model, state.tensors, self._process_group)
         alpha_state = self.alpha_optimizer.state_dict()
         for name, value in alpha_state.items():
             value.copy_(state.tensors[f"alpha_optimizer/{name}"].chunks[0].tensor.view(value.shape))
@@ -349,7 +343,7 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         `read_checkpoint`."""
         tensors = model_tensors(self._model) | optimizer_tensors(self._model, self._dense_optimizer)
         kinds = ("table", "model", "fused", "optimizer")
-        go_back_(path, self._model, tensors, self._process_group, kinds=kinds)
+        read_checkpoint(path, self._model, tensors, self._process_group, kinds=kinds)
 
     def detach(self) -> nn.Module:
         """Takes the model out of the pipeline; batches in flight stay with it."""

@@ -58,10 +58,9 @@ from dnis_torchrec.training.loop import (
     EpochRecord,
     FinishedPhase,
     Phase,
-    PlainEvents,
     Plan,
-    ResumableLoop,
     SearchEvents,
+    TrainLoop,
     train_plainly,
 )
 from dnis_torchrec.training.rounded import RoundedTables
@@ -119,7 +118,7 @@ class Setup:
             recipe,
             device,
             whole_rows=whole_rows,
-            prefetched=True,
+            is_prefetched=True,
             batch_size=counts.num_samples // steps_per_epoch,
         )
         pipeline = BilevelTrainPipeline(
@@ -153,9 +152,9 @@ class Setup:
         events: SearchEvents,
         saving: Saving,
         configuration: Mapping[str, Any],
-    ) -> ResumableLoop:
+    ) -> TrainLoop:
         """Makes the loop that takes the steps."""
-        return ResumableLoop(
+        return TrainLoop(
             self.pipeline,
             self.stream,
             self.recipe,
@@ -354,7 +353,7 @@ class _Plan(Plan):
     def begin(self, phase: Phase, finished: Sequence[FinishedPhase]) -> None:
         setup = self._setup
         if phase.name == GIVEN:
-            set_learning_rates_(setup.model, setup.optimizer, tables=0.0, dense=0.0, rows=0.0)
+            set_learning_rates_(setup.model, setup.optimizer, tables=0.0, dense=0.0)
         elif phase.name != PLAIN:
             _set_rates_(setup)
             setup.stream.alternate(setup.pipeline.lower_steps + setup.pipeline.upper_steps)
@@ -381,7 +380,7 @@ def _set_rates_(setup: Setup, table_share: float = 1.0) -> None:
         table_share * recipe.table_learning_rate,
         DENSE_SHARE * recipe.dense_learning_rate,
     )
-    set_learning_rates_(setup.model, setup.optimizer, tables=tables, dense=dense, rows=tables)
+    set_learning_rates_(setup.model, setup.optimizer, tables=tables, dense=dense)
 
 
 class _Finishing:
@@ -389,7 +388,7 @@ class _Finishing:
     rounding."""
 
     def __init__(
-        self, setup: Setup, loop: ResumableLoop, compression: float, *, is_turned: bool
+        self, setup: Setup, loop: TrainLoop, compression: float, *, is_turned: bool
     ) -> None:
         self._setup, self._loop, self._compression, self._is_turned = (
             setup,
@@ -474,9 +473,9 @@ class _Finishing:
             setup.pipeline.device,
             max_epochs=FINISHING_EPOCHS,
             patience=1,
-            held=rounded,
+            rule=rounded,
             starts_trained=True,
-            events=PlainEvents(on_step=lambda _: self._loop.stop_if_requested()),
+            events=SearchEvents(on_step=lambda *_: self._loop.stop_if_requested()),
         )
         rounded.stop_()
         sample = self._sample()

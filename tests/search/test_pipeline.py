@@ -39,10 +39,10 @@ from dnis_torchrec.selection.torchrec import fused_kernels, writing_to_tables
 from dnis_torchrec.selection.wrapper import plain_state_dict, soft_selection_modules
 from dnis_torchrec.training.checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
 from dnis_torchrec.training.evaluate import evaluate
-from dnis_torchrec.training.loop import PlainEvents, train_plainly
+from dnis_torchrec.training.loop import SearchEvents, train_plainly
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.shard import shard
-from dnis_torchrec.training.state import TableDescription, TrainingState, describe_tables, model_tensors
+from dnis_torchrec.training.state import TrainingState, describe_tables, model_tensors
 from tests.models import (
     FEATURES,
     NAMES,
@@ -501,7 +501,9 @@ def plain(folder: Path, bad_batch: int | None = None) -> list[object]:
     if bad_batch is not None:
         recipe.data.train.batches[bad_batch].dense_features[:] = float("nan")
     model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
-    listening = PlainEvents(on_step=events.append, on_epoch=lambda record: events.append(record.selection_loss))
+    listening = SearchEvents(
+        on_step=lambda loss, _: events.append(loss), on_epoch=lambda record: events.append(record.selection_loss)
+    )
     train_plainly(model, optimizer, recipe, CPU, max_epochs=2, patience=2, events=listening)
     return events
 
@@ -858,17 +860,12 @@ def test_a_checkpoint_brings_everything_back_in_another_sharding(
             own.weight.uniform_(-1, 1)
     assert sorted(key for key in model_tensors(one) if "embeddings" in key) == []
     folder = CheckpointFolder(tmp_path)
-    write_checkpoint(folder, 3, TrainingState(tensors=model_tensors(one), tables=described(one)), None)
-    read_checkpoint(folder.latest(), TrainingState(tensors=model_tensors(two), tables=described(one)), None)
+    write_checkpoint(folder, 3, TrainingState(tensors=model_tensors(one), tables=describe_tables(one)), None)
+    read_checkpoint(folder.latest(), two, model_tensors(two), None)
     batch = make_batch(5)
     torch.testing.assert_close(
         two.module(batch.dense_features, batch.sparse_features), one.module(batch.dense_features, batch.sparse_features)
     )
-
-
-def described(model: nn.Module) -> dict[str, TableDescription]:
-    """Tables, however their columns are cut."""
-    return {name: replace(own, column_cuts=(0,)) for name, own in describe_tables(model).items()}
 
 
 def sharded_as(kind: str) -> DistributedModelParallel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,14 +24,7 @@ from dnis_torchrec.search.search import SearchOutcome, Setup, search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.training import loop as search_loop
 from dnis_torchrec.training.checkpoint import CheckpointFolder
-from dnis_torchrec.training.loop import (
-    EpochRecord,
-    FinishedPhase,
-    Phase,
-    ResumableLoop,
-    SearchEvents,
-    SearchInterrupted,
-)
+from dnis_torchrec.training.loop import EpochRecord, FinishedPhase, Phase, SearchEvents, SearchInterrupted, TrainLoop
 from dnis_torchrec.training.settings import Saving
 from tests.models import state_tensors
 from tests.tiny import make_recipe
@@ -94,7 +88,7 @@ class Run:
         settings = {"alpha_averaging": 0.5, "alpha_floor": 0.1}
         self.started = Setup.of(make_recipe(), blocks_of, CPU, self.events, **settings)
         self.plan = Phases(self.started, self.phases)
-        self.loop: ResumableLoop = self.started.loop(self.plan, self.folder, self.events, self.saving, {"a": 1})
+        self.loop: TrainLoop = self.started.loop(self.plan, self.folder, self.events, self.saving, {"a": 1})
         self.events.on_epoch = lambda record: self.weights.append(self.now())
 
     def now(self) -> dict[str, Tensor]:
@@ -154,7 +148,7 @@ def test_best_epochs_stay_and_others_go(gloo, tmp_path: Path, monkeypatch) -> No
     phases = (replace(FIRST, steps=20), SECOND, replace(THIRD, steps=12))
     run = Run(tmp_path, saving=Saving(keep_checkpoints=1, checkpoint_every=4), phases=phases)
     kept: list[int] = []
-    run.events.on_alpha = lambda *_: kept.append(len(CheckpointFolder(tmp_path).steps()))
+    run.events.on_save = lambda *_: kept.append(len(CheckpointFolder(tmp_path).steps()))
     run.loop.run()
     steps = CheckpointFolder(tmp_path).steps()
     assert {own.best.step for own in run.loop.finished} <= set(steps)
@@ -182,11 +176,11 @@ def attempts(folder: Path, interruptions: Sequence[int | str], losses: dict[int,
             taken.append(loss)
             assert losses.setdefault(run.started.pipeline.lower_steps, loss) == loss
 
-        def kill(record: EpochRecord, _alpha: object, is_last: bool, at: int | str | None = interruption) -> None:
+        def kill(record: EpochRecord, is_last: bool, at: int | str | None = interruption) -> None:
             if is_last and record.phase == at:
                 raise Killed
 
-        run.events.on_step, run.events.on_alpha = note, kill
+        run.events.on_step, run.events.on_save = note, kill
         run.events.should_stop = lambda taken=taken, at=interruption: len(taken) == at
         try:
             run.loop.run()
@@ -288,12 +282,12 @@ def run(
     """A search, and the loss of each of its lower steps; None for the outcome of one that was stopped."""
     losses: list[float] = []
 
-    def kill(record: EpochRecord, _: object, is_last: bool) -> None:
+    def kill(record: EpochRecord, is_last: bool) -> None:
         if is_last and record.phase == kill_behind:
             raise KilledOfSearchResume
 
     events = SearchEvents(
-        on_step=lambda loss, density: losses.append(loss), should_stop=lambda: len(losses) == stop_at, on_alpha=kill
+        on_step=lambda loss, density: losses.append(loss), should_stop=lambda: len(losses) == stop_at, on_save=kill
     )
     saving = Saving(checkpoint_every=every, resume=resume)
     torch.manual_seed(99 if resume else 7)  # a new process has other random numbers
@@ -368,10 +362,11 @@ def test_steps_since_the_last_checkpoint_are_repeated_alike(gloo, tmp_path: Path
     whole, expected = run(tmp_path, "adam", every=4)
     kept = CheckpointFolder(tmp_path).steps()
     assert len(kept) <= 6  # the last two, and the best ones of three phases, of the last one two
-    latest = tmp_path / "latest.json"
     for step in kept[::2]:
         lower = json.loads((tmp_path / f"step-{step:08d}" / "manifest.json").read_text())["values"]["lower_steps"]
-        latest.write_text(json.dumps({"checkpoint": f"step-{step:08d}"}))
+        for later in CheckpointFolder(tmp_path).steps():
+            if later > step:
+                shutil.rmtree(tmp_path / f"step-{later:08d}")
         outcome, losses = run(tmp_path, "adam", every=4, resume=True)
         assert losses == expected[lower:]
         assert_same_of_search_resume(outcome, whole)

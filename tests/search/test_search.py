@@ -593,12 +593,12 @@ def test_tables_turn_once_however_often_the_search_goes_on(gloo, tmp_path: Path,
         assert bool((moment.diag().diff() < 1e-4).all())
     turned.clear()
 
-    def kill(record: EpochRecord, _: object, is_last: bool) -> None:
+    def kill(record: EpochRecord, is_last: bool) -> None:
         if is_last and record.phase == "plain":
             raise Killed
 
     with pytest.raises(Killed):
-        run(tmp_path / "broken", SearchEvents(on_alpha=kill))
+        run(tmp_path / "broken", SearchEvents(on_save=kill))
     assert not turned
     resumed = run(tmp_path / "broken", resume=True)
     assert len(turned) == 3
