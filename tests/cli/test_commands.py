@@ -15,7 +15,7 @@ from dnis_torchrec.cli.commands import run_compress, run_evaluate, run_export, r
 from dnis_torchrec.cli.run import RunFolder, RunWriteError
 from dnis_torchrec.cli.settings import CompressCommand, EvaluateCommand, ExportCommand, TrainCommand
 from dnis_torchrec.report.rows import COMPRESS, SEARCH, UNCOMPRESSED, Results
-from dnis_torchrec.search.search import _Finishing
+from dnis_torchrec.search.search import _Finish
 from tests.programs import SHORT, dnis
 from tests.tiny import files_of, quick_search
 
@@ -200,7 +200,7 @@ def test_a_search_begins_with_a_trained_model_whatever_holds_it(trained: Path, s
 def test_a_search_that_gained_nothing_says_so_and_holds_plain_training_compressed(
     gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_Finishing, "_is_ahead", lambda *_: False)
+    monkeypatch.setattr(_Finish, "_is_ahead", lambda *_: False)
     results = run_search(quick_search(tmp_path / "run"))
     assert json.loads((tmp_path / "run" / "run.json").read_text())["origin"] == "compress"
     assert any("gained nothing" in note for note in results.notes)

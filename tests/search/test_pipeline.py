@@ -123,7 +123,7 @@ def test_steps_are_those_of_the_oracle(
     floor: float,
     rate: float,
 ) -> None:
-    alpha, optimizer = make_optimizer(rate=rate, averaging=averaging, floor=floor)
+    alpha, optimizer = make_optimizer(rate=rate, momentum=averaging, floor=floor)
     expected, average = [[1.0] * DIM for _ in range(3)], [[0.0] * DIM for _ in range(3)]
     died = [[False] * DIM for _ in range(3)]
     for step, values in enumerate(gradients):
@@ -155,7 +155,7 @@ def test_columns_die_once_and_for_all(retained: list[list[list[bool]]], pushes: 
 
 
 def test_rows_without_a_hit_do_not_move() -> None:
-    alpha, optimizer = make_optimizer(averaging=0.5)
+    alpha, optimizer = make_optimizer(momentum=0.5)
     optimizer.step({DIM: torch.ones(3, DIM)}, {DIM: HIT})
     before = alpha.clone()
     optimizer.step({DIM: torch.ones(3, DIM)}, {DIM: torch.tensor([True, False, True])})
@@ -164,7 +164,7 @@ def test_rows_without_a_hit_do_not_move() -> None:
 
 def test_a_restored_state_goes_on_the_same_way() -> None:
     torch.manual_seed(1)
-    settings = {"rate": 0.2, "averaging": 0.9, "floor": 0.01}
+    settings = {"rate": 0.2, "momentum": 0.9, "floor": 0.01}
     alpha, optimizer = make_optimizer(**settings)
     gradients = [torch.randn(3, DIM) for _ in range(40)]
     for gradient in gradients[:15]:

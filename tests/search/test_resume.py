@@ -91,8 +91,7 @@ class Run:
     weights: list[dict[str, Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        settings = {"alpha_averaging": 0.5, "alpha_floor": 0.1}
-        self.started = Setup.of(make_recipe(), blocks_of, CPU, self.events, **settings)
+        self.started = Setup(make_recipe(), blocks_of, CPU, self.events)
         self.plan = Phases(self.started, self.phases)
         self.loop: ResumableLoop = self.started.loop(self.plan, self.folder, self.events, self.saving, {"a": 1})
         self.events.on_epoch = lambda record: self.weights.append(self.now())
