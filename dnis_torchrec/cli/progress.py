@@ -42,7 +42,7 @@ def search_progress(recipe: Recipe, on_save: Callable[[], None]) -> Iterator[Sea
             steps.begin(phase.name, epochs, samples["epoch"], done * samples["step"], may_stop)
 
         def on_resume(done: int, history: Sequence[EpochRecord]) -> None:
-            _write(bar, [f"resumed after lower step {done}, in epoch {len(history)}"])
+            _write(bar, f"resumed after lower step {done}, in epoch {len(history)}")
 
         def on_step(loss: float, density: float) -> None:
             steps.take(samples["step"], loss, f", alpha density {density:.3f}")
@@ -51,7 +51,7 @@ def search_progress(recipe: Recipe, on_save: Callable[[], None]) -> Iterator[Sea
             on_save()
             losses = losses_in_words(recipe, record.train_loss, record.selection_loss)
             alpha = f"alpha mean {record.alpha_mean:.3f}, density {record.alpha_density:.3f}"
-            _write(bar, [f"epoch {record.epoch}, {record.phase}: {losses}, {alpha}"])
+            _write(bar, f"epoch {record.epoch}, {record.phase}: {losses}, {alpha}")
 
         yield SearchEvents(
             on_start=on_start,
@@ -82,7 +82,7 @@ def plain_progress(
 
         def on_epoch(record: EpochRecord) -> None:
             losses = losses_in_words(recipe, record.train_loss, record.selection_loss)
-            _write(bar, [f"epoch {record.epoch}: {losses}"])
+            _write(bar, f"epoch {record.epoch}: {losses}")
 
         yield SearchEvents(on_step=on_step, on_epoch=on_epoch), batches
 
@@ -94,9 +94,8 @@ def progress_bar() -> tqdm:
     )
 
 
-def _write(bar: tqdm, lines: Iterable[str]) -> None:
-    for line in lines:
-        bar.write(visible(line), file=sys.stderr)
+def _write(bar: tqdm, line: str) -> None:
+    bar.write(visible(line), file=sys.stderr)
 
 
 class _Steps:
@@ -125,10 +124,10 @@ class _Steps:
         self._done += samples
         self._bar.update(samples)
 
-    def _describe(self, ahead: float) -> None:
-        epoch = int((self._done + ahead) / self._epoch_samples) + 1
+    def _describe(self, samples: float) -> None:
+        epoch = int((self._done + samples) / self._epoch_samples) + 1
         words = f"{self._name}, epoch {epoch} of {self._epochs}"
-        self._bar.set_description(words, refresh=not ahead)
+        self._bar.set_description(words, refresh=not samples)
 
 
 class _Counting:

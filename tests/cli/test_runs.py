@@ -16,7 +16,6 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec.cli import commands
-from dnis_torchrec.cli import run as run_module
 from dnis_torchrec.cli.commands import run_search, run_train
 from dnis_torchrec.cli.progress import _SearchStop
 from dnis_torchrec.cli.run import FINISHED, INTERRUPTED, RunFolder, RunWriteError
@@ -91,7 +90,7 @@ def test_a_result_that_cannot_be_written_can_be_resumed(
         with pytest.raises(RunWriteError):
             run_search(quick_search(out))
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "write_results", full)
+        patch.setattr(commands, "write_results", full)
         with pytest.raises(RunWriteError):
             run_search(quick_search(out, resume=True))
     assert RunFolder(out).status() == INTERRUPTED
