@@ -28,6 +28,26 @@ POOLINGS = ("sum", "mean", "none")
 """How the rows of a bag are combined: summed, averaged, or returned one by one."""
 
 
+def table_key(name: str, fqn: str) -> str:
+    """The name of a table among those of all collections, where others have the same name."""
+    return f"{name}@{fqn.replace('.', '_')}"
+
+
+def table_name(key: str, fqn: str) -> str:
+    """The name of a table in its collection: the inverse of `table_key`."""
+    return key.removesuffix(f"@{fqn.replace('.', '_')}")
+
+
+def weight_name(name: str) -> str:
+    """The name of a weight in a state_dict, its table named as in its collection."""
+    for part in (".embedding_bags.", ".embeddings."):
+        fqn, is_table, rest = f".{name}".rpartition(part)
+        if is_table:
+            table = table_name(rest.removesuffix(".weight"), fqn.removeprefix("."))
+            return f"{fqn}{part}{table}.weight".removeprefix(".")
+    return name
+
+
 def form_named(name: str) -> str:
     """Returns the present name of a form, given its present name or that of release 0.1.0."""
     name = FORMS_OF_0_1.get(name, name)
@@ -112,6 +132,11 @@ class TableScheme:
     def num_blocks(self) -> int:
         """Blocks of rows."""
         return self.routing.num_blocks
+
+    @property
+    def table_name(self) -> str:
+        """The table's name in its collection."""
+        return table_name(self.name, self.collection)
 
     @property
     def has_codes(self) -> bool:

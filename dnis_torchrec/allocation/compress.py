@@ -2,15 +2,18 @@ r"""Compress: a trained model -> the same model on tables of bit fields, without
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dnis_torchrec.allocation.axes import has_axes, rotate_, turn_back_, with_axes_, without_axes_
 from dnis_torchrec.allocation.bits import Allocation, allocate
@@ -19,7 +22,10 @@ from dnis_torchrec.allocation.curvature import (
     Loss,
     checked_batch,
     curvature_of_read_tables,
+    device_of,
+    evaluating,
     on_all,
+    outputs_of,
     predictions_of,
 )
 from dnis_torchrec.allocation.energies import BITS, RoundingEnergies, rounding_energies
@@ -28,15 +34,21 @@ from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES, NUM_BLOCKS
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data.batches import features_of
+from dnis_torchrec.data.batches import features_of, for_lookup
 from dnis_torchrec.data.over_ranks import count_over_ranks
 from dnis_torchrec.data.recipe import check_left_alone
 from dnis_torchrec.data.task import Task
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
-from dnis_torchrec.selection.shards import collections, local_shards, ranks_of, table_configs_of
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk, table_key
+from dnis_torchrec.selection.shards import (
+    collections,
+    local_shards,
+    ranks_of,
+    table_configs_of,
+    tables_named_apart,
+)
 from dnis_torchrec.selection.swap import ON_RANKS, check_weights_apart, replace_, unshard_
-from dnis_torchrec.selection.torchrec_inputs import remapped
+from dnis_torchrec.selection.torchrec_inputs import managed_collisions, remapped
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection, PackedTable, pack_rows
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection, table_of_single_ids
 
@@ -107,17 +119,18 @@ class Measured:
     ) -> Allocation:
         """Chooses bits for one size, and predicts what it costs on the sample; the model does not
         change."""
-        return allocate(
-            self.model,
-            self.blocks,
-            self.counts,
-            self.curvature,
-            compression=compression,
-            max_loss=max_loss,
-            bits=self.energies.bits,
-            energies=self.energies,
-            predict=self.sample.predict,
-        )
+        with tables_named_apart(self.model):
+            return allocate(
+                self.model,
+                self.blocks,
+                self.counts,
+                self.curvature,
+                compression=compression,
+                max_loss=max_loss,
+                bits=self.energies.bits,
+                energies=self.energies,
+                predict=self.sample.predict,
+            )
 
 
 def compress(
@@ -198,7 +211,36 @@ def compress(
         (True, 'PackedEmbeddingBagCollection')
     """
     plain = _plain_collections(unshard_(model))
-    measurement = measure_(
+    with tables_named_apart(model) as names:
+        return _compress_(
+            model,
+            plain,
+            batches,
+            loss,
+            compression,
+            counts=counts,
+            held_out=held_out,
+            leave_alone=_keys(leave_alone, names),
+        )
+
+
+def _keys(leave_alone: Collection[str], names: Mapping[str, Sequence[str]]) -> list[str]:
+    """Tables to leave alone, by their names among those of all collections."""
+    return [key for name in leave_alone for key in names.get(name, [name])]
+
+
+def _compress_(
+    model: nn.Module,
+    plain: Mapping[str, nn.Module],
+    batches: Iterable[Batch],
+    loss: Loss | Task,
+    compression: float,
+    *,
+    counts: FrequencyCounts | None,
+    held_out: Iterable[Batch] | None,
+    leave_alone: Collection[str],
+) -> Allocation:
+    measurement = _measure_(
         model, batches, loss=loss, counts=counts, held_out=held_out, leave_alone=leave_alone
     )
     packed: dict[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection] = {}
@@ -269,6 +311,32 @@ def measure_(
         RuntimeError: if the model is compressed already, or predictions change when the tables are
             turned, as by `rotation_groups` that do not hold for it.
     """
+    with tables_named_apart(model) as names:
+        return _measure_(
+            model,
+            batches,
+            loss=loss,
+            counts=counts,
+            held_out=held_out,
+            num_blocks=num_blocks,
+            num_samples=num_samples,
+            bits=bits,
+            leave_alone=_keys(leave_alone, names),
+        )
+
+
+def _measure_(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    loss: Loss | Task,
+    counts: FrequencyCounts | None,
+    held_out: Iterable[Batch] | None,
+    num_blocks: int = NUM_BLOCKS,
+    num_samples: int | None = ENOUGH_SAMPLES,
+    bits: Sequence[int] = BITS,
+    leave_alone: Collection[str],
+) -> Measured:
     again = "batches that can be iterated again and again"
     remedy = "give a list, a DataLoader, or an object whose __iter__ begins anew"
     check(not isinstance(batches, Iterator), "batches", again, type(batches).__name__, remedy)
@@ -289,17 +357,16 @@ def measure_(
         check_left_alone(leave_alone, [table.name for table in tables], "leave_alone")
         check_weights_apart(model)
         _check_finite(model)
-    if counts is None:
-        counts = count_over_ranks(
-            (remapped(model, features_of(batch)) for batch in batches),
-            tables,
-            process_group=ranks.group,
-        )
-    blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, leave_alone=leave_alone)
     with on_all(ranks):
         first = next(iter(batches), None)
         check(first is not None, "batches", "at least one batch", "none")
+        features_of(cast(Batch, first))
         batch = checked_batch(cast(Batch, first), loss, "batch 0")
+    features = _features_read(model, batch, loss)
+    if counts is None:
+        read = (features(batch) for batch in batches)
+        counts = count_over_ranks(read, tables, process_group=ranks.group)
+    blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, leave_alone=leave_alone)
     had_axes = has_axes(get_unwrapped_module(model).state_dict())
     with_axes_(model)
     turned = Turned(model, counts, leave_alone, had_axes, [])
@@ -322,8 +389,65 @@ def measure_(
             is_held_out=is_held_out,
             bias=bias,
             num_outputs=old.shape[1],
+            features=features,
         )
     return Measured(model, counts, blocks, worth, energies, sample, turned)
+
+
+def _features_read(
+    model: nn.Module, batch: Batch, loss: Loss | Task
+) -> Callable[[Batch], KeyedJaggedTensor]:
+    """What the collections of a model read of a batch: its bags, or what the model makes of them.
+
+    A model that gives ids other rows before it looks them up is called for every batch. One batch
+    tells; a sharded model is taken to read its bags as they are.
+    """
+    modules = list(collections(model).values())
+    kinds = EmbeddingBagCollection | EmbeddingCollection
+
+    def as_given(batch: Batch) -> KeyedJaggedTensor:
+        return remapped(model, features_of(batch))
+
+    def as_read(batch: Batch) -> KeyedJaggedTensor:
+        bags, given = dict[str, JaggedTensor](), features_of(batch)
+        for features in _bags_at(modules, model, batch, loss):
+            for key, bag in copy.copy(features).to_dict().items():
+                is_one = key not in bags or bags[key].values().equal(bag.values())
+                limit = "supported are features that all collections read as the same rows"
+                if not is_one:
+                    raise NotImplementedError(describe(f"feature {key!r}", limit, "others"))
+                bags[key] = bag
+        parts = list(bags.values())
+        return KeyedJaggedTensor(
+            list(bags),
+            torch.cat([part.values() for part in parts]),
+            lengths=torch.cat([part.lengths() for part in parts]),
+            stride=given.stride(),
+        )
+
+    if not all(isinstance(module, kinds) for module in modules) or managed_collisions(model):
+        return as_given
+    given = copy.copy(features_of(batch)).to_dict()
+    for features in _bags_at(modules, model, batch, loss):
+        for key, bag in copy.copy(features).to_dict().items():
+            if key not in given or not given[key].values().equal(bag.values()):
+                return as_read
+    return as_given
+
+
+def _bags_at(
+    modules: Sequence[nn.Module], model: nn.Module, batch: Batch, loss: Loss | Task
+) -> list[KeyedJaggedTensor]:
+    """What each of some collections is called with."""
+    bags = list[KeyedJaggedTensor]()
+    hooks = [m.register_forward_pre_hook(lambda _, inputs: bags.append(inputs[0])) for m in modules]
+    try:
+        with torch.no_grad(), evaluating(model):
+            outputs_of(model, for_lookup(batch).to(device_of(model)), loss)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return bags
 
 
 def served_collections(
@@ -360,17 +484,14 @@ def packed_collections(
     """
     replacement: dict[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection] = {}
     for fqn, collection in _plain_collections(model).items():
-        tables = {}
-        for config in table_configs_of(collection):
-            check(
-                config.name in scheme.tables,
-                f"table {config.name!r}",
-                "a scheme of its own",
-                "none",
-            )
-            tables[config.name] = scheme.tables[config.name]
+        tables, rows = dict[str, TableScheme](), dict[str, PackedTable]()
         weights = {shard.table: shard.weight for shard in local_shards(collection)}
-        rows = {name: _packed_table(table, weights[name]) for name, table in tables.items()}
+        for config in table_configs_of(collection):
+            key = table_key(config.name, fqn)
+            key = key if key in scheme.tables else config.name
+            check(key in scheme.tables, f"table {key!r}", "a scheme of its own", "none")
+            tables[key] = scheme.tables[key]
+            rows[key] = _packed_table(tables[key], weights[config.name])
         of_collection = MixedDimensionScheme(tables)
         if isinstance(collection, EmbeddingCollection):
             modules = {

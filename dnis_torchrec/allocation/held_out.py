@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -215,6 +215,7 @@ class LossSample:
         bias: OutputBias | None = None,
         num_samples: int = JUDGED_SAMPLES,
         num_outputs: int = 1,
+        features: Callable[[Batch], KeyedJaggedTensor] | None = None,
     ) -> None:
         result = collections(model)
         tables = [table for collection in result.values() for table in table_configs_of(collection)]
@@ -225,6 +226,7 @@ class LossSample:
         self._tables = whole_rows(shards, shapes, self._ranks)
         self._batches = list[_Judged]()
         rows: dict[str, list[Tensor]] = {name: [] for name in shapes}
+        of_batch = features or (lambda batch: remapped(model, features_of(batch)))
         at_a_time = min(SAMPLES_PER_PASS, samples_within(num_outputs))
         for place, batch in first_batches(batches, loss, self._ranks, num_samples, at_a_time):
             reference = predictions_of(model, batch, loss, place, self._ranks)
@@ -233,9 +235,7 @@ class LossSample:
                 _Judged(batch, reference._replace(at=replace(reference.at, second=bends)))
             )
             with on_all(self._ranks):
-                for name, ids in _ids_by_table(
-                    remapped(model, features_of(batch)), tables, place
-                ).items():
+                for name, ids in _ids_by_table(of_batch(batch), tables, place).items():
                     rows[name].append(ids)
         self._rows = {
             name: self._ranks.concatenate(torch.cat(ids).unique()).unique()

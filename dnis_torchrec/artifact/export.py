@@ -13,7 +13,7 @@ from dnis_torchrec.allocation.compress import served_collections
 from dnis_torchrec.artifact.load import load, load_dense_state, read_scheme
 from dnis_torchrec.artifact.write import check_forms, write_over_ranks, write_packed
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
+from dnis_torchrec.scheme import PACKED, MixedDimensionScheme, table_name
 from dnis_torchrec.selection.shards import (
     TableShard,
     check_merged,
@@ -79,7 +79,10 @@ def export(
     for module in modules.values():
         for shard in local_shards(module):
             shards[shard.table].append(shard)
-    for name in scheme.tables:
+    for name, table in scheme.tables.items():
+        if name not in shards and table.table_name in shards:  # several collections have one
+            of_one = local_shards(modules[table.collection])
+            shards[name] = [part for part in of_one if part.table == table.table_name]
         check_known("table", name, shards)
     remedy = "prune to a larger size"
     check(scheme.parameters > 0, "export", "a scheme that retains a value", "none", remedy)
@@ -182,9 +185,9 @@ def _check_features(
     """Refuses tables that read other features than the model's: the model would miss some, or take
     one for another."""
     configs = table_configs_of(collection)
-    of_model = {config.name: list(config.feature_names) for config in configs}
+    of_model = {table_name(config.name, fqn): list(config.feature_names) for config in configs}
     tables = [table for table in scheme.tables.values() if table.collection == fqn]
-    features = {table.name: list(table.feature_names) for table in tables}
+    features = {table.table_name: list(table.feature_names) for table in tables}
     for name in sorted({*of_model, *features}):
         place = f"{artifact}, table {name!r}"
         requirement = f"the features of the model's table, {of_model.get(name, [])}"

@@ -75,6 +75,10 @@ def count_batches(
     max_bag_lengths = {feature: 0 for table in tables for feature in table.feature_names}
     num_samples = 0
     for index, features in enumerate(batches):
+        if features.variable_stride_per_key():
+            limit, remedy = "supported are batches of one size for all keys", "expand them first"
+            value = f"sizes {features.stride_per_key()}"
+            raise NotImplementedError(describe(f"batch {index}", limit, value, remedy))
         jagged = copy.copy(features).to_dict()  # the batch itself is left as it was
         for table in tables:
             for feature, (ids, longest) in bags_of(table, jagged, f"batch {index}").items():

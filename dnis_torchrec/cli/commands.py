@@ -72,7 +72,13 @@ from dnis_torchrec.report.rows import (
 )
 from dnis_torchrec.scheme import PACKED
 from dnis_torchrec.search.prune import uncompressed_scheme
-from dnis_torchrec.search.search import COMPRESSED, SEARCHED, SearchOutcome, search
+from dnis_torchrec.search.search import (
+    COMPRESSED,
+    SEARCHED,
+    SearchOutcome,
+    search,
+    with_tables_apart,
+)
 from dnis_torchrec.search.settings import USUAL_EPOCHS, SearchSettings
 from dnis_torchrec.selection.shards import TableShard, collections, dense_parameters, table_configs
 from dnis_torchrec.selection.swap import replace_, unshard_
@@ -187,6 +193,7 @@ def run_train(settings: TrainCommand) -> Results:
     with process_group() as device:
         with together():
             recipe = build_recipe(settings.recipe, settings.data, seed=settings.seed)
+            recipe = with_tables_apart(recipe)
         out, overwrite = settings.out, settings.overwrite
         on_rank_zero(lambda: RunFolder.check_free(out, overwrite=overwrite))
         check_shared(out.parent)
@@ -245,6 +252,7 @@ def run_compress(settings: CompressCommand) -> Results:
         check_shared(out.parent)
         with together():
             recipe, weights, head = _trained_model(settings)
+            recipe = with_tables_apart(recipe)
         tables = table_configs(recipe.model)
         data, counts, _ = read_splits(recipe, tables, ranks)
         num_bytes = 4 * dense_parameters(recipe.model)
@@ -466,6 +474,7 @@ def _search(
     if world_size_of() == 1:
         recipe = build_recipe_again(settings.recipe, settings.data, head)
         _begin_with_(recipe.model, settings.source or run)
+        recipe = with_tables_apart(recipe)
         plain = _Judge(recipe, recipe.data, device, head["seed"])
         model, num_bytes = recipe.model.to(device), 4 * dense_parameters(recipe.model)
         rows += plain.plain_rows(model, num_bytes)

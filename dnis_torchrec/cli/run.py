@@ -30,8 +30,8 @@ from dnis_torchrec.data.files import (
 )
 from dnis_torchrec.data.urls import Address, fetch, path_in, put_file, remove_file
 from dnis_torchrec.ranks import rank_of, together
-from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme, TableScheme
-from dnis_torchrec.selection.shards import collections, ranks_of
+from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme, TableScheme, weight_name
+from dnis_torchrec.selection.shards import collections, ranks_of, tables_named_apart
 from dnis_torchrec.training.checkpoint import CheckpointFolder, Manifest, StoredTensor
 from dnis_torchrec.training.loop import SearchValues
 from dnis_torchrec.training.weights import MODEL, remove_model, write_model, written_model
@@ -190,7 +190,8 @@ class RunFolder:
                 self._save("scheme", unshare(scheme.to_tensors()))
                 remove_model(self._address)
                 if ranks.world_size == 1:
-                    self._save("model", unshare(model.state_dict()))
+                    state = model.state_dict().items()
+                    self._save("model", unshare({weight_name(name): part for name, part in state}))
         if ranks.world_size > 1:
             write_model(self._address, model, ranks)
 
@@ -253,7 +254,8 @@ def weights_after_plain_training(
     best = phases[0]["best"]
     epochs = head["configuration"].get("trained_epochs")
     epochs = epochs or max(1, round(best["lower_step"] / steps_per_epoch))
-    return _weights_in(model, fetch(folder.path_of(best["step"]))), int(epochs)
+    with tables_named_apart(model):  # as every search has them
+        return _weights_in(model, fetch(folder.path_of(best["step"]))), int(epochs)
 
 
 def _weights_in(model: nn.Module, checkpoint: Path) -> dict[str, StoredTensor]:
@@ -271,14 +273,17 @@ def _weights_in(model: nn.Module, checkpoint: Path) -> dict[str, StoredTensor]:
             tensor = tensors[key]
             if not value.dim():  # a single number stands in a checkpoint as a tensor of one
                 tensor = StoredTensor.of(tensor.place, tensor.whole().view(()))
-            weights[name] = tensor
+            weights[weight_name(name)] = tensor
     return weights
 
 
 def _key_in_checkpoint(name: str) -> str:
     """The key of a parameter of a recipe's model, which stands in a `TrainTask` there."""
-    _, is_table, table = f".{name}".rpartition(".embedding_bags.")
-    return f"table/{table.removesuffix('.weight')}" if is_table else f"model/model.{name}"
+    for part in (".embedding_bags.", ".embeddings."):
+        _, is_table, table = f".{name}".rpartition(part)
+        if is_table:
+            return f"table/{table.removesuffix('.weight')}"
+    return f"model/model.{name}"
 
 
 def kind_of(head: Mapping[str, Any]) -> str:
@@ -303,4 +308,4 @@ def _settings(head: Mapping[str, Any]) -> dict[str, Any]:
 def _key_of_table(table: TableScheme) -> str:
     """The name of a table's weights in the state_dict of the plain model."""
     under = "embeddings" if table.pooling == "none" else "embedding_bags"
-    return f"{table.collection}.{under}.{table.name}.weight".removeprefix(".")
+    return f"{table.collection}.{under}.{table.table_name}.weight".removeprefix(".")

@@ -42,7 +42,7 @@ from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.ramp import LEAST_STEPS, Ramp, check_reachable
 from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.settings import SearchSettings, check_compression
-from dnis_torchrec.selection.shards import table_configs
+from dnis_torchrec.selection.shards import name_tables_apart_, name_tables_back_, table_configs
 from dnis_torchrec.selection.swap import fold_, merge_, prepare_
 from dnis_torchrec.training.evaluate import (
     evaluate,
@@ -195,6 +195,7 @@ def search(
         check(compression > 1, "compression", "a number above 1", compression)
         is_fit, remedy = trained_epochs is None or trained_epochs >= 1, "None trains it first"
         check(is_fit, "trained_epochs", "an integer >= 1", trained_epochs, remedy)
+        recipe = with_tables_apart(recipe)
         with_axes_(recipe.model)
         groups = rotation_groups(recipe.model, recipe.leave_alone)
     to_turn = [table for group in groups for table in group.tables]
@@ -208,8 +209,9 @@ def search(
     alpha = {dim: value.detach().cpu().clone() for dim, value in alphas}
     finish = _Finish(setup, loop, compression, is_turned=bool(to_turn))
     allocation, origin, losses = finish.best()
+    model = cast(TrainTask, get_unwrapped_module(merge_(setup.model)))
     return SearchOutcome(
-        model=cast(TrainTask, get_unwrapped_module(merge_(setup.model))).model,
+        model=name_tables_back_(model.model),
         scheme=allocation.scheme,
         predicted_loss_increase=allocation.predicted_loss_increase,
         origin=origin,
@@ -235,6 +237,14 @@ def _blocks(
     blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, leave_alone=alone)
     check_reachable(blocked_tables(recipe.model, blocks), blocks, compression)
     return blocks
+
+
+def with_tables_apart(recipe: Recipe) -> Recipe:
+    """A recipe whose tables have names of their own, see `name_tables_apart_`; its model is
+    changed."""
+    names = name_tables_apart_(recipe.model)
+    left_alone = [key for name in recipe.leave_alone for key in names.get(name, [name])]
+    return replace(recipe, leave_alone=tuple(left_alone))
 
 
 class _Plan(Plan):

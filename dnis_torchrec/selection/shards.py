@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -25,12 +26,14 @@ from torchrec.modules.embedding_modules import (
 from dnis_torchrec.blocks.routing import RowRouter
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.ranks import Ranks
+from dnis_torchrec.scheme import table_key, table_name
 from dnis_torchrec.selection.torchrec import (
     Sharded,
     ShardedTensor,
     bag_configs_of,
     frozen_tables,
     frozen_tables_of_sharded,
+    rename_tables_,
     returns_indices,
     sequence_configs_of,
     sharding_env,
@@ -371,9 +374,79 @@ def table_configs(model: nn.Module) -> list[EmbeddingBagConfig]:
 def check_distinct(tables: Sequence[str], where: str) -> None:
     """Checks that no two tables have one name."""
     names = sorted(name for name, times in Counter(tables).items() if times > 1)
-    check(not names, "table names", f"distinct names {where}", names, "rename tables")
+    remedy = "call dnis_torchrec.selection.shards.name_tables_apart_(model) first"
+    check(not names, "table names", f"distinct names {where}", names, remedy)
 
 
 def dense_parameters(model: nn.Module) -> int:
     """Parameters of all tables of an unsharded model: the sum of N D."""
     return sum(table.num_embeddings * table.embedding_dim for table in table_configs(model))
+
+
+def name_tables_apart_(model: nn.Module) -> dict[str, list[str]]:
+    """Renames tables of one name in several collections, by `table_key`. Local.
+
+    Keys of outputs, weights and all other names stay.
+
+    Returns:
+        Name of a table in its collection -> its names now, one of each collection that has it.
+
+    Raises:
+        NotImplementedError: for such tables in a sharded collection, or where their features are
+            read by several tables: there a table's name is part of an output's key.
+    """
+    modules = collections(model)
+    owners: dict[str, list[str]] = {}
+    for fqn, module in modules.items():
+        for config in table_configs_of(module):
+            owners.setdefault(table_name(config.name, fqn), []).append(fqn)
+    names = {name: [name] for name in owners}
+    for name, fqns in owners.items():
+        if len(fqns) == 1:
+            continue
+        names[name] = [table_key(name, fqn) for fqn in fqns]
+        for fqn, key in zip(fqns, names[name], strict=True):
+            _rename_(fqn, modules[fqn], name, key)
+    return names
+
+
+def name_tables_back_(model: nn.Module) -> nn.Module:
+    """Gives tables the names that `name_tables_apart_` took; returns the model."""
+    for fqn, module in collections(model).items():
+        names = {c.name: table_name(c.name, fqn) for c in table_configs_of(module)}
+        if isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
+            rename_tables_(module, names)
+    return model
+
+
+def _rename_(fqn: str, module: nn.Module, name: str, key: str) -> None:
+    configs = {config.name: config for config in table_configs_of(module)}
+    if key in configs:
+        return
+    place, remedy = f"FQN {fqn!r}, table {name!r}", "give it another name"
+    if not isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
+        limit = "supported are tables of one name in plain collections"
+        raise NotImplementedError(describe(place, limit, type(module).__name__, remedy))
+    readers = Counter(feature for config in configs.values() for feature in config.feature_names)
+    several = [feature for feature in configs[name].feature_names if readers[feature] > 1]
+    if several:
+        limit = "supported beside another of its name are tables that read features of their own"
+        raise NotImplementedError(describe(place, limit, several, remedy))
+    rename_tables_(module, {name: key})
+
+
+@contextmanager
+def tables_named_apart(model: nn.Module) -> Iterator[dict[str, list[str]]]:
+    """`name_tables_apart_` within a block; afterwards tables that are still there have their names
+    again."""
+    modules = collections(model)
+    old = {fqn: [config.name for config in table_configs_of(m)] for fqn, m in modules.items()}
+    try:
+        yield name_tables_apart_(model)
+    finally:
+        for fqn, module in collections(model).items():
+            if module is modules.get(fqn) and isinstance(
+                module, EmbeddingBagCollection | EmbeddingCollection
+            ):
+                new = [config.name for config in table_configs_of(module)]
+                rename_tables_(module, dict(zip(new, old[fqn], strict=True)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias, cast
@@ -52,7 +52,8 @@ Plain: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 
 # --------------------------------------------------------------------------------------------------
 # What a sharded collection was made of
-# Reason: it keeps the configs of its user, its ranks and its lookups, and shows none of them.
+# Reason: it keeps the configs of its user, its ranks and its lookups, and shows none of them; two
+#   collections may each have a table of one name, where bits and blocks need a name for each.
 # Upstream:
 #   https://github.com/pytorch/torchrec/blob/v1.8.0/torchrec/distributed/embeddingbag.py#L648
 # Ends: not planned.
@@ -67,6 +68,16 @@ def bag_configs_of(collection: ShardedEmbeddingBagCollection) -> list[EmbeddingB
 def sequence_configs_of(collection: ShardedEmbeddingCollection) -> list[EmbeddingConfig]:
     """The same, of one that does not pool."""
     return list(collection._embedding_configs)
+
+
+def rename_tables_(collection: Plain, names: Mapping[str, str]) -> None:
+    """Gives tables of a plain collection other names; weights and the keys of outputs stay."""
+    is_pooled = isinstance(collection, EmbeddingBagCollection)
+    holders = collection.embedding_bags if is_pooled else collection.embeddings
+    holders._modules = {names.get(key, key): part for key, part in holders._modules.items()}
+    place = "_embedding_bag_configs" if is_pooled else "_embedding_configs"
+    configs = [replace(c, name=names.get(c.name, c.name)) for c in getattr(collection, place)]
+    setattr(collection, place, configs)
 
 
 def takes_weights(collection: ShardedEmbeddingBagCollection) -> bool:

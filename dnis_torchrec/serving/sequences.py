@@ -49,7 +49,7 @@ class ServedEmbeddingCollection(EmbeddingCollectionInterface):
         self._schemes = list(scheme.tables.values())
         self._configs = [
             EmbeddingConfig(
-                name=table.name,
+                name=table.table_name,
                 num_embeddings=table.num_embeddings,
                 embedding_dim=table.embedding_dim,
                 feature_names=list(table.feature_names),

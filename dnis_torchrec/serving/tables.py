@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -63,7 +63,10 @@ class LogicalTables:
                 "none",
                 remedy,
             )
-        configs = [torchrec_config(table, table.embedding_dim) for table in tables]
+        configs = [
+            replace(torchrec_config(table, table.embedding_dim), name=table.table_name)
+            for table in tables
+        ]
         return LogicalTables(
             configs=configs,
             tables=[table for table in tables for _ in table.feature_names],

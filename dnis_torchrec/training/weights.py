@@ -20,6 +20,7 @@ from dnis_torchrec.allocation.axes import has_axes, with_axes_
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.urls import Address, path_in
 from dnis_torchrec.ranks import Ranks, together, world_size_of
+from dnis_torchrec.scheme import weight_name
 from dnis_torchrec.selection.shards import (
     collections,
     dense_state,
@@ -83,7 +84,7 @@ def written_model(folder: Path) -> dict[str, StoredTensor] | None:
 
 
 def _key_of_table(fqn: str, module: nn.Module, table: str) -> str:
-    return f"{fqn}.{tables_under(module)}.{table}.weight".removeprefix(".")
+    return weight_name(f"{fqn}.{tables_under(module)}.{table}.weight".removeprefix("."))
 
 
 # Filling a model
@@ -98,7 +99,7 @@ def check_state(
     """Checks that weights fit a model, naming what does not."""
     if has_axes(state):
         with_axes_(model)
-    weights = model.state_dict()
+    weights = {weight_name(name): value for name, value in model.state_dict().items()}
     absent, more = sorted(set(weights) - set(state)), sorted(set(state) - set(weights))
     differences = ", ".join(
         f"{len(names)} {what}, such as {names[:_NAMES]}"

@@ -262,7 +262,7 @@ def compressed_before(model: Model) -> None:
             (None, partial(unlabelled, labels, place), ValueError, f"^batch {place}, labels: {NO_LABELS}")
             for labels, place in ((torch.zeros(0), 0), (None, 0), (torch.tensor(1.0), 2))
         ),
-        (None, list, ValueError, "^training stream: expected at least one sample, got none"),
+        (None, list, ValueError, "^batches: expected at least one batch, got none"),
         (compressed_before, lambda: BATCHES, RuntimeError, "^FQN 'pairs': expected a model with tables of float32"),
     ],
 )
