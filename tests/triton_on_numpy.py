@@ -185,7 +185,7 @@ def without_triton(
     plain_functions = {name: part for owner in owners for name, part in vars(owner).items()}
     for owner in owners:
         patch.setattr(owner, "tl", language, raising=False)
-        for name, plain in {"bag_bounds": "_bag_bounds", **jitted}.items():
+        for name, plain in jitted.items():
             if hasattr(owner, name):
                 function = plain_functions[plain]
                 patch.setattr(owner, name, Launched(function, language) if name.endswith("_kernel") else function)

@@ -314,11 +314,11 @@ def test_errors_that_predictions_feel_become_smaller() -> None:
     bits = torch.tensor([[0, 1, 2, 2] * 4])
     codes = ColumnCodes(bits.byte(), torch.ones(1, 16), torch.where(bits > 0, -(2**bits - 1), 0).short())
     blocks = torch.zeros(500, dtype=torch.int64)
-    nearest, fed_back = (
+    nearest, with_feedback = (
         float(((rounded(rows, blocks, of) - rows).double() @ couplings[0] * (rounded(rows, blocks, of) - rows)).sum())
         for of in (codes, replace(codes, feedback=feedback_of(couplings, bits)))
     )
-    assert fed_back < 0.5 * nearest
+    assert with_feedback < 0.5 * nearest
 
 
 @pytest.mark.parametrize("couplings", [torch.eye(3, dtype=torch.float64)[None], torch.zeros(1, 3, 3).double()])
@@ -336,10 +336,10 @@ def test_values_that_were_settled_have_the_same_codes() -> None:
     couplings, codes = couplings_of(2, 5, generator), codes_of(2, 5, generator)
     of = replace(codes, feedback=feedback_of(couplings, codes.bits))
     rows, blocks = torch.randn(50, 5, generator=generator), torch.randint(0, 3, (50,), generator=generator)
-    settled = of.settled(rows, blocks)
-    assert torch.equal(rounded(settled, blocks, codes), rounded(rows, blocks, of))
+    moved = of.settle(rows, blocks)
+    assert torch.equal(rounded(moved, blocks, codes), rounded(rows, blocks, of))
     assert not torch.equal(rounded(rows, blocks, codes), rounded(rows, blocks, of))
-    assert torch.equal(settled[blocks == 2], rows[blocks == 2])
+    assert torch.equal(moved[blocks == 2], rows[blocks == 2])
 
 
 def test_feedback_of_another_shape_is_refused() -> None:

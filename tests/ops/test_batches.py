@@ -24,7 +24,7 @@ from dnis_torchrec.ops.batches import (
     check_bags,
     integer_ids,
     jagged_by_key,
-    named,
+    name_features,
     offsets_of_rows,
     readable_bags,
     refuse_bags,
@@ -311,7 +311,7 @@ def test_rows_are_known_in_one_pass() -> None:
 
 @pytest.mark.usefixtures("mode")
 def test_many_features_are_not_all_listed() -> None:
-    assert named([f"f{index}" for index in range(30)]).endswith("'f18', 'f19', ...")
+    assert name_features([f"f{index}" for index in range(30)]).endswith("'f18', 'f19', ...")
 
 
 @pytest.mark.usefixtures("mode")

@@ -22,7 +22,7 @@ from dnis_torchrec.blocks.codes import WIDTHS, field_offsets
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ops import batches_triton, packed_triton
 from dnis_torchrec.ops import build as native_build
-from dnis_torchrec.ops.build import LOOKUPS, built_elsewhere, find_compiler, library_folder
+from dnis_torchrec.ops.build import LOOKUPS, fallback_libraries, find_compiler, library_folder
 from dnis_torchrec.ops.packed import GROUP_FIELDS, PACKED_SCHEMA, field_groups, torch_packed_embedding_bag
 from dnis_torchrec.ops.packed_triton import triton_packed_embedding_bag
 from dnis_torchrec.scheme import MixedDimensionScheme
@@ -426,7 +426,7 @@ def test_features_without_bags() -> None:
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize(("kind", "num_planes"), [(0, 1), (1, 1), (2, 3)])
 def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(kind: int, num_planes: int, is_weighted: bool) -> None:
-    pointers = {"ids": "i64", "found": "i64", "offsets": "i64", "weights": "fp32", "features": "i64"}
+    pointers = {"ids": "i64", "places": "i64", "offsets": "i64", "weights": "fp32", "features": "i64"}
     pointers |= {"blocks": "i64", "columns": "i32", "fault": "i32", "out": "fp32"}
     numbers = dict.fromkeys(["num_ids", "num_bags", "batch_size", "width"], "i32")
     fixed = {"has_weights": is_weighted, "checks_ids": True, "kind": kind, "num_planes": num_planes}
@@ -628,14 +628,14 @@ def test_what_was_built_elsewhere_does_where_nothing_can_be_built(
     other, library = tmp_path / "select_01234567.so", tmp_path / "packed_01234567.so"
     working = compiler(tmp_path, WORKS)
     monkeypatch.setenv("CXX", "/nowhere/c++")
-    with built_elsewhere([other, library]):
+    with fallback_libraries([other, library]):
         assert build() == library
         cache.parent.write_text("no folder")
         assert build(compiler=working) == library
         cache.parent.unlink()
-    with built_elsewhere([other]), pytest.raises(RuntimeError, match=r"expected a C\+\+ compiler"):
+    with fallback_libraries([other]), pytest.raises(RuntimeError, match=r"expected a C\+\+ compiler"):
         build()
     with pytest.raises(RuntimeError, match=r"expected a C\+\+ compiler"):
         build()
-    with built_elsewhere([library]):
+    with fallback_libraries([library]):
         assert build(compiler=working).parent == cache

@@ -1072,7 +1072,7 @@ def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(name: str, flags: tup
     fixed |= {"samples_per_program": 16, "columns_per_program": 64, "samples_per_step": 8, "blocks_per_program": 16}
     fixed |= {"ends_per_step": 16, "values_per_step": 1024}
     fixed = {name: part for name, part in fixed.items() if name in kernel.arg_names}
-    pointers = dict.fromkeys(["pooled", "grad_pooled", "grad", "out", "values"], f"*{dtype}")
+    pointers = dict.fromkeys(["bag_sums", "grad_pooled", "grad", "out", "values"], f"*{dtype}")
     pointers["is_kept"] = "*u8"
     pointers |= dict.fromkeys(["alpha", "divisors", "sums"], "*fp32")
     pointers |= dict.fromkeys(["ids", "lengths", "ends_of_bags", "features"], "*i64")

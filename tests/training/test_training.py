@@ -25,7 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.allocation.compress import measure_, packed_collections
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.codes import WIDTHS, decode_rows, unpacked_fields
+from dnis_torchrec.blocks.codes import WIDTHS, decode_rows, unpack_fields
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data.task import TrainTask
@@ -763,7 +763,7 @@ def dense_of(table: TableScheme, weight: Tensor) -> Tensor:
     packed = pack_rows(table, [weight], sizes)
     for block, rows in enumerate(split_blocks(packed, sizes, table.codes.bits)):
         own = (table.routing.all_blocks() == block).nonzero().flatten()
-        fields = unpacked_fields(rows, table.codes.bits[block])
+        fields = unpack_fields(rows, table.codes.bits[block])
         dense[own] = decode_rows(fields, torch.full_like(own, block), table.codes)
     return dense
 
