@@ -22,8 +22,8 @@ MOST_COLUMNS_PER_PROGRAM = 128
 
 
 def jit(function: Any) -> Any:
-    """Compiles a function when it is first launched; None where Triton is not there."""
-    return None if triton is None else triton.jit(function)
+    """Compiles a function when it is first launched; without Triton it stays as it is."""
+    return function if triton is None else triton.jit(function)
 
 
 def column_programs(embedding_dims: Sequence[int]) -> tuple[int, int]:
