@@ -638,9 +638,7 @@ def pieces_of(bags: list[list[list[int]]]) -> list[list[tuple[int, int]]]:
     pieces = []
     for of_feature, first_row, first_alpha_row in zip(bags, FIRST_ROWS, FIRST_ALPHA_ROWS, strict=True):
         blocks = [dict.fromkeys(BLOCK_OF_ROW[row + first_row] for row in bag) for bag in of_feature]
-        pieces.append(
-            [(b, first_alpha_row + block) for b, of_bag in enumerate(blocks) for block in of_bag if block < 3]
-        )
+        pieces.append([(b, first_alpha_row + s) for b, of_bag in enumerate(blocks) for s in of_bag if s < 3])
     return pieces
 
 
