@@ -271,7 +271,11 @@ def pool(table: Tensor, bags: list[list[tuple[int, float]]], pooling: str, weigh
 
 
 def keyed_jagged_tensor(
-    bags: dict[str, list[list[tuple[int, float]]]], *, weighted: bool = False, id_dtype: torch.dtype = torch.int64
+    bags: dict[str, list[list[tuple[int, float]]]],
+    *,
+    weighted: bool = False,
+    id_dtype: torch.dtype = torch.int64,
+    length_dtype: torch.dtype = torch.int32,
 ) -> KeyedJaggedTensor:
     """Bags as a KeyedJaggedTensor, keys in the order of the dict."""
     entries = [entry for of_feature in bags.values() for bag in of_feature for entry in bag]
@@ -279,7 +283,7 @@ def keyed_jagged_tensor(
         keys=list(bags),
         values=torch.tensor([row_id for row_id, _ in entries], dtype=id_dtype),
         weights=torch.tensor([weight for _, weight in entries], dtype=torch.float32) if weighted else None,
-        lengths=torch.tensor([len(bag) for of_feature in bags.values() for bag in of_feature], dtype=torch.int32),
+        lengths=torch.tensor([len(bag) for of_feature in bags.values() for bag in of_feature], dtype=length_dtype),
         stride=len(next(iter(bags.values()))),
     )
 
