@@ -176,13 +176,7 @@ class Launched:
 
 
 def without_triton(patch: pytest.MonkeyPatch, modules: Sequence[ModuleType], tables: Sequence[torch.Tensor]) -> None:
-    """Has the kernels of modules run here: their names end in ``_kernel``.
-
-    Args:
-        patch: takes it back.
-        modules: they hold the kernels.
-        tables: tensors whose addresses alone are handed over.
-    """
+    """Has the kernels of modules run here: their names end in ``_kernel``."""
     language = Language(Memory(list(tables)))
     sizes = {"next_power_of_2": lambda n: 1 << (n - 1).bit_length(), "cdiv": lambda n, by: -(-n // by)}
     patch.setattr(batches_triton, "triton", SimpleNamespace(**sizes))
@@ -197,14 +191,7 @@ def without_triton(patch: pytest.MonkeyPatch, modules: Sequence[ModuleType], tab
 
 
 def check_compiled(kernel: Any, types: Mapping[str, str], fixed: Mapping[str, Any], num_warps: int) -> None:
-    """Checks that no multiplication is fused into an addition, and that nothing is added atomically.
-
-    Args:
-        kernel: what Triton's ``jit`` returned.
-        types: argument -> its type, as Triton writes it.
-        fixed: argument -> the constant that it is.
-        num_warps: as the launch says.
-    """
+    """Checks that no multiplication is fused into an addition, and that nothing is added atomically."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_kernel

@@ -24,18 +24,7 @@ from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ops import select as block_operators
 from dnis_torchrec.ops import select_triton
 from dnis_torchrec.ops.build import INSTRUCTION_SETS, SELECTION
-from dnis_torchrec.ops.select import (
-    BagPieces,
-    RowRounding,
-    SparseBags,
-    are_compiled,
-    are_good_bags,
-    fill_rows_,
-    gather_bags,
-    select_pieces,
-    select_sparse,
-    split_bags,
-)
+from dnis_torchrec.ops.select import RowRounding, are_compiled, are_good_bags, fill_rows_, select_pieces, split_bags
 from dnis_torchrec.scheme import TableScheme
 from dnis_torchrec.selection import alpha
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection
@@ -608,115 +597,17 @@ def test_a_failing_compiler_is_told_of_once(monkeypatch: pytest.MonkeyPatch, tmp
         assert not SELECTION.is_there()
 
 
-BLOCK_OF_ROW = [1, 0, 2, 2, 0, 1, 3, 0, 1]
-"""Of nine rows in three blocks; row 6 belongs to none."""
-FIRST_ROWS, FIRST_ALPHA_ROWS = (0, 2), (0, 4)
-"""Of two features: the shard of the second begins at row 2 of its table, and its blocks at row 4 of alpha."""
-
-
-def rules(num_keys: tuple[int, int]) -> list[BagPieces]:
-    routing = torch.tensor(BLOCK_OF_ROW, dtype=torch.uint8)
-    return [
-        BagPieces(routing=routing, first_row=row, first_alpha_row=alpha_row, num_blocks=3, num_keys=keys)
-        for row, alpha_row, keys in zip(FIRST_ROWS, FIRST_ALPHA_ROWS, num_keys, strict=True)
-    ]
-
-
-@st.composite
-def two_features(draw):
-    """Bags of two features, empty ones among them, and how many keys their pieces are laid out over."""
-    batch_size = draw(st.integers(0, 5))
-    bags = [
-        draw(st.lists(st.lists(st.integers(0, most), max_size=6), min_size=batch_size, max_size=batch_size))
-        for most in (8, 6)
-    ]
-    return bags, (draw(st.integers(1, 4)), draw(st.integers(1, 4)))
-
-
-def pieces_of(bags: list[list[list[int]]]) -> list[list[tuple[int, int]]]:
-    """Per feature, in order: (bag, row of alpha)."""
-    pieces = []
-    for of_feature, first_row, first_alpha_row in zip(bags, FIRST_ROWS, FIRST_ALPHA_ROWS, strict=True):
-        blocks = [dict.fromkeys(BLOCK_OF_ROW[row + first_row] for row in bag) for bag in of_feature]
-        pieces.append([(b, first_alpha_row + s) for b, of_bag in enumerate(blocks) for s in of_bag if s < 3])
-    return pieces
-
-
-def pack(bags: list[list[list[int]]], num_keys: tuple[int, int], weights: Tensor | None = None) -> SparseBags:
-    ids = torch.tensor([row for of_feature in bags for bag in of_feature for row in bag], dtype=torch.int64)
-    lengths = torch.tensor([len(bag) for of_feature in bags for bag in of_feature], dtype=torch.int64)
-    return gather_bags(ids, lengths, weights, rules(num_keys), len(bags[0]))
-
-
-@given(two_features())
-def test_weights_that_learn_are_gathered_alike_and_get_their_gradient(case) -> None:
-    bags, num_keys = case
-    values = torch.arange(sum(len(bag) for of_feature in bags for bag in of_feature)) + 0.5
-    weights = values.clone().requires_grad_()
-    sparse, constant = pack(bags, num_keys, weights), pack(bags, num_keys, values)
-    assert sparse.weights.dtype == weights.dtype
-    assert sparse.weights.equal(constant.weights)
-    (gradient,) = torch.autograd.grad(sparse.weights.square().sum(), weights)
-    is_gathered = torch.isin(values, constant.weights)  # they are distinct; ids of no block are left out
-    assert gradient.equal(torch.where(is_gathered, 2 * values, 0))
-    with torch.no_grad():
-        assert not pack(bags, num_keys, weights).weights.requires_grad
-
-
-def layout_of(num_keys: tuple[int, int]) -> Tensor:
-    """The first feature has both columns of D = 2, the second the last two columns of D = 3."""
-    return torch.tensor([[0, 2, 2, num_keys[0], 0, 2], [2 * num_keys[0], 0, 2, num_keys[1], 6 + 1, 3]])
-
-
-def select_naively_of_sparse(bags, num_keys: tuple[int, int], pooled: Tensor, alpha: Tensor) -> Tensor:
-    """The equation at the top of select.cpp, a piece at a time."""
-    narrow, wide = alpha[:6].view(3, 2), alpha[6:].view(7, 3)[:, 1:]
-    samples = [[torch.zeros(2, dtype=torch.float64)] * 2 for _ in bags[0]]
-    for feature, own in enumerate(pieces_of(bags)):
-        for number, (bag, alpha_row) in enumerate(own):
-            row, key = divmod(number, num_keys[feature])
-            column = 2 * (key + feature * num_keys[0])
-            piece = pooled[row, column : column + 2] * (narrow, wide)[feature][alpha_row]
-            samples[bag][1 - feature] = samples[bag][1 - feature] + piece
-    return torch.stack([torch.cat(sample) for sample in samples]) if samples else torch.zeros(0, 4)
-
-
-@given(two_features(), st.integers(0, 2**31))
-def test_selection_and_its_gradients_of_sparse(case, seed: int) -> None:
-    bags, num_keys = case
-    sparse, generator, pieces = pack(bags, num_keys), torch.Generator().manual_seed(seed), pieces_of(bags)
-    assert sparse.num_rows == max(1, *(-(-len(of) // keys) for of, keys in zip(pieces, num_keys, strict=True)))
-    assert sparse.rows_of([1]).tolist() == [row for _, row in pieces[1]]
-    pooled = torch.randn(sparse.num_rows, 2 * sum(num_keys), generator=generator, dtype=torch.float64)
-    alpha = torch.rand(27, generator=generator, dtype=torch.float64)
-    holds_ids = (sparse.lengths.view(sum(num_keys), -1).t() > 0).repeat_interleave(2, dim=1)
-    results = []
-    for of in (
-        lambda pooled, alpha: select_sparse(pooled, alpha, sparse, layout_of(num_keys), 4),
-        lambda pooled, alpha: select_naively_of_sparse(bags, num_keys, pooled, alpha),
-    ):
-        own, own_alpha = pooled.clone().requires_grad_(), alpha.clone().requires_grad_()
-        out = of(own, own_alpha)
-        loss = out.square().sum() + 0 * own.sum() + 0 * own_alpha.sum()
-        own_gradient, alpha_gradient = torch.autograd.grad(loss, (own, own_alpha))
-        results.append([out.double(), own_gradient[holds_ids], alpha_gradient])
-    for got, expected in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected)
-    frozen = select_sparse(pooled.clone().requires_grad_() * 1, alpha, sparse, layout_of(num_keys), 4)
-    torch.testing.assert_close(frozen, results[1][0])
-
-
 def test_alphas_gradient_does_not_depend_on_how_a_large_batch_is_cut() -> None:
-    bags = [[[row % 9] * 2 + [(row + 1) % 9] for row in range(1500)], [[row % 7] for row in range(1500)]]
-    sparse, threads = pack(bags, (3, 1)), torch.get_num_threads()
-    pooled = torch.randn(sparse.num_rows, 8, generator=torch.Generator().manual_seed(0))
-    gradients = []
+    """3,000 bags of one piece each, in 1,000 rows of three keys."""
+    starts, rows = torch.arange(3001).unsqueeze(0), torch.randint(7, (3000,)).int()
+    grad, bag_sums, layout = torch.randn(3000, 2), torch.randn(1000, 6), torch.tensor([[0, 0, 2, 3, 0, 2]])
+    gradients, threads = [], torch.get_num_threads()
     for number in (1, 2):
         torch.set_num_threads(number)
-        alpha = torch.ones(27, requires_grad=True)
-        select_sparse(pooled, alpha, sparse, layout_of((3, 1)), 4).square().sum().backward()
-        gradients.append(alpha.grad)
+        gradients.append(torch.empty(14))
+        torch.ops.dnis_torchrec.sum_sparse_alpha_gradient(grad, bag_sums, starts, rows, layout, gradients[-1])
     torch.set_num_threads(threads)
+    assert gradients[0].any()
     assert gradients[0].equal(gradients[1])
 
 
