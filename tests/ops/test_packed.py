@@ -18,12 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dnis_torchrec.blocks.codes import WIDTHS, field_offsets
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ops import build as native_build
 from dnis_torchrec.ops import packed_triton
 from dnis_torchrec.ops.build import LOOKUPS, fallback_libraries, find_compiler, library_folder
-from dnis_torchrec.ops.packed import GROUP_FIELDS, PACKED_SCHEMA, field_groups, torch_packed_embedding_bag
+from dnis_torchrec.ops.packed import PACKED_SCHEMA, torch_packed_embedding_bag
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving import PackedEmbeddingBagCollection, load_operator
 from tests.reference import ROUTINGS, Case, cases, packed, packed_case, table_scheme
@@ -93,30 +92,6 @@ def with_argument(place: int, value: object) -> list:
 def test_gives_the_rows(way: Any) -> None:
     arguments, expected = call()
     assert way(arguments).equal(expected)
-
-
-@given(st.lists(st.sampled_from(WIDTHS), min_size=1, max_size=70))
-def test_windows_hold_their_fields(bits: list[int]) -> None:
-    """16 columns within 64 bytes, four within 16; what is masked is the field and nothing else."""
-    widths = torch.tensor([bits])
-    groups = field_groups(widths, torch.ones(1, len(bits)), torch.zeros(1, len(bits)))
-    assert groups.shape == (-(-len(bits) // 16), GROUP_FIELDS)
-    ends = [0] * len(groups)
-    for column, (offset, width) in enumerate(zip(field_offsets(widths)[0].tolist(), bits, strict=True)):
-        group, lane = groups[column // 16].tolist(), column % 16
-        mask = group[16 + lane] % 2**32
-        assert mask.bit_count() == width
-        if width:
-            window, quad = group[80], group[81 + lane // 4]
-            wide, narrow = group[lane] & 0xFF, group[64 + lane] & 0xFF
-            first_bit = (mask & -mask).bit_length() - 1
-            assert 8 * (window + wide) + first_bit == 8 * (window + quad + narrow) + first_bit == offset
-            last = (offset + width - 1) // 8 - window
-            assert last < 64
-            assert last - quad < 16
-            assert quad < 64
-            ends[column // 16] = max(ends[column // 16], last + 1)
-    assert groups[:, 86].tolist() == ends
 
 
 PLACES_THAT_LEAD_OUTSIDE = {
