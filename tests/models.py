@@ -417,7 +417,7 @@ def rounded(model: Interest, scheme: MixedDimensionScheme) -> Interest:
     nearest = copy.deepcopy(model)
     for shard in (shard for module in collections(nearest).values() for shard in local_shards(module)):
         table = scheme.tables[shard.table]
-        shard.weight.copy_(table.codes.settled(shard.weight, table.routing.all_blocks()))
+        shard.weight.copy_(table.codes.settle(shard.weight, table.routing.all_blocks()))
         for row, block in enumerate(table.routing.all_blocks().tolist()):
             for column in range(table.embedding_dim):
                 width = int(table.codes.bits[block, column])

@@ -55,13 +55,7 @@ def dnis(*arguments: object, folder: Path = ROOT) -> Done:
 
 @dataclass
 class Started:
-    """A command at work.
-
-    Attributes:
-        process: its process.
-        stdout: the file it prints to.
-        stderr: the file its messages go to.
-    """
+    """A command at work."""
 
     process: BaseProcess
     stdout: Path
@@ -79,13 +73,7 @@ class Started:
 
 
 def start_dnis(folder: Path, *arguments: object, **variables: str) -> Started:
-    """Starts `dnis` in the root of the project, which knows the protocol of these tests.
-
-    Args:
-        folder: for what it says; one command at a time.
-        arguments: its arguments.
-        variables: environment variables, beside those of this process.
-    """
+    """Starts `dnis` in the root of the project, with the protocol of these tests; what it says goes into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     said = folder / "stdout", folder / "stderr"
     process = multiprocessing.get_context("forkserver").Process(
@@ -124,34 +112,20 @@ def register() -> None:
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """Blocks of a page in one language.
-
-    Args:
-        page: path from the project's root.
-        language: as the fence has it.
-    """
+    """Blocks of a page in one language."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 def run_blocks(page: str, names: dict[str, Any]) -> dict[str, Any]:
-    """Runs a page's Python from top to bottom, as if it were one file.
-
-    Args:
-        page: path from the project's root.
-        names: what stands before it; the blocks' own names come to it.
-    """
+    """Runs a page's Python from top to bottom, as if it were one file."""
     for number, block in enumerate(blocks(page, "python")):
         exec(compile(block, f"{page}, block {number}", "exec"), names)
     return names
 
 
 def shell_commands(page: str) -> Iterator[list[str]]:
-    """Words of every command of a page's shell blocks, without comments; a line that ends with ``\\`` goes on.
-
-    Args:
-        page: path from the project's root.
-    """
+    """Words of every command of a page's shell blocks, without comments; a line that ends with ``\\`` goes on."""
     for block in blocks(page, "sh"):
         for line in re.sub(r" *\\\n *", " ", block).splitlines():
             words = re.sub(r" +#.*", "", line).split()
@@ -160,12 +134,7 @@ def shell_commands(page: str) -> Iterator[list[str]]:
 
 
 def table_rows(page: str, heading: str) -> dict[str, list[str]]:
-    """Rows of the table under a heading of a page: first cell -> the others.
-
-    Args:
-        page: path from the project's root.
-        heading: of any level.
-    """
+    """Rows of the table under a heading, of any level, of a page: first cell -> the others."""
     text = (ROOT / page).read_text(encoding="utf-8")
     below = re.split(rf"^#+ {re.escape(heading)}$", text, maxsplit=1, flags=re.MULTILINE)[1]
     table = re.split(r"^#", below, maxsplit=1, flags=re.MULTILINE)[0]

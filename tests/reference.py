@@ -271,7 +271,11 @@ def pool(table: Tensor, bags: list[list[tuple[int, float]]], pooling: str, weigh
 
 
 def keyed_jagged_tensor(
-    bags: dict[str, list[list[tuple[int, float]]]], *, weighted: bool = False, id_dtype: torch.dtype = torch.int64
+    bags: dict[str, list[list[tuple[int, float]]]],
+    *,
+    weighted: bool = False,
+    id_dtype: torch.dtype = torch.int64,
+    length_dtype: torch.dtype = torch.int32,
 ) -> KeyedJaggedTensor:
     """Bags as a KeyedJaggedTensor, keys in the order of the dict."""
     entries = [entry for of_feature in bags.values() for bag in of_feature for entry in bag]
@@ -279,7 +283,7 @@ def keyed_jagged_tensor(
         keys=list(bags),
         values=torch.tensor([row_id for row_id, _ in entries], dtype=id_dtype),
         weights=torch.tensor([weight for _, weight in entries], dtype=torch.float32) if weighted else None,
-        lengths=torch.tensor([len(bag) for of_feature in bags.values() for bag in of_feature], dtype=torch.int32),
+        lengths=torch.tensor([len(bag) for of_feature in bags.values() for bag in of_feature], dtype=length_dtype),
         stride=len(next(iter(bags.values()))),
     )
 
@@ -526,33 +530,17 @@ def scheme_of(
     widths: tuple[int, ...] | None = None,
 ) -> MixedDimensionScheme:
     """A scheme with drawn codes for tables, whose values are about 1."""
-    found = {}
+    schemes = {}
     for index, table in enumerate(tables):
-        routing = routings[table.name]
-        retained = torch.ones(routing.num_blocks, table.embedding_dim, dtype=torch.bool)
-        plain = TableScheme(
-            name=table.name,
-            collection="",
-            num_embeddings=table.num_embeddings,
-            embedding_dim=table.embedding_dim,
-            pooling="mean" if table.pooling == PoolingType.MEAN else "sum",
-            feature_names=tuple(table.feature_names),
-            is_weighted=False,
-            routing=routing,
-            retained=retained,
-            num_retained=int(routing.row_counts().sum()) * table.embedding_dim,
-        )
-        found[table.name] = with_codes(plain, seed=seed + index, widths=widths)
-    return MixedDimensionScheme(found)
+        routing, pooling = routings[table.name], "mean" if table.pooling == PoolingType.MEAN else "sum"
+        retained, readers = torch.ones(routing.num_blocks, table.embedding_dim).bool(), tuple(table.feature_names)
+        plain = table_scheme(table.name, routing, retained, feature_names=readers, pooling=pooling, collection="")
+        schemes[table.name] = with_codes(plain, seed=seed + index, widths=widths)
+    return MixedDimensionScheme(schemes)
 
 
 class StraightThrough:
-    """What trains in codes has to come to.
-
-    Args:
-        scheme: its codes.
-        tables: table -> weights before they were rounded.
-    """
+    """What trains in codes has to come to."""
 
     def __init__(self, scheme: MixedDimensionScheme, tables: Mapping[str, Tensor]) -> None:
         self.scheme = scheme

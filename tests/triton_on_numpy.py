@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from types import ModuleType, SimpleNamespace
@@ -14,6 +15,13 @@ import pytest
 import torch
 
 from dnis_torchrec.ops import batches_triton
+
+DEVICE, IS_INTERPRETED = "cuda" if torch.cuda.is_available() else "cpu", os.environ.get("TRITON_INTERPRET") == "1"
+needs_triton = pytest.mark.skipif(batches_triton.triton is None, reason="needs Triton, which comes with torch for CUDA")
+needs_compilation = pytest.mark.skipif(IS_INTERPRETED, reason="interpreted, nothing is compiled")
+needs_device = pytest.mark.skipif(DEVICE == "cpu" and not IS_INTERPRETED, reason="needs CUDA, or TRITON_INTERPRET=1")
+KERNEL_WAYS = ["numpy", pytest.param("triton", marks=[needs_triton, needs_device])]
+"""Ways to run kernels: one program after the other, and as Triton does, on `DEVICE`."""
 
 
 class Value(np.ndarray):
@@ -147,13 +155,13 @@ class Launched:
         self.function, self.language = function, language
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        known = inspect.signature(self.function).parameters
+        names = inspect.signature(self.function).parameters
 
-        def launch(*arguments: Any, **fixed: Any) -> None:
+        def launch(*arguments: Any, **constants: Any) -> None:
             tensors = [part for part in arguments if isinstance(part, torch.Tensor)]
             self.language.memory.spans += Memory(tensors).spans
             taken = [self._pointer(part) if isinstance(part, torch.Tensor) else part for part in arguments]
-            options = {name: part for name, part in fixed.items() if name in known}
+            options = {name: part for name, part in constants.items() if name in names}
             with np.errstate(invalid="ignore"):  # a GPU does not say that infinity times 0 is no number
                 for program in product(*map(range, grid)):
                     self.language.program = program
@@ -167,39 +175,23 @@ class Launched:
         return Pointer(tensor.data_ptr(), np.dtype(str(tensor.dtype).removeprefix("torch.")))
 
 
-def without_triton(
-    patch: pytest.MonkeyPatch, modules: Sequence[ModuleType], jitted: dict[str, str], tables: list[torch.Tensor]
-) -> None:
-    """Has the kernels of modules run here.
-
-    Args:
-        patch: takes it back.
-        modules: they hold the kernels.
-        jitted: name of each jitted function -> name of the plain one; kernels' names end in ``_kernel``.
-        tables: tensors whose addresses alone are handed over.
-    """
-    language = Language(Memory(tables))
+def without_triton(patch: pytest.MonkeyPatch, modules: Sequence[ModuleType], tables: Sequence[torch.Tensor]) -> None:
+    """Has the kernels of modules run here: their names end in ``_kernel``."""
+    language = Language(Memory(list(tables)))
     sizes = {"next_power_of_2": lambda n: 1 << (n - 1).bit_length(), "cdiv": lambda n, by: -(-n // by)}
-    owners = (batches_triton, *modules)
     patch.setattr(batches_triton, "triton", SimpleNamespace(**sizes))
-    plain_functions = {name: part for owner in owners for name, part in vars(owner).items()}
-    for owner in owners:
-        patch.setattr(owner, "tl", language, raising=False)
-        for name, plain in {"bag_bounds": "_bag_bounds", **jitted}.items():
-            if hasattr(owner, name):
-                function = plain_functions[plain]
-                patch.setattr(owner, name, Launched(function, language) if name.endswith("_kernel") else function)
+    for module in (batches_triton, *modules):
+        patch.setattr(module, "tl", language, raising=False)
+        for name, part in list(vars(module).items()):
+            function = getattr(part, "fn", part)  # what Triton compiles; without it there is no more than that
+            if name.endswith("_kernel"):
+                patch.setattr(module, name, Launched(function, language))
+            elif function is not part:
+                patch.setattr(module, name, function)
 
 
 def check_compiled(kernel: Any, types: Mapping[str, str], fixed: Mapping[str, Any], num_warps: int) -> None:
-    """Checks that no multiplication is fused into an addition, and that nothing is added atomically.
-
-    Args:
-        kernel: what Triton's ``jit`` returned.
-        types: argument -> its type, as Triton writes it.
-        fixed: argument -> the constant that it is.
-        num_warps: as the launch says.
-    """
+    """Checks that no multiplication is fused into an addition, and that nothing is added atomically."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_kernel

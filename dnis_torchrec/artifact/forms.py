@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dnis_torchrec.blocks.codes import decode_rows, encode_rows, row_strides, unpacked_fields
+from dnis_torchrec.blocks.codes import decode_rows, encode_rows, row_strides, unpack_fields
 from dnis_torchrec.blocks.routing import ROWS_AT_A_TIME, RowRouting
 from dnis_torchrec.checks import check
 from dnis_torchrec.scheme import PACKED, TableScheme, rows_per_chunk
@@ -109,7 +109,7 @@ def rows_of_packed(table: TableScheme, shards: Sequence[Shard]) -> Rows:
         for s in block.unique().tolist():
             if s < len(blocks) and blocks[s].numel():
                 here = block == s
-                fields[here] = unpacked_fields(blocks[s][position[here]], packed.bits[s])
+                fields[here] = unpack_fields(blocks[s][position[here]], packed.bits[s])
         return decode_rows(fields, block, table.codes)
 
     return rows

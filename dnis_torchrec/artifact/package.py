@@ -25,7 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.artifact.manifest import describe_file, file_inside
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.files import FolderKind, conform, new_folder, parse_json, unshare
-from dnis_torchrec.ops.build import LOOKUPS, built_elsewhere, find_compiler
+from dnis_torchrec.ops.build import LOOKUPS, fallback_libraries, find_compiler
 from dnis_torchrec.ops.packed import bag_offsets, load_operator, names_tensor
 
 AOTI = "aoti"
@@ -226,7 +226,7 @@ def load_package(path: Path | str) -> PackagedModel:
         place, remedy = f"package {str(path)!r}, {name!r}", "package the model again"
         is_listed = name in manifest["files"]
         check(is_listed, place, "one of the package's files", "another", remedy)
-    with built_elsewhere([folder / library for library in manifest["libraries"]]):
+    with fallback_libraries([folder / library for library in manifest["libraries"]]):
         model = _load(folder)
 
     def predict(*inputs: Tensor) -> Tensor:

@@ -134,13 +134,13 @@ class _FrequencyOrder:
             values, run = torch.unique(torch.cat([values, more]), return_inverse=True)
             both = torch.cat([sizes, sizes_of_more])
             sizes = torch.zeros_like(values).index_add_(0, run, both)
-        self._rising = values
+        self._frequencies = values
         ends = sizes.flip(0).cumsum(0)
         self._next = torch.cat([torch.zeros(1, dtype=torch.int64), ends[:-1]])
 
     def take_places(self, counts: Tensor) -> Tensor:
         """The places of the next rows, which are asked for once, in their order; ``(n,)`` int64."""
-        runs = self._rising.numel() - 1 - torch.searchsorted(self._rising, counts)
+        runs = self._frequencies.numel() - 1 - torch.searchsorted(self._frequencies, counts)
         sorted_runs, order = torch.sort(runs, stable=True)
         nth_of_run = torch.arange(counts.numel()) - torch.searchsorted(sorted_runs, sorted_runs)
         places = torch.empty_like(runs)
@@ -165,8 +165,8 @@ def _blocks_of(counts: Tensor, num_blocks: int) -> tuple[RowRouting, Tensor, Ten
         occurrences.index_add_(0, block, chunk)
         seen_rows.index_add_(0, block, (chunk > 0).long())
         # in a block rows that never occur come last, so that the end of the table can be cut off
-        rising = torch.cat([last, torch.stack([block, (chunk == 0).long()])], dim=1)
-        in_order, last = in_order and bool((rising.diff() >= 0).all()), rising[:, -1:]
+        order_keys = torch.cat([last, torch.stack([block, (chunk == 0).long()])], dim=1)
+        in_order, last = in_order and bool((order_keys.diff() >= 0).all()), order_keys[:, -1:]
     if in_order:
         boundaries = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)])
         return RowRouting(num_rows, num_blocks, boundaries=boundaries), occurrences, seen_rows

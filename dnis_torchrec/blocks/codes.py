@@ -17,8 +17,8 @@ FLOAT_BITS = 32
 
 def check_widths(bits: Tensor, place: str) -> None:
     """Checks that every width is one of `WIDTHS`."""
-    others = sorted(set(bits.unique().tolist()) - set(WIDTHS))
-    check(not others, place, f"bits among {WIDTHS}", others)
+    unknown_widths = sorted(set(bits.unique().tolist()) - set(WIDTHS))
+    check(not unknown_widths, place, f"bits among {WIDTHS}", unknown_widths)
 
 
 def is_coded(bits: Tensor) -> Tensor:
@@ -46,23 +46,23 @@ def _fields(bits: Tensor) -> tuple[Tensor, Tensor]:
     return ends - widths, ends[:, -1]
 
 
-def packed_rows(fields: Tensor, bits: Tensor) -> Tensor:
+def pack_fields(fields: Tensor, bits: Tensor) -> Tensor:
     """Packs the codes of one block's rows into bytes."""
     (offsets,), (stride,) = (
         field_offsets(bits.unsqueeze(0)),
         row_strides(bits.unsqueeze(0)).tolist(),
     )
-    packed = torch.zeros(len(fields), stride, dtype=torch.uint8)
+    row_bytes = torch.zeros(len(fields), stride, dtype=torch.uint8)
     for column, (width, offset) in enumerate(zip(bits.tolist(), offsets.tolist(), strict=True)):
         first, last = offset // 8, (offset + width + 7) // 8
         field = (fields[:, column].long() & ((1 << width) - 1)) << offset % 8
         for byte in range(first, last):
-            packed[:, byte] |= (field >> 8 * (byte - first) & 0xFF).to(torch.uint8)
-    return packed
+            row_bytes[:, byte] |= (field >> 8 * (byte - first) & 0xFF).to(torch.uint8)
+    return row_bytes
 
 
-def unpacked_fields(rows: Tensor, bits: Tensor) -> Tensor:
-    """Unpacks the codes of one block's rows: the inverse of `packed_rows`."""
+def unpack_fields(rows: Tensor, bits: Tensor) -> Tensor:
+    """Unpacks the codes of one block's rows: the inverse of `pack_fields`."""
     (offsets,) = field_offsets(bits.unsqueeze(0))
     fields = torch.zeros(len(rows), len(bits), dtype=torch.int32)
     for column, (width, offset) in enumerate(zip(bits.tolist(), offsets.tolist(), strict=True)):
@@ -107,8 +107,8 @@ class ColumnCodes:
         )
         if not bool(sound.all()):
             block, column = (~sound).nonzero()[0].tolist()
-            received = f"{self.scale[block, column].item()} in block {block}, column {column}"
-            check(False, "ColumnCodes.scale", "finite bfloat16 values above 0", received)
+            value = f"{self.scale[block, column].item()} in block {block}, column {column}"
+            check(False, "ColumnCodes.scale", "finite bfloat16 values above 0", value)
         if self.feedback is not None:
             shape = (*self.bits.shape, self.bits.shape[1])
             check(
@@ -129,26 +129,26 @@ class ColumnCodes:
     def with_gain(self, gain: Tensor) -> ColumnCodes:
         """The same codes of every row, that stand for other values: those of a column times its
         gain, to a bfloat16."""
-        coded = is_coded(self.bits)
-        scale = torch.where(coded, (self.scale * gain).bfloat16().float(), self.scale)
-        exact = torch.where(coded, scale / self.scale, 1.0)
+        has_code = is_coded(self.bits)
+        scale = torch.where(has_code, (self.scale * gain).bfloat16().float(), self.scale)
+        exact = torch.where(has_code, scale / self.scale, 1.0)
         feedback = self.feedback
         if (
             feedback is not None
         ):  # its columns stand in the order of rounding, and carry errors from one to another
             in_order = exact.gather(1, rounding_order(self.bits))
             feedback = feedback * in_order[:, None, :] / in_order[:, :, None]
-        own = exact if self.gain is None else exact * self.gain
-        return replace(self, scale=scale, feedback=feedback, gain=own)
+        exact_gain = exact if self.gain is None else exact * self.gain
+        return replace(self, scale=scale, feedback=feedback, gain=exact_gain)
 
-    def settled(self, chunk: Tensor, blocks: Tensor) -> Tensor:
+    def settle(self, chunk: Tensor, blocks: Tensor) -> Tensor:
         """Moves rows to values whose nearest codes are those that `encode_rows` chooses. Local."""
         if self.gain is not None:
             chunk = chunk * torch.cat([self.gain, torch.ones(1, self.gain.shape[1])])[blocks]
         if self.feedback is None:
             return chunk
         of_codes = self.bits, self.scale, self.shift / 2, largest_codes(self.bits)
-        return fed_back(chunk, blocks, self.feedback, *of_codes)
+        return feed_back_errors(chunk, blocks, self.feedback, *of_codes)
 
 
 def encode_rows(
@@ -156,26 +156,26 @@ def encode_rows(
 ) -> Tensor:
     """Codes of some rows: the nearest ones, or what error feedback makes of them. Local."""
     check_finite(chunk, blocks, place)
-    chunk = codes.settled(chunk, blocks)
+    chunk = codes.settle(chunk, blocks)
     bits, scale, shift = _of_rows(blocks, codes)
     nearest = nearest_codes(chunk, scale, shift / 2, largest_codes(bits)).int()
     return torch.where(bits == FLOAT_BITS, chunk.contiguous().view(torch.int32), nearest)
 
 
-def decode_rows(encoded: Tensor, blocks: Tensor, codes: ColumnCodes) -> Tensor:
+def decode_rows(fields: Tensor, blocks: Tensor, codes: ColumnCodes) -> Tensor:
     """The values that codes stand for. Local."""
     bits, scale, shift = _of_rows(blocks, codes)
-    values = scale * encoded + scale * (shift / 2)
+    values = scale * fields + scale * (shift / 2)
     values = torch.where(is_coded(bits), values, 0.0)
-    return torch.where(bits == FLOAT_BITS, encoded.contiguous().view(torch.float32), values)
+    return torch.where(bits == FLOAT_BITS, fields.contiguous().view(torch.float32), values)
 
 
 def check_finite(chunk: Tensor, blocks: Tensor, place: str) -> None:
     """Checks that rows hold no NaN and no infinity."""
     if not bool(chunk.isfinite().all()):
         row, column = (~chunk.isfinite()).nonzero()[0].tolist()
-        received = f"{chunk[row, column].item()} in block {int(blocks[row])}, column {column}"
-        check(False, place, "finite values", received, "go back to the last good checkpoint")
+        value = f"{chunk[row, column].item()} in block {int(blocks[row])}, column {column}"
+        check(False, place, "finite values", value, "go back to the last good checkpoint")
 
 
 def nearest_codes(values: Tensor, scale: Tensor, half_shift: Tensor, largest: Tensor) -> Tensor:
@@ -209,10 +209,10 @@ def feedback_of(couplings: Tensor, bits: Tensor) -> Tensor:
     r"""The shares :math:`U_{jk} / U_{jj}` of a column's error that later ones take up. Local and
     deterministic."""
     num_columns = bits.shape[1]
-    own, table = _of_trace_one(couplings), _of_trace_one(couplings.sum(0, keepdim=True))
+    of_blocks, table = _of_trace_one(couplings), _of_trace_one(couplings.sum(0, keepdim=True))
     diagonal = torch.eye(num_columns, dtype=torch.float64) / num_columns
     order = rounding_order(bits)
-    shrunk = own + TABLE_SHARE * table + DIAGONAL_SHARE * diagonal
+    shrunk = of_blocks + TABLE_SHARE * table + DIAGONAL_SHARE * diagonal
     shrunk = shrunk.gather(1, order[:, :, None].expand_as(shrunk)).gather(
         2, order[:, None, :].expand_as(shrunk)
     )
@@ -231,7 +231,7 @@ def _of_trace_one(couplings: Tensor) -> Tensor:
     return couplings / torch.where(traces > 0, traces, 1.0)[:, None, None]
 
 
-def fed_back(
+def feed_back_errors(
     rows: Tensor,
     blocks: Tensor,
     feedback: Tensor,
@@ -242,7 +242,7 @@ def fed_back(
 ) -> Tensor:
     """Moves rows to where nearest rounding gives every column the code that error feedback chooses.
     Local."""
-    moved, order = rows.clone(), rounding_order(bits)
+    result, order = rows.clone(), rounding_order(bits)
     for block in blocks.unique().tolist():
         if block == len(bits) or not bool(feedback[block].any()):
             continue
@@ -253,8 +253,8 @@ def fed_back(
         for places in (blocks == block).nonzero().squeeze(1).split(CACHED_ROWS):
             columns = rows[places].T[first_to_last].contiguous()
             _feed_back_(columns, feedback[block], *of_columns)
-            moved[places] = columns[first_to_last.argsort()].T
-    return moved
+            result[places] = columns[first_to_last.argsort()].T
+    return result
 
 
 def _feed_back_(
@@ -269,11 +269,11 @@ def _feed_back_(
     for index, width in enumerate(bits):
         if width == FLOAT_BITS:
             return  # and so are all that follow: nothing is lost any more
-        own, later = columns[index], columns[index + 1 :]
-        rounded = (own / scale[index]).sub_(half_shift[index]).round_().clamp_(0, largest[index])
-        rounded.add_(half_shift[index]).mul_(scale[index] if width else 0.0)
+        column, later = columns[index], columns[index + 1 :]
+        nearest = (column / scale[index]).sub_(half_shift[index]).round_().clamp_(0, largest[index])
+        nearest.add_(half_shift[index]).mul_(scale[index] if width else 0.0)
         # a product, then a difference, never fused: a row moves alike in every chunk
-        later.sub_(feedback[index, index + 1 :, None] * (own - rounded))
+        later.sub_(feedback[index, index + 1 :, None] * (column - nearest))
 
 
 LARGEST_SHIFT = 2**15 - 1
@@ -332,23 +332,28 @@ class _SortedColumns:
     values: Tensor
     weights: Tensor
     mean: Tensor
-    running: Tensor
+    prefix_sums: Tensor
     spread: Tensor
     energy: Tensor
 
     @staticmethod
     def of(values: Tensor, weights: Tensor) -> _SortedColumns:
-        ordered, order = torch.sort(values.T.contiguous(), dim=1, stable=True)
-        wide, weight = ordered.double(), weights.double()[order]
+        sorted_values, order = torch.sort(values.T.contiguous(), dim=1, stable=True)
+        wide, weight = sorted_values.double(), weights.double()[order]
         mean = (weight * wide).sum(1, keepdim=True) / weight.sum(1, keepdim=True)
         mean = torch.where(wide[:, :1] == wide[:, -1:], wide[:, :1], mean)
-        centred = wide - mean
-        running = torch.zeros(2, *weight.shape[:1], weight.shape[1] + 1, dtype=torch.float64)
-        torch.cumsum(weight, 1, out=running[0, :, 1:])
-        torch.cumsum(weight * centred, 1, out=running[1, :, 1:])
-        spread = (weight * centred.square()).sum(1, keepdim=True)
+        deviations = wide - mean
+        prefix_sums = torch.zeros(2, *weight.shape[:1], weight.shape[1] + 1, dtype=torch.float64)
+        torch.cumsum(weight, 1, out=prefix_sums[0, :, 1:])
+        torch.cumsum(weight * deviations, 1, out=prefix_sums[1, :, 1:])
+        spread = (weight * deviations.square()).sum(1, keepdim=True)
         return _SortedColumns(
-            centred, weight, mean, running, spread, (weight * wide.square()).sum(1, keepdim=True)
+            deviations,
+            weight,
+            mean,
+            prefix_sums,
+            spread,
+            (weight * wide.square()).sum(1, keepdim=True),
         )
 
     @property
@@ -364,18 +369,18 @@ class _SortedColumns:
         if levels > self.values.shape[1]:
             steps = (self.values.unsqueeze(1) - low.unsqueeze(2)) / scale.unsqueeze(2)
             codes = steps.round_().clamp_(0, levels - 1)
-            weighted = codes * self.weights.unsqueeze(1)
+            weighted_codes = codes * self.weights.unsqueeze(1)
             return (
-                weighted.sum(2),
-                (weighted * codes).sum(2),
-                (weighted * self.values.unsqueeze(1)).sum(2),
+                weighted_codes.sum(2),
+                (weighted_codes * codes).sum(2),
+                (weighted_codes * self.values.unsqueeze(1)).sum(2),
             )
         nth = torch.arange(levels - 1, dtype=torch.float64)
         boundaries = low.unsqueeze(2) + scale.unsqueeze(2) * (nth + 0.5)
         places = torch.searchsorted(self.values, boundaries.flatten(1))
-        below, sum_below = (sums.gather(1, places).view_as(boundaries) for sums in self.running)
-        above = self.running[0, :, -1:].unsqueeze(2) - below
-        sum_above = self.running[1, :, -1:] * (levels - 1) - sum_below.sum(2)
+        below, sum_below = (sums.gather(1, places).view_as(boundaries) for sums in self.prefix_sums)
+        above = self.prefix_sums[0, :, -1:].unsqueeze(2) - below
+        sum_above = self.prefix_sums[1, :, -1:] * (levels - 1) - sum_below.sum(2)
         return above.sum(2), above @ (2 * nth + 1), sum_above
 
 
@@ -390,7 +395,7 @@ class _Codes:
     better_scale: Tensor
     better_low: Tensor
 
-    def chosen(self, index: Tensor) -> _Codes:
+    def choose(self, index: Tensor) -> _Codes:
         """One of the G of every column."""
         fields = ("scale", "shift", "error", "better_scale", "better_low")
         return replace(self, **{name: getattr(self, name).gather(1, index) for name in fields})
@@ -406,16 +411,16 @@ def _best_codes(columns: _SortedColumns, levels: int, narrower: _Codes | None) -
     if narrower is not None:
         scales = torch.cat([scales, narrower.scale], dim=1)
         lows = torch.cat([lows, narrower.scale * narrower.shift / 2 - columns.mean], dim=1)
-    tried = _rounded(columns, scales, lows, levels)
-    best = tried.chosen(tried.error.argmin(1, keepdim=True))
+    candidates = _round_codes(columns, scales, lows, levels)
+    best = candidates.choose(candidates.error.argmin(1, keepdim=True))
     for _ in range(ROUNDS):
-        again = _rounded(columns, best.better_scale, best.better_low, levels)
+        again = _round_codes(columns, best.better_scale, best.better_low, levels)
         both = (
             torch.cat([getattr(best, name), getattr(again, name)], dim=1)
             for name in best.__dataclass_fields__
         )
         pair = _Codes(*both)
-        best = pair.chosen(pair.error.argmin(1, keepdim=True))
+        best = pair.choose(pair.error.argmin(1, keepdim=True))
     return _constant_where(columns, best)
 
 
@@ -428,7 +433,7 @@ def _clipped_ranges(columns: _SortedColumns, levels: int) -> tuple[Tensor, Tenso
     return lows, torch.cat([reach * clips - columns.mean, highest * clips], dim=1)
 
 
-def _rounded(columns: _SortedColumns, scale: Tensor, low: Tensor, levels: int) -> _Codes:
+def _round_codes(columns: _SortedColumns, scale: Tensor, low: Tensor, levels: int) -> _Codes:
     """Rounds scales and lowest levels to what can be stored; returns their squared errors, and
     better ones to try."""
     smallest = (2 * (low + columns.mean).abs() / LARGEST_SHIFT).clamp(min=LEAST_SCALE)
@@ -436,7 +441,7 @@ def _rounded(columns: _SortedColumns, scale: Tensor, low: Tensor, levels: int) -
     shift = (2 * (low + columns.mean) / scale).round_().clamp_(-LARGEST_SHIFT, LARGEST_SHIFT)
     low = scale * shift / 2 - columns.mean
     q, q2, qx = columns.sums_of_codes(scale, low, levels)
-    weight, total = columns.running[0, :, -1:], columns.running[1, :, -1:]
+    weight, total = columns.prefix_sums[0, :, -1:], columns.prefix_sums[1, :, -1:]
     error = columns.spread - 2 * scale * qx - 2 * low * total
     error += scale.square() * q2 + 2 * scale * low * q + low.square() * weight
     determinant = q2 * weight - q.square()
@@ -463,12 +468,12 @@ def _up_to_bfloat16(scale: Tensor, smallest: Tensor) -> Tensor:
     return torch.where(nearest < smallest, next_one.clamp(max=LARGEST_SCALE), nearest)
 
 
-def _constant_where(columns: _SortedColumns, found: _Codes) -> _Codes:
+def _constant_where(columns: _SortedColumns, codes: _Codes) -> _Codes:
     """Columns of one value get the scale of which half an integer comes nearest to it: code 0 is
     that value."""
     constant, value = columns.is_constant, columns.mean
     if not bool(constant.any()):
-        return found
+        return codes
     fraction, exponent = torch.frexp(value.abs())
     scales = (1 + torch.arange(128, dtype=torch.float64) / 128) * torch.exp2(exponent.double() - 14)
     scales = scales.clamp(LEAST_SCALE)
@@ -480,10 +485,10 @@ def _constant_where(columns: _SortedColumns, found: _Codes) -> _Codes:
     is_zero = fraction == 0
     scale = torch.where(is_zero, 1.0, scales.gather(1, nearest))
     shift = torch.where(is_zero, 0.0, shifts.gather(1, nearest))
-    error = (scale * shift / 2 - value).square() * columns.running[0, :, -1:]
+    error = (scale * shift / 2 - value).square() * columns.prefix_sums[0, :, -1:]
     return replace(
-        found,
-        scale=torch.where(constant, scale, found.scale),
-        shift=torch.where(constant, shift, found.shift),
-        error=torch.where(constant, error, found.error),
+        codes,
+        scale=torch.where(constant, scale, codes.scale),
+        shift=torch.where(constant, shift, codes.shift),
+        error=torch.where(constant, error, codes.error),
     )

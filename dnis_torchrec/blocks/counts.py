@@ -79,9 +79,9 @@ def count_batches(
             limit, remedy = "supported are batches of one size for all keys", "expand them first"
             value = f"sizes {features.stride_per_key()}"
             raise NotImplementedError(describe(f"batch {index}", limit, value, remedy))
-        jagged = copy.copy(features).to_dict()  # the batch itself is left as it was
+        bags_by_key = copy.copy(features).to_dict()  # the batch itself is left as it was
         for table in tables:
-            for feature, (ids, longest) in bags_of(table, jagged, f"batch {index}").items():
+            for feature, (ids, longest) in bags_of(table, bags_by_key, f"batch {index}").items():
                 counts[table.name].scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
                 max_bag_lengths[feature] = max(max_bag_lengths[feature], longest)
         num_samples += features.stride()
@@ -102,22 +102,23 @@ def longest_bags(
 ) -> dict[str, int]:
     """The longest bag of every feature of a batch that is not counted, after a check of its ids.
     Local."""
-    jagged = copy.copy(features).to_dict()  # the batch itself is left as it was: see jagged_by_key
+    # the batch itself is left as it was: see jagged_by_key
+    bags_by_key = copy.copy(features).to_dict()
     return {
         feature: length
         for table in tables
-        for feature, (_, length) in bags_of(table, jagged, place).items()
+        for feature, (_, length) in bags_of(table, bags_by_key, place).items()
     }
 
 
 def bags_of(
-    table: EmbeddingBagConfig, jagged: Mapping[str, JaggedTensor], place: str
+    table: EmbeddingBagConfig, bags_by_key: Mapping[str, JaggedTensor], place: str
 ) -> dict[str, tuple[Tensor, int]]:
     """Feature -> its ids and its longest bag, for every feature that a table reads."""
     bags = {}
     for feature in table.feature_names:
-        check_known(f"feature of table {table.name!r} in {place}", feature, jagged)
-        ids, lengths = jagged[feature].values(), jagged[feature].lengths()
+        check_known(f"feature of table {table.name!r} in {place}", feature, bags_by_key)
+        ids, lengths = bags_by_key[feature].values(), bags_by_key[feature].lengths()
         check_ids_are_integers(ids, f"table {table.name!r}, feature {feature!r}, {place}")
         ids = ids.cpu().long()
         _check_ids(ids, table, feature, place)

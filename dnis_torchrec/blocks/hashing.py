@@ -70,9 +70,9 @@ def rows_of_values(values: pa.Array, num_embeddings: int) -> np.ndarray:
         values = values.dictionary_encode()
     modulus = np.uint64(num_embeddings - 1)
     rows = np.full(len(values.dictionary) + 1, MISSING_ROW, np.int32)
-    known = values.dictionary.is_valid().to_numpy(zero_copy_only=False)
-    if known.any():  # a dictionary may hold the missing value itself
-        rows[:-1][known] = 1 + hash_values(values.dictionary.drop_null()) % modulus
+    is_value = values.dictionary.is_valid().to_numpy(zero_copy_only=False)
+    if is_value.any():  # a dictionary may hold the missing value itself
+        rows[:-1][is_value] = 1 + hash_values(values.dictionary.drop_null()) % modulus
     # A missing value's code becomes -1, which picks the last entry; codes may be unsigned.
     codes = (
         values.indices.cast(pa.int64()).fill_null(-1)
@@ -91,9 +91,9 @@ def spread(numbers: np.ndarray, seed: int) -> np.ndarray:
 
 def mix(numbers: np.ndarray) -> np.ndarray:
     """Numbers to unrelated ones, one to one: the finaliser of SplitMix64."""
-    mixed = numbers ^ (numbers >> np.uint64(30))
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
+    bits = numbers ^ (numbers >> np.uint64(30))
+    bits *= np.uint64(0xBF58476D1CE4E5B9)
+    bits ^= bits >> np.uint64(27)
+    bits *= np.uint64(0x94D049BB133111EB)
+    bits ^= bits >> np.uint64(31)
+    return bits

@@ -42,9 +42,9 @@ class RowRouting:
         )
         if self.boundaries is not None:
             cuts = self.boundaries
-            rising = cuts.numel() == self.num_blocks + 1 and bool((cuts.diff() >= 0).all())
+            is_rising = cuts.numel() == self.num_blocks + 1 and bool((cuts.diff() >= 0).all())
             check(
-                rising and int(cuts[0]) == 0 and int(cuts[-1]) <= self.num_embeddings,
+                is_rising and int(cuts[0]) == 0 and int(cuts[-1]) <= self.num_embeddings,
                 "RowRouting.boundaries",
                 f"{self.num_blocks + 1} rising row numbers from 0 to at most {self.num_embeddings}",
                 cuts.tolist(),
@@ -126,13 +126,13 @@ class RowRouting:
         positions[order] = torch.arange(self.num_embeddings, dtype=torch.int32)
         return positions
 
-    def without_rows(self, dropped: Tensor) -> RowRouting:
+    def without_rows(self, is_dropped: Tensor) -> RowRouting:
         """The same routing with some rows moved to "no block"."""
-        if not bool(dropped.any()):
+        if not bool(is_dropped.any()):
             return self
         if self.boundaries is not None:
-            first = int(dropped.nonzero()[0])
-            if bool(dropped[first:].all()):
+            first = int(is_dropped.nonzero()[0])
+            if bool(is_dropped[first:].all()):
                 return RowRouting(
                     self.num_embeddings,
                     self.num_blocks,
@@ -140,7 +140,7 @@ class RowRouting:
                 )
         block_of_row = torch.empty(self.num_embeddings, dtype=_map_dtype(self.num_blocks))
         for rows, blocks in self.blocks_of_all():
-            block_of_row[rows] = blocks.masked_fill(dropped[rows], self.num_blocks)
+            block_of_row[rows] = blocks.masked_fill(is_dropped[rows], self.num_blocks)
         return RowRouting(self.num_embeddings, self.num_blocks, block_of_row=block_of_row)
 
     def with_unassigned_in(self, block: int) -> RowRouting:
@@ -269,11 +269,13 @@ class RecordLayout:
         return self.start_bytes(num_rows) + self.record_bytes * -(-num_rows // self.rows_per_record)
 
 
-def directory_bytes(routing: RowRouting, stored: Tensor | None = None) -> int:
+def directory_bytes(routing: RowRouting, rows_of_blocks: Tensor | None = None) -> int:
     """Returns the bytes of a directory, which says where every row stands."""
-    blocks = len(_occurring(routing))
-    if stored is not None:
-        blocks = int((stored > 0).sum()) + int(int(stored.sum()) < routing.num_embeddings)
+    blocks = len(_blocks_with_rows(routing))
+    if rows_of_blocks is not None:
+        blocks = int((rows_of_blocks > 0).sum()) + int(
+            int(rows_of_blocks.sum()) < routing.num_embeddings
+        )
     if blocks == 1:
         return 0
     if routing.boundaries is not None:
@@ -292,26 +294,24 @@ class RowDirectory:
     directory: Tensor
 
     def __post_init__(self) -> None:
-        place, listed, count = "RowDirectory", list(self.blocks), len(self.blocks)
+        place, numbers, count = "RowDirectory", list(self.blocks), len(self.blocks)
         rises = (
-            listed == sorted(set(listed))
+            numbers == sorted(set(numbers))
             and count > 0
-            and listed[0] >= 0
-            and listed[-1] <= self.num_blocks
+            and numbers[0] >= 0
+            and numbers[-1] <= self.num_blocks
         )
-        check(rises, f"{place}.blocks", f"rising numbers in 0..{self.num_blocks}", listed)
-        received = f"{self.directory.dtype} {tuple(self.directory.shape)}"
+        check(rises, f"{place}.blocks", f"rising numbers in 0..{self.num_blocks}", numbers)
+        value = f"{self.directory.dtype} {tuple(self.directory.shape)}"
         if self.is_sorted:
             size = self.num_blocks + 1
-            check(tuple(self.directory.shape) == (size,), place, f"{size} boundaries", received)
+            check(tuple(self.directory.shape) == (size,), place, f"{size} boundaries", value)
             return
         if count > 1:
             _check_count(self.num_blocks)
         size = RecordLayout(count).num_bytes(self.num_embeddings) if count > 1 else 0
         fits = self.directory.dtype == torch.uint8 and tuple(self.directory.shape) == (size,)
-        check(
-            fits, place, f"{size} bytes for {self.num_embeddings} rows of {count} blocks", received
-        )
+        check(fits, place, f"{size} bytes for {self.num_embeddings} rows of {count} blocks", value)
 
     @property
     def is_sorted(self) -> bool:
@@ -321,7 +321,7 @@ class RowDirectory:
     @classmethod
     def of(cls, routing: RowRouting) -> RowDirectory:
         """Builds the directory, a chunk of rows at a time."""
-        blocks = _occurring(routing)
+        blocks = _blocks_with_rows(routing)
         if len(blocks) == 1:
             directory = torch.empty(0, dtype=torch.uint8)
         elif routing.boundaries is not None:
@@ -353,10 +353,10 @@ class RowDirectory:
         counts, planes = records.tensor_split([COUNT_BYTES * layout.num_blocks], dim=1)
         planes = planes.reshape(len(ids), layout.num_planes, layout.rows_per_record // 8)
         row = ids % layout.rows_per_record
-        own = planes.gather(2, (row // 8).view(-1, 1, 1).expand(-1, layout.num_planes, 1)).squeeze(
+        byte = planes.gather(2, (row // 8).view(-1, 1, 1).expand(-1, layout.num_planes, 1)).squeeze(
             2
         )
-        bits = own >> (row % 8).unsqueeze(1).to(torch.uint8) & 1
+        bits = byte >> (row % 8).unsqueeze(1).to(torch.uint8) & 1
         place = (bits.long() << torch.arange(layout.num_planes, device=ids.device)).sum(1)
         place = place.clamp(max=layout.num_blocks - 1)  # a damaged directory may say more
         same = _all_of(planes ^ (bits - 1).unsqueeze(2))
@@ -367,15 +367,15 @@ class RowDirectory:
         same &= torch.where(bytes_before < 0, 255, torch.where(bytes_before == 0, last, 0)).to(
             torch.uint8
         )
-        before = _BITS_OF_BYTE.to(ids.device)[same.long()].sum(1, dtype=torch.int64)
+        rank = _BITS_OF_BYTE.to(ids.device)[same.long()].sum(1, dtype=torch.int64)
         at = (COUNT_BYTES * place).unsqueeze(1) + torch.arange(COUNT_BYTES, device=ids.device)
         low, high = counts.gather(1, at).long().unbind(1)
         count = low + (high << 8)
         block = torch.tensor(self.blocks, device=ids.device)[place]
-        return block, starts[ids // ROWS_PER_START, place] + count + before
+        return block, starts[ids // ROWS_PER_START, place] + count + rank
 
 
-def _occurring(routing: RowRouting) -> tuple[int, ...]:
+def _blocks_with_rows(routing: RowRouting) -> tuple[int, ...]:
     if routing.boundaries is None:
         _check_count(routing.num_blocks)
     return tuple(routing.row_counts(include_unassigned=True).nonzero().flatten().tolist())
@@ -394,8 +394,8 @@ def _check_count(num_blocks: int) -> None:
 
 def _all_of(planes: Tensor) -> Tensor:
     """Bits that are set in all planes: ``(I, P, bytes)`` -> ``(I, bytes)``."""
-    first, *others = planes.unbind(1)
-    for plane in others:
+    first, *rest = planes.unbind(1)
+    for plane in rest:
         first = first & plane
     return first
 
@@ -416,10 +416,12 @@ def _rank_directory(routing: RowRouting, blocks: tuple[int, ...]) -> Tensor:
             rows.start // layout.rows_per_record,
             ROWS_PER_START // layout.rows_per_record,
         )
-        before = torch.cat([torch.zeros(1, layout.num_blocks, dtype=torch.int64), counts[:-1]])
-        of_start = before[::per_start]
+        counts_before = torch.cat(
+            [torch.zeros(1, layout.num_blocks, dtype=torch.int64), counts[:-1]]
+        )
+        of_start = counts_before[::per_start]
         starts[rows.start // ROWS_PER_START :][: len(of_start)] = rows_before + of_start
-        since = before - of_start.repeat_interleave(per_start, dim=0)[: len(before)]
+        since = counts_before - of_start.repeat_interleave(per_start, dim=0)[: len(counts_before)]
         two_bytes = torch.stack([since & 0xFF, since >> 8], dim=2).to(torch.uint8).flatten(1)
         records[begin : begin + len(counts)] = torch.cat(
             [two_bytes, _planes_of_records(places, layout)], dim=1
@@ -432,17 +434,17 @@ def _counts_of_records(places: Tensor, layout: RecordLayout) -> Tensor:
     """Rows of each block in each record: ``(records, K)``."""
     record = torch.arange(len(places)) // layout.rows_per_record
     num_records = int(record[-1]) + 1
-    counted = torch.bincount(
+    counts = torch.bincount(
         record * layout.num_blocks + places, minlength=num_records * layout.num_blocks
     )
-    return counted.view(num_records, layout.num_blocks)
+    return counts.view(num_records, layout.num_blocks)
 
 
 def _planes_of_records(places: Tensor, layout: RecordLayout) -> Tensor:
     """Bit planes of each record: ``(records, P R / 8)`` uint8."""
-    padded = torch.nn.functional.pad(
+    numbers = torch.nn.functional.pad(
         places.to(torch.uint8), (0, -len(places) % layout.rows_per_record)
     )
-    eights = padded.view(-1, 1, layout.rows_per_record // 8, 8)
+    eights = numbers.view(-1, 1, layout.rows_per_record // 8, 8)
     bits = eights >> torch.arange(layout.num_planes, dtype=torch.uint8).view(-1, 1, 1) & 1
     return (bits << torch.arange(8, dtype=torch.uint8)).sum(3, dtype=torch.uint8).flatten(1)

@@ -25,7 +25,7 @@ _RAISES, _NO_WARNING = 0, torch.zeros(1, dtype=torch.int64)
 """Arguments with which FBGEMM's check of bounds raises, and changes nothing."""
 
 
-def named(features: Sequence[str]) -> str:
+def name_features(features: Sequence[str]) -> str:
     """Features as errors name them: ``"feature 'f'"``, ``"features 'f', 'g'"``."""
     names_shown = ", ".join(map(repr, features[:SHOWN])) + (
         ", ..." if len(features) > SHOWN else ""
@@ -49,7 +49,7 @@ def check_bags(features: KeyedJaggedTensor) -> None:
     offsets = features.offsets_or_none()
     if offsets is not None and num_bags:
         agree = int(offsets[0]) == 0 and bool((offsets.diff() == lengths).all())
-        check(agree, named(names), "offsets that rise from 0 by the lengths", "others")
+        check(agree, name_features(names), "offsets that rise from 0 by the lengths", "others")
 
 
 def offsets_of_rows(features: KeyedJaggedTensor, limits: Tensor) -> Tensor | None:
@@ -103,7 +103,7 @@ def refuse_bags(
     weights: Tensor | None = None,
 ) -> None:
     """Says what is wrong with the bags of a batch; looks at one after the other."""
-    everywhere, num_ids, num_bags = named(names), ids.numel(), sum(strides)
+    everywhere, num_ids, num_bags = name_features(names), ids.numel(), sum(strides)
     check(lengths.dtype in INTEGERS, everywhere, "int32 or int64 lengths", lengths.dtype)
     check(
         lengths.numel() == num_bags,
@@ -119,7 +119,7 @@ def refuse_bags(
     ]
     rest = num_ids
     for (name, number), length in zip(bags, lengths.flatten().tolist(), strict=True):
-        place, sample = named([name]), f"in sample {number}"
+        place, sample = name_features([name]), f"in sample {number}"
         check(length >= 0, place, "lengths of at least 0", f"{length} {sample}")
         value = f"a bag of {length} {sample}, with {rest} left"
         check(length <= rest, place, "no more ids than there are", value)
@@ -136,7 +136,7 @@ def readable_bags(
     names: Sequence[str], ids: Tensor, offsets: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Checks bags that an operator has refused, and converts them to dtypes that it takes."""
-    everywhere = named(names)
+    everywhere = name_features(names)
     check(offsets.dtype in INTEGERS, everywhere, "int32 or int64 offsets", offsets.dtype)
     first = int(offsets[0]) if offsets.numel() else None
     check(first == 0, everywhere, "offsets that rise from 0", first)
@@ -152,7 +152,7 @@ def integer_ids(ids: Tensor, names: Sequence[str]) -> Tensor:
     if ids.dtype in INTEGERS:
         return ids
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(describe(named(names), "integer ids", ids.dtype, "convert them"))
+        raise TypeError(describe(name_features(names), "integer ids", ids.dtype, "convert them"))
     return ids.long()
 
 
@@ -322,8 +322,8 @@ def jagged_by_key(features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
             values=features.values(), lengths=features.lengths(), weights=features.weights_or_none()
         )
         return dict.fromkeys(features.keys(), no_bags)
-    jagged = features.to_dict()
-    if any(bags.values().device != features.device() for bags in jagged.values()):
+    bags_of_keys = features.to_dict()
+    if any(bags.values().device != features.device() for bags in bags_of_keys.values()):
         features._jt_dict = None
-        jagged = features.to_dict()
-    return jagged
+        bags_of_keys = features.to_dict()
+    return bags_of_keys

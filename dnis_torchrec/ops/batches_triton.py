@@ -21,9 +21,9 @@ MOST_COLUMNS_PER_PROGRAM = 128
 """Output columns that one program adds up at most; wider tables take several programs per bag."""
 
 
-def jitted(function: Any) -> Any:
-    """Compiles a function when it is first launched; None where Triton is not there."""
-    return None if triton is None else triton.jit(function)
+def jit(function: Any) -> Any:
+    """Compiles a function when it is first launched; without Triton it stays as it is."""
+    return function if triton is None else triton.jit(function)
 
 
 def column_programs(embedding_dims: Sequence[int]) -> tuple[int, int]:
@@ -47,23 +47,11 @@ def on_device(features: tuple[tuple[int, ...], ...], device: torch.device) -> Te
     return torch.tensor(features, dtype=torch.int64).to(device)
 
 
-def _bag_bounds(offsets, bag, num_bags, num_ids):  # type: ignore[no-untyped-def]
-    """Where the ids of bags begin and end, and whether offsets rise from 0 to `num_ids`: where not,
-    bags are empty."""
-    begin, end = tl.load(offsets + bag).to(tl.int64), tl.load(offsets + bag + 1).to(tl.int64)
-    is_sound = (begin >= 0) & (begin <= end) & (end <= num_ids)
-    is_sound = is_sound & (tl.load(offsets) == 0) & (tl.load(offsets + num_bags) == num_ids)
-    return begin, tl.where(is_sound, end, begin), is_sound
-
-
-bag_bounds = jitted(_bag_bounds)
-
-
 BAGS_PER_CHECK, IDS_PER_CHECK = 256, 256
 
 
 def bad_bags(
-    ids: Tensor, lengths: Tensor, offsets: Tensor, bounds: Tensor, longest: Tensor, unlimited: int
+    ids: Tensor, lengths: Tensor, offsets: Tensor, bounds: Tensor, longest: Tensor, no_limit: int
 ) -> Tensor:
     """Looks for lengths and ids that may not be. Local; the GPU alone waits for it."""
     has_no_bags, num_keys = lengths.numel() == 0, len(bounds)
@@ -82,7 +70,7 @@ def bad_bags(
             ids.numel(),
             lengths.numel(),
             batch_size,
-            unlimited,
+            no_limit,
             bags_per_program=BAGS_PER_CHECK,
             ids_per_step=IDS_PER_CHECK,
         )
@@ -99,17 +87,17 @@ def _check_bags(  # type: ignore[no-untyped-def]
     num_ids,
     num_bags,
     batch_size,
-    unlimited,
+    no_limit,
     bags_per_program: tl.constexpr,
     ids_per_step: tl.constexpr,
 ):
     """Checks some bags of one key, and every id in them."""
     first = tl.program_id(0).to(tl.int64) * bags_per_program
     key, last = tl.program_id(1), tl.minimum(first + bags_per_program, batch_size)
-    own = first + tl.arange(0, bags_per_program)
+    sample = first + tl.arange(0, bags_per_program)
     is_bag, bag, begin_of_key = (
-        own < last,
-        key.to(tl.int64) * batch_size + own,
+        sample < last,
+        key.to(tl.int64) * batch_size + sample,
         key.to(tl.int64) * batch_size,
     )
     length = tl.load(lengths + bag, mask=is_bag, other=0).to(tl.int64)
@@ -125,7 +113,7 @@ def _check_bags(  # type: ignore[no-untyped-def]
     is_sound = is_sound & (tl.load(offsets) == 0) & (tl.load(offsets + num_bags) == num_ids)
     bad |= tl.where(is_sound, 0, 1)
     bound = tl.load(bounds + key)
-    high = tl.where(is_sound & (bound != unlimited), high, low)
+    high = tl.where(is_sound & (bound != no_limit), high, low)
     for start in range(low, high, ids_per_step):
         place = start + tl.arange(0, ids_per_step)
         id_there = tl.load(ids + place, mask=place < high, other=0).to(tl.int64)
@@ -135,4 +123,4 @@ def _check_bags(  # type: ignore[no-untyped-def]
     tl.store(fault, 1, mask=bad != 0)
 
 
-_check_kernel: Any = jitted(_check_bags)
+_check_kernel: Any = jit(_check_bags)

@@ -50,7 +50,7 @@ ELF_HEADER = struct.Struct("=40xQ10xHH2x")
 
 logger = logging.getLogger(__name__)
 
-_built_elsewhere: ContextVar[tuple[Path, ...]] = ContextVar("built_elsewhere", default=())
+_fallback_libraries: ContextVar[tuple[Path, ...]] = ContextVar("fallback_libraries", default=())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class NativeLibrary:
         try:
             return self._build(again)
         except (OSError, RuntimeError) as error:
-            for library in _built_elsewhere.get():
+            for library in _fallback_libraries.get():
                 if library.name.rpartition("_")[0] == self.name:
                     logger.info("taking %s, for here: %s", library, error)
                     return library
@@ -162,8 +162,8 @@ class NativeLibrary:
             requirement = "a library that only you or root can write"
             raise self._error(requirement, "another", f"remove {str(library)!r}")
 
-    def _error(self, requirement: str, received: str, remedy: str) -> RuntimeError:
-        return RuntimeError(describe(self.place, requirement, received, remedy))
+    def _error(self, requirement: str, value: str, remedy: str) -> RuntimeError:
+        return RuntimeError(describe(self.place, requirement, value, remedy))
 
 
 def _is_cut_off(library: Path) -> bool:
@@ -180,14 +180,14 @@ def _is_cut_off(library: Path) -> bool:
 
 
 @contextmanager
-def built_elsewhere(libraries: Sequence[Path]) -> Iterator[None]:
+def fallback_libraries(libraries: Sequence[Path]) -> Iterator[None]:
     """Has `NativeLibrary.build` give libraries that were built elsewhere, where it cannot build
     them itself."""
-    token = _built_elsewhere.set(tuple(library.resolve() for library in libraries))
+    token = _fallback_libraries.set(tuple(library.resolve() for library in libraries))
     try:
         yield
     finally:
-        _built_elsewhere.reset(token)
+        _fallback_libraries.reset(token)
 
 
 def find_compiler() -> str | None:

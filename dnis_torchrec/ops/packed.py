@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from dnis_torchrec.blocks.codes import FLOAT_BITS, field_offsets
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.ops.batches import INTEGERS, are_sound, named, refuse_bags
+from dnis_torchrec.ops.batches import INTEGERS, are_sound, name_features, refuse_bags
 from dnis_torchrec.ops.build import LOOKUPS, NAMESPACE, once
 
 PACKED_EMBEDDING_BAG = "packed_embedding_bag"
@@ -145,10 +145,10 @@ def torch_packed_embedding_bag(
         if per_sample_weights is not None:
             values = values * per_sample_weights[first:last][places].unsqueeze(1)
         bag = torch.repeat_interleave(lengths, output_size=last - first)[places]
-        pooled = out.new_zeros(batch_size, embedding_dim).index_add_(0, bag, values)
+        sums = out.new_zeros(batch_size, embedding_dim).index_add_(0, bag, values)
         if is_mean:
-            pooled /= lengths.clamp(min=1).unsqueeze(1)
-        out[:, first_column : first_column + embedding_dim] = pooled
+            sums /= lengths.clamp(min=1).unsqueeze(1)
+        out[:, first_column : first_column + embedding_dim] = sums
     return out
 
 
@@ -233,8 +233,8 @@ def torch_bag_offsets(lengths: Tensor, ids: Tensor, features: Tensor) -> Tensor:
     one."""
     names = bytes(features.tolist()).decode().split("\n")
     fits = lengths.dim() == 2 and len(lengths) == len(names)
-    check(fits, named(names), "contiguous lengths of shape (F, B) on the CPU", "others")
-    check(lengths.dtype in INTEGERS, named(names), "int32 or int64 lengths", "others")
+    check(fits, name_features(names), "contiguous lengths of shape (F, B) on the CPU", "others")
+    check(lengths.dtype in INTEGERS, name_features(names), "int32 or int64 lengths", "others")
     if not are_sound(lengths, lengths.numel(), ids.numel()):
         refuse_bags(names, lengths, [lengths.shape[1]] * len(names), ids.flatten())
     return torch.cat(

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dnis_torchrec.blocks.routing import ROWS_PER_START, RecordLayout
 from dnis_torchrec.checks import check
 from dnis_torchrec.ops import batches_triton
-from dnis_torchrec.ops.batches_triton import check_keys, column_programs, jitted, on_device
+from dnis_torchrec.ops.batches_triton import check_keys, column_programs, jit, on_device
 from dnis_torchrec.ops.packed import COLUMNS_PER_GROUP, GROUP_FIELDS
 
 if batches_triton.triton is not None:
@@ -54,7 +54,7 @@ class Feature(NamedTuple):
 
 
 def find_rows_(
-    found: Tensor,
+    places: Tensor,
     fault: Tensor,
     ids: Tensor,
     offsets: Tensor,
@@ -71,7 +71,7 @@ def find_rows_(
         offsets,
         features,
         block_layout,
-        found,
+        places,
         fault,
         *sizes,
         checks_ids=checks_ids,
@@ -103,15 +103,15 @@ def _place_in_record(  # type: ignore[no-untyped-def]  # as above
         0, rows_per_record // 16
     )  # of 16 bits of a plane: records begin at even bytes
     planes = (record + 2 * num_blocks)[:, None] + number[None, :] * 2
-    left = place[:, None] - number[None, :] * 16
-    inside = tl.minimum(tl.maximum(left, 0), 16)
+    offset = place[:, None] - number[None, :] * 16
+    inside = tl.minimum(tl.maximum(offset, 0), 16)
     same = ((inside * 0 + 1) << inside) - 1  # the bits of rows before it
     block = place * 0
     for plane in tl.static_range(num_planes):
         address = (planes + plane * (rows_per_record // 8)).to(tl.pointer_type(tl.uint16))
         bits = tl.load(address, mask=is_row[:, None], other=0).to(tl.int32)
-        own = tl.sum(tl.where((left >= 0) & (left < 16), bits, 0), axis=1)
-        bit = (own >> (place % 16)) & 1
+        word = tl.sum(tl.where((offset >= 0) & (offset < 16), bits, 0), axis=1)
+        bit = (word >> (place % 16)) & 1
         block += bit << plane
         same &= bits ^ ((bit - 1) & 0xFFFF)[:, None]
     return block, tl.sum(_count(same), axis=1)
@@ -140,14 +140,14 @@ def _where_rows_stand(  # type: ignore[no-untyped-def]  # as above
     if kind == 2:
         record = tl.load(feature + 2) + row // rows_per_record * tl.load(feature + 3)
         place = (row % rows_per_record).to(tl.int32)
-        block, before = _place(record, place, is_row, num_blocks, num_planes, rows_per_record)
+        block, rank = _place(record, place, is_row, num_blocks, num_planes, rows_per_record)
         is_block = is_row & (block < num_blocks)
         starts = (
             tl.load(feature + 1).to(tl.pointer_type(tl.int64)) + row // rows_per_start * num_blocks
         )
         start = tl.load(starts + block, mask=is_block, other=0)
         count = tl.load((record + 2 * block).to(tl.pointer_type(tl.uint16)), mask=is_block, other=0)
-        position = start + count.to(tl.int64) + before
+        position = start + count.to(tl.int64) + rank
     return block, position
 
 
@@ -166,12 +166,8 @@ def _segment_of_bags(  # type: ignore[no-untyped-def]  # as above
     return tl.where(is_sound, begin, 0), tl.where(is_sound, end, 0), is_sound
 
 
-_count, _place, _locate = (
-    jitted(_count_of_bits),
-    jitted(_place_in_record),
-    jitted(_where_rows_stand),
-)
-segment_of_bags = jitted(_segment_of_bags)
+_count, _place, _locate = (jit(_count_of_bits), jit(_place_in_record), jit(_where_rows_stand))
+segment_of_bags = jit(_segment_of_bags)
 
 
 def _find_rows(  # type: ignore[no-untyped-def]  # as above
@@ -179,7 +175,7 @@ def _find_rows(  # type: ignore[no-untyped-def]  # as above
     offsets,
     features,
     blocks,
-    found,
+    places,
     fault,
     num_ids,
     num_bags,
@@ -201,7 +197,7 @@ def _find_rows(  # type: ignore[no-untyped-def]  # as above
     begin, end, is_sound = segment_of_bags(
         offsets, feature, segment, num_ids, num_bags, batch_size, bags_per_segment
     )
-    bad, layer = tl.where(is_sound, 0, 1), found + tl.load(feature + 11) * num_ids
+    bad, layer = tl.where(is_sound, 0, 1), places + tl.load(feature + 11) * num_ids
     of_blocks, num_rows, num_blocks = (
         blocks + tl.load(feature + 5) * 4,
         tl.load(feature + 4),
@@ -234,7 +230,7 @@ def _find_rows(  # type: ignore[no-untyped-def]  # as above
     tl.store(fault, 1, mask=bad != 0)
 
 
-_search_kernel: Any = jitted(_find_rows)
+_search_kernel: Any = jit(_find_rows)
 
 
 BAGS_PER_PROGRAM, NUM_WARPS = 8, 4
@@ -283,14 +279,14 @@ def triton_packed_embedding_bag(
     layers = 1 + max(
         (feature.layer for features in launches.values() for feature in features), default=0
     )
-    found = torch.empty(layers, ids.numel(), dtype=torch.int64, device=ids.device)
+    places = torch.empty(layers, ids.numel(), dtype=torch.int64, device=ids.device)
     fault = torch.zeros(1, dtype=torch.int32, device=ids.device)
     block_layout, columns = block_layout.to(ids.device), _column_constants(groups, ids.device)
     sizes = (ids.numel(), offsets.numel() - 1, batch_size)
     for directory, features in launches.items():
         of_features = on_device(features, ids.device)
         find_rows_(
-            found,
+            places,
             fault,
             ids,
             offsets,
@@ -310,9 +306,9 @@ def triton_packed_embedding_bag(
                 programs_per_bag,
             )
         ](
-            found,
+            places,
             offsets,
-            found if per_sample_weights is None else per_sample_weights,
+            places if per_sample_weights is None else per_sample_weights,
             of_features,
             block_layout,
             columns,
@@ -342,8 +338,8 @@ def _column_constants(groups: Tensor, device: torch.device) -> Tensor:
     """All that a lookup reads about a column, ``(groups, 16, 2)`` int32; of groups as
     `field_groups` has them."""
     version = (device, None if groups.is_inference() else groups._version)
-    known = _columns_of_groups.get(groups)
-    if known is None or known[0] != version or version[1] is None:
+    entry = _columns_of_groups.get(groups)
+    if entry is None or entry[0] != version or version[1] is None:
         columns = torch.empty(len(groups), COLUMNS_PER_GROUP, 2, dtype=torch.int32, device=device)
         if len(groups):
             _constants_kernel[(len(groups),)](
@@ -357,8 +353,8 @@ def _column_constants(groups: Tensor, device: torch.device) -> Tensor:
             torch.cuda.current_stream(
                 device
             ).synchronize()  # once: another stream may be the next to read them
-        known = _columns_of_groups[groups] = (version, columns)
-    return known[1]
+        entry = _columns_of_groups[groups] = (version, columns)
+    return entry[1]
 
 
 @functools.lru_cache(maxsize=256)
@@ -370,7 +366,7 @@ def _launches(
 ) -> dict[Directory, tuple[Feature, ...]]:
     """Features of equal directories; a module's stay where they are, so few calls find out
     anything."""
-    found: dict[Directory, list[Feature]] = defaultdict(list)
+    launches: dict[Directory, list[Feature]] = defaultdict(list)
     for index, (table, first_column, embedding_dim, is_mean) in enumerate(feature_layout):
         num_rows, first_block, num_blocks, of_rows, of_directory = table_layout[table]
         kind, layout, start = NO_DIRECTORY, RecordLayout(2), 0
@@ -379,7 +375,7 @@ def _launches(
             kind = SORTED if is_sorted else RANKS
         if kind == RANKS:
             layout = RecordLayout(num_blocks)
-        found[Directory(kind, layout.num_planes, layout.rows_per_record)].append(
+        launches[Directory(kind, layout.num_planes, layout.rows_per_record)].append(
             Feature(
                 rows=tables[of_rows][0] if of_rows >= 0 else 0,
                 directory=start,
@@ -395,7 +391,7 @@ def _launches(
                 layer=keys[:index].count(keys[index]),
             )
         )
-    return {directory: tuple(features) for directory, features in found.items()}
+    return {directory: tuple(features) for directory, features in launches.items()}
 
 
 def _bags_of_program(  # type: ignore[no-untyped-def]
@@ -437,9 +433,9 @@ def _words_of_rows(low, byte):  # type: ignore[no-untyped-def]  # as above
 
 def _values_of_words(low, high, word, next_word, bit):  # type: ignore[no-untyped-def]  # as above
     """The values of some columns of rows; 0 where both constants are."""
-    unused = low >> 24 & 31
+    spare_bits = low >> 24 & 31
     both = (word.to(tl.int64) & 0xFFFFFFFF) | (next_word.to(tl.int64) << 32)
-    field = ((both >> bit).to(tl.int32) << unused).to(tl.uint32, bitcast=True) >> unused.to(
+    field = ((both >> bit).to(tl.int32) << spare_bits).to(tl.uint32, bitcast=True) >> spare_bits.to(
         tl.uint32
     )
     field = field.to(tl.int32, bitcast=True)
@@ -476,11 +472,11 @@ def _constants_of_group(  # type: ignore[no-untyped-def]  # as above
     tl.store(constants + 1, (scale.to(tl.int32, bitcast=True) & -65536) | (shift & 0xFFFF))
 
 
-_bags, _words, _values = jitted(_bags_of_program), jitted(_words_of_rows), jitted(_values_of_words)
+_bags, _words, _values = jit(_bags_of_program), jit(_words_of_rows), jit(_values_of_words)
 
 
 def _pool_bags(  # type: ignore[no-untyped-def]  # as above
-    found,
+    places,
     offsets,
     weights,
     features,
@@ -519,17 +515,17 @@ def _pool_bags(  # type: ignore[no-untyped-def]  # as above
     column = tl.program_id(2) * columns_per_program + tl.arange(0, columns_per_program)
     is_column = (column < tl.load(feature + 9))[None, :]
     lanes = columns + 2 * column[None, :]  # groups follow one another: their columns do, too
-    rows, here = tl.load(feature), found + tl.load(feature + 11) * num_ids + begin
+    rows, here = tl.load(feature), places + tl.load(feature + 11) * num_ids + begin
     if is_one_block:  # then rows differ in nothing but their bytes, and constants are loaded once
         group = tl.load(blocks + tl.load(feature + 5) * 4 + 3)
         constants = lanes + 2 * group * columns_per_group
         low_of_all = tl.load(constants, mask=is_column & (group >= 0), other=0)
         high_of_all = tl.load(constants + 1, mask=is_column & (group >= 0), other=0)
-    pooled = tl.zeros((bags_per_program, columns_per_program), tl.float32)
-    coming = tl.load(here, mask=length > 0, other=-1)
+    sums = tl.zeros((bags_per_program, columns_per_program), tl.float32)
+    next_place = tl.load(here, mask=length > 0, other=-1)
     for step in range(0, tl.max(tl.max(length, axis=1), axis=0)):
-        place = coming  # the next one is asked for before this one's bytes are there
-        coming = tl.load(here + (step + 1), mask=step + 1 < length, other=-1)
+        place = next_place  # the next one is asked for before this one's bytes are there
+        next_place = tl.load(here + (step + 1), mask=step + 1 < length, other=-1)
         is_read, byte = place >= 0, rows + (place >> group_bits)
         if is_one_block:
             low, high = tl.where(is_read, low_of_all, 0), tl.where(is_read, high_of_all, 0)
@@ -542,13 +538,13 @@ def _pool_bags(  # type: ignore[no-untyped-def]  # as above
         value = _values(low, high, word, next_word, bit)
         if has_weights:
             value *= tl.load(weights + begin + step, mask=place >= 0, other=0.0)
-        pooled += value
+        sums += value
     count = tl.where(tl.load(feature + 10) != 0, tl.maximum(length, 1), 1).to(
         tl.float32
     )  # MEAN divides
     to = out + bag * width + tl.load(feature + 8) + column[None, :]
-    tl.store(to, tl.div_rn(pooled, count), mask=(bag < batch_size) & is_column)
+    tl.store(to, tl.div_rn(sums, count), mask=(bag < batch_size) & is_column)
 
 
-_kernel: Any = jitted(_pool_bags)
-_constants_kernel: Any = jitted(_constants_of_group)
+_kernel: Any = jit(_pool_bags)
+_constants_kernel: Any = jit(_constants_of_group)

@@ -45,7 +45,7 @@ class _SelectPieces(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        pooled: Tensor,
+        bag_sums: Tensor,
         alpha: Tensor,
         rows: Tensor,
         divisors: Tensor | None,
@@ -54,9 +54,11 @@ class _SelectPieces(torch.autograd.Function):
         watch: Watch | None,
     ) -> Tensor:
         needs_pooled, needs_alpha = ctx.needs_input_grad[:2]
-        is_result = pooled.grad_fn is not None or not pooled.requires_grad
-        is_free = not needs_alpha and is_result and pooled.is_contiguous() and not pooled._is_view()
-        values = pooled.contiguous()
+        is_result = bag_sums.grad_fn is not None or not bag_sums.requires_grad
+        is_free = (
+            not needs_alpha and is_result and bag_sums.is_contiguous() and not bag_sums._is_view()
+        )
+        values = bag_sums.contiguous()
         ctx.is_output_room = is_free and torch.equal(layout[:, 0], layout[:, 1])
         if ctx.is_output_room:
             out = values
@@ -72,12 +74,12 @@ class _SelectPieces(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        alpha, rows, divisors, layout, pooled = ctx.saved_tensors
+        alpha, rows, divisors, layout, bag_sums = ctx.saved_tensors
         grad_pooled = grad_alpha = None
         grad, operators = grad.contiguous(), _operators(grad)
         if ctx.needs_input_grad[1]:
             grad_alpha = torch.empty_like(alpha)
-            operators.sum_alpha_gradient(grad, pooled, rows, divisors, layout, grad_alpha)
+            operators.sum_alpha_gradient(grad, bag_sums, rows, divisors, layout, grad_alpha)
         if ctx.needs_input_grad[0]:
             room, ctx.room = ctx.room, None  # the graph may live on, with the loss
             if room is not None and ctx.is_output_room and _is_held_elsewhere(room):
@@ -132,7 +134,7 @@ def _operators(values: Tensor) -> Any:
 
 
 def select_pieces(
-    pooled: Tensor,
+    bag_sums: Tensor,
     alpha: Tensor,
     rows: Tensor,
     divisors: Tensor | None,
@@ -142,7 +144,7 @@ def select_pieces(
     watch: Watch | None = None,
 ) -> Tensor:
     """Soft selection of every output key of a collection at once."""
-    return _SelectPieces.apply(pooled, alpha, rows, divisors, layout, width, watch)
+    return _SelectPieces.apply(bag_sums, alpha, rows, divisors, layout, width, watch)
 
 
 def fill_rows_(
@@ -266,14 +268,14 @@ class _SelectSparse(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        pooled: Tensor,
+        bag_sums: Tensor,
         alpha: Tensor,
         starts: Tensor,
         rows: Tensor,
         layout: Tensor,
         width: int,
     ) -> Tensor:
-        values = pooled.contiguous()
+        values = bag_sums.contiguous()
         out = values.new_empty(starts.shape[1] - 1, width)
         torch.ops.dnis_torchrec.select_sparse(values, alpha, starts, rows, layout, out)
         ctx.save_for_backward(
@@ -284,12 +286,12 @@ class _SelectSparse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        alpha, starts, rows, layout, pooled = ctx.saved_tensors
+        alpha, starts, rows, layout, bag_sums = ctx.saved_tensors
         grad_pooled = grad_alpha = None
         grad, operators = grad.contiguous(), torch.ops.dnis_torchrec
         if ctx.needs_input_grad[1]:
             grad_alpha = torch.empty_like(alpha)
-            operators.sum_sparse_alpha_gradient(grad, pooled, starts, rows, layout, grad_alpha)
+            operators.sum_sparse_alpha_gradient(grad, bag_sums, starts, rows, layout, grad_alpha)
         if ctx.needs_input_grad[0]:
             # No kernel reads the gradient of an empty bag: it stays unwritten, but where somebody
             # looks for NaN.
@@ -303,10 +305,10 @@ class _SelectSparse(torch.autograd.Function):
 
 
 def select_sparse(
-    pooled: Tensor, alpha: Tensor, bags: SparseBags, layout: Tensor, width: int
+    bag_sums: Tensor, alpha: Tensor, bags: SparseBags, layout: Tensor, width: int
 ) -> Tensor:
     """Soft selection of sparse bags. CPU, compiled."""
-    return _SelectSparse.apply(pooled, alpha, bags.starts, bags.rows, layout, width)
+    return _SelectSparse.apply(bag_sums, alpha, bags.starts, bags.rows, layout, width)
 
 
 ROUNDED_AT_A_TIME = 1 << 18

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.ops import batches_triton
-from dnis_torchrec.ops.batches_triton import jitted, on_device
+from dnis_torchrec.ops.batches_triton import jit, on_device
 
 if batches_triton.triton is not None:
     import triton.language as tl
@@ -72,11 +72,11 @@ class PieceLayout(NamedTuple):
 def layout_of(layout: Tensor, device: torch.device) -> PieceLayout:
     """Returns a layout as the kernels read it; a module's stays the same, so it is copied to the
     device once."""
-    return _described(tuple(map(tuple, layout.tolist())), device)
+    return _describe_layout(tuple(map(tuple, layout.tolist())), device)
 
 
 @functools.lru_cache(maxsize=256)
-def _described(fields: tuple[tuple[int, ...], ...], device: torch.device) -> PieceLayout:
+def _describe_layout(fields: tuple[tuple[int, ...], ...], device: torch.device) -> PieceLayout:
     outputs: list[OutputFields] = []
     pieces: list[PieceFields] = []
     alphas, begin, num_sums = [], 0, 0
@@ -110,9 +110,9 @@ def _described(fields: tuple[tuple[int, ...], ...], device: torch.device) -> Pie
         torch.tensor(pieces, dtype=torch.int32),
     )
     return PieceLayout(
-        output_of_column=_numbered([output.dim for output in outputs], device),
+        output_of_column=_number_columns([output.dim for output in outputs], device),
         outputs=by_output.to(device),
-        piece_of_column=_numbered([piece.dim for piece in pieces], device),
+        piece_of_column=_number_columns([piece.dim for piece in pieces], device),
         pieces=by_piece.to(device),
         alpha_of_sum=torch.cat([torch.empty(0, dtype=torch.int64), *alphas]).to(device),
         most_rows=max((piece.num_rows for piece in pieces), default=0),
@@ -121,13 +121,13 @@ def _described(fields: tuple[tuple[int, ...], ...], device: torch.device) -> Pie
     )
 
 
-def _numbered(sizes: Sequence[int], device: torch.device) -> Tensor:
+def _number_columns(sizes: Sequence[int], device: torch.device) -> Tensor:
     numbers = torch.arange(len(sizes), dtype=torch.int32)
     return numbers.repeat_interleave(torch.tensor(sizes, dtype=torch.int64)).to(device)
 
 
 def select_pooled(
-    pooled: Tensor,
+    bag_sums: Tensor,
     alpha: Tensor,
     rows: Tensor,
     divisors: Tensor | None,
@@ -137,7 +137,7 @@ def select_pooled(
     """Writes pooled embeddings times alpha, summed over the pieces of an output, with the bits of
     the CPU's operator."""
     columns = layout_of(layout, out.device)
-    _for_tiles(_select_kernel, columns, pooled, alpha, rows, divisors, out)
+    _for_tiles(_select_kernel, columns, bag_sums, alpha, rows, divisors, out)
 
 
 def spread_gradient(
@@ -178,7 +178,7 @@ def _for_tiles(
     divisors: Tensor | None,
     narrow: Tensor,
     *more: Tensor,
-    **fixed: bool,
+    **constants: bool,
 ) -> None:
     """Runs a kernel on tiles of outputs: those side by side in memory follow one another, for they
     share its pages."""
@@ -206,7 +206,7 @@ def _for_tiles(
         column_tiles,
         has_divisors=divisors is not None,
         in_order=columns.in_order,
-        **fixed,
+        **constants,
         fields_per_output=len(OutputFields._fields),
         fields_per_piece=len(PieceFields._fields),
         samples_per_program=SAMPLES_PER_PROGRAM,
@@ -218,7 +218,7 @@ def _for_tiles(
 
 def sum_alpha_gradient(
     grad: Tensor,
-    pooled: Tensor,
+    bag_sums: Tensor,
     rows: Tensor,
     divisors: Tensor | None,
     layout: Tensor,
@@ -242,7 +242,7 @@ def sum_alpha_gradient(
     sums = grad_alpha.new_empty(cdiv(batch_size, samples_per_chunk), len(columns.alpha_of_sum))
     _sum_kernel[(column_tiles, len(sums), cdiv(columns.most_rows, blocks))](
         grad,
-        pooled,
+        bag_sums,
         rows,
         grad if divisors is None else divisors,
         columns.piece_of_column,
@@ -251,7 +251,7 @@ def sum_alpha_gradient(
         batch_size,
         samples_per_chunk,
         num_columns,
-        pooled.shape[1],
+        bag_sums.shape[1],
         grad.shape[1],
         rows.shape[1],
         0 if divisors is None else divisors.shape[1],
@@ -381,15 +381,11 @@ def _rows_and_factors(  # type: ignore[no-untyped-def]  # as above
     return row, factor
 
 
-_tile, _factors, _place = (
-    jitted(_tile_of_outputs),
-    jitted(_rows_and_factors),
-    jitted(_place_of_piece),
-)
+_tile, _factors, _place = (jit(_tile_of_outputs), jit(_rows_and_factors), jit(_place_of_piece))
 
 
 def _select_tile(  # type: ignore[no-untyped-def]  # as above
-    pooled,
+    bag_sums,
     alpha,
     rows,
     divisors,
@@ -429,7 +425,9 @@ def _select_tile(  # type: ignore[no-untyped-def]  # as above
         at, is_there = _place(
             pieces, piece, inside, number, count, column, within, in_order, fields_per_piece
         )
-        value = tl.load(pooled + sample[:, None] * in_width + at[None, :], mask=is_there, other=0.0)
+        value = tl.load(
+            bag_sums + sample[:, None] * in_width + at[None, :], mask=is_there, other=0.0
+        )
         row, factor = _factors(alpha, rows, sample, num_pieces, piece, first_alpha, dim, is_there)
         total += tl.where(row >= 0, value.to(tl.float32) * factor, 0.0)
     if has_divisors:
@@ -478,9 +476,9 @@ def _spread_tile(  # type: ignore[no-untyped-def]  # as above
         samples_per_program,
         columns_per_program,
     )
-    own = tl.load(grad + sample[:, None] * out_width + place[None, :], mask=inside, other=0.0).to(
-        tl.float32
-    )
+    gradient = tl.load(
+        grad + sample[:, None] * out_width + place[None, :], mask=inside, other=0.0
+    ).to(tl.float32)
     if has_divisors:
         divisor = tl.load(
             divisors + sample[:, None] * num_outputs + output[None, :], mask=inside, other=1.0
@@ -491,20 +489,20 @@ def _spread_tile(  # type: ignore[no-untyped-def]  # as above
             pieces, piece, inside, number, count, column, within, in_order, fields_per_piece
         )
         row, factor = _factors(alpha, rows, sample, num_pieces, piece, first_alpha, dim, is_there)
-        value = own * factor
+        value = gradient * factor
         if has_divisors:
             value = tl.div_rn(value, divisor)
         if keep_empty:
             is_there = is_there & (row >= 0)
         to = grad_pooled + sample[:, None] * in_width + at[None, :]
         tl.store(to, tl.where(row >= 0, value, 0.0), mask=is_there)
-    is_bad = tl.where(tl.abs(own) < float("inf"), 0, 1)
+    is_bad = tl.where(tl.abs(gradient) < float("inf"), 0, 1)
     tl.store(fault, 1, mask=tl.max(tl.max(is_bad, axis=1), axis=0) != 0)
 
 
 def _sum_chunk(  # type: ignore[no-untyped-def]  # as above
     grad,
-    pooled,
+    bag_sums,
     rows,
     divisors,
     piece_of_column,
@@ -543,14 +541,14 @@ def _sum_chunk(  # type: ignore[no-untyped-def]  # as above
     for first in range(begin, end, samples_per_step):
         sample = first + tl.arange(0, samples_per_step)
         inside = (sample < end)[:, None] & is_column[None, :]
-        left = tl.load(
+        grad_value = tl.load(
             grad + sample[:, None] * out_width + out_column[None, :], mask=inside, other=0.0
         )
-        right = tl.load(
-            pooled + sample[:, None] * in_width + in_column[None, :], mask=inside, other=0.0
+        bag_sum = tl.load(
+            bag_sums + sample[:, None] * in_width + in_column[None, :], mask=inside, other=0.0
         )
         row = tl.load(rows + sample[:, None] * num_pieces + piece[None, :], mask=inside, other=-1)
-        product = left.to(tl.float32) * right.to(tl.float32)
+        product = grad_value.to(tl.float32) * bag_sum.to(tl.float32)
         if has_divisors:
             divisor = tl.load(
                 divisors + sample[:, None] * num_outputs + output[None, :], mask=inside, other=1.0
@@ -593,28 +591,28 @@ def _fill_feature(  # type: ignore[no-untyped-def]  # as above
     bag = tl.load(feature + 4) * batch_size + sample
     is_id = is_bag & (tl.load(lengths + bag, mask=is_bag, other=0) > 0)
     place = tl.load(ends_of_bags + bag, mask=is_id, other=1) - 1
-    own = tl.load(ids + place, mask=is_id, other=0).to(tl.int64)
-    is_row = is_id & (own >= 0) & ((width == 0) | (own < size))
+    row_id = tl.load(ids + place, mask=is_id, other=0).to(tl.int64)
+    is_row = is_id & (row_id >= 0) & ((width == 0) | (row_id < size))
     # a table has a map of one width, or ends: of the other ways nothing is loaded, and none is
     # branched to
     block = tl.load(
-        routing.to(tl.pointer_type(tl.uint8)) + own, mask=is_row & (width == 1), other=0
+        routing.to(tl.pointer_type(tl.uint8)) + row_id, mask=is_row & (width == 1), other=0
     ).to(tl.int32)
     block += tl.load(
-        routing.to(tl.pointer_type(tl.uint16)) + own, mask=is_row & (width == 2), other=0
+        routing.to(tl.pointer_type(tl.uint16)) + row_id, mask=is_row & (width == 2), other=0
     ).to(tl.int32)
     for first in range(0, tl.where(width == 0, size, 0), ends_per_step):
         number = first + tl.arange(0, ends_per_step)
         end = tl.load(routing.to(tl.pointer_type(tl.int64)) + number, mask=number < size, other=0)
         block += tl.sum(
-            tl.where((end[None, :] <= own[:, None]) & (number < size)[None, :], 1, 0), axis=1
+            tl.where((end[None, :] <= row_id[:, None]) & (number < size)[None, :], 1, 0), axis=1
         )
     row = tl.where(is_row, tl.load(feature + 5) + block, -1)
     tl.store(rows + sample * num_pieces + tl.load(feature + 3), row, mask=is_bag)
 
 
-_select_kernel: Any = jitted(_select_tile)
-_spread_kernel: Any = jitted(_spread_tile)
-_sum_kernel: Any = jitted(_sum_chunk)
-_zero_kernel: Any = jitted(_zero_values)
-_fill_kernel: Any = jitted(_fill_feature)
+_select_kernel: Any = jit(_select_tile)
+_spread_kernel: Any = jit(_spread_tile)
+_sum_kernel: Any = jit(_sum_chunk)
+_zero_kernel: Any = jit(_zero_values)
+_fill_kernel: Any = jit(_fill_feature)

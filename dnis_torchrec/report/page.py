@@ -174,8 +174,8 @@ def history(epochs: Sequence[Mapping[str, Any]]) -> go.Figure:
 
 def bits(blocks: pd.DataFrame) -> go.Figure:
     """Bits of a value over occurrences a row: a line a table, the area of a mark by rows."""
-    figure, seen = go.Figure(), blocks["occurrences"][blocks["occurrences"] > 0]
-    never = float(seen.min() if len(seen) else 1.0) / 4  # where rows that never occur are drawn
+    figure, counts = go.Figure(), blocks["occurrences"][blocks["occurrences"] > 0]
+    never = float(counts.min() if len(counts) else 1.0) / 4  # where rows that never occur are drawn
     for index, (table, rows) in enumerate(blocks.groupby("table", sort=False)):
         rows = rows.sort_values("occurrences")
         facts = [
@@ -193,7 +193,7 @@ def bits(blocks: pd.DataFrame) -> go.Figure:
             trace.update(marker={"size": list(sizes), "opacity": 0.85}, line={"width": 1})
         )
     _frame(figure, "bits of a value, mean over all columns", height=420)
-    most = float(seen.max()) if len(seen) else 1.0
+    most = float(counts.max()) if len(counts) else 1.0
     return figure.update_xaxes(
         _log_axis(never, most, "occurrences of a row (log scale)", format_count)
     )
@@ -292,9 +292,7 @@ def _json(figure: go.Figure) -> str:
 @cache
 def _scripts() -> list[tuple[str, str]]:
     """Plotly and the script that draws charts, each with the hash that the page's policy names."""
-    drawing = (files("dnis_torchrec.report") / "templates" / "charts.js").read_text(
-        encoding="utf-8"
-    )
-    digests = (hashlib.sha256(text.encode()).digest() for text in (get_plotlyjs(), drawing))
+    script = (files("dnis_torchrec.report") / "templates" / "charts.js").read_text(encoding="utf-8")
+    digests = (hashlib.sha256(text.encode()).digest() for text in (get_plotlyjs(), script))
     hashes = (f"sha256-{base64.b64encode(digest).decode()}" for digest in digests)
-    return list(zip((get_plotlyjs(), drawing), hashes, strict=True))
+    return list(zip((get_plotlyjs(), script), hashes, strict=True))

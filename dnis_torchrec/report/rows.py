@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -118,21 +118,12 @@ def join_results(runs: Sequence[Results]) -> Results:
         if run.primary_metric != first.primary_metric:
             metrics = f"the metric {first.primary_metric!r}, got {run.primary_metric!r}"
             raise ValueError(f"runs: expected {metrics}")
-    rows = dict.fromkeys(
-        (row.method, row.name, row.seed, row.num_bytes) for run in runs for row in run.rows
-    )
-    by_key = {
+    rows = {
         (row.method, row.name, row.seed, row.num_bytes): row for run in runs for row in run.rows
     }
     commands = tuple(dict.fromkeys(command for run in runs for command in run.commands))
     notes = tuple(dict.fromkeys(note for run in runs for note in run.notes))
-    shared = {
-        name: getattr(first, name) for name in ("recipe", "primary_metric", "higher_is_better")
-    }
-    more = {name: getattr(first, name) for name in ("history", "blocks", "versions")}
-    return Results(
-        rows=tuple(by_key[key] for key in rows), notes=notes, commands=commands, **shared, **more
-    )
+    return replace(first, rows=tuple(rows.values()), notes=notes, commands=commands)
 
 
 def rows_frame(rows: Iterable[ResultRow], metric: str) -> pd.DataFrame:
@@ -188,8 +179,8 @@ def terminal_table(results: Results) -> Table:
     """The same for a terminal; neither markup nor control codes have an effect."""
     headings, *lines = table_lines(results)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for index, heading in enumerate(headings):
-        table.add_column(_printable(heading), justify="left" if index == 0 else "right")
+    for index, title in enumerate(headings):
+        table.add_column(_printable(title), justify="left" if index == 0 else "right")
     for line in lines:
         table.add_row(*(_printable(cell) for cell in line))
     return table

@@ -54,7 +54,7 @@ from dnis_torchrec.ops.batches import (
     FeatureSplit,
     check_bags,
     jagged_by_key,
-    named,
+    name_features,
 )
 from dnis_torchrec.ops.select import are_compiled, are_good_bags, can_select
 from dnis_torchrec.selection.alpha import (
@@ -503,7 +503,7 @@ class BagCheck(nn.Module):
             return
         ids = features.values()
         if ids.dtype not in INTEGERS:
-            place, requirement = named(features.keys()), "int32 or int64 ids"
+            place, requirement = name_features(features.keys()), "int32 or int64 ids"
             raise TypeError(describe(place, requirement, ids.dtype, "convert them with .long()"))
         if ids.device.type == "cpu":
             check_bags(features)

@@ -19,7 +19,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.ops.batches import INTEGERS, check_bags, named, offsets_of_rows
+from dnis_torchrec.ops.batches import INTEGERS, check_bags, name_features, offsets_of_rows
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.tables import torchrec_config
 
@@ -360,9 +360,11 @@ def _check_batch(features: KeyedJaggedTensor, rows: dict[str, int], is_weighted:
     for feature in rows:
         check_known("feature", feature, keys)
     has_weights = not is_weighted or features.weights_or_none() is not None
-    check(has_weights, named(keys), "per-sample weights", "none")
+    check(has_weights, name_features(keys), "per-sample weights", "none")
     if ids.dtype not in INTEGERS:
-        raise TypeError(describe(named(keys), "int32 or int64 ids", ids.dtype, "convert them"))
+        raise TypeError(
+            describe(name_features(keys), "int32 or int64 ids", ids.dtype, "convert them")
+        )
     if features.variable_stride_per_key() or ids.device.type != "cpu":
         check_bags(features)
         return
@@ -376,7 +378,7 @@ def _check_batch(features: KeyedJaggedTensor, rows: dict[str, int], is_weighted:
         if unknown.numel():
             check(
                 False,
-                named([key]),
+                name_features([key]),
                 f"ids in 0..{rows[key] - 1}",
                 f"id {int(unknown[0])}",
                 "hash ids as before",

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.blocks.codes import check_widths, encode_rows, is_coded, packed_rows, row_strides
+from dnis_torchrec.blocks.codes import check_widths, encode_rows, is_coded, pack_fields, row_strides
 from dnis_torchrec.blocks.routing import RowDirectory
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.ops.batches import check_one_batch_size, named, readable_bags
+from dnis_torchrec.ops.batches import check_one_batch_size, name_features, readable_bags
 from dnis_torchrec.ops.packed import field_groups, load_operator
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.tables import LogicalCollection, name_unknown_id
@@ -170,7 +170,7 @@ def packed_chunks(
         first += len(chunk)
         for s in of_rows.unique().tolist():
             if s < len(is_stored) and is_stored[s]:
-                yield s, packed_rows(codes_of_rows[of_rows == s], codes.bits[s])
+                yield s, pack_fields(codes_of_rows[of_rows == s], codes.bits[s])
 
 
 def check_num_bags(names: list[str], offsets: Tensor, batch_size: int) -> None:
@@ -179,7 +179,7 @@ def check_num_bags(names: list[str], offsets: Tensor, batch_size: int) -> None:
     if type(batch_size) is int and offsets.numel() != len(names) * batch_size + 1:
         check(
             False,
-            named(names),
+            name_features(names),
             f"{len(names) * batch_size} lengths, one for each bag",
             max(offsets.numel() - 1, 0),
         )

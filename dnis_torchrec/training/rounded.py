@@ -140,7 +140,7 @@ class RoundedTables(HeldTables):
             for name, table in movers.items():
                 for chunk in rows[name].chunks():
                     blocks = table.routing.block_of(torch.arange(chunk.rows.start, chunk.rows.stop))
-                    chunk.write_(table.codes.settled(chunk.values.float().cpu(), blocks))
+                    chunk.write_(table.codes.settle(chunk.values.float().cpu(), blocks))
 
     def _take_codes_(self) -> None:
         for shard in self._shards:

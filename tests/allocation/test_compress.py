@@ -118,7 +118,7 @@ def labels() -> None:
 def nearest_codes(scheme: TableScheme, weight: Tensor) -> Tensor:
     """The served table, value by value: of all levels of its column the nearest, once its row has settled."""
     served, codes = torch.zeros_like(weight), scheme.codes
-    weight = codes.settled(weight, scheme.routing.all_blocks())
+    weight = codes.settle(weight, scheme.routing.all_blocks())
     for row, block in enumerate(scheme.routing.all_blocks().tolist()):
         for column in range(weight.shape[1]):
             width = int(codes.bits[block, column])

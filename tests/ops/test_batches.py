@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dnis_torchrec import count_frequencies
 from dnis_torchrec.artifact.load import serve
@@ -20,20 +20,17 @@ from dnis_torchrec.data.over_ranks import count_over_ranks
 from dnis_torchrec.ops.batches import (
     BagSplitter,
     FeatureSplit,
-    are_sound,
     check_bags,
-    integer_ids,
     jagged_by_key,
-    named,
     offsets_of_rows,
     readable_bags,
-    refuse_bags,
     select_features,
 )
 from dnis_torchrec.ops.packed import bag_offsets, load_operator, names_tensor, torch_bag_offsets
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.configs import NarrowEmbeddingBagCollection, embedding_configs
 from dnis_torchrec.serving.trainable import MixedDimensionEmbeddingBagCollection
+from tests.models import operators
 from tests.reference import keyed_jagged_tensor, lookups, routings, table_scheme
 
 ROWS = 30
@@ -72,17 +69,23 @@ FORMS: dict[str, Callable[[MixedDimensionScheme], nn.Module]] = {
 }
 
 
-@pytest.fixture(scope="module", params=FORMS)
-def form(request: pytest.FixtureRequest) -> tuple[str, nn.Module]:
-    """A form's name, and its module."""
-    return request.param, FORMS[request.param](scheme_of())
-
-
 @pytest.fixture(params=[True, False], ids=["grad", "no_grad"])
 def mode(request: pytest.FixtureRequest) -> Any:
     """Everything twice: mixed dimensions take another way where a gradient may be wanted."""
     with torch.set_grad_enabled(request.param):
         yield
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def module_of_form(request: pytest.FixtureRequest) -> tuple[str, nn.Module]:
+    """A form's name, and its module."""
+    return request.param, FORMS[request.param](scheme_of())
+
+
+@pytest.fixture
+def form(module_of_form: tuple[str, nn.Module], mode: None) -> tuple[str, nn.Module]:
+    """The same, in both modes."""
+    return module_of_form
 
 
 def batch(keys: str, values: list[int], **more: Any) -> KeyedJaggedTensor:
@@ -143,7 +146,6 @@ def fresh(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     )
 
 
-@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("name", BAD_BATCHES)
 def test_bags_that_are_not_those_of_the_ids_are_refused(form: tuple[str, nn.Module], name: str) -> None:
     features, message = BAD_BATCHES[name]
@@ -153,14 +155,12 @@ def test_bags_that_are_not_those_of_the_ids_are_refused(form: tuple[str, nn.Modu
     assert (features._lengths, features._offsets) == lengths  # cases are shared
 
 
-@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("keys", ["fg", "gxf"])
 def test_sound_bags_are_served_in_any_order(form: tuple[str, nn.Module], keys: str) -> None:
     features = batch(keys, list(range(len(keys))), lengths=[1, 0] * len(keys))
     assert form[1](features).values().shape == (2, 8)
 
 
-@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.uint64])
 def test_integers_of_other_widths_are_ids_too(form: tuple[str, nn.Module], dtype: torch.dtype) -> None:
     name, module = form
@@ -173,7 +173,6 @@ def test_integers_of_other_widths_are_ids_too(form: tuple[str, nn.Module], dtype
         assert module(other).values().equal(module(features).values())
 
 
-@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bool])
 def test_ids_that_are_no_integers_are_refused(form: tuple[str, nn.Module], dtype: torch.dtype) -> None:
     features = KeyedJaggedTensor(["f", "g"], torch.ones(2, dtype=dtype), lengths=torch.tensor([1, 0, 0, 1]))
@@ -223,7 +222,6 @@ def test_plain_tensors_are_checked_alike(name: str) -> None:
             module.lookup(torch.tensor([1, 2, 3]), torch.tensor(offsets))
 
 
-@pytest.mark.usefixtures("mode")
 def test_offsets_have_to_say_what_lengths_say() -> None:
     ids, lengths = torch.tensor([1, 2]), torch.tensor([1, 1])
     check_bags(KeyedJaggedTensor(["f"], ids, lengths=lengths, offsets=torch.tensor([0, 1, 2])))
@@ -231,17 +229,6 @@ def test_offsets_have_to_say_what_lengths_say() -> None:
         check_bags(KeyedJaggedTensor(["f"], ids, lengths=lengths, offsets=torch.tensor([0, 2, 2])))
 
 
-@pytest.mark.usefixtures("mode")
-def test_what_is_sound_passes_and_comes_back_as_it_is() -> None:
-    ids, weights = torch.tensor([1, 2]), torch.tensor([1.0, 2.0])
-    refuse_bags(["f"], torch.tensor([2, 0]), [2], ids, weights)
-    taken = readable_bags(["f"], ids, torch.tensor([0, 2, 2], dtype=torch.int32), weights)
-    assert taken[0] is ids
-    assert taken[1] is weights
-    assert integer_ids(ids.int(), ["f"]).dtype == torch.int32
-
-
-@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize(
     ("offsets", "message"),
     [(torch.tensor([0.0, 1.0]), "expected int32 or int64 offsets"), (torch.tensor([], dtype=torch.int32), "got None")],
@@ -251,7 +238,6 @@ def test_offsets_that_are_none(offsets: Tensor, message: str) -> None:
         readable_bags(["f"], torch.tensor([1]), offsets, None)
 
 
-@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("keys", ["fg", "gxf"])
 def test_numbers_need_not_lie_side_by_side(form: tuple[str, nn.Module], keys: str, dtype: torch.dtype) -> None:
@@ -262,7 +248,6 @@ def test_numbers_need_not_lie_side_by_side(form: tuple[str, nn.Module], keys: st
         assert form[1](KeyedJaggedTensor(list(keys), changed[0], lengths=changed[1])).values().equal(pooled)
 
 
-@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("number", [-1, -(2**63), ROWS, 2**62])
 def test_ids_that_are_no_row_are_named(form: tuple[str, nn.Module], number: int) -> None:
     for keys in ("fg", "gxf"):
@@ -271,7 +256,6 @@ def test_ids_that_are_no_row_are_named(form: tuple[str, nn.Module], number: int)
             form[1](batch(keys, values, lengths=[1, 0] * len(keys)))
 
 
-@pytest.mark.usefixtures("mode")
 def test_what_is_missing_is_named(form: tuple[str, nn.Module]) -> None:
     with pytest.raises(ValueError, match="expected a known feature, got 'g'; known names: 'f', 'x'"):
         form[1](batch("fx", [1, 2], lengths=[1, 0, 1, 0]))
@@ -282,7 +266,6 @@ def test_what_is_missing_is_named(form: tuple[str, nn.Module]) -> None:
         FORMS[form[0]](sums)(batch("fg", [1, 2], lengths=[1, 0, 1, 0]))
 
 
-@pytest.mark.usefixtures("mode")
 def test_bags_of_keys_that_differ_in_stride_are_named_too() -> None:
     strides = [[2], [1], [2]]
     features = batch("fgh", [1, 2, 3], lengths=[1, 0, 1, 1, 7], stride_per_key_per_rank=strides)
@@ -290,7 +273,6 @@ def test_bags_of_keys_that_differ_in_stride_are_named_too() -> None:
         check_bags(features)
 
 
-@pytest.mark.usefixtures("mode")
 def test_rows_are_known_in_one_pass() -> None:
     limits = torch.tensor([30, 5])
 
@@ -309,12 +291,6 @@ def test_rows_are_known_in_one_pass() -> None:
         assert of(ids, lengths) is None
 
 
-@pytest.mark.usefixtures("mode")
-def test_many_features_are_not_all_listed() -> None:
-    assert named([f"f{index}" for index in range(30)]).endswith("'f18', 'f19', ...")
-
-
-@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("operator", [bag_offsets, torch_bag_offsets])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_bag_offsets(operator: Callable[..., Tensor], dtype: torch.dtype) -> None:
@@ -336,14 +312,21 @@ def test_bag_offsets(operator: Callable[..., Tensor], dtype: torch.dtype) -> Non
             operator(other, torch.arange(count), names)
 
 
-@pytest.mark.usefixtures("mode")
-def test_many_lengths_are_added_up_alike() -> None:
-    lengths = torch.ones(200, dtype=torch.int32)
-    assert are_sound(lengths, 200, 200)
-    for place, length in ((0, -1), (199, 2), (7, 2**31 - 1)):
-        assert not are_sound(lengths.scatter(0, torch.tensor([place]), length), 200, 200)
-    assert not are_sound(torch.full((4, 64), 2**56), 256, 0)  # their sum is 0 in int64
-    assert not are_sound(lengths, 199, 200)
+def test_many_features_are_not_all_listed() -> None:
+    names = names_tensor([f"f{index}" for index in range(30)])
+    with pytest.raises(ValueError, match=r"'f18', 'f19', \.\.\.: expected as many ids"):
+        torch_bag_offsets(torch.zeros(30, 1, dtype=torch.int64), torch.arange(1), names)
+
+
+@pytest.mark.parametrize("operator", [bag_offsets, torch_bag_offsets])
+def test_many_lengths_are_added_up_alike(operator: Callable[..., Tensor]) -> None:
+    load_operator()
+    ids, names, lengths = torch.arange(200), names_tensor(["f"]), torch.ones(1, 200, dtype=torch.int32)
+    assert operator(lengths, ids, names).tolist() == list(range(201))
+    others = [lengths.index_fill(1, torch.tensor([place]), n) for place, n in ((0, -1), (199, 2), (7, 2**31 - 1))]
+    for other in (*others, lengths[:, 1:], torch.full((1, 256), 2**56)):  # the sum of the last is 0 in int64
+        with pytest.raises(ValueError, match="'f': expected"):
+            operator(other, ids if len(other[0]) < 256 else ids[:0], names)
 
 
 Bags = dict[str, list[list[tuple[int, float]]]]
@@ -387,27 +370,26 @@ def splits_and_bags(draw: st.DrawFn) -> tuple[list[FeatureSplit], Bags]:
     return splits, bags
 
 
-@settings(max_examples=150)
-@given(splits_and_bags(), st.booleans(), st.sampled_from([torch.int32, torch.int64]))
-def test_equals_python_lists(case: tuple[list[FeatureSplit], Bags], weighted: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+@settings(max_examples=100)
+@given(splits_and_bags(), st.booleans(), *[st.sampled_from([torch.int32, torch.int64])] * 2)
+def test_equals_python_lists(compiled: bool, case: Any, weighted: bool, dtype: torch.dtype, of_lengths: Any) -> None:
     splits, bags = case
-    features = keyed_jagged_tensor(bags, weighted=weighted, id_dtype=dtype)
-    out = BagSplitter(splits)(features)
+    features = keyed_jagged_tensor(bags, weighted=weighted, id_dtype=dtype, length_dtype=of_lengths)
+    with operators(compiled):
+        out = BagSplitter(splits)(features)
     expected = split_bags(splits, bags)
     assert out.keys() == list(expected)
     assert out.stride() == features.stride()
     assert out.values().dtype == dtype
-    assert out.lengths().dtype == features.lengths().dtype
+    assert out.lengths().dtype == of_lengths
     if not expected:
         assert out.values().numel() == 0
         return
-    wanted = keyed_jagged_tensor(expected, weighted=weighted, id_dtype=dtype)
-    assert out.lengths().equal(wanted.lengths())
-    assert out.values().equal(wanted.values())
-    if weighted:
-        assert out.weights().equal(wanted.weights())
-    else:
-        assert out.weights_or_none() is None
+    other = keyed_jagged_tensor(expected, weighted=weighted, id_dtype=dtype, length_dtype=of_lengths)
+    assert out.lengths().equal(other.lengths())
+    assert out.values().equal(other.values())
+    assert out.weights().equal(other.weights()) if weighted else out.weights_or_none() is None
 
 
 def test_input_stays_as_it_was() -> None:
@@ -432,10 +414,11 @@ def test_weights_that_learn_keep_their_gradient_and_any_stride_will_do(strided: 
         assert learned.grad.tolist() == [4.0, 1.0, 2.0]
 
 
-def test_features_of_one_table_share_its_map() -> None:
+def test_features_of_one_table_share_its_map_outside_of_the_state() -> None:
     routing = RowRouting.from_map(torch.tensor([1, 0, 1]), 2)
     splits = [FeatureSplit(feature=f, keys=(f"{f}/b0", f"{f}/b1"), routing=routing) for f in ("f", "g", "h")]
     splitter = BagSplitter(splits)
+    assert splitter.state_dict() == {}
     assert sum(buffer.numel() for buffer in splitter.buffers() if buffer.dtype == torch.uint8) == 3
 
 
@@ -448,12 +431,6 @@ def test_more_keys_than_a_small_integer_holds() -> None:
     )
     assert out.values().tolist() == [1, 2, 0]
     assert out.lengths().nonzero().squeeze(1).tolist() == [0, 32_768, 39_999]
-
-
-def test_holds_no_state() -> None:
-    splitter = BagSplitter([FeatureSplit(feature="f", keys=("a", "b"), routing=HALVES)])
-    assert splitter.state_dict() == {}
-    assert list(splitter.parameters()) == []
 
 
 def test_equal_output_keys_are_refused() -> None:
@@ -505,24 +482,17 @@ def bags() -> KeyedJaggedTensor:
     )
 
 
-def test_bags_by_key_are_those_of_to_dict() -> None:
-    features = bags()
-    expected = bags().to_dict()
-    for key, found in jagged_by_key(features).items():
-        assert found.values().equal(expected[key].values())
-        assert found.lengths().equal(expected[key].lengths())
-        assert found.weights().equal(expected[key].weights())
-    assert jagged_by_key(features) is jagged_by_key(features)  # made once
-
-
-def test_a_batch_that_was_read_elsewhere_is_read_anew_where_it_is() -> None:
-    features = bags()
+def test_bags_by_key_are_those_of_to_dict_where_the_batch_is() -> None:
+    features, expected = bags(), bags().to_dict()
     features.to_dict()
     moved = features.to(META)
     assert moved.to_dict()["f"].values().device.type == "cpu"  # what torchrec does, and the reason for all this
-    for found in jagged_by_key(moved).values():
-        assert {found.values().device, found.lengths().device, found.weights().device} == {META}
-    assert jagged_by_key(features)["f"].values().tolist() == [2, 2, 0]
+    for of_key in jagged_by_key(moved).values():
+        assert {of_key.values().device, of_key.lengths().device, of_key.weights().device} == {META}
+    assert jagged_by_key(features) is jagged_by_key(features)  # made once
+    for key, of_key in jagged_by_key(features).items():
+        for part in (JaggedTensor.values, JaggedTensor.lengths, JaggedTensor.weights):
+            assert part(of_key).equal(part(expected[key]))
 
 
 @pytest.mark.parametrize("count", [count_frequencies, count_over_ranks])

@@ -28,7 +28,7 @@ from dnis_torchrec.artifact.export import export
 from dnis_torchrec.artifact.load import load, serve
 from dnis_torchrec.artifact.package import Signature, export_graph
 from dnis_torchrec.artifact.write import write_artifact
-from dnis_torchrec.blocks.codes import WIDTHS, packed_rows
+from dnis_torchrec.blocks.codes import WIDTHS, pack_fields
 from dnis_torchrec.blocks.routing import RowRouting, directory_bytes
 from dnis_torchrec.ops.build import INSTRUCTION_SETS, LOOKUPS
 from dnis_torchrec.ops.packed import torch_packed_embedding_bag
@@ -92,7 +92,7 @@ def test_pools_what_the_rows_stand_for(case: Case, seed: int, compiled: bool) ->
 def test_rows_are_packed_as_by_hand(bits: list[int], seed: int) -> None:
     fields = draw_fields(Random(seed), 3, bits)
     expected = [packed_by_hand(of_row, bits) for of_row in fields]
-    assert packed_rows(torch.tensor(fields), torch.tensor(bits)).tolist() == expected
+    assert pack_fields(torch.tensor(fields), torch.tensor(bits)).tolist() == expected
 
 
 @needs_compiler
