@@ -35,7 +35,7 @@ from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.selection.shards import collections, local_shards, ranks_of, table_configs_of
 from dnis_torchrec.selection.swap import replace_
-from dnis_torchrec.selection.torchrec_inputs import remapped
+from dnis_torchrec.selection.torchrec_inputs import remap
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection, PackedTable, pack_rows
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection, table_of_single_ids
 
@@ -221,7 +221,7 @@ def measure_(
         _check_finite(model)
     if counts is None:
         counts = count_over_ranks(
-            (remapped(model, features_of(batch)) for batch in batches),
+            (remap(model, features_of(batch)) for batch in batches),
             tables,
             process_group=ranks.group,
         )

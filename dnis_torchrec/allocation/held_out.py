@@ -39,7 +39,7 @@ from dnis_torchrec.selection.shards import (
     ranks_of,
     table_configs_of,
 )
-from dnis_torchrec.selection.torchrec_inputs import remapped
+from dnis_torchrec.selection.torchrec_inputs import remap
 
 ADDED, EVEN = 1.0, 1e-3
 """What is added to a number to see what it does, and how far outputs may move unevenly, over how
@@ -231,7 +231,7 @@ class LossSample:
             )
             with on_all(self._ranks):
                 for name, ids in _ids_by_table(
-                    remapped(model, features_of(batch)), tables, place
+                    remap(model, features_of(batch)), tables, place
                 ).items():
                     rows[name].append(ids)
         self._rows = {

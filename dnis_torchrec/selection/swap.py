@@ -67,14 +67,11 @@ def prepare_(
     fqns: list[str] | None = None,
     multi_hot_features: list[str] | None = None,
 ) -> nn.Module:
-    """Wraps the embedding collections of a model for the search; call it before
-    DistributedModelParallel.
+    """Wraps the embedding collections of a model for the search.
 
-    Of an EmbeddingBagCollection and of an EmbeddingCollection alike: pooled or not, all tables have
-    one budget.
-
-    The weights stay where they are. All wrappers share one alpha per embedding_dim. Managed
-    collisions give no id another row until `merge_`, because rows belong to blocks.
+    Call it before DistributedModelParallel. The weights stay where they are. All wrappers, pooled
+    or not, share one alpha per embedding_dim. Managed collisions give no id another row until
+    `merge_`, because rows belong to blocks.
 
     Args:
         model: any model, changed in place.
@@ -146,27 +143,19 @@ def _wrapper_around(
     """A wrapper around a collection, or around what processes features in front of it."""
     if isinstance(collection, EmbeddingCollection):
         return SoftSelectionEmbeddingCollection(collection, blocks, alpha=alpha)
-    multi_hot = None
-    if multi_hot_features is not None:
-        tables = collection.embedding_bag_configs()
-        features = {feature for table in tables for feature in table.feature_names}
-        multi_hot = features & set(multi_hot_features)
+    kind: type[SoftSelectionEmbeddingBagCollection] = SoftSelectionEmbeddingBagCollection
     if isinstance(whole, FeatureProcessedEmbeddingBagCollection):
         kind = SoftSelectionFeatureProcessedEmbeddingBagCollection
-        return kind(whole, blocks, alpha=alpha, multi_hot_features=multi_hot)
-    return SoftSelectionEmbeddingBagCollection(
-        collection, blocks, alpha=alpha, multi_hot_features=multi_hot
-    )
+    return kind(whole, blocks, alpha=alpha, multi_hot_features=multi_hot_features)
 
 
 def merge_(model: nn.Module) -> nn.Module:
     """Folds alpha into the tables and gives the user's plain model back.
 
-    ``E~ = alpha[block] * E`` in place, shard by shard; the model then computes what it computed
-    before, without wrappers. Local, no collective. In a model that DistributedModelParallel shards
-    over several ranks the tables are folded where they are, alpha becomes 1 and the sharded model
-    itself is returned, because no rank may hold a foreign shard; managed collisions give no id
-    another row there, or ranks would not agree.
+    ``E~ = alpha[block] * E`` in place, shard by shard. The model then computes the same without
+    wrappers. Local, no collective. Over several ranks the tables are folded where they are, alpha
+    becomes 1, and the sharded model itself is returned. Managed collisions give no id another row
+    there, or ranks would not agree.
 
     Args:
         model: a prepared model, wrapped in DistributedModelParallel or not. Changed in place; not
@@ -199,8 +188,7 @@ def merge_(model: nn.Module) -> nn.Module:
 
 
 def unshard_(model: nn.Module) -> nn.Module:
-    """Gives the plain model back from DistributedModelParallel at world size 1, around the live
-    weights."""
+    """Gives the plain model back from DistributedModelParallel at world size 1."""
     plain = get_unwrapped_module(model)
     for fqn, module in collections(model).items():
         if not isinstance(module, Sharded):
@@ -249,8 +237,7 @@ def _check_features(choice: dict[str, Plain], multi_hot_features: list[str] | No
 
 
 def _check_weights(model: nn.Module, plain: dict[str, Plain], choice: dict[str, Plain]) -> None:
-    """Refuses shared weights: each holder would need its own alpha, and weights are multiplied by
-    one alone."""
+    """Refuses shared weights: each holder would need its own alpha."""
     tables = [table for c in plain.values() for table in holders_of_tables(c).values()]
     of_collections = {id(table) for table in tables}
     holders: dict[int, list[str]] = {}
@@ -270,14 +257,12 @@ def _check_weights(model: nn.Module, plain: dict[str, Plain], choice: dict[str, 
 
 
 def _memory(weight: torch.Tensor) -> int:
-    """Returns the address of weights; on the meta device, where they have none, the identity of
-    their Parameter."""
+    """The address of weights, or on the meta device, where they have none, their identity."""
     return weight.data_ptr() or id(weight)
 
 
 def _plain_around(holder: nn.Module) -> nn.Module:
-    """A plain collection around the live weights of a sharded or wrapped one; only column-wise
-    shards are joined."""
+    """A plain collection around the live weights of a sharded or wrapped one."""
     meta = torch.device("meta")
     if is_pooled(holder):
         bags, weighs = table_configs_of(holder), is_weighted(holder)
@@ -296,20 +281,17 @@ def _take_live_weights_(plain: PlainCollection, holder: nn.Module) -> PlainColle
     for table, target in holders_of_tables(plain).items():
         parts = [shard for shard in shards if shard.table == table]
         weight = parts[0].weight
-        if len(parts) > 1:
+        if len(parts) > 1:  # column-wise shards are joined
             weight = weight.new_empty(cast(torch.Tensor, target.weight).shape)
             for shard in parts:
-                rows = slice(shard.first_row, shard.first_row + shard.weight.shape[0])
-                end = shard.first_column + shard.weight.shape[1]
-                weight[rows, shard.first_column : end] = shard.weight
+                weight[shard.window] = shard.weight
         target.weight = nn.Parameter(weight, requires_grad=table not in frozen)
         set_device_(plain, weight.device)
     return plain.train(holder.training)
 
 
 def replace_(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
-    """Puts a module wherever another is: a model may hold one collection under several names.
-    Local."""
+    """Puts a module wherever another is: a model may hold one under several names. Local."""
     if model is old:
         return new
     for parent in list(model.modules()):

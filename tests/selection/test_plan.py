@@ -35,7 +35,7 @@ from dnis_torchrec.selection.plan import (
 )
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import merge_, prepare_, unshard_
-from dnis_torchrec.selection.torchrec_inputs import remapped
+from dnis_torchrec.selection.torchrec_inputs import remap
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection, SoftSelectionEmbeddingCollection
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
@@ -361,7 +361,7 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def counted(model: Model) -> tuple[FrequencyCounts, RowBlocks]:
-    counts = count_frequencies([remapped(model, own.sparse_features) for own in BATCHES], TABLES)
+    counts = count_frequencies([remap(model, own.sparse_features) for own in BATCHES], TABLES)
     return counts, blocks_from_counts(counts, TABLES, num_blocks=4)
 
 
@@ -483,7 +483,7 @@ def test_multi_probe_modules_that_learn_are_counted_as_they_look_up() -> None:
     model = Model(lambda: mpzch(device)).to(device)
     batches = [own.to(device) for own in BATCHES]
     predictions(model.train(), batches)
-    counts = count_frequencies([remapped(model, own.sparse_features) for own in batches], TABLES)
+    counts = count_frequencies([remap(model, own.sparse_features) for own in batches], TABLES)
     expected = torch.zeros(MANAGED_ROWS, dtype=torch.int64)
     for own in batches:
         expected += torch.bincount(
@@ -495,7 +495,7 @@ def test_multi_probe_modules_that_learn_are_counted_as_they_look_up() -> None:
 def test_a_remapping_without_ids_is_refused() -> None:
     model = Model()
     for attempt in (
-        lambda: remapped(model, BATCHES[0].sparse_features),
+        lambda: remap(model, BATCHES[0].sparse_features),
         lambda: measure_(model, BATCHES, loss=nn.MSELoss()),
     ):
         with pytest.raises(
@@ -514,7 +514,7 @@ def test_a_feature_of_two_tables_is_refused() -> None:
         tables=[type(USERS)(**vars(USERS) | {"name": "raw", "feature_names": ["item"]})]
     )
     with pytest.raises(NotImplementedError, match=r"table 'item': supported are features of one table.*\['raw'\]"):
-        remapped(model, BATCHES[0].sparse_features)
+        remap(model, BATCHES[0].sparse_features)
 
 
 def test_sharding_and_jobs_that_count_raw_ids_refuse_it_by_name(gloo: dist.ProcessGroup) -> None:
@@ -530,7 +530,7 @@ def test_a_model_that_is_the_module_itself() -> None:
     managed = trained().tables
     assert list(collections(managed)) == ["_embedding_module"]
     features = BATCHES[0].sparse_features
-    assert remapped(managed, features).keys() == features.keys()
+    assert remap(managed, features).keys() == features.keys()
     blocks = counted(trained())[1]
     prepared = prepare_(managed, blocks)
     assert type(prepared) is ManagedCollisionEmbeddingBagCollection
@@ -546,7 +546,7 @@ def sequences() -> SequenceModel:
 
 
 def blocks_of(model: SequenceModel) -> RowBlocks:
-    counts = count_frequencies([remapped(model, own.sparse_features) for own in BATCHES], SEQUENCE_TABLES)
+    counts = count_frequencies([remap(model, own.sparse_features) for own in BATCHES], SEQUENCE_TABLES)
     expected = {table.name: [0] * MANAGED_ROWS for table in SEQUENCE_TABLES}
     for own in BATCHES:
         for feature, rows in rows_of(model, own.sparse_features).items():

@@ -250,7 +250,7 @@ def is_refused(check: Callable[[], object]) -> bool:
 
 def is_refused_by_the_kernel(bag_check: BagCheck, features: KeyedJaggedTensor) -> bool:
     """Whether the Triton kernel, on numpy, finds a fault."""
-    bounds, longest = bag_check._limits_there(tuple(features.keys()), torch.device("cpu"))
+    bounds, longest = bag_check._limits(tuple(features.keys()), torch.device("cpu"))
     parts = [part.contiguous() for part in (features.values(), features.lengths(), features.offsets(), bounds, longest)]
     with pytest.MonkeyPatch.context() as patch:
         without_triton(patch, [batches_triton], {"_check_kernel": "_check_bags"}, [])
