@@ -21,7 +21,7 @@ from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.routing import RowRouter
 from dnis_torchrec.checks import check
 from dnis_torchrec.ops.batches import jagged_by_key
-from dnis_torchrec.ops.select import can_select, fill_rows_, select_pieces
+from dnis_torchrec.ops.select import Watch, can_select, fill_rows_, select_pieces
 
 
 class Alpha(nn.Module):
@@ -102,6 +102,15 @@ def select_per_sample(sums: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
 def select_per_block(sums: Tensor, alpha: Tensor) -> Tensor:
     """Soft selection of a multi-hot feature: ``sum over s of alpha[s] * sums[:, s]``."""
     return (sums * alpha).sum(1).to(sums.dtype)
+
+
+def select_rows(
+    values: Tensor, alpha: Tensor, rows: Tensor, *, watch: Watch | None = None
+) -> Tensor:
+    """``alpha[rows] * values`` by the compiled operators, zero where a row is -1."""
+    layout = torch.tensor([[0, 0, values.shape[1], 0, 0, 0, len(alpha)]])
+    flat = alpha.to(torch.promote_types(values.dtype, torch.float32)).flatten()
+    return select_pieces(values, flat, rows, None, layout, values.shape[1], watch=watch)
 
 
 def select_feature(
@@ -191,12 +200,9 @@ class PooledPieces:
             column_of_key = dict(zip(keys, itertools.accumulate(widths, initial=0), strict=False))
             fields = []
             for index, output, key, row in self._pieces:
-                dim, num_rows = (
-                    output.embedding_dim,
-                    1 if output.is_multi_hot else output.num_blocks,
-                )
+                dim, begin = output.embedding_dim, self._alpha_begins[output.embedding_dim]
                 column = column_of_key[key if output.is_multi_hot else output.name]
-                begin = self._alpha_begins[dim]
+                num_rows = 1 if output.is_multi_hot else output.num_blocks
                 fields.append((column, out_columns[index], dim, begin, index, row, num_rows))
             self._layouts[tuple(keys)] = torch.tensor(fields, dtype=torch.int64).view(-1, 7)
         return self._layouts[tuple(keys)]
@@ -244,8 +250,7 @@ class PooledPieces:
 class WatchedOutputs(nn.Module):
     """Base of the modules that make a wrapper's outputs: it reports their gradient."""
 
-    # A module of its own, so that TorchRec's tracer takes it for a leaf and pipelines the lookup
-    # before it.
+    # A module, so that TorchRec's tracer takes it for a leaf and pipelines the lookup before it.
 
     _across = 0
     """Dimension of the gradient across which values are of one table."""
@@ -263,8 +268,7 @@ class WatchedOutputs(nn.Module):
             values.register_hook(self._on_hook)
 
     def _on_hook(self, gradient: Tensor) -> Tensor | None:
-        """Runs before the tables' own backward, hence before a fused optimizer applies the
-        gradient."""
+        """Runs before the tables' backward, hence before a fused optimizer applies the gradient."""
         if self.on_gradient is None:
             return None
         on_cpu = gradient.device.type == "cpu"
@@ -279,8 +283,7 @@ class WatchedOutputs(nn.Module):
             return None
         if isinstance(is_finite, bool):
             is_finite = _FINITE if is_finite else self._finite_parts(gradient)
-        table_of = partial(_table_with_bad, self._outputs, self._sizes)
-        return self.on_gradient(is_finite, table_of)
+        return self.on_gradient(is_finite, partial(_table_with_bad, self._outputs, self._sizes))
 
     def _finite_parts(self, gradient: Tensor) -> Tensor:
         """Of every column, or row, whether its largest magnitude is finite."""
@@ -411,13 +414,10 @@ class SelectSequences(WatchedOutputs):
         }
 
     def _select(self, values: Tensor, rows: Tensor) -> Tensor:
-        dim, alpha = self._dims[0], self._alpha[0].of(self._dims[0])
+        alpha = self._alpha[0].of(self._dims[0])
         if can_select(values):
-            layout = torch.tensor([[0, 0, dim, 0, 0, 0, len(alpha)]])
             rows = rows.to(torch.int32).unsqueeze(1)
-            flat = alpha.to(torch.promote_types(values.dtype, torch.float32)).flatten()
-            watch = self._check_gradient
-            return select_pieces(values, flat, rows, None, layout, dim, watch=watch)
+            return select_rows(values, alpha, rows, watch=self._check_gradient)
         out = select_per_sample(values.unsqueeze(1), alpha, rows.unsqueeze(1)).squeeze(1)
         self._watch(out)
         return out

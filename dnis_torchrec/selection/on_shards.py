@@ -7,7 +7,7 @@ A multi-hot feature is sharded with a key for every block. What travels knows of
     output_dist    one pooled embedding per feature, as in the plain model
 
 `select_on_shards_` puts a `ShardSelection` around each kernel of TorchRec's lookups. CPU kernels
-without a fused optimizer may multiply whole tables by alpha instead (`TableSelection`): a third
+without a fused optimizer may multiply whole tables by alpha instead (`KernelTables`): a third
 less time where tables are small beside a batch.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +30,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.blocks.routing import RowRouter
 from dnis_torchrec.ops.batches import jagged_by_key, sort_by_slot
-from dnis_torchrec.ops.select import (
-    BagPieces,
-    are_compiled,
-    gather_bags,
-    select_pieces,
-    select_sparse,
+from dnis_torchrec.ops.select import BagPieces, are_compiled, gather_bags, select_sparse
+from dnis_torchrec.selection.alpha import (
+    Alpha,
+    PooledFeature,
+    WatchedOutputs,
+    select_feature,
+    select_rows,
 )
-from dnis_torchrec.selection.alpha import Alpha, PooledFeature, WatchedOutputs, select_feature
 from dnis_torchrec.selection.torchrec import (
     PrefetchedTables,
     kernels_of,
@@ -45,9 +45,9 @@ from dnis_torchrec.selection.torchrec import (
     lookups_by_type,
     read_whole_bags_,
     replace_forward_,
+    replace_weights,
     set_features_per_kernel_,
     sharding_env,
-    weights_replaced,
 )
 from dnis_torchrec.selection.wrapper import (
     SoftSelectionEmbeddingBagCollection,
@@ -90,9 +90,9 @@ def _select_on_shards_(
         if parts[0][0] is not lookup:
             set_features_per_kernel_(lookup, [len(features) for _, features in parts])
         for part, features in parts:
-            products = _table_selection(part, features) if wrapper.multiplies_tables else None
+            to_multiply = _tables_to_multiply(part, features) if wrapper.multiplies_tables else None
             forward = cast(Callable[[KeyedJaggedTensor], Tensor], part.forward)
-            selection = ShardSelection(forward, features, wrapper.alpha, division, products)
+            selection = ShardSelection(forward, features, wrapper.alpha, division, to_multiply)
             replace_forward_(part, selection)
     read_whole_bags_(
         collection,
@@ -142,9 +142,8 @@ def _features_of(
     return features
 
 
-def _table_selection(part: nn.Module, features: Sequence[ShardFeature]) -> TableSelection | None:
-    """Returns the selection on whole tables, or None."""
-    # a kernel that is not fused, on a CPU, with tables of the same columns
+def _tables_to_multiply(part: nn.Module, features: Sequence[ShardFeature]) -> KernelTables | None:
+    """The tables of a kernel that is not fused, on a CPU, if all have the same columns."""
     if not isinstance(part, BatchedDenseEmbeddingBag) or not are_compiled():
         return None
     weights = part.emb_module.weights
@@ -161,47 +160,16 @@ def _table_selection(part: nn.Module, features: Sequence[ShardFeature]) -> Table
             rows.append(torch.where(has_block, output.first_alpha_row + blocks, -1))
             num_rows += feature.num_rows
         first_rows.append(num_rows - feature.num_rows)
-    return TableSelection(part.emb_module, torch.cat(rows), first_rows, features[0].num_columns)
+    return KernelTables(part.emb_module, torch.cat(rows).to(torch.int32).unsqueeze(1), first_rows)
 
 
-class TableSelection:
-    """Looks bags up in tables times alpha. Local, no collective. CPU, compiled."""
+@dataclass(frozen=True, eq=False)
+class KernelTables:
+    """Tables of a kernel, the row of alpha of each of their rows, and where each feature begins."""
 
-    def __init__(
-        self, kernel: nn.Module, rows: Tensor, first_rows: Sequence[int], num_columns: int
-    ) -> None:
-        self._kernel = kernel
-        self._rows = rows.to(torch.int32).unsqueeze(1)
-        self._first_rows = list(first_rows)
-        self._num_columns = num_columns
-
-    def look_up(
-        self,
-        lookup: Callable[[KeyedJaggedTensor], Tensor],
-        features: KeyedJaggedTensor,
-        alpha: Tensor,
-        *,
-        weights_learn: bool,
-    ) -> Tensor:
-        """Soft selection of whole bags."""
-        weights = cast(Tensor, self._kernel.weights)
-        weights = weights if weights_learn else weights.detach()
-        rows = weights.view(-1, self._num_columns)
-        # one piece, of which a row of a table is a sample
-        layout = torch.tensor([[0, 0, self._num_columns, 0, 0, 0, len(alpha)]])
-        flat = alpha.to(weights.dtype).flatten()
-        product = select_pieces(rows, flat, self._rows, None, layout, self._num_columns)
-        if not features.stride():  # no kernel takes an empty batch
-            empty = product.new_empty(0, len(self._first_rows) * self._num_columns)
-            return empty + product.sum() * 0
-        with weights_replaced(self._kernel, product.flatten()):
-            return lookup(features)
-
-    def rows_of(self, features: KeyedJaggedTensor) -> Tensor:
-        """Row of alpha of every id, ``(I,)``, -1 for an id of no block."""
-        ids = features.values().split(features.length_per_key())
-        pairs = zip(ids, self._first_rows, strict=True)
-        return torch.cat([self._rows[part.long() + first] for part, first in pairs]).squeeze(1)
+    kernel: nn.Module
+    rows: Tensor
+    first_rows: list[int]
 
 
 class ShardSelection:
@@ -213,7 +181,7 @@ class ShardSelection:
         features: Sequence[ShardFeature],
         alpha: Alpha,
         gradient_division: int,
-        tables: TableSelection | None = None,
+        tables: KernelTables | None = None,
     ) -> None:
         self._lookup = lookup
         self._features = list(features)
@@ -247,16 +215,30 @@ class ShardSelection:
     def _alphas(self) -> dict[int, Tensor]:
         """Alpha by embedding_dim; its gradient is multiplied by what TorchRec has divided it by."""
         factor = self._gradient_division if get_gradient_division() else 1
-        return {dim: _ScaleGradient.apply(self._alpha.of(dim), factor) for dim in self._alpha.dims}
+        alphas = {dim: self._alpha.of(dim).view_as(self._alpha.of(dim)) for dim in self._alpha.dims}
+        for alpha in alphas.values():
+            if alpha.requires_grad:
+                alpha.register_hook(lambda gradient: gradient * factor)
+        return alphas
 
-    def _select_on_tables(self, features: KeyedJaggedTensor, tables: TableSelection) -> Tensor:
+    def _select_on_tables(self, features: KeyedJaggedTensor, tables: KernelTables) -> Tensor:
         """Selects by multiplying the tables themselves."""
-        first, dim = self._features[0], self._features[0].output.embedding_dim
-        columns = slice(first.first_column, first.first_column + first.num_columns)
-        alpha = self._alphas()[dim][:, columns]
-        if self._alpha.is_upper:
-            self._alpha.record_hits(dim, tables.rows_of(features))
-        return tables.look_up(self._lookup, features, alpha, weights_learn=not self._alpha.is_upper)
+        first, is_upper = self._features[0], self._alpha.is_upper
+        dim, columns = first.output.embedding_dim, first.num_columns
+        if is_upper:
+            ids = features.values().split(features.length_per_key())
+            pairs = zip(ids, tables.first_rows, strict=True)
+            hits = [tables.rows[part.long() + row] for part, row in pairs]
+            self._alpha.record_hits(dim, torch.cat(hits))
+        alpha = self._alphas()[dim][:, first.first_column : first.first_column + columns]
+        weights = cast(Tensor, tables.kernel.weights)
+        weights = weights.detach() if is_upper else weights  # see `_pool`
+        # a view of the weights is not written to
+        product = select_rows(weights.view(-1, columns), alpha, tables.rows)
+        if not features.stride():  # no kernel takes an empty batch
+            return product.new_empty(0, self._width) + product.sum() * 0
+        with replace_weights(tables.kernel, product.flatten()):
+            return self._lookup(features)
 
     def _select_sparse(self, features: KeyedJaggedTensor) -> Tensor:
         """Selects by the compiled operators; blocks that do not occur are left out."""
@@ -270,11 +252,10 @@ class ShardSelection:
             )
             for feature in self._features
         ]
-        values, lengths, weights = features.values(), features.lengths(), features.weights_or_none()
+        values, lengths = features.values().contiguous(), features.lengths().contiguous()
+        weights = features.weights_or_none()
         weights = None if weights is None else weights.contiguous()
-        bags = gather_bags(
-            values.contiguous(), lengths.contiguous(), weights, pieces, features.stride()
-        )
+        bags = gather_bags(values, lengths, weights, pieces, features.stride())
         compact = KeyedJaggedTensor(
             keys=self._keys,
             values=bags.ids,
@@ -286,9 +267,8 @@ class ShardSelection:
         if self._alpha.is_upper:
             dims = [feature.output.embedding_dim for feature in self._features]
             for dim in set(dims):
-                self._alpha.record_hits(
-                    dim, bags.rows_of([f for f, d in enumerate(dims) if d == dim])
-                )
+                places = [place for place, other in enumerate(dims) if other == dim]
+                self._alpha.record_hits(dim, bags.rows_of(places))
         exact = sums if sums.dtype in (torch.float32, torch.float64) else sums.float()
         alphas = torch.cat([alpha.to(exact.dtype).flatten() for alpha in self._alphas().values()])
         return select_sparse(exact, alphas, bags, self._layout, self._width).to(sums.dtype)
@@ -339,19 +319,6 @@ class ShardSelection:
         self._alpha.record_hits(output.embedding_dim, hits)
         sums = part.view(len(part), len(feature.keys), feature.num_columns)
         return select_feature(output, sums, blocks, lengths, alpha)
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """The same values, and a gradient times a number."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, factor: int) -> Tensor:
-        ctx.factor = factor
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
 
 
 class SelectSums(WatchedOutputs):

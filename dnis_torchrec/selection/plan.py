@@ -72,14 +72,10 @@ Sharders = Sequence[ModuleSharder[nn.Module]]
 Constraints = Mapping[str, ParameterConstraints]
 TablePlans = Mapping[str, ParameterSharding]
 
-ROW_WISE_FAMILY = {
-    ShardingType.ROW_WISE.value,
-    ShardingType.TABLE_ROW_WISE.value,
-    ShardingType.GRID_SHARD.value,
-}
-"""Sharding types that cut rows: parts of a bag are pooled on several ranks."""
 ON_ONE_HOST = {ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value}
 """Sharding types that cut rows over the ranks of one host, one shard for each."""
+ROW_WISE_FAMILY = {ShardingType.ROW_WISE.value, *ON_ONE_HOST}
+"""Sharding types that cut rows: parts of a bag are pooled on several ranks."""
 FUSED_COLUMNS = 4
 """FBGEMM's fused kernels take multiples of so many columns, its dense ones on a CPU any."""
 
@@ -246,10 +242,8 @@ def shard_model(
         check_sharding_plan(plan, model, device, world_size, get_local_size(world_size))
     _check_same(plan, process_group)
     plain_lookups, fqns_of_plan = _every_lookup(model), _fqns_of_plan(model)
-    frozen = {
-        fqn: freeze_before_sharding_(holders_of_tables(lookup))
-        for fqn, lookup in plain_lookups.items()
-    }
+    holders = {fqn: holders_of_tables(lookup) for fqn, lookup in plain_lookups.items()}
+    frozen = {fqn: freeze_before_sharding_(tables) for fqn, tables in holders.items()}
     weights = _take_weights(model)
     world = cast(dist.ProcessGroup, dist.group.WORLD)
     group = world if process_group is None else process_group
@@ -414,10 +408,8 @@ def _possible_constraint(
     on_device = sharder.sharding_types(device.type)
     wishes = constraint.sharding_types or on_device
     types = [kind for kind in wishes if kind in on_device]
-    requirement = (
-        f"a sharding type that the sharder offers on {device.type}: {', '.join(on_device)}"
-    )
-    check(bool(types), place, requirement, wishes)
+    offer = f"{device.type}: {', '.join(on_device)}"
+    check(bool(types), place, f"a sharding type that the sharder offers on {offer}", wishes)
     if table.pooling == PoolingType.MEAN:  # see _check_pooling
         types = [kind for kind in types if kind not in ROW_WISE_FAMILY] or types
     rows = table.num_embeddings
@@ -520,9 +512,7 @@ def _check_pooling(plan: ShardingPlan, model: nn.Module) -> None:
     # divides nothing under grid_shard. A prepared model sums everywhere: any plan does for it.
     grid, remedy = ShardingType.GRID_SHARD.value, "shard it table_wise or column_wise"
     for fqn, module in _lookups_of_plan(model).items():
-        kinds = {
-            name: table_plan.sharding_type for name, table_plan in _plans_under(plan, fqn).items()
-        }
+        kinds = {name: p.sharding_type for name, p in _plans_under(plan, fqn).items()}
         rest = sorted(name for name, kind in kinds.items() if kind not in ROW_WISE_FAMILY - {grid})
         for table in table_configs_of(module):
             if table.pooling == PoolingType.MEAN and table.name in kinds:

@@ -173,9 +173,8 @@ class FeaturesByName:
     def __init__(self, collection: Sharded, input_dist: Callable[..., Any]) -> None:
         self._collection = collection
         self._input_dist = input_dist
-        # None: sequence embeddings know no weights
-        self._weighting = getattr(collection, "_is_weighted", None)
-        self._read: list[str] = []
+        self._is_weighted = getattr(collection, "_is_weighted", None)  # None: sequences
+        self._kernel_names: list[str] = []
         self._names: list[str] = []
         self._orders: dict[tuple[str, ...], tuple[list[int], Tensor]] = {}
         self.refuse_weights = True
@@ -197,10 +196,10 @@ class FeaturesByName:
         shardings = getattr(self._collection, "_embedding_shardings", None)
         if shardings is None:
             shardings = self._collection._sharding_type_to_sharding.values()
-        self._read = [name for sharding in shardings for name in sharding.feature_names()]
-        for name in self._read:
+        self._kernel_names = [name for sharding in shardings for name in sharding.feature_names()]
+        for name in self._kernel_names:
             check_known("feature", name, keys)
-        names = list(dict.fromkeys(self._read))
+        names = list(dict.fromkeys(self._kernel_names))
         self._names = keys if sorted(keys) == sorted(names) else names
 
     def _in_order(self, features: KeyedJaggedTensor, keys: tuple[str, ...]) -> KeyedJaggedTensor:
@@ -220,7 +219,7 @@ class FeaturesByName:
 
     def _with_right_weights(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         weights = features.weights_or_none()
-        if self._weighting is None or (weights is None and not self._weighting):
+        if self._is_weighted is None or (weights is None and not self._is_weighted):
             return features
         place = f"collection of tables {self._collection._table_names}"
         if weights is None:
@@ -228,7 +227,7 @@ class FeaturesByName:
             makes = getattr(self._collection, _MAKES_WEIGHTS, False)
             check(makes, place, "per-sample weights", "none", remedy)
             return features
-        if self._weighting:
+        if self._is_weighted:
             if weights.requires_grad and torch.is_grad_enabled():
                 self._check_gradient_of_weights(place, features.keys())
             return features
@@ -240,10 +239,10 @@ class FeaturesByName:
         """Weights that travel, or are put in another order, leave their gradient behind."""
         kinds = set(self._collection._sharding_types)
         stay = {ShardingType.DATA_PARALLEL.value, ShardingType.TABLE_WISE.value}
-        if kinds <= stay and keys == self._read and self._collection._env.world_size == 1:
+        if kinds <= stay and keys == self._kernel_names and self._collection._env.world_size == 1:
             return
         limit = "supported are per-sample weights that learn on one rank, in whole tables"
-        remedy = f"detach the weights, or list the features as the kernels read them: {self._read}"
+        remedy = f"detach the weights, or list the features as kernels do: {self._kernel_names}"
         text = f"{sorted(kinds)}, features {keys}"
         raise NotImplementedError(describe(place, limit, text, remedy))
 
@@ -312,7 +311,7 @@ def read_whole_bags_(
 
 
 @contextmanager
-def weights_replaced(kernel: nn.Module, product: Tensor) -> Iterator[None]:
+def replace_weights(kernel: nn.Module, product: Tensor) -> Iterator[None]:
     """Puts a product in place of a kernel's weights, as `functional_call` does."""
     weights = kernel._parameters["weights"]
     kernel._parameters["weights"] = product  # type: ignore[assignment]  # no parameter
@@ -509,24 +508,7 @@ class PrefetchedTables:
     """The tables of a model with ``CacheParams(prefetch_pipeline=True)``. Local."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.names: list[str] = []
-        for module in model.modules():
-            if isinstance(module, ShardedEmbeddingBagCollection):
-                infos = itertools.chain(*module.sharding_type_to_sharding_infos.values())
-                self.names += [
-                    info.embedding_config.name
-                    for info in infos
-                    if _is_cached(info.param_sharding)
-                    and (info.fused_params or {}).get("prefetch_pipeline")
-                ]
-            elif isinstance(module, ShardedEmbeddingCollection):
-                self.names += [
-                    table
-                    for table, plan in module.module_sharding_plan.items()
-                    if _is_cached(plan)
-                    and plan.cache_params
-                    and plan.cache_params.prefetch_pipeline
-                ]
+        self._is_planned = any(_plans_prefetching(module) for module in model.modules())
         self.kernels = [
             part
             for lookup in lookups(model)
@@ -537,7 +519,7 @@ class PrefetchedTables:
         ]
 
     def __bool__(self) -> bool:
-        return bool(self.names)
+        return self._is_planned
 
     def unlock(self) -> None:
         """Unlocks the lines of the last batch, which has no backward pass to do so."""
@@ -551,9 +533,8 @@ class PrefetchedTables:
             kernel.lxu_cache_locations_list, kernel.timesteps_prefetched = [], []
 
     @contextmanager
-    def unlocking_every_lookup(self) -> Iterator[None]:
+    def unlock_every_lookup(self) -> Iterator[None]:
         """Unlocks behind every lookup: nothing in here has a backward pass."""
-
         hooks = [
             kernel.register_forward_hook(lambda k, *_: _unlock(k, [k.lxu_cache_locations]))
             for kernel in self.kernels
@@ -565,8 +546,19 @@ class PrefetchedTables:
                 hook.remove()
 
 
-def _is_cached(plan: Any) -> bool:
-    return bool(plan.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value)
+def _plans_prefetching(module: nn.Module) -> bool:
+    """Whether a table of a sharded collection is to be prefetched, on whatever rank."""
+    options: list[tuple[Any, Any]] = []
+    if isinstance(module, ShardedEmbeddingBagCollection):
+        infos = itertools.chain(*module.sharding_type_to_sharding_infos.values())
+        options = [
+            (i.param_sharding, (i.fused_params or {}).get("prefetch_pipeline")) for i in infos
+        ]
+    elif isinstance(module, ShardedEmbeddingCollection):
+        plans = module.module_sharding_plan.values()
+        options = [(p, p.cache_params and p.cache_params.prefetch_pipeline) for p in plans]
+    kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+    return any(plan.compute_kernel == kernel and prefetches for plan, prefetches in options)
 
 
 def _unlock(kernel: SplitTableBatchedEmbeddingBagsCodegen, locations: list[Tensor]) -> None:
@@ -574,10 +566,9 @@ def _unlock(kernel: SplitTableBatchedEmbeddingBagsCodegen, locations: list[Tenso
     stream = kernel.prefetch_stream
     if stream is not None:
         torch.cuda.current_stream().wait_stream(stream)
+    counter = kernel.lxu_cache_locking_counter
     for of_batch in locations:
-        torch.ops.fbgemm.lxu_cache_locking_counter_decrement(
-            kernel.lxu_cache_locking_counter, of_batch
-        )
+        torch.ops.fbgemm.lxu_cache_locking_counter_decrement(counter, of_batch)
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
 

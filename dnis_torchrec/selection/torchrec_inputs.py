@@ -128,12 +128,10 @@ def remap(model: nn.Module, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
                     check_known(f"feature of table {table!r} in FQN {fqn!r}", name, bags)
                 rows = _rows_of(table, module, [bags[name] for name in names])
                 bags |= dict(zip(names, rows, strict=True))
-    of_keys = [bags[key] for key in list(features.keys())]
-    values, lengths = (
-        [part() for part in parts]
-        for parts in zip(*((b.values, b.lengths) for b in of_keys), strict=False)
-    )
-    return KeyedJaggedTensor(features.keys(), torch.cat(values), lengths=torch.cat(lengths))
+    of_keys = [bags[key] for key in features.keys()]  # noqa: SIM118
+    values = torch.cat([bag.values() for bag in of_keys])
+    lengths = torch.cat([bag.lengths() for bag in of_keys])
+    return KeyedJaggedTensor(features.keys(), values, lengths=lengths)
 
 
 def check_remapping(model: nn.Module) -> None:
@@ -202,9 +200,8 @@ def _rows_of(
     rows = module({table: JaggedTensor(values=values, lengths=lengths, weights=sizes)})[table]
     of_features = rows.lengths().view(len(bags), -1)
     values = rows.values().split(of_features.sum(1).tolist())
-    return [
-        JaggedTensor(v, lengths=lengths) for v, lengths in zip(values, of_features, strict=True)
-    ]
+    pairs = zip(values, of_features, strict=True)
+    return [JaggedTensor(part, lengths=lengths) for part, lengths in pairs]
 
 
 def _readers(model: nn.Module) -> dict[str, set[str]]:
@@ -365,7 +362,7 @@ class PrefetchingTrainPipeline(DetachableTrainPipeline):
         was_training = model.training
         model.eval()
         try:
-            with self._prefetched.unlocking_every_lookup():
+            with self._prefetched.unlock_every_lookup():
                 yield model
         finally:
             model.train(was_training)

@@ -31,7 +31,6 @@ from torchrec.modules.embedding_modules import (
     EmbeddingCollectionInterface,
     get_embedding_names_by_table,
 )
-from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -115,7 +114,7 @@ class SoftSelectionModule(FusedOptimizerModule, nn.Module):
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
         """The optimizers fused into the child's tables, by their names in the child."""
-        return CombinedOptimizer(list(_fused_in(getattr(self, self.child_name), "")))
+        return CombinedOptimizer(list(_fused_optimizers(getattr(self, self.child_name), "")))
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules in it; DistributedModelParallel wants a sharded child without a name."""
@@ -147,13 +146,13 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
     return state
 
 
-def _fused_in(module: nn.Module, name: str) -> Iterator[tuple[str, KeyedOptimizer]]:
+def _fused_optimizers(module: nn.Module, name: str) -> Iterator[tuple[str, KeyedOptimizer]]:
     """Yields the fused optimizers of a module, by the walk of DistributedModelParallel."""
     if isinstance(module, FusedOptimizerModule):
         yield name, module.fused_optimizer
         return
     for child_name, child in module.named_children():
-        yield from _fused_in(child, append_prefix(name, child_name))
+        yield from _fused_optimizers(child, append_prefix(name, child_name))
 
 
 def _shorten(wrapper: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -214,10 +213,7 @@ class SoftSelectionEmbeddingBagCollection(SoftSelectionModule, EmbeddingBagColle
 
     def _take(self, module: nn.Module) -> EmbeddingBagCollection:
         """Returns the collection of what is to be wrapped."""
-        if not isinstance(module, EmbeddingBagCollection):
-            kind = type(module).__name__
-            raise TypeError(describe("SoftSelection", "an EmbeddingBagCollection", kind))
-        return module
+        return cast(EmbeddingBagCollection, module)
 
     def _child_of(self, plain: EmbeddingBagCollection) -> EmbeddingBagCollection:
         """The collection that reads split bags: the same tables, names and weights, all sums."""
@@ -226,9 +222,9 @@ class SoftSelectionEmbeddingBagCollection(SoftSelectionModule, EmbeddingBagColle
         sums = all(table.pooling == PoolingType.SUM for table in self._tables)
         if type(plain) is EmbeddingBagCollection and self.bag_splitter is None and sums:
             return plain
-        return self._reading(plain, {output.name: output.block_keys for output in self.outputs})
+        return self._read_by(plain, {output.name: output.block_keys for output in self.outputs})
 
-    def _reading(
+    def _read_by(
         self, plain: EmbeddingBagCollection, keys_of: Mapping[str, tuple[str, ...]]
     ) -> EmbeddingBagCollection:
         """The tables of a collection, read by other keys and summed: output -> its keys."""
@@ -259,7 +255,7 @@ class SoftSelectionEmbeddingBagCollection(SoftSelectionModule, EmbeddingBagColle
         self.multiplies_tables = multiply_tables
         if self.bag_splitter is not None:
             keys = {output.name: (output.whole_key,) for output in self.outputs}
-            self.embedding_bag_collection = self._reading(self.embedding_bag_collection, keys)
+            self.embedding_bag_collection = self._read_by(self.embedding_bag_collection, keys)
 
     @property
     def lookup(self) -> nn.Module:
@@ -289,10 +285,6 @@ class SoftSelectionFeatureProcessedEmbeddingBagCollection(SoftSelectionEmbedding
     child_name = "feature_processed"
 
     def _take(self, module: nn.Module) -> EmbeddingBagCollection:
-        if type(module) is not FeatureProcessedEmbeddingBagCollection:
-            kind = type(module).__name__
-            requirement = "a FeatureProcessedEmbeddingBagCollection"
-            raise TypeError(describe("SoftSelection", requirement, kind))
         collection = cast(EmbeddingBagCollection, getattr(module, INNER))
         self.feature_processed = with_processors_of(module, collection)
         return collection
@@ -321,9 +313,9 @@ class SoftSelectionFeatureProcessedEmbeddingBagCollection(SoftSelectionEmbedding
             remedy = "call selection.on_shards.select_on_shards_, as BilevelTrainPipeline does"
             place, requirement = "feature processors", "selection on the shards"
             raise RuntimeError(describe(place, requirement, "split bags", remedy))
-        return self.look_up_processed(self.processed(features))
+        return self.look_up_processed(self.process(features))
 
-    def processed(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    def process(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Bags with the weights that the processors give them, made here. Local, no collective."""
         return processed_bags(self.feature_processed, features)
 
@@ -345,9 +337,6 @@ class SoftSelectionEmbeddingCollection(SoftSelectionModule, EmbeddingCollectionI
         alpha: Alpha | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(embedding_collection, EmbeddingCollection):
-            kind = type(embedding_collection).__name__
-            raise TypeError(describe("SoftSelection", "an EmbeddingCollection", kind))
         self.blocks = blocks
         self._tables = list(embedding_collection.embedding_configs())
         self._need_indices = embedding_collection.need_indices()
