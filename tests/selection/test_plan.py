@@ -57,7 +57,8 @@ from tests.models import (
     trained,
     zch,
 )
-from tests.tiny import ROWS, make_batch, make_collection, make_recipe
+from tests.selection.shard_cases import plan_by, shard_by
+from tests.tiny import make_batch, make_collection, make_recipe
 
 SHARDERS = [CpuEmbeddingBagCollectionSharder()]
 ALL = ("row_wise", "grid_shard", "table_wise")
@@ -73,8 +74,7 @@ def plan_for(rows: int, kind: str, world_size: int, local_world_size: int):
     table = EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=8, feature_names=["f"])
     model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table], device=torch.device("meta"))})
     topology = Topology(world_size=world_size, local_world_size=local_world_size, compute_device="cpu")
-    constraints = {"t": ParameterConstraints(sharding_types=[kind], min_partition=4)}
-    return model, make_sharding_plan(model, CPU, SHARDERS, constraints=constraints, topology=topology)
+    return model, plan_by(model, kind, topology=topology)
 
 
 def test_the_sharder_adds_the_row_wise_family_on_a_cpu_and_nothing_on_a_gpu() -> None:
@@ -90,8 +90,7 @@ def test_the_sharder_adds_the_row_wise_family_on_a_cpu_and_nothing_on_a_gpu() ->
 def test_it_serves_a_users_own_distributed_model_parallel(gloo: dist.ProcessGroup, kind: str) -> None:
     table = EmbeddingBagConfig(name="t", num_embeddings=40, embedding_dim=8, feature_names=["user"])
     model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table])})
-    constraints = {"t": ParameterConstraints(sharding_types=[kind], min_partition=4)}
-    plan = make_sharding_plan(model, CPU, SHARDERS, constraints=constraints)
+    plan = plan_by(model, kind)
     assert {planned.sharding_type for planned in plan.plan["ebc"].values()} == {kind}
     sharded = DistributedModelParallel(model, device=CPU, plan=plan, sharders=SHARDERS)
     pooled = sharded.module["ebc"](make_batch(5, 0).sparse_features)
@@ -102,9 +101,7 @@ def test_it_serves_a_users_own_distributed_model_parallel(gloo: dist.ProcessGrou
 def test_a_sharded_model_computes_what_the_model_did(gloo: dist.ProcessGroup, kind: str) -> None:
     model, features = make_model(), make_batch(7, 0).sparse_features
     expected = model["ebc"](features)
-    constraints = dict.fromkeys(ROWS, ParameterConstraints(sharding_types=[kind], min_partition=4))
-    plan = make_sharding_plan(model, CPU, SHARDERS, constraints=constraints)
-    pooled = shard_model(model, CPU, plan, SHARDERS).module["ebc"](features)
+    pooled = shard_by(model, kind).module["ebc"](features)
     assert pooled.keys() == expected.keys()
     torch.testing.assert_close(pooled.values(), expected.values(), atol=1e-6, rtol=0)
 
@@ -115,8 +112,7 @@ def test_replicated_tables_of_one_process_keep_gradients_where_they_are(gloo: di
     model["ebc"](features).values().square().sum().backward()
     expected = {name: part.weight.grad.clone() for name, part in model["ebc"].embedding_bags.items()}
     model.zero_grad()
-    constraints = dict.fromkeys(ROWS, ParameterConstraints(sharding_types=["data_parallel"]))
-    sharded = shard_model(model, CPU, make_sharding_plan(model, CPU, SHARDERS, constraints=constraints), SHARDERS)
+    sharded = shard_by(model, "data_parallel")
     collection = sharded.module["ebc"]
     assert not any(isinstance(lookup, DistributedDataParallel) for lookup in lookups_of(sharded))
     collection(features).values().square().sum().backward()
@@ -128,8 +124,7 @@ def test_replicated_tables_of_one_process_keep_gradients_where_they_are(gloo: di
 def test_tables_of_the_same_name_keep_their_own_weights(gloo: dist.ProcessGroup, kind: str) -> None:
     model, features = nn.ModuleDict({"x": make_collection(), "y": make_collection()}), make_batch(7, 0).sparse_features
     expected = [model[fqn](features).values() for fqn in "xy"]
-    constraints = dict.fromkeys(ROWS, ParameterConstraints(sharding_types=[kind]))
-    sharded = shard_model(model, CPU, make_sharding_plan(model, CPU, SHARDERS, constraints=constraints), SHARDERS)
+    sharded = shard_by(model, kind)
     found = [get_unwrapped_module(sharded)[fqn](features).values() for fqn in "xy"]
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
@@ -324,8 +319,7 @@ def test_a_collection_that_has_two_names_stays_one(gloo, kind: type[nn.Module], 
         tables = table_configs(model)
         prepare_(model, blocks_from_counts(count_frequencies([features], tables), tables, num_blocks=2))
     sharders = [CpuEmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.5})]
-    constraints = {table: ParameterConstraints(sharding_types=["table_wise"]) for table in ROWS}
-    sharded = shard_model(model, CPU, make_sharding_plan(model, CPU, sharders, constraints=constraints), sharders)
+    sharded = shard_by(model, "table_wise", sharders)
     optimizer = torch.optim.SGD(unsharded.parameters(), lr=0.5)
     for _ in range(2):
         found, expected = sharded(features), unsharded(features)
