@@ -178,42 +178,30 @@ def test_density_and_mean_weigh_rows_of_alpha_by_the_rows_they_serve(values: lis
 
 
 KEYS = [f"{name}_id" for name in ROWS]
-BAD = {
-    "too many": ([1] * 14 + [2], "feature 'genre_id': expected no more ids than there are, got a bag of 2"),
-    "too few": ([1] * 14 + [0], "expected as many ids as their lengths add up to, 14, got 15"),
-    "one left over": ([1] * 4 + [0] + [1] * 10, "expected as many ids as their lengths add up to, 14, got 15"),
-    "negative": ([1] * 5 + [2, -1, 2, 1, 1] + [1] * 5, "feature 'movie_id': expected lengths of at least 0, got -1"),
-    "huge": ([2**62, 2**62, 2**62, 2**62, 1] + [1] * 10, "feature 'user_id': expected no more ids than there are"),
-    "all": ([15] * 15, "feature 'user_id': expected no more ids than there are"),
+REFUSED: dict[str, tuple[type[Exception], str, dict[str, object]]] = {
+    "too many": (ValueError, "feature 'genre_id'", {"lengths": [1] * 14 + [2]}),
+    "too few": (ValueError, "features 'user_id', .*'genre_id'", {"lengths": [1] * 14 + [0]}),
+    "one left over": (ValueError, "features 'user_id', .*'genre_id'", {"lengths": [1] * 4 + [0] + [1] * 10}),
+    "negative": (ValueError, "feature 'movie_id'", {"lengths": [1] * 5 + [2, -1, 2, 1, 1] + [1] * 5}),
+    "huge": (ValueError, "feature 'user_id'", {"lengths": [2**62] * 4 + [1] * 11}),
+    "all": (ValueError, "feature 'user_id'", {"lengths": [15] * 15}),
+    "fewer weights": (ValueError, "features 'user_id', .*'genre_id'", {"weights": [1.0] * 14}),
+    "fractions": (TypeError, "features 'user_id', .*'genre_id'", {"values": [0.0] * 15}),
+    "bytes": (TypeError, "features 'user_id', .*'genre_id'", {"values": torch.zeros(15, dtype=torch.uint8)}),
 }
+"""Batch -> kind of the error, its place, and how the batch differs from 5 bags of one id for each feature."""
 
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("name", list(BAD))
-def test_lengths_that_are_not_those_of_the_ids(name: str, grad: bool, compiled: bool) -> None:
-    lengths, message = BAD[name]
-    features = KeyedJaggedTensor(keys=KEYS, values=torch.zeros(15, dtype=torch.int64), lengths=torch.tensor(lengths))
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_bags_that_are_refused(name: str, grad: bool, compiled: bool) -> None:
+    error, place, change = REFUSED[name]
+    parts = {"values": [0] * 15, "lengths": [1] * 15} | change
+    kjt = KeyedJaggedTensor(keys=KEYS, **{part: torch.as_tensor(value) for part, value in parts.items()})
     model = prepare_(nn.ModuleDict({"e": collection()}), blocks())
-    with operators(compiled), torch.set_grad_enabled(grad), pytest.raises(ValueError, match=message):
-        model["e"](features)
-
-
-def test_fewer_weights_than_ids() -> None:
-    features = KeyedJaggedTensor(
-        keys=KEYS, values=torch.zeros(15, dtype=torch.int64), lengths=torch.ones(15).int(), weights=torch.ones(14)
-    )
-    model = prepare_(nn.ModuleDict({"e": collection()}), blocks())
-    with pytest.raises(ValueError, match="expected a weight for each of 15 ids, got 14 weights"):
-        model["e"](features)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.int16])
-def test_ids_of_other_types(dtype: torch.dtype) -> None:
-    features = KeyedJaggedTensor(keys=KEYS, values=torch.zeros(15, dtype=dtype), lengths=torch.ones(15).int())
-    model = prepare_(nn.ModuleDict({"e": collection()}), blocks())
-    with pytest.raises(TypeError, match="features 'user_id', 'movie_id', 'genre_id': expected int32 or int64 ids"):
-        model["e"](features)
+    with operators(compiled), torch.set_grad_enabled(grad), pytest.raises(error, match=f"^{place}: expected"):
+        model["e"](kjt)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
