@@ -8,7 +8,7 @@ from dnis_torchrec.checks import check_dependencies, silence_noise, version
 
 if TYPE_CHECKING:
     from dnis_torchrec.allocation.compress import compress, packed_collections
-    from dnis_torchrec.artifact.export import export
+    from dnis_torchrec.artifact.export import export, load_model
     from dnis_torchrec.artifact.load import load
     from dnis_torchrec.blocks.blocking import blocks_from_counts
     from dnis_torchrec.blocks.counts import count_frequencies
@@ -45,6 +45,7 @@ __all__ = [
     "embedding_configs",
     "export",
     "load",
+    "load_model",
     "make_sharding_plan",
     "merge_",
     "packed_collections",
@@ -57,34 +58,27 @@ __all__ = [
 
 __version__ = version()
 
-_HOME = {
-    "compress": "allocation.compress",
-    "packed_collections": "allocation.compress",
-    "export": "artifact.export",
-    "load": "artifact.load",
-    "blocks_from_counts": "blocks.blocking",
-    "count_frequencies": "blocks.counts",
-    "recipe_from_frame": "data.frames",
-    "DataSplits": "data.recipe",
-    "Recipe": "data.recipe",
-    "Task": "data.task",
-    "TrainTask": "data.task",
-    "SearchLoop": "search.loop",
-    "BilevelTrainPipeline": "search.pipeline",
-    "Size": "search.prune",
-    "prune": "search.prune",
-    "BilevelStream": "search.schedule",
-    "LevelSchedule": "search.schedule",
-    "CpuEmbeddingBagCollectionSharder": "selection.plan",
-    "make_sharding_plan": "selection.plan",
-    "shard_model": "selection.plan",
-    "merge_": "selection.swap",
-    "prepare_": "selection.swap",
-    "MixedDimensionEmbeddingBagCollection": "serving",
-    "embedding_configs": "serving.configs",
+_NAMES = {
+    "allocation.compress": ("compress", "packed_collections"),
+    "artifact.export": ("export", "load_model"),
+    "artifact.load": ("load",),
+    "blocks.blocking": ("blocks_from_counts",),
+    "blocks.counts": ("count_frequencies",),
+    "data.frames": ("recipe_from_frame",),
+    "data.recipe": ("DataSplits", "Recipe"),
+    "data.task": ("Task", "TrainTask"),
+    "search.loop": ("SearchLoop",),
+    "search.pipeline": ("BilevelTrainPipeline",),
+    "search.prune": ("Size", "prune"),
+    "search.schedule": ("BilevelStream", "LevelSchedule"),
+    "selection.plan": ("CpuEmbeddingBagCollectionSharder", "make_sharding_plan", "shard_model"),
+    "selection.swap": ("merge_", "prepare_"),
+    "serving": ("MixedDimensionEmbeddingBagCollection",),
+    "serving.configs": ("embedding_configs",),
 }
-"""Name -> its module, which is imported when the name is first asked for: a script that serves
-loads nothing that trains."""
+"""Module -> names of it; it is imported when one is first asked for: a script that serves loads
+nothing that trains."""
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 check_dependencies()
 silence_noise()
@@ -93,9 +87,7 @@ silence_noise()
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = import_module(f"{__name__}.{_HOME[name]}")
-    value = getattr(home, name)
-    globals()[name] = value
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     return value
 
 
@@ -107,15 +99,25 @@ import_module(f"{__name__}.search")
 def search(
     recipe: "Recipe", compression: float = 20.0, *, settings: "SearchSettings | None" = None
 ) -> "SearchResult":
-    """Trains a model for its size: `dnis_torchrec.search.search.search_once`, which has it all.
+    """Trains a model so that its tables can be served in a fraction of the bytes.
+
+    On one process; several ranks, progress and resuming have ``dnis search``. It makes a process
+    group where there is none, and checkpoints that are gone when it returns. Every epoch is logged
+    at level INFO.
 
     Args:
-        recipe: model, data, and loss or task; stays as it is.
+        recipe: model, data, and loss or task; stays as it is, so the same call gives the same
+            result as far as torch's random numbers do.
         compression: bytes of the float32 tables over bytes served, above 1; met from below.
         settings: how to search; the defaults are for every recipe.
 
     Returns:
         The model, its scheme, and its metrics on the test split.
+
+    Raises:
+        ValueError: for bad data or a size that cannot be met, before training.
+        NotImplementedError: in a process group of several ranks.
+        NonFiniteError: if a loss becomes NaN or infinite.
     """
     from dnis_torchrec.search.search import search_once  # loads torch
 

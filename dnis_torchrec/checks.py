@@ -21,10 +21,10 @@ SHOWN = 20
 """Known names that one error lists."""
 
 
-def describe(place: str, requirement: str, received: object, remedy: str = "") -> str:
+def describe(place: str, requirement: str, value: object, remedy: str = "") -> str:
     """Words one error."""
     verb = "" if requirement.startswith("supported ") else "expected "
-    message = f"{place}: {verb}{requirement}, got {received}"
+    message = f"{place}: {verb}{requirement}, got {value}"
     return f"{message}; {remedy}" if remedy else message
 
 
@@ -43,19 +43,15 @@ _SYSTEM = {
 _SYSTEM[errno.EDQUOT] = _SYSTEM[errno.ENOSPC]
 _SYSTEM[errno.EPERM] = _SYSTEM[errno.EACCES]
 _SYSTEM[errno.ENFILE] = _SYSTEM[errno.EMFILE]
-"""Requirement and remedy of what the operating system refuses; `describe_error` words the others.
-"""
+"""Requirement and remedy of what the operating system refuses."""
 
 
 def describe_error(error: BaseException) -> str:
     """Words an error in one line, also one that the operating system has raised."""
     if isinstance(error, OSError) and error.errno is not None and error.strerror is not None:
         requirement, remedy = _SYSTEM.get(error.errno, ("the system to read and write", ""))
-        names = [
-            os.fsdecode(name)
-            for name in (error.filename, error.filename2)
-            if isinstance(name, str | bytes)
-        ]
+        files = (error.filename, error.filename2)
+        names = [os.fsdecode(name) for name in files if isinstance(name, str | bytes)]
         return describe(", ".join(names) or "file system", requirement, error.strerror, remedy)
     text = str(error)
     words = [entry for number, entry in _SYSTEM.items() if os.strerror(number) in text]
@@ -67,9 +63,8 @@ def describe_error(error: BaseException) -> str:
 def is_of_system(error: BaseException) -> bool:
     """Returns whether the operating system has refused something, in whatever error a library has
     wrapped that."""
-    return isinstance(error, OSError) or any(
-        os.strerror(number) in str(error) for number in _SYSTEM
-    )
+    text = str(error)
+    return isinstance(error, OSError) or any(os.strerror(number) in text for number in _SYSTEM)
 
 
 def visible(text: str) -> str:
@@ -85,31 +80,28 @@ def _escape(code: int) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def check(
-    condition: bool, place: str, requirement: str, received: object, remedy: str = ""
-) -> None:
+def check(condition: bool, place: str, requirement: str, value: object, remedy: str = "") -> None:
     """Raises a ValueError in the package's wording unless `condition` holds."""
     if not condition:
-        raise ValueError(describe(place, requirement, received, remedy))
+        raise ValueError(describe(place, requirement, value, remedy))
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """Names the known names that look most like `name`."""
-    names = sorted(set(known))
+    names = sorted(set(names))
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if close:
         return f"did you mean {' or '.join(map(repr, close))}?"
-    shown = ", ".join(map(repr, names[:SHOWN])) + (", ..." if len(names) > SHOWN else "")
-    return f"known names: {shown or 'none'}"
+    text = ", ".join(map(repr, names[:SHOWN])) + (", ..." if len(names) > SHOWN else "")
+    return f"known names: {text or 'none'}"
 
 
-def check_known(kind: str, name: str, known: Iterable[str]) -> None:
-    """Checks that `name` is one of `known` and shows the nearest names if it is not."""
-    known = list(known)
-    if name not in known:  # looking for near names takes longer than a small lookup
-        raise ValueError(
-            describe(f"{kind} {name!r}", f"a known {kind}", repr(name), nearest(name, known))
-        )
+def check_known(kind: str, name: str, names: Iterable[str]) -> None:
+    """Checks that `name` is one of `names` and shows the nearest ones if it is not."""
+    names = list(names)
+    if name not in names:  # looking for near names takes longer than a small lookup
+        place, requirement = f"{kind} {name!r}", f"a known {kind}"
+        raise ValueError(describe(place, requirement, repr(name), nearest(name, names)))
 
 
 # What goes together
@@ -143,14 +135,13 @@ def versions(
 
 
 def check_dependencies(
-    flavour: str | None = None, *, installed: Mapping[str, str] | None = None
+    flavour: str | None = None, *, numbers: Mapping[str, str] | None = None
 ) -> None:
     """Checks that torch, torchrec and fbgemm are there and go together."""
     needs = ("torch", "torchrec", *NEEDED_BY_TORCHREC)
-    if installed is None:
-        installed = versions((*needs, *BUILDS.values()))
-    builds = [build for build in BUILDS.values() if build in installed]
-    problems = [f"no {name}" for name in needs if name not in installed]
+    numbers = versions((*needs, *BUILDS.values())) if numbers is None else numbers
+    builds = [build for build in BUILDS.values() if build in numbers]
+    problems = [f"no {name}" for name in needs if name not in numbers]
     if flavour is not None and BUILDS[flavour] not in builds:
         problems.append(f"no {BUILDS[flavour]}")
     elif not builds:
@@ -159,14 +150,14 @@ def check_dependencies(
         problems.append("both builds of fbgemm, which overwrite each other's files")
     elif builds and getattr(find_spec("fbgemm_gpu"), "origin", None) is None:
         problems.append(f"{builds[0]} without its files, which the other build took along")
-    release = _release(installed.get("torchrec", ""))
+    release = _release(numbers.get("torchrec", ""))
     if release and release not in TORCH_OF_TORCHREC:
         problems.append(f"torchrec {release}, where {', '.join(TORCH_OF_TORCHREC)} are supported")
     elif release:
-        fitting = {"torch": TORCH_OF_TORCHREC[release]} | dict.fromkeys(builds, release)
-        for name, other in fitting.items():
-            if name in installed and _release(installed[name]) != other:
-                problems.append(f"{name} {installed[name]}, where torchrec {release} needs {other}")
+        needs_of_release = {"torch": TORCH_OF_TORCHREC[release]} | dict.fromkeys(builds, release)
+        for name, other in needs_of_release.items():
+            if name in numbers and _release(numbers[name]) != other:
+                problems.append(f"{name} {numbers[name]}, where torchrec {release} needs {other}")
     if problems:
         build = BUILDS[flavour or "cpu"]
         raise ImportError(
@@ -182,49 +173,38 @@ def _release(number: str) -> str:
     return ".".join(re.findall(r"\d+", number)[:2])
 
 
-WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
+WARNINGS: tuple[tuple[str, str], ...] = (
     # The CPU build of fbgemm has no SSD tables.
-    (r"\s*\S*\s*Failed to import. fbgemm_gpu", DeprecationWarning, "fbgemm_gpu"),
+    (r"\s*\S*\s*Failed to import. fbgemm_gpu", "fbgemm_gpu"),
     # torchrec imports fbgemm by its old module name and compiles with the old compiler.
     (
         r"\s*\S*\s*The Python module fbgemm_gpu\.split_table_batched_embeddings_ops is now",
-        DeprecationWarning,
         "fbgemm_gpu",
     ),
-    (r"`torch\.jit\.\w+` is deprecated", DeprecationWarning, r"torch\.jit"),
-    (r"`torch\.jit\.\w+` is deprecated", FutureWarning, r"torch\.jit"),  # since torch 2.14
+    (r"`torch\.jit\.\w+` is deprecated", r"torch\.jit"),
     # torchx reads its components so, on Python 3.12.
-    (r"ast\.Str is deprecated", DeprecationWarning, r"torchx\.specs\.file_linter"),
+    (r"ast\.Str is deprecated", r"torchx\.specs\.file_linter"),
     # torchrec pins this torchmetrics.
-    (r"distutils Version classes are deprecated", DeprecationWarning, "torchmetrics"),
+    (r"distutils Version classes are deprecated", "torchmetrics"),
     # The replacement that it names does not know torchrec's own optimizers.
     (
         r"This API is deprecated\. Please use Pytorch Distributed's _apply_optimizer",
-        DeprecationWarning,
         r"torchrec\.optim",
     ),
     # What DistributedModelParallel does by default: wrap in DDP, plan, keep ShardedTensors.
-    (r"`broadcast_buffers` is deprecated", FutureWarning, r"torchrec\.distributed"),
-    (
-        r"HeuristicalStorageReservation is known to cause issues",
-        FutureWarning,
-        r"torchrec\.distributed\.planner",
-    ),
-    (r"Please use DTensor instead and we are", FutureWarning, r"torch\.distributed"),
+    (r"`broadcast_buffers` is deprecated", r"torchrec\.distributed"),
+    (r"HeuristicalStorageReservation is known to cause issues", r"torchrec\.distributed\.planner"),
+    (r"Please use DTensor instead and we are", r"torch\.distributed"),
     # How torchrec 1.6 asks which device a process group works on.
-    (
-        r"(`_get_pg_default_device` will be|Multiple backends are registered with this Process)",
-        UserWarning,
-        r"torchrec\.distributed",
-    ),
+    (r"`_get_pg_default_device` will be", r"torchrec\.distributed"),
+    (r"Multiple backends are registered with this Process", r"torchrec\.distributed"),
     # Data-parallel tables on CPU; a test holds their gradients against the unsharded model's.
     (
-        r"fbgemm..dense_embedding_codegen_lookup_function. an autograd kernel was not registered",
-        UserWarning,
+        r"fbgemm..dense_embedding_codegen_lookup_function. an autograd kernel was not",
         r"torch\.autograd",
     ),
 )
-"""Warnings about a dependency's own inside, which no user can act on: message, category, module."""
+"""Warnings about a dependency's own inside, which no user can act on: message, module."""
 
 LOGS: tuple[tuple[str, str], ...] = (
     ("", "Could not determine LOCAL_WORLD_SIZE from environment, falling back to WORLD_SIZE"),
@@ -242,8 +222,8 @@ LOGS: tuple[tuple[str, str], ...] = (
 
 def silence_noise() -> None:
     """Silences `WARNINGS` and `LOGS`, each by name, and nothing else."""
-    for message, category, module in WARNINGS:
-        warnings.filterwarnings("ignore", message=message, category=category, module=module)
+    for message, module in WARNINGS:
+        warnings.filterwarnings("ignore", message=message, module=module)
     for logger, _ in LOGS:
         logging.getLogger(logger or None).addFilter(_is_news)
 

@@ -13,13 +13,7 @@ from torch import Tensor
 
 _T = TypeVar("_T")
 
-_ERRORS: tuple[type[Exception], ...] = (
-    ValueError,
-    TypeError,
-    NotImplementedError,
-    RuntimeError,
-    OSError,
-)
+_ERRORS = (ValueError, TypeError, NotImplementedError, RuntimeError, OSError)
 
 
 def rank_of(process_group: dist.ProcessGroup | None = None) -> int:
@@ -42,16 +36,21 @@ def together(process_group: dist.ProcessGroup | None = None) -> Iterator[None]:
     except Exception as caught:
         error = caught
     kind = next((k for k in _ERRORS if isinstance(error, k)), RuntimeError)
-    own = None if error is None else (_ERRORS.index(kind), str(error))
-    found = [own]
-    if world_size_of(process_group) > 1:
-        found = [None] * world_size_of(process_group)
-        dist.all_gather_object(found, own, group=process_group)
+    local = None if error is None else (_ERRORS.index(kind), str(error))
+    of_ranks = _gather_objects(local, process_group)
     if error is not None:
         raise error
-    for rank, other in enumerate(found):
+    for rank, other in enumerate(of_ranks):
         if other is not None:
             raise _ERRORS[other[0]](f"rank {rank}: {other[1]}")
+
+
+def _gather_objects(local: _T, process_group: dist.ProcessGroup | None) -> list[_T]:
+    """What every rank has, in their order: one all_gather_object."""
+    of_ranks = [local] * world_size_of(process_group)
+    if len(of_ranks) > 1:
+        dist.all_gather_object(of_ranks, local, group=process_group)
+    return of_ranks
 
 
 def on_rank_zero(action: Callable[[], _T], process_group: dist.ProcessGroup | None = None) -> _T:
@@ -69,11 +68,8 @@ def union_over_ranks(
     local: Mapping[str, _T], process_group: dist.ProcessGroup | None = None
 ) -> dict[str, _T]:
     """Entries of all ranks; of those that several have, the first one's. One all_gather_object."""
-    found: list[Mapping[str, _T]] = [local]
-    if world_size_of(process_group) > 1:
-        found = [{}] * world_size_of(process_group)
-        dist.all_gather_object(found, local, group=process_group)
-    return {key: value for of_rank in reversed(found) for key, value in of_rank.items()}
+    of_ranks = _gather_objects(local, process_group)
+    return {key: value for of_rank in reversed(of_ranks) for key, value in of_rank.items()}
 
 
 VALUES_PER_COLLECTIVE = 1 << 22
@@ -92,11 +88,7 @@ class Ranks:
     def everyone() -> Ranks:
         """All processes of the run, whatever model they hold; this one alone where there is no
         process group."""
-        return (
-            Ranks(dist.group.WORLD)
-            if dist.is_initialized() and dist.get_world_size() > 1
-            else Ranks()
-        )
+        return Ranks(dist.group.WORLD if world_size_of() > 1 else None)
 
     @property
     def is_first(self) -> bool:
@@ -113,8 +105,7 @@ class Ranks:
         return self._reduce_(values, dist.ReduceOp.SUM)
 
     def max_(self, values: Tensor) -> Tensor:
-        """Takes the maximum of every value over ranks, in place: one all_reduce per
-        `VALUES_PER_COLLECTIVE` values."""
+        """Takes the maximum of every value over ranks, in place, likewise."""
         return self._reduce_(values, dist.ReduceOp.MAX)
 
     def gather_texts(self, text: str) -> list[str]:
@@ -122,8 +113,8 @@ class Ranks:
         unpickle."""
         if self.world_size == 1:
             return [text]
-        encoded = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        return [bytes(of_rank.tolist()).decode() for of_rank in self._gather_uneven(encoded)]
+        codes = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        return [bytes(of_rank.tolist()).decode() for of_rank in self._gather_uneven(codes)]
 
     def concatenate(self, values: Tensor) -> Tensor:
         """Gives every rank the values of all ranks, in their order: two all_gathers."""
@@ -132,29 +123,29 @@ class Ranks:
     def broadcast_(self, values: Tensor) -> Tensor:
         """Gives every rank the values of rank 0, in place: one broadcast."""
         if self.world_size > 1:
-            carried = values.to(self._device())
-            dist.broadcast(carried, group=self.group, group_src=0)
-            values.copy_(carried)
+            copy = values.to(self._device())
+            dist.broadcast(copy, group=self.group, group_src=0)
+            values.copy_(copy)
         return values
 
     def _reduce_(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.world_size > 1:
             for piece in values.view(-1).split(VALUES_PER_COLLECTIVE):
-                carried = piece.to(self._device())
-                dist.all_reduce(carried, operation, group=self.group)
-                piece.copy_(carried)
+                copy = piece.to(self._device())
+                dist.all_reduce(copy, operation, group=self.group)
+                piece.copy_(copy)
         return values
 
     def _gather_uneven(self, values: Tensor) -> list[Tensor]:
         sizes = [int(size) for size in self._gather(torch.tensor([values.numel()]))]
-        padded = torch.zeros(max(*sizes, 1), dtype=values.dtype)
-        padded[: values.numel()] = values
-        return [part[:size] for part, size in zip(self._gather(padded), sizes, strict=True)]
+        row = torch.zeros(max(*sizes, 1), dtype=values.dtype)
+        row[: values.numel()] = values
+        return [part[:size] for part, size in zip(self._gather(row), sizes, strict=True)]
 
     def _gather(self, values: Tensor) -> list[Tensor]:
-        carried = values.to(self._device())
-        parts = [torch.empty_like(carried) for _ in range(self.world_size)]
-        dist.all_gather(parts, carried, group=self.group)
+        copy = values.to(self._device())
+        parts = [torch.empty_like(copy) for _ in range(self.world_size)]
+        dist.all_gather(parts, copy, group=self.group)
         return [part.cpu() for part in parts]
 
     def _device(self) -> torch.device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -52,8 +52,15 @@ class DescribedTable(TypedDict):
     pooling: str
     feature_names: list[str]
     is_weighted: bool
+    need_indices: NotRequired[bool]
     num_blocks: int
     num_retained: int
+
+
+_HINTS = get_type_hints(DescribedTable, include_extras=True)
+_FIELDS = {name for name, hint in _HINTS.items() if get_origin(hint) is not NotRequired}
+_COLUMNS = ("retained", "bits", "scale", "shift")
+"""Tensors of `TableScheme`, by the names that they have in a file."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,59 +77,41 @@ class TableScheme:
     routing: RowRouting
     retained: Tensor
     num_retained: int
+    need_indices: bool = False
     bits: Tensor | None = None
     scale: Tensor | None = None
     shift: Tensor | None = None
     feedback: Tensor | None = None
     gain: Tensor | None = None
+    largest_value: float | None = None
 
     def __post_init__(self) -> None:
-        place = f"table {self.name!r}"
-        check(
-            self.pooling in POOLINGS,
-            place,
-            f"a pooling of {', '.join(map(repr, POOLINGS))}",
-            repr(self.pooling),
-        )
-        shape = (self.routing.num_blocks, self.embedding_dim)
-        check(
-            tuple(self.retained.shape) == shape,
-            place,
-            f"retained of shape {shape}",
-            self.retained.shape,
-        )
-        check(
-            self.routing.num_embeddings == self.num_embeddings,
-            place,
-            f"a routing of {self.num_embeddings} rows",
-            self.routing.num_embeddings,
-        )
-        largest = self.routing.largest_block
+        place, shape = f"table {self.name!r}", (self.num_blocks, self.embedding_dim)
+        requirement = f"a pooling of {', '.join(map(repr, POOLINGS))}"
+        check(self.pooling in POOLINGS, place, requirement, repr(self.pooling))
+        is_fit = tuple(self.retained.shape) == shape
+        check(is_fit, place, f"retained of shape {shape}", self.retained.shape)
+        num_rows, largest = self.routing.num_embeddings, self.routing.largest_block
+        requirement = f"a routing of {self.num_embeddings} rows"
+        check(num_rows == self.num_embeddings, place, requirement, num_rows)
         check(largest <= shape[0], place, f"blocks 0..{shape[0]}", largest)
-        check(
-            0 <= self.num_retained <= self.block_area,
-            place,
-            f"0 <= num_retained <= {self.block_area}",
-            self.num_retained,
-        )
+        is_fit = 0 <= self.num_retained <= self.block_area
+        check(is_fit, place, f"0 <= num_retained <= {self.block_area}", self.num_retained)
         if self.bits is not None:
             check_widths(self.bits, place)
-            agrees = tuple(self.bits.shape) == shape and bool(
-                ((self.bits > 0) == self.retained).all()
-            )
-            requirement = (
-                f"bits of shape {shape}, above 0 where a column is retained and nowhere else"
-            )
-            check(agrees, place, requirement, "others")
-            check(
-                self.is_block_structured,
-                place,
-                "whole columns of blocks beside bits",
-                "single values",
-            )
+            is_fit = tuple(self.bits.shape) == shape
+            is_fit = is_fit and bool(((self.bits > 0) == self.retained).all())
+            requirement = f"bits of shape {shape}, above 0 where a column is retained, else 0"
+            check(is_fit, place, requirement, "others")
+            is_fit = self.num_retained == self.block_area
+            check(is_fit, place, "whole columns of blocks beside bits", "single values")
         if self.scale is not None or self.shift is not None:
-            check(self.bits is not None, place, "bits beside scales and shifts", "none")
-            _ = self.codes
+            _ = self.codes  # has to be whole
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of rows."""
+        return self.routing.num_blocks
 
     @property
     def has_codes(self) -> bool:
@@ -132,13 +121,9 @@ class TableScheme:
     @property
     def codes(self) -> ColumnCodes:
         """The codes in which retained values are stored."""
-        remedy = "allocate bits first"
         if self.bits is None or self.scale is None or self.shift is None:
-            raise ValueError(
-                describe(
-                    f"table {self.name!r}", "bits, scales and shifts of its columns", "none", remedy
-                )
-            )
+            requirement, remedy = "bits, scales and shifts of its columns", "allocate bits first"
+            raise ValueError(describe(f"table {self.name!r}", requirement, "none", remedy))
         return ColumnCodes(self.bits, self.scale, self.shift, self.feedback, self.gain)
 
     @property
@@ -150,12 +135,6 @@ class TableScheme:
     def block_area(self) -> int:
         """Values that the mixed-dimension form stores: the sum over blocks of rows times R."""
         return int((self.routing.row_counts() * self.dims).sum())
-
-    @property
-    def is_block_structured(self) -> bool:
-        """True if whole columns of blocks are retained, so that the mixed-dimension form has no
-        padding."""
-        return self.num_retained == self.block_area
 
     def columns(self, block: int) -> Tensor:
         """Retained columns of one block, ``(R,)`` int64, rising."""
@@ -170,11 +149,11 @@ class TableScheme:
     def with_new_rows(self) -> TableScheme:
         """The same table with its rows of no block in the last block that retains a column, beside
         those that are rare."""
-        with_columns, routing = self.retained.any(dim=1).nonzero(), self.routing
-        new_rows = int(routing.row_counts(include_unassigned=True)[-1])
+        with_columns = self.retained.any(dim=1).nonzero()
+        new_rows = int(self.routing.row_counts(include_unassigned=True)[-1])
         if not new_rows or not with_columns.numel():
             return self
-        return replace(self, routing=routing.with_unassigned_in(int(with_columns[-1])))
+        return replace(self, routing=self.routing.with_unassigned_in(int(with_columns[-1])))
 
     def column_bits(self) -> Tensor:
         """Bits of every column of every block, ``(S, D)`` uint8; float32 for all that is retained
@@ -196,9 +175,14 @@ class TableScheme:
 
     def served_bytes(self, form: str) -> int:
         """Bytes that lookups of this table read in a form, index bytes counted."""
-        if form_named(form) == PACKED:
-            return packed_bytes(self.column_bits().long(), self.routing.row_counts(), self.routing)
-        return self.file_bytes(form) + self.block_index_bytes()
+        if form_named(form) != PACKED:
+            return self.file_bytes(form) + self.block_index_bytes()
+        bits, rows = self.column_bits().long(), self.routing.row_counts()
+        if not bool(bits.any()):
+            return 0
+        scales = COLUMN_SCALE_BYTES * int(is_coded(bits).sum())
+        index = packed_index_bytes(self.routing, self.embedding_dim, rows)
+        return int(rows @ row_strides(bits)) + scales + index
 
     def file_bytes(self, form: str) -> int:
         """Bytes of this table's values in an artifact: all else is in the scheme."""
@@ -209,18 +193,8 @@ class TableScheme:
     def block_index_bytes(self) -> int:
         """Bytes that tell where the values of the mixed-dimension form are: 2 per column of a
         block, and the row routing."""
-        return 2 * sum(dim for _, dim in self.stored_blocks().values()) + routing_bytes(
-            self.routing
-        )
-
-
-def packed_bytes(bits: Tensor, rows: Tensor, routing: RowRouting) -> int:
-    """Bytes that lookups of a packed table read, from its bits alone."""
-    if not bool(bits.any()):
-        return 0
-    scales = COLUMN_SCALE_BYTES * int(is_coded(bits).sum())
-    index = packed_index_bytes(routing, bits.shape[1], rows)
-    return int(rows @ row_strides(bits)) + scales + index
+        num_columns = sum(dim for _, dim in self.stored_blocks().values())
+        return 2 * num_columns + routing_bytes(self.routing)
 
 
 def packed_index_bytes(routing: RowRouting, embedding_dim: int, rows: Tensor | None = None) -> int:
@@ -230,29 +204,9 @@ def packed_index_bytes(routing: RowRouting, embedding_dim: int, rows: Tensor | N
 
 @dataclass(frozen=True)
 class MixedDimensionScheme:
-    """The retained dims of every table of a model, in the model's table order.
-
-    Attributes:
-        tables: table name -> its scheme.
-
-    Example:
-        >>> import torch
-        >>> routing = RowRouting(8, 2, boundaries=torch.tensor([0, 2, 8]))
-        >>> retained = torch.tensor([[True, True, True, True], [True, False, False, False]])
-        >>> table = TableScheme(name="t", collection="ebc", num_embeddings=8, embedding_dim=4,
-        ...     pooling="sum", feature_names=("f",), is_weighted=False, routing=routing,
-        ...     retained=retained, num_retained=14)
-        >>> scheme = MixedDimensionScheme({"t": table})
-        >>> scheme.parameters, scheme.served_bytes("mixed_dimension"), scheme.served_bytes("packed")
-        (14, 90, 88)
-    """
+    """The retained dims of every table of a model, by table name, in the model's table order."""
 
     tables: Mapping[str, TableScheme] = field(default_factory=dict)
-
-    @property
-    def has_codes(self) -> bool:
-        """Whether the values of some table are stored in codes."""
-        return any(table.has_codes for table in self.tables.values())
 
     @property
     def parameters(self) -> int:
@@ -265,14 +219,7 @@ class MixedDimensionScheme:
         return sum(table.num_embeddings * table.embedding_dim for table in self.tables.values())
 
     def served_bytes(self, form: str) -> int:
-        """Bytes that lookups of all tables read in a form, index bytes counted.
-
-        Args:
-            form: how the tables are stored: ``"packed"`` or ``"mixed_dimension"``.
-
-        Raises:
-            ValueError: for a form of another name.
-        """
+        """Bytes that lookups of all tables read in a form, index bytes counted."""
         return sum(table.served_bytes(form) for table in self.tables.values())
 
     def exact_bytes(self) -> dict[str, int]:
@@ -287,34 +234,19 @@ class MixedDimensionScheme:
     @property
     def form(self) -> str:
         """The form that the tables are in unless another is asked for."""
-        return PACKED if self.has_codes else MIXED_DIMENSION
+        return PACKED if any(t.has_codes for t in self.tables.values()) else MIXED_DIMENSION
 
     def compression(self, form: str | None = None) -> float:
-        """Bytes of the float32 tables over bytes served.
-
-        Args:
-            form: in which they are served; None: ``"packed"`` where values have codes, else
-                ``"mixed_dimension"``.
-
-        Raises:
-            ValueError: for a form of another name.
-        """
+        """Bytes of the float32 tables over bytes served, in `form` unless another is asked for."""
         num_bytes = self.served_bytes(self.form if form is None else form)
         return compression_of(self.dense_parameters, num_bytes)
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the tensors, ready for json.dumps; `to_tensors` gives the rest."""
         return {
-            name: {
-                "collection": table.collection,
-                "num_embeddings": table.num_embeddings,
-                "embedding_dim": table.embedding_dim,
-                "pooling": table.pooling,
-                "feature_names": list(table.feature_names),
-                "is_weighted": table.is_weighted,
-                "num_blocks": table.routing.num_blocks,
-                "num_retained": table.num_retained,
-            }
+            name: {key: getattr(table, key) for key in _FIELDS}
+            | {"feature_names": list(table.feature_names)}
+            | ({"need_indices": True} if table.need_indices else {})
             for name, table in self.tables.items()
         }
 
@@ -322,55 +254,27 @@ class MixedDimensionScheme:
         """The routing and the retained columns of every table, keyed ``"<table>/<field>"``."""
         tensors: dict[str, Tensor] = {}
         for name, table in self.tables.items():
-            tensors[f"{name}/retained"] = table.retained
-            stored = {"bits": table.bits, "scale": table.scale, "shift": table.shift}
-            tensors |= {
-                f"{name}/{part}": value for part, value in stored.items() if value is not None
-            }
-            tensors |= {f"{name}/{key}": value for key, value in table.routing.to_tensors().items()}
+            parts = {key: getattr(table, key) for key in _COLUMNS} | table.routing.to_tensors()
+            tensors |= {f"{name}/{key}": part for key, part in parts.items() if part is not None}
         return tensors
 
     @staticmethod
-    def from_parts(
-        described: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> MixedDimensionScheme:
-        """Rebuilds a scheme from `to_json` and `to_tensors`.
-
-        Args:
-            described: table name -> what `to_json` says of it.
-            tensors: ``"<table>/<field>"`` -> tensor; others are passed over.
-
-        Raises:
-            ValueError: if the description of a table lacks a field, its retained columns are
-                missing, or the tensors do not fit the description.
-        """
+    def from_parts(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> MixedDimensionScheme:
+        """Rebuilds a scheme from `to_json` and `to_tensors`; other tensors are passed over."""
         tables = {}
-        for name, fields in described.items():
-            absent = DescribedTable.__required_keys__ - set(fields)
-            check(
-                not absent, f"table {name!r}", "a complete description", f"none of {sorted(absent)}"
-            )
-            routing_tensors = {
-                key: tensors[f"{name}/{key}"]
-                for key in ("boundaries", "block_of_row")
-                if f"{name}/{key}" in tensors
-            }
-            check(f"{name}/retained" in tensors, f"table {name!r}", "its retained columns", "none")
-            tables[name] = TableScheme(
-                name=name,
-                collection=fields["collection"],
-                num_embeddings=fields["num_embeddings"],
-                embedding_dim=fields["embedding_dim"],
-                pooling=fields["pooling"],
-                feature_names=tuple(fields["feature_names"]),
-                is_weighted=fields["is_weighted"],
-                routing=RowRouting.from_tensors(
-                    fields["num_embeddings"], fields["num_blocks"], routing_tensors
-                ),
-                retained=tensors[f"{name}/retained"],
-                num_retained=fields["num_retained"],
-                **{part: tensors.get(f"{name}/{part}") for part in ("bits", "scale", "shift")},
-            )
+        for name, fields in facts.items():
+            absent = sorted(set(_FIELDS) - set(fields))
+            check(not absent, f"table {name!r}", "a complete description", f"none of {absent}")
+            keys = {key: f"{name}/{key}" for key in (*_COLUMNS, "boundaries", "block_of_row")}
+            parts = {key: tensors[place] for key, place in keys.items() if place in tensors}
+            check("retained" in parts, f"table {name!r}", "its retained columns", "none")
+            entry = {key: fields[key] for key in _FIELDS}
+            entry["need_indices"] = fields.get("need_indices", False)
+            rows, num_blocks = fields["num_embeddings"], entry.pop("num_blocks")
+            entry["routing"] = RowRouting.from_tensors(rows, num_blocks, parts)
+            entry["feature_names"] = tuple(entry["feature_names"])
+            entry |= {key: parts.get(key) for key in _COLUMNS}
+            tables[name] = TableScheme(name=name, **entry)
         return MixedDimensionScheme(tables)
 
 

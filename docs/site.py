@@ -40,7 +40,9 @@ def public_names() -> dict[str, list[str]]:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    homes = {"search": "search"} | ast.literal_eval(values["_HOME"])  # `search` is a function there
+    modules = ast.literal_eval(values["_NAMES"])
+    homes = {name: module for module, names in modules.items() for name in names}
+    homes["search"] = "search"  # a function there
     rooms: dict[str, list[str]] = {}
     for name in sorted(ast.literal_eval(values["__all__"])):
         rooms.setdefault(homes[name].split(".")[0], []).append(name)

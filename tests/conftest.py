@@ -53,8 +53,8 @@ hypothesis.settings.load_profile("dnis")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Silences what the package silences: the one list is its own."""
-    for message, category, module in WARNINGS:
-        config.addinivalue_line("filterwarnings", f"ignore:{message}:{category.__name__}:{module}")
+    for message, module in WARNINGS:
+        config.addinivalue_line("filterwarnings", f"ignore:{message}:Warning:{module}")
 
 
 def pytest_sessionfinish(exitstatus: int) -> None:

@@ -48,7 +48,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 import dnis_torchrec as dnis
 from dnis_torchrec.allocation.compress import packed_collections
-from dnis_torchrec.artifact.export import drop_in_, export
+from dnis_torchrec.artifact.export import export, load_model
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
 from dnis_torchrec.data.recipe import DataSplits, Recipe
@@ -589,7 +589,7 @@ def check_served_as_exported(model: Model, scheme: MixedDimensionScheme, folder:
         The model with the artifact.
     """
     served = bare.eval()
-    drop_in_(served, export(model, scheme, folder))
+    load_model(served, export(model, scheme, folder))
     later = [*BATCHES, *NEW]
     for own in later:
         assert rows_of(served, own.sparse_features) == rows_of(model, own.sparse_features)

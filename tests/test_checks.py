@@ -63,7 +63,7 @@ def test_near_names_are_looked_for_only_when_a_name_is_unknown(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("installed", "flavour"),
+    ("numbers", "flavour"),
     [
         (CPU, None),
         (CPU, "cpu"),
@@ -72,8 +72,8 @@ def test_near_names_are_looked_for_only_when_a_name_is_unknown(monkeypatch: pyte
         (None, None),
     ],
 )
-def test_what_goes_together_is_accepted(installed: dict[str, str] | None, flavour: str | None) -> None:
-    check_dependencies(flavour, installed=installed)
+def test_what_goes_together_is_accepted(numbers: dict[str, str] | None, flavour: str | None) -> None:
+    check_dependencies(flavour, numbers=numbers)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_what_goes_together_is_accepted(installed: dict[str, str] | None, flavou
 def test_what_does_not_is_refused_with_the_commands_that_mend_it(
     changes: dict[str, str | None], flavour: str | None, name: str
 ) -> None:
-    installed = {key: number for key, number in (CPU | changes).items() if number is not None}
+    numbers = {key: number for key, number in (CPU | changes).items() if number is not None}
     with pytest.raises(ImportError, match=name) as caught:
-        check_dependencies(flavour, installed=installed)
+        check_dependencies(flavour, numbers=numbers)
     assert "`make setup`" in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -32,7 +32,7 @@ import dnis_torchrec as dnis
 from benchmarks import data_loading
 from benchmarks.rivals.streams import train_on_validation
 from dnis_torchrec.allocation.axes import rotate_
-from dnis_torchrec.artifact.export import drop_in_
+from dnis_torchrec.artifact.export import load_model
 from dnis_torchrec.artifact.package import Signature, export_graph
 from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.data.batches import Bags, BatchParts, InMemoryBatches, RankingBatch, split_rows
@@ -169,11 +169,6 @@ class TestInMemoryBatches:
         assert labels(self.batches(seed=4)) != first
         fixed = self.batches(shuffle=False, rows=torch.tensor([1, 4, 5]))
         assert labels(fixed) == labels(fixed) == [1, 4, 5]
-
-    def test_drop_last(self):
-        batches = self.batches(drop_last=True)
-        assert [batch.labels.numel() for batch in batches] == [4]
-        assert len(batches) == 1
 
 
 class TestSplits:
@@ -807,7 +802,7 @@ def test_goes_all_the_way(gloo, tmp_path: Path, name: str) -> None:
     expected = evaluate(TrainTask(outcome.model, recipe.loss), recipe.data.test, recipe.loss, CPU)
     artifact = dnis.export(outcome.model, outcome.scheme, tmp_path / "artifact")
     served = recipe_of(name, seed=1)
-    drop_in_(served.model, artifact)
+    load_model(served.model, artifact)
     assert evaluate(TrainTask(served.model, recipe.loss), recipe.data.test, recipe.loss, CPU) == pytest.approx(
         expected, abs=1e-5
     )
@@ -823,7 +818,7 @@ def test_every_model_can_be_packaged(tmp_path: Path, name: str) -> None:
     """A server may have no FBGEMM, which KeyedJaggedTensor's `features[name]` would call."""
     pruned, served = recipe_of(name).model, recipe_of(name, seed=1)
     scheme = uncompressed_scheme(pruned)
-    model = drop_in_(served.model, dnis.export(pruned, scheme, tmp_path / "artifact"), form="packed").eval()
+    model = load_model(served.model, dnis.export(pruned, scheme, tmp_path / "artifact"), form="packed").eval()
     batch = next(iter(served.data.test))
     signature = Signature.of_batch(batch)
     with torch.no_grad():

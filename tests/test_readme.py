@@ -19,7 +19,7 @@ from tests.programs import ROOT, blocks, dnis, run_blocks, shell_commands
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
-FOLDERS = {"ml-1m", "trained", "small", "run", "artifact"}
+FOLDERS = {"compressed", "ml-1m", "trained", "small", "run", "artifact"}
 """Of README's commands."""
 
 HOW_TO = ("own-loop.md", "serve.md", "sharded.md", "warm-start.md")
@@ -52,6 +52,7 @@ def run(gloo, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, An
 
 def test_its_own_data_are_compressed_and_its_loop_searches(run: dict[str, Any]) -> None:
     assert 20 <= run["compressed"].compression < 21
+    assert run["served"].sparse_arch.embedding_bag_collection.table_bytes() == run["compressed"].num_bytes
     assert run["found"].scheme.compression("packed") >= 20
     plain, batch = run["plain"], run["train"][0]
     assert isinstance(plain.sparse_arch.embedding_bag_collection, PackedEmbeddingBagCollection)
@@ -67,6 +68,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+import dnis_torchrec as dnis
+
 tables = [EmbeddingBagConfig(name="item", num_embeddings=1000, embedding_dim=16, feature_names=["item"])]
 {code}
 dense, items = torch.load(sys.argv[1], weights_only=True)
@@ -77,7 +80,7 @@ with torch.no_grad():
 
 
 def test_its_model_predicts_the_same_in_a_fresh_process(run: dict[str, Any], tmp_path: Path) -> None:
-    (code,) = (block for block in blocks("docs/how-to/serve.md", "python") if "drop_in_" in block)
+    (code,) = (block for block in blocks("docs/how-to/serve.md", "python") if "load_model" in block)
     batch, file = run["train"][0], tmp_path / "tensors"
     torch.save((batch.dense_features, batch.sparse_features.values()), file)
     with torch.no_grad():

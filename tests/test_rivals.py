@@ -438,7 +438,7 @@ def test_validation_joins_the_training_stream_evenly() -> None:
     joined = train_on_validation(recipe)
     assert len(list(joined.data.train)) == 13
     assert list(InterleavedBatches([1, 2, 3, 4], [10, 20])) == [1, 10, 2, 3, 20, 4]
-    counted = sum(len(b.labels) for b in joined.data.train.counted())
+    counted = sum(len(b.labels) for b in joined.data.train.each_sample())
     assert counted == sum(len(b.labels) for b in recipe.data.train)
 
 

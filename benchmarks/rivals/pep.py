@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from benchmarks.rivals.int4_qat import Reparametrisation
 from benchmarks.rivals.single_values import drop_unseen_, keep_largest_, serve_values, values_within
 from benchmarks.rivals.task import Served, Task, shards_of, train
-from dnis_torchrec.training.loop import EpochRecord, PlainEvents
+from dnis_torchrec.training.loop import EpochRecord, SearchEvents
 
 START_SHARE = 0.1
 """Threshold at the beginning, as a share of the mean magnitude: hardly anything is below it."""
@@ -86,7 +86,7 @@ def _learn_thresholds(task: Task, recipe: Any, number: int) -> nn.Module:
         steppers.append(Thresholds(model, optimizer, rate))
         return steppers[0]
 
-    def on_step(_: float) -> None:
+    def on_step(*_: float) -> None:
         if steppers[0].number() <= number:
             raise _EndError
 
@@ -95,7 +95,7 @@ def _learn_thresholds(task: Task, recipe: Any, number: int) -> nn.Module:
             raise _EndError
 
     # A model that loses values gets worse: it is not to go back to its best epoch, with more of them.
-    events = PlainEvents(on_step=on_step, on_epoch=on_epoch)
+    events = SearchEvents(on_step=on_step, on_epoch=on_epoch)
     with suppress(_EndError):
         train(task, recipe, stepper=stepper, events=events, patience=task.max_epochs)
     model = task.build(None).model

@@ -43,7 +43,7 @@ class CountedAs:
     def __iter__(self) -> Iterator[Batch]:
         return iter(self._batches)
 
-    def counted(self) -> Iterator[Batch]:
+    def each_sample(self) -> Iterator[Batch]:
         """Yields the batches that are counted."""
         return iter(all_samples(self._counted))
 

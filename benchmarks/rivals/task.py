@@ -14,13 +14,13 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dnis_torchrec.data.files import unshared, written_whole
+from dnis_torchrec.data.files import unshare, write_whole
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.selection.shards import TableShard, collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import unshard_
 from dnis_torchrec.training.evaluate import selection_loss
-from dnis_torchrec.training.loop import PlainEvents, PlainTraining, train_plainly
+from dnis_torchrec.training.loop import PlainTraining, SearchEvents, train_plainly
 from dnis_torchrec.training.shard import shard
 from examples.paper.pruning import ValueMask
 
@@ -119,7 +119,7 @@ def train(
     masks: bool = False,
     stepper: Callable[[nn.Module, Any], Any] | None = None,
     starts_trained: bool = False,
-    events: PlainEvents | None = None,
+    events: SearchEvents | None = None,
     patience: int | None = None,
 ) -> tuple[nn.Module, PlainTraining]:
     """Trains to the best epoch on the selection split; the plain model.
@@ -132,7 +132,7 @@ def train(
     """
     torch.manual_seed(task.seed)
     whole = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
-    model, optimizer = shard(whole, recipe, task.device, replicated=stepper is not None)
+    model, optimizer = shard(whole, recipe, task.device, is_replicated=stepper is not None)
     result = train_plainly(
         model,
         optimizer if stepper is None else stepper(model, optimizer),
@@ -140,9 +140,9 @@ def train(
         task.device,
         max_epochs=task.max_epochs,
         patience=patience or task.patience,
-        held=ValueMask(model) if masks else None,
+        rule=ValueMask(model) if masks else None,
         starts_trained=starts_trained,
-        events=events or PlainEvents(),
+        events=events or SearchEvents(),
     )
     return cast(TrainTask, unshard_(model)).model, result
 
@@ -162,8 +162,8 @@ def plain(task: Task) -> tuple[nn.Module, int]:
     model, training = train(task, recipe)
     if task.cache is not None:
         task.cache.parent.mkdir(parents=True, exist_ok=True)
-        tensors = unshared(model.state_dict()) | {BEST_EPOCH: torch.tensor(training.best_epoch)}
-        with written_whole(task.cache) as unfinished:
+        tensors = unshare(model.state_dict()) | {BEST_EPOCH: torch.tensor(training.best_epoch)}
+        with write_whole(task.cache) as unfinished:
             save_file(tensors, unfinished)
     return model, training.best_epoch
 

@@ -189,6 +189,16 @@ def with_axes_(model: nn.Module) -> nn.Module:
     return model
 
 
+def without_axes_(model: nn.Module) -> None:
+    """Undoes `with_axes_`, once the tables have been turned back. Local."""
+    for match in _known_models(get_unwrapped_module(model)):
+        interaction = match.inter_arch
+        if isinstance(interaction, deepfm.FMInteractionArch) and _has_axes(interaction.fm):
+            interaction._modules["fm"] = FactorizationMachine()
+        elif _has_axes(_turn_of(match)):
+            del _layers_of(match.dense_arch)._modules[TURN]
+
+
 def has_axes(names: Iterable[str]) -> bool:
     """Returns whether a state_dict is that of a model `with_axes_`."""
     return any(name.rpartition(".")[2] == AXES for name in names)
@@ -457,16 +467,44 @@ def _rotate_group_(
         columns = slice(group.product.first_column, group.product.first_column + dim)
         _draw_in_(group.product.weight, columns, group.tables[0], shards, states)
     rotation = ranks.broadcast_(_principal_axes(_second_moment(rows, dim, counts, ranks)))
+    _turn_group_(group, rows, rotation, states)
+    return rotation
+
+
+def _turn_group_(
+    group: RotationGroup,
+    rows: Mapping[str, WholeRows],
+    rotation: Tensor,
+    states: Mapping[int, Mapping[str, Tensor]],
+) -> None:
+    """Turns the tables of a group, what reads them, and the optimizer states of both."""
+    dim = len(rotation)
     for of_table in rows.values():
         for chunk in of_table.chunks():
             chunk.write_(chunk.values @ rotation.to(chunk.values.device))
-    for shard in shards:
-        _turn_states_(_states_like(shard.weight, states), rotation, slice(None))
+        for shard in of_table.shards:
+            _turn_states_(_states_like(shard.weight, states), rotation, slice(None))
     for turn in group.turning():
         columns = slice(turn.first_column, turn.first_column + dim)
         _rotate_columns_(turn.weight[:, columns], rotation)
         _turn_states_(_states_like(turn.weight, states), rotation, columns)
-    return rotation
+
+
+@torch.no_grad()
+def turn_back_(
+    model: nn.Module,
+    counts: FrequencyCounts,
+    rotations: Sequence[Tensor],
+    leave_alone: Collection[str] = (),
+) -> None:
+    """Undoes `rotate_` in a model of one process, to rounding; weights of products stay in their
+    tables."""
+    dims = _embedding_dims(model)
+    shards = [shard for module in collections(model).values() for shard in local_shards(module)]
+    for group, rotation in zip(rotation_groups(model, leave_alone), rotations, strict=False):
+        shapes = {table: (counts.counts[table].numel(), dims[table]) for table in group.tables}
+        with writing_to_tables(model):
+            _turn_group_(group, whole_rows(shards, shapes, Ranks()), rotation.T, {})
 
 
 def _draw_in_(

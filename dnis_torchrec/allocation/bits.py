@@ -385,7 +385,10 @@ class _Problem:
                 codes[name], feedback=feedback_of(couplings[name], codes[name].bits)
             )
         schemes = {
-            table.config.name: _scheme_of(table, self.blocks, codes[table.config.name])
+            table.config.name: replace(
+                _scheme_of(table, self.blocks, codes[table.config.name]),
+                largest_value=energies.largest.get(table.config.name),
+            )
             for table in self.tables
         }
         loss = self.options.loss.gather(1, spent.row_bytes[:, None])
@@ -469,6 +472,7 @@ def _scheme_of(table: BlockedTable, blocks: RowBlocks, codes: ColumnCodes) -> Ta
         pooling=config.pooling.value.lower(),
         feature_names=tuple(config.feature_names),
         is_weighted=table.is_weighted,
+        need_indices=table.need_indices,
         routing=routing,
         retained=bits > 0,
         num_retained=int((routing.row_counts() * (bits > 0).sum(1)).sum()),

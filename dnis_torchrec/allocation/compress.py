@@ -3,15 +3,16 @@ r"""Compress: a trained model -> the same model on tables of bit fields, without
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from dnis_torchrec.allocation.axes import rotate_, with_axes_
+from dnis_torchrec.allocation.axes import has_axes, rotate_, turn_back_, with_axes_, without_axes_
 from dnis_torchrec.allocation.bits import Allocation, allocate
 from dnis_torchrec.allocation.curvature import (
     Curvature,
@@ -34,14 +35,40 @@ from dnis_torchrec.data.task import Task
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.selection.shards import collections, local_shards, ranks_of, table_configs_of
-from dnis_torchrec.selection.swap import replace_
+from dnis_torchrec.selection.swap import ON_RANKS, check_weights_apart, replace_, unshard_
 from dnis_torchrec.selection.torchrec_inputs import remap
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection, PackedTable, pack_rows
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection, table_of_single_ids
 
+ROUNDING = 1e-3
+"""By how much a table's largest value may have grown since its bits were allocated."""
 UNCHANGED = 1e-4
 """How far predictions may move when tables are turned, over the largest of them: rounding moves
 them by less."""
+
+
+@dataclass(frozen=True, eq=False)
+class Turned:
+    """A model whose tables were turned, and how."""
+
+    model: nn.Module
+    counts: FrequencyCounts
+    leave_alone: Collection[str]
+    had_axes: bool
+    rotations: list[Tensor]
+
+    @contextmanager
+    def undone_on_failure(self) -> Iterator[None]:
+        """Turns the tables back if the block raises. Local: over several ranks they stay turned,
+        because one rank may fail alone."""
+        try:
+            yield
+        except BaseException:
+            if ranks_of(*collections(self.model).values()).world_size == 1:
+                turn_back_(self.model, self.counts, self.rotations, self.leave_alone)
+                if not self.had_axes:
+                    without_axes_(self.model)
+            raise
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -55,6 +82,13 @@ class Measured:
     curvature: Curvature
     energies: RoundingEnergies
     sample: LossSample
+    turned: Turned
+
+    @contextmanager
+    def turning_back_on_failure(self) -> Iterator[None]:
+        """Within the block a failure turns the tables back; see `Turned`."""
+        with self.turned.undone_on_failure():
+            yield
 
     def shifted(self, result: Allocation) -> AbstractContextManager[None]:
         """The model with its output bias as tables of that size want it, within a block; afterwards
@@ -111,11 +145,12 @@ def compress(
     batch reads keep a few narrow columns (`dnis_torchrec.allocation.bits.COLD_COLUMNS`), to
     learn in where training goes on (`MixedDimensionEmbeddingBagCollection.from_tables`).
 
-    Local, no collective; needs no process group. Of a model that is spread over ranks, use
-    `measure_`.
+    Local, no collective; needs no process group. A model in DistributedModelParallel on one process
+    becomes plain inside it. Of a model that is spread over ranks, use `measure_` and `export`.
 
     Args:
-        model: trained, plain; called as ``model(dense_features=..., sparse_features=...)``.
+        model: trained, plain or on one rank; called as
+            ``model(dense_features=..., sparse_features=...)``.
         batches: training data, that can be iterated again and again.
         loss: called with (predictions, labels): ``nn.MSELoss()``, ``nn.BCEWithLogitsLoss()`` or
             another mean over samples that is twice differentiable in the predictions.
@@ -132,10 +167,14 @@ def compress(
         The scheme, and what it is predicted to cost; no table.
 
     Raises:
-        ValueError: for bad batches, tables with NaN, or a compression that cannot be met: the model
-            is turned then, its tables are as they were.
-        RuntimeError: if turning the tables changes predictions, see `measure_`.
-        NotImplementedError: for a sharded model, before it is changed.
+        ValueError: for bad batches, tables with NaN or with weights that others share, or a
+            compression that cannot be met.
+        RuntimeError: if the model is compressed already, or turning the tables changes predictions,
+            see `measure_`.
+        NotImplementedError: for a model that is sharded over several ranks, or reads its tables
+            beside their lookups.
+
+    Whatever is raised, the model predicts as before: its tables are turned back, to rounding.
 
     Example:
         >>> import torch
@@ -158,15 +197,36 @@ def compress(
         >>> found.compression >= 6, type(model.tables).__name__
         (True, 'PackedEmbeddingBagCollection')
     """
-    plain = _plain_collections(model)
+    plain = _plain_collections(unshard_(model))
     measurement = measure_(
         model, batches, loss=loss, counts=counts, held_out=held_out, leave_alone=leave_alone
     )
-    result = measurement.allocate(compression=compression)
-    for fqn, replacement in packed_collections(model, result.scheme).items():
-        replace_(model, plain[fqn], replacement)
+    packed: dict[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection] = {}
+    with measurement.turning_back_on_failure():
+        result = measurement.allocate(compression=compression)
+        packed = packed_collections(model, result.scheme)
+        try:
+            for fqn, replacement in packed.items():
+                replace_(model, plain[fqn], replacement)
+            _check_answers(model, next(iter(batches)), loss)
+        except BaseException:
+            for fqn, replacement in packed.items():
+                replace_(model, replacement, plain[fqn])
+            raise
     measurement.shift_(result)
     return result
+
+
+def _check_answers(model: nn.Module, batch: Batch, loss: Loss | Task) -> None:
+    """Calls a compressed model once: it may have read its tables beside their lookups."""
+    try:
+        predictions_of(model, checked_batch(batch, loss, "batch 0"), loss, "batch 0", Ranks())
+    except AttributeError as error:
+        requirement = "a model that reads its tables through lookups alone"
+        remedy = "let it call the collection; the model is as it was"
+        raise NotImplementedError(
+            describe(type(model).__name__, requirement, str(error), remedy)
+        ) from error
 
 
 def measure_(
@@ -206,18 +266,28 @@ def measure_(
     Raises:
         ValueError: for bad batches or blocks, or NaN or infinity in a table; on all ranks for what
             is wrong on one.
-        RuntimeError: if predictions change when the tables are turned, as by `rotation_groups` that
-            do not hold for the model; its tables are turned then.
+        RuntimeError: if the model is compressed already, or predictions change when the tables are
+            turned, as by `rotation_groups` that do not hold for it.
     """
     again = "batches that can be iterated again and again"
     remedy = "give a list, a DataLoader, or an object whose __iter__ begins anew"
     check(not isinstance(batches, Iterator), "batches", again, type(batches).__name__, remedy)
+    served = served_collections(model)
+    if served:
+        requirement, remedy = (
+            "a model with tables of float32",
+            "compress the model that was trained",
+        )
+        raise RuntimeError(
+            describe(f"FQN {next(iter(served))!r}", requirement, "packed ones", remedy)
+        )
     result = collections(model)
     check(bool(result), "model", "an embedding collection in it", "none")
     ranks = ranks_of(*result.values())
     tables = [table for collection in result.values() for table in table_configs_of(collection)]
     with on_all(ranks):
         check_left_alone(leave_alone, [table.name for table in tables], "leave_alone")
+        check_weights_apart(model)
         _check_finite(model)
     if counts is None:
         counts = count_over_ranks(
@@ -226,13 +296,46 @@ def measure_(
             process_group=ranks.group,
         )
     blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, leave_alone=leave_alone)
-    first = _turn_(model, batches, loss, counts, ranks, leave_alone)
-    worth = curvature_of_read_tables(model, batches, blocks, loss=loss, num_samples=num_samples)
-    energies = rounding_energies(model, blocks, counts, bits=bits)
-    samples, is_held_out = (batches, False) if held_out is None else (held_out, True)
-    bias = output_bias(model, first, loss, ranks)
-    sample = LossSample(model, samples, blocks, loss=loss, is_held_out=is_held_out, bias=bias)
-    return Measured(model, counts, blocks, worth, energies, sample)
+    with on_all(ranks):
+        first = next(iter(batches), None)
+        check(first is not None, "batches", "at least one batch", "none")
+        batch = checked_batch(cast(Batch, first), loss, "batch 0")
+    had_axes = has_axes(get_unwrapped_module(model).state_dict())
+    with_axes_(model)
+    turned = Turned(model, counts, leave_alone, had_axes, [])
+    with turned.undone_on_failure():
+        old = predictions_of(model, batch, loss, "batch 0", ranks).values
+        turned.rotations[:] = rotate_(model, counts, leave_alone=leave_alone)
+        new = predictions_of(model, batch, loss, "batch 0", ranks).values
+        _check_unchanged(old, new, ranks)
+        worth = curvature_of_read_tables(
+            model, batches, blocks, loss=loss, num_samples=num_samples, num_outputs=old.shape[1]
+        )
+        energies = rounding_energies(model, blocks, counts, bits=bits)
+        samples, is_held_out = (batches, False) if held_out is None else (held_out, True)
+        bias = output_bias(model, batch, loss, ranks)
+        sample = LossSample(
+            model,
+            samples,
+            blocks,
+            loss=loss,
+            is_held_out=is_held_out,
+            bias=bias,
+            num_outputs=old.shape[1],
+        )
+    return Measured(model, counts, blocks, worth, energies, sample, turned)
+
+
+def served_collections(
+    model: nn.Module,
+) -> dict[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection]:
+    """The collections of bit fields in a model by FQN, the outermost of each. Local."""
+    served: dict[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection] = {}
+    for fqn, module in get_unwrapped_module(model).named_modules():
+        is_served = isinstance(module, PackedEmbeddingBagCollection | ServedEmbeddingCollection)
+        if is_served and not any(fqn.startswith(f"{outer}.") for outer in served):
+            served[fqn] = module
+    return served
 
 
 def packed_collections(
@@ -251,8 +354,8 @@ def packed_collections(
         FQN -> what serves the collection.
 
     Raises:
-        ValueError: for NaN or infinity in a table, a table without a scheme, or a scheme without
-            bits.
+        ValueError: for NaN or infinity in a table, values beyond those that bits were allocated
+            for, a table without a scheme, or a scheme without bits.
         NotImplementedError: for a sharded model, which `export` writes instead.
     """
     replacement: dict[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection] = {}
@@ -274,10 +377,7 @@ def packed_collections(
                 name: PackedEmbeddingBagCollection(table_of_single_ids(table), rows)
                 for name, table in tables.items()
             }
-            need_indices = collection.need_indices()
-            replacement[fqn] = ServedEmbeddingCollection(
-                of_collection, modules, need_indices=need_indices
-            )
+            replacement[fqn] = ServedEmbeddingCollection(of_collection, modules)
         else:
             replacement[fqn] = PackedEmbeddingBagCollection(of_collection, rows)
     return replacement
@@ -287,10 +387,8 @@ def _plain_collections(model: nn.Module) -> dict[str, EmbeddingBagCollection | E
     plain: dict[str, EmbeddingBagCollection | EmbeddingCollection] = {}
     for fqn, collection in collections(model).items():
         if not isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
-            requirement, remedy = (
-                "supported is a plain embedding collection",
-                "merge_ or unshard the model first",
-            )
+            requirement = "supported is a plain embedding collection"
+            remedy = f"{ON_RANKS} if it is sharded, merge_(model) if it is prepared"
             raise NotImplementedError(
                 describe(f"FQN {fqn!r}", requirement, type(collection).__name__, remedy)
             )
@@ -300,6 +398,12 @@ def _plain_collections(model: nn.Module) -> dict[str, EmbeddingBagCollection | E
 
 def _packed_table(table: TableScheme, weight: Tensor) -> PackedTable:
     chunks = weight.split(rows_per_chunk(table.embedding_dim))
+    largest = max((float(chunk.abs().max()) for chunk in chunks), default=0.0)
+    if table.largest_value is not None:
+        remedy = "allocate bits for the rows as they are: measure_(...).allocate(...)"
+        requirement = f"values within {table.largest_value:g}, as when bits were allocated"
+        fits = largest <= table.largest_value * (1 + ROUNDING)
+        check(fits, f"table {table.name!r}", requirement, f"{largest:g}", remedy)
     rows = pack_rows(table, chunks, table.routing.row_counts())
     return PackedTable.from_rows(table, rows, table.codes.scale, table.codes.shift)
 
@@ -318,31 +422,15 @@ def _check_finite(model: nn.Module) -> None:
                 check(False, f"table {shard.table!r}", "finite values", value, remedy)
 
 
-def _turn_(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    loss: Loss | Task,
-    counts: FrequencyCounts,
-    ranks: Ranks,
-    leave_alone: Collection[str],
-) -> Batch:
-    """Turns the tables, and sees that predictions of the first batch stay; returns it."""
-    with_axes_(model)
-    with on_all(ranks):
-        first = next(iter(batches), None)
-        check(first is not None, "batches", "at least one batch", "none")
-        batch = checked_batch(cast(Batch, first), loss, "batch 0")
-    old = predictions_of(model, batch, loss, "batch 0", ranks).values
-    rotate_(model, counts, leave_alone=leave_alone)
-    new = predictions_of(model, batch, loss, "batch 0", ranks).values
+def _check_unchanged(old: Tensor, new: Tensor, ranks: Ranks) -> None:
+    """Sees that turning the tables left the predictions of a batch."""
     with on_all(ranks):
         change, largest = float((new - old).abs().max()), float(old.abs().max())
         if change > UNCHANGED * largest:
             requirement = (
                 f"predictions to stay within {UNCHANGED * largest:.3g} when tables are turned"
             )
-            remedy = "correct the model's rotation_groups, and load its weights again"
+            remedy = "correct the model's rotation_groups"
             raise RuntimeError(
                 describe("rotation", requirement, f"a change by {change:.3g}", remedy)
             )
-    return batch

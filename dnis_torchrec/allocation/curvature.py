@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -59,8 +60,12 @@ class LossDerivatives:
 def loss_derivatives(loss: Loss, predictions: Tensor, labels: Tensor) -> LossDerivatives:
     """Derives a loss twice in the prediction of every sample: by T + 2 passes over numbers of the
     batch's size."""
-    z, y = predictions.detach().double().requires_grad_(), labels.double()
+    z = predictions.detach().double().requires_grad_()
+    # integers beside several outputs are classes, which a float cannot name
+    are_classes = z.shape[1] > 1 and labels.dim() == 1 and not labels.is_floating_point()
+    y = labels.long() if are_classes else labels.double()
     value = _of(loss, z, y)
+    _check_finite(value, _place(loss))
     mean, twice = (
         float(of.detach()) for of in (value, _of(loss, torch.cat([z, z]), torch.cat([y, y])))
     )
@@ -120,6 +125,7 @@ def task_derivatives(
         loss_at(leaves),
         "take what comes from the model from the outputs in its method 'loss'",
     )
+    _check_finite(value, place)
     check(
         value.requires_grad,
         place,
@@ -149,6 +155,12 @@ def task_derivatives(
 def name_of(loss: Loss | Task) -> str:
     """Returns the name of a loss for errors."""
     return getattr(loss, "__name__", type(loss).__name__)
+
+
+def _check_finite(value: Tensor, place: str) -> None:
+    """Checks the loss of a batch: a mean over no sample is not a number."""
+    remedy = "leave such batches out; a mean over labels that are ignored has nothing to divide by"
+    check(bool(value.isfinite()), place, "a finite loss", float(value.detach()), remedy)
 
 
 def _place(loss: Loss) -> str:
@@ -358,6 +370,10 @@ def _warn_of_untrained(result: Curvature, loss: float, noise: float) -> None:
 
 LARGER_SAMPLE = 4
 """By which a sample grows that reads nothing of a table."""
+DERIVATIVE_BYTES = 1 << 28
+"""Bytes that the second derivatives of a batch may take."""
+LONG_SECONDS = 10.0
+"""A measurement that takes longer says so once its first batch is done."""
 BYTES_AT_A_TIME = 1 << 26
 """Bytes, roughly, that a pass holds beside the model's own activations. Larger batches are cut."""
 
@@ -371,6 +387,7 @@ def curvature(
     num_samples: int | None = ENOUGH_SAMPLES,
     warns: bool = True,
     couplings: bool = True,
+    num_outputs: int = 1,
 ) -> Curvature:
     """Measures gradient and curvature of the loss in alpha, at alpha = 1, per table, block and
     column.
@@ -407,6 +424,8 @@ def curvature(
         warns: tell of a model that looks untrained; for one that is measured again and again once
             is enough.
         couplings: measure K, too: 8 S D^2 bytes for each table.
+        num_outputs: T, outputs of the model for a sample: batches are cut so that their second
+            derivatives, ``(B, T, T)``, stay within 256 MiB. A batch takes T + 2 backward passes.
 
     Returns:
         G and H of every table of the model's EmbeddingBagCollections.
@@ -456,8 +475,13 @@ def curvature(
     sums = CurvatureSums(tables, blocks, device, couplings=couplings)
     with evaluating(model), watching(of) as lookups:
         measure = _Measure(model, loss, ranks, lookups)
-        for place, batch in first_batches(batches, loss, ranks, enough, _samples_at_a_time(of)):
+        at_a_time, begin = _samples_at_a_time(of, num_outputs), time.monotonic()
+        for index, (place, batch) in enumerate(
+            first_batches(batches, loss, ranks, enough, at_a_time)
+        ):
             sums.add(measure.look_up(batch.to(device), place))
+            if index == 0 and warns and ranks.is_first:
+                _say_how_long(time.monotonic() - begin, len(batch.labels), enough, num_outputs)
     return sums.over(ranks, loss, warns=warns)
 
 
@@ -469,11 +493,20 @@ def curvature_of_read_tables(
     loss: Loss | Task,
     num_samples: int | None = ENOUGH_SAMPLES,
     warns: bool = True,
+    num_outputs: int = 1,
 ) -> Curvature:
     """Measures `curvature` on so many samples that every table is read that training reads."""
     read = {table for table, occurrences in blocks.occurrences.items() if bool(occurrences.any())}
     while True:
-        result = curvature(model, batches, blocks, loss=loss, num_samples=num_samples, warns=warns)
+        result = curvature(
+            model,
+            batches,
+            blocks,
+            loss=loss,
+            num_samples=num_samples,
+            warns=warns,
+            num_outputs=num_outputs,
+        )
         if num_samples is None or result.num_samples < num_samples or not read & result.unread:
             return result
         num_samples, warns = LARGER_SAMPLE * result.num_samples, False
@@ -484,14 +517,31 @@ def device_of(model: nn.Module) -> torch.device:
     return (
         model.device
         if isinstance(model, DistributedModelParallel)
-        else next(model.parameters()).device
+        else next(chain(model.parameters(), model.buffers())).device
     )
 
 
-def _samples_at_a_time(of: Iterable[WatchedCollection]) -> int:
+def samples_within(num_outputs: int) -> int:
+    """Returns the number of samples whose second derivatives fit into `DERIVATIVE_BYTES`."""
+    return max(1, DERIVATIVE_BYTES // (8 * num_outputs**2))
+
+
+def _samples_at_a_time(of: Iterable[WatchedCollection], num_outputs: int) -> int:
     """Returns the number of samples whose pooled embeddings, gradients and blocks fit into
     `BYTES_AT_A_TIME`."""
-    return max(1, BYTES_AT_A_TIME // (4 * sum(lookup.floats_per_sample for lookup in of)))
+    floats = sum(lookup.floats_per_sample for lookup in of)
+    return max(1, min(BYTES_AT_A_TIME // (4 * floats), samples_within(num_outputs)))
+
+
+def _say_how_long(seconds: float, num_samples: int, enough: float, num_outputs: int) -> None:
+    """Logs what all batches take, where that is long."""
+    whole = seconds * enough / max(1, num_samples)
+    if LONG_SECONDS < whole < math.inf:
+        logger.warning(
+            "measuring curvature takes up to %.0f s: %d outputs take as many backward passes a "
+            "batch; num_samples=%d fewer would do",
+            *(whole, num_outputs, int(enough)),
+        )
 
 
 def on_all(ranks: Ranks) -> AbstractContextManager[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from dnis_torchrec.selection.shards import (
     collections,
     is_weighted,
     local_shards,
+    needs_indices,
     num_copies,
     ranks_of,
     table_configs_of,
@@ -351,6 +352,7 @@ class RoundingEnergies:
 
     bits: tuple[int, ...]
     tables: Mapping[str, TableEnergies]
+    largest: Mapping[str, float] = field(default_factory=dict)
 
     def codes(self, table: str, bits: Tensor) -> ColumnCodes:
         """The codes of a table at widths that were measured."""
@@ -373,12 +375,13 @@ class BlockedTable:
     config: EmbeddingBagConfig
     collection: str
     is_weighted: bool
+    need_indices: bool
 
 
 def blocked_tables(model: nn.Module, blocks: RowBlocks) -> list[BlockedTable]:
     """The tables of a model that have blocks, in its order. Local."""
     tables = [
-        BlockedTable(config, fqn, is_weighted(module))
+        BlockedTable(config, fqn, is_weighted(module), needs_indices(module))
         for fqn, module in collections(model).items()
         for config in table_configs_of(module)
         if config.name in blocks.routings
@@ -433,14 +436,17 @@ def rounding_energies(
     }
     shapes = {t.config.name: (t.config.num_embeddings, t.config.embedding_dim) for t in tables}
     copies = num_copies(shards, shapes, ranks)
-    energy = {}
+    energy, largest = {}, {}
     for name, part in shards.items():
+        of_chunks = [chunk.abs().amax().float().cpu() for s in part for chunk, _, _ in s.chunks()]
+        most = torch.stack([torch.zeros(()), *of_chunks]).amax().view(1)
+        largest[name] = float(ranks.max_(most))
         routing = blocks.routings[name]
         sample = sample_rows(counts.counts[name], routing)
         values = sampled_values(sample, part, shapes[name][1], copies[name], ranks)
         check_finite(values, sample.blocks, f"table {name!r}")
         energy[name] = table_energies(values, sample, routing.num_blocks, widths)
-    return RoundingEnergies(widths, energy)
+    return RoundingEnergies(widths, energy, largest)
 
 
 def table_energies(

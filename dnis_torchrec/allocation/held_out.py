@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from dnis_torchrec.allocation.curvature import (
     first_batches,
     on_all,
     predictions_of,
+    samples_within,
 )
 from dnis_torchrec.allocation.energies import RowsInCodes, rows_in_codes, whole_rows
 from dnis_torchrec.blocks.blocking import RowBlocks
@@ -213,6 +214,7 @@ class LossSample:
         is_held_out: bool,
         bias: OutputBias | None = None,
         num_samples: int = JUDGED_SAMPLES,
+        num_outputs: int = 1,
     ) -> None:
         result = collections(model)
         tables = [table for collection in result.values() for table in table_configs_of(collection)]
@@ -223,11 +225,12 @@ class LossSample:
         self._tables = whole_rows(shards, shapes, self._ranks)
         self._batches = list[_Judged]()
         rows: dict[str, list[Tensor]] = {name: [] for name in shapes}
-        for place, batch in first_batches(
-            batches, loss, self._ranks, num_samples, SAMPLES_PER_PASS
-        ):
+        at_a_time = min(SAMPLES_PER_PASS, samples_within(num_outputs))
+        for place, batch in first_batches(batches, loss, self._ranks, num_samples, at_a_time):
+            reference = predictions_of(model, batch, loss, place, self._ranks)
+            bends = reference.at.second.diagonal(dim1=1, dim2=2).clone()  # not (B, T, T) of all
             self._batches.append(
-                _Judged(batch, predictions_of(model, batch, loss, place, self._ranks))
+                _Judged(batch, reference._replace(at=replace(reference.at, second=bends)))
             )
             with on_all(self._ranks):
                 for name, ids in _ids_by_table(
@@ -323,9 +326,7 @@ class LossSample:
     ) -> ScaleLearner:
         """Learns from some batches."""
         first = sum(float(sample.reference.at.first.square().sum()) for sample in batches)
-        second = sum(
-            float(sample.reference.at.second.diagonal(dim1=1, dim2=2).sum()) for sample in batches
-        )
+        second = sum(float(sample.reference.at.second.sum()) for sample in batches)
         num_samples = sum(len(sample.reference.values) for sample in batches)
         sums = torch.tensor([first, second, num_samples], dtype=torch.float64)
         first, second, num_samples = self._ranks.sum_(sums).tolist()
@@ -363,10 +364,18 @@ class LossSample:
         if not shift:
             return current
         outputs = current.outputs
-        assert isinstance(outputs, Tensor)  # of a model of one output
-        batch = sample.batch.to(outputs.device)
-        _, at = derivatives_at(outputs + shift, batch, self._loss, "outputs in codes")
-        return PredictedBatch(outputs + shift, current.values + shift, at)
+        if isinstance(outputs, Tensor):
+            outputs = outputs + shift
+        else:  # by name: the loss reads one number of each sample, whatever else there is
+            outputs = {
+                name: part + shift
+                if isinstance(part, Tensor) and part.is_floating_point()
+                else part
+                for name, part in outputs.items()
+            }
+        batch = sample.batch.to(current.values.device)
+        _, at = derivatives_at(outputs, batch, self._loss, "outputs in codes")
+        return PredictedBatch(outputs, current.values + shift, at)
 
 
 def _ids_by_table(

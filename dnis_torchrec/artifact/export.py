@@ -1,5 +1,4 @@
-"""export: from a merged and pruned model to an artifact; drop_in_: from there into a model that
-serves it."""
+"""export: from a model to an artifact; load_model: from there into a model that serves it."""
 
 from __future__ import annotations
 
@@ -8,22 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dnis_torchrec.allocation.axes import has_axes, with_axes_
+from dnis_torchrec.allocation.axes import has_axes, with_axes_, without_axes_
+from dnis_torchrec.allocation.compress import served_collections
 from dnis_torchrec.artifact.load import load, load_dense_state, read_scheme
-from dnis_torchrec.artifact.write import write_over_ranks
+from dnis_torchrec.artifact.write import check_forms, write_over_ranks, write_packed
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
 from dnis_torchrec.selection.shards import (
     TableShard,
     check_merged,
     collections,
     dense_state,
     local_shards,
+    needs_indices,
     ranks_of,
     table_configs_of,
 )
+from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
 
 
@@ -36,18 +37,22 @@ def export(
     run: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Writes a merged and pruned model as an artifact; its dense weights go along.
+    """Writes a compressed model, or a merged and pruned one, as an artifact; `load_model` reads it.
+
+    The model's dense weights go along, with the axes that its tables were turned into. Tables that
+    `compress` packed are written bit for bit.
 
     Local, no collective, where the model is plain. Distributed: every rank of a sharded model calls
     it and writes its own shards, rank 0 the manifest, into one folder that all ranks see; what is
     read back is the same.
 
     Args:
-        model: merged by `merge_` and pruned by `prune`, or compressed, plain or sharded.
+        model: compressed, or merged by `merge_` and pruned by `prune`, plain or sharded.
         scheme: the result of `prune` or `compress`.
         path: folder to write; it appears when it is complete.
         forms: of the tables, ``"packed"`` and ``"mixed_dimension"``; None takes the first where
-            columns have bits, else the second.
+            columns have bits, else the second. Packed tables are written in the first alone; `load`
+            makes the second of it.
         run: configuration and figures to keep in the manifest; any JSON.
         overwrite: replace an artifact that stands at `path`.
 
@@ -59,6 +64,9 @@ def export(
         ValueError: if the scheme retains no value at all, the tables hold values that it does not
             retain, or something else stands at `path`; on all ranks alike.
     """
+    served = served_collections(model)
+    if served:
+        return _export_served(model, served, scheme, Path(path), forms, run, overwrite=overwrite)
     modules = collections(model)
     ranks = ranks_of(*modules.values())
     for fqn, module in modules.items():
@@ -87,34 +95,83 @@ def export(
     )
 
 
-def drop_in_(model: nn.Module, artifact: Path | str, *, form: str | None = None) -> nn.Module:
-    """Puts an artifact's serving modules and dense weights into a model in place of its embedding
-    collections."""
-    scheme, modules, dense = read_scheme(artifact), collections(model), load_dense_state(artifact)
+def _export_served(
+    model: nn.Module,
+    served: Mapping[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection],
+    scheme: MixedDimensionScheme,
+    path: Path,
+    forms: Sequence[str] | None,
+    run: Mapping[str, Any] | None,
+    *,
+    overwrite: bool,
+) -> Path:
+    """Writes a model whose tables are packed."""
+    rest = collections(model)
+    remedy = "compress the model as a whole"
+    check(not rest, "export", "all collections packed, or none", f"{[*rest]} in float32", remedy)
+    chosen = (PACKED,) if forms is None else check_forms(forms)
+    remedy = "leave forms out; load(path, form='mixed_dimension') makes the other one"
+    check(chosen == (PACKED,), "forms", "packed, which the tables are", list(chosen), remedy)
+    tables = {name: table for module in served.values() for name, table in module.schemes().items()}
+    rows = {name: part for module in served.values() for name, part in module.bit_fields().items()}
+    own, remedy = MixedDimensionScheme(tables), "give the scheme that compress returned"
+    is_own = own.to_json() == scheme.to_json() and all(
+        tensor.equal(scheme.to_tensors()[name]) for name, tensor in own.to_tensors().items()
+    )
+    check(is_own, "scheme", "that of the model's tables", "another", remedy)
+    return write_packed(
+        rows, own, path, dense_state=dense_state(model, served), run=run, overwrite=overwrite
+    )
+
+
+def load_model(model: nn.Module, path: Path | str, *, form: str | None = None) -> nn.Module:
+    """Fills a model from an artifact: served tables, axes and all dense weights.
+
+    Local, no collective. Every key of the model is checked before anything of it is changed.
+
+    Args:
+        model: built as for training, with any weights; changed in place.
+        path: folder that `export` or ``dnis export`` wrote.
+        form: of the tables, see `load`.
+
+    Returns:
+        `model`; the served collection itself, if the model is nothing else.
+
+    Raises:
+        ValueError: for another model than the artifact's: other collections, tables or features,
+            dense weights that are missing, left over or of another shape; or a damaged artifact.
+    """
+    scheme, modules, dense = read_scheme(path), collections(model), load_dense_state(path)
     names = sorted({table.collection for table in scheme.tables.values()})
     for name in names:
         check_known("FQN", name, modules)
-        _check_features(modules[name], scheme, name, artifact)
-    if has_axes(dense):
+        _check_features(modules[name], scheme, name, path)
+    if names == [""]:
+        return load(path, form=form)
+    adds_axes = has_axes(dense) and not has_axes(model.state_dict())
+    if adds_axes:
         with_axes_(model)
-    for name in names:
-        module, plain = load(artifact, form=form, collection=name), modules[name]
-        if isinstance(module, ServedEmbeddingCollection) and isinstance(plain, EmbeddingCollection):
-            module.pass_indices_(plain.need_indices())
-        if not name:
-            return module
+    try:
+        prefixes = tuple(f"{name}." for name in names)
+        state = {k: value for k, value in model.state_dict().items() if not k.startswith(prefixes)}
+        others = sorted(set(state) ^ set(dense))
+        actual = others[:3] if dense else "none"
+        remedy = "use the model of the run" if dense else "export again with dense_state"
+        check(not others, str(path), "the model's own dense weights", actual, remedy)
+        for key, value in state.items():
+            place, shape = f"{path}, {key}", tuple(value.shape)
+            fits, remedy = tuple(dense[key].shape) == shape, "use the recipe and data of the run"
+            check(fits, place, f"shape {shape}", tuple(dense[key].shape), remedy)
+        served = {name: load(path, form=form, collection=name) for name in names}
+    except BaseException:
+        if adds_axes:
+            without_axes_(model)
+        raise
+    for name, module in served.items():
+        if isinstance(module, ServedEmbeddingCollection):  # release 0.1.0 did not write it
+            module.pass_indices_(needs_indices(modules[name]))
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module)
-    prefixes = tuple(f"{name}." for name in names)
-    state = {k: value for k, value in model.state_dict().items() if not k.startswith(prefixes)}
-    others = sorted(set(state) ^ set(dense))
-    actual = others[:3] if dense else "none"
-    remedy = "use the model of the run" if dense else "export again with dense_state"
-    check(not others, str(artifact), "the model's own dense weights", actual, remedy)
-    for key, value in state.items():
-        place, shape = f"{artifact}, {key}", tuple(value.shape)
-        fits, remedy = tuple(dense[key].shape) == shape, "use the recipe and data of the run"
-        check(fits, place, f"shape {shape}", tuple(dense[key].shape), remedy)
     model.load_state_dict(dense, strict=False)
     return model
 

@@ -24,7 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.artifact.manifest import describe_file, file_inside
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data.files import FolderKind, conform, new_folder, parse_json, unshared
+from dnis_torchrec.data.files import FolderKind, conform, new_folder, parse_json, unshare
 from dnis_torchrec.ops.build import LOOKUPS, built_elsewhere, find_compiler
 from dnis_torchrec.ops.packed import bag_offsets, load_operator, names_tensor
 
@@ -339,7 +339,7 @@ def _compile(program: ExportedProgram, folder: Path) -> None:
         )
     tensors = {**program.state_dict, **program.constants}
     names = torch._inductor.aoti_load_package(file).get_constant_fqns()
-    constants = unshared({name: tensors[name] for name in sorted(names)})
+    constants = unshare({name: tensors[name] for name in sorted(names)})
     save_file(constants, folder / _CONSTANTS)
     _write_index(folder, constants)
 

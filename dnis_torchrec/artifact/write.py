@@ -44,7 +44,7 @@ from dnis_torchrec.scheme import (
     form_named,
 )
 from dnis_torchrec.selection.shards import TableShard, num_copies
-from dnis_torchrec.serving.packed import packed_chunks
+from dnis_torchrec.serving.packed import packed_chunks, split_blocks
 
 Files = dict[str, dict[str, Any]]
 """Path -> entry of the manifest."""
@@ -146,6 +146,29 @@ def write_over_ranks(
                 entries = [entry for text in texts for entry in json.loads(text)]
                 fields = _merge(scheme, forms, entries)
                 _write_rest(folder, scheme, fields, dense_state or {}, notes, max_file_bytes)
+    return path
+
+
+def write_packed(
+    rows: Mapping[str, Tensor],
+    scheme: MixedDimensionScheme,
+    path: Path,
+    *,
+    dense_state: Mapping[str, Tensor],
+    run: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Path:
+    """Writes tables of bit fields as they are served, bit for bit. Local, no collective."""
+    notes, entries = _as_json(run or {}), list[Entry]()
+    with new_folder(path, overwrite=overwrite, kind=ARTIFACT) as folder:
+        for file in _packed_files(scheme, max_file_bytes):
+            file.make(folder)
+            file.copy(folder, rows[file.table.name])
+            facts = describe_tensors(folder, file.rows.name)
+            entries.append((file.table.name, PACKED, file.rows.shard(), facts))
+        fields = _merge(scheme, (PACKED,), entries)
+        _write_rest(folder, scheme, fields, dense_state, notes, max_file_bytes)
     return path
 
 
@@ -371,6 +394,17 @@ class PackedFile:
                 file.seek(at[s])
                 file.write(fields.contiguous().numpy().data)
                 at[s] += fields.nbytes
+
+    def copy(self, folder: Path, rows: Tensor) -> None:
+        """Writes those of a whole table's bit fields that the file holds."""
+        table, (_, begin, end, _) = self.table, self.rows
+        blocks = split_blocks(rows, table.routing.row_counts(), table.codes.bits)
+        starts = row_counts_of(table, 0, begin)
+        ends = starts + row_counts_of(table, begin, end)
+        with (folder / self.rows.name).open("r+b") as file:
+            file.seek(len(self.header))
+            for block, start, stop in zip(blocks, starts.tolist(), ends.tolist(), strict=True):
+                file.write(block[start:stop].contiguous().numpy().data)
 
 
 def _packed_files(scheme: MixedDimensionScheme, max_file_bytes: int) -> list[PackedFile]:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -19,7 +19,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from dnis_torchrec.allocation.axes import rotation_groups
 from dnis_torchrec.allocation.compress import measure_
-from dnis_torchrec.artifact.export import drop_in_, export
+from dnis_torchrec.artifact.export import export, load_model
 from dnis_torchrec.artifact.load import read_scheme
 from dnis_torchrec.artifact.manifest import read_manifest, write_manifest
 from dnis_torchrec.artifact.package import write_package
@@ -52,8 +52,8 @@ from dnis_torchrec.cli.settings import (
 )
 from dnis_torchrec.data.over_ranks import (
     check_same,
-    measured_samples,
-    read_before_training,
+    read_splits,
+    samples_to_measure,
     split_over_ranks,
 )
 from dnis_torchrec.data.recipe import DataSplits, Recipe, build_recipe, build_recipe_again
@@ -68,21 +68,116 @@ from dnis_torchrec.report.rows import (
     Results,
     join_results,
     read_results,
+    write_results,
 )
 from dnis_torchrec.scheme import PACKED
 from dnis_torchrec.search.prune import uncompressed_scheme
-from dnis_torchrec.search.search import COMPRESSED as WITHOUT_SEARCH
-from dnis_torchrec.search.search import SEARCHED as BY_SEARCH
-from dnis_torchrec.search.search import SearchOutcome, search
+from dnis_torchrec.search.search import COMPRESSED, SEARCHED, SearchOutcome, search
 from dnis_torchrec.search.settings import USUAL_EPOCHS, SearchSettings
 from dnis_torchrec.selection.shards import TableShard, collections, dense_parameters, table_configs
 from dnis_torchrec.selection.swap import replace_, unshard_
 from dnis_torchrec.training.checkpoint import StoredTensor, check_shared
 from dnis_torchrec.training.evaluate import evaluate, primary_metric
-from dnis_torchrec.training.loop import train_plainly
+from dnis_torchrec.training.loop import EpochRecord, train_plainly
 from dnis_torchrec.training.settings import Saving, TrainSettings
 from dnis_torchrec.training.shard import launched_ranks, process_group, shard
 from dnis_torchrec.training.weights import check_state, fill_, spread_filled, weights_for_
+
+Metrics = Mapping[str, Mapping[str, float]]
+"""Split -> metric -> value."""
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """Evaluates models on the data of a recipe, and makes rows of results of that."""
+
+    recipe: Recipe
+    data: DataSplits
+    device: torch.device
+    seed: int
+
+    def evaluate(self, model: nn.Module) -> Metrics:
+        """Metrics on selection and test."""
+        module, loss = get_unwrapped_module(model), self.recipe.task
+        task = module if isinstance(module, TrainTask) else TrainTask(module, loss)
+        splits = {"selection": self.data.selection, "test": self.data.test}
+        return {name: evaluate(task, part, loss, self.device) for name, part in splits.items()}
+
+    def row(
+        self,
+        method: str,
+        metrics: Metrics,
+        num_bytes: int,
+        compression: float = 1.0,
+        seconds: float = 0.0,
+        **more: Any,
+    ) -> ResultRow:
+        """The row of a model with these metrics."""
+        return ResultRow(
+            method=method,
+            metrics=metrics["test"],
+            selection=metrics["selection"],
+            num_bytes=num_bytes,
+            compression=compression,
+            seed=self.seed,
+            seconds=seconds,
+            **more,
+        )
+
+    def plain_rows(self, model: nn.Module, num_bytes: int) -> list[ResultRow]:
+        """Rows of a plain model: as it is, and on one process in few bits a value."""
+        alone = self.recipe.leave_alone
+        rows = [self.row(UNCOMPRESSED, self.evaluate(model), num_bytes)]
+        for name, bits in ROWS.items() if world_size_of() == 1 else ():
+            with in_rows(model, bits, leave_alone=alone):
+                metrics = self.evaluate(model)
+            narrow = table_bytes(table_configs(model), bits, leave_alone=alone)
+            rows.append(self.row(name, metrics, narrow, num_bytes / narrow))
+        return rows
+
+    def cut_rows(self, model: nn.Module, compressions: Sequence[float]) -> list[ResultRow]:
+        """Rows of the first columns of turned tables, of each size the better of int8 and int4 on
+        the selection split."""
+        tables, alone, rows = table_configs(model), self.recipe.leave_alone, []
+        groups = rotation_groups(get_unwrapped_module(model), alone)
+        to_turn = {table for group in groups for table in group.tables}
+        if to_turn | set(alone) != {table.name for table in tables}:
+            return []  # first columns of a table that may not be turned say no more than its last
+        num_bytes = 4 * dense_parameters(model)
+        for size in compressions:
+            best: tuple[Metrics, int] | None = None
+            for bits in ROWS.values():
+                columns = columns_within(tables, bits, int(num_bytes / size), alone)
+                if columns:
+                    with in_rows(model, bits, columns, alone):
+                        metrics = self.evaluate(model)
+                    if best is None or metrics["selection"]["loss"] < best[0]["selection"]["loss"]:
+                        best = metrics, table_bytes(tables, bits, columns, alone)
+            if best is not None:
+                rows.append(self.row(CUT_AXES, *best, num_bytes / best[1]))
+        return rows
+
+    def results(
+        self,
+        rows: Sequence[ResultRow],
+        head: Mapping[str, Any],
+        history: Sequence[EpochRecord] = (),
+        blocks: Sequence[Mapping[str, Any]] = (),
+    ) -> Results:
+        """All that a report shows."""
+        metric, is_higher_better = primary_metric(self.recipe.task, self.recipe.data.test)
+        return Results(
+            recipe=head["recipe"],
+            rows=tuple(rows),
+            primary_metric=metric,
+            higher_is_better=is_higher_better,
+            history=tuple(asdict(record) for record in history),
+            blocks=tuple(blocks),
+            notes=tuple(head["notes"]),
+            commands=tuple(head["commands"]),
+            versions=head["versions"],
+        )
+
 
 # train
 
@@ -96,31 +191,28 @@ def run_train(settings: TrainCommand) -> Results:
         on_rank_zero(lambda: RunFolder.check_free(out, overwrite=overwrite))
         check_shared(out.parent)
         tables, ranks = table_configs(recipe.model), Ranks.everyone()
-        data, counts, _ = read_before_training(recipe, tables, ranks)
+        data, counts, _ = read_splits(recipe, tables, ranks)
         recipe = replace(recipe, data=data)
         scheme = uncompressed_scheme(recipe.model)
         torch.manual_seed(settings.seed)
         begin = time.monotonic()
         task = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
         model, optimizer = shard(task, recipe, device)
-        usual = TrainSettings()
         bar = plain_progress(recipe, counts.num_samples, settings.epochs)
         with bar as (events, train):
             outcome = train_plainly(
-                model,
-                optimizer,
-                replace(recipe, data=replace(data, train=train)),
-                device,
+                *(model, optimizer, replace(recipe, data=replace(data, train=train)), device),
                 max_epochs=settings.epochs,
-                patience=usual.patience,
+                patience=TrainSettings().patience,
                 events=events,
             )
         seconds = time.monotonic() - begin
-        metrics = _evaluate(model, recipe, data, device)
-        row = _uncompressed(4 * scheme.parameters, metrics, settings.seed, seconds)
-        history = [asdict(record) for record in outcome.history]
-        identity = {"recipe": settings.recipe, "seed": settings.seed}
-        head = identity | {
+        judge = _Judge(recipe, data, device, settings.seed)
+        metrics = judge.evaluate(model)
+        row = judge.row(UNCOMPRESSED, metrics, 4 * scheme.parameters, seconds=seconds)
+        head = {
+            "recipe": settings.recipe,
+            "seed": settings.seed,
             "kind": TRAIN_RUN,
             "configuration": {"epochs": settings.epochs, "embedding_l2": recipe.embedding_l2},
             "commands": [_command_line()],
@@ -130,14 +222,14 @@ def run_train(settings: TrainCommand) -> Results:
             "notes": [],
             "versions": versions(),
         }
-        results = _results(recipe, [row], head, history)
-        trained = get_unwrapped_module(model) if ranks.world_size > 1 else unshard_(model)
+        results = judge.results([row], head, outcome.history)
+        module = get_unwrapped_module(model) if ranks.world_size > 1 else unshard_(model)
         with _new_folder(out, overwrite, ranks) as folder:
             run = RunFolder(folder)
-            run.save_model(cast(TrainTask, trained).model, scheme)
+            run.save_model(cast(TrainTask, module).model, scheme)
             with together():
                 if ranks.is_first:
-                    run.write_results(results)
+                    write_results(folder / RESULTS, results)
                     run.write_head(FINISHED, head)
     return results
 
@@ -154,54 +246,50 @@ def run_compress(settings: CompressCommand) -> Results:
         with together():
             recipe, weights, head = _trained_model(settings)
         tables = table_configs(recipe.model)
-        data, counts, _ = read_before_training(recipe, tables, ranks)
-        seed, num_bytes = head["seed"], 4 * dense_parameters(recipe.model)
+        data, counts, _ = read_splits(recipe, tables, ranks)
+        num_bytes = 4 * dense_parameters(recipe.model)
         model = spread_filled(recipe.model, weights, device)
-        metrics = _evaluate(model, recipe, data, device)
-        rows = [_uncompressed(num_bytes, metrics, seed)]
-        if ranks.world_size == 1:
-            rows += _narrow_rows(model, recipe, data, device, seed)
+        judge = _Judge(recipe, data, device, head["seed"])
+        rows = judge.plain_rows(model, num_bytes)
         begin = time.monotonic()
         measurement = measure_(
             model,
-            measured_samples(data.train),
+            samples_to_measure(data.train),
             loss=recipe.task,
             counts=counts,
-            held_out=measured_samples(data.validation),
+            held_out=samples_to_measure(data.validation),
             leave_alone=recipe.leave_alone,
         )
         if ranks.world_size == 1:
-            sizes = settings.compressions
-            rows += _cut_rows(model, recipe, data, device, seed, sizes)
+            rows += judge.cut_rows(model, settings.compressions)
         allocations = {name: measurement.allocate(**size) for name, size in settings.sizes.items()}
         seconds = time.monotonic() - begin
         head |= {"configuration": {"sizes": settings.sizes}, "notes": [], "versions": versions()}
-        turned = bool(rotation_groups(model, recipe.leave_alone))
+        is_turned = bool(rotation_groups(model, recipe.leave_alone))
         with _new_folder(out, overwrite, ranks) as folder:
             for name, allocation in allocations.items():
                 begin = time.monotonic()
                 run = {key: head[key] for key in head if key != "commands"} | {
-                    "turned": turned,
+                    "turned": is_turned,
                     "error_feedback": True,
                     "output_shift": allocation.output_shift,
                     "configuration": settings.sizes[name],
                 }
                 with measurement.shifted(allocation):
                     export(model, allocation.scheme, folder / name, forms=(PACKED,), run=run)
-                    taken = seconds + time.monotonic() - begin
-                    metrics = _evaluate_served(model, folder / name, recipe, data, device)
+                    own_seconds = seconds + time.monotonic() - begin
+                    metrics = _evaluate_served(judge, model, folder / name)
                 on_rank_zero(partial(_note_metrics, folder / name, metrics["test"]))
-                size = allocation.compression, allocation.num_bytes
-                row = _row(COMPRESS, metrics, seed, *size, seconds=taken, name=name)
-                predicted = allocation.predicted_loss_increase
-                rows.append(replace(row, predicted_loss_increase=predicted))
-            results = _results(recipe, rows, head)
+                size = allocation.num_bytes, allocation.compression
+                row = judge.row(COMPRESS, metrics, *size, own_seconds, name=name)
+                increase = allocation.predicted_loss_increase
+                rows.append(replace(row, predicted_loss_increase=increase))
+            results = judge.results(rows, head)
             with together():
                 if ranks.is_first:
-                    run_folder = RunFolder(folder)
-                    run_folder.write_results(results)
+                    write_results(folder / RESULTS, results)
                     write_report(folder / "report.html", results)
-                    run_folder.write_head(FINISHED, head | {"kind": COMPRESS_RUN})
+                    RunFolder(folder).write_head(FINISHED, head | {"kind": COMPRESS_RUN})
     return results
 
 
@@ -213,81 +301,43 @@ def _trained_model(
     if source is not None and is_run(source):
         run = RunFolder.open(source)
         head, weights = run.read_head(), run.weights()
-    seed = _seed(settings.seed, source, head)
-    identity = {"seed": seed, "embedding_dim": head.get("embedding_dim")}
-    recipe = build_recipe_again(settings.recipe, settings.data, identity)
+    recipe, new_head = _recipe_and_head(settings, head)
     if weights is not None:
         check_state(recipe.model, weights, f"run folder {source}")
     elif source is not None:
         weights = weights_for_(recipe.model, source)
-    commands = [*head.get("commands", []), _command_line()]
-    return recipe, weights, {"recipe": settings.recipe, **identity, "commands": commands}
+    return recipe, weights, new_head
 
 
-def _evaluate_served(
-    model: nn.Module, artifact: Path, recipe: Recipe, data: DataSplits, device: torch.device
-) -> dict[str, dict[str, float]]:
+def _recipe_and_head(
+    settings: CompressCommand | SearchCommand, past: Mapping[str, Any]
+) -> tuple[Recipe, dict[str, Any]]:
+    """The recipe as the run that a command begins with had it, if it does, and what it records."""
+    seed = int(past.get("seed", settings.seed or 0))
+    is_same = settings.seed is None or settings.seed == seed
+    check(is_same, f"run folder {settings.source}", f"its seed {seed}", settings.seed)
+    identity = {"seed": seed, "embedding_dim": past.get("embedding_dim")}
+    recipe = build_recipe_again(settings.recipe, settings.data, identity)
+    commands = [*past.get("commands", []), _command_line()]
+    return recipe, {"recipe": settings.recipe, **identity, "commands": commands}
+
+
+def _evaluate_served(judge: _Judge, model: nn.Module, artifact: Path) -> Metrics:
     """Metrics with the artifact's modules in the model, which gets its own back afterwards."""
     modules, plain = collections(model), get_unwrapped_module(model)
     with together():
-        drop_in_(plain, artifact, form=PACKED)
-    served = {fqn: plain.get_submodule(fqn) for fqn in modules}
+        load_model(plain, artifact, form=PACKED)
     try:
-        plain.to(device)
-        return _evaluate(plain, recipe, data, device)
+        return judge.evaluate(plain.to(judge.device))
     finally:
         for fqn, module in modules.items():
-            replace_(plain, served[fqn], module)
+            replace_(plain, plain.get_submodule(fqn), module)
 
 
 def _note_metrics(artifact: Path, metrics: Mapping[str, float]) -> None:
     """Puts the metrics of an artifact as it is served into its manifest, for --verify."""
     manifest = read_manifest(artifact)
     write_manifest(artifact, manifest | {"run": manifest["run"] | {"metrics": metrics}})
-
-
-def _narrow_rows(
-    model: nn.Module, recipe: Recipe, data: DataSplits, device: torch.device, seed: int
-) -> list[ResultRow]:
-    """Results of the same model with its rows in few bits a value."""
-    tables, alone, results = table_configs(model), recipe.leave_alone, []
-    for name, bits in ROWS.items():
-        with in_rows(model, bits, leave_alone=alone) as served:
-            metrics = _evaluate(served, recipe, data, device)
-        num_bytes = table_bytes(tables, bits, leave_alone=alone)
-        compression = 4 * dense_parameters(model) / num_bytes
-        results.append(_row(name, metrics, seed, compression, num_bytes))
-    return results
-
-
-def _cut_rows(
-    model: nn.Module,
-    recipe: Recipe,
-    data: DataSplits,
-    device: torch.device,
-    seed: int,
-    compressions: Sequence[float],
-) -> list[ResultRow]:
-    """Results of the first columns of turned tables, of each size the better of int8 and int4 on
-    the selection split."""
-    tables, alone, results = table_configs(model), recipe.leave_alone, []
-    groups = rotation_groups(get_unwrapped_module(model), alone)
-    turned = {table for group in groups for table in group.tables}
-    if turned | set(alone) != {table.name for table in tables}:
-        return []  # first columns of a table that may not be turned say no more than its last
-    for size in compressions:
-        budget, best = int(4 * dense_parameters(model) / size), None
-        for bits in ROWS.values():
-            columns = columns_within(tables, bits, budget, alone)
-            if columns:
-                with in_rows(model, bits, columns, alone) as served:
-                    metrics = _evaluate(served, recipe, data, device)
-                if best is None or metrics["selection"]["loss"] < best[0]["selection"]["loss"]:
-                    best = metrics, table_bytes(tables, bits, columns, alone)
-        if best is not None:
-            compression = 4 * dense_parameters(model) / best[1]
-            results.append(_row(CUT_AXES, best[0], seed, compression, best[1]))
-    return results
 
 
 # search
@@ -306,37 +356,39 @@ def run_search(settings: SearchCommand) -> Results:
 
 def _search_begin(settings: SearchCommand) -> tuple[Recipe, int | None, dict[str, Any]]:
     """The recipe with its model as the search begins with it, and the head of the run."""
-    source, from_head = settings.source, dict[str, Any]()
-    from_run = None if source is None or not is_run(source) else RunFolder(source)
-    if from_run is not None:
-        from_head = from_run.read_head()
-        is_apart = from_run.path.resolve() != settings.out.resolve()
+    source, past = settings.source, dict[str, Any]()
+    if source is not None and is_run(source):
+        past = RunFolder(source).read_head()
+        is_apart = source.resolve() != settings.out.resolve()
         place, requirement = "--from", "another folder than --out"
         check(is_apart, place, requirement, str(source), "choose another --out")
-    seed = _seed(settings.seed, source, from_head)
-    identity = {"seed": seed, "embedding_dim": from_head.get("embedding_dim")}
-    recipe = build_recipe_again(settings.recipe, settings.data, identity)
+    recipe, head = _recipe_and_head(settings, past)
+    configuration = asdict(SearchSettings(epochs=settings.epochs))
+    configuration |= {"compression": settings.compression, "embedding_l2": recipe.embedding_l2}
     epochs = None
-    if from_run is not None:
-        weights, epochs = _plain_weights(recipe.model, from_run, from_head)
-        check_state(recipe.model, weights, f"run folder {source}")
-        fill_(recipe.model, weights)
-    elif source is not None:
-        fill_(recipe.model, weights_for_(recipe.model, source))
-        epochs = min(USUAL_EPOCHS, settings.epochs)
-    size = {"compression": settings.compression, "embedding_l2": recipe.embedding_l2}
-    begin = {} if source is None else {"from": str(source), "trained_epochs": epochs}
-    return (
-        recipe,
-        epochs,
-        {"recipe": settings.recipe, **identity}
-        | {
-            "configuration": asdict(SearchSettings(epochs=settings.epochs)) | size | begin,
-            "commands": [*from_head.get("commands", []), _command_line()],
-            "notes": [],
-            "versions": versions(),
-        },
-    )
+    if source is not None:
+        epochs = _begin_with_(recipe.model, source) or min(USUAL_EPOCHS, settings.epochs)
+        configuration |= {"from": str(source), "trained_epochs": epochs}
+    head |= {"configuration": configuration, "notes": [], "versions": versions()}
+    return recipe, epochs, head
+
+
+def _begin_with_(model: nn.Module, source: Path | RunFolder) -> int | None:
+    """Gives a model the weights of a file, or those that plain training of a run ended with;
+    returns the epochs behind them where they are known."""
+    if isinstance(source, Path) and not is_run(source):
+        fill_(model, weights_for_(model, source))
+        return None
+    run = RunFolder(source) if isinstance(source, Path) else source
+    head, place = run.read_head(), f"run folder {run.path}"
+    if kind_of(head) == TRAIN_RUN:
+        weights, epochs = RunFolder.open(run.path).weights(), int(head["best_epoch"]) + 1
+    else:
+        check(kind_of(head) == SEARCH_RUN, place, "a model in it", "compressed ones")
+        weights, epochs = weights_after_plain_training(model, run, head)
+    check_state(model, weights, place)
+    fill_(model, weights)
+    return epochs
 
 
 @contextmanager
@@ -391,10 +443,7 @@ def _search(
         torch.manual_seed(head["seed"])
         begin = time.monotonic()
         outcome = search(
-            recipe,
-            settings.compression,
-            run.checkpoints,
-            device,
+            *(recipe, settings.compression, run.checkpoints, device),
             settings=SearchSettings(epochs=settings.epochs),
             trained_epochs=trained_epochs,
             events=events,
@@ -402,64 +451,45 @@ def _search(
         )
         seconds = outcome.seconds_before + time.monotonic() - begin
     data = split_over_ranks(recipe.data, Ranks.everyone())
-    metrics = _evaluate(outcome.model, recipe, data, device)
-    compression = outcome.scheme.compression(PACKED)
-    num_bytes = outcome.scheme.served_bytes(PACKED)
-    row = _row(SEARCH, metrics, head["seed"], compression, num_bytes, seconds=seconds)
+    judge = _Judge(recipe, data, device, head["seed"])
+    metrics, scheme = judge.evaluate(outcome.model), outcome.scheme
+    size = scheme.served_bytes(PACKED), scheme.compression(PACKED)
+    rows = [judge.row(SEARCH, metrics, *size, seconds)]
     head = head | {
         "notes": _note_of_origin(recipe, outcome),
         "origin": outcome.origin,
         "selection_losses": outcome.selection_losses,
-        "scheme": outcome.scheme.to_json(),
+        "scheme": scheme.to_json(),
         "best_epoch": outcome.best_epoch,
         "metrics": metrics["test"],
     }
-    history = [asdict(record) for record in outcome.history]
-    blocks = _block_rows(outcome)
-    rows = [row, *_plain_rows(settings, run, head, device)]
+    if world_size_of() == 1:
+        recipe = build_recipe_again(settings.recipe, settings.data, head)
+        _begin_with_(recipe.model, settings.source or run)
+        plain = _Judge(recipe, recipe.data, device, head["seed"])
+        model, num_bytes = recipe.model.to(device), 4 * dense_parameters(recipe.model)
+        rows += plain.plain_rows(model, num_bytes)
     try:
-        run.save_model(outcome.model, outcome.scheme)
+        run.save_model(outcome.model, scheme)
         with together():
             if rank_of() == 0:
-                run.write_results(_results(recipe, rows, head, history, blocks))
+                results = judge.results(rows, head, outcome.history, _block_rows(outcome))
+                write_results(run.path / RESULTS, results)
                 run.write_head(FINISHED, head)
                 run.drop_replaced()
     except (OSError, SafetensorError) as error:
         _refuse_to_write(run.path, error, "make room for it, then --resume")
 
 
-def _plain_rows(
-    settings: SearchCommand, run: RunFolder, head: Mapping[str, Any], device: torch.device
-) -> list[ResultRow]:
-    """Rows of the plain model that the search began with: as it is, and in few bits a value."""
-    if world_size_of() > 1:
-        return []
-    recipe = build_recipe_again(settings.recipe, settings.data, head)
-    source = settings.source
-    if source is not None and not is_run(source):
-        weights = weights_for_(recipe.model, source)
-    else:
-        plain = run if source is None else RunFolder(source)
-        weights, _ = _plain_weights(recipe.model, plain, plain.read_head())
-    check_state(recipe.model, weights, str(source))
-    fill_(recipe.model, weights)
-    model = recipe.model.to(device)
-    metrics = _evaluate(model, recipe, recipe.data, device)
-    rows = _narrow_rows(model, recipe, recipe.data, device, head["seed"])
-    num_bytes = 4 * dense_parameters(model)
-    return [_uncompressed(num_bytes, metrics, head["seed"]), *rows]
-
-
 def _note_of_origin(recipe: Recipe, outcome: SearchOutcome) -> list[str]:
     """Says of a search that gained nothing what is served instead."""
-    if outcome.origin != WITHOUT_SEARCH:
+    if outcome.origin != COMPRESSED:
         return []
     losses, sign = outcome.selection_losses, -1 if direction_of(recipe.task, recipe.stop_on) else 1
-    values = [f"{sign * losses[name]:.5f}" for name in (BY_SEARCH, WITHOUT_SEARCH)]
+    first, other = (f"{sign * losses[name]:.5f}" for name in (SEARCHED, COMPRESSED))
     return [
-        f"The search gained nothing: at the same bytes its selection {recipe.stop_on} is "
-        f"{values[0]}, that of plain training, compressed, {values[1]}. The latter is what this "
-        "run holds."
+        f"The search gained nothing: at the same bytes its selection {recipe.stop_on} is {first}, "
+        f"that of plain training, compressed, {other}. The latter is what this run holds."
     ]
 
 
@@ -473,19 +503,15 @@ def run_export(settings: ExportCommand) -> Path:
             run = RunFolder.open(settings.run)
             head, scheme = run.read_head(), run.scheme()
             tables, dense = run.tables_and_dense()
-            forms = settings.forms or (scheme.form,)
             names = ("recipe", "seed", "embedding_dim", "configuration", "versions", "metrics")
             record = {name: head[name] for name in names if name in head}
             shards = {}
-            for name, stored in tables.items():
-                first, last = ranks.share(stored.shape[0])
-                shards[name] = [TableShard(name, stored.rows(first, last), first)]
+            for name, tensor in tables.items():
+                first, last = ranks.share(tensor.shape[0])
+                shards[name] = [TableShard(name, tensor.rows(first, last), first)]
         return write_over_ranks(
-            shards,
-            scheme,
-            settings.out,
-            ranks,
-            forms=forms,
+            *(shards, scheme, settings.out, ranks),
+            forms=settings.forms or None,
             dense_state=dense,
             run=record,
             overwrite=settings.overwrite,
@@ -501,7 +527,7 @@ def run_evaluate(settings: EvaluateCommand) -> dict[str, Any]:
             if is_artifact(path):
                 head, scheme = read_manifest(path)["run"], read_scheme(path)
                 recipe = build_recipe_again(spec, settings.data, head)
-                drop_in_(recipe.model, path)
+                load_model(recipe.model, path)
             else:
                 run = RunFolder.open(path)
                 head, scheme, weights = run.read_head(), run.scheme(), run.weights()
@@ -542,7 +568,7 @@ def served_metrics(
     """Test metrics of a fresh model that serves a form, on the CPU; each rank has its samples."""
     with together(ranks.group):
         recipe = make_recipe()
-        drop_in_(recipe.model, artifact, form=form)
+        load_model(recipe.model, artifact, form=form)
     with torch.inference_mode():
         splits = split_over_ranks(recipe.data, ranks)
         task = TrainTask(recipe.model, recipe.task)
@@ -554,7 +580,7 @@ def served_metrics(
 def run_package(settings: PackageCommand) -> None:
     """Packages the model of an artifact."""
     recipe = _recipe_of_artifact(settings.artifact, settings.recipe, settings.data)
-    model = drop_in_(recipe.model, settings.artifact, form=PACKED)
+    model = load_model(recipe.model, settings.artifact, form=PACKED)
     batch = next(iter(recipe.data.test))
     notes = {"recipe": settings.recipe, "form": PACKED}
     write_package(model, batch, settings.out, notes=notes, overwrite=settings.overwrite)
@@ -600,83 +626,6 @@ def is_run(path: Path) -> bool:
 def is_artifact(path: Path) -> bool:
     """Returns whether a folder is an artifact."""
     return (path / "manifest.json").is_file()
-
-
-def _seed(given: int | None, source: Path | None, head: Mapping[str, Any]) -> int:
-    """The seed that decides splits: that of the run that a command begins with, if it does."""
-    seed = int(head.get("seed", 0 if given is None else given))
-    check(given is None or given == seed, f"run folder {source}", f"its seed {seed}", given)
-    return seed
-
-
-def _plain_weights(
-    model: nn.Module, run: RunFolder, head: Mapping[str, Any]
-) -> tuple[dict[str, StoredTensor], int]:
-    """The weights that plain training ended with, and the epochs behind them."""
-    if kind_of(head) == TRAIN_RUN:
-        return RunFolder.open(run.path).weights(), int(head["best_epoch"]) + 1
-    place = f"run folder {run.path}"
-    check(kind_of(head) == SEARCH_RUN, place, "a model in it", "compressed ones")
-    return weights_after_plain_training(model, run, head)
-
-
-def _evaluate(
-    model: nn.Module, recipe: Recipe, data: DataSplits, device: torch.device
-) -> dict[str, dict[str, float]]:
-    """Metrics on selection and test."""
-    module = get_unwrapped_module(model)
-    task = module if isinstance(module, TrainTask) else TrainTask(module, recipe.task)
-    splits = {"selection": data.selection, "test": data.test}
-    return {name: evaluate(task, part, recipe.task, device) for name, part in splits.items()}
-
-
-def _row(
-    method: str,
-    metrics: Mapping[str, Mapping[str, float]],
-    seed: int,
-    compression: float,
-    num_bytes: int,
-    *,
-    seconds: float = 0.0,
-    name: str = "",
-) -> ResultRow:
-    return ResultRow(
-        method=method,
-        compression=compression,
-        num_bytes=num_bytes,
-        metrics=metrics["test"],
-        selection=metrics["selection"],
-        seed=seed,
-        seconds=seconds,
-        name=name,
-    )
-
-
-def _uncompressed(
-    num_bytes: int, metrics: Mapping[str, Mapping[str, float]], seed: int, seconds: float = 0.0
-) -> ResultRow:
-    return _row(UNCOMPRESSED, metrics, seed, 1.0, num_bytes, seconds=seconds)
-
-
-def _results(
-    recipe: Recipe,
-    rows: Sequence[ResultRow],
-    head: Mapping[str, Any],
-    history: Sequence[Mapping[str, Any]] = (),
-    blocks: Sequence[Mapping[str, Any]] = (),
-) -> Results:
-    metric, higher = primary_metric(recipe.task, recipe.data.test)
-    return Results(
-        recipe=head["recipe"],
-        rows=tuple(rows),
-        primary_metric=metric,
-        higher_is_better=higher,
-        history=tuple(history),
-        blocks=tuple(blocks),
-        notes=tuple(head["notes"]),
-        commands=tuple(head["commands"]),
-        versions=head["versions"],
-    )
 
 
 def _command_line() -> str:

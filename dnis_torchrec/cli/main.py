@@ -2,65 +2,41 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.table import Table
-from typer.core import TyperGroup
 
 from dnis_torchrec.checks import check, describe_error, is_of_system, version
 from dnis_torchrec.cli.settings import (
-    COMPRESSION_HELP,
-    EPOCHS,
-    FORM_NAMES,
-    READ,
     WRITTEN_FIRST,
     CompressCommand,
-    DataOption,
-    EpochsOption,
     EvaluateCommand,
     ExportCommand,
-    FromOption,
-    OutOption,
-    OverwriteOption,
     PackageCommand,
-    RecipeArgument,
-    RecipeOption,
     SearchCommand,
-    SeedOption,
     TrainCommand,
     number_of,
-    parse_numbers,
 )
 from dnis_torchrec.cli.terminal import PlainConsole, fail, guard_standard_error, say
 from dnis_torchrec.data.urls import address_of
 from dnis_torchrec.training.settings import Ending, Stopped, exit_code
 
-COMMANDS = ("train", "compress", "search", "export", "evaluate", "package", "report")
-"""In the order in which a user meets them."""
 ALONE = ("package", "report")
 """Commands that have no work for several ranks."""
 TABLE_WIDTH = 120
 
-
-class InOrder(TyperGroup):
-    """Lists the commands as `COMMANDS` has them."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Names of the commands."""
-        return sorted(super().list_commands(ctx), key=COMMANDS.index)
-
-
 app = typer.Typer(
     name="dnis",
-    cls=InOrder,
     help="Makes embedding tables many times smaller: every column of every block of rows gets the "
     "bits it is worth.\n\nA typical session:\n\n"
     "  dnis train examples.movielens:mf --data DIR --out TRAINED\n\n"
@@ -109,202 +85,117 @@ def arguments() -> Iterator[None]:
         fail(error, 2)
 
 
-@contextmanager
-def _before_work(recipe: str | None, out: Path | None, overwrite: bool = False) -> Iterator[None]:
-    """Settings are checked in the block, then the recipe and the place of the output."""
-    with arguments():
-        yield
-        if out is not None and _is_first_rank():  # which may make it before the others come here
-            is_free = overwrite or not out.exists()
-            place, remedy = f"folder {out}", "choose another --out, or --overwrite"
-            check(is_free, place, "a folder that does not exist", "an existing one", remedy)
-        if recipe is not None:
-            from dnis_torchrec.data.recipe import load_recipe
+def command(kind: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
+    """Makes a command whose options are the fields of its settings; checked before its work are
+    settings, recipe and the place of the output."""
 
-            load_recipe(recipe)
+    def register(work: Callable[[Any], None]) -> Callable[..., None]:
+        @wraps(work)
+        def run(**values: Any) -> None:
+            with arguments():
+                settings = kind(**values)
+                out, recipe = values.get("out"), values.get("recipe")
+                # The first rank may make it before the others come here; a search may resume.
+                if out is not None and kind is not SearchCommand and _is_first_rank():
+                    is_free = settings.overwrite or not out.exists()
+                    place, remedy = f"folder {out}", "choose another --out, or --overwrite"
+                    check(is_free, place, "a folder that does not exist", "an existing one", remedy)
+                if recipe is not None:
+                    from dnis_torchrec.data.recipe import load_recipe
+
+                    load_recipe(recipe)
+            work(settings)
+
+        run.__annotations__ = get_type_hints(kind, include_extras=True)
+        vars(run)["__signature__"] = inspect.signature(kind, eval_str=True)
+        return app.command()(run)
+
+    return register
 
 
-@app.command()
-def train(
-    recipe: RecipeArgument,
-    out: OutOption,
-    data: DataOption = None,
-    epochs: EpochsOption = EPOCHS,
-    seed: Annotated[int, typer.Option(help="Of weights, splits and batch order.")] = 0,
-    overwrite: OverwriteOption = False,
-) -> None:
+@command(TrainCommand)
+def train(settings: TrainCommand) -> None:
     """Trains the plain model until its selection loss stops improving; writes a run."""
-    with _before_work(recipe, out, overwrite):
-        settings = TrainCommand(**locals())
     from dnis_torchrec.cli.commands import run_train
 
-    _print_results(run_train(settings), f"run: {address_of(out)}")
+    _print_results(run_train(settings), f"run: {address_of(settings.out)}")
 
 
-@app.command()
-def compress(
-    recipe: RecipeArgument,
-    out: OutOption,
-    source: FromOption = None,
-    data: DataOption = None,
-    compression: Annotated[
-        str | None, typer.Option(help=f"{COMPRESSION_HELP}; several with commas between them.")
-    ] = None,
-    max_loss: Annotated[
-        float | None,
-        typer.Option(help="Instead: increase of the loss, predicted, at most, in fewest bytes."),
-    ] = None,
-    seed: SeedOption = None,
-    overwrite: OverwriteOption = False,
-) -> None:
+@command(CompressCommand)
+def compress(settings: CompressCommand) -> None:
     """Compresses a trained model, without a training step: bits for every column of every block of
     rows, by what they are worth to the loss. Writes an artifact a size, OUT/x8 for 8 times."""
-    with _before_work(recipe, out, overwrite):
-        settings = CompressCommand(
-            recipe=recipe,
-            out=out,
-            source=source,
-            data=data,
-            compressions=parse_numbers(compression),
-            max_loss=max_loss,
-            seed=seed,
-            overwrite=overwrite,
-        )
     from dnis_torchrec.cli.commands import run_compress
 
-    results, place = run_compress(settings), address_of(out)
+    results, place = run_compress(settings), address_of(settings.out)
     lines = [f"artifact: {place}/{name}" for name in settings.sizes]
     _print_results(results, *lines, f"report: {place}/report.html")
 
 
-@app.command()
-def search(
-    recipe: RecipeArgument,
-    out: OutOption,
-    source: FromOption = None,
-    data: DataOption = None,
-    compression: Annotated[float, typer.Option(help=f"{COMPRESSION_HELP}.")] = 20.0,
-    epochs: EpochsOption = EPOCHS,
-    seed: SeedOption = None,
-    checkpoint_every: Annotated[
-        int, typer.Option(help="Steps between checkpoints, beside those after an epoch.")
-    ] = 0,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run at --out, if there is one.")
-    ] = False,
-    overwrite: OverwriteOption = False,
-) -> None:
+@command(SearchCommand)
+def search(settings: SearchCommand) -> None:
     """Searches: trains, lets columns die by what they are worth, spends bits on the others; writes
     a run. Ctrl-C saves and stops; the same command with --resume goes on, also after a crash."""
-    with _before_work(recipe, None):
-        settings = SearchCommand(**locals())
     from dnis_torchrec.cli.commands import run_search
     from dnis_torchrec.cli.run import RunFolder
 
     if _is_first_rank():
+        may_exist = settings.overwrite or settings.resume
         with arguments():
-            RunFolder.check_free(out, overwrite=overwrite or resume, can_resume=True)
-    _print_results(run_search(settings), f"run: {address_of(out)}")
+            RunFolder.check_free(settings.out, overwrite=may_exist, can_resume=True)
+    _print_results(run_search(settings), f"run: {address_of(settings.out)}")
 
 
-@app.command()
-def export(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="What `dnis search` wrote, or its URL.", **READ)
-    ],
-    out: OutOption,
-    form: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"{' or '.join(FORM_NAMES)}, may be repeated; packed where there are bits."
-        ),
-    ] = None,
-    overwrite: OverwriteOption = False,
-) -> None:
+@command(ExportCommand)
+def export(settings: ExportCommand) -> None:
     """Exports a finished RUN as an artifact, ready to serve, or to train on."""
-    with _before_work(None, out, overwrite):
-        settings = ExportCommand(run=run, out=out, forms=tuple(form or ()), overwrite=overwrite)
     from dnis_torchrec.cli.commands import run_export
     from dnis_torchrec.cli.run import RunFolder
 
     with arguments():
-        RunFolder.open(run)
+        RunFolder.open(settings.run)
     run_export(settings)
     if _is_first_rank():
-        say(f"artifact: {address_of(out)}")
+        say(f"artifact: {address_of(settings.out)}")
 
 
-@app.command()
-def evaluate(
-    path: Annotated[
-        Path,
-        typer.Argument(metavar="RUN_OR_ARTIFACT", help="What `dnis` wrote, or its URL.", **READ),
-    ],
-    recipe: RecipeOption = None,
-    data: DataOption = None,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify",
-            help="Check an artifact's hashes and the values it serves; its metrics with --recipe.",
-        ),
-    ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the result here.")
-    ] = None,
-) -> None:
+@command(EvaluateCommand)
+def evaluate(settings: EvaluateCommand) -> None:
     """Evaluates a run or an artifact on the test split, or verifies an artifact."""
-    with _before_work(recipe, None):
-        settings = EvaluateCommand(**locals())
     from dnis_torchrec.cli import commands
     from dnis_torchrec.data.files import write_json
 
-    if not verify:
-        with arguments():
-            if not commands.is_artifact(path):
-                commands.RunFolder.open(path)
-        result, failures = commands.run_evaluate(settings), []
-    else:
+    if settings.verify:
         verification = commands.run_verify(settings)
         result, failures = verification.to_json(), verification.failures
+    else:
+        with arguments():
+            if not commands.is_artifact(settings.path):
+                commands.RunFolder.open(settings.path)
+        result, failures = commands.run_evaluate(settings), []
     if _is_first_rank():
-        if verify:
+        if settings.verify:
             _print_findings(result)
         else:
             say(json.dumps(result, indent=1))
-        if json_file is not None:
-            write_json(json_file, result)
-        for finding in failures:
-            say(f"error: {finding.check}, {finding.subject}: {finding.detail}", err=True)
+        if settings.json_file is not None:
+            write_json(settings.json_file, result)
+        for failure in failures:
+            say(f"error: {failure.check}, {failure.subject}: {failure.detail}", err=True)
     if failures:
         raise typer.Exit(1)
 
 
-@app.command()
-def package(
-    artifact: Annotated[
-        Path,
-        typer.Argument(
-            metavar="ARTIFACT", help="What `dnis export` or `compress` wrote, or its URL.", **READ
-        ),
-    ],
-    out: OutOption,
-    recipe: Annotated[
-        str, typer.Option("--recipe", metavar="MODULE:FUNCTION", help="Recipe of the model.")
-    ],
-    data: DataOption = None,
-    overwrite: OverwriteOption = False,
-) -> None:
+@command(PackageCommand)
+def package(settings: PackageCommand) -> None:
     """Packages the whole model of an artifact, compiled: inputs dense, values, lengths."""
-    with _before_work(recipe, out, overwrite):
-        settings = PackageCommand(**locals())
     from dnis_torchrec.cli.commands import run_package
 
     try:
         run_package(settings)
     except RuntimeError as error:  # no compiler, or a package that predicts something else
         fail(error, 1)
-    say(f"package: {address_of(out)}")
+    say(f"package: {address_of(settings.out)}")
 
 
 @app.command()
@@ -339,11 +230,10 @@ def _print_results(results: Any, *lines: str) -> None:
 
 
 def _print_findings(result: dict[str, Any]) -> None:
-    table = Table(
-        "check", "of", "result", "detail", title=f"{result['artifact']}: what was checked"
-    )
-    for finding in result["findings"]:
-        table.add_row(*(finding[name] for name in ("check", "subject", "status", "detail")))
+    title = f"{result['artifact']}: what was checked"
+    table = Table("check", "of", "result", "detail", title=title)
+    for line in result["findings"]:
+        table.add_row(*(line[name] for name in ("check", "subject", "status", "detail")))
     _print_table(table)
 
 

@@ -26,11 +26,10 @@ def table_bytes(
     leave_alone: Collection[str] = (),
 ) -> int:
     """Bytes of tables whose first columns are stored in so many bits, all others in float32."""
-    total, multiple = 0, 16 // bits  # FBGEMM's rows end on two bytes
+    total = 0
     for table in tables:
         width = min(table.embedding_dim, columns or table.embedding_dim)
-        wide = -(-width // multiple) * multiple
-        row = wide * bits // 8 + SCALE_BYTES
+        row = 2 * -(-width * bits // 16) + SCALE_BYTES  # FBGEMM's rows end on two bytes
         if table.name in leave_alone:
             row = 4 * table.embedding_dim
         total += table.num_embeddings * row
@@ -38,16 +37,13 @@ def table_bytes(
 
 
 def columns_within(
-    tables: Sequence[EmbeddingBagConfig],
-    bits: int,
-    num_bytes: int,
-    leave_alone: Collection[str] = (),
+    tables: Sequence[EmbeddingBagConfig], bits: int, num_bytes: int, leave_alone: Collection[str]
 ) -> int:
     """The most columns, below all of them, that take at most so many bytes; 0 if none does."""
     widest = max(table.embedding_dim for table in tables)
     widths = range(16 // bits, widest, 16 // bits)
-    fitting = [w for w in widths if table_bytes(tables, bits, w, leave_alone) <= num_bytes]
-    return max(fitting, default=0)
+    fit = (w for w in widths if table_bytes(tables, bits, w, leave_alone) <= num_bytes)
+    return max(fit, default=0)
 
 
 def rounded_rows(weight: Tensor, bits: int) -> Tensor:
@@ -63,19 +59,18 @@ def rounded_rows(weight: Tensor, bits: int) -> Tensor:
 @contextmanager
 def in_rows(
     model: nn.Module, bits: int, columns: int | None = None, leave_alone: Collection[str] = ()
-) -> Iterator[nn.Module]:
-    """The model with its rows as they are served, for the block. Local, no collective."""
+) -> Iterator[None]:
+    """Gives the model its rows as they are served, for the block. Local, no collective."""
     shards = [s for module in collections(model).values() for s in local_shards(module)]
-    copies = {id(s): s.weight.clone() for s in shards if s.table not in leave_alone}
+    weights = [shard.weight for shard in shards if shard.table not in leave_alone]
+    copies = [weight.clone() for weight in weights]
     try:
         with writing_to_tables(model):
-            for shard in shards:
-                if id(shard) in copies:
-                    shard.weight[:, :columns] = rounded_rows(shard.weight[:, :columns], bits)
-                    shard.weight[:, columns or shard.weight.shape[1] :] = 0
-        yield model
+            for weight in weights:
+                weight[:, :columns] = rounded_rows(weight[:, :columns], bits)
+                weight[:, columns or weight.shape[1] :] = 0
+        yield
     finally:
         with writing_to_tables(model):
-            for shard in shards:
-                if id(shard) in copies:
-                    shard.weight.copy_(copies[id(shard)])
+            for weight, copy in zip(weights, copies, strict=True):
+                weight.copy_(copy)

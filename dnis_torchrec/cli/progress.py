@@ -15,13 +15,7 @@ from dnis_torchrec.checks import visible
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.ranks import rank_of, world_size_of
 from dnis_torchrec.training.evaluate import losses_in_words
-from dnis_torchrec.training.loop import (
-    EpochRecord,
-    Phase,
-    PlainEvents,
-    SearchEvents,
-    SearchInterrupted,
-)
+from dnis_torchrec.training.loop import EpochRecord, Phase, SearchEvents, SearchInterrupted
 from dnis_torchrec.training.settings import StopRequest
 
 SMOOTHING = 0.98
@@ -48,7 +42,7 @@ def search_progress(recipe: Recipe, on_save: Callable[[], None]) -> Iterator[Sea
             steps.begin(phase.name, epochs, samples["epoch"], done * samples["step"], may_stop)
 
         def on_resume(done: int, history: Sequence[EpochRecord]) -> None:
-            _write(bar, [f"resumed after lower step {done}, in epoch {len(history)}"])
+            _write(bar, f"resumed after lower step {done}, in epoch {len(history)}")
 
         def on_step(loss: float, density: float) -> None:
             steps.take(samples["step"], loss, f", alpha density {density:.3f}")
@@ -57,7 +51,7 @@ def search_progress(recipe: Recipe, on_save: Callable[[], None]) -> Iterator[Sea
             on_save()
             losses = losses_in_words(recipe, record.train_loss, record.selection_loss)
             alpha = f"alpha mean {record.alpha_mean:.3f}, density {record.alpha_density:.3f}"
-            _write(bar, [f"epoch {record.epoch}, {record.phase}: {losses}, {alpha}"])
+            _write(bar, f"epoch {record.epoch}, {record.phase}: {losses}, {alpha}")
 
         yield SearchEvents(
             on_start=on_start,
@@ -72,25 +66,25 @@ def search_progress(recipe: Recipe, on_save: Callable[[], None]) -> Iterator[Sea
 @contextmanager
 def plain_progress(
     recipe: Recipe, samples: int, max_epochs: int
-) -> Iterator[tuple[PlainEvents, Iterable[Batch]]]:
+) -> Iterator[tuple[SearchEvents, Iterable[Batch]]]:
     """Shows a plain training on rank 0, which trains on the batches that are lent."""
     if rank_of() != 0:
-        yield PlainEvents(), recipe.data.train
+        yield SearchEvents(), recipe.data.train
         return
     batches, done = _Counting(recipe.data.train), [0]
     with progress_bar() as bar:
         steps = _Steps(bar)
         steps.begin("training", max_epochs, samples, 0.0, True)
 
-        def on_step(loss: float) -> None:
+        def on_step(loss: float, _: float) -> None:
             done.append(batches.samples)
             steps.take((done[-1] - done.pop(0)) * world_size_of(), loss)
 
         def on_epoch(record: EpochRecord) -> None:
             losses = losses_in_words(recipe, record.train_loss, record.selection_loss)
-            _write(bar, [f"epoch {record.epoch}: {losses}"])
+            _write(bar, f"epoch {record.epoch}: {losses}")
 
-        yield PlainEvents(on_step=on_step, on_epoch=on_epoch), batches
+        yield SearchEvents(on_step=on_step, on_epoch=on_epoch), batches
 
 
 def progress_bar() -> tqdm:
@@ -100,9 +94,8 @@ def progress_bar() -> tqdm:
     )
 
 
-def _write(bar: tqdm, lines: Iterable[str]) -> None:
-    for line in lines:
-        bar.write(visible(line), file=sys.stderr)
+def _write(bar: tqdm, line: str) -> None:
+    bar.write(visible(line), file=sys.stderr)
 
 
 class _Steps:
@@ -131,10 +124,10 @@ class _Steps:
         self._done += samples
         self._bar.update(samples)
 
-    def _describe(self, ahead: float) -> None:
-        epoch = int((self._done + ahead) / self._epoch_samples) + 1
+    def _describe(self, samples: float) -> None:
+        epoch = int((self._done + samples) / self._epoch_samples) + 1
         words = f"{self._name}, epoch {epoch} of {self._epochs}"
-        self._bar.set_description(words, refresh=not ahead)
+        self._bar.set_description(words, refresh=not samples)
 
 
 class _Counting:

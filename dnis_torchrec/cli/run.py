@@ -26,22 +26,15 @@ from dnis_torchrec.data.files import (
     conform,
     file_lock,
     read_json,
-    unshared,
+    unshare,
 )
 from dnis_torchrec.data.urls import Address, fetch, path_in, put_file, remove_file
 from dnis_torchrec.ranks import rank_of, together
-from dnis_torchrec.report.rows import Results, write_results
 from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme, TableScheme
 from dnis_torchrec.selection.shards import collections, ranks_of
 from dnis_torchrec.training.checkpoint import CheckpointFolder, Manifest, StoredTensor
 from dnis_torchrec.training.loop import SearchValues
-from dnis_torchrec.training.weights import (
-    MODEL,
-    has_written_model,
-    remove_model,
-    write_model,
-    written_model,
-)
+from dnis_torchrec.training.weights import MODEL, remove_model, write_model, written_model
 
 FORMAT, FORMAT_VERSION = "dnis-torchrec-run", 1
 RUN = FolderKind("run", "run.json", FORMAT)
@@ -78,7 +71,8 @@ class RunFolder:
     """The folder of a run. A file in it is written whole or not at all."""
 
     def __init__(self, path: Path, *, url: str | None = None) -> None:
-        self.path, self._url = path, url
+        self.path, self._url, self.is_shared = path, url, url is None  # whether all ranks see it
+        self._address: Address = path if url is None else url  # of what every rank writes
         self._place = f"run folder {path}"
         self._replaced: Path | None = None
 
@@ -90,8 +84,8 @@ class RunFolder:
         is_run = (path / "run.json").is_file()
         ways = ", --resume the run or --overwrite it" if can_resume else " or --overwrite it"
         remedy = f"choose another --out{ways if is_run else ''}"
-        requirement, received = "a folder that does not exist", "an existing one"
-        check(overwrite and is_run, f"run folder {path}", requirement, received, remedy)
+        place, requirement = f"run folder {path}", "a folder that does not exist"
+        check(overwrite and is_run, place, requirement, "an existing one", remedy)
 
     @staticmethod
     def open(path: Path) -> RunFolder:
@@ -137,18 +131,9 @@ class RunFolder:
             remove_model(self._url)
 
     @property
-    def is_shared(self) -> bool:
-        """Whether all ranks see the folder."""
-        return self._url is None
-
-    @property
-    def _written_by_ranks(self) -> Address:
-        return self.path if self._url is None else self._url
-
-    @property
     def checkpoints(self) -> Address:
         """Address of the checkpoints of a search."""
-        return path_in(self._written_by_ranks, "checkpoints")
+        return path_in(self._address, "checkpoints")
 
     def has_checkpoint(self) -> bool:
         """Returns whether training got as far as its first checkpoint."""
@@ -197,21 +182,17 @@ class RunFolder:
             copy = partial(shutil.copyfile, self.path / "run.json")
             put_file(path_in(self._url, "run.json"), copy)
 
-    def write_results(self, results: Results) -> None:
-        """Writes results.json."""
-        write_results(self.path / RESULTS, results)
-
     def save_model(self, model: nn.Module, scheme: MixedDimensionScheme) -> None:
         """Writes a model that is plain or merged, and its scheme; every rank what it holds."""
         ranks = ranks_of(*collections(model).values())
         with together(ranks.group):
             if rank_of() == 0:
-                self._save("scheme", unshared(scheme.to_tensors()))
-                remove_model(self._written_by_ranks)
+                self._save("scheme", unshare(scheme.to_tensors()))
+                remove_model(self._address)
                 if ranks.world_size == 1:
-                    self._save("model", unshared(model.state_dict()))
+                    self._save("model", unshare(model.state_dict()))
         if ranks.world_size > 1:
-            write_model(self._written_by_ranks, model, ranks)
+            write_model(self._address, model, ranks)
 
     def _save(self, name: str, tensors: dict[str, Tensor]) -> None:
         put_file(self.path / f"{name}.safetensors", partial(save_file, tensors))
@@ -235,8 +216,9 @@ class RunFolder:
 
     def weights(self) -> dict[str, StoredTensor]:
         """The state_dict of the plain model, of which nothing is read yet."""
-        if has_written_model(self.path):
-            return written_model(self.path)
+        weights = written_model(self.path)
+        if weights is not None:
+            return weights
         place, tensors = str(self.path / "model.safetensors"), self._load("model")
         return {name: StoredTensor.of(f"{place}, {name}", tensors[name]) for name in tensors}
 
@@ -244,8 +226,8 @@ class RunFolder:
         """Tables by name, of which nothing is read yet, and everything else of the model."""
         weights, tables = self.weights(), self.scheme().tables
         keys = {name: _key_of_table(table) for name, table in tables.items()}
-        missing = [key for key in keys.values() if key not in weights]
-        check(not missing, self._place, "the tables of run.json", f"no {missing[:3]}", _DAMAGED)
+        absent = [key for key in keys.values() if key not in weights]
+        check(not absent, self._place, "the tables of run.json", f"no {absent[:3]}", _DAMAGED)
         dense = {
             name: value.whole()
             for name, value in weights.items()
@@ -266,9 +248,9 @@ def weights_after_plain_training(
     check(latest is not None, place, "a search with checkpoints", "none", remedy)
     values = Manifest.read(str(latest)).values
     conform(values, SearchValues, f"checkpoint {latest}, values", remedy="begin with another run")
-    finished, steps_per_epoch = values["search"]["finished"], values["search"]["steps_per_epoch"]
-    check(bool(finished), place, "plain training that is over", "one that is not", remedy)
-    best = finished[0]["best"]
+    phases, steps_per_epoch = values["search"]["finished"], values["search"]["steps_per_epoch"]
+    check(bool(phases), place, "plain training that is over", "one that is not", remedy)
+    best = phases[0]["best"]
     epochs = head["configuration"].get("trained_epochs")
     epochs = epochs or max(1, round(best["lower_step"] / steps_per_epoch))
     return _weights_in(model, fetch(folder.path_of(best["step"]))), int(epochs)
@@ -276,17 +258,17 @@ def weights_after_plain_training(
 
 def _weights_in(model: nn.Module, checkpoint: Path) -> dict[str, StoredTensor]:
     """The weights of a model in a checkpoint of its search, of which nothing is read yet."""
-    stored, state = Manifest.read(checkpoint).stored(checkpoint), model.state_dict()
+    tensors, state = Manifest.read(checkpoint).stored(checkpoint), model.state_dict()
     # What several modules share stands in a checkpoint once, under one of its names.
     keys: dict[int, str] = {}
     for name, value in state.items():
-        if _key_in_checkpoint(name) in stored:
+        if _key_in_checkpoint(name) in tensors:
             keys[value.data_ptr() or id(value)] = _key_in_checkpoint(name)
     weights = {}
     for name, value in state.items():
         key = keys.get(value.data_ptr() or id(value))
         if key is not None:
-            tensor = stored[key]
+            tensor = tensors[key]
             if not value.dim():  # a single number stands in a checkpoint as a tensor of one
                 tensor = StoredTensor.of(tensor.place, tensor.whole().view(()))
             weights[name] = tensor

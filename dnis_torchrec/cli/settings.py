@@ -22,171 +22,16 @@ EPOCHS = 60
 """Epochs at most of plain training, unless the user says another number."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _NewFolder:
-    """A command that writes a folder."""
-
-    out: Path
-    overwrite: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainCommand(_NewFolder):
-    """Settings of `dnis train`."""
-
-    recipe: str
-    data: Path | None = None
-    epochs: int = EPOCHS
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _check_data(self.data)
-        check(self.epochs >= 1, "--epochs", "an integer >= 1", self.epochs)
-        check(self.seed >= 0, "--seed", "an integer >= 0", self.seed)
-        _check_seen_by_ranks(self.out)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompressCommand(_NewFolder):
-    """Settings of `dnis compress`; `source` is a run or weights, None for the recipe's own."""
-
-    recipe: str
-    source: Path | None = None
-    data: Path | None = None
-    compressions: tuple[float, ...] = ()
-    max_loss: float | None = None
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_data(self.data)
-        loss, sizes = self.max_loss, self.compressions
-        is_clear, received = bool(sizes) != (loss is not None), "both" if sizes else "neither"
-        remedy = "say --compression 8,20,40, for example"
-        check(is_clear, "size", "--compression or --max-loss", received, remedy)
-        check(loss is None or 0 < loss < math.inf, "--max-loss", "a finite number above 0", loss)
-        for size in sizes:
-            check_compression(size, "--compression")
-        is_once = len(set(sizes)) == len(sizes)
-        check(is_once, "--compression", "each size once", ",".join(map(str, sizes)))
-        check(self.seed is None or self.seed >= 0, "--seed", "an integer >= 0", self.seed)
-        _check_seen_by_ranks(self.out)
-
-    @property
-    def sizes(self) -> dict[str, dict[str, float]]:
-        """Name of an artifact's folder -> its size, as `Measured.allocate` takes it."""
-        if self.max_loss is not None:
-            return {f"loss{self.max_loss:g}": {"max_loss": self.max_loss}}
-        return {f"x{size:g}": {"compression": size} for size in self.compressions}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchCommand(_NewFolder):
-    """Settings of `dnis search`; `source` is as in `CompressCommand`, None trains first."""
-
-    recipe: str
-    source: Path | None = None
-    data: Path | None = None
-    compression: float = 20.0
-    epochs: int = EPOCHS
-    seed: int | None = None
-    resume: bool = False
-    checkpoint_every: int = 0
-
-    def __post_init__(self) -> None:
-        _check_data(self.data)
-        check_compression(self.compression, "--compression")
-        check(self.epochs >= 1, "--epochs", "an integer >= 1", self.epochs)
-        check(self.seed is None or self.seed >= 0, "--seed", "an integer >= 0", self.seed)
-        every = self.checkpoint_every
-        check(every >= 0, "--checkpoint-every", "an integer >= 0", every)
-        is_clear = not (self.overwrite and self.resume)
-        check(is_clear, "--resume", "no --overwrite", "both", "give one of them")
-
-    @property
-    def url(self) -> str | None:
-        """Where ranks write checkpoints and the model themselves; None for a path."""
-        return url_of(self.out)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportCommand(_NewFolder):
-    """Settings of `dnis export`."""
-
-    run: Path
-    forms: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for form in self.forms:
-            check(form in FORM_NAMES, "--form", f"one of {', '.join(FORM_NAMES)}", form)
-        _check_seen_by_ranks(self.out)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateCommand:
-    """Settings of `dnis evaluate`."""
-
-    path: Path
-    recipe: str | None = None
-    data: Path | None = None
-    verify: bool = False
-    json_file: Path | None = None
-
-    def __post_init__(self) -> None:
-        _check_data(self.data)
-        check(self.path.is_dir(), str(self.path), "a run or an artifact", "no such folder")
-        is_clear = self.recipe is not None or self.verify
-        check(is_clear, "--recipe", "the recipe of the model", "none", "name module:function")
-        file = self.json_file
-        if file is not None:
-            check(file.parent.is_dir(), f"--json {file}", "an existing folder", file.parent)
-            is_file = file.is_file() or not file.exists()  # a pipe or a device would be replaced
-            check(is_file, f"--json {file}", "a file", "something else", "name a file")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackageCommand(_NewFolder):
-    """Settings of `dnis package`."""
-
-    artifact: Path
-    recipe: str
-    data: Path | None = None
-
-    def __post_init__(self) -> None:
-        _check_data(self.data)
-
-
-def parse_numbers(text: str | None) -> tuple[float, ...]:
-    """Parses ``8,20,40``."""
-    try:
-        return () if text is None else tuple(map(float, text.split(",")))
-    except ValueError:
-        requirement = "numbers with commas between them"
-        raise ValueError(describe("--compression", requirement, repr(text))) from None
-
-
-def _check_data(data: Path | None) -> None:
-    remedy = "without --data the recipe says what it needs"
-    check(data is None or data.is_dir(), f"--data {data}", "a folder", "none", remedy)
-
-
 def number_of(variable: str, otherwise: int) -> int:
     """A number that torchrun gives its processes."""
     return int(os.environ.get(variable, otherwise))
 
 
-def _check_seen_by_ranks(out: Path) -> None:
-    """Refuses a URL on several hosts: ranks of the others do not see the folder behind it."""
-    url, hosts = url_of(out), number_of("LOCAL_WORLD_SIZE", 1) < number_of("WORLD_SIZE", 1)
-    if url is not None and hosts:
-        supported = "supported is a folder that all hosts have mounted"
-        raise NotImplementedError(describe("--out", supported, f"{url} on several hosts"))
-
-
-def _fetched(value: str | None) -> Path | None:
+def _read(value: str | None) -> Path | None:
     return None if value is None else _local(value, lambda: fetch(value))
 
 
-def _published(context: typer.Context, value: str | None) -> Path | None:
+def _write(context: typer.Context, value: str | None) -> Path | None:
     """The local folder; the context of the command publishes it when the command is over."""
     if value is None:
         return None
@@ -194,47 +39,41 @@ def _published(context: typer.Context, value: str | None) -> Path | None:
     def prepare() -> Path:
         from dnis_torchrec.cli.run import WRITTEN_BY_RANKS
 
-        if number_of("WORLD_SIZE", 1) == 1:
-            return context.with_resource(
-                output(value, f"{os.getpid()} {time.time_ns()}", skip=WRITTEN_BY_RANKS)
-            )
-        # Ranks of one torchrun have it for a parent, also those that it starts again.
-        job = f"{os.getppid()} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        if number_of("RANK", 0) != 0:
-            return output_folder(value, job)
+        job = f"{os.getpid()} {time.time_ns()}"
+        if number_of("WORLD_SIZE", 1) > 1:
+            # Ranks of one torchrun have it for a parent, also those that it starts again.
+            job = f"{os.getppid()} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+            if number_of("RANK", 0) != 0:
+                return output_folder(value, job)
         return context.with_resource(output(value, job, skip=WRITTEN_BY_RANKS))
 
     return _local(value, prepare)
 
 
-def _published_first(context: typer.Context, values: Sequence[str]) -> list[Path]:
+def _write_first(context: typer.Context, values: Sequence[str]) -> list[Path]:
     """The first address is written to, the others are read."""
-    paths = [_published(context, values[0]), *map(_fetched, values[1:])]
+    paths = [_write(context, values[0]), *map(_read, values[1:])]
     return [path for path in paths if path is not None]
 
 
 def _local(value: str, prepare: Callable[[], Path]) -> Path:
     """The local path of an address; a wrong address is a wrong argument, exit code 2."""
-    here = local_path(value)
-    if here is not None:
-        return here
     try:
-        return prepare()
+        return local_path(value) or prepare()
     except (OSError, ValueError) as error:
         fail(error, 2)
 
 
 # Text until the callback: a Path would swallow one of the two slashes of a URL.
-READ: dict[str, Any] = {"parser": str, "callback": _fetched}
-WRITTEN: dict[str, Any] = {"parser": str, "callback": _published}
-WRITTEN_FIRST: dict[str, Any] = {"parser": str, "callback": _published_first}
+READ: dict[str, Any] = {"parser": str, "callback": _read}
+WRITTEN: dict[str, Any] = {"parser": str, "callback": _write}
+WRITTEN_FIRST: dict[str, Any] = {"parser": str, "callback": _write_first}
+COMPRESSION_HELP = "Bytes of the float32 tables over bytes served, above 1"
 
 RecipeArgument = Annotated[
     str, typer.Argument(metavar="RECIPE", help="`module:function`, from the current folder.")
 ]
-RecipeOption = Annotated[
-    str | None, typer.Option("--recipe", metavar="MODULE:FUNCTION", help="Recipe of the model.")
-]
+RecipeOption = typer.Option("--recipe", metavar="MODULE:FUNCTION", help="Recipe of the model.")
 DataOption = Annotated[
     Path | None,
     typer.Option(
@@ -261,4 +100,191 @@ SeedOption = Annotated[
     int | None,
     typer.Option("--seed", help="Of weights, splits and batch order: 0, or that of --from."),
 ]
-COMPRESSION_HELP = "Bytes of the float32 tables over bytes served, above 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand:
+    """Settings of `dnis train`: the options of a command are the fields of its settings."""
+
+    recipe: RecipeArgument
+    out: OutOption
+    data: DataOption = None
+    epochs: EpochsOption = EPOCHS
+    seed: Annotated[int, typer.Option(help="Of weights, splits and batch order.")] = 0
+    overwrite: OverwriteOption = False
+
+    def __post_init__(self) -> None:
+        _check_common(self.data, self.seed, self.epochs)
+        _check_seen_by_ranks(self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressCommand:
+    """Settings of `dnis compress`; `source` is a run or weights, None for the recipe's own."""
+
+    recipe: RecipeArgument
+    out: OutOption
+    source: FromOption = None
+    data: DataOption = None
+    compression: Annotated[
+        str | None, typer.Option(help=f"{COMPRESSION_HELP}; several with commas between them.")
+    ] = None
+    max_loss: Annotated[
+        float | None,
+        typer.Option(help="Instead: increase of the loss, predicted, at most, in fewest bytes."),
+    ] = None
+    seed: SeedOption = None
+    overwrite: OverwriteOption = False
+
+    def __post_init__(self) -> None:
+        _check_common(self.data, self.seed)
+        loss, sizes = self.max_loss, self.compressions
+        is_clear, value = bool(sizes) != (loss is not None), "both" if sizes else "neither"
+        remedy = "say --compression 8,20,40, for example"
+        check(is_clear, "size", "--compression or --max-loss", value, remedy)
+        check(loss is None or 0 < loss < math.inf, "--max-loss", "a finite number above 0", loss)
+        for size in sizes:
+            check_compression(size, "--compression")
+        is_once = len(set(sizes)) == len(sizes)
+        check(is_once, "--compression", "each size once", ",".join(map(str, sizes)))
+        _check_seen_by_ranks(self.out)
+
+    @property
+    def compressions(self) -> tuple[float, ...]:
+        """The numbers of ``8,20,40``."""
+        text = self.compression
+        try:
+            return () if text is None else tuple(map(float, text.split(",")))
+        except ValueError:
+            requirement = "numbers with commas between them"
+            raise ValueError(describe("--compression", requirement, repr(text))) from None
+
+    @property
+    def sizes(self) -> dict[str, dict[str, float]]:
+        """Name of an artifact's folder -> its size, as `Measured.allocate` takes it."""
+        if self.max_loss is not None:
+            return {f"loss{self.max_loss:g}": {"max_loss": self.max_loss}}
+        return {f"x{size:g}": {"compression": size} for size in self.compressions}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchCommand:
+    """Settings of `dnis search`; `source` is as in `CompressCommand`, None trains first."""
+
+    recipe: RecipeArgument
+    out: OutOption
+    source: FromOption = None
+    data: DataOption = None
+    compression: Annotated[float, typer.Option(help=f"{COMPRESSION_HELP}.")] = 20.0
+    epochs: EpochsOption = EPOCHS
+    seed: SeedOption = None
+    checkpoint_every: Annotated[
+        int, typer.Option(help="Steps between checkpoints, beside those after an epoch.")
+    ] = 0
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run at --out, if there is one.")
+    ] = False
+    overwrite: OverwriteOption = False
+
+    def __post_init__(self) -> None:
+        _check_common(self.data, self.seed, self.epochs)
+        check_compression(self.compression, "--compression")
+        every = self.checkpoint_every
+        check(every >= 0, "--checkpoint-every", "an integer >= 0", every)
+        is_clear = not (self.overwrite and self.resume)
+        check(is_clear, "--resume", "no --overwrite", "both", "give one of them")
+
+    @property
+    def url(self) -> str | None:
+        """Where ranks write checkpoints and the model themselves; None for a path."""
+        return url_of(self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportCommand:
+    """Settings of `dnis export`."""
+
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="What `dnis search` wrote, or its URL.", **READ)
+    ]
+    out: OutOption
+    forms: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--form",
+            help=f"{' or '.join(FORM_NAMES)}, may be repeated; packed where there are bits.",
+        ),
+    ] = None
+    overwrite: OverwriteOption = False
+
+    def __post_init__(self) -> None:
+        for form in self.forms or ():
+            check(form in FORM_NAMES, "--form", f"one of {', '.join(FORM_NAMES)}", form)
+        _check_seen_by_ranks(self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateCommand:
+    """Settings of `dnis evaluate`."""
+
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_OR_ARTIFACT", help="What `dnis` wrote, or its URL.", **READ),
+    ]
+    recipe: Annotated[str | None, RecipeOption] = None
+    data: DataOption = None
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Check an artifact's hashes and the values it serves; its metrics with --recipe.",
+        ),
+    ] = False
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the result here.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        _check_common(self.data)
+        check(self.path.is_dir(), str(self.path), "a run or an artifact", "no such folder")
+        is_clear = self.recipe is not None or self.verify
+        check(is_clear, "--recipe", "the recipe of the model", "none", "name module:function")
+        file = self.json_file
+        if file is not None:
+            check(file.parent.is_dir(), f"--json {file}", "an existing folder", file.parent)
+            is_file = file.is_file() or not file.exists()  # a pipe or a device would be replaced
+            check(is_file, f"--json {file}", "a file", "something else", "name a file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackageCommand:
+    """Settings of `dnis package`."""
+
+    artifact: Annotated[
+        Path,
+        typer.Argument(
+            metavar="ARTIFACT", help="What `dnis export` or `compress` wrote, or its URL.", **READ
+        ),
+    ]
+    out: OutOption
+    recipe: Annotated[str, RecipeOption]
+    data: DataOption = None
+    overwrite: OverwriteOption = False
+
+    def __post_init__(self) -> None:
+        _check_common(self.data)
+
+
+def _check_common(data: Path | None, seed: int | None = None, epochs: int = EPOCHS) -> None:
+    remedy = "without --data the recipe says what it needs"
+    check(data is None or data.is_dir(), f"--data {data}", "a folder", "none", remedy)
+    check(seed is None or seed >= 0, "--seed", "an integer >= 0", seed)
+    check(epochs >= 1, "--epochs", "an integer >= 1", epochs)
+
+
+def _check_seen_by_ranks(out: Path) -> None:
+    """Refuses a URL on several hosts: ranks of the others do not see the folder behind it."""
+    url, hosts = url_of(out), number_of("LOCAL_WORLD_SIZE", 1) < number_of("WORLD_SIZE", 1)
+    if url is not None and hosts:
+        requirement = "supported is a folder that all hosts have mounted"
+        raise NotImplementedError(describe("--out", requirement, f"{url} on several hosts"))

@@ -71,14 +71,8 @@ class _VisibleFormatter(logging.Formatter):
         return visible(super().format(record))
 
 
-def _format_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    line: str | None = None,
-) -> str:
-    return visible(_plain_warning(message, category, filename, lineno, line))
+def _format_warning(*parts: Any, **more: Any) -> str:
+    return visible(_plain_warning(*parts, **more))
 
 
 def _show_error(
@@ -88,9 +82,9 @@ def _show_error(
     stream.write(visible("".join(traceback.format_exception(kind, error, trace))))
 
 
-def _show_error_of_thread(failed: threading.ExceptHookArgs) -> None:
-    if failed.exc_value is None or not is_of_system(failed.exc_value):
-        _show_any_error_of_thread(failed)
+def _show_error_of_thread(end: threading.ExceptHookArgs) -> None:
+    if end.exc_value is None or not is_of_system(end.exc_value):
+        _show_any_error_of_thread(end)
         return
-    name = "a thread" if failed.thread is None else f"thread {failed.thread.name}"
-    say(f"WARNING: {name}: {describe_error(failed.exc_value)}", err=True)
+    name = "a thread" if end.thread is None else f"thread {end.thread.name}"
+    say(f"WARNING: {name}: {describe_error(end.exc_value)}", err=True)

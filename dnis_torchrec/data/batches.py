@@ -76,12 +76,6 @@ class Bags:
         """Bags one after the other, by how many ids each has."""
         return cls(values, torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]))
 
-    @classmethod
-    def joined(cls, parts: Sequence[Bags]) -> Bags:
-        """The bags of several parts, one after the other."""
-        lengths = torch.cat([part.lengths for part in parts])
-        return cls.of_lengths(torch.cat([part.values for part in parts]), lengths)
-
     def select(self, rows: Tensor) -> Bags:
         """The bags of some samples."""
         starts = self.offsets.index_select(0, rows)
@@ -126,12 +120,9 @@ def split_rows(
     check(number >= 20, "split_rows", "at least 20 samples, or groups, for four splits", number)
     order = torch.randperm(number, generator=torch.Generator().manual_seed(seed))
     sizes = [int(ratio * number) for ratio in SPLIT_RATIOS[1:]]
-    split_of_group = torch.empty(number, dtype=torch.uint8)
-    for split, part in enumerate(order.split([number - sum(sizes), *sizes])):
-        split_of_group[part] = split
-    split_of_row = split_of_group.repeat_interleave(group_size)
     train, validation, selection, test = (
-        (split_of_row == split).nonzero().squeeze(1) for split in range(4)
+        (part.sort().values.unsqueeze(1) * group_size + torch.arange(group_size)).flatten()
+        for part in order.split([number - sum(sizes), *sizes])
     )
     return train, validation, selection, test
 
@@ -153,7 +144,6 @@ class InMemoryBatches:
         scalar_names: Sequence[str] = (),
         queries: Tensor | None = None,
         rows: Tensor | None = None,
-        drop_last: bool = False,
     ) -> None:
         place, num_samples, bags = "InMemoryBatches", len(labels), dict(multi_hot or {})
         check(batch_size >= 1, f"{place}.batch_size", "an integer >= 1", batch_size)
@@ -163,7 +153,7 @@ class InMemoryBatches:
             size = tuple(tensor.shape)
             check(size == shape and len(size) == 2, f"{place}.{name}", f"shape {shape}", size)
         for name, of_feature in bags.items():
-            number = of_feature.offsets.numel() - 1
+            number = len(of_feature.lengths)
             check(number == num_samples, f"feature {name!r}", f"{num_samples} bags", number)
         fits = len(scalar_names) in (0, dense.shape[1])
         check(fits, f"{place}.scalar_names", f"{dense.shape[1]} names, or none", len(scalar_names))
@@ -173,25 +163,22 @@ class InMemoryBatches:
         self._bags, self._keys, self._queries = tuple(bags.values()), keys, queries
         self._has_scalars = bool(scalar_names)
         self.rows = torch.arange(num_samples) if rows is None else rows
-        self._batch_size, self._drop_last = batch_size, drop_last
-        self._shuffle, self._seed, self.epoch = shuffle, seed, 0
+        self._batch_size, self._shuffle, self._seed, self.epoch = batch_size, shuffle, seed, 0
         check(len(self) > 0, place, "at least one batch", f"{self.rows.numel()} samples")
 
     def __len__(self) -> int:
         """Number of batches of an epoch."""
-        whole, rest = divmod(self.rows.numel(), self._batch_size)
-        return whole + int(rest > 0 and not self._drop_last)
+        return -(-self.rows.numel() // self._batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
         order = self.rows
         if self._shuffle:
-            # Torch's CPU generator reads 32 bits of a seed, so the two numbers are mixed before,
-            # not put side by side.
-            mixed = int(np.random.SeedSequence((self._seed, self.epoch)).generate_state(1)[0])
-            generator = torch.Generator().manual_seed(mixed)
+            # Torch's CPU generator reads 32 bits of a seed: both numbers go into these.
+            seed = int(np.random.SeedSequence((self._seed, self.epoch)).generate_state(1)[0])
+            generator = torch.Generator().manual_seed(seed)
             order = order[torch.randperm(order.numel(), generator=generator)]
         self.epoch += 1
-        return (self._batch(rows) for rows in order.split(self._batch_size)[: len(self)])
+        return (self._batch(rows) for rows in order.split(self._batch_size))
 
     def _batch(self, rows: Tensor) -> Batch:
         dense, labels = self._dense.index_select(0, rows), self._labels.index_select(0, rows)
@@ -235,8 +222,8 @@ class LookupBatches(CutBatches):
 
 
 class BatchParts(CutBatches):
-    """The batches of a stream, each cut into so many parts of equal size (the last ones may be a
-    sample smaller)."""
+    """The batches of a stream, each cut in the order of its samples into so many parts of equal
+    size (the last ones may be a sample smaller)."""
 
     def __init__(self, batches: Iterable[Batch], num_parts: int, at_least: int = 1) -> None:
         check(num_parts >= 1, "num_parts", "at least 1", num_parts)
@@ -245,24 +232,19 @@ class BatchParts(CutBatches):
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self._batches:
-            yield from cut_batch(batch, self._num_parts, self._at_least)
+            size = batch.sparse_features.stride()
+            num_parts = min(self._num_parts, size // self._at_least)
+            if num_parts < 2:
+                yield batch
+                continue
+            bounds = torch.linspace(0, size, num_parts + 1).round().long().tolist()
+            for first, last in itertools.pairwise(bounds):
+                yield slice_of(batch, first, last)
 
     @property
     def is_split_over_ranks(self) -> bool:
         """Whether the batches are this rank's own already, see `data.over_ranks`."""
         return getattr(self._batches, "is_split_over_ranks", False)
-
-
-def cut_batch(batch: Batch, num_parts: int, at_least: int = 1) -> Iterator[Batch]:
-    """The parts of a batch, in the order of its samples."""
-    batch_size = batch.sparse_features.stride()
-    num_parts = min(num_parts, batch_size // at_least)
-    if num_parts < 2:
-        yield batch
-        return
-    bounds = torch.linspace(0, batch_size, num_parts + 1).round().long().tolist()
-    for first, last in itertools.pairwise(bounds):
-        yield slice_of(batch, first, last)
 
 
 def slice_of(batch: Batch, first: int, last: int) -> Batch:
@@ -283,8 +265,8 @@ def slice_of(batch: Batch, first: int, last: int) -> Batch:
 
 def _slice_features(features: KeyedJaggedTensor, first: int, last: int) -> KeyedJaggedTensor:
     if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-        supported = "supported is one batch size for all features"
-        raise NotImplementedError(describe("batch", supported, "several"))
+        requirement = "supported is one batch size for all features"
+        raise NotImplementedError(describe("batch", requirement, "several"))
     num_features, stride = len(features.keys()), features.stride()
     lengths = features.lengths().view(num_features, stride)[:, first:last]
     starts, offsets = torch.arange(num_features) * stride, features.offsets().cpu()
@@ -308,14 +290,13 @@ def for_lookup(batch: Batch) -> Batch:
     """A batch whose ids and weights are of types that kernels take; itself where they are so."""
     if type(batch) is Batch and batch.dense_features is None:
         batch = WholeBatch(batch.dense_features, batch.sparse_features, batch.labels)
-    bags = _bags_of(batch)
-    ready = {name: _features_for_lookup(part) for name, part in bags.items()}
-    if all(ready[name] is bags[name] for name in bags):
+    bags = {name: _features_for_lookup(part) for name, part in _bags_of(batch).items()}
+    if all(part is getattr(batch, name) for name, part in bags.items()):
         return batch
-    converted = copy.copy(batch)  # whatever its __init__ wants
-    for name, part in ready.items():
-        setattr(converted, name, part)
-    return converted
+    batch = copy.copy(batch)  # whatever its __init__ wants
+    for name, part in bags.items():
+        setattr(batch, name, part)
+    return batch
 
 
 def _features_for_lookup(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -393,22 +374,17 @@ def check_batch(batch: Batch, place: str) -> None:
         if isinstance(value, KeyedJaggedTensor):
             where = f"{place}, feature {value.keys()[0]!r}" if value.keys() else place
             check_ids_are_integers(value.values(), where)
-            _check_weights(value, place)
+            weights = value.weights_or_none()
+            if weights is not None and not _is_finite(weights):
+                first = int((~weights.isfinite()).nonzero()[0])
+                key = value.keys()[bisect.bisect_right(value.offset_per_key(), first) - 1]
+                where = f"{place}, feature {key!r}"
+                raise ValueError(describe(where, "finite weights", float(weights[first]), CLEAN))
         elif isinstance(value, Tensor) and name != "labels" and not _is_finite(value):
             at = (~value.isfinite()).nonzero()[0].tolist()
             columns = "".join(f", column {column}" for column in at[1:])
             where = f"{place}, {name}, sample {at[0]}{columns}"
             raise ValueError(describe(where, "finite numbers", float(value[tuple(at)]), CLEAN))
-
-
-def _check_weights(features: KeyedJaggedTensor, place: str) -> None:
-    weights = features.weights_or_none()
-    if weights is None or _is_finite(weights):
-        return
-    first = int((~weights.isfinite()).nonzero()[0])
-    feature = features.keys()[bisect.bisect_right(features.offset_per_key(), first) - 1]
-    where = f"{place}, feature {feature!r}"
-    raise ValueError(describe(where, "finite weights", float(weights[first]), CLEAN))
 
 
 def _is_finite(values: Tensor) -> bool:

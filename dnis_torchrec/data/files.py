@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import reprlib
 import shutil
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +14,12 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
+from reprlib import repr as show
 from socket import gethostname
 from typing import (
     Annotated,
     Any,
     NamedTuple,
-    NoReturn,
     NotRequired,
     TypeVar,
     Union,
@@ -43,10 +42,8 @@ PARTIAL = ".partial"
 """Suffix of the name of a file or folder while it is being written."""
 
 _T = TypeVar("_T")
-_Fault = tuple[str, str, object]
+_Fault = tuple[str, str, str]
 _LARGEST = 2**63 - 1
-_LEVELS = 50
-"""Levels of a JSON document at most."""
 _WORDS = {str: "text", bool: "true or false", int: "an integer of 64 bits", float: "a number"}
 
 
@@ -63,17 +60,17 @@ def _partial_of(path: Path) -> Path:
 
 
 @contextmanager
-def written_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
+def write_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Lends a path to write a file to, which takes the file's place once the block ends well."""
-    unfinished = _partial_of(Path(path))
+    new = _partial_of(Path(path))
     try:
-        unfinished.touch()
-        mode = unfinished.stat().st_mode & 0o777
-        yield unfinished
-        os.chmod(unfinished, mode)  # safetensors writes for the owner alone
+        new.touch()
+        mode = new.stat().st_mode & 0o777
+        yield new
+        os.chmod(new, mode)  # safetensors writes for the owner alone
         if durable:
-            _flush(unfinished)
-        os.replace(unfinished, path)
+            _flush(new)
+        os.replace(new, path)
     except OSError as error:
         if PARTIAL in str(error.filename):
             error.filename, error.filename2 = str(path), None
@@ -84,13 +81,13 @@ def written_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str, *, durable: bool = False) -> Path:
+def write_text(path: Path, text: str) -> Path:
     """Writes UTF-8 text whole or not at all; returns `path`."""
-    with written_whole(path, durable=durable) as unfinished:
-        unfinished.write_bytes(text.encode("utf-8"))
+    with write_whole(path) as new:
+        new.write_bytes(text.encode("utf-8"))
     return Path(path)
 
 
@@ -183,7 +180,7 @@ def file_lock(path: Path) -> Iterator[str | None]:
         os.close(descriptor)
 
 
-def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def unshare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous tensors without shared storage (tied weights), as safetensors wants them."""
     pointers: set[int] = set()
     copies = {}
@@ -203,24 +200,11 @@ def parse_json(content: bytes | str, kind: type[_T], place: str, *, remedy: str 
     """Parses JSON: UTF-8, no NaN, no infinity, no name twice in an object, of the given type."""
     try:
         text = content if isinstance(content, str) else content.decode("utf-8")
-        value = json.loads(
-            text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_object
-        )
-    except RecursionError as error:
-        raise ValueError(describe(place, "JSON of few levels", "too many", remedy)) from error
-    except ValueError as error:
+        value = json.loads(text, object_pairs_hook=_object)
+    except (RecursionError, ValueError) as error:
         raise ValueError(describe(place, "JSON", str(error), remedy)) from error
     conform(value, kind, place, remedy=remedy)
     return value
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"the constant {name}")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else _refuse(text[:60])
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -232,33 +216,16 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def conform(value: object, kind: Any, place: str, *, remedy: str = "") -> None:
     """Checks that a JSON value is of a type: what TypedDicts and dataclasses are made of."""
-    try:
-        _check_text(value, _LEVELS)
-    except RecursionError as error:
-        raise ValueError(describe(place, "JSON of few levels", "too many", remedy)) from error
-    except UnicodeEncodeError as error:
-        raise ValueError(describe(place, "text of whole characters", str(error), remedy)) from error
     fault = _fault(value, kind, "")
     if fault is not None:
-        field, requirement, received = fault
-        shown = received if isinstance(received, _Plain) else reprlib.repr(received)
-        raise ValueError(
-            describe(f"{place}, field {field}" if field else place, requirement, shown, remedy)
-        )
-
-
-def _check_text(value: Any, levels: int) -> None:
-    if isinstance(value, str):
-        value.encode()  # half a character, as an escape may be, has no UTF-8
-    elif isinstance(value, dict | list):
-        if not levels:
-            raise RecursionError
-        for part in [*value, *value.values()] if isinstance(value, dict) else value:
-            _check_text(part, levels - 1)
-
-
-class _Plain(str):
-    """A text to show without quotes."""
+        field, requirement, value = fault
+        where = f"{place}, field {field}" if field else place
+        raise ValueError(describe(where, requirement, value, remedy))
+    try:
+        # Half a character, as an escape may be, has no UTF-8.
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (RecursionError, ValueError) as error:
+        raise ValueError(describe(place, "JSON", str(error), remedy)) from error
 
 
 def _fault(value: Any, kind: Any, field: str) -> _Fault | None:
@@ -271,32 +238,32 @@ def _fault(value: Any, kind: Any, field: str) -> _Fault | None:
         return None if None in faults else max(faults, key=lambda fault: len(fault[0]))  # type: ignore[index]
     if origin is Annotated:
         is_enough = _is_plain(value, int) and value >= arguments[1]
-        return None if is_enough else (field, f"an integer >= {arguments[1]}", value)
+        return None if is_enough else (field, f"an integer >= {arguments[1]}", show(value))
     if origin in (list, tuple, Sequence):
         if not isinstance(value, list | tuple):
-            return field, "a list", value
+            return field, "a list", show(value)
         kinds = [arguments[0]] * len(value)
         if origin is tuple and arguments[-1] is not Ellipsis:
             kinds = list(arguments)
         if len(kinds) != len(value):
-            return field, f"a list of {len(kinds)}", _Plain(f"one of {len(value)}")
+            return field, f"a list of {len(kinds)}", f"one of {len(value)}"
         return _first(
             _fault(*pair, f"{field}[{i}]") for i, pair in enumerate(zip(value, kinds, strict=False))
         )
     if origin in (dict, Mapping) or is_typeddict(kind) or is_dataclass(kind):
         if not isinstance(value, dict):
-            return field, "an object", value
+            return field, "an object", show(value)
         members, needs, is_open = _members(kind) if origin is None else ({}, (), True)
         absent = next((name for name in needs if name not in value), None)
         if absent is not None:
-            return field, f"{absent!r} in it", _Plain("none")
+            return field, f"{absent!r} in it", "none"
         more = next((name for name in value if name not in members), None)
         if more is not None and not is_open:
-            return field, f"no more than {', '.join(members)}", more
+            return field, f"no more than {', '.join(members)}", show(more)
         of_others = Any if origin is None else arguments[1]
         dot = f"{field}." if field else ""
         return _first(_fault(v, members.get(n, of_others), dot + n) for n, v in value.items())
-    return None if _is_plain(value, kind) else (field, _WORDS.get(kind, "null"), value)
+    return None if _is_plain(value, kind) else (field, _WORDS.get(kind, "null"), show(value))
 
 
 def _first(faults: Iterator[_Fault | None]) -> _Fault | None:
@@ -308,8 +275,8 @@ def _members(kind: Any) -> tuple[Mapping[str, Any], tuple[str, ...], bool]:
     """Types by name, the names that must be there, and whether there may be others."""
     hints = get_type_hints(kind, include_extras=True)
     if is_dataclass(kind):
-        own = [f for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
-        return hints, tuple(f.name for f in own), False
+        needs = [f for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+        return hints, tuple(f.name for f in needs), False
     free = {n: get_args(hint)[0] for n, hint in hints.items() if get_origin(hint) is NotRequired}
     return hints | free, tuple(name for name in hints if name not in free), True
 

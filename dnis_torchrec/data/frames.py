@@ -55,7 +55,6 @@ class FrameSplits(DataSplits):
 
 def splits_of_frame(
     frame: Frame,
-    *,
     label: Hashable,
     dense: Sequence[Hashable],
     ids: Sequence[str],
@@ -65,17 +64,19 @@ def splits_of_frame(
     seed: int,
 ) -> FrameSplits:
     """See `DataSplits.from_frame`."""
-    _check_lists(dense=dense, ids=ids, bags=bags)
+    for name, value in {"dense": dense, "ids": ids, "bags": bags}.items():
+        if isinstance(value, str):
+            raise TypeError(describe(name, "a list of columns", repr(value), f"give [{value!r}]"))
     _check_names(label, list(dense), [*ids, *bags])
     times = [] if time is None else [time]
     frame = _frame_of(frame, [label, *dense, *ids, *bags, *times], [*ids, *bags])
-    labels, columns = _labels_of(frame[label]), _columns_of(frame, dense, ids, bags)
+    labels, columns = _labels_of(frame[label]), _Columns(frame, dense, ids, bags)
     parts: Sequence[Tensor] = split_rows(len(frame), seed=seed)
     if time is not None:
         order = torch.from_numpy(order_in_time(frame[time]))
         parts = order.split([len(part) for part in parts])
-    encoder = FrameEncoder(columns, len(frame), parts[0].numpy())
-    dense_values, single, of_bags = encoder.tensors(columns, len(frame))
+    encoder = FrameEncoder(columns, np.isin(np.arange(len(frame)), parts[0].numpy()))
+    dense_values, single, of_bags = encoder.tensors(columns)
     splits = {
         name: InMemoryBatches(
             dense_values,
@@ -97,37 +98,41 @@ def splits_of_frame(
 class FrameEncoder:
     """What turns rows of a frame into what a model reads, as learned of training samples."""
 
-    def __init__(self, columns: _Columns, num_rows: int, train_rows: np.ndarray) -> None:
-        is_train = np.zeros(num_rows, bool)
-        is_train[train_rows] = True
-        self._scales = {name: _Scale(values[is_train]) for name, values in columns.dense.items()}
+    def __init__(self, columns: _Columns, is_train: np.ndarray) -> None:
+        self._scales = {n: _scale_of(values[is_train]) for n, values in columns.dense.items()}
         features = columns.single | columns.bags
-        self._rows = {name: _Rows(feature, is_train) for name, feature in features.items()}
+        self._rows = {name: _rows_of(ids, is_train) for name, ids in features.items()}
         self._bags = tuple(columns.bags)
-        self.num_embeddings = {name: len(rows) for name, rows in self._rows.items()}
+        self.num_embeddings = {name: len(rows) + 1 for name, rows in self._rows.items()}
         self.num_dense = max(1, len(self._scales))
 
     def __call__(self, frame: Frame) -> tuple[Tensor, KeyedJaggedTensor]:
         """What a model reads of a frame, such as new samples to be served."""
         names, single = list(self._rows), [n for n in self._rows if n not in self._bags]
         frame = _frame_of(frame, [*self._scales, *names], names)
-        columns = _columns_of(frame, list(self._scales), single, self._bags)
-        dense, ids, bags = self.tensors(columns, len(frame))
+        dense, ids, bags = self.tensors(_Columns(frame, list(self._scales), single, self._bags))
         return dense, features_of_samples(names, ids, bags)
 
-    def tensors(self, columns: _Columns, num_rows: int) -> tuple[Tensor, Tensor, list[Bags]]:
+    def tensors(self, columns: _Columns) -> tuple[Tensor, Tensor, list[Bags]]:
         """Dense features, ids of one each and bags of ids."""
-        dense = [scale(columns.dense[name]) for name, scale in self._scales.items()]
-        single = [self._rows[name](ids) for name, ids in columns.single.items()]
+        dense = [
+            torch.from_numpy(np.nan_to_num((columns.dense[name] - mean) / deviation)).float()
+            for name, (mean, deviation) in self._scales.items()
+        ]
+        single = [self._look_up(name, ids) for name, ids in columns.single.items()]
         bags = [
-            Bags.of_lengths(self._rows[name](ids), torch.from_numpy(ids.lengths))
+            Bags.of_lengths(self._look_up(name, ids), torch.from_numpy(ids.lengths))
             for name, ids in columns.bags.items()
         ]
         return (
-            torch.stack(dense, dim=1) if dense else torch.zeros(num_rows, 1),
-            torch.stack(single, dim=1) if single else torch.zeros(num_rows, 0, dtype=torch.int32),
+            torch.stack(dense, dim=1) if dense else torch.zeros(columns.num_rows, 1),
+            torch.stack(single, dim=1) if single else torch.zeros(columns.num_rows, 0),
             bags,
         )
+
+    def _look_up(self, feature: str, ids: Ids) -> Tensor:
+        rows = [self._rows[feature].get(text, UNSEEN_ROW) for text in (None, *ids.texts)]
+        return torch.from_numpy(np.array(rows, np.int32)[ids.codes + 1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,59 +145,36 @@ class Ids:
     lengths: np.ndarray
 
 
-@dataclass(frozen=True, eq=False)
 class _Columns:
     """Columns of a frame, before anything is learned of them."""
 
-    dense: Mapping[Hashable, np.ndarray]
-    single: dict[str, Ids]
-    bags: dict[str, Ids]
+    def __init__(
+        self,
+        frame: pd.DataFrame,
+        dense: Sequence[Hashable],
+        ids: Sequence[str],
+        bags: Sequence[str],
+    ) -> None:
+        self.num_rows = len(frame)
+        self.single = {name: ids_of(frame[name]) for name in ids}
+        self.bags = {name: id_bags_of(frame[name]) for name in bags}
+        self.dense = {name: numbers_of(frame[name]) for name in dense}
 
 
-def _columns_of(
-    frame: pd.DataFrame, dense: Sequence[Hashable], ids: Sequence[str], bags: Sequence[str]
-) -> _Columns:
-    single = {name: ids_of(frame[name]) for name in ids}
-    of_bags = {name: id_bags_of(frame[name]) for name in bags}
-    return _Columns({name: numbers_of(frame[name]) for name in dense}, single, of_bags)
+def _scale_of(values: np.ndarray) -> tuple[float, float]:
+    """Mean and standard deviation of a dense feature; 1 where it does not vary."""
+    values = values[~np.isnan(values)]
+    return (float(values.mean()), float(values.std()) or 1.0) if len(values) else (0.0, 1.0)
 
 
-class _Scale:
-    """A dense feature: mean 0 and variance 1 over the training samples, 0 where it is missing."""
-
-    def __init__(self, values: np.ndarray) -> None:
-        values = values[~np.isnan(values)]
-        self._mean = float(values.mean()) if len(values) else 0.0
-        self._deviation = (float(values.std()) if len(values) else 0.0) or 1.0
-
-    def __call__(self, numbers: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.nan_to_num((numbers - self._mean) / self._deviation)).float()
-
-
-class _Rows:
-    """Which row of a table an id has: row 1 is that of the most frequent one, missing ids have one,
+def _rows_of(ids: Ids, is_train: np.ndarray) -> dict[str | None, int]:
+    """Text of an id -> its row: row 1 is that of the most frequent one, missing ids have one,
     too."""
-
-    def __init__(self, ids: Ids, is_train: np.ndarray) -> None:
-        names = (None, *ids.texts)
-        codes = ids.codes[np.repeat(is_train, ids.lengths)]
-        counts = np.bincount(codes + 1, minlength=len(names))
-        order = np.argsort(-counts, kind="stable")
-        order = order[counts[order] > 0]
-        self._rows = {names[code]: row for row, code in enumerate(order, UNSEEN_ROW + 1)}
-
-    def __len__(self) -> int:
-        return len(self._rows) + 1
-
-    def __call__(self, ids: Ids) -> Tensor:
-        rows = np.array([self._rows.get(name, UNSEEN_ROW) for name in (None, *ids.texts)], np.int32)
-        return torch.from_numpy(rows[ids.codes + 1])
-
-
-def _check_lists(**lists: Any) -> None:
-    for name, value in lists.items():
-        if isinstance(value, str):
-            raise TypeError(describe(name, "a list of columns", repr(value), f"give [{value!r}]"))
+    texts = (None, *ids.texts)
+    codes = ids.codes[np.repeat(is_train, ids.lengths)]
+    counts = np.bincount(codes + 1, minlength=len(texts))
+    order = np.argsort(-counts, kind="stable")
+    return {texts[code]: row for row, code in enumerate(order[counts[order] > 0], UNSEEN_ROW + 1)}
 
 
 def _check_names(label: Hashable, dense: list[Hashable], features: list[str]) -> None:
@@ -202,8 +184,8 @@ def _check_names(label: Hashable, dense: list[Hashable], features: list[str]) ->
     for name in features:
         is_fit = isinstance(name, str) and name != "" and "." not in name
         check(is_fit, f"column {name!r}", requirement, repr(name), remedy)
-    groups: dict[str, list[Any]] = {"ids and bags": list(features), "dense": list(dense)}
-    for kind, names in groups.items():
+    kinds: dict[str, list[Any]] = {"ids and bags": list(features), "dense": dense}
+    for kind, names in kinds.items():
         twice = [name for name in names if names.count(name) > 1]
         check(not twice, f"{kind} columns", "every column once", repr(twice[:1])[1:-1])
     is_apart = label not in (*dense, *features)
@@ -213,31 +195,24 @@ def _check_names(label: Hashable, dense: list[Hashable], features: list[str]) ->
 def _frame_of(source: Frame, columns: list[Hashable], texts: list[str]) -> pd.DataFrame:
     """A frame, or the columns of a file that are needed."""
     columns, place = list(dict.fromkeys(columns)), "frame"
-    if isinstance(source, pd.DataFrame):
-        frame = source
-    elif isinstance(source, str | os.PathLike):
+    if isinstance(source, str | os.PathLike):
         place = os.fspath(source)
-        frame = _file(place, columns, texts)
-    else:
+        source = _file(place, columns, texts)
+    if not isinstance(source, pd.DataFrame):
         requirement = "a pandas DataFrame or the path of a file"
         remedy = "call its to_pandas() if it has one"
-        raise TypeError(describe("frame", requirement, type(source).__name__, remedy))
-    _check_columns(place, frame.columns, columns)
-    for name in columns:
-        number, requirement = list(frame.columns).count(name), "a name that one column has"
-        check(number == 1, f"column {name!r}", requirement, f"{number} of them")
-    check(len(frame) > 0, place, "at least one row", "none")
-    return frame.loc[:, columns].reset_index(drop=True)
+        raise TypeError(describe(place, requirement, type(source).__name__, remedy))
+    _check_columns(place, source.columns, columns)
+    check(len(source) > 0, place, "at least one row", "none")
+    return source.loc[:, columns].reset_index(drop=True)
 
 
 def _file(place: str, columns: list[Hashable], texts: list[str]) -> pd.DataFrame:
-    if not os.path.exists(place):
-        raise FileNotFoundError(describe(place, "a file", "none", "check the path"))
     endings, remedy = PurePath(place).suffixes[-2:], "read it, and give its frame"
     is_csv = ".csv" in endings and not os.path.isdir(place)
     is_fit = is_csv or os.path.isdir(place) or endings[-1:] in ([".parquet"], [".pq"])
-    requirement, ending = "a file that ends in .parquet or .csv", "".join(endings) or "no ending"
-    check(is_fit, place, requirement, ending, remedy)
+    requirement = "a file that ends in .parquet or .csv"
+    check(is_fit, place, requirement, "".join(endings) or "no ending", remedy)
     try:
         if is_csv:
             _check_columns(place, pd.read_csv(place, nrows=0).columns, columns)
@@ -254,8 +229,9 @@ def _file(place: str, columns: list[Hashable], texts: list[str]) -> pd.DataFrame
 def _check_columns(place: str, names: Iterable[Hashable], columns: list[Hashable]) -> None:
     names = list(names)
     for name in columns:
-        close = "" if name in names else nearest(str(name), map(str, names))
-        check(name in names, place, f"a column {name!r}", "none", close)
+        number = names.count(name)
+        remedy = "" if number else nearest(str(name), map(str, names))
+        check(number == 1, place, f"a column {name!r}", f"{number or 'none'}", remedy)
 
 
 def numbers_of(column: pd.Series) -> np.ndarray:
@@ -284,11 +260,11 @@ def _is_number(value: Any) -> bool:
 
 def _labels_of(column: pd.Series) -> np.ndarray:
     labels, place = numbers_of(column), f"label column {column.name!r}"
-    absent = np.flatnonzero(np.isnan(labels))
-    received = f"{len(absent)} missing, the first in row {absent[0]}" if len(absent) else ""
-    check(not len(absent), place, "a label in every row", received, "leave those rows out")
-    received, remedy = f"{labels[0]:g} in all rows", "there is nothing to predict"
-    check(not (labels == labels[0]).all(), place, "labels that differ", received, remedy)
+    absent = np.flatnonzero(np.isnan(labels)).tolist()
+    number = f"{len(absent)} missing, the first in row {next(iter(absent), 0)}"
+    check(not absent, place, "a label in every row", number, "leave those rows out")
+    value, remedy = f"{labels[0]:g} in all rows", "there is nothing to predict"
+    check(not (labels == labels[0]).all(), place, "labels that differ", value, remedy)
     return labels
 
 
@@ -411,13 +387,7 @@ def recipe_from_frame(
     check_known("model", model, MODELS)
     dim = EMBEDDING_DIM if embedding_dim is None else embedding_dim
     check(dim >= 1, "embedding_dim", "an integer >= 1", dim)
-    columns: dict[str, Any] = {
-        "label": label,
-        "dense": dense,
-        "ids": ids,
-        "bags": bags,
-        "time": time,
-    }
+    columns: Any = {"label": label, "dense": dense, "ids": ids, "bags": bags, "time": time}
     data = DataSplits.from_frame(frame, **columns, batch_size=batch_size, seed=seed)
     encoder = data.encoder
     with torch.random.fork_rng(devices=[]):

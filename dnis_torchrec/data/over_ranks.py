@@ -6,7 +6,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -28,62 +28,53 @@ from dnis_torchrec.data.batches import (
     slice_of,
 )
 from dnis_torchrec.data.recipe import DataSplits, Recipe
-from dnis_torchrec.data.task import LossTask, check_candidates, check_task, checked_batches
+from dnis_torchrec.data.task import LossTask, check_batches, check_candidates, check_task
 from dnis_torchrec.ranks import Ranks, together
 
 SPLITS = ("train", "validation", "selection", "test")
 FINGERPRINTS = 1 << 40
 """Number of fingerprints, small enough that those of many ranks can be added up."""
 SAME_BATCHES = "as many batches on every rank"
+LEARN, MEASURE, JUDGE, COUNT = "learn", "measure", "judge", "count"
+"""What slices are for: equal ones; all samples of what fills all ranks; all samples, or an error;
+all samples, however few, where some ranks may get fewer batches."""
 
 
-class SlicedBatches(CutBatches):
+class RankBatches(CutBatches):
     """This rank's slices of the batches of a split."""
 
-    def __init__(self, batches: Iterable[Batch], ranks: Ranks, name: str, *, equal: bool) -> None:
+    def __init__(self, batches: Iterable[Batch], ranks: Ranks, name: str, use: str) -> None:
         super().__init__(batches)
-        self._ranks, self._name, self._equal = ranks, name, equal
-        self._skips = False
+        self._ranks, self._name, self._use = ranks, name, use
         self.fingerprint: int | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         """This rank's slice of every batch."""
-        rank, world_size = self._ranks.rank, self._ranks.world_size
-        for index, batch in enumerate(self._whole()):
-            size = len(batch.labels)
-            if self._equal and size >= world_size:
-                share = size // world_size
-                yield slice_of(batch, rank * share, (rank + 1) * share)
-            elif not self._equal and not (self._skips and size < world_size):
-                requirement = f"at least one sample for each of {world_size} ranks"
-                remedy = "choose a batch size that leaves more for the last batch"
-                check(size >= world_size, f"{self._name} batch {index}", requirement, size, remedy)
-                yield slice_of(batch, size * rank // world_size, size * (rank + 1) // world_size)
+        return self._slices(self._use)
 
-    def measured(self) -> SlicedBatches:
-        """The same for what only measures: all samples, and as many batches on every rank."""
-        batches = SlicedBatches(self._batches, self._ranks, self._name, equal=False)
-        batches._skips = True
-        return batches
+    def to_measure(self) -> RankBatches:
+        """The same for what only measures."""
+        return RankBatches(self._batches, self._ranks, self._name, MEASURE)
 
-    def counted(self) -> Iterator[Batch]:
-        """Slices that leave nothing out, however small a batch is; some ranks may get fewer of
-        them."""
-        rank, world_size = self._ranks.rank, self._ranks.world_size
-        for batch in self._whole():
-            size = len(batch.labels)
-            first, last = size * rank // world_size, size * (rank + 1) // world_size
-            if first < last:
-                yield slice_of(batch, first, last)
+    def each_sample(self) -> Iterator[Batch]:
+        """Slices that leave nothing out."""
+        return self._slices(COUNT)
 
-    def _whole(self) -> Iterator[Batch]:
-        total = 0
+    def _slices(self, use: str) -> Iterator[Batch]:
+        rank, world_size, total = self._ranks.rank, self._ranks.world_size, 0
         for index, batch in enumerate(self._batches):
-            check_not_empty(batch, f"{self._name} batch {index}")
+            size, place = len(batch.labels), f"{self._name} batch {index}"
+            check_not_empty(batch, place)
             if self.fingerprint is None:
-                places = np.arange(len(batch.labels), dtype=np.uint64) + np.uint64(index << 32)
-                total = (total + int(mix(_samples(batch) + places).sum())) % FINGERPRINTS
-            yield batch
+                numbers = np.arange(size, dtype=np.uint64) + np.uint64(index << 32)
+                total = (total + int(mix(_samples(batch) + numbers).sum())) % FINGERPRINTS
+            requirement = f"at least one sample for each of {world_size} ranks"
+            remedy = "choose a batch size that leaves more for the last batch"
+            check(size >= world_size or use != JUDGE, place, requirement, size, remedy)
+            number = size // world_size * world_size if use == LEARN else size
+            first, last = number * rank // world_size, number * (rank + 1) // world_size
+            if first < last and (size >= world_size or use == COUNT):
+                yield slice_of(batch, first, last)
         self.fingerprint = total if self.fingerprint is None else self.fingerprint
 
 
@@ -91,79 +82,69 @@ def split_over_ranks(data: DataSplits, ranks: Ranks) -> DataSplits:
     """The part of every split that this rank learns on and is judged on. Local, no collective."""
     if ranks.world_size == 1:
         return data
-    learned_on = {"train": True, "validation": True, "selection": False, "test": False}
     splits: dict[str, Iterable[Batch]] = {}
-    for name, equal in learned_on.items():
-        batches = getattr(data, name)
+    for name in SPLITS:
+        batches, use = getattr(data, name), LEARN if name in ("train", "validation") else JUDGE
         is_split = getattr(batches, "is_split_over_ranks", False)
-        splits[name] = batches if is_split else SlicedBatches(batches, ranks, name, equal=equal)
+        splits[name] = batches if is_split else RankBatches(batches, ranks, name, use)
     return DataSplits(**splits)
 
 
 def all_samples(batches: Iterable[Batch]) -> Iterable[Batch]:
     """Returns the batches that this rank counts and checks, once, of a split that is learned on.
     Local, no collective."""
-    counted = getattr(batches, "counted", None)
-    return batches if counted is None else counted()
+    return batches.each_sample() if hasattr(batches, "each_sample") else batches
 
 
-def measured_samples(batches: Iterable[Batch]) -> Iterable[Batch]:
+def samples_to_measure(batches: Iterable[Batch]) -> Iterable[Batch]:
     """Returns the batches that this rank measures a model on, of a split that is learned on. Local,
     no collective."""
-    return batches.measured() if isinstance(batches, SlicedBatches) else batches
+    return batches.to_measure() if isinstance(batches, RankBatches) else batches
 
 
 def check_same(data: DataSplits, ranks: Ranks) -> None:
     """Checks that all ranks have read the same batches. One reduction of two numbers per split."""
     for name in SPLITS:
         batches = getattr(data, name)
-        if isinstance(batches, SlicedBatches):
-            mine = batches.fingerprint or 0
-            largest, smallest = ranks.max_(torch.tensor([mine, -mine])).tolist()
+        if isinstance(batches, RankBatches):
+            number = batches.fingerprint or 0
+            largest, smallest = ranks.max_(torch.tensor([number, -number])).tolist()
             requirement = "the same batches in the same order on every rank"
             remedy = "let their order depend on the recipe's seed alone"
             check(largest == -smallest, f"{name} stream", requirement, "others", remedy)
 
 
-class NotedBatches:
-    """Batches that note, while they are read anyway, which samples there are, and in how large
-    batches."""
+@dataclass
+class SplitSummary:
+    """What a pass over a split has read: its samples as one number, and the sizes of batches."""
 
-    def __init__(self, batches: Iterable[Batch]) -> None:
-        self._batches = batches
-        self.fingerprint = 0
-        self.sizes: list[int] = []
+    fingerprint: int = 0
+    sizes: list[int] = field(default_factory=list)
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self._noting(self._batches)
-
-    def counted(self) -> Iterator[Batch]:
-        """The batches that `all_samples` returns."""
-        return self._noting(all_samples(self._batches))
-
-    def _noting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        self.fingerprint, self.sizes = 0, []
-        for batch in batches:
-            yield batch  # to be checked first
-            samples = _samples(batch)
-            self.fingerprint = (self.fingerprint + int(samples.sum())) % FINGERPRINTS
-            self.sizes.append(len(samples))
+    def add(self, batch: Batch) -> None:
+        """One more batch has been read; neither order nor the cut of batches changes the number."""
+        samples = _samples(batch)
+        self.fingerprint = (self.fingerprint + int(samples.sum())) % FINGERPRINTS
+        self.sizes.append(len(samples))
 
 
-def read_before_training(
+def read_splits(
     recipe: Recipe, tables: Sequence[EmbeddingBagConfig], ranks: Ranks
 ) -> tuple[DataSplits, FrequencyCounts, dict[str, int]]:
     """Reads all splits once: this rank's data, the counts, and a fingerprint of every split."""
-    whole = split_over_ranks(recipe.data, ranks)
-    noted = DataSplits(**{name: NotedBatches(getattr(whole, name)) for name in SPLITS})
-    counts = count_training_data(noted, recipe.task, tables, process_group=ranks.group)
-    check_same(whole, ranks)
-    _check_steps(whole, noted, ranks)
+    data = split_over_ranks(recipe.data, ranks)
+    summaries = {name: SplitSummary() for name in SPLITS}
+    counts = count_training_data(
+        data, recipe.task, tables, process_group=ranks.group, summaries=summaries
+    )
+    check_same(data, ranks)
+    _check_steps(data, summaries, ranks)
     with together(ranks.group):
         if not isinstance(recipe.task, LossTask):
             batch = for_lookup(next(iter(recipe.data.selection)))
             check_task(recipe.model, recipe.task, batch, "selection batch 0")
-    return whole, counts, fingerprints(noted, ranks)
+    sums = ranks.sum_(torch.tensor([summary.fingerprint for summary in summaries.values()]))
+    return data, counts, dict(zip(SPLITS, (sums % FINGERPRINTS).tolist(), strict=True))
 
 
 def count_over_ranks(
@@ -193,63 +174,55 @@ def count_training_data(
     tables: Sequence[EmbeddingBagConfig],
     *,
     process_group: dist.ProcessGroup | None = None,
+    summaries: Mapping[str, SplitSummary] | None = None,
 ) -> FrequencyCounts:
     """Counts the training split, and checks all that all splits hold on the way."""
-    longest: Counter[str] = Counter()
+    ranks, longest = Ranks(process_group), Counter[str]()
     queries = {name: [torch.zeros(0, dtype=torch.int64)] for name in ("selection", "test")}
+
+    def read(name: str, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in check_batches(batches, task, name):
+            yield batch  # to be checked first
+            if summaries is not None:
+                summaries[name].add(batch)
+
     with together(process_group):
         for name in ("validation", *queries):
             number, batches = 0, getattr(data, name)
-            batches = all_samples(batches) if name == "validation" else batches
-            for batch in checked_batches(batches, task, name):
+            for batch in read(name, all_samples(batches) if name == "validation" else batches):
                 place = f"{name} batch {number}"
                 longest |= Counter(longest_bags(features_of(batch), tables, place))
                 number += 1
                 if name in queries and isinstance(batch, RankingBatch):
                     queries[name].append(batch.queries.cpu().long())
             check(number > 0, f"{name} stream", "at least one batch", 0, "check the data splits")
-    ranks = Ranks(process_group)
-    _check_queries(queries, ranks)
-    train = checked_batches(all_samples(data.train), task, "train")
-    features = (features_of(batch) for batch in train)
+    for name, of_rank in queries.items():
+        of_all = ranks.concatenate(torch.cat(of_rank))  # candidates of a query may lie on all ranks
+        if of_all.numel():
+            check_candidates(of_all, place=f"{name} split")
+    features = (features_of(batch) for batch in read("train", all_samples(data.train)))
     counts = count_over_ranks(features, tables, process_group=process_group)
     lengths = {name: max(length, longest[name]) for name, length in counts.max_bag_lengths.items()}
     of_ranks = ranks.max_(torch.tensor(list(lengths.values()))).tolist()
     return replace(counts, max_bag_lengths=dict(zip(lengths, of_ranks, strict=True)))
 
 
-def _check_queries(queries: Mapping[str, list[torch.Tensor]], ranks: Ranks) -> None:
-    """Every query of a ranked split has candidates enough, those of all ranks counted."""
-    for name, of_rank in queries.items():
-        of_all = ranks.concatenate(torch.cat(of_rank))
-        if of_all.numel():
-            check_candidates(of_all, place=f"{name} split")
-
-
-def fingerprints(noted: DataSplits, ranks: Ranks) -> dict[str, int]:
-    """Fingerprint of every split, of the samples of all ranks. One reduction of four numbers."""
-    sums = ranks.sum_(torch.tensor([getattr(noted, name).fingerprint for name in SPLITS]))
-    return dict(zip(SPLITS, (sums % FINGERPRINTS).tolist(), strict=True))
-
-
-def _check_steps(data: DataSplits, noted: DataSplits, ranks: Ranks) -> None:
+def _check_steps(data: DataSplits, summaries: Mapping[str, SplitSummary], ranks: Ranks) -> None:
     """Data which splits itself gives every rank as many batches, and as large ones to learn on."""
+    remedy = "leave out what does not fill a batch on every rank"
     for name in SPLITS:
-        batches, place = getattr(data, name), f"{name} stream"
-        if isinstance(batches, SlicedBatches) or hasattr(batches, "counted"):
+        batches = getattr(data, name)
+        if ranks.world_size == 1 or hasattr(batches, "each_sample"):
             continue
-        if ranks.world_size == 1:
-            return
-        sizes = torch.tensor(getattr(noted, name).sizes, dtype=torch.int64)
+        sizes = torch.tensor(summaries[name].sizes, dtype=torch.int64)
         numbers = ranks.concatenate(torch.tensor([len(sizes)])).tolist()
-        of_ranks = ranks.concatenate(sizes).split(numbers)
-        remedy = "leave out what does not fill a batch on every rank"
+        of_ranks, place = ranks.concatenate(sizes).split(numbers), f"{name} stream"
         check(len(set(numbers)) == 1, place, SAME_BATCHES, f"{numbers} by rank", remedy)
         if name in ("train", "validation"):
             uneven = (torch.stack(of_ranks) != of_ranks[0]).any(0).nonzero().flatten().tolist()
-            where = f"{name} batch {uneven[0] if uneven else 0}"
-            requirement, received = "as many samples on every rank", "other numbers"
-            check(not uneven, where, requirement, received, remedy)
+            where = f"{name} batch {next(iter(uneven), 0)}"
+            requirement = "as many samples on every rank"
+            check(not uneven, where, requirement, "other numbers", remedy)
 
 
 def _samples(batch: Batch) -> np.ndarray:
@@ -264,5 +237,5 @@ def _samples(batch: Batch) -> np.ndarray:
     labels = batch.labels.detach().cpu().float().reshape(features.stride(), -1).contiguous()
     bits = labels.view(torch.int32).numpy().astype(np.uint64)
     columns = np.arange(bits.shape[1], dtype=np.uint64) << np.uint64(32)
-    mixed = mix(bits + columns).sum(axis=1, dtype=np.uint64)
-    return mix((bags * factors[:, None]).sum(axis=0) + mixed)
+    of_labels = mix(bits + columns).sum(axis=1, dtype=np.uint64)
+    return mix((bags * factors[:, None]).sum(axis=0) + of_labels)

@@ -7,9 +7,9 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -24,23 +24,15 @@ from pyarrow.fs import LocalFileSystem as ArrowLocal
 from torch import Tensor
 from torchrec.datasets.utils import Batch
 
-from dnis_torchrec.blocks.hashing import (
-    HASH_VERSION,
-    MISSING_ROW,
-    hash_values,
-    rows_of_values,
-    spread,
-)
+from dnis_torchrec.blocks.hashing import HASH_VERSION, MISSING_ROW, rows_of_values, spread
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.data.batches import Bags, features_of_samples
+from dnis_torchrec.data.batches import CLEAN, SPLIT_RATIOS, Bags, features_of_samples
 from dnis_torchrec.data.recipe import DataSplits
 from dnis_torchrec.data.urls import Address, storage
 from dnis_torchrec.ranks import rank_of, world_size_of
 
 WINDOW_SAMPLES = 1 << 17
 """Samples that are shuffled together: more no longer fit a CPU's cache, and are read slower."""
-SPLIT_FRACTIONS = (0.8, 0.05, 0.05, 0.1)
-"""train, validation, selection, test."""
 _READ_ROWS = 1 << 16
 _NO_ROW = -1
 _IDS = "integers, strings or bytes"
@@ -63,8 +55,6 @@ class FileSchema:
             has the names.
         separator: between the fields of CSV files.
         list_separator: between the ids of a bag that is text; an empty piece is no id.
-        split_by: column whose value decides which part of a split a sample belongs to; None: the
-            sample's number does.
     """
 
     label: str
@@ -76,7 +66,6 @@ class FileSchema:
     text_columns: tuple[str, ...] = ()
     separator: str = "\t"
     list_separator: str = "|"
-    split_by: str | None = None
 
     def __post_init__(self) -> None:
         place, lowest = "FileSchema", 2 if self.hashed else 1
@@ -102,23 +91,20 @@ class FileSchema:
     @property
     def columns(self) -> tuple[str, ...]:
         """Every column that is read, each once."""
-        split_by = () if self.split_by is None else (self.split_by,)
-        return tuple(
-            dict.fromkeys((self.label, *self.dense, *self.single_id, *self.multi_hot, *split_by))
-        )
+        return tuple(dict.fromkeys((self.label, *self.dense, *self.num_embeddings)))
 
 
 @dataclass(frozen=True)
 class Part:
-    """The samples whose keys a hash spreads into an interval of 0 to 1."""
+    """The samples whose numbers a hash spreads into an interval of 0 to 1."""
 
     begin: float
     end: float
     seed: int = 0
 
-    def contains(self, keys: np.ndarray) -> np.ndarray:
-        """Marks the keys of samples that lie in the part, bool."""
-        positions = spread(keys, self.seed)
+    def contains(self, numbers: np.ndarray) -> np.ndarray:
+        """Marks the numbers of samples that lie in the part, bool."""
+        positions = spread(numbers, self.seed)
         return (positions >= self.begin) & (positions < self.end)
 
 
@@ -143,28 +129,19 @@ class _Chunk(NamedTuple):
     fragment: ds.Fragment
     num_rows: int
     first_sample: int
-    place: Callable[[int], str]
+    file: str
+    first_row: int
 
+    def place(self, row: int) -> str:
+        """Where a row of the chunk is."""
+        return f"{self.file} {self.first_row + row}"
 
-_Samples = dict[str, Tensor | Bags]
-"""Columns of some samples: one row, or one bag, for each."""
-
-
-def _select(samples: _Samples, rows: Tensor) -> _Samples:
-    return {
-        name: column.select(rows) if isinstance(column, Bags) else column.index_select(0, rows)
-        for name, column in samples.items()
-    }
-
-
-def _joined(parts: Sequence[_Samples]) -> _Samples:
-    if len(parts) == 1:
-        return parts[0]
-    columns: dict[str, Any] = {name: [part[name] for part in parts] for name in parts[0]}
-    return {
-        name: Bags.joined(column) if isinstance(column[0], Bags) else torch.cat(column)
-        for name, column in columns.items()
-    }
+    def rows(self, part: Part, begin: int, size: int) -> np.ndarray:
+        """Which of so many rows are in a part, numbered from `begin`."""
+        if part == WHOLE:
+            return np.arange(size)
+        numbers = np.arange(size, dtype=np.uint64) + np.uint64(self.first_sample + begin)
+        return np.flatnonzero(part.contains(numbers))
 
 
 class FileSamples:
@@ -184,7 +161,8 @@ class FileSamples:
                 for name in names:
                     self._add_file(name, files)
         numbers = [chunk.num_rows for chunk in self._chunks]
-        content = json.dumps([asdict(schema), list(schema.num_embeddings), numbers, HASH_VERSION])
+        settings = asdict(schema) | {"split_by": None}  # a setting of earlier checkpoints
+        content = json.dumps([settings, list(schema.num_embeddings), numbers, HASH_VERSION])
         self.layout = hashlib.sha256(content.encode()).hexdigest()
 
     @property
@@ -195,30 +173,28 @@ class FileSamples:
     def _add_file(self, name: str, files: AbstractFileSystem) -> None:
         place, is_parquet = f"file {name}", name.endswith((".parquet", ".pq"))
         kind = ds.ParquetFileFormat() if is_parquet else self._csv()
-        first, unit = (0, "row") if is_parquet else (1 + (not self.schema.text_columns), "line")
+        unit, row = ("row", 0) if is_parquet else ("line", 1 + (not self.schema.text_columns))
+        num_samples = self.num_samples
         try:
             is_local = isinstance(files, LocalFileSystem)  # which pyarrow reads without Python
             reader = ArrowLocal() if is_local else PyFileSystem(FSSpecHandler(files))
             fragment = kind.make_fragment(name, filesystem=reader)
             for column in self.schema.columns:
                 check_known(f"{place}: column", column, fragment.physical_schema.names)
-            parts = fragment.split_by_row_group() if is_parquet else [fragment]
-            begin = self.num_samples
-            for part in parts:
+            for part in fragment.split_by_row_group() if is_parquet else [fragment]:
                 num_rows = part.row_groups[0].num_rows if is_parquet else part.count_rows()
-                first_sample, row = self.num_samples, self.num_samples - begin + first
                 if num_rows:
-                    at = lambda sample, row=row: f"{place}, {unit} {row + sample}"  # noqa: E731
-                    self._chunks.append(_Chunk(part, num_rows, first_sample, at))
+                    chunk = _Chunk(part, num_rows, self.num_samples, f"{place}, {unit}", row)
+                    self._chunks.append(chunk)
+                row += num_rows
         except pa.ArrowInvalid as error:
             raise ValueError(_unreadable(place, error)) from error
-        check(self.num_samples > begin, place, "at least one sample", "an empty file")
+        check(self.num_samples > num_samples, place, "at least one sample", "an empty file")
 
     def _csv(self) -> ds.CsvFileFormat:
         schema = self.schema
         types = {name: pa.float32() for name in (schema.label, *schema.dense)}
-        texts = (*schema.single_id, *schema.multi_hot, schema.split_by)
-        types |= {name: pa.binary() for name in texts if name is not None and name not in types}
+        types = {name: pa.binary() for name in schema.num_embeddings} | types
         if not schema.hashed:
             types |= dict.fromkeys(schema.single_id, pa.int64())
         lines = {"delimiter": schema.separator, "quote_char": False, "ignore_empty_lines": False}
@@ -230,55 +206,26 @@ class FileSamples:
         )
 
     def counts(self, part: Part) -> np.ndarray:
-        """Samples of a part in each chunk; reads the column that splits, where one does."""
-        if part == WHOLE:
-            return np.array([chunk.num_rows for chunk in self._chunks])
-        counts, name = np.zeros(len(self._chunks), np.int64), self.schema.split_by
-        for index, chunk in enumerate(self._chunks):
-            tables: Any = [(0, None)] if name is None else self._read(chunk, [name])
-            counts[index] = sum(len(self._rows(chunk, part, *table)) for table in tables)
-        return counts
+        """Samples of a part in each chunk."""
+        return np.array([len(chunk.rows(part, 0, chunk.num_rows)) for chunk in self._chunks])
 
-    def _rows(self, chunk: _Chunk, part: Part, first: int, table: Any) -> np.ndarray:
-        """Numbers of the rows of a table, which begins with row `first` of a chunk, in a part."""
-        name, number = self.schema.split_by, chunk.num_rows if table is None else table.num_rows
-        if part == WHOLE:
-            return np.arange(number)
-        if name is None:
-            start = chunk.first_sample + first
-            keys = np.arange(start, start + number, dtype=np.uint64)
-        else:
-            where = f"{chunk.place(first)} and on, column {name!r}, which splits"
-            values = _canonical(_decoded(table[name]), where)
-            check(values.null_count == 0, where, "a value in every row", "missing ones")
-            keys = hash_values(values)
-        return np.flatnonzero(part.contains(keys))
-
-    def _read(self, chunk: _Chunk, columns: Sequence[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Rows of a chunk in order, and the number of the first one."""
-        first = 0
+    def read(self, index: int, part: Part, first: int, last: int) -> Iterator[pa.Table]:
+        """Samples first <= i < last of a part in a chunk, as `_encode` has them."""
+        chunk, begin, number = self._chunks[index], 0, 0
         options = {"batch_size": _READ_ROWS, "batch_readahead": 2, "fragment_readahead": 1}
         try:
-            for table in chunk.fragment.to_batches(columns=list(columns), **options):
-                yield first, table
-                first += table.num_rows
+            for table in chunk.fragment.to_batches(columns=list(self.schema.columns), **options):
+                rows = chunk.rows(part, begin, table.num_rows)
+                inside = rows[max(first - number, 0) : max(last - number, 0)]
+                if len(inside):
+                    yield _encode(table, self.schema, chunk, begin, inside)
+                begin, number = begin + table.num_rows, number + len(rows)
+                if number >= last:
+                    return
         except pa.ArrowInvalid as error:
-            raise ValueError(_unreadable(chunk.place(first), error)) from error
+            raise ValueError(_unreadable(chunk.place(begin), error)) from error
         requirement = f"{chunk.num_rows} rows, as when it was first read"
-        check(first == chunk.num_rows, chunk.place(0), requirement, first)
-
-    def read(self, index: int, part: Part, first: int, last: int) -> Iterator[_Samples]:
-        """The part's samples in a chunk, from number first to before last."""
-        chunk, before = self._chunks[index], 0
-        for row, table in self._read(chunk, self.schema.columns):
-            rows = self._rows(chunk, part, row, table)
-            wanted = rows[max(first - before, 0) : max(last - before, 0)]
-            before += len(rows)
-            if len(wanted):
-                at = lambda number, row=row: chunk.place(row + int(number))  # noqa: E731
-                yield _samples_of(table, self.schema, at, wanted)
-            if before >= last:
-                return
+        raise ValueError(describe(chunk.place(0), requirement, begin))
 
 
 class FileBatches:
@@ -307,25 +254,15 @@ class FileBatches:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        self._samples, self._part = samples, part
-        self._rank, self._world_size = rank, world_size
-        self._order = _Order(
-            counts=samples.counts(part),
-            batch_size=batch_size,
-            drop_last=drop_last,
-            shuffle=shuffle,
-            window_batches=window_batches or max(1, WINDOW_SAMPLES // max(1, batch_size)),
-            seed=seed,
-        )
-        self._of_rank()  # refuses too few samples now
+        check(batch_size >= 1, "batch_size", "an integer >= 1", batch_size)
+        check(seed >= 0, "seed", "an integer >= 0", seed)
+        self._samples, self._part, self._counts = samples, part, samples.counts(part)
+        self._batch_size, self._shuffle, self._seed = batch_size, shuffle, seed
+        self._drop_last, self._rank, self._world_size = drop_last, rank, world_size
+        self._window_batches = window_batches or max(1, WINDOW_SAMPLES // batch_size)
         # (epoch, batch): behind the last batch handed out, and where the next iteration begins.
         self._position = self._next = (0, 0)
-
-    def _of_rank(self) -> _Order:
-        """The order for this rank; recipes make their batches before there is a process group."""
-        rank = rank_of() if self._rank is None else self._rank
-        world_size = world_size_of() if self._world_size is None else self._world_size
-        return replace(self._order, rank=rank, world_size=world_size)
+        len(self)  # refuses too few samples now
 
     @property
     def epoch(self) -> int:
@@ -340,76 +277,112 @@ class FileBatches:
     @property
     def num_samples(self) -> int:
         """Samples of the part, on all ranks together."""
-        return self._order.num_samples
+        return int(self._counts.sum())
+
+    def _ranks(self) -> tuple[int, int]:
+        """Rank and number of ranks, late: recipes are built before there is a process group."""
+        rank = rank_of() if self._rank is None else self._rank
+        return rank, world_size_of() if self._world_size is None else self._world_size
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank, the same number on every rank."""
-        return self._of_rank().num_batches
+        _, world_size = self._ranks()
+        least = world_size * (self._batch_size if self._drop_last else 1)
+        requirement = f"at least {least} samples for {world_size} ranks"
+        remedy = "use fewer ranks or a smaller batch"
+        check(self.num_samples >= least, "stream", requirement, self.num_samples, remedy)
+        if self._drop_last:
+            return self.num_samples // least
+        return -(-(self.num_samples // world_size) // self._batch_size)
+
+    def _bounds(self) -> np.ndarray:
+        """Batch b holds samples ``bounds[b]..bounds[b + 1] - 1`` of an epoch's order."""
+        batches, (rank, world_size) = np.arange(len(self) + 1), self._ranks()
+        if self._drop_last:
+            return (rank * len(self) + batches) * self._batch_size
+        first, last = (self.num_samples * r // world_size for r in (rank, rank + 1))
+        return first + (last - first) * batches // len(self)
+
+    def _pieces(self, epoch: int, begin: int, end: int) -> list[tuple[int, int, int]]:
+        """Where the samples from begin to before end are: (chunk, first, last) of each."""
+        order = np.arange(len(self._counts))
+        if self._shuffle:
+            order = np.random.default_rng((self._seed, epoch, 0)).permutation(order)
+        ends = np.cumsum(self._counts[order])
+        starts = ends - self._counts[order]
+        firsts, lasts = np.maximum(starts, begin) - starts, np.minimum(ends, end) - starts
+        pieces = zip(order.tolist(), firsts.tolist(), lasts.tolist(), strict=True)
+        return [piece for piece in pieces if piece[1] < piece[2]]
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, first = self._position = self._next
         self._next = (epoch + 1, 0)
         return self._batches(epoch, first)
 
-    def counted(self) -> Iterator[Batch]:
+    def each_sample(self) -> Iterator[Batch]:
         """Every sample of the part once, over all ranks, in file order; the position stays."""
         whole = copy(self)
-        whole._order = replace(self._order, drop_last=False, shuffle=False)
+        whole._drop_last = whole._shuffle = False
         return whole._batches(0, 0)
 
     def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
-        order, number = self._of_rank(), first
-        first_window, skip = divmod(first, order.window_batches)
-        bounds = order.bounds
-        starts = bounds[first_window * order.window_batches :: order.window_batches]
-        windows = self._windows(order, epoch, [*starts, bounds[-1]])
-        for window, samples in enumerate(windows, start=first_window):
-            rows = torch.from_numpy(
-                order.permutation(epoch, window, len(cast(Tensor, samples["labels"])))
-            )
-            begin = window * order.window_batches
-            ends = bounds[begin : begin + order.window_batches + 1]
-            for start, end in list(pairwise((ends - ends[0]).tolist()))[skip:]:
-                batch = self._batch(_select(samples, rows[start:end]))
-                number += 1
-                # Before the yield: whoever has the batch finds the position behind it.
-                self._position = (epoch, number) if number < order.num_batches else (epoch + 1, 0)
-                yield batch
-            skip = 0
-
-    def _windows(self, order: _Order, epoch: int, bounds: Sequence[int]) -> Iterator[_Samples]:
-        """Samples between two neighbours of `bounds` of an epoch's order, one after the other."""
-        waiting: list[_Samples] = []
-        parts = (
-            part
-            for index, first, last in order.pieces(epoch, bounds[0], bounds[-1])
-            for part in self._samples.read(index, self._part, first, last)
+        bounds, num_windows = self._bounds(), -(-len(self) // self._window_batches)
+        first_window = first // self._window_batches
+        begin = bounds[first_window * self._window_batches]
+        tables = (
+            table
+            for piece in self._pieces(epoch, begin, bounds[-1])
+            for table in self._samples.read(piece[0], self._part, *piece[1:])
         )
-        for begin, end in pairwise(bounds):
-            while sum(len(cast(Tensor, part["labels"])) for part in waiting) < end - begin:
-                waiting.append(next(parts))
-            samples = _joined(waiting)
-            rows = torch.arange(len(cast(Tensor, samples["labels"])))
-            waiting = [_select(samples, rows[end - begin :])]
-            yield _select(samples, rows[: end - begin])
+        rest = next(tables)
+        for window in range(first_window, num_windows):
+            number = window * self._window_batches
+            ends = bounds[number : number + self._window_batches + 1]
+            size = int(ends[-1] - ends[0])
+            while rest.num_rows < size:
+                rest = pa.concat_tables([rest, next(tables)])
+            (samples,) = rest[:size].combine_chunks().to_batches()
+            rest = rest[size:]
+            if self._shuffle:
+                key = (self._seed, epoch, 1 + self._ranks()[0], 1 + window)
+                samples = samples.take(np.random.default_rng(key).permutation(size))
+            for start, end in pairwise((ends - ends[0]).tolist()):
+                number += 1
+                if number > first:
+                    # Before the yield: whoever has the batch finds the position behind it.
+                    self._position = (epoch + 1, 0) if number == len(self) else (epoch, number)
+                    yield self._batch(samples[start:end])
 
-    def _batch(self, samples: Any) -> Batch:
-        schema = self._samples.schema
-        bags = [samples[name] for name in schema.multi_hot]
-        features = features_of_samples(list(schema.num_embeddings), samples["ids"], bags)
-        return Batch(samples["dense"], features, samples["labels"])
+    def _batch(self, samples: pa.RecordBatch) -> Batch:
+        schema, columns = self._samples.schema, samples.columns
+        num_dense, num_single = len(schema.dense), len(schema.single_id)
+        lists = columns[1 + num_dense + num_single :]
+        bags = [
+            Bags.of_lengths(_tensor(of.flatten()), _tensor(pc.list_value_length(of)))
+            for of in lists
+        ]
+        labels, *rows = (_tensor(column) for column in columns[: len(columns) - len(lists)])
+        none = torch.empty(len(labels), 0)
+        dense = torch.stack(rows[:num_dense], dim=1) if num_dense else none
+        ids = torch.stack(rows[num_dense:], dim=1) if num_single else none
+        features = features_of_samples(list(schema.num_embeddings), ids, bags)
+        return Batch(dense, features, labels)
 
     def state_dict(self) -> dict[str, Any]:
         """The position behind the last batch handed out, and what it is a position in."""
-        order = self._of_rank()
-        names = ("batch_size", "world_size", "window_batches", "drop_last", "shuffle", "seed")
         return {
             "epoch": self._position[0],
             "batch": self._position[1],
-            "num_batches": order.num_batches,
+            "num_batches": len(self),
             "layout": self._samples.layout,
             "part": [self._part.begin, self._part.end, self._part.seed],
-        } | {name: getattr(order, name) for name in names}
+            "batch_size": self._batch_size,
+            "world_size": self._ranks()[1],
+            "window_batches": self._window_batches,
+            "drop_last": self._drop_last,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to a position: the next iteration begins with the batch behind it."""
@@ -423,11 +396,7 @@ class FileBatches:
 
 
 def split_files(
-    samples: FileSamples,
-    *,
-    batch_size: int,
-    seed: int,
-    fractions: Sequence[float] = SPLIT_FRACTIONS,
+    samples: FileSamples, *, batch_size: int, seed: int, fractions: Sequence[float] = SPLIT_RATIOS
 ) -> DataSplits:
     """The four disjoint parts of a search, all split off the same files."""
     train, validation, selection, test = (
@@ -439,138 +408,85 @@ def split_files(
     return DataSplits(train=train, validation=validation, selection=selection, test=test)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Order:
-    """The order of every epoch, for one rank. Pure: ranks and resumed runs agree."""
-
-    counts: np.ndarray
-    batch_size: int
-    drop_last: bool
-    shuffle: bool
-    window_batches: int
-    seed: int
-    rank: int = 0
-    world_size: int = 1
-
-    def __post_init__(self) -> None:
-        check(self.batch_size >= 1, "batch_size", "an integer >= 1", self.batch_size)
-        check(self.seed >= 0, "seed", "an integer >= 0", self.seed)
-        least = self.world_size * (self.batch_size if self.drop_last else 1)
-        requirement = f"at least {least} samples for {self.world_size} ranks"
-        remedy = "use fewer ranks or a smaller batch"
-        check(self.num_samples >= least, "stream", requirement, self.num_samples, remedy)
-
-    @property
-    def num_samples(self) -> int:
-        return int(self.counts.sum())
-
-    @property
-    def num_batches(self) -> int:
-        """Batches of an epoch, the same number on every rank."""
-        if self.drop_last:
-            return self.num_samples // (self.world_size * self.batch_size)
-        return -(-(self.num_samples // self.world_size) // self.batch_size)
-
-    @property
-    def bounds(self) -> np.ndarray:
-        """Batch b holds samples ``bounds[b]..bounds[b + 1] - 1`` of the epoch's order."""
-        batches = np.arange(self.num_batches + 1)
-        if self.drop_last:
-            return (self.rank * self.num_batches + batches) * self.batch_size
-        first, last = (
-            self.num_samples * rank // self.world_size for rank in (self.rank, self.rank + 1)
-        )
-        return first + (last - first) * batches // self.num_batches
-
-    def pieces(self, epoch: int, begin: int, end: int) -> list[tuple[int, int, int]]:
-        """Where the samples from begin to before end are: (chunk, first, last) of each."""
-        order = np.arange(len(self.counts))
-        if self.shuffle:
-            order = np.random.default_rng((self.seed, epoch, 0)).permutation(order)
-        ends = np.cumsum(self.counts[order])
-        starts = ends - self.counts[order]
-        firsts, lasts = np.maximum(starts, begin) - starts, np.minimum(ends, end) - starts
-        pieces = zip(order.tolist(), firsts.tolist(), lasts.tolist(), strict=True)
-        return [piece for piece in pieces if piece[1] < piece[2]]
-
-    def permutation(self, epoch: int, window: int, number: int) -> np.ndarray:
-        """The order of a window's samples."""
-        if not self.shuffle:
-            return np.arange(number)
-        key = (self.seed, epoch, 1 + self.rank, 1 + window)
-        return np.random.default_rng(key).permutation(number)
-
-
 def _unreadable(place: str, error: Exception) -> str:
     requirement = "Parquet, or CSV whose columns are as the schema says"
-    return describe(place, requirement, str(error).split("\n")[0], "clean the data")
+    return describe(place, requirement, str(error).split("\n")[0], CLEAN)
 
 
-def _samples_of(
-    table: pa.RecordBatch, schema: FileSchema, at: Callable[[int], str], rows: np.ndarray
-) -> _Samples:
-    """Some rows of a table; `at` says where one of its rows is."""
-    if len(rows) == rows[-1] - rows[0] + 1:
-        table = table.slice(int(rows[0]), len(rows))
-    elif not any("view" in str(kind) for kind in table.schema.types):
-        table = table.take(pa.array(rows))
-    else:  # which pyarrow does not take rows of
-        whole = _samples_of(table, schema, at, np.arange(table.num_rows))
-        return _select(whole, torch.from_numpy(rows))
-    here = lambda number: at(int(rows[number]))  # noqa: E731
-    labels = _numbers(table[schema.label], schema.label, here, math.nan)
-    dense = [_numbers(table[name], name, here, 0) for name in schema.dense]
-    values = np.stack(dense, axis=1) if dense else np.empty((len(labels), 0), np.float32)
-    if schema.log_dense:
-        values = np.log1p(np.maximum(values, 0))
-    where = {name: f"{here(0)} and on, column {name!r}" for name in schema.num_embeddings}
-    ids = [_row_of_each(table[name], schema, name, where[name]) for name in schema.single_id]
-    stacked = np.stack(ids, axis=1) if ids else np.empty((len(labels), 0), np.int32)
-    arrays = {"dense": values, "ids": stacked, "labels": labels}
-    samples: _Samples = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return samples | {n: _bags(table[n], schema, n, where[n]) for n in schema.multi_hot}
+def _tensor(column: pa.Array) -> Tensor:
+    return torch.tensor(column.to_numpy(zero_copy_only=False))
 
 
-def _numbers(column: pa.Array, name: str, at: Callable[[int], str], missing: float) -> np.ndarray:
+def _encode(
+    table: pa.RecordBatch, schema: FileSchema, chunk: _Chunk, begin: int, rows: np.ndarray
+) -> pa.Table:
+    """Rows of a table, which begins with row `begin` of a chunk: the columns label, dense,
+    single_id and multi_hot, as numbers, rows of embedding tables and lists of such rows."""
+    table = pa.RecordBatch.from_pydict({name: _plain(table[name]) for name in schema.columns})
+    is_slice = len(rows) == rows[-1] - rows[0] + 1
+    table = table.slice(rows[0], len(rows)) if is_slice else table.take(pa.array(rows))
+    here = lambda number: chunk.place(begin + int(rows[number]))  # noqa: E731
+    arrays = [pa.array(_numbers(table[schema.label], schema.label, here, math.nan))]
+    for name in schema.dense:
+        values = _numbers(table[name], name, here, 0)
+        arrays.append(pa.array(np.log1p(np.maximum(values, 0)) if schema.log_dense else values))
+    for name in schema.num_embeddings:
+        encode = _row_of_each if name in schema.single_id else _bags
+        where = f"{here(0)} and on, column {name!r}"
+        arrays.append(encode(table[name], schema, name, where))
+    return pa.Table.from_arrays(arrays, names=[str(number) for number in range(len(arrays))])
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    """A column without dictionaries and views, and with one kind of list, none of them missing."""
+    kind = column.type
+    if str(kind).partition("<")[0].endswith(("list", "list_view")):
+        offsets = np.zeros(len(column) + 1, np.int64)
+        np.cumsum(pc.fill_null(pc.list_value_length(column), 0), out=offsets[1:])
+        # `flatten` leaves out what a missing list may hide, as `values` does not.
+        return pa.LargeListArray.from_arrays(offsets, _plain(column.flatten()))
+    if pa.types.is_dictionary(kind):
+        return _plain(column.dictionary_decode())
+    return column.cast(pa.large_binary()) if str(kind).endswith("_view") else column
+
+
+def _numbers(column: pa.Array, name: str, at: Callable[[int], str], default: float) -> np.ndarray:
     """float32, with a number for those that are missing, as NaN is."""
     try:
         numbers = column.cast(pa.float32(), safe=False).fill_null(math.nan)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         where = f"{at(0)} and on, column {name!r}"
-        raise ValueError(describe(where, "numbers", str(error), "clean the data")) from error
+        raise ValueError(describe(where, "numbers", str(error), CLEAN)) from error
     values = np.array(numbers.to_numpy(zero_copy_only=False), dtype=np.float32)
-    values[np.isnan(values)] = missing
+    values[np.isnan(values)] = default
     bad = np.flatnonzero(~np.isfinite(values))
     if len(bad):
         where = f"{at(bad[0])}, column {name!r}"
-        raise ValueError(describe(where, "a finite number", values[bad[0]], "clean the data"))
+        raise ValueError(describe(where, "a finite number", values[bad[0]], CLEAN))
     return values
 
 
-def _row_of_each(column: pa.Array, schema: FileSchema, name: str, where: str) -> np.ndarray:
-    check(not _is_list(column.type), where, _IDS, "lists", "name it in multi_hot")
+def _row_of_each(column: pa.Array, schema: FileSchema, name: str, where: str) -> pa.Array:
+    check(not pa.types.is_large_list(column.type), where, _IDS, "lists", "name it in multi_hot")
     rows = _rows(column, schema, name, where)
-    missing = 0 if schema.hashed else int((rows == _NO_ROW).sum())
-    check(missing == 0, where, "an id in every row", f"{missing} missing")
-    return rows
+    number = 0 if schema.hashed else int((rows == _NO_ROW).sum())
+    check(number == 0, where, "an id in every row", f"{number} missing")
+    return pa.array(rows)
 
 
-def _bags(column: pa.Array, schema: FileSchema, name: str, where: str) -> Bags:
+def _bags(column: pa.Array, schema: FileSchema, name: str, where: str) -> pa.Array:
     """Of a column of lists, of text with a separator, or of one value per sample."""
-    column = _decoded(column)
     if str(column.type) in _TEXTS:
-        column = pc.split_pattern(column, schema.list_separator)
-    offsets = np.arange(len(column) + 1, dtype=np.int64)
-    if _is_list(column.type):
-        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
-        np.cumsum(lengths, out=offsets[1:])
-        column = column.flatten()  # leaves out what a missing list may hide, as `values` does not
-        check(not _is_list(column.type), where, f"{_IDS} in lists", "lists of lists")
+        column = _plain(pc.split_pattern(column, schema.list_separator))
+    offsets = np.arange(len(column) + 1)
+    if pa.types.is_large_list(column.type):
+        offsets[1:] = np.cumsum(pc.list_value_length(column))
+        column = column.flatten()
+    check(not pa.types.is_large_list(column.type), where, f"{_IDS} in lists", "lists of lists")
     rows = _rows(column, schema, name, where)
     is_id = rows != (MISSING_ROW if schema.hashed else _NO_ROW)
-    if not is_id.all():
-        rows, offsets = rows[is_id], np.concatenate([[0], np.cumsum(is_id)])[offsets]
-    return Bags(torch.from_numpy(rows), torch.from_numpy(offsets))
+    offsets = np.concatenate([[0], np.cumsum(is_id)])[offsets]
+    return pa.LargeListArray.from_arrays(offsets, rows[is_id])
 
 
 def _rows(values: pa.Array, schema: FileSchema, name: str, where: str) -> np.ndarray:
@@ -582,14 +498,14 @@ def _rows(values: pa.Array, schema: FileSchema, name: str, where: str) -> np.nda
         return rows_of_values(_canonical(values, where), num_embeddings)
     remedy = "clean the data, or set FileSchema.hashed"
     try:
-        ids = _canonical(_decoded(values), where).cast(pa.int64())
+        ids = _canonical(values, where).cast(pa.int64())
     except pa.ArrowInvalid as error:
         raise ValueError(describe(where, "integers", str(error), remedy)) from error
     limits = pc.min_max(ids).as_py()
     lowest, highest = limits["min"] or 0, limits["max"] or 0  # None where there is no id
-    is_inside, received = 0 <= lowest <= highest < num_embeddings, min(lowest, 0) or highest
-    check(is_inside, where, f"ids in 0..{num_embeddings - 1}", received, remedy)
-    return ids.cast(pa.int32()).fill_null(_NO_ROW).to_numpy(zero_copy_only=False).copy()
+    is_inside, id_outside = 0 <= lowest <= highest < num_embeddings, min(lowest, 0) or highest
+    check(is_inside, where, f"ids in 0..{num_embeddings - 1}", id_outside, remedy)
+    return ids.cast(pa.int32()).fill_null(_NO_ROW).to_numpy(zero_copy_only=False)
 
 
 def _canonical(values: pa.Array, where: str) -> pa.Array:
@@ -607,20 +523,9 @@ def _canonical(values: pa.Array, where: str) -> pa.Array:
         except pa.ArrowInvalid as error:
             remedy = "cast the column to integers or text"
             raise ValueError(describe(where, "whole numbers", str(error), remedy)) from error
-    values = _decoded(values)
-    check(str(values.type) in _TEXTS, where, _IDS, kind, "cast it to integers or strings")
-    is_large = "large" in str(values.type)
+    check(str(kind) in _TEXTS, where, _IDS, kind, "cast it to integers or strings")
+    is_large = "large" in str(kind)
     # Bytes that are no UTF-8 are trimmed as any others: nothing looks at more than single bytes.
     text = pc.ascii_trim_whitespace(values.view(pa.large_string() if is_large else pa.string()))
     text = pc.if_else(pc.equal(pc.binary_length(text), 0), None, text)
     return text.view(pa.large_binary() if is_large else pa.binary())
-
-
-def _decoded(values: pa.Array) -> pa.Array:
-    """Without a dictionary and without views."""
-    values = values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
-    return values.cast(pa.large_binary()) if str(values.type).endswith("_view") else values
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return str(kind).partition("<")[0].endswith(("list", "list_view"))

@@ -24,7 +24,7 @@ from torchrec.modules.embedding_modules import (
 )
 
 from dnis_torchrec.checks import check, check_known, describe, nearest
-from dnis_torchrec.data.task import LOSS, Task, check_judged, check_l2, direction_of, task_of
+from dnis_torchrec.data.task import LOSS, Task, check_kinds, check_l2, direction_of, task_of
 
 if TYPE_CHECKING:
     from dnis_torchrec.data.frames import Frame, FrameSplits
@@ -120,16 +120,7 @@ class DataSplits:
         """
         from dnis_torchrec.data.frames import splits_of_frame  # which needs this module
 
-        return splits_of_frame(
-            frame,
-            label=label,
-            dense=dense,
-            ids=ids,
-            bags=bags,
-            time=time,
-            batch_size=batch_size,
-            seed=seed,
-        )
+        return splits_of_frame(frame, label, dense, ids, bags, time, batch_size, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,10 +167,10 @@ class Recipe:
             check(is_fit, "Recipe.loss", requirement, type(self.loss).__name__, remedy)
             requirement, reduction = "reduction 'mean', which ranks average", self.loss.reduction
             check(reduction == "mean", "Recipe.loss", requirement, repr(reduction))
-        check_judged(self.task)
-        is_directed = direction_of(self.task, self.stop_on) is not None
+        check_kinds(self.task)
+        has_direction = direction_of(self.task, self.stop_on) is not None
         requirement = "a metric that is better the higher or the lower"
-        check(is_directed, "Recipe.stop_on", requirement, repr(self.stop_on))
+        check(has_direction, "Recipe.stop_on", requirement, repr(self.stop_on))
         optimizers = ("adam", "rowwise_adagrad")
         check_known("Recipe.table_optimizer", self.table_optimizer, optimizers)
         for name in ("table_learning_rate", "dense_learning_rate"):
@@ -292,8 +283,5 @@ def build_recipe(
 
 def build_recipe_again(spec: str, data: Path | None, record: Mapping[str, Any]) -> Recipe:
     """Builds a recipe with the seed and embedding_dim that a run or an artifact records."""
-    seed, dim = record.get("seed", 0), record.get("embedding_dim")
-    check(type(seed) is int and 0 <= seed < 2**63, "record", "a seed, an integer >= 0", repr(seed))
-    is_dim = dim is None or (type(dim) is int and dim >= 1)
-    check(is_dim, "record", "embedding_dim to be none or an integer >= 1", repr(dim))
-    return build_recipe(spec, data, seed=seed, embedding_dim=dim)
+    dim = record.get("embedding_dim")
+    return build_recipe(spec, data, seed=record.get("seed", 0), embedding_dim=dim)

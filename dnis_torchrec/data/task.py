@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,6 +11,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
@@ -118,7 +120,7 @@ class Task(nn.Module):
             model: the recipe's, or what takes its place.
             batch: samples, on the model's device.
         """
-        outputs: Outputs = model(
+        outputs: Outputs = _taking_features(model)(
             dense_features=batch.dense_features, sparse_features=batch.sparse_features
         )
         return outputs
@@ -149,6 +151,28 @@ class Task(nn.Module):
         raise NotImplementedError(
             describe(f"task {type(self).__name__}", "a method 'predictions'", "none")
         )
+
+
+def _taking_features(model: nn.Module) -> nn.Module:
+    """The module that takes dense and sparse features: the model, or the one that a wrapper for
+    training holds as ``model``, as TorchRec's DLRMTrain does."""
+    for module in (model, getattr(model, "model", None)):
+        if isinstance(module, nn.Module) and _takes_features(module):
+            return module
+    name = type(model).__name__
+    requirement = "a model that is called with dense_features and sparse_features"
+    remedy = "give a Task as the loss, whose method outputs calls the model as it wants: see "
+    url = "docs/models.md"
+    call = f"{name}.forward{inspect.signature(model.forward)}"
+    raise TypeError(describe("model", requirement, call, remedy + url))
+
+
+def _takes_features(module: nn.Module) -> bool:
+    try:
+        inspect.signature(module.forward).bind(dense_features=None, sparse_features=None)
+    except TypeError:
+        return False
+    return True
 
 
 class LossTask(Task):
@@ -185,7 +209,7 @@ def task_of(loss: nn.Module | Callable[..., Tensor]) -> Task:
     return loss if isinstance(loss, Task) else LossTask(loss)  # type: ignore[arg-type]
 
 
-def check_judged(task: Task) -> None:
+def check_kinds(task: Task) -> None:
     """Checks what a recipe's task says of itself; to train and compress needs no kinds."""
     place = f"task {type(task).__name__}"
     check(bool(task.kinds), f"{place}.kinds", "at least one name with its kind", dict(task.kinds))
@@ -245,15 +269,15 @@ class TrainTask(nn.Module):
         Returns:
             ``(loss, (detached loss of the data alone, detached outputs of the model))``.
         """
-        is_penalised = self.training and self.embedding_l2 > 0 and not self.data_terms_only
+        if isinstance(batch, Proxy):  # a pipeline traces what reaches the collections: no loss does
+            return cast(Any, self.task.outputs(self.model, batch))
+        has_penalty = self.training and self.embedding_l2 > 0 and not self.data_terms_only
         with ExitStack() as stack:
-            lookups = stack.enter_context(pooled_outputs(self.model)) if is_penalised else []
+            lookups = stack.enter_context(collect_outputs(self.model)) if has_penalty else []
             outputs = self.task.outputs(self.model, batch)
         loss = self.task.loss(batch, outputs)
-        returned = (loss.detach(), detached(outputs))
-        return (
-            loss + self.embedding_l2 * squared_norm(lookups) if is_penalised else loss
-        ), returned
+        values = loss.detach(), detach(outputs)
+        return loss + self.embedding_l2 * squared_norm(lookups) if has_penalty else loss, values
 
 
 @contextmanager
@@ -261,13 +285,13 @@ def data_terms_only(modules: Iterable[nn.Module]) -> Iterator[None]:
     """The loss of a model's `TrainTask` is that of the data alone in the block, in training mode
     too."""
     tasks = [module for module in modules if isinstance(module, TrainTask)]
-    before = [task.data_terms_only for task in tasks]
+    values = [task.data_terms_only for task in tasks]
     for task in tasks:
         task.data_terms_only = True
     try:
         yield
     finally:
-        for task, value in zip(tasks, before, strict=True):
+        for task, value in zip(tasks, values, strict=True):
             task.data_terms_only = value
 
 
@@ -278,7 +302,7 @@ def check_l2(value: float) -> None:
 
 
 @contextmanager
-def pooled_outputs(model: nn.Module) -> Iterator[list[tuple[nn.Module, Any]]]:
+def collect_outputs(model: nn.Module) -> Iterator[list[tuple[nn.Module, Any]]]:
     """Collects the collections that a model calls in the block, each with its output. Local."""
     outputs: list[tuple[nn.Module, Any]] = []
 
@@ -286,7 +310,7 @@ def pooled_outputs(model: nn.Module) -> Iterator[list[tuple[nn.Module, Any]]]:
         outputs.append((module, output))  # which may be awaited later
 
     with ExitStack() as stack:
-        for collection in _outermost_collections(model):
+        for collection in dict.fromkeys(_outermost_collections(model)):
             stack.callback(collection.register_forward_hook(note).remove)
         yield outputs
 
@@ -313,20 +337,15 @@ def _keys_of(collection: nn.Module) -> list[str]:
     return [name for of_table in names for name in of_table]
 
 
-def _outermost_collections(model: nn.Module) -> list[nn.Module]:
-    """Each once, however often the model holds it."""
-    collections: dict[int, nn.Module] = {}
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        if isinstance(module, _COLLECTIONS):
-            collections[id(module)] = module
-        else:
-            waiting += module.children()
-    return list(collections.values())
+def _outermost_collections(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, _COLLECTIONS):
+        yield module
+    else:
+        for child in module.children():
+            yield from _outermost_collections(child)
 
 
-def detached(outputs: Outputs) -> Outputs:
+def detach(outputs: Outputs) -> Outputs:
     """Outputs without their graph, as TorchRec's pipelines hand them on."""
     if not isinstance(outputs, Mapping):
         return outputs.detach()
@@ -340,20 +359,23 @@ def metric_name(prediction: str, metric: str) -> str:
     return f"{prediction}_{metric}" if prediction else metric
 
 
+def _directions(task: Task) -> dict[str, bool | None]:
+    """All metrics that a recipe may have, the loss first -> whether higher is better."""
+    kinds = [*task.kinds.items(), *([("", RANKING)] if isinstance(task, LossTask) else [])]
+    directions = {metric_name(n, m): is_up for n, k in kinds for m, is_up in METRICS[k].items()}
+    return {LOSS: False} | directions
+
+
 def possible_metrics(task: Task) -> list[str]:
     """All metrics that a recipe may have, the loss first."""
-    kinds = [*task.kinds.items(), *([("", RANKING)] if isinstance(task, LossTask) else [])]
-    return [LOSS, *(metric_name(name, metric) for name, kind in kinds for metric in METRICS[kind])]
+    return list(_directions(task))
 
 
 def direction_of(task: Task, metric: str) -> bool | None:
     """Whether higher is better of a metric; None where neither is."""
-    names = possible_metrics(task)
-    check(metric in names, f"metric {metric!r}", f"one of {', '.join(names)}", repr(metric))
-    if metric == LOSS:
-        return False
-    kinds = [*task.kinds.items(), ("", RANKING)]
-    directions = {metric_name(n, m): is_up for n, k in kinds for m, is_up in METRICS[k].items()}
+    directions = _directions(task)
+    requirement = f"one of {', '.join(directions)}"
+    check(metric in directions, f"metric {metric!r}", requirement, repr(metric))
     return directions[metric]
 
 
@@ -388,7 +410,7 @@ def check_candidates(queries: Tensor, k: int = max(RANKING_KS), place: str = "ra
     check(fewest >= k, where, f"at least k={k} candidates", fewest, remedy)
 
 
-def checked_batches(batches: Iterable[Batch], task: nn.Module, name: str) -> Iterator[Batch]:
+def check_batches(batches: Iterable[Batch], task: nn.Module, name: str) -> Iterator[Batch]:
     """The batches of a split, each after a check of its labels, dense features and weights."""
     criterion = of_task.criterion if isinstance(of_task := task_of(task), LossTask) else None
     for index, batch in enumerate(batches):
@@ -412,22 +434,20 @@ def check_outputs(outputs: object, place: str) -> None:
         )
 
 
-def checked_predictions(
-    task: Task, batch: Batch, outputs: Any, place: str
-) -> dict[str, Predictions]:
+def check_predictions(task: Task, batch: Batch, outputs: Any, place: str) -> dict[str, Predictions]:
     """What a model is judged by in a batch, each ``(B,)``, checked."""
     predictions, kinds = task.predictions(batch, outputs), task.kinds_of(batch)
     where, requirement = f"{place}, task {type(task).__name__}", f"the predictions {list(kinds)}"
     check(set(predictions) == set(kinds), where, requirement, list(predictions))
     return {
-        name: _checked(
+        name: _check_prediction(
             predictions[name], kind, batch, f"{place}, prediction {name!r}" if name else place
         )
         for name, kind in kinds.items()
     }
 
 
-def _checked(predictions: Predictions, kind: str, batch: Batch, place: str) -> Predictions:
+def _check_prediction(predictions: Predictions, kind: str, batch: Batch, place: str) -> Predictions:
     number, parts = len(batch.labels), dict(vars(predictions))
     for name, part in parts.items():
         if part is not None or name in ("values", "labels") or (name, kind) == ("queries", RANKING):
@@ -468,4 +488,4 @@ def check_task(model: nn.Module, task: Task, batch: Batch, place: str) -> None:
     shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
     where = f"{place}, task {type(task).__name__}"
     check(shape == (), where, "a loss that is a scalar", shape, "take its mean")
-    checked_predictions(task, batch, outputs, place)
+    check_predictions(task, batch, outputs, place)

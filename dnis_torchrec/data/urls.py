@@ -8,7 +8,7 @@ import posixpath
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 Address = str | os.PathLike[str]
-CACHE_VARIABLE = "DNIS_CACHE"
 LAST_FILES = ("manifest.json", "run.json", "comparison.json", "compress.json")
 """Files that say that a folder is whole: published after everything else."""
 
@@ -29,12 +28,8 @@ _URL_OF: dict[Path, str] = {}
 
 def cache_folder() -> Path:
     """``$DNIS_CACHE``, or dnis_torchrec in the user's cache folder: copies from storage."""
-    folder, of_user = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME")
-    try:
-        return Path(folder or Path(of_user or Path.home() / ".cache") / "dnis_torchrec")
-    except RuntimeError as error:
-        requirement, remedy = "a home folder or XDG_CACHE_HOME", "set XDG_CACHE_HOME"
-        raise OSError(describe("cache folder", requirement, "neither", remedy)) from error
+    folder, of_user = os.environ.get("DNIS_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(folder or Path(of_user or Path.home() / ".cache") / "dnis_torchrec")
 
 
 def local_path(address: Address) -> Path | None:
@@ -93,9 +88,9 @@ def put_file(address: Address, write: Callable[[Path], object]) -> int:
     """Writes a file that survives the machine, through a local one for a URL; returns its bytes."""
     here = local_path(address)
     if here is not None:
-        from dnis_torchrec.data.files import written_whole  # loads torch, which --help needs not
+        from dnis_torchrec.data.files import write_whole  # loads torch, which --help needs not
 
-        with written_whole(here, durable=True) as file:
+        with write_whole(here, durable=True) as file:
             write(file)
             return file.stat().st_size
     with _temporary_folder() as folder, storage(address) as (files, path):
@@ -145,11 +140,11 @@ def file_size(address: Address) -> int | None:
     return None
 
 
-def file_names(folder: Address) -> list[str]:
-    """Names of all files in a folder and in those below it, relative to it."""
+def file_names(folder: Address, skip: Collection[str] = ()) -> list[str]:
+    """Names of all files in a folder and below it, relative to it, but for those of `skip`."""
     with storage(folder) as (files, path):
-        names = [name for name in files.find(path) if name != path]
-        return sorted(name.removeprefix(f"{path}/") for name in names)
+        names = [name.removeprefix(f"{path}/") for name in files.find(path) if name != path]
+    return sorted(n for n in names if not any(fnmatchcase(n, pattern) for pattern in skip))
 
 
 def fetch(address: Address) -> Path:
@@ -173,14 +168,12 @@ def fetch(address: Address) -> Path:
     return target
 
 
-def _get(files: AbstractFileSystem, root: str, names: list[str], target: Path) -> None:
-    for name in names:
-        inner = name.removeprefix(root).lstrip("/")
-        is_inside = name.startswith(root) and ".." not in inner.split("/")
+def _get(files: AbstractFileSystem, root: str, names: Sequence[str], target: Path) -> None:
+    paths = [name.removeprefix(root).lstrip("/") for name in names]
+    for name, path in zip(names, paths, strict=True):
+        is_inside = name.startswith(root) and ".." not in path.split("/")
         check(is_inside, f"address {root}", "names inside the folder", repr(name))
-        copy = target / inner if inner else target
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        files.get_file(name, str(copy))
+    files.get(list(names), [str(target / path) for path in paths])
 
 
 def publish(folder: Path, url: str, *, skip: Collection[str] = ()) -> None:
@@ -191,13 +184,8 @@ def publish(folder: Path, url: str, *, skip: Collection[str] = ()) -> None:
         names = [name for name in names if ".partial" not in name]
         for name in sorted(names, key=lambda name: (name in LAST_FILES, name)):
             _put(files, folder / name, f"{root}/{name}")
-        for name in set(file_names(url)) - set(names):
-            if not _fits(name, skip):
-                files.rm_file(f"{root}/{name}")
-
-
-def _fits(name: str, patterns: Collection[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+        for name in set(file_names(url, skip)) - set(names):
+            files.rm_file(f"{root}/{name}")
 
 
 def output_folder(url: str, job: str) -> Path:
@@ -215,8 +203,7 @@ def output(url: str, job: str, *, skip: Collection[str] = ()) -> Iterator[Path]:
     shutil.rmtree(folder.parent, ignore_errors=True)
     folder.parent.mkdir(parents=True)
     with storage(url) as (files, root):
-        names = [f"{root}/{name}" for name in file_names(url) if not _fits(name, skip)]
-        _get(files, root, names, folder)
+        _get(files, root, [f"{root}/{name}" for name in file_names(url, skip)], folder)
     try:
         yield folder
     finally:

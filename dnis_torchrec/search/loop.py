@@ -140,10 +140,10 @@ class SearchLoop:
         Raises:
             NonFiniteError: if a loss or a gradient is NaN or infinite, on all ranks alike.
         """
-        before = self.lower_steps
-        if before >= self._steps:
+        steps = self.lower_steps
+        if steps >= self._steps:
             return False
-        while self.lower_steps == before:
+        while self.lower_steps == steps:
             self.loss = self.pipeline.progress(self.stream)[0]
         self._ramp.follow(self.lower_steps - self._plain_steps, self._ramp_steps)
         return True

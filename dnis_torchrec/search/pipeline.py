@@ -21,7 +21,7 @@ from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.task import data_terms_only
 from dnis_torchrec.data.urls import Address
-from dnis_torchrec.ranks import on_rank_zero
+from dnis_torchrec.ranks import Ranks, on_rank_zero
 from dnis_torchrec.search.schedule import BilevelStream, Level
 from dnis_torchrec.selection.alpha import Alpha, normalise_gradient, step_and_clip_
 from dnis_torchrec.selection.on_shards import select_on_shards_
@@ -34,13 +34,12 @@ from dnis_torchrec.selection.torchrec import (
 )
 from dnis_torchrec.selection.torchrec_inputs import PrefetchingTrainPipeline
 from dnis_torchrec.selection.wrapper import soft_selection_modules
-from dnis_torchrec.training.checkpoint import Manifest, go_back_, read_checkpoint
+from dnis_torchrec.training.checkpoint import Manifest, read_checkpoint
 from dnis_torchrec.training.pipeline import FiniteGuard
 from dnis_torchrec.training.state import (
     PlacedTensor,
     TrainingState,
     describe_tables,
-    finish_load_,
     model_tensors,
     optimizer_tensors,
     rng_tensors,
@@ -50,8 +49,6 @@ from dnis_torchrec.training.state import (
 STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW = 2
 """Steps after which DistributedDataParallel makes its buckets anew, with a static graph, as
 TorchRec asks for it."""
-
-
 LEARNING_RATE = 0.01
 """Of alpha, as in the paper."""
 
@@ -72,18 +69,20 @@ class AlphaOptimizer:
     alphas on all ranks."""
 
     def __init__(
-        self, alpha: Alpha, blocks: RowBlocks, *, averaging: float = 0.0, floor: float = 0.0
+        self, alpha: Alpha, blocks: RowBlocks, *, momentum: float = 0.0, floor: float = 0.0
     ) -> None:
-        check(0 <= averaging < 1, "averaging", "a number in [0, 1)", averaging)
+        check(0 <= momentum < 1, "momentum", "a number in [0, 1)", momentum)
         check(0 <= floor < 1, "floor", "a number in [0, 1)", floor)
-        self._alpha, self._averaging, self._floor = alpha, averaging, floor
-        self._rows = {
-            dim: blocks.per_alpha_row(dim, blocks.seen_rows).to(alpha.of(dim).device)
-            for dim in alpha.dims
+        self._alpha, self._momentum, self._floor = alpha, momentum, floor
+        is_alone = {
+            table: torch.full((routing.num_blocks,), int(table in blocks.left_alone))
+            for table, routing in blocks.routings.items()
         }
-        self._stands = {
-            dim: _rows_left_alone(blocks, dim).to(alpha.of(dim).device) for dim in alpha.dims
-        }
+        self._rows, self._stands = {}, {}
+        for dim in alpha.dims:
+            device = alpha.of(dim).device
+            self._rows[dim] = blocks.per_alpha_row(dim, blocks.seen_rows).to(device)
+            self._stands[dim] = (blocks.per_alpha_row(dim, is_alone) > 0).to(device)
         self._averages = {dim: torch.zeros_like(alpha.of(dim)) for dim in alpha.dims}
         self._dead = {dim: torch.zeros_like(alpha.of(dim), dtype=torch.bool) for dim in alpha.dims}
         self.learning_rate = LEARNING_RATE
@@ -100,8 +99,8 @@ class AlphaOptimizer:
     @torch.no_grad()
     def retain_(self, columns: Mapping[int, Tensor]) -> None:
         """Lets all other columns die: their alpha is 0 from now on."""
-        for dim, retained in columns.items():
-            self._dead[dim] |= ~retained.to(self._dead[dim].device)
+        for dim, mask in columns.items():
+            self._dead[dim] |= ~mask.to(self._dead[dim].device)
             self._alpha.of(dim).masked_fill_(self._dead[dim], 0.0)
         self.last_density = self._alpha.density(self._rows)
 
@@ -111,7 +110,7 @@ class AlphaOptimizer:
         for dim in self._alpha.dims:
             moves, average = hits[dim] & ~self._stands[dim], self._averages[dim]
             hit, fresh = moves.unsqueeze(1), normalise_gradient(gradients[dim], moves)
-            average.copy_(torch.where(hit, torch.lerp(fresh, average, self._averaging), average))
+            average.copy_(torch.where(hit, torch.lerp(fresh, average, self._momentum), average))
             alpha = self._alpha.of(dim)
             step_and_clip_(alpha, average * hit, self.learning_rate, floor=self._floor)
             pushes_out = ((alpha >= 1) & (average < 0)) | ((alpha <= self._floor) & (average > 0))
@@ -121,11 +120,8 @@ class AlphaOptimizer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything a continued search needs, as tensors."""
-        state = {}
-        for dim in self._alpha.dims:
-            state[f"average/{dim}"] = self._averages[dim]
-            state[f"dead/{dim}"] = self._dead[dim]
-        return state
+        kinds = {"average": self._averages, "dead": self._dead}
+        return {f"{kind}/{dim}": kinds[kind][dim] for dim in self._alpha.dims for kind in kinds}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restores what `state_dict` gave."""
@@ -133,15 +129,6 @@ class AlphaOptimizer:
             self._averages[dim].copy_(state[f"average/{dim}"])
             self._dead[dim].copy_(state[f"dead/{dim}"])
         self.last_density = self._alpha.density(self._rows)
-
-
-def _rows_left_alone(blocks: RowBlocks, dim: int) -> Tensor:
-    """``(A,)`` bool."""
-    of_table = {
-        table: torch.full((routing.num_blocks,), int(table in blocks.left_alone))
-        for table, routing in blocks.routings.items()
-    }
-    return blocks.per_alpha_row(dim, of_table) > 0
 
 
 @dataclass
@@ -174,23 +161,8 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
     upper step all-reduces one flat tensor while the next batch's input_dist begins, so every rank
     takes the same step, or stops.
 
-    Args:
-        model: DistributedModelParallel around a prepared model whose forward takes a batch and
-            returns ``(loss, output)``, as TorchRec's pipelines want it.
-        optimizer: optimizer of everything that is not fused into the tables' backward.
-        device: device that the model is on.
-        alpha_averaging: share of the former gradients in each step of alpha, from 0 to 1.
-        alpha_floor: least value that a step leaves alpha at, from 0 to 1.
-
-    Attributes:
-        alpha_optimizer: the optimizer of alpha, with the upper level's state.
-        lower_steps: number of lower steps so far.
-        upper_steps: number of upper steps so far.
-
-    Raises:
-        RuntimeError: if the model is not prepared.
-        NotImplementedError: for DMPCollection (2D parallelism), whose replicas of alpha are not
-            synchronised yet; for frozen tables that `shard_model` has not sharded.
+    The model is DistributedModelParallel around a prepared one whose forward takes a batch and
+    returns ``(loss, output)``.
     """
 
     def __init__(
@@ -202,32 +174,30 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         alpha_averaging: float = 0.0,
         alpha_floor: float = 0.0,
     ) -> None:
-        wrappers = soft_selection_modules(model)
+        wrappers, place = soft_selection_modules(model), "BilevelTrainPipeline"
         if not wrappers:
             remedy = "call prepare_(model, blocks) before DistributedModelParallel"
-            place = "BilevelTrainPipeline"
             raise RuntimeError(describe(place, "a prepared model", "no wrapper", remedy))
-        if isinstance(model, DMPCollection):
-            place, supported = "BilevelTrainPipeline", "supported is DistributedModelParallel"
-            raise NotImplementedError(describe(place, supported, "DMPCollection (2D parallelism)"))
-        self._process_group = process_group_of(model)
+        if isinstance(model, DMPCollection):  # nobody keeps its replicas of alpha alike yet
+            requirement = "supported is DistributedModelParallel"
+            raise NotImplementedError(
+                describe(place, requirement, "DMPCollection (2D parallelism)")
+            )
+        self.process_group, self.device = process_group_of(model), device
         for fqn, wrapper in wrappers.items():
             check_frozen_are_held(fqn, wrapper.lookup)
         select_on_shards_(model)
         read_by_name_(model)
         first = next(iter(wrappers.values()))
-        self._alpha: Alpha = first.alpha
+        self.alpha: Alpha = first.alpha
         self.alpha_optimizer = AlphaOptimizer(
-            self._alpha, first.blocks, averaging=alpha_averaging, floor=alpha_floor
+            self.alpha, first.blocks, momentum=alpha_averaging, floor=alpha_floor
         )
-        self.lower_steps = 0
-        self.upper_steps = 0
+        self.lower_steps = self.upper_steps = 0
         self._dense_optimizer = optimizer
-        self._guard = FiniteGuard(model, self._process_group)
+        self._guard = FiniteGuard(model, self.process_group)
         self._kernels = fused_kernels(model)
-        self._world_size = (
-            1 if self._process_group is None else dist.get_world_size(self._process_group)
-        )
+        self._num_ranks = Ranks(self.process_group).world_size
         self._shared: _SharedGradient | None = None
         super().__init__(
             model,
@@ -245,11 +215,6 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         return list(self._model.modules())
 
     @property
-    def alpha(self) -> Alpha:
-        """The alpha that the upper level steps."""
-        return self._alpha
-
-    @property
     def density(self) -> Tensor:
         """Share of the tables' values whose alpha is not zero, after the last step."""
         return self.alpha_optimizer.last_density
@@ -261,17 +226,7 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
 
     def alphas(self) -> dict[int, Tensor]:
         """embedding_dim -> alpha."""
-        return {dim: self._alpha.of(dim) for dim in self._alpha.dims}
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the model."""
-        return self._device
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share the model; None for a model that is not distributed."""
-        return self._process_group
+        return {dim: self.alpha.of(dim) for dim in self.alpha.dims}
 
     def state(self, stream: BilevelStream) -> TrainingState:
         """Everything that goes on in a run, as `CheckpointSaver` takes it: weights, alpha, every
@@ -280,16 +235,15 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         The tensors are live: copy the state before the next step.
         """
         self._guard.settle()
-        model, device = self._model, self._device
-        alpha_state = {
-            name: PlacedTensor.of(value)
-            for name, value in self.alpha_optimizer.state_dict().items()
-        }
+        model, of_alpha = self._model, self.alpha_optimizer.state_dict()
         return TrainingState(
             tensors=model_tensors(model)
             | optimizer_tensors(model, self._dense_optimizer)
-            | {f"alpha_optimizer/{name}": placed for name, placed in alpha_state.items()}
-            | rng_tensors(device),
+            | {
+                f"alpha_optimizer/{name}": PlacedTensor.of(value)
+                for name, value in of_alpha.items()
+            }
+            | rng_tensors(self._device),
             tables=describe_tables(model),
             values={
                 "lower_steps": self.lower_steps,
@@ -301,39 +255,24 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
     def restore(
         self, path: Address, stream: BilevelStream, more: Mapping[str, PlacedTensor] | None = None
     ) -> Mapping[str, Any]:
-        """Goes on from a checkpoint, with any number of ranks and any sharding of the same tables.
-
-        Args:
-            path: the checkpoint, or its URL.
-            stream: a new one of the run's data; goes to where the run was.
-            more: further tensors that were saved, to be read in place.
-
-        Returns:
-            The checkpoint's values, with whatever else its writer put there.
-
-        Raises:
-            RuntimeError: if this pipeline has already taken a step.
-            ValueError: if the checkpoint is damaged or of another run (see `read_checkpoint`).
-            NotImplementedError: for row-wise optimizer state of other column shards.
-        """
+        """Goes on from a checkpoint, with any number of ranks and any sharding of the same tables;
+        returns its values. `more` are further tensors to be read in place."""
         if self.contexts:
-            raise RuntimeError(
-                describe("restore", "a pipeline before its first step", "one after it")
-            )
-        before = on_rank_zero(lambda: Manifest.read(path).values, self._process_group)
+            place, requirement = "restore", "a pipeline before its first step"
+            raise RuntimeError(describe(place, requirement, "one after it"))
+        manifest = on_rank_zero(lambda: Manifest.read(path).values, self.process_group)
         # Lower steps that the checkpoint then overwrites: they give the optimizers their state, and
         # DistributedDataParallel the buckets that an uninterrupted run has. It makes those anew
         # before its third step, in the order in which gradients came in the second.
         batch = stream.first_train_batch().to(self._device)
-        for _ in range(max(1, min(before["lower_steps"], STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW))):
+        for _ in range(max(1, min(manifest["lower_steps"], STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW))):
             self._dense_optimizer.zero_grad()
             self._model(batch)[0].sum().backward()
             self._dense_optimizer.step()
         self._dense_optimizer.zero_grad()
         state = self.state(stream)
         state = replace(state, tensors={**state.tensors, **(more or {})})
-        values = read_checkpoint(path, state, self._process_group)
-        finish_load_(self._model, state.tensors)
+        values = read_checkpoint(path, self._model, state.tensors, self.process_group)
         alpha_state = self.alpha_optimizer.state_dict()
         for name, value in alpha_state.items():
             value.copy_(state.tensors[f"alpha_optimizer/{name}"].chunks[0].tensor.view(value.shape))
@@ -349,7 +288,7 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         `read_checkpoint`."""
         tensors = model_tensors(self._model) | optimizer_tensors(self._model, self._dense_optimizer)
         kinds = ("table", "model", "fused", "optimizer")
-        go_back_(path, self._model, tensors, self._process_group, kinds=kinds)
+        read_checkpoint(path, self._model, tensors, self.process_group, kinds=kinds)
 
     def detach(self) -> nn.Module:
         """Takes the model out of the pipeline; batches in flight stay with it."""
@@ -364,8 +303,8 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
     def enqueue_batch(self, dataloader_iter: Iterator[Pipelineable]) -> bool:
         """Queues the next batch of a BilevelStream with its level; says whether there was one."""
         if not isinstance(dataloader_iter, BilevelStream):
-            received, remedy = type(dataloader_iter).__name__, "BilevelStream(train, validation)"
-            raise TypeError(describe("progress", "a BilevelStream", received, remedy))
+            kind, remedy = type(dataloader_iter).__name__, "BilevelStream(train, validation)"
+            raise TypeError(describe("progress", "a BilevelStream", kind, remedy))
         has_batch = super().enqueue_batch(dataloader_iter)
         if has_batch:
             self.contexts[-1].level = dataloader_iter.last_level
@@ -379,16 +318,15 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         """A forward pass that leaves no trace; alpha's gradient is on its way to other ranks."""
         modules = self._modules
         with (
-            self._alpha.upper_level() as hits,
+            self.alpha.upper_level() as hits,
             data_terms_only(modules),
             without_synchronisation(modules),
             frozen_statistics(modules),
             frozen_counters(self._kernels),
         ):
             loss, output = self._model(batch)
-            self._share(
-                loss, first_order_gradient(loss, self._alpha), hits, self._guard.flags(loss)
-            )
+            gradients = first_order_gradient(loss, self.alpha)
+            self._share(loss, gradients, hits, self._guard.flags(loss))
         return loss, output
 
     def _backward(self, losses: Tensor) -> None:
@@ -404,41 +342,37 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
     ) -> None:
         """Begins the one collective of an upper step, which goes on while the next batch's
         input_dist begins."""
-        dims, work = self._alpha.dims, None
+        dims, work = self.alpha.dims, None
         parts = [
             part.flatten()
             for dim, g in zip(dims, gradients, strict=True)
             for part in (g, hits[dim].to(g.dtype))
         ]
         flat = torch.cat([*parts, flags.to(parts[0].dtype)])
-        if self._world_size > 1:
-            work = dist.all_reduce(flat, group=self._process_group, async_op=True)
+        if self._num_ranks > 1:
+            work = dist.all_reduce(flat, group=self.process_group, async_op=True)
         self._shared = _SharedGradient(loss=loss.detach(), flat=flat, work=work)
 
     def _step_alpha(self) -> None:
         """Alpha's step, the same on every rank: on the mean of the gradients and the union of the
         hits."""
-        shared, self._shared = self._shared, None
-        if shared is None:
+        sums, self._shared = self._shared, None
+        if sums is None:
             return
-        if shared.work is not None:
-            shared.work.wait()
+        if sums.work is not None:
+            sums.work.wait()
         gradients, hits, start = {}, {}, 0
-        for dim in self._alpha.dims:
-            rows, size = self._alpha.of(dim).shape[0], self._alpha.of(dim).numel()
-            gradients[dim] = shared.flat[start : start + size].view(rows, dim) / self._world_size
-            hits[dim] = shared.flat[start + size : start + size + rows] > 0
+        for dim in self.alpha.dims:
+            rows, size = self.alpha.of(dim).shape[0], self.alpha.of(dim).numel()
+            gradients[dim] = sums.flat[start : start + size].view(rows, dim) / self._num_ranks
+            hits[dim] = sums.flat[start + size : start + size + rows] > 0
             start += size + rows
-        flags, place = shared.flat[start:], self._place()
-        self._guard.check_loss(shared.loss, place, flags)
-        finite = [
-            self._guard.check_alpha_gradient(gradient, dim, place)
-            for dim, gradient in gradients.items()
-        ]
-        may_step = torch.stack(finite).all() & (flags == 0).all()
-        self.alpha_optimizer.step(
-            gradients, {dim: of_dim & may_step for dim, of_dim in hits.items()}
-        )
+        flags, place = sums.flat[start:], self._place()
+        self._guard.check_loss(sums.loss, place, flags)
+        check_gradient = self._guard.check_alpha_gradient
+        is_finite = [check_gradient(gradient, dim, place) for dim, gradient in gradients.items()]
+        may_step = torch.stack(is_finite).all() & (flags == 0).all()
+        self.alpha_optimizer.step(gradients, {dim: hit & may_step for dim, hit in hits.items()})
 
     def _goes_backward(self) -> bool:
         return super()._goes_backward() and self.level is Level.LOWER
@@ -460,8 +394,7 @@ class _LowerLevelOptimizer:
     """Optimizer that the base class is given: it steps the user's own in lower steps only."""
 
     def __init__(self, pipeline: BilevelTrainPipeline, optimizer: DenseOptimizer) -> None:
-        self._pipeline = pipeline
-        self._optimizer = optimizer
+        self._pipeline, self._optimizer = pipeline, optimizer
 
     def zero_grad(self) -> None:
         if self._pipeline.level is Level.LOWER:

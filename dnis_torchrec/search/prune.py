@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from dnis_torchrec.selection.shards import (
     collections,
     is_weighted,
     local_shards,
+    needs_indices,
     num_copies,
     ranks_of,
     table_configs_of,
@@ -91,33 +92,6 @@ class Size:
         return round(4 * num_values / value, 6) if name == "compression" else value
 
 
-@dataclass(frozen=True, eq=False)
-class Budget:
-    """Bytes that may be spent, and what each column of a block costs, ``(S,)`` of every table."""
-
-    amount: float
-    column_costs: Mapping[str, Tensor]
-
-    @staticmethod
-    def of(size: Size, blocks: RowBlocks) -> Budget:
-        """Turns a size into a budget that pays for one column at least."""
-        budget = Budget.unchecked(size, blocks)
-        costs = [cost[blocks.seen_rows[table] > 0] for table, cost in budget.column_costs.items()]
-        costs = [cost for cost in costs if cost.numel()]
-        check(bool(costs), "blocks", "rows that training looked up", "none")
-        cheapest = min(float(cost.min()) for cost in costs)
-        if budget.amount < cheapest:
-            raise _out_of_reach(size, blocks, cheapest)
-        return budget
-
-    @staticmethod
-    def unchecked(size: Size, blocks: RowBlocks) -> Budget:
-        """Turns a size into a budget, even if it pays for nothing."""
-        # A float32 of every row, and the number of the column.
-        costs = {table: 4 * rows.double() + 2 for table, rows in blocks.seen_rows.items()}
-        return Budget(size.num_bytes(_num_values(blocks)) - _index_bytes(blocks), costs)
-
-
 def keep_within(scores: Tensor, costs: Tensor, amount: float) -> Tensor:
     """Chooses what to keep: highest score first, as long as the budget lasts; earlier ones first
     among equals."""
@@ -135,10 +109,10 @@ def keep_within(scores: Tensor, costs: Tensor, amount: float) -> Tensor:
 
 def _exchange_one_(keeps: Tensor, scores: Tensor, costs: Tensor, rest: float) -> None:
     """Replaces one item by a dearer one, so that less is left of the budget."""
-    others = (~keeps & (scores > 0)).nonzero().flatten().tolist()
+    rivals = (~keeps & (scores > 0)).nonzero().flatten().tolist()
     best: tuple[float, float, int, int] | None = None
     for out in keeps.nonzero().flatten().tolist():
-        for into in others:
+        for into in rivals:
             gain = float(costs[into] - costs[out])
             if 0 < gain <= rest and (best is None or (gain, -float(scores[out])) > best[:2]):
                 best = (gain, -float(scores[out]), out, into)
@@ -158,12 +132,12 @@ def _num_values(blocks: RowBlocks) -> int:
 
 def _out_of_reach(size: Size, blocks: RowBlocks, amount: float) -> SizeOutOfReachError:
     """Names the smallest size that keeps something, as the user gave it."""
-    name, received = size.given
+    name, value = size.given
     smallest = _index_bytes(blocks) + amount
     limit = f"at least {math.ceil(smallest * (1 - 1e-12))}"
     if name == "compression":  # rounded down: rounded up it could not be met
         limit = f"at most {math.floor(400 * _num_values(blocks) / smallest) / 100:.2f}"
-    return SizeOutOfReachError(describe(name, f"{limit} for these tables and blocks", received))
+    return SizeOutOfReachError(describe(name, f"{limit} for these tables and blocks", value))
 
 
 @torch.no_grad()
@@ -238,7 +212,8 @@ def uncompressed_scheme(model: nn.Module) -> MixedDimensionScheme:
             num_rows = config.num_embeddings
             routing = RowRouting(num_rows, 1, boundaries=torch.tensor([0, num_rows]))
             columns = torch.ones(1, config.embedding_dim, dtype=torch.bool)
-            schemes[config.name] = _scheme(config, fqn, is_weighted(collection), routing, columns)
+            scheme = _scheme(config, fqn, is_weighted(collection), routing, columns)
+            schemes[config.name] = replace(scheme, need_indices=needs_indices(collection))
     return MixedDimensionScheme(schemes)
 
 
@@ -249,6 +224,7 @@ class _Table:
     config: EmbeddingBagConfig
     collection: str
     is_weighted: bool
+    need_indices: bool
     routing: RowRouting
     counts: Tensor
     shards: tuple[TableShard, ...]
@@ -302,6 +278,7 @@ def _pruned_tables(
             config=config,
             collection=fqn,
             is_weighted=is_weighted(modules[fqn]),
+            need_indices=needs_indices(modules[fqn]),
             routing=blocks.routings[config.name],
             counts=counts.counts[config.name],
             shards=shards[config.name],
@@ -325,14 +302,15 @@ def _columns_within(
     if not any(bool(score.any()) for score in scores.values()):
         requirement = "a value that is not zero, in a row that training looked up"
         raise SizeOutOfReachError(describe("tables", requirement, "none"))
-    budget = Budget.unchecked(size, blocks)
+    # A column of a block costs a float32 of every row that training looked up, and its number.
     costs = {
-        name: budget.column_costs[name].unsqueeze(1).expand_as(score)
+        name: (4 * blocks.seen_rows[name].double() + 2).unsqueeze(1).expand_as(score)
         for name, score in scores.items()
     }
     flat_scores = torch.cat([score.flatten() for score in scores.values()])
     flat_costs = torch.cat([cost.flatten() for cost in costs.values()])
-    keeps = keep_within(flat_scores, flat_costs, budget.amount)
+    amount = size.num_bytes(_num_values(blocks)) - _index_bytes(blocks)
+    keeps = keep_within(flat_scores, flat_costs, amount)
     if not bool(keeps.any()):
         raise _out_of_reach(size, blocks, float(flat_costs[flat_scores > 0].min()))
     parts = keeps.split([score.numel() for score in scores.values()])
@@ -345,13 +323,12 @@ def _with_columns_(
     """Zeroes rows never seen, rows of no block and all columns but these."""
     for table in tables:
         keeps = columns[table.name]
-        padded = torch.cat([keeps, torch.zeros(1, keeps.shape[1], dtype=torch.bool)])
+        keeps = torch.cat([keeps, torch.zeros(1, keeps.shape[1], dtype=torch.bool)])
         for chunk, rows, of_chunk in table.chunks():
-            seen = (table.counts[rows] > 0).unsqueeze(1)
-            chunk.mul_((padded[table.blocks_of(rows), of_chunk] & seen).to(chunk.device))
-    return MixedDimensionScheme(
-        {table.name: _scheme_of(table, columns[table.name], ranks) for table in tables}
-    )
+            occurs = (table.counts[rows] > 0).unsqueeze(1)
+            chunk.mul_((keeps[table.blocks_of(rows), of_chunk] & occurs).to(chunk.device))
+    schemes = {table.name: _scheme_of(table, columns[table.name], ranks) for table in tables}
+    return MixedDimensionScheme(schemes)
 
 
 def mean_squares(table: _Table, ranks: Ranks) -> Tensor:
@@ -360,11 +337,11 @@ def mean_squares(table: _Table, ranks: Ranks) -> Tensor:
     # A power of two, exactly, so that dividing by it rounds nothing.
     unit = torch.where(largest > 0, largest / torch.frexp(largest).mantissa, 1.0)
     limbs = torch.zeros(2, num_blocks + 1, unit.shape[1], dtype=torch.int64)
-    padded = torch.cat([unit, torch.ones(1, unit.shape[1], dtype=torch.float64)])
+    units = torch.cat([unit, torch.ones(1, unit.shape[1], dtype=torch.float64)])
     for chunk, rows, columns in table.chunks(once=True):
         block = table.blocks_of(rows)
         squares = _seen_squares(table, chunk, rows)
-        squares = squares.div_(padded[block, columns]).mul_(2.0**LIMB_BITS)
+        squares = squares.div_(units[block, columns]).mul_(2.0**LIMB_BITS)
         high = squares.floor()
         low = squares.sub_(high).mul_(2.0**LIMB_BITS).round_()
         limbs[0, :, columns].index_add_(0, block, high.long())
@@ -410,9 +387,10 @@ def _scheme_of(table: _Table, columns: Tensor, ranks: Ranks) -> TableScheme:
     has_values, num_values = ranks.max_(has_values).bool(), ranks.sum_(num_values)
     routing = _without_empty_rows(table.routing, has_values, columns)
     columns = columns & (routing.row_counts() > 0).unsqueeze(1)
-    return _scheme(
+    scheme = _scheme(
         table.config, table.collection, table.is_weighted, routing, columns, int(num_values)
     )
+    return replace(scheme, need_indices=table.need_indices)
 
 
 def _scheme(
@@ -447,6 +425,6 @@ def _without_empty_rows(routing: RowRouting, has_values: Tensor, columns: Tensor
     end = len(has_values) - int(has_values.flip(0).byte().argmax())
     tail = torch.zeros_like(has_values)
     tail[end:] = True
-    trimmed = routing.without_rows(tail)
-    num_zeros = (trimmed.row_counts() - without.row_counts()) @ columns.sum(1)
-    return without if int(num_zeros) > routing.num_embeddings else trimmed
+    shorter = routing.without_rows(tail)
+    num_zeros = (shorter.row_counts() - without.row_counts()) @ columns.sum(1)
+    return without if int(num_zeros) > routing.num_embeddings else shorter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dnis_torchrec.allocation.bits import retained_columns
 from dnis_torchrec.allocation.curvature import curvature
@@ -29,17 +29,8 @@ so."""
 
 
 class Ramp:
-    """Which columns stay, stage by stage.
-
-    Distributed: every rank calls it alike; a stage has the collectives of `curvature`.
-
-    Args:
-        pipeline: of the search; its model is prepared.
-        stream: what deals out the batches of the search.
-        blocks: the blocks of the tables, as prepared.
-        loss: loss or task, without the L2 penalty.
-        compression: c, bytes of the float32 tables over bytes served.
-    """
+    """Which columns stay, stage by stage. Every rank calls it alike; a stage has the collectives of
+    `curvature`."""
 
     def __init__(
         self,
@@ -54,13 +45,8 @@ class Ramp:
         self._followed, self._has_warned = 0, False
 
     def follow(self, done: int, steps: int) -> None:
-        """Lets columns die where a lower step ends a stage. Before the ramp, after it and between
-        its steps none do.
-
-        Args:
-            done: lower steps of the ramp so far, from 1.
-            steps: lower steps of the whole ramp.
-        """
+        """Lets columns die where a lower step ends a stage; `done` of `steps` are taken. Before the
+        ramp, after it and between its steps none do."""
         stages, is_new = num_stages(steps), done != self._followed
         stage = done * stages // steps
         self._followed = done
@@ -73,10 +59,8 @@ class Ramp:
         if size <= start:
             return
         with self._pipeline.detached() as model:
-            sample = self._stream.sample(stage)
-            worth = curvature(
-                model, sample, self._blocks, loss=self._loss, warns=False, couplings=False
-            )
+            sample, quiet = self._stream.sample(stage), {"warns": False, "couplings": False}
+            worth = curvature(model, sample, self._blocks, loss=self._loss, **quiet)
             tables = blocked_tables(model, self._blocks)
         if worth.is_zero:
             if rank_of() == 0 and not self._has_warned:
@@ -87,21 +71,17 @@ class Ramp:
                 )
             self._has_warned = True
             return
-        retained = retained_columns(
+        by_table = retained_columns(
             tables, self._blocks, worth.curvature, bits=COUNTED_BITS, compression=size
         )
-        self._pipeline.alpha_optimizer.retain_(self._per_alpha_row(retained))
-
-    def _per_alpha_row(self, retained: dict[str, Tensor]) -> dict[int, Tensor]:
-        alpha = self._pipeline.alpha
         columns = {
-            dim: torch.ones_like(alpha.of(dim), dtype=torch.bool, device="cpu")
-            for dim in alpha.dims
+            dim: torch.ones_like(alpha, dtype=torch.bool, device="cpu")
+            for dim, alpha in self._pipeline.alphas().items()
         }
-        for table, of_table in retained.items():
+        for table, of_table in by_table.items():
             first = self._blocks.first_alpha_row(table)
             columns[of_table.shape[1]][first : first + len(of_table)] = of_table
-        return columns
+        self._pipeline.alpha_optimizer.retain_(columns)
 
 
 def num_stages(steps: int) -> int:
@@ -121,13 +101,11 @@ def _compression_of_all(blocks: RowBlocks) -> float:
 
 def check_reachable(tables: list[BlockedTable], blocks: RowBlocks, compression: float) -> None:
     """Checks before any training that a size can be met. Local."""
-    anything = {
-        table.config.name: torch.ones(
-            blocks.routings[table.config.name].num_blocks, table.config.embedding_dim
-        )
-        for table in tables
-    }
+    worth = {}
+    for table in tables:
+        num_blocks = blocks.routings[table.config.name].num_blocks
+        worth[table.config.name] = torch.ones(num_blocks, table.config.embedding_dim)
     try:
-        retained_columns(tables, blocks, anything, bits=FEWEST_BITS, compression=compression)
+        retained_columns(tables, blocks, worth, bits=FEWEST_BITS, compression=compression)
     except ValueError as error:
         raise SizeOutOfReachError(str(error)) from error

@@ -36,11 +36,8 @@ class Level(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LevelSchedule:
-    """Says when the upper level steps: after every lower step, once a warm-up is over.
-
-    Attributes:
-        warm_up_steps: lower steps before the first upper step, at least 1. None: no upper step
-            until `BilevelStream.alternate`.
+    """Says when the upper level steps: after every lower step, once a warm-up of at least one step
+    is over; with None for its length once `BilevelStream.alternate` says so.
 
     Example:
         >>> schedule = LevelSchedule(warm_up_steps=2)
@@ -90,11 +87,6 @@ class BilevelStream(Generic[_T]):
     run goes on with the batches that it would have seen, if the order of an epoch depends on
     nothing but the iterable's attribute ``epoch``, where it has one, and on torch's random numbers.
 
-    Args:
-        train: batches of the lower level.
-        validation: batches of the upper level.
-        schedule: which level steps when; `alternate` may say so later.
-
     Example:
         >>> stream = BilevelStream(["t0", "t1", "t2"], ["v0"], LevelSchedule(warm_up_steps=2))
         >>> [next(stream) for _ in range(6)]
@@ -114,7 +106,7 @@ class BilevelStream(Generic[_T]):
         self.schedule = schedule
         self._seed = torch.initial_seed()
         self._step = 0
-        self._passed = deque([(0, self._positions)], maxlen=MAX_AHEAD + 1)
+        self._past = deque([(0, self._positions)], maxlen=MAX_AHEAD + 1)
         self.last_level = Level.LOWER
 
     def __iter__(self) -> BilevelStream[_T]:
@@ -124,7 +116,7 @@ class BilevelStream(Generic[_T]):
         level = self.schedule.level(self._step)
         batch = self._next_of(level)
         self._step += 1
-        self._passed.append((self._step, self._positions))
+        self._past.append((self._step, self._positions))
         self.last_level = level
         return batch
 
@@ -156,34 +148,28 @@ class BilevelStream(Generic[_T]):
     def state_dict(self, step: int) -> dict[str, Any]:
         """The stream's position after the batch of a step, at most `MAX_AHEAD` batches ago, as JSON
         takes it; the same on all ranks."""
-        for passed, positions in self._passed:
-            if passed == step:
-                places = {level.value: asdict(position) for level, position in positions.items()}
-                return {
-                    "seed": self._seed,
-                    "step": step,
-                    "warm_up_steps": self.schedule.warm_up_steps,
-                    **places,
-                }
-        requirement = f"a step from {self._passed[0][0]} to {self._passed[-1][0]}"
+        for past, positions in self._past:
+            if past == step:
+                state = {"seed": self._seed, "step": step} | asdict(self.schedule)
+                return state | {level.value: asdict(place) for level, place in positions.items()}
+        requirement = f"a step from {self._past[0][0]} to {self._past[-1][0]}"
         raise RuntimeError(describe("BilevelStream.state_dict", requirement, step))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to where `state_dict` was taken: begins the interrupted epochs again and skips what
-        had been read, which is not compared with the run's (`data.over_ranks.fingerprints` are)."""
+        had been read, which is not compared with the run's (`data.over_ranks` compares it)."""
         conform(state, _State, "stream of the checkpoint")
         positions = {level: StreamPosition(**state[level.value]) for level in Level}
+        place, requirement = "stream of the checkpoint", "its seed and its epochs to be >= 0"
         for value in (state["seed"], *(position.epoch for position in positions.values())):
-            check(
-                value >= 0, "stream of the checkpoint", "its seed and its epochs to be >= 0", value
-            )
+            check(value >= 0, place, requirement, value)
         self._seed, self._step = state["seed"], state["step"]
         self.schedule = LevelSchedule(warm_up_steps=state["warm_up_steps"])
-        for level, wanted in positions.items():
+        for level, position in positions.items():
             self._iterators.pop(level, None)
-            if wanted.epoch:
-                self._skip(level, wanted)
-        self._passed = deque([(self._step, self._positions)], maxlen=MAX_AHEAD + 1)
+            if position.epoch:
+                self._skip(level, position)
+        self._past = deque([(self._step, self._positions)], maxlen=MAX_AHEAD + 1)
 
     def leave(self) -> None:
         """Leaves data that counts its epochs in one that does not depend on how far a pipeline had
@@ -205,58 +191,44 @@ class BilevelStream(Generic[_T]):
         epoch = getattr(self._streams[level], "epoch", None)
         return epoch if isinstance(epoch, int) else None
 
-    def _skip(self, level: Level, wanted: StreamPosition) -> None:
-        if wanted.data_epoch is not None:
-            received, remedy = "one that does not", "resume with the data of the run"
-            counts = self._data_epoch(level) is not None
-            check(counts, _name(level), "data that counts its epochs, as before", received, remedy)
-            self._streams[level].epoch = wanted.data_epoch  # type: ignore[attr-defined]
-        self._positions = {**self._positions, level: StreamPosition(wanted.epoch - 1)}
-        while self._positions[level] != wanted:
-            before = self._positions[level].batches
+    def _skip(self, level: Level, target: StreamPosition) -> None:
+        remedy = "resume with the data of the run"
+        if target.data_epoch is not None:
+            requirement, counts = "data that counts its epochs", self._data_epoch(level) is not None
+            check(counts, _name(level), f"{requirement}, as before", "one that does not", remedy)
+            self._streams[level].epoch = target.data_epoch  # type: ignore[attr-defined]
+        requirement = f"at least {target.batches} batches, as before the interruption"
+        self._positions = {**self._positions, level: StreamPosition(target.epoch - 1)}
+        while self._positions[level] != target:
+            num_batches = self._positions[level].batches
             self._next_of(level)
-            requirement = f"at least {wanted.batches} batches, as before the interruption"
-            same_epoch = self._positions[level].epoch == wanted.epoch
-            check(same_epoch, _name(level), requirement, before, "resume with the data of the run")
+            is_same_epoch = self._positions[level].epoch == target.epoch
+            check(is_same_epoch, _name(level), requirement, num_batches, remedy)
 
     def _next_of(self, level: Level) -> _T:
         if level in self._iterators:
-            with self._its_random_numbers(level):
-                for batch in self._iterators[level]:
-                    return self._count(level, batch)
-        epoch = self._positions[level].epoch + 1
-        data_epoch = self._data_epoch(level)
-        with _seeded(
-            (self._seed, list(Level).index(level), epoch)
-        ):  # some shuffle when asked for their first batch
+            # The random numbers go on where this stream's last batch left them.
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(self._random_numbers[level])
+                batch = next(self._iterators[level], None)
+                self._random_numbers[level] = torch.get_rng_state()
+            if batch is not None:
+                return self._count(level, batch)
+        epoch, data_epoch = self._positions[level].epoch + 1, self._data_epoch(level)
+        with _seeded((self._seed, list(Level).index(level), epoch)):
             self._iterators[level] = iter(self._streams[level])
-            first = next(self._iterators[level], None)
+            first = next(self._iterators[level], None)  # where some shuffle
             self._random_numbers[level] = torch.get_rng_state()
         if first is None:
-            raise ValueError(
-                describe(_name(level), "at least one batch", "none", "check the data splits")
-            )
+            remedy = "check the data splits"
+            raise ValueError(describe(_name(level), "at least one batch", "none", remedy))
         self._positions = {**self._positions, level: StreamPosition(epoch, data_epoch)}
         return self._count(level, first)
 
-    @contextmanager
-    def _its_random_numbers(self, level: Level) -> Iterator[None]:
-        """Torch's random numbers of the CPU go on inside where this stream's batch before left
-        them."""
-        before = torch.get_rng_state()
-        torch.set_rng_state(self._random_numbers[level])
-        try:
-            yield
-        finally:
-            self._random_numbers[level] = torch.get_rng_state()
-            torch.set_rng_state(before)
-
     def _count(self, level: Level, batch: _T) -> _T:
         position = self._positions[level]
-        self._positions = {
-            **self._positions,
-            level: replace(position, batches=position.batches + 1),
-        }
+        position = replace(position, batches=position.batches + 1)
+        self._positions = {**self._positions, level: position}
         return batch
 
 
@@ -267,9 +239,7 @@ def _name(level: Level) -> str:
 @contextmanager
 def _seeded(entropy: tuple[int, ...]) -> Iterator[None]:
     """Torch's random numbers of the CPU, seeded inside and untouched outside."""
-    before = torch.get_rng_state()
-    torch.default_generator.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
-    try:
+    with torch.random.fork_rng(devices=[]):
+        seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
+        torch.default_generator.manual_seed(seed)
         yield
-    finally:
-        torch.set_rng_state(before)

@@ -188,7 +188,6 @@ class ShardSelection:
         self._alpha = alpha
         self._gradient_division = gradient_division
         self._tables = tables
-        # As in the lookup's own list of features, a name occurs once for every shard that reads it.
         self._keys = [key for feature in features for key in feature.keys]
         begins, fields, in_column, out_column = alpha.begins, [], 0, 0
         for feature in features:
@@ -297,8 +296,7 @@ class ShardSelection:
         for index, part in enumerate(sums.split(widths, dim=1) if widths else ()):
             feature = self._features[index]
             parts.append(self._select(feature, part, blocks[index], lengths_of[index], alphas))
-        # Also where this rank holds nothing: the ranks that do need it in the collectives of
-        # alpha's backward pass.
+        # Also where this rank holds nothing: others need it in alpha's backward collectives.
         zero = torch.stack([alpha.sum() for alpha in alphas.values()]).sum() * 0
         return (torch.cat(parts, dim=1) if parts else sums) + zero.to(sums.dtype)
 

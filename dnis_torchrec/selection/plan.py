@@ -174,10 +174,8 @@ def check_sharding_plan(
         place = f"sharding plan, FQN {fqn!r}"
         module = _submodule(model, fqn)
         check(module is not None, place, "a module of the model", "none", nearest(fqn, lookups))
-        kinds = (
-            EmbeddingBagCollection | EmbeddingCollection | FeatureProcessedEmbeddingBagCollection
-        )
-        if not isinstance(module, kinds):
+        kinds = EmbeddingBagCollection | FeatureProcessedEmbeddingBagCollection
+        if not isinstance(module, kinds | EmbeddingCollection):
             limit = "supported are EmbeddingBagCollections and EmbeddingCollections"
             remedy = "take its sharder away; its weights would be drawn anew"
             raise NotImplementedError(describe(place, limit, type(module).__name__, remedy))

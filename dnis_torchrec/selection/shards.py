@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -30,6 +30,7 @@ from dnis_torchrec.selection.torchrec import (
     bag_configs_of,
     frozen_tables,
     frozen_tables_of_sharded,
+    returns_indices,
     sequence_configs_of,
     sharding_env,
     takes_weights,
@@ -62,13 +63,8 @@ INTERFACES = {
     CopyableMixin,
 }
 """Classes from there that may hold a collection: they do neither."""
-PLAIN_HOLDERS = (
-    *(
-        f"torchrec.modules.{name}"
-        for name in ("activation", "crossnet", "deepfm", "embedding_tower", "lazy_extension")
-    ),
-    *("torchrec.modules.mlp", "torchrec.modules.regroup", "torchrec.distributed.test_utils."),
-)
+_PLAIN = ("activation", "crossnet", "deepfm", "embedding_tower", "lazy_extension", "mlp", "regroup")
+PLAIN_HOLDERS = (*(f"torchrec.modules.{n}" for n in _PLAIN), "torchrec.distributed.test_utils.")
 """Modules from there whose classes do neither, nor do those that a user derives from them."""
 NO_HOOKS = "remove the hooks: neither sharded nor merged collections keep them"
 MOVE_OUT = "move what it adds into a module around a plain collection"
@@ -257,6 +253,16 @@ def is_weighted(collection: nn.Module) -> bool:
     return cast(EmbeddingBagCollectionInterface, collection).is_weighted()
 
 
+def needs_indices(collection: nn.Module) -> bool:
+    """Returns whether an unpooled collection passes ids on as the weights of its outputs."""
+    if is_pooled(collection):
+        return False
+    inner = lookup_of(collection)
+    if isinstance(inner, ShardedEmbeddingCollection):
+        return returns_indices(inner)
+    return cast(EmbeddingCollectionInterface, inner).need_indices()
+
+
 def check_merged(fqn: str, collection: nn.Module, ranks: Ranks) -> None:
     """Checks that alpha has been folded into a collection. Local, no collective."""
     place, remedy = f"FQN {fqn!r}", "call merge_ first"
@@ -270,9 +276,9 @@ def check_merged(fqn: str, collection: nn.Module, ranks: Ranks) -> None:
             raise RuntimeError(describe(place, "a merged collection", "alpha below 1", remedy))
 
 
-def dense_state(model: nn.Module) -> dict[str, Tensor]:
-    """A model's state_dict without tables and alpha, named as in the plain model. Local."""
-    holders = list(collections(model))
+def dense_state(model: nn.Module, served: Collection[str] = ()) -> dict[str, Tensor]:
+    """A model's state_dict without tables, alpha and collections `served` packed. Local."""
+    holders = [*collections(model), *served]
     state = plain_state_dict(get_unwrapped_module(model))
     is_dense = {name: not any(_is_inside(name, fqn) for fqn in holders) for name in state}
     return {name: value for name, value in state.items() if is_dense[name]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from typing import TypeVar, cast
 
 import torch
@@ -30,6 +31,7 @@ from dnis_torchrec.selection.shards import (
     is_weighted,
     local_shards,
     multiply_by_alpha_,
+    needs_indices,
     table_configs_of,
     tables_under,
     whole_module_of,
@@ -37,7 +39,6 @@ from dnis_torchrec.selection.shards import (
 from dnis_torchrec.selection.torchrec import (
     Plain,
     Sharded,
-    returns_indices,
     sequence_configs_of,
     set_device_,
     sharding_env,
@@ -57,6 +58,7 @@ from dnis_torchrec.selection.wrapper import (
     soft_selection_modules,
 )
 
+ON_RANKS = "call dnis_torchrec.allocation.compress.measure_(model, ...).allocate(...) and export"
 PlainCollection = TypeVar("PlainCollection", EmbeddingBagCollection, EmbeddingCollection)
 
 
@@ -104,8 +106,8 @@ def prepare_(
         'EmbeddingBagCollection'
     """
     if soft_selection_modules(model):
-        place, kind = "prepare_", "wrapped collections"
-        raise RuntimeError(describe(place, "a model not yet prepared", kind, "merge_ it"))
+        requirement, text = "a model not yet prepared", "wrapped collections"
+        raise RuntimeError(describe("prepare_", requirement, text, "merge_ it"))
     for fqn, module in model.named_modules():
         if isinstance(module, Sharded):
             remedy = "call prepare_ before DistributedModelParallel"
@@ -119,34 +121,25 @@ def prepare_(
         check_known("FQN", fqn, plain)
     choice = {fqn: module for fqn, module in plain.items() if fqns is None or fqn in fqns}
     _check_features(choice, multi_hot_features)
-    _check_weights(get_unwrapped_module(model), plain, choice)
+    check_weights_apart(model, choice)
     check_remapping(model)
     alpha = Alpha(blocks.alpha_shapes)
     wrappers = []  # all of them before the first is put in: a model that does not fit stays whole
     for fqn, collection in choice.items():
         whole = whole_module_of(model, fqn)
-        wrapper = _wrapper_around(whole, collection, blocks, alpha, multi_hot_features)
+        wrapper: SoftSelectionModule
+        if isinstance(collection, EmbeddingCollection):
+            wrapper = SoftSelectionEmbeddingCollection(collection, blocks, alpha=alpha)
+        else:
+            kind = SoftSelectionEmbeddingBagCollection
+            if isinstance(whole, FeatureProcessedEmbeddingBagCollection):
+                kind = SoftSelectionFeatureProcessedEmbeddingBagCollection
+            wrapper = kind(whole, blocks, alpha=alpha, multi_hot_features=multi_hot_features)
         wrappers.append((whole, wrapper.train(collection.training)))
     for whole, wrapper in wrappers:
         model = replace_(model, whole, wrapper)
     stand_still_(model)
     return model
-
-
-def _wrapper_around(
-    whole: nn.Module,
-    collection: Plain,
-    blocks: RowBlocks,
-    alpha: Alpha,
-    multi_hot_features: list[str] | None,
-) -> SoftSelectionModule:
-    """A wrapper around a collection, or around what processes features in front of it."""
-    if isinstance(collection, EmbeddingCollection):
-        return SoftSelectionEmbeddingCollection(collection, blocks, alpha=alpha)
-    kind: type[SoftSelectionEmbeddingBagCollection] = SoftSelectionEmbeddingBagCollection
-    if isinstance(whole, FeatureProcessedEmbeddingBagCollection):
-        kind = SoftSelectionFeatureProcessedEmbeddingBagCollection
-    return kind(whole, blocks, alpha=alpha, multi_hot_features=multi_hot_features)
 
 
 def merge_(model: nn.Module) -> nn.Module:
@@ -195,8 +188,8 @@ def unshard_(model: nn.Module) -> nn.Module:
             continue
         world_size = sharding_env(module).world_size
         if world_size > 1:
-            limit = "supported is world size 1"
-            raise NotImplementedError(describe(f"FQN {fqn!r}", limit, world_size))
+            limit, remedy = "supported is world size 1", ON_RANKS
+            raise NotImplementedError(describe(f"FQN {fqn!r}", limit, world_size, remedy))
         around, whole = _plain_around(module), whole_module_of(plain, fqn)
         if whole is not module:
             around = with_processors_of(whole, cast(EmbeddingBagCollection, around))
@@ -236,21 +229,24 @@ def _check_features(choice: dict[str, Plain], multi_hot_features: list[str] | No
         check_known("feature", feature, features)
 
 
-def _check_weights(model: nn.Module, plain: dict[str, Plain], choice: dict[str, Plain]) -> None:
-    """Refuses shared weights: each holder would need its own alpha."""
+def check_weights_apart(model: nn.Module, fqns: Collection[str] | None = None) -> None:
+    """Refuses shared weights, but of sharded tables: each holder needs its alpha and codes."""
+    model, modules = get_unwrapped_module(model), collections(model)
+    kinds = EmbeddingBagCollection | EmbeddingCollection
+    plain = {fqn: module for fqn, module in modules.items() if isinstance(module, kinds)}
     tables = [table for c in plain.values() for table in holders_of_tables(c).values()]
     of_collections = {id(table) for table in tables}
     holders: dict[int, list[str]] = {}
     for fqn, module in model.named_modules():
         if id(module) not in of_collections:  # a collection speaks for its tables: two may hold one
-            is_collection = isinstance(module, EmbeddingBagCollection | EmbeddingCollection)
+            is_collection = isinstance(module, kinds)
             weights = module.named_parameters(fqn, recurse=is_collection, remove_duplicate=False)
             for name, weight in weights:
                 holders.setdefault(_memory(weight), []).append(name)
     remedy = "let one table read the features of both (feature_names), or copy the weights"
-    for fqn, collection in choice.items():
-        for table, holder in holders_of_tables(collection).items():
-            name = f"{fqn}.{tables_under(collection)}.{table}.weight".removeprefix(".")
+    for fqn in plain if fqns is None else fqns:
+        for table, holder in holders_of_tables(plain[fqn]).items():
+            name = f"{fqn}.{tables_under(plain[fqn])}.{table}.weight".removeprefix(".")
             names = [n for n in holders[_memory(cast(torch.Tensor, holder.weight))] if n != name]
             text = f"those of {names[0]!r} too" if names else ""
             check(not names, f"table {table!r}", "weights of its own", text, remedy)
@@ -268,11 +264,10 @@ def _plain_around(holder: nn.Module) -> nn.Module:
         bags, weighs = table_configs_of(holder), is_weighted(holder)
         return _take_live_weights_(EmbeddingBagCollection(bags, weighs, meta), holder)
     if isinstance(holder, ShardedEmbeddingCollection):
-        tables, need_indices = sequence_configs_of(holder), returns_indices(holder)
+        tables = sequence_configs_of(holder)
     else:
-        interface = cast(EmbeddingCollectionInterface, holder)
-        tables, need_indices = interface.embedding_configs(), interface.need_indices()
-    plain = EmbeddingCollection(tables, device=meta, need_indices=need_indices)
+        tables = cast(EmbeddingCollectionInterface, holder).embedding_configs()
+    plain = EmbeddingCollection(tables, device=meta, need_indices=needs_indices(holder))
     return _take_live_weights_(plain, holder)
 
 

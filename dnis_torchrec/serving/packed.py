@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,10 @@ from dnis_torchrec.serving.tables import LogicalCollection, name_unknown_id
 class HeldBuffers(nn.Module):
     """Buffers that C++ owns, and not Python alone."""
 
-    def __init__(self, tensors: dict[str, Tensor], *, persistent: bool = True) -> None:
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
         super().__init__()
         for name, tensor in tensors.items():
-            self.register_buffer(name, tensor, persistent=persistent)
+            self.register_buffer(name, tensor)
         self._hold()
 
     def _hold(self) -> None:
@@ -222,9 +222,10 @@ class PackedEmbeddingBagCollection(LogicalCollection):
         # never none: AOTInductor hands an empty list of tensors over as None, which no operator
         # takes
         self.tables = HeldBuffers(buffers or {"none": torch.zeros(1, dtype=torch.uint8)})
-        self.outputs = HeldBuffers(
-            self._output_layout(tables, list(buffers))._asdict(), persistent=False
-        )
+        layout = self._output_layout(tables, list(buffers))
+        self.outputs = HeldBuffers(layout._asdict())
+        # Not tensors: a distributed checkpoint writes into those before anything can compare them.
+        self._identity = {"features": layout.features.tolist(), "tables": layout.tables.tolist()}
 
     def _output_layout(
         self, table_of_fields: Mapping[str, PackedTable], buffers: list[str]
@@ -343,6 +344,20 @@ class PackedEmbeddingBagCollection(LogicalCollection):
             self._zero_unknown,
         )
 
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        """Refuses codes that come without what they mean, or those of other tables."""
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        errors: list[str] = rest[-1]
+        place, remedy = prefix.removesuffix(".") or "the model", "build it with the saved scheme"
+        names = [f"outputs.{field}" for field in self.outputs._buffers]
+        absent = [name for name in names if prefix + name not in state_dict]
+        if absent and any(key.startswith(f"{prefix}tables.") for key in state_dict):
+            errors.append(describe(place, "codes and their layout", f"no {absent[0]!r}", remedy))
+        for field, numbers in self._identity.items():
+            tensor = state_dict.get(f"{prefix}outputs.{field}")
+            if tensor is not None and not tensor.is_meta and tensor.tolist() != numbers:
+                errors.append(describe(place, f"{field} {numbers}", tensor.tolist(), remedy))
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Makes the operator there in a process that received the module from another."""
         super().__setstate__(state)
@@ -351,6 +366,15 @@ class PackedEmbeddingBagCollection(LogicalCollection):
     def table_bytes(self) -> int:
         """Bytes of all tables: rows, scales, shifts, bits and directories."""
         return self._table_bytes
+
+    def schemes(self) -> dict[str, TableScheme]:
+        """The scheme of every table, by name."""
+        return {table.name: table for table in self._logical.tables}
+
+    def bit_fields(self) -> dict[str, Tensor]:
+        """The rows of every table as they lie in memory, ``(bytes,)`` uint8."""
+        buffers, nothing = self.tables._buffers, torch.empty(0, dtype=torch.uint8)
+        return {name: cast(Tensor, buffers.get(f"{name}/rows", nothing)) for name in self.schemes()}
 
 
 def _block_rows(table: PackedTable, first_group: int, groups_per_block: int) -> list[list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +38,7 @@ class ServedEmbeddingCollection(EmbeddingCollectionInterface):
     """Looks ids up in pruned tables; same keys and D as the uncompressed EmbeddingCollection."""
 
     def __init__(
-        self,
-        scheme: MixedDimensionScheme,
-        tables: Mapping[str, EmbeddingBagCollectionInterface],
-        *,
-        need_indices: bool = False,
+        self, scheme: MixedDimensionScheme, tables: Mapping[str, EmbeddingBagCollectionInterface]
     ) -> None:
         super().__init__()
         for name, table in scheme.tables.items():
@@ -61,7 +57,7 @@ class ServedEmbeddingCollection(EmbeddingCollectionInterface):
             for table in self._schemes
         ]
         self._names = get_embedding_names_by_table(self._configs)
-        self._need_indices = need_indices
+        self._need_indices = any(table.need_indices for table in self._schemes)
         self.tables = nn.ModuleDict({name: cast(nn.Module, tables[name]) for name in scheme.tables})
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
@@ -118,6 +114,18 @@ class ServedEmbeddingCollection(EmbeddingCollectionInterface):
         return self._need_indices
 
     def pass_indices_(self, need_indices: bool) -> None:
-        """Says whether ids are passed on as the weights of the outputs; an artifact does not know
-        it."""
+        """Says whether ids are passed on as the weights of the outputs."""
         self._need_indices = need_indices
+
+    def schemes(self) -> dict[str, TableScheme]:
+        """The scheme of every table, by name."""
+        return {table.name: table for table in self._schemes}
+
+    def bit_fields(self) -> dict[str, Tensor]:
+        """The rows of every packed table as they lie in memory, ``(bytes,)`` uint8."""
+        modules = self.tables.values()
+        return {
+            name: rows
+            for module in modules
+            for name, rows in cast(Any, module).bit_fields().items()
+        }

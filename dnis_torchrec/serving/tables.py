@@ -328,7 +328,7 @@ class MeanForUnknownIds(LogicalCollection):
         self.register_buffer("limits", self._logical.limits().to(device), persistent=False)
         of_table = {name: self._mean_of(table, device) for name, table in scheme.tables.items()}
         means = torch.cat([of_table[table.name] for table in self._logical.tables])
-        self.register_buffer("means", means, persistent=False)
+        self.register_buffer("means", means)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Looks bags up."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.serving.tables import LogicalCollection, LogicalTables, checked_bags
 
@@ -229,6 +231,16 @@ def _with_new_rows(table: TableScheme, chunks: Iterable[Tensor]) -> Iterator[Ten
         yield chunk
 
 
+def _digest(scheme: MixedDimensionScheme) -> list[int]:
+    """SHA-256 of all that says which value of a block's table is which."""
+    digest = hashlib.sha256()
+    for name, table in scheme.tables.items():
+        parts = {"retained": table.retained, **table.routing.to_tensors()}
+        for part, tensor in parts.items():
+            digest.update(f"{name}/{part}".encode() + tensor.contiguous().numpy().tobytes())
+    return list(digest.digest())
+
+
 class MixedDimensionEmbeddingBagCollection(LogicalCollection):
     """Looks bags up in mixed-dimension tables; same keys, dims and values as the collection that
     was pruned.
@@ -291,7 +303,8 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
     ) -> None:
         check(dim_multiple >= 1, "dim_multiple", "an integer >= 1", dim_multiple)
         super().__init__(scheme, unknown_ids=unknown_ids)
-        self._scheme = scheme
+        self._scheme, self._digest = scheme, _digest(scheme)
+        self.register_buffer("scheme_sha256", torch.tensor(self._digest, dtype=torch.uint8))
         shapes = {name: table.stored_blocks() for name, table in scheme.tables.items()}
         most = max(table.routing.num_blocks for table in scheme.tables.values())
         self._stored = [
@@ -328,6 +341,16 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
             self._fill_padding(place)
         if place.type != "meta":
             self.to(place)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        """Refuses values of blocks that were cut otherwise."""
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        digest = state_dict.get(f"{prefix}scheme_sha256")
+        is_same = digest is not None and (digest.is_meta or digest.tolist() == self._digest)
+        if not is_same and any(key.startswith(f"{prefix}blocks.") for key in state_dict):
+            place, value = prefix.removesuffix(".") or "the model", "another or none"
+            remedy, errors = "build it with the saved scheme", rest[-1]
+            errors.append(describe(place, "values cut by its own scheme", value, remedy))
 
     def _fill_padding(self, place: torch.device) -> None:
         """Zeros in columns that are never read: a checkpoint or a norm should not show chance."""

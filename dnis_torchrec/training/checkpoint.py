@@ -9,7 +9,7 @@ import json
 import os
 import posixpath
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
@@ -40,7 +40,6 @@ from dnis_torchrec.data.urls import (
     remove_file,
 )
 from dnis_torchrec.ranks import on_rank_zero, rank_of, together, union_over_ranks, world_size_of
-from dnis_torchrec.selection.wrapper import SOFT_SELECTION
 from dnis_torchrec.training.state import (
     ITERATIONS,
     PlacedTensor,
@@ -50,11 +49,11 @@ from dnis_torchrec.training.state import (
     finish_load_,
 )
 
-CHECKPOINT_MANIFEST, LATEST = "manifest.json", "latest.json"
+CHECKPOINT_MANIFEST = "manifest.json"
 _FORMAT, _FORMAT_VERSION = "dnis-torchrec-checkpoint", 3
 _OTHER = "use another checkpoint"
 _DIFFERENCES = 8
-"""Differences that one error names."""
+"""How many differences one error names."""
 
 
 class CheckpointWriteError(RuntimeError):
@@ -120,7 +119,7 @@ class StoredTensor:
 
 
 def _within(low: Sequence[int], high: Sequence[int], first: Sequence[int]) -> tuple[slice, ...]:
-    """Places of a tensor as those of a part of it that begins at `first`."""
+    """Spans of a tensor as those of a part of it that begins at `first`."""
     spans = zip(low, high, first, strict=True)
     return tuple(slice(start - at, stop - at) for start, stop, at in spans)
 
@@ -158,11 +157,8 @@ class Manifest:
     @staticmethod
     def read(folder: Address) -> Manifest:
         """Reads the manifest, and looks whether every file that it names is there and whole."""
-        place, file, here = (
-            f"checkpoint {folder}",
-            path_in(folder, CHECKPOINT_MANIFEST),
-            local_path(folder),
-        )
+        place, file = f"checkpoint {folder}", path_in(folder, CHECKPOINT_MANIFEST)
+        here = local_path(folder)
         if here is not None:
             check_plain(here, place)
         check(file_size(file) is not None, place, "a checkpoint", f"no {CHECKPOINT_MANIFEST} in it")
@@ -193,7 +189,7 @@ class Manifest:
     ) -> dict[str, StoredTensor]:
         """The tensors, not read yet, in files of the folder or at `path_of` their name."""
         path_of = path_of or (lambda name: Path(path_in(folder, name)))
-        tensors = {}
+        tensors: dict[str, StoredTensor] = {}
         for key, entry in self.tensors.items():
             chunks = [
                 StoredChunk(
@@ -238,69 +234,54 @@ def _check_tensor(entry: _Tensor, files: Mapping[str, int], place: str) -> None:
 
 
 def _check_fits(
-    manifest: Manifest, state: TrainingState, sizes: Mapping[str, tuple[int, ...]], place: str
+    manifest: Manifest,
+    tables: Mapping[str, TableDescription],
+    sizes: Mapping[str, tuple[int, ...]],
+    place: str,
 ) -> None:
     """Checks that a checkpoint is one of the same tables, blocks, weights and optimizers. Local."""
+    sizes_then = {key: tuple(entry["size"]) for key, entry in manifest.tensors.items()}
+    past, now = _facts(manifest.tables, sizes_then), _facts(tables, sizes)
     differences = [
-        *_table_differences(manifest.tables, state.tables),
-        *_tensor_differences(manifest.tensors, sizes),
+        f"{name}: {past.get(name, 'none')} instead of {now.get(name, 'none')}"
+        for name in sorted({*past, *now})
+        if past.get(name) != now.get(name)
     ]
     more = len(differences) - _DIFFERENCES
     text = "; ".join(differences[:_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
     remedy = "resume with the recipe, data and settings that the run was started with"
-    check(not differences, place, "a checkpoint of this run", f"one in which {text}", remedy)
-    for name, table in state.tables.items():
+    check(not differences, place, "a checkpoint of this run", f"one with {text}", remedy)
+    for name, table in tables.items():
+        cuts, cuts_now = manifest.tables[name].column_cuts, table.column_cuts
         is_per_shard = any(k.startswith(f"fused/{name}/") and len(sizes[k]) == 1 for k in sizes)
-        if is_per_shard and manifest.tables[name].column_cuts != table.column_cuts:
-            past, now = len(manifest.tables[name].column_cuts), len(table.column_cuts)
-            requirement = f"for row-wise optimizers the checkpoint's {past} column shards"
+        if is_per_shard and cuts != cuts_now:
+            requirement = f"for row-wise optimizers the checkpoint's {len(cuts)} column shards"
             remedy = "resume with the sharding plan or number of ranks of the checkpoint"
-            text = describe(f"{place}, table {name!r}", requirement, f"{now} column shards", remedy)
-            raise NotImplementedError(text)
+            text = f"{len(cuts_now)} column shards"
+            place = f"{place}, table {name!r}"
+            raise NotImplementedError(describe(place, requirement, text, remedy))
 
 
-def _table_differences(
-    entries: Mapping[str, TableDescription], run: Mapping[str, TableDescription]
-) -> Iterator[str]:
-    for name in sorted(set(entries) ^ set(run)):
-        yield f"table {name!r} is only in the {'checkpoint' if name in entries else 'run'}"
-    for name in sorted(set(entries) & set(run)):
-        for field in ("rows", "embedding_dim"):
-            past, now = getattr(entries[name], field), getattr(run[name], field)
-            if past != now:
-                yield f"table {name!r} has {field} {past} instead of {now}"
-        if entries[name].blocks != run[name].blocks:
-            yield f"table {name!r} has other row blocks"
-
-
-def _tensor_differences(
-    entries: Mapping[str, _Tensor], sizes: Mapping[str, tuple[int, ...]]
-) -> Iterator[str]:
-    """Yields differences in tensors beside the tables; those of one rank, or of the kernels it
-    uses, may differ."""
-
-    def of_run(keys: Iterable[str]) -> set[str]:
-        return {key for key in keys if not key.startswith(("rank", "table/")) and key != ITERATIONS}
-
-    for key in sorted(of_run(entries) ^ of_run(sizes)):
-        yield f"{key} is only in the {'checkpoint' if key in entries else 'run'}"
-    for key in sorted(of_run(entries) & of_run(sizes)):
-        is_per_shard = key.startswith("fused/") and len(sizes[key]) == 1
-        size = tuple(entries[key]["size"])
-        if size != sizes[key] and not is_per_shard:
-            yield f"{key} has shape {size} instead of {sizes[key]}"
+def _facts(
+    tables: Mapping[str, TableDescription], sizes: Mapping[str, tuple[int, ...]]
+) -> dict[str, object]:
+    """What is equal in a checkpoint and a run, whatever ranks and kernels they have."""
+    facts: dict[str, object] = {
+        f"table {name!r}": (table.rows, table.embedding_dim, table.blocks)
+        for name, table in tables.items()
+    }
+    for key, size in sizes.items():
+        if not key.startswith(("rank", "table/")) and key != ITERATIONS:
+            is_per_shard = key.startswith("fused/") and len(size) == 1
+            facts[key] = "one for each shard" if is_per_shard else size
+    return facts
 
 
 # Folders of checkpoints
 
 
-class _Latest(TypedDict):
-    checkpoint: str
-
-
 class CheckpointFolder:
-    """Checkpoints of one run at a path that all ranks see, or at a URL: which there are, which is
-    the latest, which may go. No collective."""
+    """Checkpoints of one run at a path that all ranks see, or at a URL. No collective."""
 
     def __init__(self, path: Address, *, keep_last: int = 2) -> None:
         check(keep_last >= 1, "keep_last", "at least 1", keep_last)
@@ -315,21 +296,15 @@ class CheckpointFolder:
     def latest(self) -> Address | None:
         """The last whole checkpoint, or None."""
         self._check_plain()
-        file = path_in(self.path, LATEST)
-        if file_size(file) is None:
-            return None
-        text, remedy = read_bytes(file).decode(errors="replace"), "name a checkpoint of the folder"
-        name = parse_json(text, _Latest, str(file), remedy=remedy)["checkpoint"]
-        names = {os.path.basename(self.path_of(step)): step for step in self.steps()}
-        check(name in names, str(file), f"one of {list(names)}", repr(name), remedy)
-        return self.path_of(names[name])
+        steps = self.steps()
+        return self.path_of(steps[-1]) if steps else None
 
     def steps(self) -> list[int]:
         """Numbers of the whole checkpoints, rising."""
         return sorted(step for step, names in self._files().items() if CHECKPOINT_MANIFEST in names)
 
     def clean(self) -> None:
-        """Removes the remains of checkpoints that never became whole, or are only half gone."""
+        """Removes what is left of checkpoints that never became whole, or are half gone."""
         self._check_plain()
         for step, names in self._files().items():
             if CHECKPOINT_MANIFEST not in names:
@@ -348,20 +323,19 @@ class CheckpointFolder:
 
     def publish(self, step: int, manifest: Manifest, keep: Collection[int] = ()) -> None:
         """Makes a checkpoint whole and the latest, and removes those that nobody needs any more."""
-        latest = json.dumps({"checkpoint": os.path.basename(self.path_of(step))}) + "\n"
-        _put_text(path_in(self.path_of(step), CHECKPOINT_MANIFEST), manifest.text())
-        _put_text(path_in(self.path, LATEST), latest)
         files = self._files()
+        for other in sorted(files):  # later steps are of a future that going back has undone
+            if other > step:
+                self._remove(other, files.pop(other))
+        text, file = manifest.text(), path_in(self.path_of(step), CHECKPOINT_MANIFEST)
+        put_file(file, lambda path: path.write_text(text, encoding="utf-8"))
         for name in set(files[step]) - {CHECKPOINT_MANIFEST, *manifest.files}:
             remove_file(path_in(self.path_of(step), name))
-        # What is above the latest step is of a future that an interruption has undone.
-        past = sorted(other for other in files if other <= step)
-        for other in set(files) - {*past[-self._keep_last :], *keep}:
+        for other in set(files) - {*sorted(files)[-self._keep_last :], *keep}:
             self._remove(other, files[other])
 
     def remove(self) -> None:
-        """Removes all checkpoints, the name of the latest first."""
-        remove_file(path_in(self.path, LATEST))
+        """Removes all checkpoints."""
         for step, names in self._files().items():
             self._remove(step, names)
         if self._here is not None:
@@ -391,13 +365,8 @@ class CheckpointFolder:
                 Path(self.path_of(step)).rmdir()
 
 
-def _put_text(address: Address, text: str) -> None:
-    put_file(address, lambda path: path.write_text(text, encoding="utf-8"))
-
-
 def check_shared(path: Path, process_group: dist.ProcessGroup | None = None) -> None:
-    """Checks that all ranks see the folder that rank 0 sees: on several hosts a path may name one
-    on each."""
+    """Checks that all ranks see one folder: on several hosts a path may name one on each."""
     if world_size_of(process_group) == 1:
         return
     with ExitStack() as stack:
@@ -430,7 +399,8 @@ def write_checkpoint(
     """Writes a checkpoint and makes it the latest."""
     try:
         on_rank_zero(folder.clean, process_group)
-        _write(folder, step, state, process_group, keep)
+        manifest = _write(folder, step, state, process_group)
+        on_rank_zero(lambda: folder.publish(step, manifest, keep), process_group)
     except Exception as error:
         remains = _clean_up(folder, process_group)
         place, cause = f"checkpoint {folder.path_of(step)}", f"{type(error).__name__}: {error}"
@@ -442,8 +412,8 @@ def _write(
     step: int,
     state: TrainingState,
     process_group: dist.ProcessGroup | None,
-    keep: Collection[int],
-) -> None:
+) -> Manifest:
+    """Writes the files of all ranks; what several hold, the one with the fewest values writes."""
     rank, num_values = rank_of(process_group), [0] * world_size_of(process_group)
     chunks = {
         (key, chunk.offset): chunk.tensor
@@ -451,16 +421,14 @@ def _write(
         for chunk in value.chunks
         if chunk.tensor.numel()
     }
-    of_rank = {
-        at: (state.tensors[at[0]].size, part.shape, part.dtype) for at, part in chunks.items()
-    }
-    of_ranks = union_over_ranks({str(rank): of_rank}, process_group)
+    local = {at: (state.tensors[at[0]].size, part.shape, part.dtype) for at, part in chunks.items()}
+    of_ranks = union_over_ranks({str(rank): local}, process_group)
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for holder in range(len(num_values)):
         for at in of_ranks[str(holder)]:
             holders.setdefault(at, []).append(holder)
     writers = {}
-    for at, candidates in holders.items():  # the one with the fewest values so far writes it
+    for at, candidates in holders.items():
         writers[at] = min(candidates, key=num_values.__getitem__)
         num_values[writers[at]] += of_ranks[str(writers[at])][at][1].numel()
     part = {_chunk_name(*at): chunks[at].contiguous() for at in chunks if writers[at] == rank}
@@ -474,24 +442,22 @@ def _write(
         entry = tensors.setdefault(at[0], {"dtype": name, "size": list(size), "chunks": []})
         chunk: _Chunk = {"offset": list(at[1]), "size": list(shape), "file": files[str(writer)][0]}
         entry["chunks"].append(chunk)
-    manifest = Manifest(
+    return Manifest(
         world_size=len(num_values),
         files=dict(files.values()),
         tables=state.tables,
         values=state.values,
         tensors=tensors,
     )
-    on_rank_zero(lambda: folder.publish(step, manifest, keep), process_group)
 
 
 def _clean_up(folder: CheckpointFolder, process_group: dist.ProcessGroup | None) -> str:
-    """Removes the remains of a failed write, and says which are still there; storage may be away
-    for that, too."""
+    """Removes the remains of a failed write, and says which checkpoint is good."""
     try:
         on_rank_zero(folder.clean, process_group)
         with together(process_group):
             latest = folder.latest()
-    except (RuntimeError, OSError, ValueError) as error:
+    except (RuntimeError, OSError, ValueError) as error:  # storage may be away for that, too
         return f"what is left there could not be looked at ({error})"
     return "no earlier one is there" if latest is None else f"the last good one is {latest}"
 
@@ -499,21 +465,20 @@ def _clean_up(folder: CheckpointFolder, process_group: dist.ProcessGroup | None)
 @torch.no_grad()
 def read_checkpoint(
     path: Address,
-    state: TrainingState,
+    model: nn.Module,
+    tensors: Mapping[str, PlacedTensor],
     process_group: dist.ProcessGroup | None,
     *,
     kinds: tuple[str, ...] = (),
 ) -> Mapping[str, Any]:
-    """Copies a checkpoint into the tensors of a run, whatever the world size and sharding that it
-    was written with."""
-    place = f"checkpoint {path}"
+    """Copies a checkpoint, of any sharding, into live tensors of a model and what trains it."""
     with together(process_group):
         manifest = Manifest.read(path)
     entries = {k: v for k, v in manifest.tensors.items() if not kinds or k.split("/")[0] in kinds}
     manifest = replace(manifest, tensors=entries)
-    tensors = {_key_in(entries, key): value for key, value in state.tensors.items()}
     sizes = union_over_ranks({key: value.size for key, value in tensors.items()}, process_group)
-    _check_fits(manifest, state, sizes, place)  # from the same facts on all ranks
+    # From the same facts on all ranks.
+    _check_fits(manifest, describe_tables(model), sizes, f"checkpoint {path}")
     with together(process_group), ExitStack() as stack:
         path_of = cache(lambda name: stack.enter_context(local_file(path_in(path, name))))
         parts = manifest.stored(path, path_of)
@@ -521,30 +486,8 @@ def read_checkpoint(
             for chunk in value.chunks if key in parts else ():
                 if chunk.tensor.numel():
                     parts[key].copy_to_(chunk.tensor, chunk.offset)
-    return manifest.values
-
-
-def _key_in(entries: Collection[str], key: str) -> str:
-    """The key in the checkpoint: those written before wrappers had the names of the plain model say
-    it longer."""
-    longer = key.replace(f".{SOFT_SELECTION}.", ".alpha.")
-    longer = longer.replace(".embedding_bags.", ".embedding_bag_collection.embedding_bags.")
-    return longer if key not in entries and longer in entries else key
-
-
-def go_back_(
-    path: Address,
-    model: nn.Module,
-    tensors: Mapping[str, PlacedTensor],
-    process_group: dist.ProcessGroup | None,
-    *,
-    kinds: tuple[str, ...] = (),
-) -> Mapping[str, Any]:
-    """Copies a checkpoint into the live tensors of a model and what trains it."""
-    state = TrainingState(tensors=tensors, tables=describe_tables(model))
-    values = read_checkpoint(path, state, process_group, kinds=kinds)
     finish_load_(model, tensors)
-    return values
+    return manifest.values
 
 
 class CheckpointSaver:

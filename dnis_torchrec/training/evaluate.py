@@ -29,7 +29,7 @@ from dnis_torchrec.data.task import (
     Outputs,
     Task,
     check_candidates,
-    checked_predictions,
+    check_predictions,
     direction_of,
     metric_name,
     task_of,
@@ -41,37 +41,44 @@ from dnis_torchrec.training.pipeline import REMEDY, NonFiniteError
 _PLACE = "evaluation split"
 
 
+def _outputs(
+    model: nn.Module, batches: Iterable[Batch], device: torch.device
+) -> Iterator[tuple[Batch, Tensor, Tensor, Outputs]]:
+    """(batch, loss, loss of the data alone, outputs) of a model in evaluation mode."""
+    was_training = model.training
+    model.eval()
+    for batch in batches:
+        if not len(batch.labels) and world_size_of() == 1:
+            continue  # TorchRec's collections look up no batch of none
+        batch = for_lookup(batch).to(device)
+        loss, (data_loss, outputs) = model(batch)
+        yield batch, loss, data_loss, outputs
+    model.train(was_training)
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module, batches: Iterable[Batch], task: nn.Module, device: torch.device
 ) -> dict[str, float]:
     """Metrics of a model on a split, over all ranks."""
     read_by_name_(model, refuse_weights=None)
-    was_training = model.training
-    model.eval()
     task = task_of(task)
     mean_loss = MeanMetric(nan_strategy=math.inf).to(device)  # by itself it would leave NaN out
     kinds: Mapping[str, str] = {}
     metrics_of: dict[str, Metric] = {}
     num_samples = 0
-    for batch in batches:
+    for batch, _, value, outputs in _outputs(model, batches, device):
         if not metrics_of:
             kinds = task.kinds_of(batch)
             metrics_of = {name: _METRIC_OF[kind]().to(device) for name, kind in kinds.items()}
-        if not len(batch.labels) and world_size_of() == 1:
-            continue  # TorchRec's collections look up no batch of none
-        batch = for_lookup(batch).to(device)
         num_samples += len(batch.labels)
-        _, (value, outputs) = model(batch)
         if len(batch.labels):  # the mean of none is NaN
             mean_loss.update(value, weight=len(batch.labels))
-        for name, predictions in checked_predictions(task, batch, outputs, _PLACE).items():
+        for name, predictions in check_predictions(task, batch, outputs, _PLACE).items():
             values, labels, weights = predictions.values, predictions.labels, predictions.weights
             is_ranking = kinds[name] == RANKING
             metrics_of[name].update(values, labels, predictions.queries if is_ranking else weights)
-    model.train(was_training)
-    if not num_samples:
-        raise ValueError(describe(_PLACE, "at least one sample", "none", "check the data splits"))
+    check(num_samples > 0, _PLACE, "at least one sample", "none", "check the data splits")
     total = {LOSS: float(mean_loss.compute())}
     if not math.isfinite(total[LOSS]):
         raise NonFiniteError(describe(_PLACE, "finite predictions", "nan or inf", REMEDY))
@@ -83,8 +90,7 @@ def evaluate(
 
 
 def selection_loss(model: nn.Module, recipe: Recipe, device: torch.device) -> float:
-    """What early stopping and every other choice makes small, over all ranks, on the selection
-    split."""
+    """What every choice makes small: a loss or metric of the selection split, over all ranks."""
     values = evaluate(model, recipe.data.selection, recipe.task, device)
     requirement = f"Recipe.stop_on to be one of {', '.join(values)}"
     check(recipe.stop_on in values, "selection split", requirement, repr(recipe.stop_on))
@@ -93,8 +99,7 @@ def selection_loss(model: nn.Module, recipe: Recipe, device: torch.device) -> fl
 
 
 def losses_in_words(recipe: Recipe, train_loss: float, selection_loss: float) -> str:
-    """The losses of an epoch as users are told them; a metric that the recipe stops on has its own
-    name and sign."""
+    """The losses of an epoch for users: the metric that the recipe stops on has its own sign."""
     value = -selection_loss if direction_of(recipe.task, recipe.stop_on) else selection_loss
     return f"train loss {train_loss:.4f}, selection {recipe.stop_on} {value:.4f}"
 
@@ -125,9 +130,7 @@ class _Sums(Metric):
 
 
 class ClickMetrics(_Sums):
-    """Exact area under the ROC curve without bins; calibration and normalised entropy as in
-    torchrec.metrics; and the mean cross entropy of logits, exact however large they are. NaN where
-    one is not defined."""
+    """Exact area under the ROC curve, calibration, ne and logloss; NaN where one is undefined."""
 
     chances: list[Tensor]
     positives: list[Tensor]
@@ -226,10 +229,9 @@ class RankingMetrics(Metric):
 
     def update(self, preds: Tensor, target: Tensor, queries: Tensor) -> None:
         """Adds a batch."""
-        odd = target[(target != 0) & (target != 1)]
-        if odd.numel():
-            remedy = "mark relevant candidates by 1, all others by 0"
-            raise ValueError(describe("ranking", "labels 0 or 1", float(odd[0]), remedy))
+        odd = target[(target != 0) & (target != 1)][:1].tolist()
+        remedy = "mark relevant candidates by 1, all others by 0"
+        check(not odd, "ranking", "labels 0 or 1", sum(odd), remedy)
         self.preds.append(preds.detach())
         self.target.append(target.long())
         self.queries.append(queries.long())
@@ -238,9 +240,8 @@ class RankingMetrics(Metric):
         """Metric -> mean over the queries so far."""
         queries = dim_zero_cat(self.queries)
         check_candidates(queries, max(self._ks))
-        label, query, position = _ranked(
-            dim_zero_cat(self.preds), dim_zero_cat(self.target), queries
-        )
+        preds, target = dim_zero_cat(self.preds), dim_zero_cat(self.target)
+        label, query, position = _ranked(preds, target, queries)
         num_queries = int(query[-1]) + 1
         discount = (position + 2).double().log2().reciprocal()
         empty = torch.zeros(num_queries, dtype=torch.float64, device=query.device)
@@ -263,8 +264,7 @@ class RankingMetrics(Metric):
 
 
 def _ranked(preds: Tensor, target: Tensor, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Candidates in falling order of prediction within each query, equal predictions with the
-    negatives first."""
+    """Candidates of each query in falling order of prediction, of equals the negatives first."""
     order = target.argsort(stable=True)
     order = order[preds[order].argsort(descending=True, stable=True)]
     order = order[queries[order].argsort(stable=True)]
@@ -282,36 +282,21 @@ LOSSES_PER_BATCH = 16
 def part_losses(
     model: nn.Module, batches: Iterable[Batch], task: Task, device: torch.device
 ) -> Tensor:
-    """Losses of a model on parts of every batch of a split."""
-    was_training = model.training
-    model.eval()
+    """``(P, 2)``: samples and loss of the parts of every batch of a split, as a model has them."""
     values = [torch.zeros(0, 2, dtype=torch.float64)]
-    for batch in batches:
-        if not len(batch.labels) and world_size_of() == 1:
-            continue  # TorchRec's collections look up no batch of none
-        batch = for_lookup(batch).to(device)
-        loss, (_, outputs) = model(batch)
-        if len(batch.labels):
-            values.append(_losses_of_parts(task, batch, outputs, loss))
-    model.train(was_training)
+    for batch, loss, _, outputs in _outputs(model, batches, device):
+        if size := len(batch.labels):
+            bounds = torch.linspace(0, size, min(LOSSES_PER_BATCH, size) + 1).round().long()
+            losses = torch.stack(
+                [
+                    task.loss(slice_of(batch, *part), _rows_of(outputs, slice(*part)))
+                    for part in pairwise(bounds.tolist())
+                ]
+            )
+            if not bool(losses.isfinite().all()):  # as of one whose samples all weigh nothing
+                bounds, losses = bounds[[0, -1]], loss.reshape(1)
+            values.append(torch.stack([bounds.diff(), losses.cpu()], dim=1).double())
     return torch.cat(values)
-
-
-def _losses_of_parts(task: Task, batch: Batch, outputs: Outputs, loss: Tensor) -> Tensor:
-    """Those of all parts; of the whole batch where one has no loss, as one whose samples all weigh
-    nothing."""
-    size = len(batch.labels)
-    bounds = torch.linspace(0, size, min(LOSSES_PER_BATCH, size) + 1).round().long()
-    losses = torch.stack([task.loss(*part) for part in _parts(batch, outputs, bounds.tolist())])
-    if not bool(losses.isfinite().all()):
-        bounds, losses = bounds[[0, -1]], loss.reshape(1)
-    return torch.stack([bounds.diff(), losses.cpu()], dim=1).double()
-
-
-def _parts(batch: Batch, outputs: Outputs, bounds: list[int]) -> Iterator[tuple[Batch, Outputs]]:
-    for first, last in pairwise(bounds):
-        rows = slice(first, last)
-        yield slice_of(batch, first, last), _rows_of(outputs, rows)
 
 
 def _rows_of(outputs: Outputs, rows: slice) -> Outputs:
@@ -325,8 +310,7 @@ def _rows_of(outputs: Outputs, rows: slice) -> Outputs:
 
 
 def is_ahead(losses: Tensor, rival: Tensor, ranks: Ranks) -> bool:
-    """Whether the mean loss is lower than a rival's by more than one standard error of the
-    difference."""
+    """Whether the mean loss is lower than a rival's by more than one standard error of that."""
     samples, lead = losses[:, 0], rival[:, 1] - losses[:, 1]
     squares, ones = samples.square(), torch.ones_like(samples)
     terms = [samples, samples * lead, squares, squares * lead, squares * lead.square(), ones]

@@ -1,5 +1,5 @@
 """ONE loop of training: phases of epochs until the selection loss stops improving, and back to the
-best one. A search is saved as it goes: one that is killed goes on as if nothing had been."""
+best one. With a folder it saves itself as it goes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, NotRequired, TypedDict, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
@@ -67,7 +67,7 @@ class SearchEvents:
     on_phase: Callable[[Phase, int, float], None] = _ignore
     on_step: Callable[[float, float], None] = _ignore
     on_epoch: Callable[[EpochRecord], None] = _ignore
-    on_alpha: Callable[[EpochRecord, Mapping[int, Tensor], bool], None] = _ignore
+    on_save: Callable[[EpochRecord, bool], None] = _ignore
     should_stop: Callable[[], bool] = lambda: False
 
 
@@ -109,18 +109,16 @@ class FinishedPhase:
 
 
 class Plan:
-    """Says which phase of a training comes next, and what happens when one begins or ends.
-
-    This class goes through a fixed list. All ranks call every method alike."""
+    """Phases of a training, here a fixed list, and what happens around them."""
 
     def __init__(self, *phases: Phase) -> None:
         self._phases = phases
 
-    def phase_after(self, finished: Sequence[FinishedPhase]) -> Phase | None:
+    def phase_after(self, results: Sequence[FinishedPhase]) -> Phase | None:
         """Returns the next phase, given the completed ones; None if training is over."""
-        return (*self._phases, None)[len(finished)]
+        return (*self._phases, None)[len(results)]
 
-    def begin(self, phase: Phase, finished: Sequence[FinishedPhase]) -> None:
+    def begin(self, phase: Phase, results: Sequence[FinishedPhase]) -> None:
         """Called before the first step of a phase, and when a training resumes within it."""
 
     def after_step(self, phase: Phase, done: int) -> None:
@@ -154,8 +152,11 @@ class SearchValues(TypedDict):
 
 
 class TrainLoop:
-    """Steps and evaluates a training until its plan has no further phase; best epochs stay in
-    memory."""
+    """Steps and evaluates a training until its plan has no further phase.
+
+    With a folder for checkpoints, a run that is killed goes on as if nothing had been; without one,
+    best epochs stay in memory.
+    """
 
     def __init__(
         self,
@@ -163,9 +164,13 @@ class TrainLoop:
         stream: Iterator[Batch],
         recipe: Recipe,
         plan: Plan,
+        folder: Address | None = None,
+        settings: Saving | None = None,
         *,
         events: SearchEvents,
         steps_per_epoch: float = math.inf,
+        data: Mapping[str, int] | None = None,
+        configuration: Mapping[str, Any] | None = None,
     ) -> None:
         self._pipeline, self._stream, self._recipe = pipeline, stream, recipe
         self._plan, self._events, self._steps_per_epoch = plan, events, steps_per_epoch
@@ -173,30 +178,54 @@ class TrainLoop:
         self.finished: list[FinishedPhase] = []
         self._best = Best()
         self._epoch, self._is_over = 0, False
-        self._state: Any = None
         self._late = LateValues()
         # This rank's share of the sum and the number of the epoch's losses.
         self._losses = torch.zeros(2, dtype=torch.float64, device=pipeline.device)
+        self._best_state: TrainingState | None = None
+        self._folder, self._settings = None, settings or Saving()
+        if folder is not None:
+            self._folder = CheckpointFolder(folder, keep_last=self._settings.keep_checkpoints)
+        self._saver: CheckpointSaver | None = None
+        self._data = dict(data or {})
+        self._configuration = json.loads(json.dumps(dict(configuration or {}), default=float))
+        self._steps_behind = 0
+        self._begin, self.seconds_before = time.monotonic(), 0.0
 
     @flushing_denormals()
     def run(self) -> None:
-        """Runs all phases, and ends with the weights of the last one's best epoch."""
-        self._run_phases()
+        """Runs what is left of all phases; the model ends with the last one's best weights."""
+        with ExitStack() as stack:
+            if self._folder is not None:
+                latest = on_rank_zero(self._latest) if self._settings.resume else None
+                if latest is not None:
+                    self._restore(latest)
+                self._saver = stack.enter_context(CheckpointSaver(self._folder))
+            while (phase := self._plan.phase_after(self.finished)) is not None:
+                self._plan.begin(phase, self.finished)
+                self.announce(phase, self._pipeline.lower_steps - self._first_step)
+                while not self._is_over:
+                    self._train_epoch(phase)
+                    self._end_epoch(phase)
+                self._end_phase(phase)
         self._pipeline.detach()
+        if self._folder is not None:
+            cast(Any, self._stream).leave()
 
     def announce(self, phase: Phase, done: int = 0) -> None:
-        """Tells who listens that a phase begins; one behind the plan's own is not told of its
-        steps."""
+        """Tells who listens that a phase begins, in the plan or behind it."""
         self._events.on_phase(phase, done, self._steps_per_epoch)
 
-    def _run_phases(self) -> None:
-        while (phase := self._plan.phase_after(self.finished)) is not None:
-            self._plan.begin(phase, self.finished)
-            self.announce(phase, self._pipeline.lower_steps - self._first_step)
-            while not self._is_over:
-                self._train_epoch(phase)
-                self._end_epoch(phase)
-            self._end_phase(phase)
+    def stop_if_requested(self) -> None:
+        """To be called on all ranks after a step behind the last phase, which is not saved."""
+        self._steps_behind += 1
+        if self._is_stop_requested():
+            text = f"its phases are saved in {cast(Any, self._folder).path}, --resume finishes it"
+            place = f"finishing, step {self._steps_behind}"
+            raise SearchInterrupted(f"{place}: stopped on request; {text}")
+
+    def checkpoint_of(self, phase: FinishedPhase) -> Address:
+        """Returns the checkpoint of a phase's best epoch."""
+        return cast(CheckpointFolder, self._folder).path_of(phase.best.step)
 
     @property
     def _steps(self) -> int:
@@ -212,12 +241,12 @@ class TrainLoop:
         last_step = self.history[-1].step if self.history else 0
         until = min(last_step + self._steps_per_epoch, first + phase.steps)
         while pipeline.lower_steps < until:
-            step_before = pipeline.lower_steps
+            previous = pipeline.lower_steps
             try:
                 loss = pipeline.progress(self._stream)[0]
             except StopIteration:  # the end of an epoch of unknown length
                 break
-            is_lower = pipeline.lower_steps > step_before
+            is_lower = pipeline.lower_steps > previous
             if is_lower:
                 # Over the ranks, so that a step counts as much on another number of them.
                 share = torch.stack(
@@ -225,14 +254,23 @@ class TrainLoop:
                 )
                 self._losses += share / world_size_of(pipeline.process_group)
                 self._plan.after_step(phase, pipeline.lower_steps - first)
-                self._tell(loss, pipeline.density)
-            self._after_step(is_lower and pipeline.lower_steps < until)
+                # Whoever listens hears of it; on a GPU, which that would stop, with the next step.
+                self._late.settle()
+                of_step = torch.stack([loss.detach().double().squeeze(), pipeline.density])
+                self._late.read(of_step, lambda values: self._events.on_step(*values.tolist()))
+            if self._saver is not None:
+                self._save_if_due(is_lower and pipeline.lower_steps < until)
 
-    def _tell(self, loss: Tensor, density: Tensor) -> None:
-        """Tells who listens of a lower step; on a GPU, which that would stop, with the next."""
-        self._late.settle()
-        of_step = torch.stack([loss.detach().double().squeeze(), density])
-        self._late.read(of_step, lambda values: self._events.on_step(*values.tolist()))
+    def _save_if_due(self, is_inside: bool) -> None:
+        every, steps = self._settings.checkpoint_every, self._pipeline.lower_steps
+        if self._is_stop_requested():
+            self._save()
+            self._wait()
+            path = cast(CheckpointFolder, self._folder).path_of(self._steps)
+            place = f"epoch {self._epoch}, lower step {steps}: stopped on request"
+            raise SearchInterrupted(f"{place}; everything is saved in {path}, --resume goes on")
+        if is_inside and every and steps % every == 0:
+            self._save()
 
     def _end_epoch(self, phase: Phase) -> None:
         self._late.settle()
@@ -258,25 +296,25 @@ class TrainLoop:
         self._is_over = is_last or (
             phase.patience is not None and epoch - self._best.epoch >= phase.patience
         )
-        self._save(is_better)
-        self._events.on_alpha(record, pipeline.alphas(), self._is_over)
+        if self._saver is not None:
+            self._save()
+        elif is_better:
+            self._best_state = pipeline.state(self._stream)
+        self._events.on_save(record, self._is_over)
 
     def _end_phase(self, phase: Phase) -> None:
-        """Goes back to the best epoch. Nothing is saved before the next epoch's end: a resumed
-        search does it again."""
+        """Goes back to the best epoch; a resumed search does it again, for nothing is saved."""
         self._wait()
         best = self._best
         if phase.patience is not None and best.step not in (-1, self._steps):
             with self._pipeline.detached():
-                self._go_back(best)
-        result = FinishedPhase(
-            name=phase.name,
-            first_step=self._first_step,
-            last_step=self._pipeline.lower_steps,
-            best=best,
-        )
+                folder = self._folder
+                self._pipeline.go_back(folder.path_of(best.step) if folder else self._best_state)
+        first, last = self._first_step, self._pipeline.lower_steps
         self._plan.end(phase)
-        self.finished.append(result)
+        self.finished.append(
+            FinishedPhase(name=phase.name, first_step=first, last_step=last, best=best)
+        )
         next_phase = self._plan.phase_after(self.finished)
         self._best = best if next_phase is not None and next_phase.starts_best else Best()
         self._is_over = False
@@ -288,106 +326,27 @@ class TrainLoop:
         self._losses.zero_()
         return mean
 
-    def _after_step(self, is_inside: bool) -> None:
-        """Called after every step of either level, inside of an epoch or at its end."""
-
     def _wait(self) -> None:
-        """Waits for what is being saved."""
-
-    def _save(self, is_better: bool) -> None:
-        if is_better:
-            self._state = self._pipeline.state(self._stream).copy()
-
-    def _go_back(self, best: Best) -> None:
-        self._pipeline.go_back(self._state)
-
-
-class ResumableLoop(TrainLoop):
-    """A loop that saves a search as it goes: one that is killed goes on as if nothing had been."""
-
-    def __init__(
-        self,
-        pipeline: Any,
-        stream: Iterator[Batch],
-        recipe: Recipe,
-        plan: Plan,
-        folder: Address,
-        saving: Saving,
-        *,
-        steps_per_epoch: int,
-        events: SearchEvents,
-        data: Mapping[str, int] | None = None,
-        configuration: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(
-            pipeline, stream, recipe, plan, events=events, steps_per_epoch=steps_per_epoch
-        )
-        self._folder = CheckpointFolder(folder, keep_last=saving.keep_checkpoints)
-        self._saving, self._data = saving, dict(data or {})
-        self._configuration = json.loads(json.dumps(dict(configuration or {}), default=float))
-        self._steps_behind = 0
-        self._begin, self.seconds_before = time.monotonic(), 0.0
-        self._saver: CheckpointSaver
-
-    @flushing_denormals()
-    def run(self) -> None:
-        """Runs what is left of the search, and ends with the weights and alpha of its last phase's
-        best epoch."""
-        latest = on_rank_zero(self._latest) if self._saving.resume else None
-        if latest is not None:
-            self._restore(latest)
-        with CheckpointSaver(self._folder) as self._saver:
-            self._run_phases()
-        self._pipeline.detach()
-        cast(Any, self._stream).leave()
-
-    def stop_if_requested(self) -> None:
-        """To be called after every step that is taken behind the last phase, of which nothing is
-        saved, on all ranks."""
-        self._steps_behind += 1
-        if self._is_stop_requested():
-            text = f"its phases are saved in {self._folder.path}, --resume finishes it"
-            place = f"finishing, step {self._steps_behind}"
-            raise SearchInterrupted(f"{place}: stopped on request; {text}")
-
-    def checkpoint_of(self, phase: FinishedPhase) -> Address:
-        """Returns the checkpoint of a phase's best epoch."""
-        return self._folder.path_of(phase.best.step)
+        if self._saver is not None:
+            self._saver.wait()
 
     def _latest(self) -> Address | None:
-        self._folder.clean()
-        return self._folder.latest()
-
-    def _after_step(self, is_inside: bool) -> None:
-        every, steps = self._saving.checkpoint_every, self._pipeline.lower_steps
-        if self._is_stop_requested():
-            self._save()
-            self._saver.wait()
-            place = f"epoch {self._epoch}, lower step {self._pipeline.lower_steps}"
-            text = f"everything is saved in {self._folder.path_of(self._steps)}, --resume goes on"
-            raise SearchInterrupted(f"{place}: stopped on request; {text}")
-        if is_inside and every and steps % every == 0:
-            self._save()
-
-    def _go_back(self, best: Best) -> None:
-        self._pipeline.go_back(self._folder.path_of(best.step))
-
-    def _wait(self) -> None:
-        self._saver.wait()
+        folder = cast(CheckpointFolder, self._folder)
+        folder.clean()
+        return folder.latest()
 
     def _is_stop_requested(self) -> bool:
-        is_wanted = self._events.should_stop()
-        group = self._pipeline.process_group
+        should_stop, group = self._events.should_stop(), self._pipeline.process_group
         if world_size_of(group) == 1:
-            return is_wanted
+            return should_stop
         if (self._steps + self._steps_behind) % STOP_INTERVAL:
             return False
-        any_wants = torch.tensor(float(is_wanted), device=self._pipeline.device)
-        dist.all_reduce(any_wants, group=group)
-        return bool(any_wants > 0)
+        num_ranks = torch.tensor(float(should_stop), device=self._pipeline.device)
+        dist.all_reduce(num_ranks, group=group)
+        return bool(num_ranks > 0)
 
-    def _save(self, is_better: bool = False) -> None:
-        self._saver.wait()
+    def _save(self) -> None:
+        self._wait()
         state = self._pipeline.state(self._stream)
         entries: _Search = {
             "epoch": self._epoch,
@@ -407,11 +366,11 @@ class ResumableLoop(TrainLoop):
             values={**state.values, "search": entries},
         )
         best = [phase.best.step for phase in self.finished]
-        self._saver.save(self._steps, whole, keep=(self._best.step, *best))
+        saver = cast(CheckpointSaver, self._saver)
+        saver.save(self._steps, whole, keep=(self._best.step, *best))
 
     def _restore(self, path: Address) -> None:
-        # Of ranks that are no more too: the epoch's mean is that of all samples, whoever has seen
-        # them.
+        # Of ranks that are no more too: the epoch's mean is over all samples.
         world_size = on_rank_zero(lambda: self._ranks_of(path))
         ranks = range(rank_of(), world_size, world_size_of())
         losses = {f"rank{rank}/losses": torch.zeros_like(self._losses) for rank in ranks}
@@ -446,14 +405,6 @@ class ResumableLoop(TrainLoop):
             past = search.get("configuration", {}).get(name, value)
             check(past == value, place, f"one of a search with {name} {value}", past, remedy)
         return world_size
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlainEvents:
-    """Callbacks that follow a plain training; each is optional."""
-
-    on_step: Callable[[float], None] = _ignore
-    on_epoch: Callable[[EpochRecord], None] = _ignore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -508,7 +459,7 @@ class _PlainPipeline(DetachableTrainPipeline):
         yield self.detach()
 
     def state(self, stream: Iterator[Batch]) -> TrainingState:
-        """What the model has learnt."""
+        """A copy of what the model has learnt."""
         return snapshot(self._model, self._rule.tensors())
 
     def go_back(self, state: TrainingState) -> None:
@@ -517,10 +468,6 @@ class _PlainPipeline(DetachableTrainPipeline):
 
     def figures(self) -> dict[str, float]:
         """Nothing: there is no alpha."""
-        return {}
-
-    def alphas(self) -> dict[int, Tensor]:
-        """None."""
         return {}
 
 
@@ -533,15 +480,14 @@ def train_plainly(
     *,
     max_epochs: int,
     patience: int,
-    held: HeldTables | None = None,
+    rule: HeldTables | None = None,
     starts_trained: bool = False,
-    events: PlainEvents = PlainEvents(),
+    events: SearchEvents | None = None,
 ) -> PlainTraining:
-    """Trains with TorchRec's own pipeline until the selection loss stops improving, and goes back
-    to the best epoch."""
+    """Trains with TorchRec's pipeline to the best epoch, as the selection loss has it."""
     begin = time.monotonic()
-    rule = held or HeldTables()
-    stepper = optimizer if held is None else HoldingOptimizer(optimizer, held)
+    stepper = optimizer if rule is None else HoldingOptimizer(optimizer, rule)
+    rule = rule or HeldTables()
     pipeline = _PlainPipeline(model, stepper, recipe, rule, device)
     first_loss, first_state = math.inf, None
     if starts_trained:
@@ -549,8 +495,7 @@ def train_plainly(
         first_state = snapshot(model, rule.tensors())
     model.train()
     plan = Plan(Phase(name=PLAIN, epochs=max_epochs, patience=patience))
-    listeners = SearchEvents(on_step=lambda loss, _: events.on_step(loss), on_epoch=events.on_epoch)
-    loop = TrainLoop(pipeline, iter(()), recipe, plan, events=listeners)
+    loop = TrainLoop(pipeline, iter(()), recipe, plan, events=events or SearchEvents())
     loop.run()
     best = loop.finished[0].best
     if first_state is not None and first_loss <= best.loss:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,15 +18,6 @@ from dnis_torchrec.selection.wrapper import soft_selection_modules
 Reader = Callable[[Tensor], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Copy:
-    """Values on their way to the host."""
-
-    values: Tensor
-    is_there: torch.cuda.Event | None
-    then: Reader
-
-
 def is_read_late(device: torch.device) -> bool:
     """Returns whether to read a number of this device at once would stop it."""
     return device.type == "cuda"
@@ -37,7 +27,7 @@ class LateValues:
     """Copies on their way to the host. Local, no collective."""
 
     def __init__(self) -> None:
-        self._coming: list[_Copy] = []
+        self._copies: list[tuple[Tensor, torch.cuda.Event | None, Reader]] = []
 
     def read(self, values: Tensor, then: Reader) -> bool:
         """Has values read: on a CPU now, those of a GPU when `settle` is called next."""
@@ -47,18 +37,16 @@ class LateValues:
         # pinned, where it comes from a GPU
         on_host = values.detach().to("cpu", non_blocking=True, copy=True)
         stream = torch.cuda.current_stream(values.device) if values.is_cuda else None
-        is_there = None if stream is None else stream.record_event()
-        self._coming.append(_Copy(values=on_host, is_there=is_there, then=then))
+        self._copies.append((on_host, None if stream is None else stream.record_event(), then))
         return False
 
     def settle(self) -> None:
-        """Reads all that is on its way, and waits for it where that has to be; one that raises ends
-        the reading."""
-        copies, self._coming = self._coming, []
-        for copy in copies:
-            if copy.is_there is not None:
-                copy.is_there.synchronize()
-            copy.then(copy.values)
+        """Reads all that is on its way; one that raises ends the reading."""
+        copies, self._copies = self._copies, []
+        for values, arrival, then in copies:
+            if arrival is not None:
+                arrival.synchronize()
+            then(values)
 
 
 REMEDY = "lower the learning rate or clean the data, and start again from the last good checkpoint"
@@ -88,18 +76,15 @@ class FiniteGuard:
         }
 
     def settle(self) -> None:
-        """Reads what earlier checks on a GPU have found: to be called before a state is saved,
-        evaluated or left."""
+        """Reads earlier checks of a GPU, before a state is saved, evaluated or left."""
         self._late.settle()
 
     def flags(self, value: Tensor) -> Tensor:
-        """Flags this rank if it holds a NaN or an infinity; the sum over ranks flags all that do.
-        Local."""
+        """Flags this rank if it holds a NaN or an infinity, for a sum over ranks."""
         return self._flags(torch.isfinite(value.detach()).all())
 
     def check_loss(self, loss: Tensor, place: str, flags: Tensor | None = None) -> None:
-        """Checks a loss, on all ranks alike; before that it reads what earlier checks on a GPU have
-        found."""
+        """Checks a loss, on all ranks alike, and before that reads earlier checks of a GPU."""
         self.settle()
         values = loss.detach().flatten()
         if self._num_flags:
@@ -109,8 +94,7 @@ class FiniteGuard:
 
     @contextmanager
     def watch_gradients(self, place: str) -> Iterator[None]:
-        """Checks the gradients of pooled embeddings, table by table, during the backward pass
-        inside."""
+        """Checks gradients of embeddings, table by table, during the backward pass inside."""
 
         def look(finite: Tensor, table_of: Callable[[Tensor], str]) -> Tensor | None:
             is_finite, values = finite.all(), finite
@@ -128,22 +112,20 @@ class FiniteGuard:
                 wrapper.selection.on_gradient = None
 
     def check_dense_gradients(self, place: str) -> None:
-        """Checks the gradients of everything that is not a table; on a GPU makes all of them zero
-        if one is bad."""
+        """Checks gradients of all but tables; on a GPU makes all of them zero if one is bad."""
         gradients = {
             name: p.grad for name, p in self._dense.items() if p.grad is not None and p.grad.numel()
         }
-        if not gradients:
-            return
         values = list(gradients.values())
-        if values[0].device.type == "cpu" and bool(
-            torch.isfinite(torch.stack(torch._foreach_norm(values)).sum())
-        ):
-            return  # by far the quickest there; a sum of squares may also overflow
+        if not values:
+            return
+        if values[0].device.type == "cpu":
+            norms = torch.stack(torch._foreach_norm(values))
+            if bool(torch.isfinite(norms.sum())):
+                return  # by far the quickest there; a sum of squares may also overflow
         largest = torch.stack(torch._foreach_norm(values, math.inf))
-        if not self._late.read(
-            largest, partial(self._stop_for_dense_gradient, place, list(gradients))
-        ):
+        then = partial(self._stop_for_dense_gradient, place, list(gradients))
+        if not self._late.read(largest, then):
             _zero_unless_((largest < math.inf).all(), values)  # NaN is not smaller, either
 
     def check_alpha_gradient(self, gradient: Tensor, embedding_dim: int, place: str) -> Tensor:
@@ -158,19 +140,15 @@ class FiniteGuard:
         return flags
 
     def _summed(self, flags: Tensor) -> Tensor:
-        if self._world_size > 1:
-            dist.all_reduce(flags, group=self._group)
+        dist.all_reduce(flags, group=self._group)
         return flags
 
+    # What follows reads the summed flags of ranks, if several, and then values of this one.
+
     def _stop_for_loss(self, place: str, values: Tensor) -> None:
-        """Raises if a rank's loss is not finite; `values` holds the flags of ranks, if several,
-        then this one's loss."""
-        num_flags = self._num_flags
-        loss = values[num_flags:]
-        flags = values[:num_flags] if num_flags else ~torch.isfinite(loss).all().view(1)
-        if not bool(flags.any()):
+        loss = values[self._num_flags :]
+        if not self._is_bad(values, torch.isfinite(loss), place, "a finite loss"):
             return
-        self._stop_for_another_rank(flags, place, "a finite loss")
         culprit = self._table_with_non_finite_value()
         where = f"{place}, table {culprit!r}" if culprit else f"{place} (every table is finite)"
         raise NonFiniteError(describe(where, "a finite loss", float(loss.sum()), REMEDY))
@@ -178,25 +156,22 @@ class FiniteGuard:
     def _stop_for_gradient(
         self, place: str, table_of: Callable[[Tensor], str], values: Tensor
     ) -> None:
-        """Raises if a rank's gradient is not finite; `values` is of it, behind the flags of ranks,
-        if several."""
-        num_flags = self._num_flags
-        finite = values[num_flags:] > 0
-        flags = values[:num_flags] if num_flags else ~finite.all().view(1)
-        if not bool(flags.any()):
-            return
-        self._stop_for_another_rank(flags, place, "finite gradients")
-        raise NonFiniteError(
-            describe(f"{place}, {table_of(finite)}", "finite gradients", "nan or inf", REMEDY)
-        )
+        finite = values[self._num_flags :] > 0
+        if self._is_bad(values, finite, place, "finite gradients"):
+            raise _not_finite(f"{place}, {table_of(finite)}")
+
+    def _is_bad(self, values: Tensor, finite: Tensor, place: str, requirement: str) -> bool:
+        """Whether this rank has a value that is not finite; raises if only another one has."""
+        flags = values[: self._num_flags] if self._num_flags else ~finite.all().view(1)
+        if bool(flags.any()) and not bool(flags[self._rank]):
+            place = f"{place}, rank {int(flags.nonzero()[0])}"
+            raise NonFiniteError(describe(place, requirement, "nan or inf", REMEDY))
+        return bool(flags.any())
 
     def _stop_for_dense_gradient(self, place: str, names: list[str], largest: Tensor) -> None:
         finite = torch.isfinite(largest)
         if not bool(finite.all()):
-            name = names[int((~finite).nonzero()[0])]
-            raise NonFiniteError(
-                describe(f"{place}, parameter {name!r}", "finite gradients", "nan or inf", REMEDY)
-            )
+            raise _not_finite(f"{place}, parameter {names[int((~finite).nonzero()[0])]!r}")
 
     def _stop_for_alpha(self, place: str, embedding_dim: int, finite: Tensor) -> None:
         if bool(finite.all()):
@@ -211,14 +186,6 @@ class FiniteGuard:
         where = f"{place}, tables {tables}, row {row} of alpha"
         raise NonFiniteError(describe(where, "a finite gradient", "nan or inf", REMEDY))
 
-    def _stop_for_another_rank(self, flags: Tensor, place: str, requirement: str) -> None:
-        """Raises in the name of another rank, unless this one has something to tell itself."""
-        if not bool(flags[self._rank]):
-            rank = int(flags.nonzero()[0])
-            raise NonFiniteError(
-                describe(f"{place}, rank {rank}", requirement, "nan or inf", REMEDY)
-            )
-
     def _table_with_non_finite_value(self) -> str | None:
         for collection in self._collections.values():
             for shard in local_shards(collection):
@@ -228,17 +195,18 @@ class FiniteGuard:
         return None
 
 
+def _not_finite(place: str) -> NonFiniteError:
+    return NonFiniteError(describe(place, "finite gradients", "nan or inf", REMEDY))
+
+
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _zero_unless_(is_finite: Tensor, gradients: Iterable[Tensor]) -> None:
-    """Makes gradients zero where a flag of no dimension, on their device, is False: all of them in
-    few launches."""
+    """Makes gradients zero where a flag on their device is False, all of them in few launches."""
     by_size: dict[int, list[Tensor]] = {}
     for gradient in gradients:
-        size = gradient.element_size()
-        by_size.setdefault(size, []).append(
-            gradient.view(_INTEGERS[size])
-        )  # as a float NaN times 0 is NaN
-    for size, bits in by_size.items():
-        torch._foreach_mul_(bits, is_finite.to(_INTEGERS[size]))
+        bits = gradient.view(_INTEGERS[gradient.element_size()])  # as a float NaN times 0 is NaN
+        by_size.setdefault(gradient.element_size(), []).append(bits)
+    for size, of_size in by_size.items():
+        torch._foreach_mul_(of_size, is_finite.to(_INTEGERS[size]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
 from dnis_torchrec.allocation.curvature import on_all
 from dnis_torchrec.allocation.energies import whole_rows
 from dnis_torchrec.blocks.codes import ColumnCodes, check_finite
-from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.ops.select import RowRounding
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
@@ -33,15 +33,13 @@ from dnis_torchrec.training.state import Chunk, PlacedTensor
 
 
 class HeldTables:
-    """A rule for the values of tables, kept around every step of the optimizer; this one holds
-    nothing."""
+    """A rule for the values of tables around every step of the optimizer; this one has none."""
 
     def before_step_(self) -> None:
         """Prepares gradients; to be called between backward and the optimizer's step."""
 
     def after_step_(self) -> None:
-        """Lets the tables obey again; to be called after the optimizer's step and before the next
-        lookup."""
+        """Lets the tables obey again, after the optimizer's step and before the next lookup."""
 
     def tensors(self) -> Mapping[str, PlacedTensor]:
         """State beside the model's, live, as `TrainingState` and `snapshot` take it. Local."""
@@ -52,19 +50,17 @@ class HeldTables:
 
 
 class HoldingOptimizer(OptimizerWrapper):
-    """An optimizer after whose steps tables obey their rule; in all else the optimizer that it is
-    given."""
+    """An optimizer after whose steps tables obey their rule."""
 
-    def __init__(self, optimizer: KeyedOptimizer, held: HeldTables) -> None:
+    def __init__(self, optimizer: KeyedOptimizer, rule: HeldTables) -> None:
         super().__init__(optimizer)
-        self._held = held
+        self._rule = rule
 
     def step(self, closure: Any = None) -> None:
-        """Steps, and lets the tables obey; those of fused kernels were stepped in the backward
-        pass."""
-        self._held.before_step_()
+        """Steps, and lets the tables obey, those too that backward has stepped."""
+        self._rule.before_step_()
         super().step(closure)
-        self._held.after_step_()
+        self._rule.after_step_()
 
 
 class RoundedTables(HeldTables):
@@ -73,49 +69,37 @@ class RoundedTables(HeldTables):
     def __init__(self, model: nn.Module, scheme: MixedDimensionScheme) -> None:
         modules = collections(model).values()
         self._model, self._ranks = model, ranks_of(*modules)
-        part = [
-            shard
-            for module in modules
-            for shard in local_shards(module)
-            if shard.table in scheme.tables
-        ]
+        shards = [shard for module in modules for shard in local_shards(module)]
+        shards = [shard for shard in shards if shard.table in scheme.tables]
         with on_all(self._ranks):
-            configs = {
-                config.name: config for module in modules for config in table_configs_of(module)
-            }
-            for table in scheme.tables.values():
-                check_known("table", table.name, configs)
-                _check_size(table, configs[table.name])
-            for shard in part:
-                _check_values(shard, scheme.tables[shard.table].routing)
-        self._shards = [_RoundedShard(shard) for shard in part]
+            _check_fits(scheme, [config for m in modules for config in table_configs_of(m)], shards)
+        self._shards = [_RoundedShard(shard) for shard in shards]
         self._settle_(scheme)
-        # a copy, for checkpoints write to it
+        # A copy, for checkpoints write to it; without feedback and gain, for weights that train on
+        # have their nearest codes.
         self._tables = {
-            name: table.with_codes(_copied(table.codes)) for name, table in scheme.tables.items()
+            name: table.with_codes(ColumnCodes(*map(torch.clone, _parts(table.codes))))
+            for name, table in scheme.tables.items()
         }
         self._take_codes_()
         with writing_to_tables(model), torch.no_grad():
-            for latent_shard in self._shards:
-                latent_shard.round_()
+            for latent in self._shards:
+                latent.round_()
         self._fused = _fused_lookups(model, self._shards)
         in_kernels = {shard for lookup in self._fused for shard in lookup.shards}
         frozen = {table for module in modules for table in frozen_tables_of(module)}
-        self._dense = [
-            part
-            for part in self._shards
-            if part not in in_kernels and part.shard.table not in frozen
-        ]
+        rest = [shard for shard in self._shards if shard not in in_kernels]
+        self._dense = [latent for latent in rest if latent.shard.table not in frozen]
 
     @property
     def scheme(self) -> MixedDimensionScheme:
-        """What the tables are rounded to now, for `packed_collections` and `export`: it holds them
-        bit for bit."""
-        return MixedDimensionScheme(self._tables)
+        """What the tables are rounded to now, bit for bit."""
+        tables = {name: replace(table, largest_value=None) for name, table in self._tables.items()}
+        return MixedDimensionScheme(tables)
 
     @torch.no_grad()
     def after_step_(self) -> None:
-        """Rounds what a step has moved; to be called behind every step, before the next lookup."""
+        """Rounds what a step has moved."""
         with writing_to_tables(self._model):
             for lookup in self._fused:
                 lookup.round_()
@@ -123,27 +107,21 @@ class RoundedTables(HeldTables):
                 shard.round_()
 
     def stop_(self) -> None:
-        """Leaves the tables as they are, and residuals behind: nothing is rounded any more."""
+        """Leaves the tables as they are: nothing is rounded any more."""
         for lookup in self._fused:
             lookup.leave_()
         self._shards, self._fused, self._dense = [], [], []
 
     def tensors(self) -> Mapping[str, PlacedTensor]:
         """Residuals, which checkpoints may take apart as they do the tables, and codes. Local."""
-        tensors = {
-            f"codes/{name}/{key}": PlacedTensor.of(value)
-            for name, table in self._tables.items()
-            for key, value in (("bits", table.bits), ("scale", table.scale), ("shift", table.shift))
-            if value is not None
-        }
+        tensors = {}
         for name, table in self._tables.items():
-            residuals = [shard.residual for shard in self._shards if shard.shard.table == name]
-            chunks = tuple(
-                Chunk((part.first_row, part.first_column), part.weight) for part in residuals
-            )
-            tensors[f"residual/{name}"] = PlacedTensor(
-                (table.num_embeddings, table.embedding_dim), chunks
-            )
+            for key, value in zip(("bits", "scale", "shift"), _parts(table.codes), strict=True):
+                tensors[f"codes/{name}/{key}"] = PlacedTensor.of(value)
+            residuals = [latent.residual for latent in self._shards if latent.shard.table == name]
+            chunks = [Chunk((part.first_row, part.first_column), part.weight) for part in residuals]
+            size = table.num_embeddings, table.embedding_dim
+            tensors[f"residual/{name}"] = PlacedTensor(size, tuple(chunks))
         return tensors
 
     def finish_load_(self) -> None:
@@ -156,9 +134,7 @@ class RoundedTables(HeldTables):
         movers = {name: table for name, table in scheme.tables.items() if table.codes.moves}
         if not movers:
             return
-        shapes = {
-            name: (table.num_embeddings, table.embedding_dim) for name, table in movers.items()
-        }
+        shapes = {name: (t.num_embeddings, t.embedding_dim) for name, t in movers.items()}
         rows = whole_rows([shard.shard for shard in self._shards], shapes, self._ranks)
         with writing_to_tables(self._model):
             for name, table in movers.items():
@@ -183,9 +159,8 @@ class _RoundedShard:
         """Takes other codes; values stay as they are."""
         shard = self.shard
         columns = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
-        self._rounding = RowRounding(
-            table.codes, table.routing, shard.first_row, columns, shard.weight.device
-        )
+        device = shard.weight.device
+        self._rounding = RowRounding(table.codes, table.routing, shard.first_row, columns, device)
 
     def round_(self, rows: Tensor | None = None) -> None:
         """Rounds some rows, counted from the shard's first, or all."""
@@ -230,10 +205,8 @@ class _FusedLookup:
         if torch.is_grad_enabled():  # else nothing is learnt
             inputs = dict(zip(("indices", "offsets"), args, strict=False)) | arguments
             if inputs.get("batch_size_per_feature_per_rank") is not None:
-                requirement = "supported are features of one batch size"
-                raise NotImplementedError(
-                    describe("RoundedTables", requirement, "a batch size for each")
-                )
+                limit, sizes = "supported are features of one batch size", "a batch size for each"
+                raise NotImplementedError(describe("RoundedTables", limit, sizes))
             self._inputs.append((inputs["indices"], inputs["offsets"]))
 
 
@@ -248,22 +221,21 @@ def _fused_lookups(model: nn.Module, shards: Iterable[_RoundedShard]) -> list[_F
     return kernels
 
 
-def _check_size(table: TableScheme, config: EmbeddingBagConfig) -> None:
-    size, shape = (
-        (config.num_embeddings, config.embedding_dim),
-        (table.num_embeddings, table.embedding_dim),
-    )
-    check(shape == size, f"table {table.name!r}", f"a scheme of N, D = {size}", shape)
+def _check_fits(
+    scheme: MixedDimensionScheme, configs: Iterable[EmbeddingBagConfig], shards: list[TableShard]
+) -> None:
+    sizes = {config.name: (config.num_embeddings, config.embedding_dim) for config in configs}
+    for name, table in scheme.tables.items():
+        check_known("table", name, sizes)
+        shape = table.num_embeddings, table.embedding_dim
+        check(shape == sizes[name], f"table {name!r}", f"a scheme of N, D = {sizes[name]}", shape)
+    for shard in shards:
+        place, routing = f"table {shard.table!r}", scheme.tables[shard.table].routing
+        if shard.weight.dtype != torch.float32:
+            raise TypeError(describe(place, "float32 weights", shard.weight.dtype))
+        for chunk, rows, _ in shard.chunks():
+            check_finite(chunk, routing.block_of(torch.arange(rows.start, rows.stop)), place)
 
 
-def _check_values(shard: TableShard, routing: RowRouting) -> None:
-    place = f"table {shard.table!r}"
-    if shard.weight.dtype != torch.float32:
-        raise TypeError(describe(place, "float32 weights", shard.weight.dtype))
-    for chunk, rows, _ in shard.chunks():
-        check_finite(chunk, routing.block_of(torch.arange(rows.start, rows.stop)), place)
-
-
-def _copied(codes: ColumnCodes) -> ColumnCodes:
-    """Without feedback and gain: latent weights that train on have their nearest codes."""
-    return ColumnCodes(codes.bits.clone(), codes.scale.clone(), codes.shift.clone())
+def _parts(codes: ColumnCodes) -> tuple[Tensor, Tensor, Tensor]:
+    return codes.bits, codes.scale, codes.shift

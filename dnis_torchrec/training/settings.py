@@ -18,13 +18,9 @@ class TrainSettings:
 
     seed: Annotated[int, "Of weights, splits and batch order."] = 0
     embedding_dim: Annotated[int | None, "D of the tables; the recipe's own if not given."] = None
-    embedding_l2: Annotated[
-        float | None, "L2 penalty on looked-up embeddings; the recipe's own if not given."
-    ] = None
+    embedding_l2: Annotated[float | None, "L2 penalty; the recipe's own if not given."] = None
     epochs: Annotated[int, "Epochs at most."] = 60
-    patience: Annotated[
-        int, "Epochs without a better selection loss before the training stops."
-    ] = 3
+    patience: Annotated[int, "Epochs without a better selection loss before it stops."] = 3
 
     def __post_init__(self) -> None:
         check(self.seed >= 0, "seed", "an integer >= 0", self.seed)
@@ -38,12 +34,9 @@ class TrainSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Settings by which a search saves itself. Whatever happens to a checkpoint, the last good one
-    stays."""
+    """Settings by which a search saves itself."""
 
-    resume: Annotated[
-        bool, "Go on with an interrupted run at --out; begin it if there is none."
-    ] = False
+    resume: Annotated[bool, "Go on with a run at --out; begin it if there is none."] = False
     checkpoint_every: Annotated[int, "Lower steps between checkpoints; also after an epoch."] = 0
     keep_checkpoints: Annotated[int, "How many are kept, besides that of the best epoch."] = 2
 
@@ -55,16 +48,13 @@ class Saving:
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_REQUEST_SECONDS = 0.5
-"""Signals so soon after the first are the same request: a terminal that closes sends SIGHUP twice,
-systemd two kinds."""
+"""Signals so soon after the first are the same request: a closing terminal sends SIGHUP twice."""
 TORCHRUN_SECONDS = 10.0
-"""The same for ranks of torchrun, which passes on what its ranks may have been sent, too. It kills
-them after 30 s."""
+"""The same for ranks of torchrun, which passes on what its ranks have been sent, too."""
 
 
 class Stopped(BaseException):
-    """Raised where a signal ends the work. It is no error of the program, so no ``except
-    Exception`` holds it up."""
+    """Raised where a signal ends the work; no ``except Exception`` holds it up."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -77,8 +67,10 @@ def exit_code(number: int) -> int:
 
 
 class StopRequest:
-    """Takes note of the first signal of `REQUESTS` while the block runs, for work that saves
-    itself before it stops; later ones go to the handlers of before. For the main thread alone."""
+    """Notes the first signal of `REQUESTS` in the block, for work that saves itself and then stops.
+
+    Later ones go to the handlers of before. For the main thread alone.
+    """
 
     number: int | None = None
 
@@ -89,8 +81,8 @@ class StopRequest:
     def __enter__(self) -> Self:
         self._process, self._previous = os.getpid(), {n: signal.getsignal(n) for n in REQUESTS}
         for number, handler in self._previous.items():
-            # nohup ignores SIGHUP. A shell ignores SIGINT for what it runs in the background: who
-            # sends it all the same means it.
+            # nohup ignores SIGHUP. For what runs in the background a shell ignores SIGINT, too:
+            # who sends it all the same means it.
             if handler is not signal.SIG_IGN or number == signal.SIGINT:
                 signal.signal(number, self._handle)
         return self
@@ -127,8 +119,7 @@ class StopRequest:
 
 
 class Ending(StopRequest):
-    """Raises `Stopped` where a signal strikes; the next one, which comes while that is dealt with,
-    ends the process."""
+    """Raises `Stopped` where a signal strikes; the next one ends the process."""
 
     def _leave(self, error: BaseException | None) -> None:
         """The signal was raised already."""

@@ -1,5 +1,4 @@
-"""A model sharded as a recipe's table optimizer needs it, its process group, and the optimizer of
-all weights without a fused one."""
+"""A model sharded for its table optimizer, the optimizer of the rest, and process groups."""
 
 from __future__ import annotations
 
@@ -51,45 +50,28 @@ from dnis_torchrec.selection.wrapper import (
     soft_selection_modules,
 )
 
-WHOLE_ROWS = frozenset(
-    kind.value
-    for kind in (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE)
-)
+WHOLE_ROWS = {"table_wise", "row_wise", "table_row_wise"}
 """Sharding types, of those with fused kernels, that keep every row in one piece."""
-
-
 FUSED_OPTIMIZERS = {
     "adam": EmbOptimType.ADAM,
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
 }
 """`Recipe.table_optimizer` -> FBGEMM's optimizer that runs inside the tables' backward."""
+TABLE_RATE = "table_rate"
+"""Key in the param_groups of the optimizer that is not fused: whether they learn at the tables'
+rate."""
 
 
-RATE_GROUP = "part"
-"""Key in the param_groups of the optimizer that is not fused: it names the weights of a group, as
-below."""
-
-
-TABLE_WEIGHTS, ROW_WEIGHTS, OTHER_WEIGHTS = "tables", "rows", "rest"
-
-
-def check_pooling(model: nn.Module, *, world_size: int | None = None) -> None:
-    """Checks that torch itself can look up the tables of a model, which on one process is a plain
-    one when trained."""
-    if (world_size or world_size_of()) > 1:
+def check_pooling(model: nn.Module) -> None:
+    """Checks that torch itself can look up the tables of a model, as one process does."""
+    if world_size_of() > 1:
         return
     remedy = "use SUM, with weights that are divided by the length of their bag"
     for module in model.modules():
         if isinstance(module, EmbeddingBagCollection) and module.is_weighted():
             for table in module.embedding_bag_configs():
-                requirement = "SUM pooling of bags with weights"
-                check(
-                    table.pooling != PoolingType.MEAN,
-                    f"table {table.name!r}",
-                    requirement,
-                    "MEAN",
-                    remedy,
-                )
+                place, is_sum = f"table {table.name!r}", table.pooling != PoolingType.MEAN
+                check(is_sum, place, "SUM pooling of bags with weights", "MEAN", remedy)
 
 
 def shard(
@@ -98,19 +80,18 @@ def shard(
     device: torch.device,
     *,
     whole_rows: Collection[str] = (),
-    replicated: bool = False,
-    prefetched: bool = False,
+    is_replicated: bool = False,
+    is_prefetched: bool = False,
     batch_size: int | None = None,
 ) -> tuple[DistributedModelParallel, KeyedOptimizerWrapper]:
     """Shards a model as the recipe's table optimizer needs it."""
     check_pooling(task)
-    in_backward = recipe.table_optimizer == "rowwise_adagrad" or (
-        device.type == "cuda" and not replicated
-    )
+    is_gpu, is_cpu = device.type == "cuda", device.type == "cpu"
+    in_backward = recipe.table_optimizer == "rowwise_adagrad" or (is_gpu and not is_replicated)
     wrappers = soft_selection_modules(task).values()
     is_multi_hot = any(wrapper.bag_splitter is not None for wrapper in wrappers)
-    may_select_in_lookups = is_multi_hot and device.type == "cpu" and are_compiled()
-    multiplies = may_select_in_lookups and not replicated and _are_small(wrappers, batch_size)
+    may_select_in_lookups = is_multi_hot and is_cpu and are_compiled()
+    multiplies = may_select_in_lookups and not is_replicated and _are_small(wrappers, batch_size)
     selects_in_lookups = multiplies or (may_select_in_lookups and in_backward)
     if selects_in_lookups:
         for wrapper in wrappers:
@@ -122,38 +103,32 @@ def shard(
         "optimizer": FUSED_OPTIMIZERS[recipe.table_optimizer],
         "learning_rate": recipe.table_learning_rate,
     }
-    of_bags = (
-        {USE_ONE_TBE_PER_TABLE: True}
-        if in_backward and is_multi_hot and device.type == "cpu"
-        else None
-    )
+    of_bags = {USE_ONE_TBE_PER_TABLE: True} if in_backward and is_multi_hot and is_cpu else None
     sharders = default_sharders(fused_params if in_backward else None, of_bags=of_bags)
-    dense = ShardingType.DATA_PARALLEL.value
-    is_spread = in_backward or (world_size_of() > 1 and not replicated)
+    is_spread = in_backward or (world_size_of() > 1 and not is_replicated)
     if is_spread:
         # Small tables would be planned data_parallel, whose dense kernel has no fused optimizer.
         kinds = _spread_types(device)
         constraint = ParameterConstraints(sharding_types=kinds)
         uncut = ParameterConstraints(sharding_types=[kind for kind in kinds if kind in WHOLE_ROWS])
     else:
-        kernels = [EmbeddingComputeKernel.DENSE.value]
-        constraint = uncut = ParameterConstraints(sharding_types=[dense], compute_kernels=kernels)
-    tables = [
-        table.name for module in collections(task).values() for table in table_configs_of(module)
-    ]
-    constraints = {table: uncut if table in whole_rows else constraint for table in tables}
+        kernels, kinds = [EmbeddingComputeKernel.DENSE.value], [ShardingType.DATA_PARALLEL.value]
+        constraint = uncut = ParameterConstraints(sharding_types=kinds, compute_kernels=kernels)
+    constraints = {
+        table.name: uncut if table.name in whole_rows else constraint
+        for module in collections(task).values()
+        for table in table_configs_of(module)
+    }
     plan = make_sharding_plan(task, device, sharders, constraints=constraints)
-    modules = cast(Iterable[EmbeddingModuleShardingPlan], plan.plan.values())
-    shardings = [parameter for module in modules for parameter in module.values()]
-    for sharding in shardings:
-        if (
-            is_spread and not in_backward
-        ):  # every type runs in the dense kernel; the planner knows it for data_parallel alone
-            sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
-        if prefetched and sharding.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value:
-            sharding.cache_params = replace(
-                sharding.cache_params or CacheParams(), prefetch_pipeline=True
-            )
+    for module_plan in cast(Iterable[EmbeddingModuleShardingPlan], plan.plan.values()):
+        for sharding in module_plan.values():
+            kernel = sharding.compute_kernel
+            if is_spread and not in_backward:
+                # Every type runs in the dense kernel; the planner knows it for data_parallel alone.
+                sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
+            elif is_prefetched and kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value:
+                cache = sharding.cache_params or CacheParams()
+                sharding.cache_params = replace(cache, prefetch_pipeline=True)
     model = shard_model(task, device, plan, sharders)
     if selects_in_lookups:
         select_on_shards_(model)
@@ -162,20 +137,13 @@ def shard(
 
 
 def spread_tables(model: nn.Module, device: torch.device) -> nn.Module:
-    """Spreads the tables of a model that does not train over all ranks, so that each value is on
-    one of them."""
+    """Spreads a model's tables for work that trains nothing: each value is on one rank."""
     if world_size_of() == 1:
         return model.to(device)
-    sharders, constraint = (
-        default_sharders(),
-        ParameterConstraints(sharding_types=_spread_types(device)),
-    )
-    plan = make_sharding_plan(
-        model,
-        device,
-        sharders,
-        constraints={table.name: constraint for table in table_configs(model)},
-    )
+    constraint = ParameterConstraints(sharding_types=_spread_types(device))
+    constraints = {table.name: constraint for table in table_configs(model)}
+    sharders = default_sharders()
+    plan = make_sharding_plan(model, device, sharders, constraints=constraints)
     return shard_model(model, device, plan, sharders)
 
 
@@ -186,46 +154,33 @@ def _spread_types(device: torch.device) -> list[str]:
 
 
 def _are_small(wrappers: Collection[SoftSelectionModule], batch_size: int | None) -> bool:
-    """Returns whether all pooled tables together hold at most as many numbers as a batch of all
-    ranks is pooled to."""
-    tables = [
-        table for wrapper in wrappers if is_pooled(wrapper) for table in table_configs_of(wrapper)
-    ]
-    num_pooled = sum(table.embedding_dim * len(table.feature_names) for table in tables) * (
-        batch_size or 0
-    )
-    return sum(table.num_embeddings * table.embedding_dim for table in tables) <= num_pooled
+    """Whether all pooled tables hold at most as many numbers as a batch of all ranks gives."""
+    tables = [table for w in wrappers if is_pooled(w) for table in table_configs_of(w)]
+    per_sample = sum(table.embedding_dim * len(table.feature_names) for table in tables)
+    num_values = sum(table.num_embeddings * table.embedding_dim for table in tables)
+    return num_values <= per_sample * (batch_size or 0)
 
 
 def rest_optimizer(model: DistributedModelParallel, recipe: Recipe) -> KeyedOptimizerWrapper:
-    """A fresh Adam for everything that is not fused: dense weights, and tables in the dense compute
-    kernel."""
-    rest, tables = (
-        dict(in_backward_optimizer_filter(model.named_parameters())),
-        table_weight_names(model),
-    )
-    of_rows = {
-        parameter: name
-        for name in recipe.row_weights
-        for parameter in rest
-        if f".{parameter}".endswith(f".{name}")
-    }
+    """A fresh Adam for everything that is not fused: dense weights, tables in the dense kernel."""
+    rest = dict(in_backward_optimizer_filter(model.named_parameters()))
+    at_table_rate = table_weight_names(model)
     for name in recipe.row_weights:
-        check_known("parameter of Recipe.row_weights", name, [*of_rows.values(), *rest])
-    rates = {OTHER_WEIGHTS: recipe.dense_learning_rate}
-    rates |= dict.fromkeys((TABLE_WEIGHTS, ROW_WEIGHTS), recipe.table_learning_rate)
-    weights_of: dict[str, list[nn.Parameter]] = {kind: [] for kind in rates}
-    for name, weight in rest.items():
-        of_table = TABLE_WEIGHTS if name in tables else OTHER_WEIGHTS
-        weights_of[ROW_WEIGHTS if name in of_rows else of_table].append(weight)
+        names = {parameter for parameter in rest if f".{parameter}".endswith(f".{name}")}
+        if not names:
+            check_known("parameter of Recipe.row_weights", name, rest)
+        at_table_rate |= names
+    rates = {False: recipe.dense_learning_rate, True: recipe.table_learning_rate}
     groups = [
-        {"params": weights, "lr": rates[kind], RATE_GROUP: kind}
-        for kind, weights in weights_of.items()
+        {
+            "params": [weight for name, weight in rest.items() if (name in at_table_rate) is kind],
+            "lr": rate,
+            TABLE_RATE: kind,
+        }
+        for kind, rate in rates.items()
     ]
-    nonempty = [group for group in groups if group["params"]]
-    return KeyedOptimizerWrapper(
-        rest, lambda _: torch.optim.Adam(nonempty or groups[:1], fused=True)
-    )
+    groups = [group for group in groups if group["params"]] or groups[:1]
+    return KeyedOptimizerWrapper(rest, lambda _: torch.optim.Adam(groups, fused=True))
 
 
 def set_learning_rates_(
@@ -234,29 +189,23 @@ def set_learning_rates_(
     *,
     tables: float,
     dense: float,
-    rows: float,
 ) -> None:
-    """Lets a model learn at other rates from the next step on. Local; to be called on all ranks
-    alike."""
-    rates = {TABLE_WEIGHTS: tables, OTHER_WEIGHTS: dense, ROW_WEIGHTS: rows}
+    """Lets a model learn at other rates from the next step on. All ranks call it alike."""
     for group in optimizer.param_groups:
-        group["lr"] = rates[group[RATE_GROUP]]
+        group["lr"] = tables if group[TABLE_RATE] else dense
     for group in model.fused_optimizer.param_groups:
         group["lr"] = tables  # kernels of frozen tables keep theirs
-    # Where TorchRec's fused optimizers hand their rate on to the kernels; there are no gradients to
-    # clear.
+    # Here TorchRec's fused optimizers hand their rate on to the kernels.
     model.fused_optimizer.zero_grad()
 
 
 LONGEST_WAIT = timedelta(days=30)
-"""For which ranks that train nothing wait for each other: one of them may measure or train
-something alone."""
+"""For which ranks that train nothing wait for each other: one may be at work alone."""
 
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """The process group of a run: a launcher's if there is one, else one of world size 1 on this
-    machine alone."""
+    """The process group of a run: a launcher's, or else of this process alone."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(torch.distributed.get_node_local_rank(fallback_rank=0)))
@@ -270,9 +219,8 @@ def process_group() -> Iterator[torch.device]:
             if _is_launched():
                 dist.init_process_group(backend)
             else:  # a file, not a port: several runs on one machine never meet
-                dist.init_process_group(
-                    backend, store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1
-                )
+                store = dist.FileStore(f"{folder}/store", 1)
+                dist.init_process_group(backend, store=store, rank=0, world_size=1)
             try:
                 yield device
             finally:
@@ -281,8 +229,7 @@ def process_group() -> Iterator[torch.device]:
 
 @contextmanager
 def launched_ranks() -> Iterator[Ranks]:
-    """The ranks that a launcher such as torchrun has started, on CPUs, for work that trains
-    nothing."""
+    """The ranks of a launcher such as torchrun, on CPUs, for work that trains nothing."""
     if dist.is_initialized() or not _is_launched():
         yield Ranks.everyone()
         return

@@ -128,19 +128,26 @@ def optimizer_tensors(model: nn.Module, optimizer: Any) -> dict[str, PlacedTenso
         if counters:
             steps = torch.stack([part.cpu().max() for part in counters]).max()
             tensors[ITERATIONS] = PlacedTensor.of(steps)
-    places = _places_of_shards(model)
+    tables = [PlacedTensor.of(v) for _, v in _tables(model) if isinstance(v, ShardedTensor)]
+    shards = {chunk.tensor.data_ptr(): (t.size, chunk) for t in tables for chunk in t.chunks}
     for name, parameter in _parameters(model, optimizer).items():
+        size, shard = shards.get(parameter.data_ptr(), ((), None))
         for state, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                shard = places.get(parameter.data_ptr())
-                place = f"optimizer state {state!r} of {name!r}"
-                tensors[f"optimizer/{name}/{state}"] = _place(value, parameter, shard, place)
+            if not isinstance(value, Tensor):
+                continue
+            part = PlacedTensor.of(value)
+            if shard is not None and value.numel() != 1:
+                if not value.shape == parameter.shape == shard.tensor.shape:
+                    place = f"optimizer state {state!r} of {name!r}"
+                    limit = "a state of the shard's shape, in a sharded dense compute kernel"
+                    raise NotImplementedError(describe(place, limit, tuple(value.shape)))
+                part = PlacedTensor(size, (Chunk(shard.offset, value.detach()),))
+            tensors[f"optimizer/{name}/{state}"] = part
     return tensors
 
 
 def finish_load_(model: nn.Module, tensors: Mapping[str, PlacedTensor]) -> None:
-    """Tells the kernels that their weights were written from outside: caches forget, step counters
-    are set."""
+    """Tells kernels that weights were written: caches forget, step counters are set."""
     forget_cached_rows(model)
     if ITERATIONS in tensors:
         for counter in _iteration_counters(model):
@@ -149,34 +156,31 @@ def finish_load_(model: nn.Module, tensors: Mapping[str, PlacedTensor]) -> None:
 
 def describe_tables(model: nn.Module) -> dict[str, TableDescription]:
     """Describes every table of a model, for comparison with a checkpoint."""
-    blocks: dict[str, str] = {}
-    for module in collections(model).values():
-        if isinstance(module, SoftSelectionModule):
-            blocks |= {
-                table: _fingerprint(module.blocks, table) for table in module.blocks.routings
-            }
+    blocks = {
+        table: _fingerprint(module.blocks, table)
+        for module in collections(model).values()
+        if isinstance(module, SoftSelectionModule)
+        for table in module.blocks.routings
+    }
     tables = {}
     for name, value in _tables(model):
         cuts = {0}
         if isinstance(value, ShardedTensor):
             cuts = {part.shard_offsets[1] for part in value.metadata().shards_metadata}
         rows, dim = PlacedTensor.of(value).size
+        of_blocks, column_cuts = blocks.get(name, ""), tuple(sorted(cuts))
         tables[name] = TableDescription(
-            rows=rows,
-            embedding_dim=dim,
-            column_cuts=tuple(sorted(cuts)),
-            blocks=blocks.get(name, ""),
+            rows=rows, embedding_dim=dim, column_cuts=column_cuts, blocks=of_blocks
         )
     return tables
 
 
 def rng_tensors(device: torch.device) -> dict[str, PlacedTensor]:
     """State of this rank's random number generators."""
-    prefix = f"rank{rank_of()}/rng"
-    tensors = {f"{prefix}/cpu": PlacedTensor.of(torch.get_rng_state())}
+    states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
-        tensors[f"{prefix}/cuda"] = PlacedTensor.of(torch.cuda.get_rng_state(device))
-    return tensors
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return {f"rank{rank_of()}/rng/{kind}": PlacedTensor.of(states[kind]) for kind in states}
 
 
 def set_rng_(tensors: Mapping[str, PlacedTensor], device: torch.device) -> None:
@@ -203,31 +207,8 @@ def _parameters(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     return {name: weight for name, weight in model.named_parameters() if weight in steps}
 
 
-def _places_of_shards(model: nn.Module) -> dict[int, tuple[tuple[int, ...], Chunk]]:
-    """Address of a local shard -> (size of the whole, the shard)."""
-    places: dict[int, tuple[tuple[int, ...], Chunk]] = {}
-    for _, value in _tables(model):
-        if isinstance(value, ShardedTensor):
-            table = PlacedTensor.of(value)
-            places |= {chunk.tensor.data_ptr(): (table.size, chunk) for chunk in table.chunks}
-    return places
-
-
-def _place(
-    value: Tensor, parameter: Tensor, shard: tuple[tuple[int, ...], Chunk] | None, place: str
-) -> PlacedTensor:
-    if shard is None or value.numel() == 1:
-        return PlacedTensor.of(value)
-    size, chunk = shard
-    if value.shape != parameter.shape or value.shape != chunk.tensor.shape:
-        requirement = "a state of the shard's shape, in a sharded dense compute kernel"
-        raise NotImplementedError(describe(place, requirement, tuple(value.shape)))
-    return PlacedTensor(size, (Chunk(chunk.offset, value.detach()),))
-
-
 def _iteration_counters(model: nn.Module) -> list[Tensor]:
-    """Counters of fused kernels, by which Adam corrects its bias: every kernel counts the same
-    steps."""
+    """Counters of fused kernels, by which Adam corrects its bias; all count the same steps."""
     modules = (module for lookup in lookups(model) for module in lookup.modules())
     kernels = (k for k in modules if isinstance(k, SplitTableBatchedEmbeddingBagsCodegen))
     return [counter for kernel in kernels for counter in (kernel.iter, kernel.iter_cpu)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickletools
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,8 +41,7 @@ from dnis_torchrec.training.shard import spread_tables
 from dnis_torchrec.training.state import Chunk, PlacedTensor, TrainingState
 
 MODEL = "model"
-"""Name of the folder, in a run of several ranks, into which each rank writes its shards."""
-_OF_RUN = "use the recipe and data of the run"
+"""Folder in a run of several ranks, into which each rank writes its shards."""
 _NAMES = 3
 """How many names an error message lists."""
 
@@ -72,23 +71,15 @@ def write_model(folder: Address, model: nn.Module, ranks: Ranks) -> None:
         raise OSError(str(error)) from error  # as by a model that one process writes
 
 
-def has_written_model(folder: Path) -> bool:
-    """Returns whether several ranks have written a model there."""
-    return CheckpointFolder(folder / MODEL).latest() is not None
-
-
 def remove_model(folder: Address) -> None:
-    """Removes what several ranks have written, so that nobody takes it for the model of a later
-    attempt."""
+    """Removes what several ranks have written: it is not the model of a later attempt."""
     CheckpointFolder(path_in(folder, MODEL)).remove()
 
 
-def written_model(folder: Path) -> dict[str, StoredTensor]:
-    """The model that several ranks have written, of which nothing is read yet."""
+def written_model(folder: Path) -> dict[str, StoredTensor] | None:
+    """The model that several ranks have written, of which nothing is read yet, or None."""
     latest = CheckpointFolder(folder / MODEL).latest()
-    check(latest is not None, str(folder / MODEL), "a model", "none", "search again")
-    path = cast(Path, latest)
-    return Manifest.read(path).stored(path)
+    return None if latest is None else Manifest.read(latest).stored(latest)
 
 
 def _key_of_table(fqn: str, module: nn.Module, table: str) -> str:
@@ -98,90 +89,71 @@ def _key_of_table(fqn: str, module: nn.Module, table: str) -> str:
 # Filling a model
 
 
-def check_shapes(
-    weights: Mapping[str, Tensor], state: Mapping[str, Tensor | StoredTensor], place: str
+def check_state(
+    model: nn.Module,
+    state: Mapping[str, StoredTensor],
+    place: str,
+    remedy: str = "use the recipe and data of the run",
 ) -> None:
-    """Checks that weights have the shapes of the model that they are meant for."""
-    for name, value in weights.items():
-        shape, size = tuple(value.shape), tuple(state[name].shape)
-        check(shape == size, f"{place}, {name}", f"shape {shape}", size, _OF_RUN)
-
-
-def check_state(model: nn.Module, state: Mapping[str, Tensor | StoredTensor], place: str) -> None:
     """Checks that weights fit a model, naming what does not."""
     if has_axes(state):
         with_axes_(model)
     weights = model.state_dict()
-    different = sorted(set(weights) ^ set(state))
-    check(not different, place, "the model's own parameters", different[:_NAMES], _OF_RUN)
-    check_shapes(weights, state, place)
-
-
-def load_state_(model: nn.Module, state: Mapping[str, Tensor], place: str) -> None:
-    """Loads a run's or artifact's weights into a model, naming what does not fit."""
-    check_state(model, state, place)
-    fill_(model, {name: StoredTensor.of(f"{place}, {name}", state[name]) for name in state})
+    absent, more = sorted(set(weights) - set(state)), sorted(set(state) - set(weights))
+    differences = ", ".join(
+        f"{len(names)} {what}, such as {names[:_NAMES]}"
+        for names, what in ((absent, "missing"), (more, "that it does not have"))
+        if names
+    )
+    check(not differences, place, "the names of the model's own parameters", differences, remedy)
+    for name, value in weights.items():
+        shape, size = tuple(value.shape), state[name].shape
+        check(shape == size, f"{place}, {name}", f"shape {shape}", size, remedy)
 
 
 @torch.no_grad()
-def fill_(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
-    """Fills a model with weights that fit it; of a table no more is read than the shards that this
-    rank holds."""
+def fill_(model: nn.Module, weights: Mapping[str, StoredTensor]) -> None:
+    """Fills a model with weights that fit it; of tables this rank's shards alone are read."""
     for name, value in dense_state(model).items():
         if not isinstance(value, ShardedTensor):  # else a collection under a second name
-            stored[name].copy_to_(value)
+            weights[name].copy_to_(value)
     with writing_to_tables(model):
         for fqn, module in collections(model).items():
             for shard in local_shards(module):
-                table = stored[_key_of_table(fqn, module, shard.table)]
+                table = weights[_key_of_table(fqn, module, shard.table)]
                 table.copy_to_(shard.weight, (shard.first_row, shard.first_column))
 
 
 def spread_filled(
-    model: nn.Module, stored: Mapping[str, StoredTensor] | None, device: torch.device
+    model: nn.Module, weights: Mapping[str, StoredTensor] | None, device: torch.device
 ) -> nn.Module:
     """Spreads the tables of a model over all ranks, each of which then reads its shards."""
-    if stored is None:
+    if weights is None:
         return spread_tables(model, device)
-    forget_tables_(model)
-    model = spread_tables(model, device)
-    with together():
-        fill_(model, stored)
-    return model
-
-
-def forget_tables_(model: nn.Module) -> None:
-    """Frees the tables of a plain model that are to be sharded, so that no rank holds whole ones
-    meanwhile."""
-    device = "cpu" if world_size_of() == 1 else "meta"
+    # No rank holds whole tables meanwhile.
+    empty_on = "cpu" if world_size_of() == 1 else "meta"
     for module in collections(model).values():
         for holder in holders_of_tables(module).values():
             weight = cast(Tensor, holder.weight)
-            if weight.is_meta or device == "meta":
-                empty = torch.empty_like(weight, device=device)
+            if weight.is_meta or empty_on == "meta":
+                empty = torch.empty_like(weight, device=empty_on)
                 holder.weight = nn.Parameter(empty, requires_grad=weight.requires_grad)
+    model = spread_tables(model, device)
+    with together():
+        fill_(model, weights)
+    return model
 
 
 # A user's weights
 
 
 def weights_for_(model: nn.Module, path: Path) -> dict[str, StoredTensor]:
-    """Finds the weights of a model in files, naming what does not fit; but names and shapes nothing
-    is read yet."""
+    """Finds the weights of a model in files; but names and shapes nothing is read yet."""
     state = _state(path)
     if has_axes(state):
         with_axes_(model)
-    weights, place = model.state_dict(), f"weights {path}"
-    tensors = _behind_prefix(weights, state)
-    absent, more = sorted(set(weights) - set(tensors)), sorted(set(tensors) - set(weights))
-    differences = ", ".join(
-        f"{len(names)} {what}, such as {names[:_NAMES]}"
-        for names, what in ((absent, "missing"), (more, "that it does not have"))
-        if names
-    )
-    remedy = "use the weights of the recipe's model"
-    check(not differences, place, "the names of the model's own parameters", differences, remedy)
-    check_shapes(weights, tensors, place)
+    tensors = _behind_prefix(model.state_dict(), state)
+    check_state(model, tensors, f"weights {path}", "use the weights of the recipe's model")
     return tensors
 
 
@@ -223,9 +195,7 @@ def _behind_prefix(
 ) -> dict[str, StoredTensor]:
     """Drops the prefix behind which most of the model's names stand; of several the shortest."""
     first = next(iter(weights), "")
-    prefixes = [
-        name.removesuffix(first) for name in state if name == first or name.endswith(f".{first}")
-    ]
+    prefixes = [name.removesuffix(first) for name in state if f".{name}".endswith(f".{first}")]
     prefix = min(
         prefixes,
         key=lambda prefix: (sum(prefix + name not in state for name in weights), len(prefix)),
@@ -254,8 +224,7 @@ def distributed_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     place, file = f"checkpoint {folder}", folder / ".metadata"
     check(file.is_file() and not file.is_symlink(), place, "a plain file .metadata", "none")
     try:
-        metadata = _walk(file.read_bytes())
-        return _tensors(metadata, folder)
+        return _tensors(_walk(file.read_bytes()), folder)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         requirement = "metadata of torch.distributed.checkpoint"
         cause, remedy = str(error) or type(error).__name__, "save it as a .safetensors file"
@@ -319,67 +288,57 @@ def _numbers(size: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-_CONSTANTS: dict[str, Any] = {"NEWTRUE": True, "NEWFALSE": False, "NONE": None, "EMPTY_TUPLE": ()}
-_TEXTS = ("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE")
-_NUMBERS = ("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "INT", "BINFLOAT")
-_MARK = object()
+_CONSTANTS = {"NEWTRUE": True, "NEWFALSE": False, "NONE": None, "EMPTY_TUPLE": (), "MARK": ...}
+_TEXTS = ("BINUNICODE", "SHORT_BINUNICODE", "GLOBAL")
+_NUMBERS = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT")
 
 
 def _walk(content: bytes) -> _Record:
     """Reads a pickle as records of what it would make: nothing is looked up, nothing is called."""
     stack: list[Any] = []
-    memo: dict[int, Any] = {}
+    memo: list[Any] = []
     for opcode, argument, _ in pickletools.genops(content):
-        name = opcode.name
-        if name in _CONSTANTS:
-            stack.append(_CONSTANTS[name])
-        elif name in _TEXTS or name in _NUMBERS:
-            stack.append(argument)
-        elif name in ("MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT"):
-            memo[len(memo) if argument is None else int(argument)] = stack[-1]
-        elif name in ("BINGET", "LONG_BINGET", "GET"):
-            stack.append(memo[int(cast(int, argument))])
-        else:
-            _step(name, argument, stack)
+        match opcode.name:
+            case name if name in _CONSTANTS:
+                stack.append(_CONSTANTS[name])
+            case name if name in _TEXTS or name in _NUMBERS:
+                stack.append(argument)
+            case "MEMOIZE":
+                memo.append(stack[-1])
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[int(cast(int, argument))])
+            case "STACK_GLOBAL":
+                stack[-2:] = [f"{stack[-2]}.{stack[-1]}"]
+            case "NEWOBJ" | "REDUCE":
+                stack[-2:] = [_Record(*stack[-2:])]
+            case "BUILD":
+                state = stack.pop()
+                stack[-1].state = state
+            case "EMPTY_DICT" | "EMPTY_LIST" as name:
+                stack.append({} if name == "EMPTY_DICT" else [])
+            case "TUPLE1" | "TUPLE2" | "TUPLE3" as name:
+                size = int(name[-1])
+                stack[-size:] = [tuple(stack[-size:])]
+            case "TUPLE":
+                stack.append(tuple(_since_mark(stack)))
+            case "APPEND" | "APPENDS" as name:
+                values = [stack.pop()] if name == "APPEND" else _since_mark(stack)
+                stack[-1].extend(values)
+            case "SETITEM" | "SETITEMS" as name:
+                values = _since_mark(stack) if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
+                stack[-1].update(zip(values[::2], values[1::2], strict=True))
+            case "PROTO" | "FRAME" | "STOP":
+                pass
+            case name:
+                raise ValueError(f"the opcode {name}")
     (root,) = stack
     if not isinstance(root, _Record) or not root.what.endswith(".Metadata"):
         raise ValueError("another object")
     return root
 
 
-def _step(name: str, argument: Any, stack: list[Any]) -> None:
-    """Takes an opcode that makes a value, or changes one."""
-    match name:
-        case "GLOBAL":
-            stack.append(argument.replace(" ", "."))
-        case "STACK_GLOBAL":
-            stack[-2:] = [f"{stack[-2]}.{stack[-1]}"]
-        case "NEWOBJ" | "REDUCE":
-            stack[-2:] = [_Record(*stack[-2:])]
-        case "BUILD":
-            state = stack.pop()
-            stack[-1].state = state
-        case "MARK" | "EMPTY_DICT" | "EMPTY_LIST":
-            stack.append({"MARK": _MARK, "EMPTY_DICT": {}, "EMPTY_LIST": []}[name])
-        case "TUPLE1" | "TUPLE2" | "TUPLE3":
-            size = int(name[-1])
-            stack[-size:] = [tuple(stack[-size:])]
-        case "TUPLE":
-            stack.append(tuple(_since_mark(stack)))
-        case "APPEND" | "APPENDS":
-            values = [stack.pop()] if name == "APPEND" else _since_mark(stack)
-            stack[-1].extend(values)
-        case "SETITEM" | "SETITEMS":
-            values = [stack.pop(), stack.pop()][::-1] if name == "SETITEM" else _since_mark(stack)
-            stack[-1].update(zip(values[::2], values[1::2], strict=True))
-        case "PROTO" | "FRAME" | "STOP":
-            pass
-        case _:
-            raise ValueError(f"the opcode {name}")
-
-
-def _since_mark(stack: list[Any]) -> Sequence[Any]:
+def _since_mark(stack: list[Any]) -> list[Any]:
     values: list[Any] = []
-    while (value := stack.pop()) is not _MARK:
+    while (value := stack.pop()) is not ...:
         values.append(value)
     return values[::-1]

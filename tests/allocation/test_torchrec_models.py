@@ -15,7 +15,7 @@ from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.deepfm import FactorizationMachine
 
 from dnis_torchrec.allocation.axes import DirectedFactorizationMachine, has_axes, rotate_, rotation_groups, with_axes_
-from dnis_torchrec.artifact.export import drop_in_, export
+from dnis_torchrec.artifact.export import export, load_model
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.selection.shards import collections, local_shards
@@ -240,5 +240,5 @@ def test_an_artifact_gives_a_fresh_model_its_axes(name: str, tmp_path: Path) -> 
         )
     path = export(model, MixedDimensionScheme(schemes), tmp_path / "artifact")
     torch.manual_seed(99)
-    served = drop_in_(BUILDERS[name](collection()), path)
+    served = load_model(BUILDERS[name](collection()), path)
     assert_stays(logits_of(served), logits)

@@ -23,7 +23,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 import dnis_torchrec as dnis
-from dnis_torchrec.artifact.export import drop_in_
+from dnis_torchrec.artifact.export import load_model
 from dnis_torchrec.artifact.package import (
     FlatModel,
     Signature,
@@ -64,7 +64,7 @@ def inputs_of(batch_size: int, seed: int) -> Inputs:
 def test_a_graph_predicts_what_the_model_predicts(recipe: str, tmp_path: Path) -> None:
     for codes, form in ((True, "packed"), (False, "mixed_dimension")):  # the other form is made packed
         artifact = write_tiny_artifact(tmp_path / form, recipe=recipe, forms=(form,), codes=codes)
-        model = drop_in_(RECIPES[recipe](None, seed=0).model, artifact, form="packed").eval()
+        model = load_model(RECIPES[recipe](None, seed=0).model, artifact, form="packed").eval()
         linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
         program = export_graph(model, SIGNATURE)
         assert operator_libraries(program) == {"aten", "dnis_torchrec"}
@@ -191,13 +191,13 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("no C++ compiler here")
     folder = tmp_path_factory.mktemp("package")
     artifact = write_tiny_artifact(folder / "artifact", forms=("packed",), codes=True)
-    model = drop_in_(tiny.make_recipe().model, artifact)
+    model = load_model(tiny.make_recipe().model, artifact)
     return write_package(model, tiny.make_batch(16, 0), folder / "package", notes={"form": "packed"})
 
 
 def expected(package: Path, inputs: Inputs) -> Tensor:
     """What the model of the package predicts, flat."""
-    model = drop_in_(tiny.make_recipe().model, package.parent / "artifact").eval()
+    model = load_model(tiny.make_recipe().model, package.parent / "artifact").eval()
     with torch.inference_mode():
         return FlatModel(model, SIGNATURE)(*inputs).flatten()
 
@@ -233,7 +233,7 @@ def test_constants_stay_outside_and_are_indexed(package: Path) -> None:
         sizes, name = [int(size) for size in rest[: int(dims)]], " ".join(rest[int(dims) :])
         part = bytearray(content[int(offset) : int(offset) + int(num_bytes)])
         tensors[name] = torch.frombuffer(part, dtype=getattr(torch, dtype)).view(sizes)
-    state = drop_in_(tiny.make_recipe().model, package.parent / "artifact").state_dict()
+    state = load_model(tiny.make_recipe().model, package.parent / "artifact").state_dict()
     table = "sparse_arch.embedding_bag_collection.tables.user/rows"
     assert tensors[f"model.{table}"].equal(state[table])
     assert tensors[f"model.{table}"].numpy().tobytes() not in (package / "model.pt2").read_bytes()

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import dnis_torchrec as dnis
 from dnis_torchrec.artifact import verify as verification
-from dnis_torchrec.artifact.export import drop_in_, export
+from dnis_torchrec.artifact.export import export, load_model
 from dnis_torchrec.artifact.load import exact_rows, load, load_dense_state, read_scheme
 from dnis_torchrec.artifact.manifest import describe_file, read_manifest, write_manifest
 from dnis_torchrec.artifact.verify import Finding, Oracle, Verification, bag_cases, compare, unknown_bags, verify
@@ -95,7 +95,7 @@ def test_a_model_of_nothing_but_tables_has_an_empty_state(tmp_path: Path) -> Non
     model = tables_alone(None).model
     model.scale = nn.Linear(1, 1)
     with pytest.raises(ValueError, match="dense weights"):
-        drop_in_(model, path)
+        load_model(model, path)
 
 
 def test_another_models_weights_and_metrics_are_findings(artifact: Path, copy: Path) -> None:
@@ -271,7 +271,7 @@ def test_tables_of_other_features_are_refused_by_name(copy: Path) -> None:
         manifest["tables"]["user"]["feature_names"] = features
         write_manifest(copy, manifest)
         with pytest.raises(ValueError, match="table 'user': expected the features of the model's table"):
-            drop_in_(demo().model, copy)
+            load_model(demo().model, copy)
 
 
 # ---- the command

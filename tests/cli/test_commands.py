@@ -15,7 +15,7 @@ from dnis_torchrec.cli.commands import run_compress, run_evaluate, run_export, r
 from dnis_torchrec.cli.run import RunFolder, RunWriteError
 from dnis_torchrec.cli.settings import CompressCommand, EvaluateCommand, ExportCommand, TrainCommand
 from dnis_torchrec.report.rows import COMPRESS, SEARCH, UNCOMPRESSED, Results
-from dnis_torchrec.search.search import _Finishing
+from dnis_torchrec.search.search import _Finish
 from tests.programs import SHORT, dnis
 from tests.tiny import files_of, quick_search
 
@@ -48,7 +48,7 @@ def searched(gloo, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def compressed(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
     out = tmp_path_factory.mktemp("compressed") / "small"
-    settings = CompressCommand(recipe=DEMO, source=trained, out=out, compressions=(2.0, 3.5))
+    settings = CompressCommand(recipe=DEMO, source=trained, out=out, compression="2,3.5")
     return out, run_compress(settings)
 
 
@@ -77,7 +77,7 @@ def test_each_size_is_an_artifact_that_serves_what_its_row_says(compressed: tupl
 
 
 def test_sizes_do_not_depend_on_each_other(compressed: tuple[Path, Results], trained: Path, tmp_path: Path) -> None:
-    settings = CompressCommand(recipe=DEMO, source=trained, out=tmp_path / "one", compressions=(3.5,))
+    settings = CompressCommand(recipe=DEMO, source=trained, out=tmp_path / "one", compression="3.5")
     run_compress(settings)
     assert files_of(tmp_path / "one" / "x3.5") == files_of(compressed[0] / "x3.5")
 
@@ -90,7 +90,7 @@ def test_weights_of_a_users_own_give_what_the_run_gives(
     torch.save({"state_dict": state}, tmp_path / "mine.pt")
     for name in ("mine.safetensors", "mine.pt"):
         out = tmp_path / f"of_{name}"
-        run_compress(CompressCommand(recipe=DEMO, source=tmp_path / name, out=out, compressions=(3.5,)))
+        run_compress(CompressCommand(recipe=DEMO, source=tmp_path / name, out=out, compression="3.5"))
         wanted = files_of(compressed[0] / "x3.5")
         others = {key for key, content in files_of(out / "x3.5").items() if content != wanted[key]}
         assert others <= {"manifest.json", "MODEL_CARD.md"}
@@ -98,9 +98,7 @@ def test_weights_of_a_users_own_give_what_the_run_gives(
     save_file(state, tmp_path / "bad.safetensors")
     for name in ("bad.safetensors", "none"):
         with pytest.raises(ValueError, match=name):
-            run_compress(
-                CompressCommand(recipe=DEMO, source=tmp_path / name, out=tmp_path / "out", compressions=(2.0,))
-            )
+            run_compress(CompressCommand(recipe=DEMO, source=tmp_path / name, out=tmp_path / "out", compression="2"))
     assert not (tmp_path / "out").exists()
 
 
@@ -116,7 +114,7 @@ def test_a_largest_loss_stands_in_place_of_a_size(trained: Path, tmp_path: Path)
 def test_what_stood_there_stays_until_all_is_whole(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = CompressCommand(recipe=DEMO, source=trained, out=tmp_path / "out", compressions=(2.0,), overwrite=True)
+    settings = CompressCommand(recipe=DEMO, source=trained, out=tmp_path / "out", compression="2", overwrite=True)
     run_compress(settings)
     before = files_of(tmp_path)
 
@@ -129,7 +127,7 @@ def test_what_stood_there_stays_until_all_is_whole(
     assert files_of(tmp_path) == before
 
 
-@pytest.mark.parametrize("size", [{"compressions": (9e9,)}, {"compressions": (2.0,), "seed": 1}])
+@pytest.mark.parametrize("size", [{"compression": "9e9"}, {"compression": "2", "seed": 1}])
 def test_what_cannot_be_is_refused_before_anything_is_written(trained: Path, tmp_path: Path, size: dict) -> None:
     with pytest.raises(ValueError, match="compression|seed"):
         run_compress(CompressCommand(recipe=DEMO, source=trained, out=tmp_path / "out", **size))
@@ -200,7 +198,7 @@ def test_a_search_begins_with_a_trained_model_whatever_holds_it(trained: Path, s
 def test_a_search_that_gained_nothing_says_so_and_holds_plain_training_compressed(
     gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_Finishing, "_is_ahead", lambda *_: False)
+    monkeypatch.setattr(_Finish, "_is_ahead", lambda *_: False)
     results = run_search(quick_search(tmp_path / "run"))
     assert json.loads((tmp_path / "run" / "run.json").read_text())["origin"] == "compress"
     assert any("gained nothing" in note for note in results.notes)
@@ -209,7 +207,7 @@ def test_a_search_that_gained_nothing_says_so_and_holds_plain_training_compresse
 
 
 def test_a_searched_run_is_compressed_as_it_was_merged(searched: Path, tmp_path: Path) -> None:
-    settings = CompressCommand(recipe=DEMO, source=searched, out=tmp_path / "out", compressions=(2.0,))
+    settings = CompressCommand(recipe=DEMO, source=searched, out=tmp_path / "out", compression="2")
     results = run_compress(settings)
     expected = json.loads((searched / "results.json").read_text())["rows"][0]["metrics"]
     assert results.rows[0].metrics == pytest.approx(expected, abs=1e-5)
@@ -232,7 +230,7 @@ def test_other_models_go_all_the_way(gloo, recipe: str, tmp_path: Path) -> None:
     """A feature processor, and several tasks."""
     run, small, out = tmp_path / "run", tmp_path / "small", tmp_path / "searched"
     run_train(TrainCommand(recipe=recipe, out=run, epochs=1))
-    results = run_compress(CompressCommand(recipe=recipe, source=run, out=small, compressions=(2.0,)))
+    results = run_compress(CompressCommand(recipe=recipe, source=run, out=small, compression="2"))
     row = next(row for row in results.rows if row.method == COMPRESS)
     assert metrics_of(small / "x2", recipe) == pytest.approx(row.metrics, abs=1e-4)
     results = run_search(quick_search(out, recipe=recipe, source=run, compression=2.0))

@@ -16,13 +16,12 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec.cli import commands
-from dnis_torchrec.cli import run as run_module
 from dnis_torchrec.cli.commands import run_search, run_train
 from dnis_torchrec.cli.progress import _SearchStop
 from dnis_torchrec.cli.run import FINISHED, INTERRUPTED, RunFolder, RunWriteError
 from dnis_torchrec.cli.settings import TrainCommand
 from dnis_torchrec.training import settings as signals
-from dnis_torchrec.training.loop import ResumableLoop, SearchInterrupted
+from dnis_torchrec.training.loop import SearchInterrupted, TrainLoop
 from dnis_torchrec.training.pipeline import NonFiniteError
 from tests.programs import SHORT, dnis, start_dnis
 from tests.tiny import files_of, quick_search
@@ -91,7 +90,7 @@ def test_a_result_that_cannot_be_written_can_be_resumed(
         with pytest.raises(RunWriteError):
             run_search(quick_search(out))
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "write_results", full)
+        patch.setattr(commands, "write_results", full)
         with pytest.raises(RunWriteError):
             run_search(quick_search(out, resume=True))
     assert RunFolder(out).status() == INTERRUPTED
@@ -103,7 +102,7 @@ def fail_in_the_first_epoch(patch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise NonFiniteError("not today")
 
-    patch.setattr(ResumableLoop, "_end_epoch", fails)
+    patch.setattr(TrainLoop, "_end_epoch", fails)
 
 
 def fail_to_write_the_head(patch: pytest.MonkeyPatch) -> None:
@@ -183,7 +182,7 @@ def test_a_training_is_whole_or_not_there_and_replaces_a_run_alone(
 
 def test_what_ranks_have_put_at_a_url_goes_with_the_run(tmp_path: Path, remote: MemoryFileSystem) -> None:
     """It is of a run that is no more: nothing may go on with it."""
-    names = {"run.json", "checkpoints/latest.json", "checkpoints/step-00000003/manifest.json"}
+    names = {"run.json", "checkpoints/step-00000003/manifest.json"}
     remote.pipe({f"/jobs/run/{name}": b"{}" for name in names})
     RunFolder(tmp_path / "run", url="memory://jobs/run").create(overwrite=False)
     assert remote.find("/jobs/run") == []
@@ -211,7 +210,7 @@ def test_a_signal_saves_and_an_unfinished_run_is_not_exported(tmp_path: Path, nu
     out = tmp_path / "run"
     search = start_dnis(tmp_path, "search", "tests.tiny:demo", "--compression", 4, "--out", out)
     deadline = time.monotonic() + 120
-    while not (out / "checkpoints" / "latest.json").is_file() and time.monotonic() < deadline:
+    while not list(out.glob("checkpoints/*/manifest.json")) and time.monotonic() < deadline:
         time.sleep(0.02)
     search.send_signal(number)
     end, _, messages = search.ended(timeout=60)
@@ -252,12 +251,12 @@ def test_a_second_signal_ends_a_search_that_does_not_come_to_its_next_step(
 ) -> None:
     monkeypatch.setattr(signals, "SAME_REQUEST_SECONDS", 0.0)
 
-    def stuck(self: ResumableLoop) -> bool:
+    def stuck(self: TrainLoop) -> bool:
         if self.history:
             signal.raise_signal(signal.SIGTERM)
         return False
 
-    monkeypatch.setattr(ResumableLoop, "_is_stop_requested", stuck)
+    monkeypatch.setattr(TrainLoop, "_is_stop_requested", stuck)
     out = tmp_path / "run"
     assert dnis(*SEARCH, "--out", out).returncode == 143
     assert RunFolder(out).status() == INTERRUPTED  # with the checkpoint of the first epoch
@@ -265,7 +264,7 @@ def test_a_second_signal_ends_a_search_that_does_not_come_to_its_next_step(
 
 def test_nohup_stays_in_force(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    monkeypatch.setattr(ResumableLoop, "_is_stop_requested", lambda self: bool(signal.raise_signal(signal.SIGHUP)))
+    monkeypatch.setattr(TrainLoop, "_is_stop_requested", lambda self: bool(signal.raise_signal(signal.SIGHUP)))
     try:
         assert dnis(*SEARCH, "--out", tmp_path / "run").returncode == 0
     finally:

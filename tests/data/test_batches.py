@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,18 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.counts import count_frequencies
-from dnis_torchrec.data.batches import BatchParts, LookupBatches, cut_batch, features_of, for_lookup, slice_of
+from dnis_torchrec.data.batches import BatchParts, LookupBatches, features_of, for_lookup, slice_of
 from dnis_torchrec.data.over_ranks import (
+    JUDGE,
+    LEARN,
     SPLITS,
-    NotedBatches,
-    SlicedBatches,
+    RankBatches,
+    SplitSummary,
     all_samples,
     check_same,
     count_training_data,
-    fingerprints,
-    measured_samples,
+    read_splits,
+    samples_to_measure,
     split_over_ranks,
 )
 from dnis_torchrec.data.recipe import DataSplits, Recipe
@@ -81,45 +84,12 @@ def test_what_cannot_be_cut_is_refused() -> None:
 
 @given(st.lists(samples, min_size=1, max_size=9), st.integers(1, 9), st.integers(1, 3), st.booleans())
 def test_the_parts_are_the_batch(of: list[Sample], num_parts: int, at_least: int, weighted: bool) -> None:
-    parts = list(cut_batch(to_batch(of, weighted=weighted), num_parts, at_least))
+    parts = list(BatchParts([to_batch(of, weighted=weighted)], num_parts, at_least))
     sizes = [part.labels.numel() for part in parts]
     assert len(parts) == max(1, min(num_parts, len(of) // at_least))
     assert max(sizes) - min(sizes) <= 1
     assert min(sizes) >= min(at_least, len(of))
     assert [sample for part in parts for sample in to_samples(part)] == of
-
-
-class Counted(list):
-    """Batches that count their epochs."""
-
-    epoch = 3
-
-
-def test_the_epoch_is_that_of_the_batches() -> None:
-    batches = Counted()
-    parts = BatchParts(batches, 2)
-    assert parts.epoch == 3
-    parts.epoch = 5
-    assert batches.epoch == 5
-    assert not hasattr(BatchParts([], 2), "epoch")
-
-
-def test_what_is_split_over_ranks_stays_so() -> None:
-    """Else every rank would take a slice of what is its own already."""
-    own = Counted()
-    own.is_split_over_ranks = True
-    for batches, is_left_alone in ((own, True), (Counted(), False)):
-        parts = BatchParts(batches, 2)
-        data = split_over_ranks(DataSplits(train=parts, validation=parts, selection=parts, test=parts), OneOf(0, 2))
-        assert (data.validation is parts) == is_left_alone
-
-
-def test_less_than_one_part_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_parts: expected at least 1, got 0"):
-        BatchParts([], 0)
-
-
-batches = st.lists(st.lists(samples, min_size=1, max_size=9), min_size=1, max_size=4)
 
 
 @dataclass
@@ -134,10 +104,44 @@ class Counting:
         return iter(self.batches)
 
 
+def of_rank(batches: Iterable[Batch]) -> RankBatches:
+    return RankBatches(batches, OneOf(0, 2), "train", LEARN)
+
+
+@pytest.mark.parametrize("cut", [partial(BatchParts, num_parts=2), of_rank])
+def test_the_epoch_is_that_of_the_batches(cut: Callable[[Iterable[Batch]], Any]) -> None:
+    whole = Counting(splits(of=SAMPLES).train)
+    parts = cut(whole)
+    assert (len(list(parts)) > 0, parts.epoch) == (True, 1)
+    parts.epoch = 7
+    assert whole.epoch == 7
+    assert not hasattr(cut([]), "epoch")
+
+
+def test_what_is_split_over_ranks_stays_so() -> None:
+    """Else every rank would take a slice of what is its own already."""
+    own = Counting(splits(of=SAMPLES).train)
+    own.is_split_over_ranks = True
+    data = DataSplits(train=own, validation=BatchParts(own, 2), selection=[], test=BatchParts([], 2))
+    split = split_over_ranks(data, OneOf(0, 2))
+    assert (split.train, split.validation) == (own, data.validation)
+    assert isinstance(split.test, RankBatches)
+    assert all_samples(own) is own
+    assert split_over_ranks(data, Ranks()) is data
+
+
+def test_less_than_one_part_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_parts: expected at least 1, got 0"):
+        BatchParts([], 0)
+
+
+batches = st.lists(st.lists(samples, min_size=1, max_size=9), min_size=1, max_size=4)
+
+
 @given(batches, st.integers(2, 4))
 def test_learning_takes_equal_slices_on_all_ranks(of: list[list[Sample]], world_size: int) -> None:
     whole = [to_batch(part, weighted=False) for part in of]
-    taken = [list(SlicedBatches(whole, OneOf(r, world_size), "train", equal=True)) for r in range(world_size)]
+    taken = [list(RankBatches(whole, OneOf(r, world_size), "train", LEARN)) for r in range(world_size)]
     kept = [part for part in of if len(part) >= world_size]
     for own in taken:
         assert [batch.labels.numel() for batch in own] == [len(part) // world_size for part in kept]
@@ -150,10 +154,10 @@ def test_learning_takes_equal_slices_on_all_ranks(of: list[list[Sample]], world_
 def test_judging_and_counting_leave_nothing_out(of: list[list[Sample]], world_size: int) -> None:
     whole = [to_batch(part, weighted=False) for part in of]
     ranks = [OneOf(rank, world_size) for rank in range(world_size)]
-    counted = [list(all_samples(SlicedBatches(whole, own, "train", equal=True))) for own in ranks]
+    counted = [list(all_samples(RankBatches(whole, own, "train", LEARN))) for own in ranks]
     together = [sample for own in counted for batch in own for sample in to_samples(batch)]
     assert sorted(together) == sorted(sample for part in of for sample in part)
-    judged = [SlicedBatches(whole, own, "test", equal=False) for own in ranks]
+    judged = [RankBatches(whole, own, "test", JUDGE) for own in ranks]
     short = next((number for number, part in enumerate(of) if len(part) < world_size), None)
     for own in judged:
         if short is not None:
@@ -167,15 +171,15 @@ def test_judging_and_counting_leave_nothing_out(of: list[list[Sample]], world_si
 @given(batches, st.integers(2, 4))
 def test_measuring_takes_all_of_what_every_rank_has_a_sample_of(of: list[list[Sample]], world_size: int) -> None:
     whole = [to_batch(part, weighted=False) for part in of]
-    learned = [SlicedBatches(whole, OneOf(r, world_size), "train", equal=True) for r in range(world_size)]
-    measured = [measured_samples(own) for own in learned]
+    learned = [RankBatches(whole, OneOf(r, world_size), "train", LEARN) for r in range(world_size)]
+    measured = [samples_to_measure(own) for own in learned]
     kept = [part for part in of if len(part) >= world_size]
     for _ in range(2):  # again and again
         taken = [list(own) for own in measured]
         assert [len(own) for own in taken] == [len(kept)] * world_size
         for number, part in enumerate(kept):
             assert [sample for own in taken for sample in to_samples(own[number])] == part
-    assert measured_samples(whole) is whole
+    assert samples_to_measure(whole) is whole
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
@@ -202,32 +206,9 @@ def splits(*names: str, of: list[Sample]) -> DataSplits:
 SAMPLES: list[Sample] = [(0.0, 0.0, ((1, 2), ())), (1.0, 1.0, ((3,), (4,)))]
 
 
-def test_one_rank_gets_the_data_itself() -> None:
-    data = splits(of=SAMPLES)
-    assert split_over_ranks(data, Ranks()) is data
-
-
-def test_data_that_splits_itself_is_left_alone() -> None:
-    own = Counting(splits(of=SAMPLES).train)
-    own.is_split_over_ranks = True
-    data = split_over_ranks(replace(splits(of=SAMPLES), train=own), OneOf(0, 2))
-    assert data.train is own
-    assert isinstance(data.test, SlicedBatches)
-    assert all_samples(own) is own
-
-
-def test_the_epoch_of_the_batches_goes_through() -> None:
-    whole = Counting(splits(of=SAMPLES).train)
-    sliced = SlicedBatches(whole, OneOf(0, 2), "train", equal=True)
-    assert (len(list(sliced)), sliced.epoch) == (1, 1)
-    sliced.epoch = 7
-    assert whole.epoch == 7
-    assert getattr(SlicedBatches([], OneOf(0, 2), "train", equal=True), "epoch", None) is None
-
-
 def test_another_label_id_or_order_is_seen() -> None:
     def fingerprint(of: list[list[Sample]]) -> int | None:
-        sliced = SlicedBatches([to_batch(part, weighted=False) for part in of], OneOf(0, 2), "train", equal=True)
+        sliced = RankBatches([to_batch(part, weighted=False) for part in of], OneOf(0, 2), "train", LEARN)
         assert sliced.fingerprint is None
         list(all_samples(sliced))
         return sliced.fingerprint
@@ -252,12 +233,18 @@ def test_other_batches_on_another_rank_are_named() -> None:
     check_same(data, OneOf(0, 2))
 
 
+def fingerprint_of(batches: Iterable[Batch]) -> int:
+    """The fingerprint of what a rank counts."""
+    summary = SplitSummary()
+    for batch in all_samples(batches):
+        summary.add(batch)
+    return summary.fingerprint
+
+
 def noted_of(of: list[list[Sample]], ranks: Ranks | None = None) -> int:
     """The fingerprint of what a rank counts; of one process if None."""
     whole = [to_batch(part, weighted=False) for part in of]
-    noted = NotedBatches(whole if ranks is None else SlicedBatches(whole, ranks, "train", equal=True))
-    list(all_samples(noted))
-    return noted.fingerprint
+    return fingerprint_of(whole if ranks is None else RankBatches(whole, ranks, "train", LEARN))
 
 
 @given(batches, st.integers(2, 4), st.randoms(use_true_random=False))
@@ -288,21 +275,16 @@ def test_other_samples_have_another_fingerprint() -> None:
     assert len(set(found.values())) == len(found), found
 
 
-def test_every_split_has_a_fingerprint_of_its_last_pass() -> None:
-    data = split_over_ranks(splits("test", of=SAMPLES), OneOf(0, 2))
-    noted = DataSplits(**{name: NotedBatches(getattr(data, name)) for name in SPLITS})
+def test_every_split_has_a_fingerprint(gloo) -> None:
+    recipe = make_recipe()
     for _ in range(2):
-        for name in SPLITS:
-            list(all_samples(getattr(noted, name)))
-    found = fingerprints(noted, Ranks())
-    assert list(found) == list(SPLITS)
-    assert found["train"] == found["validation"] == found["selection"] == noted_of([SAMPLES[:1]])
-    assert found["test"] == 2 * found["train"] % (1 << 40)
+        prints = read_splits(recipe, table_configs(recipe.model), Ranks())[2]
+        assert prints == {name: fingerprint_of(getattr(recipe.data, name)) for name in SPLITS}
 
 
 def test_batches_of_two_labels_and_two_sides_are_sliced_and_told_apart() -> None:
     whole = two_sided(7, seed=1)
-    parts = [list(SlicedBatches([whole], OneOf(rank, 2), "test", equal=False)) for rank in range(2)]
+    parts = [list(RankBatches([whole], OneOf(rank, 2), "test", JUDGE)) for rank in range(2)]
     first, second = parts[0][0], parts[1][0]
     assert (first.labels.shape, second.labels.shape) == ((3, 2), (4, 2))
     joined = torch.cat([first.labels, second.labels]).nan_to_num(-1)
@@ -313,17 +295,12 @@ def test_batches_of_two_labels_and_two_sides_are_sliced_and_told_apart() -> None
         lengths = whole.candidates.lengths()[rows]
         assert torch.equal(part.candidates.lengths(), lengths)
 
-    def fingerprint(batch: Batch) -> int:
-        noted = NotedBatches([batch])
-        list(noted)
-        return noted.fingerprint
-
     ratings, genres = whole.labels.clone(), whole.candidates.values().clone()
     ratings[2, 1] = 9.0
     genres[0] = (genres[0] + 1) % 12
     other = KeyedJaggedTensor(whole.candidates.keys(), genres, lengths=whole.candidates.lengths())
     changed = [replace(whole, labels=ratings), replace(whole, candidates=other)]
-    assert len({fingerprint(batch) for batch in (whole, *changed)}) == 3
+    assert len({fingerprint_of([batch]) for batch in (whole, *changed)}) == 3
 
 
 def test_a_feature_belongs_to_one_side() -> None:
@@ -364,62 +341,44 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search_module, "shard", None)
 
 
-def weights(value: float) -> Callable[[Batch], Batch]:
-    def change(batch: Batch) -> Batch:
-        own = torch.ones(batch.sparse_features.values().numel())
-        own[64 + 5] = value  # of the second feature
-        return changed(batch, weights=own)
-
-    return change
+def with_weight(batch: Batch, value: float) -> Batch:
+    own = torch.ones(batch.sparse_features.values().numel())
+    own[64 + 5] = value  # of the second feature
+    return changed(batch, weights=own)
 
 
-def dense_value(value: float) -> Callable[[Batch], Batch]:
-    def change(batch: Batch) -> Batch:
-        features = batch.dense_features.clone()
-        features[3, 1] = value
-        return dataclasses.replace(batch, dense_features=features)
-
-    return change
+def with_dense_value(batch: Batch, value: float) -> Batch:
+    features = batch.dense_features.clone()
+    features[3, 1] = value
+    return changed(batch, dense_features=features)
 
 
 def no_samples(batch: Batch) -> Batch:
-    return dataclasses.replace(
-        changed(batch, values=torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(0, dtype=torch.int64)),
-        dense_features=batch.dense_features[:0],
-        labels=batch.labels[:0],
-    )
+    none = torch.zeros(0, dtype=torch.int64)
+    return changed(batch, values=none, lengths=none, dense_features=batch.dense_features[:0], labels=none.float())
 
 
-def float_ids(batch: Batch) -> Batch:
-    return changed(batch, values=batch.sparse_features.values().float())
-
-
-WRONG = [
-    (dense_value(math.nan), r", dense_features, sample 3, column 1: expected finite numbers, got nan; clean the data$"),
-    (dense_value(-math.inf), r", dense_features, sample 3, column 1: expected finite numbers, got -inf; clean"),
-    (weights(math.nan), r", feature 'genre': expected finite weights, got nan; clean the data$"),
-    (weights(math.inf), r", feature 'genre': expected finite weights, got inf; clean the data$"),
+FEWER = "expected {} samples, one for each label, got {}; leave incomplete samples out"
+WRONG: list[tuple[Callable[[Batch], Batch], str]] = [
+    *(
+        (partial(change, value=value), f"{place}, got {value}; clean the data$")
+        for change, place in (
+            (with_dense_value, ", dense_features, sample 3, column 1: expected finite numbers"),
+            (with_weight, ", feature 'genre': expected finite weights"),
+        )
+        for value in (math.nan, -math.inf)
+    ),
     (no_samples, r": expected at least one sample, got none; leave empty batches out$"),
-    (float_ids, r", feature 'user': expected integer ids, got torch.float32; hash or number what is no integer$"),
-]
-
-
-def fewer_labels(batch: Batch) -> Batch:
-    return dataclasses.replace(batch, labels=batch.labels[:-1])
-
-
-def fewer_dense(batch: Batch) -> Batch:
-    return dataclasses.replace(batch, dense_features=batch.dense_features[:-1])
-
-
-def short_lengths(batch: Batch) -> Batch:
-    return changed(batch, lengths=batch.sparse_features.lengths().short())
-
-
-WRONG += [
-    (fewer_labels, r", sparse_features: expected 63 samples, one for each label, got 64; leave incomplete samples out"),
-    (fewer_dense, r", dense_features: expected 64 samples, one for each label, got 63; leave incomplete samples out"),
-    (short_lengths, r", feature 'user': expected int32 or int64 lengths, got torch.int16$"),
+    (
+        lambda b: changed(b, values=b.sparse_features.values().float()),
+        r", feature 'user': expected integer ids, got torch.float32; hash or number what is no integer$",
+    ),
+    (lambda b: changed(b, labels=b.labels[:-1]), f", sparse_features: {FEWER.format(63, 64)}"),
+    (lambda b: changed(b, dense_features=b.dense_features[:-1]), f", dense_features: {FEWER.format(64, 63)}"),
+    (
+        lambda b: changed(b, lengths=b.sparse_features.lengths().short()),
+        r", feature 'user': expected int32 or int64 lengths, got torch.int16$",
+    ),
 ]
 
 
@@ -438,7 +397,7 @@ def test_a_batch_without_samples_of_a_later_epoch_is_named() -> None:
     batches = LookupBatches(Repeatable([make_batch(4, 0), no_samples(make_batch(4, 1))]), "train")
     with pytest.raises(ValueError, match=r"^train batch 1: expected at least one sample, got none"):
         list(batches)
-    sliced = SlicedBatches(Repeatable([no_samples(make_batch(4, 1))]), Ranks(), "train", equal=True)
+    sliced = RankBatches(Repeatable([no_samples(make_batch(4, 1))]), Ranks(), "train", LEARN)
     with pytest.raises(ValueError, match=r"^train batch 0: expected at least one sample, got none"):
         list(sliced)
 

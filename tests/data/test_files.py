@@ -24,7 +24,7 @@ from dnis_torchrec.data.files import (
     parse_json,
     write_json,
     write_text,
-    written_whole,
+    write_whole,
 )
 
 KIND = FolderKind("box", "box.json", "test-box")
@@ -42,7 +42,7 @@ def fill(folder: Path, text: str) -> None:
 @pytest.mark.parametrize("error", [OSError("full"), KeyboardInterrupt()])
 def test_a_file_that_breaks_off_stays_what_it_was(tmp_path: Path, error: BaseException) -> None:
     write_text(tmp_path / "a", "old")
-    with pytest.raises(type(error)), written_whole(tmp_path / "a") as unfinished:
+    with pytest.raises(type(error)), write_whole(tmp_path / "a") as unfinished:
         unfinished.write_text("new, and half")
         raise error
     assert names_in(tmp_path) == ["a"]

@@ -202,21 +202,6 @@ def test_parts_are_disjoint_whole_and_the_same_in_every_epoch(samples: FileSampl
     assert sorted(seen) == list(range(53)) != seen
 
 
-@pytest.mark.parametrize("form", ["text", "parquet"])
-def test_a_column_that_splits_keeps_its_values_together(tmp_path: Path, form: str) -> None:
-    written = [sample for sample in SAMPLES if sample.b is not None]
-    file = tmp_path / ("a.parquet" if form == "parquet" else "a.tsv")
-    write_parquet(file, written, row_group=8) if form == "parquet" else write_text(file, written)
-    samples = FileSamples([file], FileSchema(label="y", single_id={"a": 7}, text_columns=COLUMNS, split_by="b"))
-    users = []
-    for part in cut((0.5, 0.5), seed=1):
-        seen = served(FileBatches(samples, part=part, batch_size=2, shuffle=False, drop_last=False))
-        users.append({SAMPLES[label].b for label in seen})
-        assert len(seen) == sum(sample.b in users[-1] for sample in written)
-    assert users[0] | users[1] == set("ABCDE")
-    assert not users[0] & users[1]
-
-
 def test_fractions_come_out_as_stated() -> None:
     part = cut((0.1, 0.3), seed=2)[1]
     inside = part.contains(np.arange(10**6, dtype=np.uint64))

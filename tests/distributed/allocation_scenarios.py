@@ -28,7 +28,7 @@ from dnis_torchrec.artifact.export import export
 from dnis_torchrec.artifact.write import write_over_ranks
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.data.over_ranks import SlicedBatches
+from dnis_torchrec.data.over_ranks import LEARN, RankBatches
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.prune import Size, prune
@@ -55,9 +55,9 @@ def batches(case: Case, num_batches: int = 2) -> list[Batch]:
     return [make_batch(case, seed, SIZE) for seed in range(num_batches)]
 
 
-def sliced(whole: list[Batch], at: Rank) -> SlicedBatches:
+def sliced(whole: list[Batch], at: Rank) -> RankBatches:
     """The part of a rank."""
-    return SlicedBatches(whole, Ranks(at.process_group), "train", equal=True)
+    return RankBatches(whole, Ranks(at.process_group), "train", LEARN)
 
 
 def sharded_case(case: Case, kind: str, at: Rank, *, prepared: bool = False) -> nn.Module:

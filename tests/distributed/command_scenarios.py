@@ -103,7 +103,7 @@ def save_weights(folder: Path) -> dict[str, Path]:
 
 def job(out: Path, **fields: Any) -> CompressCommand:
     """A request of two sizes."""
-    return CompressCommand(**{"recipe": RECIPE, "compressions": SIZES, "out": out} | fields)
+    return CompressCommand(**{"recipe": RECIPE, "compression": ",".join(map(str, SIZES)), "out": out} | fields)
 
 
 @contextmanager
@@ -213,8 +213,8 @@ def refuse_jobs(file: Path, at: Rank) -> Results:
     outcomes = {
         "weights": attempt(source=file.with_name("none.safetensors") if bad else file),
         "write": attempt(PackedFile, "fill"),
-        "serve": attempt(commands, "drop_in_"),
-        "size": attempt(compressions=(900.0,)),
+        "serve": attempt(commands, "load_model"),
+        "size": attempt(compression="900"),
         "other folders": attempt(out=f"apart{at.rank}/out"),
         "a folder that stands": attempt(out="stands"),
         "run": outcome_of(lambda: run_export(ExportCommand(run=at.folder / "none", out=target))),

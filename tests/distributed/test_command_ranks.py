@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dnis_torchrec.artifact.export import drop_in_
+from dnis_torchrec.artifact.export import load_model
 from dnis_torchrec.cli.commands import run_compress, run_evaluate, run_train
 from dnis_torchrec.cli.settings import EvaluateCommand, TrainCommand
 from dnis_torchrec.data.over_ranks import count_training_data
@@ -21,7 +21,7 @@ from dnis_torchrec.report.rows import COMPRESS, UNCOMPRESSED
 from dnis_torchrec.search.search import SearchOutcome
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.training.evaluate import evaluate
-from dnis_torchrec.training.weights import load_state_, written_model
+from dnis_torchrec.training.weights import check_state, fill_, written_model
 from tests.distributed import command_scenarios as of
 from tests.distributed.harness import Part, RankResults, Results, joined, running_ranks
 from tests.distributed.model import CPU, assert_outcome, assert_same, assert_same_scheme
@@ -243,8 +243,10 @@ def test_no_rank_holds_what_another_holds(searches: Part, scenario: str) -> None
 def test_what_ranks_wrote_has_the_same_metric_in_one_process(searches: Part, tmp_path: Path) -> None:
     expected, folder = searches["whole"][0]["metrics"], searches.folder
     own, fresh = of.search_recipe(), of.search_recipe()
-    load_state_(own.model, {name: stored.whole() for name, stored in written_model(folder / "model").items()}, "model")
-    drop_in_(fresh.model, folder / "artifact")
+    weights = written_model(folder / "model")
+    check_state(own.model, weights, "model")
+    fill_(own.model, weights)
+    load_model(fresh.model, folder / "artifact")
     for model in (own.model, fresh.model):
         metrics = evaluate(TrainTask(model, own.loss), own.data.test, own.loss, CPU)
         assert metrics == pytest.approx(expected, abs=1e-6)

@@ -87,7 +87,7 @@ OTHERWISE = (
     ("mixed", "dense"),
 )
 """(sharding that wrote, sharding that goes on)."""
-SAVED_BY_TORCH = ("row_wise", "column_wise", "mixed")
+SAVED_BY_TORCH = ("row_wise", "mixed")
 """Shardings that torch saves on two ranks."""
 ONE_TO_TWO = ("row_wise", "mixed")
 """Shardings in which two ranks go on with what one process wrote."""
@@ -256,7 +256,7 @@ def checkpoints(folder_of_one: Path) -> dict[str, Scenario]:
 
 
 ROUNDED_STEPS, MORE_STEPS = 6, 3
-ROUNDED_AS = ("row_wise", "table_wise", "column_wise", "mixed", "dense")
+ROUNDED_AS = ("row_wise", "column_wise", "mixed", "dense")
 ROUNDED_OTHERWISE = (("row_wise", "row_wise"), ("mixed", "mixed"), ("row_wise", "table_wise"))
 """(sharding that wrote, sharding that goes on)."""
 

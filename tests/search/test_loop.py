@@ -280,7 +280,8 @@ class Ramped:
         alpha = Alpha(self.blocks.alpha_shapes)
         self.optimizer = AlphaOptimizer(alpha, self.blocks)
         self.samples: list[int] = []
-        pipeline = SimpleNamespace(alpha=alpha, alpha_optimizer=self.optimizer, detached=self._detached)
+        alphas = {dim: alpha.of(dim) for dim in alpha.dims}
+        pipeline = SimpleNamespace(alphas=lambda: alphas, alpha_optimizer=self.optimizer, detached=self._detached)
         stream = SimpleNamespace(sample=lambda number: self.samples.append(number))
         self._worth, self._alpha, self._is_detached = worth, alpha, False
         monkeypatch.setattr(ramp_module, "curvature", self._curvature)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +22,11 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec import export
-from dnis_torchrec.artifact.export import drop_in_
+from dnis_torchrec.artifact.export import load_model
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
 from dnis_torchrec.data.recipe import DataSplits, Recipe
-from dnis_torchrec.data.task import TrainTask, pooled_outputs, squared_norm
+from dnis_torchrec.data.task import TrainTask, collect_outputs, squared_norm
 from dnis_torchrec.search import search as search_module
 from dnis_torchrec.search.pipeline import LEARNING_RATE, AlphaOptimizer, BilevelTrainPipeline
 from dnis_torchrec.search.schedule import BilevelStream, Level, LevelSchedule
@@ -39,10 +40,9 @@ from dnis_torchrec.selection.torchrec import fused_kernels, writing_to_tables
 from dnis_torchrec.selection.wrapper import plain_state_dict, soft_selection_modules
 from dnis_torchrec.training.checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
 from dnis_torchrec.training.evaluate import evaluate
-from dnis_torchrec.training.loop import PlainEvents, train_plainly
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.shard import shard
-from dnis_torchrec.training.state import TableDescription, TrainingState, describe_tables, model_tensors
+from dnis_torchrec.training.state import TrainingState, describe_tables, model_tensors
 from tests.models import (
     FEATURES,
     NAMES,
@@ -123,7 +123,7 @@ def test_steps_are_those_of_the_oracle(
     floor: float,
     rate: float,
 ) -> None:
-    alpha, optimizer = make_optimizer(rate=rate, averaging=averaging, floor=floor)
+    alpha, optimizer = make_optimizer(rate=rate, momentum=averaging, floor=floor)
     expected, average = [[1.0] * DIM for _ in range(3)], [[0.0] * DIM for _ in range(3)]
     died = [[False] * DIM for _ in range(3)]
     for step, values in enumerate(gradients):
@@ -155,7 +155,7 @@ def test_columns_die_once_and_for_all(retained: list[list[list[bool]]], pushes: 
 
 
 def test_rows_without_a_hit_do_not_move() -> None:
-    alpha, optimizer = make_optimizer(averaging=0.5)
+    alpha, optimizer = make_optimizer(momentum=0.5)
     optimizer.step({DIM: torch.ones(3, DIM)}, {DIM: HIT})
     before = alpha.clone()
     optimizer.step({DIM: torch.ones(3, DIM)}, {DIM: torch.tensor([True, False, True])})
@@ -164,7 +164,7 @@ def test_rows_without_a_hit_do_not_move() -> None:
 
 def test_a_restored_state_goes_on_the_same_way() -> None:
     torch.manual_seed(1)
-    settings = {"rate": 0.2, "averaging": 0.9, "floor": 0.01}
+    settings = {"rate": 0.2, "momentum": 0.9, "floor": 0.01}
     alpha, optimizer = make_optimizer(**settings)
     gradients = [torch.randn(3, DIM) for _ in range(40)]
     for gradient in gradients[:15]:
@@ -184,15 +184,24 @@ CPU = torch.device("cpu")
 OPTIMIZERS = ("adam", "rowwise_adagrad")
 
 
-def make_pipeline(optimizer: str = "adam", **settings):
-    recipe = make_recipe(optimizer=optimizer)
+def sharded(recipe: Recipe) -> tuple[DistributedModelParallel, Any]:
+    """The prepared model of a recipe in training, and its optimizer."""
     tables = table_configs(recipe.model)
     counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
     blocks = blocks_from_counts(counts, tables, num_blocks=3)
-    model, dense_optimizer = shard(TrainTask(prepare_(recipe.model, blocks), recipe.loss), recipe, CPU)
-    model.train()
-    pipeline = BilevelTrainPipeline(model, dense_optimizer, CPU, **settings)
-    return recipe, model, dense_optimizer, pipeline
+    model, optimizer = shard(TrainTask(prepare_(recipe.model, blocks), recipe.loss), recipe, CPU)
+    return model.train(), optimizer
+
+
+def make_pipeline(optimizer: str = "adam", **settings):
+    recipe = make_recipe(optimizer=optimizer)
+    model, dense_optimizer = sharded(recipe)
+    return recipe, model, dense_optimizer, BilevelTrainPipeline(model, dense_optimizer, CPU, **settings)
+
+
+def stream_of(recipe: Recipe, warm_up_steps: int = 1) -> BilevelStream[Batch]:
+    """A stream of the recipe's batches."""
+    return BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=warm_up_steps))
 
 
 def everything(model: nn.Module, optimizer) -> dict[str, torch.Tensor]:
@@ -220,7 +229,7 @@ def _tensors(tree, prefix: str = ""):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_an_upper_step_moves_alpha_and_nothing_else(gloo, optimizer: str) -> None:
     recipe, model, dense_optimizer, pipeline = make_pipeline(optimizer)
-    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=2))
+    stream = stream_of(recipe, 2)
     for _ in range(7):
         pipeline.progress(stream)
     levels = []
@@ -243,13 +252,8 @@ def test_an_upper_step_moves_alpha_and_nothing_else(gloo, optimizer: str) -> Non
 def test_running_statistics_stand_still_in_upper_steps(gloo) -> None:
     recipe = make_recipe()
     recipe.model.dense_arch = nn.Sequential(recipe.model.dense_arch, nn.BatchNorm1d(8))
-    tables = table_configs(recipe.model)
-    counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
-    blocks = blocks_from_counts(counts, tables, num_blocks=3)
-    model, optimizer = shard(TrainTask(prepare_(recipe.model, blocks), recipe.loss), recipe, CPU)
-    model.train()
-    pipeline = BilevelTrainPipeline(model, optimizer, CPU)
-    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1))
+    model, optimizer = sharded(recipe)
+    pipeline, stream = BilevelTrainPipeline(model, optimizer, CPU), stream_of(recipe)
     norm = next(module for module in model.modules() if isinstance(module, nn.BatchNorm1d))
     for _ in range(6):
         level, before = pipeline.level if pipeline.contexts else Level.LOWER, norm.running_mean.clone()
@@ -260,7 +264,7 @@ def test_running_statistics_stand_still_in_upper_steps(gloo) -> None:
 
 def test_both_levels_are_pipelined(gloo, caplog: pytest.LogCaptureFixture) -> None:
     recipe, _, _, pipeline = make_pipeline()
-    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1))
+    stream = stream_of(recipe)
     with caplog.at_level(logging.INFO):
         for _ in range(4):
             pipeline.progress(stream)
@@ -308,9 +312,9 @@ def test_equals_a_hand_written_loop_without_sharding(gloo) -> None:
 
 def test_detached_lends_the_model_and_training_goes_on(gloo) -> None:
     recipe, _, _, pipeline = make_pipeline()
-    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1))
+    stream = stream_of(recipe)
     undisturbed = make_pipeline()
-    other = BilevelStream(undisturbed[0].data.train, undisturbed[0].data.validation, LevelSchedule(warm_up_steps=1))
+    other = stream_of(undisturbed[0])
     for step in range(8):
         if step == 4:
             with pipeline.detached() as model, torch.no_grad():
@@ -339,7 +343,7 @@ def test_needs_a_stream_that_knows_levels(gloo) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_nan_in_a_table_stops_the_run_and_names_it(gloo, optimizer: str) -> None:
     recipe, model, _, pipeline = make_pipeline(optimizer)
-    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=100))
+    stream = stream_of(recipe, 100)
     pipeline.progress(stream)
     for module in collections(model).values():
         next(part for part in local_shards(module) if part.table == "genre").weight[:] = float("nan")
@@ -368,7 +372,7 @@ def _poison(monkeypatch: pytest.MonkeyPatch, model: nn.Module, value: float) -> 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_infinite_gradient_is_stopped_before_any_weight_takes_it(gloo, monkeypatch, optimizer: str) -> None:
     recipe, model, dense_optimizer, pipeline = make_pipeline(optimizer)
-    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=100))
+    stream = stream_of(recipe, 100)
     pipeline.progress(stream)
     before = everything(model, dense_optimizer)
     _poison(monkeypatch, model, float("inf"))
@@ -381,7 +385,7 @@ def test_infinite_gradient_is_stopped_before_any_weight_takes_it(gloo, monkeypat
 
 def test_infinite_alpha_gradient_is_stopped(gloo, monkeypatch) -> None:
     recipe, model, optimizer, pipeline = make_pipeline()
-    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1))
+    stream = stream_of(recipe)
     pipeline.progress(stream)
     pipeline.progress(stream)
     _poison(monkeypatch, model, float("nan"))
@@ -393,16 +397,9 @@ def test_infinite_alpha_gradient_is_stopped(gloo, monkeypatch) -> None:
     assert all(bool(value.isfinite().all()) for value in everything(model, optimizer).values())
 
 
-def test_an_empty_stream_is_refused(gloo) -> None:
-    recipe, _, _, pipeline = make_pipeline()
-    stream: BilevelStream[Batch] = BilevelStream(recipe.data.train, [], LevelSchedule(warm_up_steps=1))
-    with pytest.raises(ValueError, match="validation stream: expected at least one batch, got none"):
-        _progress(pipeline, stream, steps=4)
-
-
 def test_lower_steps_equal_torchrecs_own_pipeline(gloo) -> None:
     recipe, _, _, pipeline = make_pipeline()
-    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1000))
+    stream = stream_of(recipe, 1000)
     plain = make_recipe()
     model, optimizer = shard(TrainTask(plain.model, plain.loss), plain, CPU)
     model.train()
@@ -416,11 +413,6 @@ def late() -> Iterator[None]:
     """Everything in a test is read late."""
     with read_late():
         yield
-
-
-def stream_of(recipe, warm_up_steps: int = 1) -> BilevelStream:
-    """A stream of the recipe's batches."""
-    return BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=warm_up_steps))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -494,16 +486,13 @@ def test_a_loss_that_is_not_finite_stops_the_next_step() -> None:
     assert pipeline.lower_steps == 4
 
 
-def plain(folder: Path, bad_batch: int | None = None) -> list[object]:
-    """What a plain training tells who listens."""
-    folder.mkdir()
-    recipe, events = make_recipe(), list[object]()
-    if bad_batch is not None:
-        recipe.data.train.batches[bad_batch].dense_features[:] = float("nan")
-    model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
-    listening = PlainEvents(on_step=events.append, on_epoch=lambda record: events.append(record.selection_loss))
-    train_plainly(model, optimizer, recipe, CPU, max_epochs=2, patience=2, events=listening)
-    return events
+def bilevel_steps(shape: Any, device: torch.device) -> Any:
+    """Both levels' steps of the benchmark, on tables and batches that are small."""
+    from benchmarks import step_time
+
+    shape = step_time.vary(shape, 3, 50, None, batch_size=64)
+    train, validation = step_time.make_batches(shape, 4, seed=0), step_time.make_batches(shape, 2, seed=1)
+    return step_time.Bilevel(shape, train, validation, device)
 
 
 @pytest.mark.gpu
@@ -513,10 +502,8 @@ def test_the_host_waits_for_no_gpu_in_a_pair_of_steps(sharding: str) -> None:
     from benchmarks import step_time
 
     name = {"single-id": "criteo", "multi-hot": "dlrm_v2"}[sharding]
-    shape = step_time.vary(step_time.SHAPES[name], 3, 50, None, batch_size=64)
-    train, validation = step_time.make_batches(shape, 4, seed=0), step_time.make_batches(shape, 2, seed=1)
     with step_time.process_group() as device:
-        bilevel = step_time.Bilevel(shape, train, validation, device)
+        bilevel = bilevel_steps(step_time.SHAPES[name], device)
         for _ in range(8):
             bilevel.step()
         torch.cuda.synchronize(device)
@@ -532,12 +519,10 @@ def test_the_host_waits_for_no_gpu_in_a_pair_of_steps(sharding: str) -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_a_nan_in_a_table_stops_the_next_step() -> None:
     from benchmarks import step_time
-    from dnis_torchrec.selection.shards import collections, local_shards
 
-    shape = step_time.vary(step_time.SHAPES["criteo"], 3, 50, None, batch_size=64)
-    train, validation = step_time.make_batches(shape, 4, seed=0), step_time.make_batches(shape, 2, seed=1)
+    shape = step_time.SHAPES["criteo"]
     with step_time.process_group() as device:
-        bilevel = step_time.Bilevel(shape, train, validation, device)
+        bilevel = bilevel_steps(shape, device)
         for collection in collections(bilevel.model).values():
             next(part for part in local_shards(collection) if part.table == "c1").weight[:] = float("nan")
         with pytest.raises(NonFiniteError, match=r"lower step 1, table 'c1': expected a finite loss, got nan"):
@@ -546,7 +531,6 @@ def test_on_a_gpu_a_nan_in_a_table_stops_the_next_step() -> None:
         assert bool(alpha.isfinite().all())
 
 
-CPU_OF_PREFETCHING_PIPELINE = torch.device("cpu")
 STEPS = 12
 
 
@@ -560,44 +544,35 @@ def locks() -> Iterator[None]:
 def prepared(*, cached: bool):
     """Recipe, sharded model, optimizer and caches."""
     recipe = make_recipe(optimizer="rowwise_adagrad")
-    tables = table_configs(recipe.model)
-    counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
-    blocks = blocks_from_counts(counts, tables, num_blocks=3)
     with operators(compiled=False):  # as on a GPU, where tables can be cached
-        sharded, optimizer = shard(
-            TrainTask(prepare_(recipe.model, blocks), recipe.loss), recipe, CPU_OF_PREFETCHING_PIPELINE
-        )
+        model, optimizer = sharded(recipe)
     if cached:
-        plan_caches_(sharded)
-    return recipe, sharded.train(), optimizer, caches_of(sharded)
+        plan_caches_(model)
+    return recipe, model, optimizer, caches_of(model)
 
 
 def tables_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {part.table: part.weight for module in collections(model).values() for part in local_shards(module)}
 
 
-def run(pipeline: BilevelTrainPipeline, recipe: Recipe, schedule: LevelSchedule) -> list[torch.Tensor]:
+def run(pipeline: BilevelTrainPipeline, recipe: Recipe) -> list[torch.Tensor]:
     """Losses of the steps, and of an evaluation between them."""
-    stream, losses = BilevelStream(recipe.data.train, recipe.data.validation, schedule), []
+    stream, losses = stream_of(recipe, 2), []
     for step in range(STEPS):
         losses.append(pipeline.progress(stream)[0].detach())
         if step == STEPS // 2:
             with pipeline.detached() as model:
-                losses.append(
-                    torch.tensor(
-                        evaluate(model, recipe.data.selection, recipe.loss, CPU_OF_PREFETCHING_PIPELINE)["loss"]
-                    )
-                )
+                losses.append(torch.tensor(evaluate(model, recipe.data.selection, recipe.loss, CPU)["loss"]))
     return losses
 
 
 def test_the_numbers_are_those_without_prefetching(gloo) -> None:
-    schedule, found = LevelSchedule(warm_up_steps=2), []
+    found = []
     for cached in (False, True):
         recipe, model, optimizer, _ = prepared(cached=cached)
-        pipeline = BilevelTrainPipeline(model, optimizer, CPU_OF_PREFETCHING_PIPELINE)
+        pipeline = BilevelTrainPipeline(model, optimizer, CPU)
         pipeline.alpha_optimizer.learning_rate = 0.05
-        losses = run(pipeline, recipe, schedule)
+        losses = run(pipeline, recipe)
         found.append({"losses": torch.stack(losses), "alpha": pipeline.alpha.of(8).clone(), **tables_of(model)})
     assert found[0].keys() == found[1].keys()
     for name, value in found[0].items():
@@ -608,13 +583,13 @@ def test_the_numbers_are_those_without_prefetching(gloo) -> None:
 @pytest.mark.parametrize("warm_up_steps", [1, 3, STEPS])
 def test_locked_is_what_was_prefetched_for_the_next_batch_and_nothing_else(gloo, warm_up_steps: int) -> None:
     recipe, model, optimizer, caches = prepared(cached=True)
-    pipeline = BilevelTrainPipeline(model, optimizer, CPU_OF_PREFETCHING_PIPELINE)
-    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=warm_up_steps))
+    pipeline = BilevelTrainPipeline(model, optimizer, CPU)
+    stream = stream_of(recipe, warm_up_steps)
     for step in range(STEPS):
         if step == 4:
             with pipeline.detached() as lent:
                 assert not any(cache.kernel.lxu_cache_locking_counter.any() for cache in caches)
-                evaluate(lent, recipe.data.selection, recipe.loss, CPU_OF_PREFETCHING_PIPELINE)
+                evaluate(lent, recipe.data.selection, recipe.loss, CPU)
                 assert not any(cache.kernel.lxu_cache_locking_counter.any() for cache in caches)
             assert all(cache.kernel.lxu_cache_locations_list for cache in caches)
         if step == 7:
@@ -634,8 +609,8 @@ def test_locked_is_what_was_prefetched_for_the_next_batch_and_nothing_else(gloo,
 
 def test_rows_are_fetched_between_the_forward_pass_before_and_its_backward(gloo) -> None:
     recipe, model, optimizer, caches = prepared(cached=True)
-    pipeline = BilevelTrainPipeline(model, optimizer, CPU_OF_PREFETCHING_PIPELINE)
-    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=2))
+    pipeline = BilevelTrainPipeline(model, optimizer, CPU)
+    stream = stream_of(recipe, 2)
     for cache in caches:
         cache.events.clear()
     for _ in range(4):
@@ -655,7 +630,7 @@ def test_bags_of_prefetched_tables_are_split_before_their_lookup(gloo) -> None:
         _, model, optimizer, _ = prepared(cached=cached)
         (wrapper,) = soft_selection_modules(model).values()
         assert wrapper.bag_splitter is not None
-        BilevelTrainPipeline(model, optimizer, CPU_OF_PREFETCHING_PIPELINE)
+        BilevelTrainPipeline(model, optimizer, CPU)
         assert (wrapper.bag_splitter is not None) == cached
 
 
@@ -680,17 +655,12 @@ def test_a_search_prefetches_where_the_tables_are_set_up_for_it(gloo, monkeypatc
     monkeypatch.setattr(search_module, "shard", shard_with_caches)
     recipe = make_recipe(optimizer="rowwise_adagrad")
     with operators(compiled=False):  # as on a GPU, where tables can be cached
-        outcome = search(
-            recipe, 10, tmp_path, CPU_OF_PREFETCHING_PIPELINE, settings=SearchSettings(num_blocks=3, epochs=1)
-        )
+        outcome = search(recipe, 10, tmp_path, CPU, settings=SearchSettings(num_blocks=3, epochs=1))
     assert outcome.history
     assert made
     for cache in made:
         assert cache.events.count("prefetch") >= cache.events.count("forward") > cache.events.count("backward")
         assert not cache.wrong
-
-
-CPU_OF_SEARCH_OF_SEQUENCES = torch.device("cpu")
 
 
 def recipe(optimizer: str = "adam") -> Recipe:
@@ -712,7 +682,7 @@ def recipe(optimizer: str = "adam") -> Recipe:
 def test_a_search_ends_in_what_is_served(optimizer: str, tmp_path: Path, gloo: object) -> None:
     own = recipe(optimizer)
     settings = SearchSettings(num_blocks=2, epochs=2, patience=2)
-    outcome = search(own, 3.0, tmp_path / "run", CPU_OF_SEARCH_OF_SEQUENCES, settings=settings)
+    outcome = search(own, 3.0, tmp_path / "run", CPU, settings=settings)
     assert {name: table.pooling for name, table in outcome.scheme.tables.items()} == {
         "item": "none",
         "shop": "none",
@@ -720,7 +690,7 @@ def test_a_search_ends_in_what_is_served(optimizer: str, tmp_path: Path, gloo: o
     }
     assert outcome.scheme.compression() >= 3.0
     path = export(outcome.model, outcome.scheme, tmp_path / "artifact")
-    served = drop_in_(interest(), path).eval()
+    served = load_model(interest(), path).eval()
     batch = make_batch(50)
     wanted = outcome.model.eval()(batch.dense_features, batch.sparse_features)
     torch.testing.assert_close(served(batch.dense_features, batch.sparse_features), wanted)
@@ -730,15 +700,12 @@ def test_two_tasks_and_a_table_left_alone(tmp_path: Path, gloo: object) -> None:
     both = {"model": two_outputs(), "loss": ClickAndRating(), "stop_on": "click_auc"}
     own = replace(recipe(), **both, leave_alone=("shop",))
     settings = SearchSettings(num_blocks=2, epochs=2, patience=2)
-    outcome = search(own, 1.6, tmp_path / "run", CPU_OF_SEARCH_OF_SEQUENCES, settings=settings)
+    outcome = search(own, 1.6, tmp_path / "run", CPU, settings=settings)
     assert outcome.scheme.compression() >= 1.6
     assert set(outcome.scheme.tables["shop"].bits.flatten().tolist()) == {32}
     path = export(outcome.model, outcome.scheme, tmp_path / "artifact")
-    served = drop_in_(two_outputs(), path)
-    found, wanted = (
-        evaluate(TrainTask(m, own.task), own.data.test, own.task, CPU_OF_SEARCH_OF_SEQUENCES)
-        for m in (served, outcome.model)
-    )
+    served = load_model(two_outputs(), path)
+    found, wanted = (evaluate(TrainTask(m, own.task), own.data.test, own.task, CPU) for m in (served, outcome.model))
     assert {"loss", "click_auc", "rating_mse"} <= found.keys()
     assert found == pytest.approx(wanted, abs=1e-5)
     with pytest.raises(ValueError, match=r"table of Recipe\.leave_alone 'shopp': .* did you mean 'shop'"):
@@ -748,7 +715,7 @@ def test_two_tasks_and_a_table_left_alone(tmp_path: Path, gloo: object) -> None:
 def test_the_penalty_counts_every_id_of_a_sample() -> None:
     model, batch = interest(), make_batch(3)
     kjt = batch.sparse_features
-    with pooled_outputs(model) as outputs:
+    with collect_outputs(model) as outputs:
         model(batch.dense_features, kjt)
     reads = []
     for table, features in {**FEATURES, "user": ["user"]}.items():
@@ -771,9 +738,9 @@ def test_the_penalty_counts_every_id_of_a_sample() -> None:
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
 def test_the_pipeline_steps_as_a_loop_does_and_upper_steps_move_no_table(optimizer: str, gloo: object) -> None:
     own = recipe(optimizer)
-    model, rest = shard(prepared_task(own), own, CPU_OF_SEARCH_OF_SEQUENCES)
-    pipeline = BilevelTrainPipeline(model, rest, CPU_OF_SEARCH_OF_SEQUENCES)
-    stream = BilevelStream(own.data.train, own.data.validation, LevelSchedule(warm_up_steps=2))
+    model, rest = shard(prepared_task(own), own, CPU)
+    pipeline = BilevelTrainPipeline(model, rest, CPU)
+    stream = stream_of(own, 2)
     before = states(model)
     for _ in range(5):
         taken = pipeline.upper_steps
@@ -787,7 +754,7 @@ def test_the_pipeline_steps_as_a_loop_does_and_upper_steps_move_no_table(optimiz
             assert not moved & {"alpha 4", "alpha 8"}
         before = after
     assert pipeline.upper_steps == 1
-    naive, optim = shard(prepared_task(own), own, CPU_OF_SEARCH_OF_SEQUENCES)
+    naive, optim = shard(prepared_task(own), own, CPU)
     naive.train()
     for batch in list(own.data.train)[:2]:
         optim.zero_grad()
@@ -800,9 +767,9 @@ def test_the_pipeline_steps_as_a_loop_does_and_upper_steps_move_no_table(optimiz
 
 
 def states_after(own: Recipe, optimizer: str, steps: int) -> dict[str, Tensor]:
-    model, rest = shard(prepared_task(own), own, CPU_OF_SEARCH_OF_SEQUENCES)
-    pipeline = BilevelTrainPipeline(model, rest, CPU_OF_SEARCH_OF_SEQUENCES)
-    stream = BilevelStream(own.data.train, own.data.validation, LevelSchedule(warm_up_steps=steps))
+    model, rest = shard(prepared_task(own), own, CPU)
+    pipeline = BilevelTrainPipeline(model, rest, CPU)
+    stream = stream_of(own, steps)
     for _ in range(steps):
         pipeline.progress(stream)
     return states(model)
@@ -828,10 +795,10 @@ def states(model: nn.Module) -> dict[str, Tensor]:
 def test_frozen_sequences_stay_or_are_refused(gloo: object) -> None:
     own = recipe("rowwise_adagrad")
     own.model.sequences.embeddings["shop"].weight.requires_grad_(False)
-    model, rest = shard(prepared_task(own, own.model), own, CPU_OF_SEARCH_OF_SEQUENCES)
+    model, rest = shard(prepared_task(own, own.model), own, CPU)
     before = states(model)
-    pipeline = BilevelTrainPipeline(model, rest, CPU_OF_SEARCH_OF_SEQUENCES)
-    stream = BilevelStream(own.data.train, own.data.validation, LevelSchedule(warm_up_steps=2))
+    pipeline = BilevelTrainPipeline(model, rest, CPU)
+    stream = stream_of(own, 2)
     for _ in range(4):
         pipeline.progress(stream)
     after = states(model)
@@ -840,11 +807,9 @@ def test_frozen_sequences_stay_or_are_refused(gloo: object) -> None:
 
     task = prepared_task(own, interest())
     task.model.sequences.embedding_collection.embeddings["shop"].weight.requires_grad_(False)
-    trained = DistributedModelParallel(
-        task, device=CPU_OF_SEARCH_OF_SEQUENCES, sharders=default_sharders({"learning_rate": 0.1})
-    )
+    trained = DistributedModelParallel(task, device=CPU, sharders=default_sharders({"learning_rate": 0.1}))
     with pytest.raises(NotImplementedError, match=r"FQN 'model\.sequences'.*got tables \['shop'\]"):
-        BilevelTrainPipeline(trained, rest, CPU_OF_SEARCH_OF_SEQUENCES)
+        BilevelTrainPipeline(trained, rest, CPU)
 
 
 @pytest.mark.parametrize("kinds", [("row_wise", "column_wise"), ("column_wise", "data_parallel")])
@@ -858,17 +823,12 @@ def test_a_checkpoint_brings_everything_back_in_another_sharding(
             own.weight.uniform_(-1, 1)
     assert sorted(key for key in model_tensors(one) if "embeddings" in key) == []
     folder = CheckpointFolder(tmp_path)
-    write_checkpoint(folder, 3, TrainingState(tensors=model_tensors(one), tables=described(one)), None)
-    read_checkpoint(folder.latest(), TrainingState(tensors=model_tensors(two), tables=described(one)), None)
+    write_checkpoint(folder, 3, TrainingState(tensors=model_tensors(one), tables=describe_tables(one)), None)
+    read_checkpoint(folder.latest(), two, model_tensors(two), None)
     batch = make_batch(5)
     torch.testing.assert_close(
         two.module(batch.dense_features, batch.sparse_features), one.module(batch.dense_features, batch.sparse_features)
     )
-
-
-def described(model: nn.Module) -> dict[str, TableDescription]:
-    """Tables, however their columns are cut."""
-    return {name: replace(own, column_cuts=(0,)) for name, own in describe_tables(model).items()}
 
 
 def sharded_as(kind: str) -> DistributedModelParallel:
@@ -876,5 +836,5 @@ def sharded_as(kind: str) -> DistributedModelParallel:
     model = prepared_task(recipe()).model
     constraint = ParameterConstraints(sharding_types=[kind], min_partition=4)
     sharders = default_sharders({"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1})
-    plan = make_sharding_plan(model, CPU_OF_SEARCH_OF_SEQUENCES, sharders, constraints=dict.fromkeys(NAMES, constraint))
-    return shard_model(model, CPU_OF_SEARCH_OF_SEQUENCES, plan, sharders).eval()
+    plan = make_sharding_plan(model, CPU, sharders, constraints=dict.fromkeys(NAMES, constraint))
+    return shard_model(model, CPU, plan, sharders).eval()

@@ -18,7 +18,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.search.prune import UNSPENT_SHARE, Budget, Size, SizeOutOfReachError, drop_zeros_, keep_within, prune
+from dnis_torchrec.search.prune import UNSPENT_SHARE, Size, SizeOutOfReachError, drop_zeros_, keep_within, prune
 from dnis_torchrec.selection import shards as shards_module
 from dnis_torchrec.selection.swap import prepare_
 from tests import models
@@ -137,21 +137,26 @@ def whole_columns(case: Case, kept: dict[str, torch.Tensor]) -> list[torch.Tenso
     return [table * kept[name][blocks.routings[name].all_blocks()] for name, table in named]
 
 
+def index_bytes(blocks: RowBlocks) -> int:
+    """Where the rows of a block begin, and a map of ids where rows do not stand in their order."""
+    return sum(
+        8 * (routing.num_blocks + 1) + (0 if routing.boundaries is not None else 4 * (routing.num_embeddings + 1))
+        for routing in blocks.routings.values()
+    )
+
+
 @given(cases(dims=(3, 9)), st.sampled_from(["compression", "embedding_bytes"]), st.floats(0, 1))
 def test_the_best_columns_within_the_budget_stay(case: Case, kind: str, share: float) -> None:
     model, blocks, counts = case
-    dense_bytes = 4 * sum(table.numel() for table in seen_tables(model, counts))
-    fixed = 1 - Budget.unchecked(Size(embedding_bytes=1), blocks).amount
-    assume(fixed < dense_bytes - 1)
-    num_bytes = math.ceil(fixed + share * (dense_bytes - 1 - fixed))
-    size = Size(**{kind: num_bytes if kind == "embedding_bytes" else dense_bytes / num_bytes})
-    try:
-        budget = Budget.of(size, blocks)
-    except ValueError:
-        assume(False)
+    dense_parameters = sum(table.numel() for table in seen_tables(model, counts))
+    fixed = index_bytes(blocks)
+    assume(fixed < 4 * dense_parameters - 1)
+    num_bytes = math.ceil(fixed + share * (4 * dense_parameters - 1 - fixed))
+    size = Size(**{kind: num_bytes if kind == "embedding_bytes" else 4 * dense_parameters / num_bytes})
     scores = naive_scores(model, blocks, counts)
-    costs = torch.cat([budget.column_costs[t].repeat_interleave(scores[t].shape[1]) for t in ("a", "b")])
-    chosen = keep_within(torch.cat([scores[t].flatten() for t in ("a", "b")]), costs, budget.amount)
+    column_costs = [(4.0 * blocks.seen_rows[t] + 2).repeat_interleave(scores[t].shape[1]) for t in ("a", "b")]
+    flat_scores = torch.cat([scores[t].flatten() for t in ("a", "b")])
+    chosen = keep_within(flat_scores, torch.cat(column_costs), size.num_bytes(dense_parameters) - fixed)
     parts = chosen.split([scores[t].numel() for t in ("a", "b")])
     kept = {t: part.view(scores[t].shape) for t, part in zip(("a", "b"), parts, strict=True)}
     scheme = pruned(case, whole_columns(case, kept), size=size)
@@ -268,103 +273,25 @@ def test_sizes_that_do_not_fit_are_refused_before_a_table_changes(size: Size) ->
     assert (model.embedding_bags["a"].weight == 1).all()
 
 
-@pytest.mark.parametrize("kind", ["compression", "embedding_bytes"])
-def test_the_smallest_size_that_is_named_is_come_to(kind: str) -> None:
-    def found(value: float) -> int:
-        model, blocks, counts = simple(counts=(9, 8, 4, 3, 2, 1), dim=8)
-        return prune(model, blocks, counts, size=Size(**{kind: value})).parameters
+@given(cases(dims=(4, 30)), st.sampled_from(["compression", "embedding_bytes"]))
+def test_the_smallest_size_that_is_named_is_come_to_and_one_less_is_not(case: Case, kind: str) -> None:
+    model, blocks, counts = case
+    assume(any(bool(table.any()) for table in seen_tables(model, counts)))
 
-    with pytest.raises(SizeOutOfReachError) as caught:
-        found(100 if kind == "compression" else 0.5)
-    smallest = float(re.search(r"at (?:most|least) ([\d.]+)", str(caught.value)).group(1))
-    assert found(smallest) > 0
+    def pruned_to(value: float) -> int:
+        return prune(copy.deepcopy(model), blocks, counts, size=Size(**{kind: value})).parameters
+
+    with pytest.raises(SizeOutOfReachError, match="for these tables and blocks") as caught:
+        pruned_to(1e9 if kind == "compression" else 0.5)
+    smallest = float(re.search(r"expected at (?:most|least) ([\d.]+) for", str(caught.value)).group(1))
+    assume(
+        smallest > 1
+        if kind == "compression"
+        else smallest <= 4 * sum(table.numel() for table in seen_tables(model, counts))
+    )
+    assert pruned_to(smallest) > 0
     with pytest.raises(SizeOutOfReachError):
-        found(smallest + 0.01 if kind == "compression" else smallest - 1)
-
-
-# Sizes and budgets
-
-
-def blocks_of(counts: dict[str, list[int]], dims: dict[str, int], **options) -> RowBlocks:
-    tables = [
-        EmbeddingBagConfig(name=name, num_embeddings=len(rows), embedding_dim=dims[name], feature_names=[name])
-        for name, rows in counts.items()
-    ]
-    tensors = {name: torch.tensor(rows) for name, rows in counts.items()}
-    return blocks_from_counts(FrequencyCounts(tensors, dict.fromkeys(counts, 1), 1), tables, **options)
-
-
-@st.composite
-def many_blocks(draw) -> RowBlocks:
-    """Two tables, in frequency order or not, with rows never seen, but not only such."""
-    counts = {name: draw(st.lists(st.integers(0, 4), min_size=1, max_size=9)) for name in ("a", "b")}
-    assume(any(sum(rows) for rows in counts.values()))
-    if draw(st.booleans()):
-        counts = {name: sorted(rows, reverse=True) for name, rows in counts.items()}
-    dims = {name: draw(st.sampled_from([4, 300])) for name in counts}
-    return blocks_of(counts, dims, num_blocks=draw(st.integers(1, 3)))
-
-
-def dense_parameters(blocks: RowBlocks) -> int:
-    return sum(routing.num_embeddings * blocks.embedding_dims[t] for t, routing in blocks.routings.items())
-
-
-@given(many_blocks(), st.floats(1.01, 3))
-def test_a_compression_is_a_share_of_the_float32_bytes(blocks: RowBlocks, compression: float) -> None:
-    by_bytes = Budget.unchecked(Size(embedding_bytes=1), blocks)
-    budget = Budget.unchecked(Size(compression=compression), blocks)
-    dense_bytes = 4 * dense_parameters(blocks)
-    assert budget.amount == pytest.approx(dense_bytes / compression - 1 + by_bytes.amount, abs=1e-6)
-    assert {t: c.tolist() for t, c in budget.column_costs.items()} == {
-        t: c.tolist() for t, c in by_bytes.column_costs.items()
-    }
-
-
-@given(many_blocks())
-def test_bytes_cost_values_columns_and_indices(blocks: RowBlocks) -> None:
-    budget = Budget.of(Size(embedding_bytes=10**6), blocks)
-    fixed = 0
-    for table, routing in blocks.routings.items():
-        fixed += 8 * (routing.num_blocks + 1)
-        fixed += 0 if routing.boundaries is not None else 4 * (routing.num_embeddings + 1)
-        expected = [4 * seen + 2 for seen in blocks.seen_rows[table].tolist()]
-        assert budget.column_costs[table].tolist() == expected
-    assert budget.amount == pytest.approx(10**6 - fixed, abs=1e-5)
-
-
-@given(many_blocks(), st.sampled_from(["compression", "embedding_bytes"]))
-def test_the_smallest_size_that_is_named_can_be_met_and_one_less_cannot(blocks: RowBlocks, kind: str) -> None:
-    if kind == "compression":
-        named = _named(Size(compression=1e9), blocks)
-        assume(named > 1)
-        assert budget_buys_something(Size(compression=named), blocks)
-        message = f"^compression: expected at most {named:.2f} for these tables and blocks, got {named + 0.01}$"
-        with pytest.raises(ValueError, match=message):
-            Budget.of(Size(compression=named + 0.01), blocks)
-        return
-    named = int(_named(Size(embedding_bytes=1), blocks))
-    assert budget_buys_something(Size(embedding_bytes=named), blocks)
-    message = f"^embedding_bytes: expected at least {named} for these tables and blocks, got {named - 1}$"
-    with pytest.raises(ValueError, match=message):
-        Budget.of(Size(embedding_bytes=named - 1), blocks)
-
-
-def _named(size: Size, blocks: RowBlocks) -> float:
-    with pytest.raises(ValueError, match="for these tables and blocks") as caught:
-        Budget.of(size, blocks)
-    return float(re.search(r"expected at (?:most|least) ([\d.]+) for", str(caught.value)).group(1))
-
-
-def budget_buys_something(size: Size, blocks: RowBlocks) -> bool:
-    """Whether the budget affords a column of some block that training saw."""
-    budget = Budget.of(size, blocks)
-    seen = [cost for t, costs in budget.column_costs.items() for cost in costs[blocks.seen_rows[t] > 0].tolist()]
-    return min(seen) <= budget.amount
-
-
-def test_tables_that_training_never_looked_up_are_refused() -> None:
-    with pytest.raises(ValueError, match="blocks: expected rows that training looked up, got none"):
-        Budget.of(Size(embedding_bytes=10**6), blocks_of({"a": [0, 0]}, {"a": 4}))
+        pruned_to(smallest + 0.01 if kind == "compression" else smallest - 1)
 
 
 numbers = st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,14 +23,7 @@ from dnis_torchrec.search.search import SearchOutcome, Setup, search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.training import loop as search_loop
 from dnis_torchrec.training.checkpoint import CheckpointFolder
-from dnis_torchrec.training.loop import (
-    EpochRecord,
-    FinishedPhase,
-    Phase,
-    ResumableLoop,
-    SearchEvents,
-    SearchInterrupted,
-)
+from dnis_torchrec.training.loop import EpochRecord, FinishedPhase, Phase, SearchEvents, SearchInterrupted, TrainLoop
 from dnis_torchrec.training.settings import Saving
 from tests.models import state_tensors
 from tests.tiny import make_recipe
@@ -91,10 +84,9 @@ class Run:
     weights: list[dict[str, Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        settings = {"alpha_averaging": 0.5, "alpha_floor": 0.1}
-        self.started = Setup.of(make_recipe(), blocks_of, CPU, self.events, **settings)
+        self.started = Setup(make_recipe(), blocks_of, CPU, self.events)
         self.plan = Phases(self.started, self.phases)
-        self.loop: ResumableLoop = self.started.loop(self.plan, self.folder, self.events, self.saving, {"a": 1})
+        self.loop: TrainLoop = self.started.loop(self.plan, self.folder, self.events, self.saving, {"a": 1})
         self.events.on_epoch = lambda record: self.weights.append(self.now())
 
     def now(self) -> dict[str, Tensor]:
@@ -154,7 +146,7 @@ def test_best_epochs_stay_and_others_go(gloo, tmp_path: Path, monkeypatch) -> No
     phases = (replace(FIRST, steps=20), SECOND, replace(THIRD, steps=12))
     run = Run(tmp_path, saving=Saving(keep_checkpoints=1, checkpoint_every=4), phases=phases)
     kept: list[int] = []
-    run.events.on_alpha = lambda *_: kept.append(len(CheckpointFolder(tmp_path).steps()))
+    run.events.on_save = lambda *_: kept.append(len(CheckpointFolder(tmp_path).steps()))
     run.loop.run()
     steps = CheckpointFolder(tmp_path).steps()
     assert {own.best.step for own in run.loop.finished} <= set(steps)
@@ -182,11 +174,11 @@ def attempts(folder: Path, interruptions: Sequence[int | str], losses: dict[int,
             taken.append(loss)
             assert losses.setdefault(run.started.pipeline.lower_steps, loss) == loss
 
-        def kill(record: EpochRecord, _alpha: object, is_last: bool, at: int | str | None = interruption) -> None:
+        def kill(record: EpochRecord, is_last: bool, at: int | str | None = interruption) -> None:
             if is_last and record.phase == at:
                 raise Killed
 
-        run.events.on_step, run.events.on_alpha = note, kill
+        run.events.on_step, run.events.on_save = note, kill
         run.events.should_stop = lambda taken=taken, at=interruption: len(taken) == at
         try:
             run.loop.run()
@@ -223,12 +215,10 @@ def test_attempts_come_to_what_one_would_have(
     assert broken.loop.history == expected.loop.history
     assert broken.loop.finished == expected.loop.finished
     assert_same(broken.now(), expected.now())
-    own, others = (run.started.pipeline.alpha_optimizer.state_dict() for run in (broken, expected))
-    assert_same(own, others)
+    assert_same(*(run.started.pipeline.alpha_optimizer.state_dict() for run in (broken, expected)))
     assert broken.started.stream.schedule == expected.started.stream.schedule
 
 
-CPU_OF_SEARCH_RESUME = torch.device("cpu")
 SIZE = 10.0
 SHORT = SearchSettings(num_blocks=3, epochs=2, patience=2)
 
@@ -264,15 +254,15 @@ class Noisy:
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self._loader:
-            yield dataclasses.replace(batch, dense_features=batch.dense_features + torch.rand(1))
+            yield replace(batch, dense_features=batch.dense_features + torch.rand(1))
 
 
 def shuffled(optimizer: str) -> Recipe:
     recipe = make_recipe(optimizer=optimizer)
-    recipe = dataclasses.replace(recipe, model=Dropping(recipe.model))
     kind = Noisy if optimizer == "adam" else Counted
     train, validation = kind(recipe.data.train.batches), kind(recipe.data.validation.batches)
-    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, train=train, validation=validation))
+    data = replace(recipe.data, train=train, validation=validation)
+    return replace(recipe, model=Dropping(recipe.model), data=data)
 
 
 def run(
@@ -288,12 +278,12 @@ def run(
     """A search, and the loss of each of its lower steps; None for the outcome of one that was stopped."""
     losses: list[float] = []
 
-    def kill(record: EpochRecord, _: object, is_last: bool) -> None:
+    def kill(record: EpochRecord, is_last: bool) -> None:
         if is_last and record.phase == kill_behind:
-            raise KilledOfSearchResume
+            raise Killed
 
     events = SearchEvents(
-        on_step=lambda loss, density: losses.append(loss), should_stop=lambda: len(losses) == stop_at, on_alpha=kill
+        on_step=lambda loss, density: losses.append(loss), should_stop=lambda: len(losses) == stop_at, on_save=kill
     )
     saving = Saving(checkpoint_every=every, resume=resume)
     torch.manual_seed(99 if resume else 7)  # a new process has other random numbers
@@ -313,25 +303,20 @@ def found_by(
     **settings: object,
 ) -> SearchOutcome:
     """A search of a second."""
-    own = dataclasses.replace(SHORT, **settings)
-    return search(recipe, compression, folder, CPU_OF_SEARCH_RESUME, settings=own, events=events, saving=saving)
+    own = replace(SHORT, **settings)
+    return search(recipe, compression, folder, CPU, settings=own, events=events, saving=saving)
 
 
-def assert_same_of_search_resume(first: SearchOutcome, second: SearchOutcome) -> None:
+def assert_same_outcomes(first: SearchOutcome, second: SearchOutcome) -> None:
     """Bit for bit."""
     assert first.history == second.history
     assert first.best_epoch == second.best_epoch
-    own, others = first.model.state_dict(), second.model.state_dict()
-    assert [name for name in own if not torch.equal(own[name], others[name])] == []
+    assert_same(first.model.state_dict(), second.model.state_dict())
     assert all(torch.equal(first.alpha[dim], second.alpha[dim]) for dim in first.alpha)
     assert (first.origin, first.selection_losses) == (second.origin, second.selection_losses)
     for name, table in first.scheme.tables.items():
         for part in ("bits", "scale", "shift"):
             assert torch.equal(getattr(table, part), getattr(second.scheme.tables[name], part))
-
-
-class KilledOfSearchResume(BaseException):
-    """As if the process had ended here."""
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
@@ -348,19 +333,27 @@ def test_an_interrupted_search_equals_an_uninterrupted_one(
         seen += losses
     outcome, losses = run(folder, optimizer, resume=True)
     assert seen + losses == expected
-    assert_same_of_search_resume(outcome, whole)
+    assert_same_outcomes(outcome, whole)
+
+
+@pytest.fixture(scope="module")
+def whole_search(gloo, tmp_path_factory: pytest.TempPathFactory) -> tuple[SearchOutcome, list[float]]:
+    """A search in one go, and the loss of every lower step."""
+    return run(tmp_path_factory.mktemp("search"), "adam")
 
 
 @pytest.mark.parametrize("phase", ["plain", "ramp"])
-def test_a_search_goes_on_where_a_phase_is_over_and_the_next_has_not_begun(gloo, tmp_path: Path, phase: str) -> None:
+def test_a_search_goes_on_where_a_phase_is_over_and_the_next_has_not_begun(
+    whole_search: tuple[SearchOutcome, list[float]], tmp_path: Path, phase: str
+) -> None:
     """As after SIGKILL there."""
-    whole, expected = run(tmp_path / "whole", "adam")
-    with pytest.raises(KilledOfSearchResume):
+    whole, expected = whole_search
+    with pytest.raises(Killed):
         run(tmp_path / "broken", "adam", kill_behind=phase)
     outcome, losses = run(tmp_path / "broken", "adam", resume=True)
     assert losses == expected[len(expected) - len(losses) :]
     assert len(losses) == len(expected) - {"plain": 20, "ramp": 28}[phase]
-    assert_same_of_search_resume(outcome, whole)
+    assert_same_outcomes(outcome, whole)
 
 
 def test_steps_since_the_last_checkpoint_are_repeated_alike(gloo, tmp_path: Path) -> None:
@@ -368,13 +361,14 @@ def test_steps_since_the_last_checkpoint_are_repeated_alike(gloo, tmp_path: Path
     whole, expected = run(tmp_path, "adam", every=4)
     kept = CheckpointFolder(tmp_path).steps()
     assert len(kept) <= 6  # the last two, and the best ones of three phases, of the last one two
-    latest = tmp_path / "latest.json"
     for step in kept[::2]:
         lower = json.loads((tmp_path / f"step-{step:08d}" / "manifest.json").read_text())["values"]["lower_steps"]
-        latest.write_text(json.dumps({"checkpoint": f"step-{step:08d}"}))
+        for later in CheckpointFolder(tmp_path).steps():
+            if later > step:
+                shutil.rmtree(tmp_path / f"step-{later:08d}")
         outcome, losses = run(tmp_path, "adam", every=4, resume=True)
         assert losses == expected[lower:]
-        assert_same_of_search_resume(outcome, whole)
+        assert_same_outcomes(outcome, whole)
 
 
 def test_resume_without_a_checkpoint_begins_the_search(gloo, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -23,7 +23,7 @@ from dnis_torchrec.allocation.axes import rotation_groups, with_axes_
 from dnis_torchrec.allocation.bits import Prediction
 from dnis_torchrec.allocation.compress import packed_collections
 from dnis_torchrec.allocation.held_out import LossSample, with_gains
-from dnis_torchrec.artifact.export import drop_in_
+from dnis_torchrec.artifact.export import load_model
 from dnis_torchrec.artifact.verify import verify
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.codes import is_coded
@@ -40,7 +40,6 @@ from dnis_torchrec.search.prune import SizeOutOfReachError
 from dnis_torchrec.search.search import COMPRESSED, SEARCHED, SearchOutcome, SearchResult, search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
-from dnis_torchrec.training import loop as search_loop
 from dnis_torchrec.training import shard as sharding_of_training
 from dnis_torchrec.training.checkpoint import CheckpointFolder
 from dnis_torchrec.training.evaluate import evaluate
@@ -107,7 +106,7 @@ def test_torchrecs_models_go_all_the_way_unmodified(gloo, tmp_path: Path, kind: 
     artifact = export(outcome.model, outcome.scheme, tmp_path / "artifact", forms=(PACKED,))
     fresh = make_recipe(kind, seed=1)
     fresh.model.load_state_dict({**fresh.model.state_dict(), **dense_of(outcome.model)}, strict=False)
-    drop_in_(fresh.model, artifact)
+    load_model(fresh.model, artifact)
     served = evaluate(TrainTask(fresh.model, recipe.loss), recipe.data.test, recipe.loss, CPU)
     assert served == pytest.approx(expected, abs=1e-5)
 
@@ -230,13 +229,6 @@ def test_divergence_keeps_the_last_good_checkpoint(
     assert all(bool(torch.isfinite(value.float()).all()) for value in saved.values())
 
 
-def scripted(monkeypatch: pytest.MonkeyPatch, losses: Sequence[float]) -> list[EpochRecord]:
-    """Lets epochs have the selection losses that are written, and returns where their records go."""
-    records: list[EpochRecord] = []
-    monkeypatch.setattr(search_loop, "selection_loss", lambda *_: losses[len(records)])
-    return records
-
-
 def test_ids_and_bags_of_all_splits_are_looked_at_before_training(gloo, tmp_path: Path) -> None:
     table = "table 'user', feature 'user'"
     for name in ("validation", "selection", "test"):
@@ -279,12 +271,11 @@ def test_bags_that_the_plain_model_could_not_pool_are_refused_before_training(
     sharding_of_training.check_pooling(recipe.model)  # stays sharded, and FBGEMM's kernels can
 
 
-CPU_OF_SEARCH_GIVEN = torch.device("cpu")
 SHORT_OF_SEARCH_GIVEN = SearchSettings(num_blocks=3, epochs=1, patience=1)
 EPOCHS = 2
 
 
-def found_by_of_search_given(
+def given_to_search(
     recipe: Recipe,
     folder: Path,
     *,
@@ -299,7 +290,7 @@ def found_by_of_search_given(
     saving = Saving(resume=resume)
     try:
         found = search(
-            *(recipe, 10.0, folder, CPU_OF_SEARCH_GIVEN),
+            *(recipe, 10.0, folder, CPU),
             settings=SHORT_OF_SEARCH_GIVEN,
             trained_epochs=trained_epochs,
             events=events,
@@ -314,10 +305,8 @@ def found_by_of_search_given(
 def test_weights_stand_still_while_their_optimizers_see_gradients(gloo, tmp_path: Path, optimizer: str) -> None:
     recipe = make_recipe(optimizer=optimizer)
     before = {name: value.clone() for name, value in recipe.model.state_dict().items()}
-    loss = evaluate(TrainTask(recipe.model, recipe.loss), recipe.data.selection, recipe.loss, CPU_OF_SEARCH_GIVEN)[
-        "loss"
-    ]
-    outcome, _ = found_by_of_search_given(recipe, tmp_path)
+    loss = evaluate(TrainTask(recipe.model, recipe.loss), recipe.data.selection, recipe.loss, CPU)["loss"]
+    outcome, _ = given_to_search(recipe, tmp_path)
     assert outcome is not None
     first = outcome.history[0]
     assert (first.phase, first.step, first.selection_loss) == ("given", 10, pytest.approx(loss, abs=1e-6))
@@ -345,12 +334,10 @@ def test_ramp_and_release_are_as_long_as_after_so_much_plain_training(
     monkeypatch.setattr(
         search_module._Plan, "begin", lambda plan, phase, finished: (phases.append(phase), begin(plan, phase, finished))
     )
-    found_by_of_search_given(make_recipe(), tmp_path, trained_epochs=8, stop_at=40)
+    given_to_search(make_recipe(), tmp_path, trained_epochs=8, stop_at=40)
     assert [(phase.name, phase.steps) for phase in phases] == [("given", 10), ("ramp", 24), ("release", 80)]
 
 
-SHORT_OF_ONE_CALL = SearchSettings(num_blocks=3, epochs=2, patience=2)
-CPU_OF_ONE_CALL = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 
 
@@ -378,7 +365,7 @@ def recipe() -> Recipe:
 
 @pytest.fixture(scope="module")
 def found(gloo, recipe: Recipe) -> SearchResult:
-    return dnis.search(recipe, compression=10, settings=SHORT_OF_ONE_CALL)
+    return dnis.search(recipe, compression=10, settings=SHORT)
 
 
 def test_the_same_call_gives_the_same_twice_and_leaves_no_process_group() -> None:
@@ -392,7 +379,7 @@ def test_the_same_call_gives_the_same_twice_and_leaves_no_process_group() -> Non
 
 
 def test_a_task_of_ones_own_is_judged_by_its_metrics(gloo) -> None:
-    own = dnis.search(tiny.tasks_make_recipe(), compression=4, settings=SHORT_OF_ONE_CALL)
+    own = dnis.search(tiny.tasks_make_recipe(), compression=4, settings=SHORT)
     assert set(own.metrics) == tiny.METRICS
     assert own.metric == "click_auc"
 
@@ -421,9 +408,7 @@ def test_streams_count_their_epochs_anew() -> None:
 def test_it_meets_the_size_and_its_metrics_are_those_of_the_served_values(recipe: Recipe, found: SearchResult) -> None:
     assert 10 <= found.compression < 14
     assert found.metric == "auc"
-    assert (
-        evaluate(TrainTask(found.model, recipe.loss), recipe.data.test, recipe.loss, CPU_OF_ONE_CALL) == found.metrics
-    )
+    assert evaluate(TrainTask(found.model, recipe.loss), recipe.data.test, recipe.loss, CPU) == found.metrics
 
 
 def test_it_can_be_exported(found: SearchResult, tmp_path: Path) -> None:
@@ -450,10 +435,9 @@ def test_several_ranks_are_sent_to_the_command(gloo, monkeypatch: pytest.MonkeyP
 
 def test_a_regression_is_judged_by_its_error(gloo) -> None:
     recipe = replace(make_recipe(), loss=nn.MSELoss())
-    assert "test mse " in repr(dnis.search(recipe, compression=10, settings=SHORT_OF_ONE_CALL))
+    assert "test mse " in repr(dnis.search(recipe, compression=10, settings=SHORT))
 
 
-CPU_OF_LEAVE_ALONE = torch.device("cpu")
 SIZE_OF_LEAVE_ALONE = 2.5
 ALONE = "genre"
 BYTES = 4 * 8 * ROWS[ALONE]
@@ -481,13 +465,7 @@ def table(model: nn.Module, name: str = ALONE) -> torch.Tensor:
 
 def test_a_search_leaves_a_table_in_float32_and_counts_its_bytes(gloo, tmp_path: Path) -> None:
     recipe = genre_alone()
-    found = search(
-        recipe,
-        SIZE_OF_LEAVE_ALONE,
-        tmp_path,
-        CPU_OF_LEAVE_ALONE,
-        settings=SearchSettings(num_blocks=3, epochs=2, patience=2),
-    )
+    found = search(recipe, SIZE_OF_LEAVE_ALONE, tmp_path, CPU, settings=SHORT)
     own, other = found.scheme.tables[ALONE], found.scheme.tables["user"]
     assert list(found.scheme.tables) == list(ROWS)
     assert own.bits.tolist() == [[32] * 8]
@@ -511,7 +489,7 @@ def test_the_tables_of_its_group_keep_their_axes() -> None:
 
 def test_a_size_that_a_table_left_alone_does_not_leave_is_refused_before_training(gloo, tmp_path: Path) -> None:
     with pytest.raises(SizeOutOfReachError, match=r"^compression: expected at most [23]\.\d+ for these tables"):
-        search(genre_alone(), 20.0, tmp_path, CPU_OF_LEAVE_ALONE)
+        search(genre_alone(), 20.0, tmp_path, CPU)
 
 
 def test_a_run_is_exported_and_verified_with_it_and_not_pruned(gloo, tmp_path: Path) -> None:
@@ -523,7 +501,7 @@ def test_a_run_is_exported_and_verified_with_it_and_not_pruned(gloo, tmp_path: P
     assert served["metrics"] == pytest.approx(of_run["metrics"], abs=1e-6)
     assert verify(artifact).failures == []
     with pytest.raises(NotImplementedError, match=r"^Recipe\.leave_alone: supported are recipes without"):
-        search_as_published(genre_alone(), PaperSettings(), CPU_OF_LEAVE_ALONE)
+        search_as_published(genre_alone(), PaperSettings(), CPU)
 
 
 def test_it_is_one_block_of_rows_as_they_stand() -> None:
@@ -539,7 +517,6 @@ def test_it_is_one_block_of_rows_as_they_stand() -> None:
     assert blocks.left_alone == {ALONE}
 
 
-CPU_OF_SEARCH_ROTATION = torch.device("cpu")
 SHORT_OF_SEARCH_ROTATION = SearchSettings(num_blocks=3, epochs=2, patience=1)
 
 
@@ -554,9 +531,7 @@ def run(
 ) -> SearchOutcome:
     """A search of a second."""
     recipe, saving = factorization_machine(optimizer), Saving(resume=resume)
-    return search(
-        recipe, 10, folder, CPU_OF_SEARCH_ROTATION, settings=SHORT_OF_SEARCH_ROTATION, events=events, saving=saving
-    )
+    return search(recipe, 10, folder, CPU, settings=SHORT_OF_SEARCH_ROTATION, events=events, saving=saving)
 
 
 @pytest.fixture
@@ -593,12 +568,12 @@ def test_tables_turn_once_however_often_the_search_goes_on(gloo, tmp_path: Path,
         assert bool((moment.diag().diff() < 1e-4).all())
     turned.clear()
 
-    def kill(record: EpochRecord, _: object, is_last: bool) -> None:
+    def kill(record: EpochRecord, is_last: bool) -> None:
         if is_last and record.phase == "plain":
             raise Killed
 
     with pytest.raises(Killed):
-        run(tmp_path / "broken", SearchEvents(on_alpha=kill))
+        run(tmp_path / "broken", SearchEvents(on_save=kill))
     assert not turned
     resumed = run(tmp_path / "broken", resume=True)
     assert len(turned) == 3

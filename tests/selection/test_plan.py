@@ -22,7 +22,7 @@ from torchrec.modules.mc_modules import ManagedCollisionCollection, ManagedColli
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.allocation.compress import compress, measure_
-from dnis_torchrec.artifact.export import drop_in_, export
+from dnis_torchrec.artifact.export import export, load_model
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
@@ -466,7 +466,7 @@ def test_a_pruned_model_is_exported_exactly(tmp_path: Path) -> None:
     counts, blocks = counted(model)
     merge_(prepare_(model, blocks))
     scheme = prune(model, blocks, counts, size=Size(compression=2))
-    served = drop_in_(Model(), export(model, scheme, tmp_path / "artifact")).eval()
+    served = load_model(Model(), export(model, scheme, tmp_path / "artifact")).eval()
     torch.testing.assert_close(predictions(served), predictions(model))
 
 

@@ -357,7 +357,7 @@ def test_small_tables_are_multiplied(
     tables = table_configs(recipe.model)
     counts = count_frequencies([batch.sparse_features for batch in recipe.data.train], tables)
     task = TrainTask(prepare_(recipe.model, blocks_from_counts(counts, tables, num_blocks=2)), recipe.loss)
-    model, _ = shard_for_training(task, recipe, CPU, replicated=replicated, batch_size=batch_size)
+    model, _ = shard_for_training(task, recipe, CPU, is_replicated=replicated, batch_size=batch_size)
     if not isinstance(kernels_of(model)[0].forward, ShardSelection):
         select_on_shards_(model)
     assert multiply_tables(model) == [expected] * len(kernels_of(model))

@@ -46,8 +46,6 @@ from dnis_torchrec.selection.wrapper import (
     plain_state_dict,
     soft_selection_modules,
 )
-from dnis_torchrec.training.checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
-from dnis_torchrec.training.state import TrainingState, describe_tables, model_tensors, optimizer_tensors
 from tests.models import (
     BATCH_SIZE,
     MODELS,
@@ -540,28 +538,6 @@ def test_what_does_not_fit_is_named_as_in_the_plain_model() -> None:
     differences = prepared.load_state_dict(state, strict=False)
     assert differences.missing_keys == [name.format("user")]
     assert differences.unexpected_keys == [name.format("other")]
-
-
-def test_a_checkpoint_with_the_names_of_wrappers_is_read(tmp_path: Path) -> None:
-    model, _ = prepared_and_plain("dlrm", None)
-    optimizer = torch.optim.Adam(model.parameters())
-    sum(weight.sum() for weight in model.parameters()).backward()
-    optimizer.step()
-    tensors = model_tensors(model) | optimizer_tensors(model, optimizer)
-    longer = {
-        key.replace(".soft_selection.", ".alpha.").replace(
-            ".embedding_bags.", ".embedding_bag_collection.embedding_bags."
-        ): placed.copy()
-        for key, placed in tensors.items()
-    }
-    assert len(set(longer) - set(tensors)) > 3
-    folder = CheckpointFolder(tmp_path)
-    write_checkpoint(folder, 1, TrainingState(tensors=longer, tables=describe_tables(model)), None)
-    before = {key: placed.copy() for key, placed in tensors.items()}
-    for placed in tensors.values():
-        placed.chunks[0].tensor.zero_()
-    read_checkpoint(folder.path_of(1), TrainingState(tensors=tensors, tables=describe_tables(model)), None)
-    assert all(torch.equal(placed.chunks[0].tensor, before[key].chunks[0].tensor) for key, placed in tensors.items())
 
 
 @pytest.mark.usefixtures("gloo")

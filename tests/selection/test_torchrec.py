@@ -378,7 +378,7 @@ def test_plain_training_leaves_a_frozen_table_alone(gloo: dist.ProcessGroup, tmp
     splits = DataSplits(train=batches, validation=batches, selection=batches, test=batches)
     recipe = Recipe(model=net, data=splits, loss=nn.BCEWithLogitsLoss(), table_optimizer=optimizer)
     model, stepper = shard(TrainTask(net, recipe.loss), recipe, CPU)
-    set_learning_rates_(model, stepper, tables=0.1, dense=0.1, rows=0.1)
+    set_learning_rates_(model, stepper, tables=0.1, dense=0.1)
     train_plainly(model, stepper, recipe, CPU, max_epochs=2, patience=2)
     assert_one_learnt(table_weights(model), before)
 

@@ -350,7 +350,8 @@ def test_state_dict_round_trip() -> None:
     other.load_state_dict(module.state_dict())
     kjt = keyed_jagged_tensor({"f": [[(row, 1.0)] for row in range(10)]})
     assert other(kjt).values().equal(module(kjt).values())
-    assert sorted(module.state_dict()) == ["blocks.embedding_bags.t/b0.weight", "blocks.embedding_bags.t/b1.weight"]
+    tables = ["blocks.embedding_bags.t/b0.weight", "blocks.embedding_bags.t/b1.weight"]
+    assert sorted(module.state_dict()) == [*tables, "scheme_sha256"]
 
 
 def pruned_collection() -> tuple[EmbeddingBagCollection, MixedDimensionScheme]:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
-from torchmetrics.retrieval import RetrievalMRR, RetrievalNormalizedDCG, RetrievalRecall
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -41,6 +40,7 @@ from dnis_torchrec.training.evaluate import (
     primary_metric,
     selection_loss,
 )
+from dnis_torchrec.training.pipeline import NonFiniteError
 from tests.tiny import METRICS, SHARE, ClickAndRating, make_batch
 from tests.tiny import make_recipe as make_plain_recipe
 from tests.tiny import tasks_make_recipe as make_recipe
@@ -92,25 +92,6 @@ class TestRanking:
         want = {name: value for k in (1, 2, 3) for name, value in naive_ranking(*ranking, k).items()}
         assert computed(metric) == pytest.approx(want, abs=1e-12)
 
-    def test_equals_torchmetrics_where_nothing_ties(self):
-        generator = torch.Generator().manual_seed(0)
-        queries = torch.randint(0, 30, (900,), generator=generator)
-        preds = torch.randperm(900, generator=generator).float()
-        labels = (torch.rand(900, generator=generator) < 0.1).long()
-        metric = RankingMetrics()
-        metric.update(preds, labels, queries)
-        found = computed(metric)
-        for k in RANKING_KS:
-            for name, theirs in (("recall", RetrievalRecall(top_k=k)), ("ndcg", RetrievalNormalizedDCG(top_k=k))):
-                assert found[f"{name}@{k}"] == pytest.approx(float(theirs(preds, labels, queries)), abs=1e-6)
-        k = int(queries.bincount().min())
-        metric = RankingMetrics(ks=(k,))
-        small = torch.isin(queries, queries.bincount().argmin())
-        metric.update(preds[small], labels[small], queries[small])
-        assert computed(metric)[f"mrr@{k}"] == pytest.approx(
-            float(RetrievalMRR()(preds[small], labels[small], queries[small])), abs=1e-6
-        )
-
     def test_a_model_that_tells_nothing_apart_gets_nothing(self):
         metric = RankingMetrics()
         metric.update(torch.zeros(100), torch.arange(100) == 0, torch.zeros(100))
@@ -135,31 +116,6 @@ class TestRanking:
         for ks in ((), (0, 5)):
             with pytest.raises(ValueError, match=r"RankingMetrics\.ks: expected cut-offs >= 1"):
                 RankingMetrics(ks)
-
-
-class TestClicks:
-    @given(st.lists(st.tuples(st.floats(0.01, 0.99), st.integers(0, 1)), min_size=2, max_size=30), st.integers(1, 9))
-    def test_equals_the_definitions(self, samples, batch_size):
-        samples = [*samples, (0.3, 0), (0.6, 1)]
-        p, y = np.array([s[0] for s in samples]), np.array([s[1] for s in samples])
-        metric = ClickMetrics()
-        for start in range(0, len(samples), batch_size):
-            part = slice(start, start + batch_size)
-            metric.update(torch.from_numpy(p[part]).logit(), torch.from_numpy(y[part]))
-        found = metric.compute()
-        rate = y.mean()
-        logloss = -(y * np.log(p) + (1 - y) * np.log(1 - p)).mean()
-        natural = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
-        assert float(found["ne"]) == pytest.approx(logloss / natural, rel=1e-9)
-        assert float(found["calibration"]) == pytest.approx(p.sum() / y.sum(), rel=1e-9)
-
-    @pytest.mark.parametrize("label", [0, 1])
-    def test_one_class_is_no_calibration(self, label: int):
-        metric = ClickMetrics()
-        metric.update(torch.tensor([0.5, 0.25]).logit(), torch.tensor([label, label]))
-        assert math.isnan(float(metric.compute()["calibration"]))
-        metric.update(torch.tensor([0.5]).logit(), torch.tensor([1 - label]))
-        assert float(metric.compute()["calibration"]) == pytest.approx(1.25 / (1 + label))
 
 
 class FirstDense(nn.Module):
@@ -192,21 +148,6 @@ class TestEvaluate:
             assert found[f"recall@{k}"] == pytest.approx(np.mean([rank <= k for rank in ranks]))
             assert found[f"mrr@{k}"] == pytest.approx(np.mean([(rank <= k) / rank for rank in ranks]))
             assert found[f"ndcg@{k}"] == pytest.approx(np.mean([(rank <= k) / math.log2(rank + 1) for rank in ranks]))
-
-    def test_refuses_a_query_with_fewer_candidates_than_k(self):
-        batches = [*ranking_batches(2, 12), *ranking_batches(3, 9)[2:]]
-        with pytest.raises(ValueError, match="ranking, query 2: expected at least k=10 candidates, got 9"):
-            evaluate(TrainTask(FirstDense(), self.loss), batches, self.loss, CPU)
-
-    def test_clicks(self):
-        logits, labels = torch.randn(50, 1), (torch.arange(50) % 3 == 0).float()
-        batch = Batch(logits, KeyedJaggedTensor.empty(), labels)
-        found = evaluate(TrainTask(FirstDense(), self.loss), [batch], self.loss, CPU)
-        assert set(found) == {"loss", "logloss", "auc", "ne", "calibration"}
-        rate = float(labels.mean())
-        natural = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
-        assert found["ne"] == pytest.approx(found["logloss"] / natural, abs=1e-6)
-        assert found["calibration"] == pytest.approx(float(logits.sigmoid().mean()) / rate, abs=1e-6)
 
     def test_batches_without_samples_are_an_empty_split(self):
         empty = Batch(torch.zeros(0, 1), KeyedJaggedTensor.empty(), torch.zeros(0))
@@ -248,7 +189,6 @@ class TestRankingBatch:
         assert {(pointer, "stream") for pointer in own} <= set(recorded)
 
 
-CPU_OF_TASKS = torch.device("cpu")
 SAMPLES = st.lists(
     st.tuples(st.integers(-3, 3).map(lambda z: z / 2), st.integers(0, 1), st.integers(0, 3).map(lambda w: w / 2)),
     min_size=1,
@@ -301,7 +241,7 @@ def by_hand(recipe: Recipe) -> dict[str, float]:
 
 def test_every_prediction_is_judged_by_its_kind_and_weights() -> None:
     recipe = make_recipe()
-    found = evaluate(TrainTask(recipe.model, recipe.task), recipe.data.test, recipe.task, CPU_OF_TASKS)
+    found = evaluate(TrainTask(recipe.model, recipe.task), recipe.data.test, recipe.task, CPU)
     assert set(found) == METRICS == set(possible_metrics(recipe.task))
     assert {name: found[name] for name in by_hand(recipe)} == pytest.approx(by_hand(recipe), abs=1e-5)
     assert primary_metric(recipe.task, recipe.data.test) == ("click_auc", True)
@@ -311,8 +251,8 @@ def test_every_prediction_is_judged_by_its_kind_and_weights() -> None:
 def test_a_named_metric_stops(stop_on: str, sign: int) -> None:
     recipe = make_recipe(stop_on=stop_on)
     task = TrainTask(recipe.model, recipe.task)
-    metrics = evaluate(task, recipe.data.selection, recipe.task, CPU_OF_TASKS)
-    assert selection_loss(task, recipe, CPU_OF_TASKS) == sign * metrics[stop_on]
+    metrics = evaluate(task, recipe.data.selection, recipe.task, CPU)
+    assert selection_loss(task, recipe, CPU) == sign * metrics[stop_on]
 
 
 def test_a_metric_that_the_selection_split_has_not_is_named() -> None:
@@ -321,7 +261,7 @@ def test_a_metric_that_the_selection_split_has_not_is_named() -> None:
         batch.labels.fill_(1)
     recipe = Recipe(model=recipe.model, data=recipe.data, loss=recipe.loss, stop_on="auc")
     with pytest.raises(ValueError, match=r"expected Recipe\.stop_on to be one of loss, logloss, got 'auc'$"):
-        selection_loss(TrainTask(recipe.model, recipe.task), recipe, CPU_OF_TASKS)
+        selection_loss(TrainTask(recipe.model, recipe.task), recipe, CPU)
 
 
 class Unfinished(Task):
@@ -432,12 +372,11 @@ def test_a_batch_of_torchrec_needs_no_dense_features() -> None:
             return self.users(sparse_features).values().sum(1)
 
     loss = nn.BCEWithLogitsLoss()
-    found = evaluate(TrainTask(Users(), loss), [Batch(None, users, click)], loss, CPU_OF_TASKS)
+    found = evaluate(TrainTask(Users(), loss), [Batch(None, users, click)], loss, CPU)
     expected = loss(recipe.model.users(users).values().sum(1), click).item()
     assert found["loss"] == pytest.approx(expected, abs=1e-6)
 
 
-CPU_OF_PAIRED_LOSSES = torch.device("cpu")
 NUMBERS = st.floats(-2, 2, allow_nan=False, width=32)
 
 
@@ -462,16 +401,10 @@ def test_ahead_is_a_lead_of_more_than_one_standard_error(batches: list[tuple[int
         assert is_ahead(losses, rival, Ranks()) == (lead > error)
 
 
-@pytest.mark.parametrize(("gap", "expected"), [(0.1, True), (0.0, False), (-0.1, False)])
-def test_one_part_has_no_error_and_the_lead_decides(gap: float, expected: bool) -> None:
-    losses = torch.tensor([[7.0, 0.5]], dtype=torch.float64)
-    assert is_ahead(losses, losses + torch.tensor([0.0, gap]), Ranks()) is expected
-
-
 def of_parts(task: Task | nn.Module, batches: list[Batch], model: nn.Module) -> Tensor:
     """Losses of parts of a split, and that no mode has changed."""
     whole = TrainTask(model, task).train()
-    found = part_losses(whole, batches, whole.task, CPU_OF_PAIRED_LOSSES)
+    found = part_losses(whole, batches, whole.task, CPU)
     assert whole.training
     assert found.dtype == torch.float64
     return found
@@ -501,15 +434,6 @@ def test_losses_of_parts_are_those_of_their_samples(sizes: tuple[int, ...]) -> N
         assert loss == pytest.approx(sum(own) / len(own), rel=1e-5)
 
 
-def test_losses_of_parts_average_to_that_of_the_split() -> None:
-    recipe: Any = make_plain_recipe()
-    found = of_parts(nn.BCEWithLogitsLoss(), recipe.data.selection, recipe.model)
-    whole = evaluate(TrainTask(recipe.model, recipe.task), recipe.data.selection, recipe.task, CPU_OF_PAIRED_LOSSES)[
-        "loss"
-    ]
-    assert float((found[:, 0] * found[:, 1]).sum() / found[:, 0].sum()) == pytest.approx(whole, rel=1e-6)
-
-
 class RatedClicks(Task):
     """Two outputs by name, a constant beside them, and samples that weigh nothing."""
 
@@ -527,19 +451,13 @@ class RatedClicks(Task):
         return (weights * losses).sum() / weights.sum()
 
 
-def test_outputs_by_name_are_cut_with_the_batch() -> None:
-    model, batch = make_plain_recipe().model.eval(), make_batch(32, 0)
-    found = of_parts(RatedClicks(), [batch], model)
-    first = slice_of(batch, 0, 2)
-    assert found[0].tolist() == pytest.approx([2, loss_of(RatedClicks(), model, first)])
-
-
-def test_a_batch_stays_whole_where_a_part_weighs_nothing() -> None:
-    model, batch = make_plain_recipe().model.eval(), make_batch(32, 0)
+def test_outputs_by_name_are_cut_with_a_batch_that_stays_whole_where_a_part_weighs_nothing() -> None:
+    model, batch, other = make_plain_recipe().model.eval(), make_batch(32, 0), make_batch(32, 1)
     batch.dense_features[:5, 0] = 0.0
-    found = of_parts(RatedClicks(), [batch, make_batch(32, 1)], model)
+    found = of_parts(RatedClicks(), [batch, other], model)
     assert len(found) == 1 + LOSSES_PER_BATCH
     assert found[0].tolist() == pytest.approx([32, loss_of(RatedClicks(), model, batch)])
+    assert found[1].tolist() == pytest.approx([2, loss_of(RatedClicks(), model, slice_of(other, 0, 2))])
 
 
 def test_two_batches_are_enough_to_see_a_lead() -> None:
@@ -552,3 +470,25 @@ def test_two_batches_are_enough_to_see_a_lead() -> None:
     assert is_ahead(losses, rival, Ranks())
     whole = [part.reshape(2, LOSSES_PER_BATCH, 2).mean(dim=1) for part in (losses, rival)]
     assert not is_ahead(*whole, Ranks())
+
+
+@pytest.mark.parametrize("share", [0.25, 0.75])
+def test_labels_that_are_no_classes_have_no_auc(share: float, gloo) -> None:
+    recipe = make_plain_recipe()
+    batch = make_batch(3, 1)
+    batch.labels = torch.tensor([0.0, 1.0, share])
+    task = TrainTask(recipe.model, recipe.loss)
+    message = rf"^evaluation split: expected labels 0 or 1, got {share}"
+    with pytest.raises(ValueError, match=message):
+        evaluate(task, [batch], recipe.loss, CPU)
+    assert evaluate(TrainTask(recipe.model, nn.MSELoss()), [batch], nn.MSELoss(), CPU)["mse"] > 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("loss", [nn.BCEWithLogitsLoss(), nn.MSELoss()])
+def test_a_prediction_that_is_not_finite_is_refused(gloo, loss: nn.Module, bad: float) -> None:
+    recipe = make_plain_recipe()
+    batches = [make_batch(8, seed) for seed in range(2)]
+    batches[1].dense_features[3] = bad
+    with pytest.raises(NonFiniteError, match="evaluation split: expected finite predictions, got nan or inf"):
+        evaluate(TrainTask(recipe.model, loss), batches, loss, CPU)

@@ -348,11 +348,6 @@ def test_it_is_as_before_afterwards(before: bool) -> None:
         torch.set_flush_denormal(False)
 
 
-@flushing_denormals()
-def fail() -> None:
-    raise KeyError("while flushing")
-
-
 def test_a_run_flushes() -> None:
     with process_group():
         assert is_flushing()

@@ -8,6 +8,7 @@ import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,20 +26,19 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.allocation.compress import measure_, packed_collections
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.codes import WIDTHS, decode_rows, unpacked_fields
+from dnis_torchrec.blocks.codes import WIDTHS
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data.task import TrainTask
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.selection.shards import TableShard, collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import prepare_, unshard_
 from dnis_torchrec.selection.torchrec_inputs import DetachableTrainPipeline
 from dnis_torchrec.selection.wrapper import soft_selection_modules
-from dnis_torchrec.serving.packed import pack_rows, split_blocks
-from dnis_torchrec.training.evaluate import evaluate, primary_metric
-from dnis_torchrec.training.loop import PlainEvents, train_plainly
+from dnis_torchrec.training.evaluate import evaluate
+from dnis_torchrec.training.loop import SearchEvents, train_plainly
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.rounded import RoundedTables
 from dnis_torchrec.training.shard import set_learning_rates_, shard
@@ -105,7 +105,7 @@ def test_replicated_tables_that_learn_by_adam_are_fused_on_no_gpu_either(
     monkeypatch.setattr("dnis_torchrec.training.shard.make_sharding_plan", refuse)
     recipe = make_recipe(optimizer=optimizer)
     with pytest.raises(ValueError, match="asked"):
-        shard(TrainTask(recipe.model, recipe.loss), recipe, torch.device("cuda"), replicated=True)
+        shard(TrainTask(recipe.model, recipe.loss), recipe, torch.device("cuda"), is_replicated=True)
     assert [own.sharding_types == ["data_parallel"] for own in asked] == [is_dense] * len(ROWS)
     assert [own.compute_kernels == ["dense"] for own in asked] == [is_dense] * len(ROWS)
 
@@ -129,7 +129,8 @@ def test_weights_of_rows_beside_the_tables_learn_at_the_tables_rate(gloo, prefix
 
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
 def test_rates_that_are_set_are_as_if_they_had_always_been(gloo, optimizer: str) -> None:
-    weights, rows = [], ""
+    """Those of row weights, too, which learn at the tables' rate."""
+    weights = []
     for tables, dense in ((0.5, 0.01), (0.001, 0.002)):
         recipe = make_recipe(optimizer=optimizer)
         rows = next(own for own, _ in recipe.model.named_parameters() if own.startswith("over_arch") and "bias" in own)
@@ -137,16 +138,11 @@ def test_rates_that_are_set_are_as_if_they_had_always_been(gloo, optimizer: str)
         recipe = dataclasses.replace(recipe, row_weights=(rows,), **rates)
         model, rest = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
         if tables != 0.5:
-            set_learning_rates_(model, rest, tables=0.5, dense=0.01, rows=0.25)
-        of_rows = next(part for own, part in model.named_parameters() if own.endswith(rows))
-        before = of_rows.detach().clone()
+            set_learning_rates_(model, rest, tables=0.5, dense=0.01)
         model(next(iter(recipe.data.train)))[0].backward()
-        rest.step()  # Adam's first step is as long as its rate, wherever there is a gradient
-        length = 0.5 if tables == 0.5 else 0.25
-        assert float((of_rows.detach() - before).abs().max()) == pytest.approx(length, rel=1e-3)
-        own_tables = {table: part.weight for table, part in shards_of(model).items()}
-        weights.append({**own_tables, **{own: part.detach() for own, part in model.named_parameters()}})
-    assert all(torch.equal(weight, weights[1][own]) for own, weight in weights[0].items() if not own.endswith(rows))
+        rest.step()
+        weights.append(tables_of(model) | {own: part.detach() for own, part in model.named_parameters()})
+    assert [own for own, weight in weights[0].items() if not torch.equal(weight, weights[1][own])] == []
 
 
 def test_weights_of_rows_that_there_are_not_are_refused(gloo) -> None:
@@ -187,7 +183,7 @@ def test_a_state_that_no_epoch_improves_is_kept_where_it_was_trained_before(
     model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
     first = train_plainly(model, optimizer, recipe, CPU, max_epochs=3, patience=1)
     before = {name: part.weight.clone() for name, part in shards_of(model).items()}
-    set_learning_rates_(model, optimizer, tables=10.0, dense=10.0, rows=10.0)
+    set_learning_rates_(model, optimizer, tables=10.0, dense=10.0)
     losses = []
     second = train_plainly(
         model,
@@ -197,7 +193,7 @@ def test_a_state_that_no_epoch_improves_is_kept_where_it_was_trained_before(
         max_epochs=9,
         patience=1,
         starts_trained=starts_trained,
-        events=PlainEvents(on_epoch=lambda record: losses.append(record.selection_loss)),
+        events=SearchEvents(on_epoch=lambda record: losses.append(record.selection_loss)),
     )
     assert min(losses) > first.selection_loss
     assert len(losses) == losses.index(min(losses)) + 2  # stopped by its own epochs, whatever went before
@@ -205,60 +201,6 @@ def test_a_state_that_no_epoch_improves_is_kept_where_it_was_trained_before(
     assert second.selection_loss == (pytest.approx(first.selection_loss, abs=1e-7) if starts_trained else min(losses))
     kept = all(torch.equal(part.weight, before[name]) for name, part in shards_of(model).items())
     assert kept == starts_trained
-
-
-@pytest.mark.parametrize("share", [0.25, 0.75])
-def test_labels_that_are_no_classes_have_no_auc(share: float, gloo) -> None:
-    recipe = make_recipe()
-    batch = make_batch(3, 1)
-    batch.labels = torch.tensor([0.0, 1.0, share])
-    task = TrainTask(recipe.model, recipe.loss)
-    message = rf"^evaluation split: expected labels 0 or 1, got {share}"
-    with pytest.raises(ValueError, match=message):
-        evaluate(task, [batch], recipe.loss, CPU)
-    assert evaluate(TrainTask(recipe.model, nn.MSELoss()), [batch], nn.MSELoss(), CPU)["mse"] > 0
-
-
-def test_metrics_are_those_of_all_samples_together(gloo) -> None:
-    recipe = make_recipe()
-    task = TrainTask(recipe.model, recipe.loss)
-    metrics = evaluate(task, recipe.data.test, recipe.loss, CPU)
-    with torch.no_grad():
-        outputs = [task(batch)[1] for batch in recipe.data.test]
-    scores, labels = torch.cat([o[1] for o in outputs]), torch.cat([batch.labels for batch in recipe.data.test])
-    positive, negative = scores[labels == 1], scores[labels == 0]
-    wins = (positive[:, None] > negative).double() + 0.5 * (positive[:, None] == negative).double()
-    assert metrics["auc"] == pytest.approx(float(wins.mean()), abs=1e-6)
-    expected = nn.functional.binary_cross_entropy_with_logits(scores, labels)
-    assert metrics["logloss"] == pytest.approx(float(expected), abs=1e-6)
-    assert metrics["loss"] == pytest.approx(float(expected), abs=1e-6)
-    squared = evaluate(TrainTask(recipe.model, nn.MSELoss()), recipe.data.test, nn.MSELoss(), CPU)
-    assert squared["mse"] == pytest.approx(float((scores - labels).square().mean()), abs=1e-6)
-    assert (primary_metric(nn.MSELoss()), primary_metric(recipe.loss)) == (("mse", False), ("auc", True))
-
-
-def test_an_empty_split_is_refused(gloo) -> None:
-    recipe = make_recipe()
-    with pytest.raises(ValueError, match="evaluation split: expected at least one sample, got none"):
-        evaluate(TrainTask(recipe.model, recipe.loss), [], recipe.loss, CPU)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("loss", [nn.BCEWithLogitsLoss(), nn.MSELoss()])
-def test_a_prediction_that_is_not_finite_is_refused(gloo, loss: nn.Module, bad: float) -> None:
-    recipe = make_recipe()
-    batches = [make_batch(8, seed) for seed in range(2)]
-    batches[1].dense_features[3] = bad
-    with pytest.raises(NonFiniteError, match="evaluation split: expected finite predictions, got nan or inf"):
-        evaluate(TrainTask(recipe.model, loss), batches, loss, CPU)
-
-
-@pytest.mark.parametrize("label", [0.0, 1.0])
-def test_clicks_of_one_class_have_no_auc_no_ne_and_no_calibration(gloo, label: float) -> None:
-    recipe = make_recipe()
-    batches = [dataclasses.replace(batch, labels=torch.full_like(batch.labels, label)) for batch in recipe.data.test]
-    found = evaluate(TrainTask(recipe.model, recipe.loss), batches, recipe.loss, CPU)
-    assert set(found) == {"loss", "logloss"}
 
 
 class Flippant(nn.Module):
@@ -299,7 +241,7 @@ def test_plain_training_ends_in_its_best_epoch(gloo, tmp_path: Path) -> None:
     recipe = make_recipe()
     model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
     steps: list[float] = []
-    events = PlainEvents(on_step=steps.append)
+    events = SearchEvents(on_step=lambda loss, _: steps.append(loss))
     done = train_plainly(model, optimizer, recipe, CPU, max_epochs=12, patience=2, events=events)
     losses = {record.epoch: record.selection_loss for record in done.history}
     assert [record.step for record in done.history] == [10 * (epoch + 1) for epoch in losses]
@@ -320,7 +262,7 @@ def test_masked_fine_tuning_moves_what_is_retained_and_nothing_else(gloo, tmp_pa
     for part in tables.values():
         part.weight[:, ::2] = 0
     before = {name: part.weight.clone() for name, part in tables.items()}
-    train_plainly(model, rest, recipe, CPU, max_epochs=2, patience=2, held=ValueMask(model))
+    train_plainly(model, rest, recipe, CPU, max_epochs=2, patience=2, rule=ValueMask(model))
     for name, part in tables.items():
         assert not bool(part.weight[:, ::2].any())
         assert not torch.equal(part.weight[:, 1::2], before[name][:, 1::2])
@@ -334,7 +276,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(gloo, tmp_path: Path) -> None:
         train_plainly(model, optimizer, recipe, CPU, max_epochs=2, patience=1)
 
 
-CPU_OF_EMBEDDING_L2 = torch.device("cpu")
 L2 = 0.3
 DIM = 4
 READS = {"films": ("watched", "wanted"), "tags": ("tag",)}
@@ -439,7 +380,7 @@ def test_the_reported_loss_is_that_of_the_data_alone(gloo) -> None:
     assert float(reported) == float(also_reported) == float(loss.detach())
     assert float(total.detach()) > float(loss.detach()) + 1
     assert not any(module._forward_hooks for module in recipe.model.modules())
-    evaluated = [evaluate(task, recipe.data.test, recipe.loss, CPU_OF_EMBEDDING_L2) for task in (plain, penalised)]
+    evaluated = [evaluate(task, recipe.data.test, recipe.loss, CPU) for task in (plain, penalised)]
     assert evaluated[0] == evaluated[1]
     assert float(penalised.eval()(batch)[0].detach()) == float(loss.detach())
 
@@ -453,28 +394,20 @@ def test_values_that_are_no_penalty_are_refused(value: float) -> None:
         dataclasses.replace(make_recipe(), embedding_l2=value)
 
 
-def sharded_tables(model: nn.Module) -> dict[str, Tensor]:
-    return {part.table: part.weight.clone() for module in collections(model).values() for part in local_shards(module)}
-
-
 def test_the_fused_kernel_steps_by_the_exact_gradient(gloo) -> None:
     """Row-wise Adagrad by hand: a row's first step is the gradient over the root mean square of the row."""
     recipe, batch = dataclasses.replace(make_recipe(optimizer="rowwise_adagrad"), embedding_l2=L2), make_batch(64, 1)
-    before = {table: bag.weight.detach().clone() for table, bag in bags_of(recipe.model).items()}
+    before = tables_of(recipe.model)
     task = TrainTask(recipe.model, recipe.loss, embedding_l2=recipe.embedding_l2)
     gradients = table_gradients(copy.deepcopy(task), batch)
-    model, _ = shard(task, recipe, CPU_OF_EMBEDDING_L2)
+    model, _ = shard(task, recipe, CPU)
     model.train()
     model(batch)[0].backward()
-    for table, weight in sharded_tables(model).items():
+    for table, weight in tables_of(model).items():
         gradient = gradients[table]
         step = gradient / (gradient.square().mean(dim=1, keepdim=True).sqrt() + 1e-8)
         expected = before[table] - recipe.table_learning_rate * step
         torch.testing.assert_close(weight, expected.float(), atol=2e-6, rtol=1e-5)
-
-
-def bags_of(model: nn.Module) -> dict[str, nn.EmbeddingBag]:
-    return {name: bag for module in collections(model).values() for name, bag in module.embedding_bags.items()}
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])
@@ -490,11 +423,11 @@ def test_a_pipeline_steps_as_the_bare_model_does(gloo, optimizer: str, is_prepar
             prepare_(recipe.model, blocks_from_counts(counts, configs, num_blocks=3))
             for wrapper in soft_selection_modules(recipe.model).values():
                 wrapper.alpha.of(8).uniform_(0.2, 1, generator=torch.Generator().manual_seed(1))
-        model, rest = shard(TrainTask(recipe.model, recipe.loss, embedding_l2=L2), recipe, CPU_OF_EMBEDDING_L2)
+        model, rest = shard(TrainTask(recipe.model, recipe.loss, embedding_l2=L2), recipe, CPU)
         model.train()
         batches = iter(recipe.data.train.batches[:3])
         if is_pipelined:
-            pipeline = DetachableTrainPipeline(model, rest, CPU_OF_EMBEDDING_L2, pipeline_postproc=True)
+            pipeline = DetachableTrainPipeline(model, rest, CPU, pipeline_postproc=True)
             for _ in range(3):
                 pipeline.progress(batches)
             pipeline.detach()
@@ -503,7 +436,7 @@ def test_a_pipeline_steps_as_the_bare_model_does(gloo, optimizer: str, is_prepar
                 rest.zero_grad()
                 model(batch)[0].backward()
                 rest.step()
-        found.append(sharded_tables(model))
+        found.append(tables_of(model))
     for table, weight in found[0].items():
         torch.testing.assert_close(found[1][table], weight, atol=1e-6, rtol=1e-5)
 
@@ -522,10 +455,10 @@ def test_upper_steps_use_the_loss_of_the_data_alone(gloo, monkeypatch: pytest.Mo
             penalised.append(not torch.equal(loss.detach(), output[0]))
         return loss, output
 
-    model, rest = shard(TrainTask(recipe.model, recipe.loss, embedding_l2=L2), recipe, CPU_OF_EMBEDDING_L2)
+    model, rest = shard(TrainTask(recipe.model, recipe.loss, embedding_l2=L2), recipe, CPU)
     model.train()
     stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1))
-    pipeline = BilevelTrainPipeline(model, rest, CPU_OF_EMBEDDING_L2)
+    pipeline = BilevelTrainPipeline(model, rest, CPU)
     pipeline.progress(stream)
     monkeypatch.setattr(TrainTask, "forward", watched)
     while pipeline.upper_steps == 0:
@@ -536,7 +469,6 @@ def test_upper_steps_use_the_loss_of_the_data_alone(gloo, monkeypatch: pytest.Mo
     assert penalised[-1]  # the next lower step again
 
 
-CPU_OF_ROUNDING = torch.device("cpu")
 STEPS = 4
 ROUNDED_ROWS = {"user": 9, "genre": 6, "one": 1}
 FEATURES = {"user": ["user", "friends"], "genre": ["genre"], "one": ["one"]}
@@ -600,14 +532,30 @@ def step_(model: nn.Module, optimizer: torch.optim.Optimizer | None, held: Round
     held.after_step_()
 
 
-def assert_follows(model: nn.Module, held: RoundedTables, oracle: StraightThrough) -> None:
-    expected = oracle.weights()
-    for name, weight in tables_of(model).items():
-        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-4)  # a step of 16 bits, where they tie
-        assert weight.equal(rounded(held.scheme.tables[name], weight))
-    with latent_tables(model, held):
-        for name, latent in tables_of(model).items():
-            torch.testing.assert_close(latent, oracle.latents[name].data, rtol=0, atol=1e-5)
+Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def assert_follows(
+    model: nn.Module,
+    scheme: MixedDimensionScheme,
+    own: torch.optim.Optimizer | None,
+    theirs: Optimizers,
+    first: int = 0,
+) -> None:
+    """Some steps, each of which the oracle takes by hand on latent weights."""
+    oracle, held = StraightThrough(scheme, tables_of(model)), RoundedTables(model, scheme)
+    optimizer = theirs(list(oracle.latents.values()))
+    for seed in range(first, first + STEPS):
+        step_(model, own, held, seed)
+        tables = configs(next(iter(scheme.tables.values())).embedding_dim)
+        oracle.step(loss_by_hand(tables, features(seed)), optimizer)
+        expected = oracle.weights()
+        for name, weight in tables_of(model).items():
+            torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-4)  # a step of 16 bits, where they tie
+            assert weight.equal(rounded(held.scheme.tables[name], weight))
+        with latent_tables(model, held):
+            for name, latent in tables_of(model).items():
+                torch.testing.assert_close(latent, oracle.latents[name].data, rtol=0, atol=1e-5)
 
 
 bits = st.one_of(st.sampled_from([(0,), (32,), (1,), (16,), (0, 32)]), st.just(WIDTHS))
@@ -620,12 +568,7 @@ def test_whole_tables_follow_latent_weights(
 ) -> None:
     model = collection(dim, seed)
     scheme = scheme_of(configs(dim), ROUTINGS, seed=seed, widths=widths)
-    oracle, held = StraightThrough(scheme, tables_of(model)), RoundedTables(model, scheme)
-    own, theirs = kind(model.parameters(), lr=0.2), kind(oracle.latents.values(), lr=0.2)
-    for at in range(seed, seed + STEPS):
-        step_(model, own, held, at)
-        oracle.step(loss_by_hand(configs(dim), features(at)), theirs)
-        assert_follows(model, held, oracle)
+    assert_follows(model, scheme, kind(model.parameters(), lr=0.2), partial(kind, lr=0.2), seed)
 
 
 FUSED = {
@@ -641,16 +584,10 @@ FUSED = {
 def test_kernels_follow_latent_weights(gloo, kind: str) -> None:
     fused, by_hand = FUSED[kind]
     model = models.shard_as(collection(), kind.split()[0], fused=fused)
-    scheme = scheme_of(configs(), ROUTINGS, seed=3)
-    oracle, held = StraightThrough(scheme, tables_of(model)), RoundedTables(model, scheme)
-    theirs = by_hand(list(oracle.latents.values()), lr=1.0)
     own = None if fused else torch.optim.Adam(model.parameters(), lr=1.0)
-    before = oracle.weights()
-    for seed in range(STEPS):
-        step_(model, own, held, seed)
-        oracle.step(loss_by_hand(configs(), features(seed)), theirs)
-        assert_follows(model, held, oracle)
-    assert not before["user"].equal(tables_of(model)["user"])
+    before = tables_of(model)["user"]
+    assert_follows(model, scheme_of(configs(), ROUTINGS, seed=3), own, partial(by_hand, lr=1.0))
+    assert not before.equal(tables_of(model)["user"])
 
 
 @pytest.mark.parametrize("kind", ["plain", "table_wise", "data_parallel"])
@@ -659,15 +596,9 @@ def test_a_prepared_model_follows_latent_weights(gloo, kind: str) -> None:
     rate = 0.2 if kind == "plain" else 1.0
     if kind != "plain":
         model = models.shard_as(model, kind)
-    scheme = scheme_of(configs(), blocks().routings, seed=3)
-    oracle, held = StraightThrough(scheme, tables_of(model)), RoundedTables(model, scheme)
     dense = [] if kind == "table_wise" else list(model.parameters())
     own = torch.optim.SGD(dense, lr=rate) if dense else None
-    theirs = torch.optim.SGD(oracle.latents.values(), lr=rate)
-    for seed in range(STEPS):
-        step_(model, own, held, seed)
-        oracle.step(loss_by_hand(configs(), features(seed)), theirs)
-        assert_follows(model, held, oracle)
+    assert_follows(model, scheme_of(configs(), blocks().routings, seed=3), own, partial(torch.optim.SGD, lr=rate))
 
 
 def trained(scheme: MixedDimensionScheme) -> tuple[EmbeddingBagCollection, RoundedTables, dict[str, Tensor]]:
@@ -728,19 +659,17 @@ def test_a_checkpoint_holds_residuals_and_codes(tmp_path: Path) -> None:
 def test_training_in_codes_lowers_the_loss_and_packs_as_it_is(gloo, tmp_path: Path, optimizer: str) -> None:
     recipe = make_recipe(optimizer=optimizer)
     task = TrainTask(recipe.model, recipe.loss)
-    model, rest = shard(task, recipe, CPU_OF_ROUNDING)
-    train_plainly(model, rest, recipe, CPU_OF_ROUNDING, max_epochs=4, patience=2)
+    model, rest = shard(task, recipe, CPU)
+    train_plainly(model, rest, recipe, CPU, max_epochs=4, patience=2)
     plain = unshard_(model).model
     found = measure_(plain, recipe.data.train, loss=recipe.loss, num_blocks=2).allocate(compression=12)
-    model, rest = shard(TrainTask(plain, recipe.loss), recipe, CPU_OF_ROUNDING)
+    model, rest = shard(TrainTask(plain, recipe.loss), recipe, CPU)
     held = RoundedTables(model, found.scheme)
-    rounded_loss = evaluate(model, recipe.data.selection, recipe.loss, CPU_OF_ROUNDING)["loss"]
-    done = train_plainly(model, rest, recipe, CPU_OF_ROUNDING, max_epochs=4, patience=4, held=held, starts_trained=True)
+    rounded_loss = evaluate(model, recipe.data.selection, recipe.loss, CPU)["loss"]
+    done = train_plainly(model, rest, recipe, CPU, max_epochs=4, patience=4, rule=held, starts_trained=True)
     assert done.best_epoch >= 0
     assert done.selection_loss < rounded_loss - 0.002
-    assert evaluate(model, recipe.data.selection, recipe.loss, CPU_OF_ROUNDING)["loss"] == pytest.approx(
-        done.selection_loss
-    )
+    assert evaluate(model, recipe.data.selection, recipe.loss, CPU)["loss"] == pytest.approx(done.selection_loss)
     trained_tables = tables_of(model)
     with latent_tables(model, held):
         latents = tables_of(model)
@@ -749,23 +678,10 @@ def test_training_in_codes_lowers_the_loss_and_packs_as_it_is(gloo, tmp_path: Pa
     packed = packed_collections(plain, held.scheme)
     for name, weight in trained_tables.items():
         table = held.scheme.tables[name]
-        assert dense_of(table, weight).equal(weight)
         ids = torch.arange(table.num_embeddings)
         lengths = torch.cat([torch.full_like(ids, feature == name) for feature in ("user", "genre")])
         one_each = KeyedJaggedTensor(["user", "genre"], ids, lengths=lengths)
         torch.testing.assert_close(packed[table.collection](one_each)[name], weight, rtol=0, atol=1e-6)
-
-
-def dense_of(table: TableScheme, weight: Tensor) -> Tensor:
-    """A table packed, and unpacked again."""
-    dense = torch.zeros_like(weight)
-    sizes = table.routing.row_counts()
-    packed = pack_rows(table, [weight], sizes)
-    for block, rows in enumerate(split_blocks(packed, sizes, table.codes.bits)):
-        own = (table.routing.all_blocks() == block).nonzero().flatten()
-        fields = unpacked_fields(rows, table.codes.bits[block])
-        dense[own] = decode_rows(fields, torch.full_like(own, block), table.codes)
-    return dense
 
 
 def nan(scheme: MixedDimensionScheme, model: EmbeddingBagCollection) -> MixedDimensionScheme:
