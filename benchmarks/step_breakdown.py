@@ -15,8 +15,6 @@ from dnis_torchrec.selection.alpha import WatchedOutputs
 STEPS = ("plain", "lower", "upper")
 PART_OF = (
     ("_SelectPiecesBackward", "select"),
-    ("_SelectBackward", "select"),
-    ("_SelectBlocksBackward", "select"),
     ("_SelectPackedBackward", "select"),
     ("select_pooled", "select"),
     ("select_sparse", "select"),

@@ -48,7 +48,7 @@ from dnis_torchrec.selection.shards import (
     tables_named_apart,
 )
 from dnis_torchrec.selection.swap import ON_RANKS, check_weights_apart, replace_, unshard_
-from dnis_torchrec.selection.torchrec_inputs import managed_collisions, remapped
+from dnis_torchrec.selection.torchrec_inputs import managed_collisions, remap
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection, PackedTable, pack_rows
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection, table_of_single_ids
 
@@ -406,7 +406,7 @@ def _features_read(
     kinds = EmbeddingBagCollection | EmbeddingCollection
 
     def as_given(batch: Batch) -> KeyedJaggedTensor:
-        return remapped(model, features_of(batch))
+        return remap(model, features_of(batch))
 
     def as_read(batch: Batch) -> KeyedJaggedTensor:
         bags, given = dict[str, JaggedTensor](), features_of(batch)

@@ -288,7 +288,7 @@ def _noting(
         with torch.no_grad():
             output = _wait(forward(features))
         if isinstance(blocks.collection, SoftSelectionFeatureProcessedEmbeddingBagCollection):
-            features = blocks.collection.processed(features)  # a bag taken apart has other places
+            features = blocks.collection.process(features)  # a bag taken apart has other places
         lookups.append(blocks.note(features, output))
         return lookups[-1].output
 

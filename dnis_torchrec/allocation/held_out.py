@@ -40,7 +40,7 @@ from dnis_torchrec.selection.shards import (
     ranks_of,
     table_configs_of,
 )
-from dnis_torchrec.selection.torchrec_inputs import remapped
+from dnis_torchrec.selection.torchrec_inputs import remap
 
 ADDED, EVEN = 1.0, 1e-3
 """What is added to a number to see what it does, and how far outputs may move unevenly, over how
@@ -226,7 +226,7 @@ class LossSample:
         self._tables = whole_rows(shards, shapes, self._ranks)
         self._batches = list[_Judged]()
         rows: dict[str, list[Tensor]] = {name: [] for name in shapes}
-        of_batch = features or (lambda batch: remapped(model, features_of(batch)))
+        of_batch = features or (lambda batch: remap(model, features_of(batch)))
         at_a_time = min(SAMPLES_PER_PASS, samples_within(num_outputs))
         for place, batch in first_batches(batches, loss, self._ranks, num_samples, at_a_time):
             reference = predictions_of(model, batch, loss, place, self._ranks)

@@ -86,11 +86,11 @@ class AlphaOptimizer:
         self._averages = {dim: torch.zeros_like(alpha.of(dim)) for dim in alpha.dims}
         self._dead = {dim: torch.zeros_like(alpha.of(dim), dtype=torch.bool) for dim in alpha.dims}
         self.learning_rate = LEARNING_RATE
-        self.last_density = alpha.density_there(self._rows)
+        self.last_density = alpha.density(self._rows)
 
     def density(self) -> float:
         """Share of the tables' values, of rows that training saw, whose alpha is not zero."""
-        return self._alpha.density(self._rows)
+        return float(self._alpha.density(self._rows))
 
     def mean(self) -> float:
         """Mean of alpha over the same values."""
@@ -102,7 +102,7 @@ class AlphaOptimizer:
         for dim, mask in columns.items():
             self._dead[dim] |= ~mask.to(self._dead[dim].device)
             self._alpha.of(dim).masked_fill_(self._dead[dim], 0.0)
-        self.last_density = self._alpha.density_there(self._rows)
+        self.last_density = self._alpha.density(self._rows)
 
     @torch.no_grad()
     def step(self, gradients: Mapping[int, Tensor], hits: Mapping[int, Tensor]) -> None:
@@ -116,7 +116,7 @@ class AlphaOptimizer:
             pushes_out = ((alpha >= 1) & (average < 0)) | ((alpha <= self._floor) & (average > 0))
             average.masked_fill_(pushes_out, 0.0)
             alpha.masked_fill_(self._dead[dim], 0.0)
-        self.last_density = self._alpha.density_there(self._rows)
+        self.last_density = self._alpha.density(self._rows)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything a continued search needs, as tensors."""
@@ -128,7 +128,7 @@ class AlphaOptimizer:
         for dim in self._alpha.dims:
             self._averages[dim].copy_(state[f"average/{dim}"])
             self._dead[dim].copy_(state[f"dead/{dim}"])
-        self.last_density = self._alpha.density_there(self._rows)
+        self.last_density = self._alpha.density(self._rows)
 
 
 @dataclass

@@ -1,2 +1,1 @@
-"""Soft selection: alpha, the wrapper that applies it, on shards too; in and out of a user's
-model."""
+"""Soft selection: alpha, wrappers, sharding; in and out of a user's model."""

@@ -1,16 +1,14 @@
-"""Soft selection on the ranks that hold the shards, so that the output all-to-all is as large as
-the plain model's.
+"""Soft selection on the ranks of the shards: the output all-to-all is the plain model's.
 
-A collection with multi-hot features is sharded with a key for every block of such a feature,
-because that is how its kernels are to pool. What travels need not know of blocks:
+A multi-hot feature is sharded with a key for every block. What travels knows of no blocks:
 
     input_dist     the user's bags, whole, as in the plain model
     lookup         on the rank of the shard: bags split by block, pooled, times alpha, added up
     output_dist    one pooled embedding per feature, as in the plain model
 
-So `select_on_shards_` leaves TorchRec's lookups where they are and puts a `ShardSelection` around
-each of their kernels. Kernels on a CPU whose optimizer is not fused may multiply whole tables by
-alpha instead (`TableSelection`): a sum of rows times alpha is the sum of their products.
+`select_on_shards_` puts a `ShardSelection` around each kernel of TorchRec's lookups. CPU kernels
+without a fused optimizer may multiply whole tables by alpha instead (`KernelTables`): a third
+less time where tables are small beside a batch.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +35,8 @@ from dnis_torchrec.selection.alpha import (
     Alpha,
     PooledFeature,
     WatchedOutputs,
-    one_per_bag,
-    select_per_block,
-    select_per_sample,
+    select_feature,
+    select_rows,
 )
 from dnis_torchrec.selection.torchrec import (
     PrefetchedTables,
@@ -48,9 +45,9 @@ from dnis_torchrec.selection.torchrec import (
     lookups_by_type,
     read_whole_bags_,
     replace_forward_,
+    replace_weights,
     set_features_per_kernel_,
     sharding_env,
-    weights_replaced,
 )
 from dnis_torchrec.selection.wrapper import (
     SoftSelectionEmbeddingBagCollection,
@@ -59,8 +56,7 @@ from dnis_torchrec.selection.wrapper import (
 
 
 def select_on_shards_(model: nn.Module) -> nn.Module:
-    """Moves soft selection of multi-hot features to the ranks that hold the shards: on all ranks or
-    on none, before the model is pipelined. Local, no collective."""
+    """Moves soft selection of multi-hot features to the shards, before a pipeline. Local."""
     # Weights, optimizers and the state_dict stay as they are; TorchRec makes process groups for
     # hosts if it has none yet.
     for wrapper in soft_selection_modules(model).values():
@@ -94,9 +90,9 @@ def _select_on_shards_(
         if parts[0][0] is not lookup:
             set_features_per_kernel_(lookup, [len(features) for _, features in parts])
         for part, features in parts:
-            products = _table_selection(part, features) if wrapper.multiplies_tables else None
+            to_multiply = _tables_to_multiply(part, features) if wrapper.multiplies_tables else None
             forward = cast(Callable[[KeyedJaggedTensor], Tensor], part.forward)
-            selection = ShardSelection(forward, features, wrapper.alpha, division, products)
+            selection = ShardSelection(forward, features, wrapper.alpha, division, to_multiply)
             replace_forward_(part, selection)
     read_whole_bags_(
         collection,
@@ -109,8 +105,7 @@ def _select_on_shards_(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardFeature:
-    """A feature, as the lookup of one shard knows it: what id 0 is there, its columns, and the keys
-    that the lookup reads for it, one or one per block."""
+    """A feature as the lookup of a shard knows it; it reads one key, or one per block."""
 
     output: PooledFeature
     router: RowRouter
@@ -120,19 +115,13 @@ class ShardFeature:
     num_columns: int
     keys: tuple[str, ...]
 
-    @property
-    def num_keys(self) -> int:
-        """Returns the number of keys that the lookup reads for it."""
-        return len(self.keys)
-
 
 def _features_of(
     tables: Sequence[ShardedEmbeddingTable],
     of_table: dict[str, list[PooledFeature]],
     routers: dict[str, RowRouter],
 ) -> list[ShardFeature]:
-    """Returns the features in the order in which the lookup reads them: a table's features follow
-    one another."""
+    """Returns the features in the order in which the lookup reads them, table by table."""
     features = []
     for table in tables:
         row, column = (0, 0) if table.local_metadata is None else table.local_metadata.shard_offsets
@@ -153,9 +142,8 @@ def _features_of(
     return features
 
 
-def _table_selection(part: nn.Module, features: Sequence[ShardFeature]) -> TableSelection | None:
-    """Returns the selection on whole tables; None for a kernel that is fused or not on a CPU, or
-    whose tables have not all the same columns."""
+def _tables_to_multiply(part: nn.Module, features: Sequence[ShardFeature]) -> KernelTables | None:
+    """The tables of a kernel that is not fused, on a CPU, if all have the same columns."""
     if not isinstance(part, BatchedDenseEmbeddingBag) or not are_compiled():
         return None
     weights = part.emb_module.weights
@@ -172,78 +160,20 @@ def _table_selection(part: nn.Module, features: Sequence[ShardFeature]) -> Table
             rows.append(torch.where(has_block, output.first_alpha_row + blocks, -1))
             num_rows += feature.num_rows
         first_rows.append(num_rows - feature.num_rows)
-    return TableSelection(part.emb_module, torch.cat(rows), first_rows, features[0].num_columns)
+    return KernelTables(part.emb_module, torch.cat(rows).to(torch.int32).unsqueeze(1), first_rows)
 
 
-class _MultiplyRows(torch.autograd.Function):
-    """out[n] = weights[n] * alpha[rows[n]], zero where rows[n] is -1. CPU, compiled."""
+@dataclass(frozen=True, eq=False)
+class KernelTables:
+    """Tables of a kernel, the row of alpha of each of their rows, and where each feature begins."""
 
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
-        num_rows, dim = alpha.shape
-        # one piece, see `select_pieces`
-        flat, layout = alpha.flatten(), torch.tensor([[0, 0, dim, 0, 0, 0, num_rows]])
-        ctx.save_for_backward(flat, rows, layout, weights if ctx.needs_input_grad[1] else None)
-        ctx.alpha_shape = alpha.shape
-        out = torch.empty_like(weights)
-        torch.ops.dnis_torchrec.select_pooled(weights, flat, rows, None, layout, out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        flat, rows, layout, weights = ctx.saved_tensors
-        grad_weights = grad_alpha = None
-        grad, operators = grad.contiguous(), torch.ops.dnis_torchrec
-        if ctx.needs_input_grad[1]:
-            grad_alpha = torch.empty_like(flat)
-            operators.sum_alpha_gradient(grad, weights, rows, None, layout, grad_alpha)
-            grad_alpha = grad_alpha.view(ctx.alpha_shape)
-        if ctx.needs_input_grad[0]:
-            grad_weights = torch.empty_like(grad)
-            operators.spread_gradient(grad, flat, rows, None, layout, False, grad_weights)
-        return grad_weights, grad_alpha, None
-
-
-class TableSelection:
-    """Looks bags up in tables times alpha. Local, no collective. CPU, compiled."""
-
-    def __init__(
-        self, kernel: nn.Module, rows: Tensor, first_rows: Sequence[int], num_columns: int
-    ) -> None:
-        self._kernel = kernel
-        self._rows = rows.to(torch.int32).unsqueeze(1)
-        self._first_rows = list(first_rows)
-        self._num_columns = num_columns
-
-    def look_up(
-        self,
-        lookup: Callable[[KeyedJaggedTensor], Tensor],
-        features: KeyedJaggedTensor,
-        alpha: Tensor,
-        *,
-        weights_learn: bool,
-    ) -> Tensor:
-        """Soft selection of whole bags."""
-        weights = cast(Tensor, self._kernel.weights)
-        weights = weights if weights_learn else weights.detach()
-        rows = weights.view(-1, self._num_columns)
-        product: Tensor = _MultiplyRows.apply(rows, alpha.to(weights.dtype), self._rows)
-        if not features.stride():  # no kernel takes an empty batch
-            empty = product.new_empty(0, len(self._first_rows) * self._num_columns)
-            return empty + product.sum() * 0
-        with weights_replaced(self._kernel, product.flatten()):
-            return lookup(features)
-
-    def rows_of(self, features: KeyedJaggedTensor) -> Tensor:
-        """Row of alpha of every id, ``(I,)``, -1 for an id of no block."""
-        ids = features.values().split(features.length_per_key())
-        pairs = zip(ids, self._first_rows, strict=True)
-        return torch.cat([self._rows[part.long() + first] for part, first in pairs]).squeeze(1)
+    kernel: nn.Module
+    rows: Tensor
+    first_rows: list[int]
 
 
 class ShardSelection:
-    """Soft selection around a kernel, or around the whole lookup of a sharding type: what its
-    forward is replaced by."""
+    """Replaces the forward of a kernel, or of the whole lookup of a sharding type."""
 
     def __init__(
         self,
@@ -251,29 +181,23 @@ class ShardSelection:
         features: Sequence[ShardFeature],
         alpha: Alpha,
         gradient_division: int,
-        tables: TableSelection | None = None,
+        tables: KernelTables | None = None,
     ) -> None:
         self._lookup = lookup
         self._features = list(features)
         self._alpha = alpha
         self._gradient_division = gradient_division
         self._tables = tables
-        # As in the lookup's own list of features, a name occurs once for every shard that reads it.
         self._keys = [key for feature in features for key in feature.keys]
-        self._num_keys = [feature.num_keys for feature in features]
-        self._width = sum(feature.num_columns for feature in features)
-        self._layout = self._make_layout()
-
-    def _make_layout(self) -> Tensor:
-        """See `select_sparse`."""
-        begins, fields, in_column, out_column = self._alpha.begins, [], 0, 0
-        for feature in self._features:
+        begins, fields, in_column, out_column = alpha.begins, [], 0, 0
+        for feature in features:
             dim, columns = feature.output.embedding_dim, feature.num_columns
-            first = begins[dim] + feature.first_column
-            fields.append((in_column, out_column, columns, feature.num_keys, first, dim))
-            in_column += feature.num_keys * columns
+            num_keys, first = len(feature.keys), begins[dim] + feature.first_column
+            fields.append((in_column, out_column, columns, num_keys, first, dim))
+            in_column += num_keys * columns
             out_column += columns
-        return torch.tensor(fields, dtype=torch.int64).view(-1, 6)
+        self._width = out_column
+        self._layout = torch.tensor(fields, dtype=torch.int64).view(-1, 6)
 
     def __call__(self, features: KeyedJaggedTensor) -> Tensor:
         """Looks bags up and multiplies them by alpha."""
@@ -283,24 +207,37 @@ class ShardSelection:
         return self._select_sparse(features) if is_for_compiled else self._select_by_torch(features)
 
     def _pool(self, features: KeyedJaggedTensor) -> Tensor:
-        """Looks up; in an upper step without gradients, for the lookup would learn from validation
-        data."""
+        """Looks up."""
         sums = self._lookup(features)
-        return sums.detach() if self._alpha.is_upper else sums
+        return sums.detach() if self._alpha.is_upper else sums  # it learns no validation data
 
     def _alphas(self) -> dict[int, Tensor]:
         """Alpha by embedding_dim; its gradient is multiplied by what TorchRec has divided it by."""
         factor = self._gradient_division if get_gradient_division() else 1
-        return {dim: _ScaleGradient.apply(self._alpha.of(dim), factor) for dim in self._alpha.dims}
+        alphas = {dim: self._alpha.of(dim).view_as(self._alpha.of(dim)) for dim in self._alpha.dims}
+        for alpha in alphas.values():
+            if alpha.requires_grad:
+                alpha.register_hook(lambda gradient: gradient * factor)
+        return alphas
 
-    def _select_on_tables(self, features: KeyedJaggedTensor, tables: TableSelection) -> Tensor:
+    def _select_on_tables(self, features: KeyedJaggedTensor, tables: KernelTables) -> Tensor:
         """Selects by multiplying the tables themselves."""
-        first, dim = self._features[0], self._features[0].output.embedding_dim
-        columns = slice(first.first_column, first.first_column + first.num_columns)
-        alpha = self._alphas()[dim][:, columns]
-        if self._alpha.is_upper:
-            self._alpha.record_hits(dim, tables.rows_of(features))
-        return tables.look_up(self._lookup, features, alpha, weights_learn=not self._alpha.is_upper)
+        first, is_upper = self._features[0], self._alpha.is_upper
+        dim, columns = first.output.embedding_dim, first.num_columns
+        if is_upper:
+            ids = features.values().split(features.length_per_key())
+            pairs = zip(ids, tables.first_rows, strict=True)
+            hits = [tables.rows[part.long() + row] for part, row in pairs]
+            self._alpha.record_hits(dim, torch.cat(hits))
+        alpha = self._alphas()[dim][:, first.first_column : first.first_column + columns]
+        weights = cast(Tensor, tables.kernel.weights)
+        weights = weights.detach() if is_upper else weights  # see `_pool`
+        # a view of the weights is not written to
+        product = select_rows(weights.view(-1, columns), alpha, tables.rows)
+        if not features.stride():  # no kernel takes an empty batch
+            return product.new_empty(0, self._width) + product.sum() * 0
+        with replace_weights(tables.kernel, product.flatten()):
+            return self._lookup(features)
 
     def _select_sparse(self, features: KeyedJaggedTensor) -> Tensor:
         """Selects by the compiled operators; blocks that do not occur are left out."""
@@ -310,15 +247,14 @@ class ShardSelection:
                 first_row=feature.first_row,
                 first_alpha_row=feature.output.first_alpha_row,
                 num_blocks=feature.output.num_blocks,
-                num_keys=feature.num_keys,
+                num_keys=len(feature.keys),
             )
             for feature in self._features
         ]
-        values, lengths, weights = features.values(), features.lengths(), features.weights_or_none()
+        values, lengths = features.values().contiguous(), features.lengths().contiguous()
+        weights = features.weights_or_none()
         weights = None if weights is None else weights.contiguous()
-        bags = gather_bags(
-            values.contiguous(), lengths.contiguous(), weights, pieces, features.stride()
-        )
+        bags = gather_bags(values, lengths, weights, pieces, features.stride())
         compact = KeyedJaggedTensor(
             keys=self._keys,
             values=bags.ids,
@@ -330,35 +266,37 @@ class ShardSelection:
         if self._alpha.is_upper:
             dims = [feature.output.embedding_dim for feature in self._features]
             for dim in set(dims):
-                self._alpha.record_hits(
-                    dim, bags.rows_of([f for f, d in enumerate(dims) if d == dim])
-                )
+                places = [place for place, other in enumerate(dims) if other == dim]
+                self._alpha.record_hits(dim, bags.rows_of(places))
         exact = sums if sums.dtype in (torch.float32, torch.float64) else sums.float()
         alphas = torch.cat([alpha.to(exact.dtype).flatten() for alpha in self._alphas().values()])
         return select_sparse(exact, alphas, bags, self._layout, self._width).to(sums.dtype)
 
     def _select_by_torch(self, features: KeyedJaggedTensor) -> Tensor:
         """Selects by torch's own operators, on any device; every block has a place."""
-        batch_size, blocks = features.stride(), self._blocks_of(features)
-        slots, first_slot = [], 0
+        batch_size, slots, first_slot = features.stride(), [], 0
+        ids = features.values().split(features.length_per_key()) if self._features else ()
+        blocks = [
+            feature.router(part.long() + feature.first_row)
+            for feature, part in zip(self._features, ids, strict=True)
+        ]
         for feature, block in zip(self._features, blocks, strict=True):
             slot = block if feature.output.is_multi_hot else torch.zeros_like(block)
             has_block = block < feature.output.num_blocks
             slots.append(torch.where(has_block, first_slot + slot, len(self._keys)))
-            first_slot += feature.num_keys
+            first_slot += len(feature.keys)
         slot = torch.cat(slots) if slots else features.values().new_empty(0)
         values, lengths, weights = sort_by_slot(features, slot, len(self._keys))
         split = KeyedJaggedTensor(
             keys=self._keys, values=values, weights=weights, lengths=lengths, stride=batch_size
         )
         sums, alphas, parts = self._pool(split), self._alphas(), []
-        widths = [feature.num_keys * feature.num_columns for feature in self._features]
+        widths = [len(feature.keys) * feature.num_columns for feature in self._features]
         lengths_of = features.lengths().view(len(self._features), batch_size)
         for index, part in enumerate(sums.split(widths, dim=1) if widths else ()):
             feature = self._features[index]
             parts.append(self._select(feature, part, blocks[index], lengths_of[index], alphas))
-        # Also where this rank holds nothing: the ranks that do need it in the collectives of
-        # alpha's backward pass.
+        # Also where this rank holds nothing: others need it in alpha's backward collectives.
         zero = torch.stack([alpha.sum() for alpha in alphas.values()]).sum() * 0
         return (torch.cat(parts, dim=1) if parts else sums) + zero.to(sums.dtype)
 
@@ -370,50 +308,24 @@ class ShardSelection:
         lengths: Tensor,
         alphas: dict[int, Tensor],
     ) -> Tensor:
-        """Pooled pieces of one feature, ``(B, keys * columns)``, added up: ``(B, columns)``."""
+        """Sums of one feature, ``(B, keys * columns)``, times alpha, added up."""
         output = feature.output
         rows = slice(output.first_alpha_row, output.first_alpha_row + output.num_blocks)
         columns = slice(feature.first_column, feature.first_column + feature.num_columns)
         alpha = alphas[output.embedding_dim][rows, columns].to(part.dtype)
         hits = torch.where(blocks < output.num_blocks, output.first_alpha_row + blocks, -1)
         self._alpha.record_hits(output.embedding_dim, hits)
-        pieces = part.view(len(part), feature.num_keys, feature.num_columns)
-        if output.is_multi_hot:
-            return select_per_block(pieces, alpha)
-        row_of_bag = one_per_bag(blocks.clamp(max=output.num_blocks - 1), lengths, 0)
-        return select_per_sample(pieces, alpha, row_of_bag.unsqueeze(1)).squeeze(1)
-
-    def _blocks_of(self, features: KeyedJaggedTensor) -> list[Tensor]:
-        """Block of every id, feature by feature."""
-        ids = features.values().split(features.length_per_key()) if self._features else ()
-        return [
-            feature.router(part.long() + feature.first_row)
-            for feature, part in zip(self._features, ids, strict=True)
-        ]
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """The same values, and a gradient times a number."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, factor: int) -> Tensor:
-        ctx.factor = factor
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
+        sums = part.view(len(part), len(feature.keys), feature.num_columns)
+        return select_feature(output, sums, blocks, lengths, alpha)
 
 
 class SelectSums(WatchedOutputs):
-    """The part of a wrapper behind lookups that have multiplied by alpha: local, no collective, no
-    parameter."""
+    """The part of a wrapper behind lookups that have multiplied by alpha. Local, no parameter."""
 
     def forward(
         self, sums: KeyedTensor, features: KeyedJaggedTensor, _: KeyedJaggedTensor
     ) -> KeyedTensor:
-        """Puts output keys in order, and divides MEAN by the length of the whole bag, which no
-        shard alone knows."""
+        """Orders output keys, and divides MEAN by the length of the whole bag."""
         values = sums.values()
         if sums.keys() != self._keys or any(output.divides for output in self._outputs):
             by_key, bags, parts = sums.to_dict(), jagged_by_key(features), []

@@ -1,9 +1,7 @@
-"""Sharding for a search: every sharding type on every device, plans that all ranks agree on,
-weights that stay.
+"""Plans that all ranks agree on, and sharding that keeps weights.
 
-Any sharder and plan of TorchRec's does for a search. What these add: on a CPU TorchRec's sharder
-leaves the row-wise family out, a plan that cannot be made or does not fit leaves ranks hanging, and
-a model on a CPU loses its weights when it is sharded.
+Any sharder and plan of TorchRec's does for a search. But on a CPU its sharder has no row-wise
+types, a plan that does not fit leaves ranks hanging, and weights are lost in sharding.
 
 Shapes: N rows of a table, D its embedding_dim, W ranks.
 """
@@ -41,7 +39,6 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from dnis_torchrec.checks import check, check_known, describe, nearest
 from dnis_torchrec.ranks import on_rank_zero, together
 from dnis_torchrec.selection.shards import (
-    TableShard,
     collections,
     holders_of_tables,
     is_pooled,
@@ -75,30 +72,18 @@ Sharders = Sequence[ModuleSharder[nn.Module]]
 Constraints = Mapping[str, ParameterConstraints]
 TablePlans = Mapping[str, ParameterSharding]
 
-ROW_WISE_FAMILY = {
-    ShardingType.ROW_WISE.value,
-    ShardingType.TABLE_ROW_WISE.value,
-    ShardingType.GRID_SHARD.value,
-}
-"""Sharding types that cut rows: parts of a bag are pooled on several ranks."""
 ON_ONE_HOST = {ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value}
 """Sharding types that cut rows over the ranks of one host, one shard for each."""
+ROW_WISE_FAMILY = {ShardingType.ROW_WISE.value, *ON_ONE_HOST}
+"""Sharding types that cut rows: parts of a bag are pooled on several ranks."""
 FUSED_COLUMNS = 4
-"""FBGEMM's fused kernels take shards with multiples of so many columns, its dense ones on a CPU
-any."""
+"""FBGEMM's fused kernels take multiples of so many columns, its dense ones on a CPU any."""
 
 
 class CpuEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     """TorchRec's sharder, which on CPUs offers row_wise, table_row_wise and grid_shard as well.
 
-    TorchRec lists these three on GPUs only, though gloo and FBGEMM's CPU kernels run them. On a GPU
-    it is the same as its base class, so one program serves both. Takes what
-    `EmbeddingBagCollectionSharder` takes, quantised communication (`qcomm_codecs_registry`)
-    included.
-
-    Example:
-        >>> sorted(CpuEmbeddingBagCollectionSharder().sharding_types("cpu"))[:4]
-        ['column_wise', 'data_parallel', 'grid_shard', 'row_wise']
+    TorchRec lists these three on GPUs only, though gloo and FBGEMM's CPU kernels run them.
     """
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
@@ -130,10 +115,8 @@ def make_sharding_plan(
 ) -> ShardingPlan:
     """Plans with TorchRec's EmbeddingShardingPlanner on rank 0, for all ranks.
 
-    When ``planner.collective_plan`` raises on rank 0, all others wait for a broadcast that never
-    comes. When every rank plans for itself, options of equal cost may be chosen differently,
-    because the planner walks through sets of strings, whose order is another one in every process.
-    Here all ranks get rank 0's plan, or its error.
+    All ranks get rank 0's plan, or its error. With ``planner.collective_plan`` an error on rank 0
+    leaves the others waiting; ranks that plan for themselves may choose different plans.
 
     On a CPU tables that FBGEMM's fused kernels do not take, such as first-order weights in one
     column, get the dense kernel. Their optimizer is then that of dense weights.
@@ -191,10 +174,8 @@ def check_sharding_plan(
         place = f"sharding plan, FQN {fqn!r}"
         module = _submodule(model, fqn)
         check(module is not None, place, "a module of the model", "none", nearest(fqn, lookups))
-        kinds = (
-            EmbeddingBagCollection | EmbeddingCollection | FeatureProcessedEmbeddingBagCollection
-        )
-        if not isinstance(module, kinds):
+        kinds = EmbeddingBagCollection | FeatureProcessedEmbeddingBagCollection
+        if not isinstance(module, kinds | EmbeddingCollection):
             limit = "supported are EmbeddingBagCollections and EmbeddingCollections"
             remedy = "take its sharder away; its weights would be drawn anew"
             raise NotImplementedError(describe(place, limit, type(module).__name__, remedy))
@@ -226,12 +207,10 @@ def shard_model(
 ) -> DistributedModelParallel:
     """DistributedModelParallel that keeps the weights which the model came with.
 
-    TorchRec initialises tables anew when it takes them from a CPU. Here each rank copies the rows
-    and columns of its own shards back; a data_parallel table is that of the first rank on all of
-    them, as dense weights are. So is the remapping of managed collisions. Tables on the "meta"
-    device have no weights to keep: TorchRec initialises those. In a process group of one,
-    data_parallel tables are not in DistributedDataParallel, which would copy their gradients for
-    nothing.
+    TorchRec initialises tables anew when it takes them from a CPU. Here each rank copies the
+    weights of its shards back. Data_parallel tables and the remapping of managed collisions become
+    those of the first rank. TorchRec initialises tables on the "meta" device. A process group of
+    one has no DistributedDataParallel around tables, which would copy their gradients for nothing.
 
     Distributed: two all_gather_object of a short string, so that a plan that does not fit raises
     everywhere, one broadcast per data_parallel table and per tensor of a remapping, what
@@ -260,19 +239,18 @@ def shard_model(
     with together(process_group):
         check_sharding_plan(plan, model, device, world_size, get_local_size(world_size))
     _check_same(plan, process_group)
-    unsharded, fqns_of_plan = _every_lookup(model), _fqns_of_plan(model)
-    frozen = {
-        fqn: freeze_before_sharding_(holders_of_tables(lookup)) for fqn, lookup in unsharded.items()
-    }
+    plain_lookups, fqns_of_plan = _every_lookup(model), _fqns_of_plan(model)
+    holders = {fqn: holders_of_tables(lookup) for fqn, lookup in plain_lookups.items()}
+    frozen = {fqn: freeze_before_sharding_(tables) for fqn, tables in holders.items()}
     weights = _take_weights(model)
     world = cast(dist.ProcessGroup, dist.group.WORLD)
     group = world if process_group is None else process_group
     env = ShardingEnv.from_process_group(group)
-    sharded = DistributedModelParallel(
+    result = DistributedModelParallel(
         model, env=env, device=device, plan=plan, sharders=list(sharders)
     )
-    _share_again_(sharded, unsharded)
-    for fqn, module in collections(sharded).items():
+    _share_again_(result, plain_lookups)
+    for fqn, module in collections(result).items():
         plans = _plans_under(plan, fqns_of_plan[fqn])
         shards = sorted(local_shards(module), key=lambda shard: shard.table)
         for table, parts in itertools.groupby(shards, lambda shard: shard.table):
@@ -280,21 +258,21 @@ def shard_model(
             weight = weights.pop((fqn, table))
             for part in parts:
                 if not weight.is_meta:
-                    _copy_weight_(part, weight)
+                    part.weight.copy_(weight[part.window])
                 if plans[table].sharding_type == ShardingType.DATA_PARALLEL.value:
                     dist.broadcast(part.weight, src=dist.get_global_rank(group, 0), group=group)
-    share_remapping_(sharded, group)
-    for fqn, lookup in _every_lookup(sharded).items():
+    share_remapping_(result, group)
+    for fqn, lookup in _every_lookup(result).items():
         if isinstance(lookup, Sharded):
             hold_frozen_(lookup, holders_of_tables(lookup), frozen[fqn])
         if isinstance(lookup, ShardedEmbeddingCollection):
             read_rows_in_order_(lookup)
     if world_size == 1:
-        reduce_no_tables_(sharded)
-    read_by_name_(sharded, refuse_weights=True)
-    for wrapper in soft_selection_modules(sharded).values():
+        reduce_no_tables_(result)
+    read_by_name_(result, refuse_weights=True)
+    for wrapper in soft_selection_modules(result).values():
         read_by_name_(wrapper)
-    return sharded
+    return result
 
 
 def _submodule(model: nn.Module, fqn: str) -> nn.Module | None:
@@ -310,8 +288,7 @@ def _every_lookup(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _fqns_of_plan(model: nn.Module) -> dict[str, str]:
-    """FQN of every collection of an unsharded model -> that of the module which TorchRec shards,
-    which may process features in front of it."""
+    """FQN of every collection -> that of the module, around it or in it, that TorchRec shards."""
     if not stands_still(model):
         remedy = "call prepare_ first: then rows keep their ids; or take TorchRec's own sharder"
         refuse_managed_collisions(model, "sharding", remedy)
@@ -328,15 +305,13 @@ def _fqns_of_plan(model: nn.Module) -> dict[str, str]:
 
 
 def _lookups_of_plan(model: nn.Module) -> dict[str, nn.Module]:
-    """An unsharded model's collections, also inside wrappers, by the FQN under which TorchRec
-    shards them."""
+    """Collections of an unsharded model by the FQN under which TorchRec shards them."""
     fqns = _fqns_of_plan(model)
     return {fqns[fqn]: lookup_of(module) for fqn, module in collections(model).items()}
 
 
 def with_processors(sharders: Sharders) -> Sharders:
-    """The sharders, and one for what processes features in front of a collection, made of the
-    collection's sharder."""
+    """The sharders, and one made of them for feature processors in front of a collection."""
     kinds = {sharder.module_type: sharder for sharder in sharders}
     inner = kinds.get(EmbeddingBagCollection)
     if inner is None or FeatureProcessedEmbeddingBagCollection in kinds:
@@ -346,20 +321,18 @@ def with_processors(sharders: Sharders) -> Sharders:
     return [*sharders, cast(ModuleSharder[nn.Module], extra)]
 
 
-def _share_again_(model: nn.Module, unsharded: Mapping[str, nn.Module]) -> None:
-    """Puts sharded collections wherever those that they were made of are: of a module under several
-    names, TorchRec shards what is under the first alone."""
-    plain = get_unwrapped_module(model)
-    sharded = {id(lookup): lookup_of(plain.get_submodule(fqn)) for fqn, lookup in unsharded.items()}
-    for parent in list(plain.modules()):
+def _share_again_(model: nn.Module, plain_lookups: Mapping[str, nn.Module]) -> None:
+    """Puts sharded collections under all names: TorchRec shards under the first alone."""
+    inner = get_unwrapped_module(model)
+    new = {id(lookup): lookup_of(inner.get_submodule(f)) for f, lookup in plain_lookups.items()}
+    for parent in list(inner.modules()):
         for name, child in list(parent._modules.items()):
-            if id(child) in sharded:
-                setattr(parent, name, sharded[id(child)])
+            if id(child) in new:
+                setattr(parent, name, new[id(child)])
 
 
 def _take_weights(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:
-    """Takes the weights out of a model: (FQN, table) -> weight; parameters on the meta device stay
-    in their place."""
+    """Takes the weights out of a model, and leaves meta ones: (FQN, table) -> weight."""
     # TorchRec keeps what it has sharded for as long as the sharded collection lives: with weights,
     # twice the memory. Of sequence collections that are not on "meta" it would copy the weights.
     weights = {}
@@ -379,12 +352,6 @@ def _plans_under(plan: ShardingPlan, fqn: str) -> TablePlans:
     return cast(TablePlans, plan.plan.get(fqn, {}))
 
 
-def _copy_weight_(shard: TableShard, weight: torch.Tensor) -> None:
-    rows = slice(shard.first_row, shard.first_row + shard.weight.shape[0])
-    columns = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
-    shard.weight.copy_(weight[rows, columns])
-
-
 def _world_size(process_group: dist.ProcessGroup | None) -> int:
     if not dist.is_initialized():
         remedy = "call torch.distributed.init_process_group, or use training.shard.process_group"
@@ -393,8 +360,7 @@ def _world_size(process_group: dist.ProcessGroup | None) -> int:
 
 
 def _topology(device: torch.device, world_size: int) -> Topology:
-    """Returns a topology of as many hosts as the launcher says; each GPU has the memory of this
-    one."""
+    """Returns the hosts that the launcher names; each GPU has the memory of this one."""
     is_gpu = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if is_gpu else None
     return Topology(
@@ -440,10 +406,8 @@ def _possible_constraint(
     on_device = sharder.sharding_types(device.type)
     wishes = constraint.sharding_types or on_device
     types = [kind for kind in wishes if kind in on_device]
-    requirement = (
-        f"a sharding type that the sharder offers on {device.type}: {', '.join(on_device)}"
-    )
-    check(bool(types), place, requirement, wishes)
+    offer = f"{device.type}: {', '.join(on_device)}"
+    check(bool(types), place, f"a sharding type that the sharder offers on {offer}", wishes)
     if table.pooling == PoolingType.MEAN:  # see _check_pooling
         types = [kind for kind in types if kind not in ROW_WISE_FAMILY] or types
     rows = table.num_embeddings
@@ -459,8 +423,7 @@ def _possible_constraint(
 
 
 def _choose_dense_kernels_(plan: ShardingPlan, constraints: Constraints) -> None:
-    """Gives shards whose columns fused kernels do not take the dense one, which the planner knows
-    for data_parallel."""
+    """Gives tables whose columns no fused kernel takes the dense one."""
     for plans in cast(Mapping[str, TablePlans], plan.plan).values():
         for table, table_plan in plans.items():
             is_free = table not in constraints or not constraints[table].compute_kernels
@@ -469,8 +432,7 @@ def _choose_dense_kernels_(plan: ShardingPlan, constraints: Constraints) -> None
 
 
 def _has_empty_shard(kind: str, rows: int, device: torch.device, topology: Topology) -> bool:
-    """Returns whether rows run out before ranks do: FBGEMM's CPU kernels take no table without
-    rows."""
+    """Whether rows run out before ranks do: FBGEMM's CPU kernels take no table without rows."""
     num_ranks = {ShardingType.ROW_WISE.value: topology.world_size}
     num_ranks |= dict.fromkeys(ON_ONE_HOST, topology.local_world_size)
     if device.type != "cpu" or kind not in num_ranks:
@@ -528,10 +490,8 @@ def _check_shards(
 
 
 def _check_column_cuts(plans: TablePlans) -> None:
-    """Checks that all column-wise tables of an EmbeddingCollection have shards of one width.
-
-    TorchRec reads the width of one table, and takes it for all."""
-    widths = {}
+    """Checks that all column-wise tables of an EmbeddingCollection have shards of one width."""
+    widths = {}  # TorchRec reads that of one table, and takes it for all
     for table, plan in plans.items():
         if plan.sharding_type == ShardingType.COLUMN_WISE.value:
             shards = cast(EnumerableShardingSpec, plan.sharding_spec).shards
@@ -550,9 +510,7 @@ def _check_pooling(plan: ShardingPlan, model: nn.Module) -> None:
     # divides nothing under grid_shard. A prepared model sums everywhere: any plan does for it.
     grid, remedy = ShardingType.GRID_SHARD.value, "shard it table_wise or column_wise"
     for fqn, module in _lookups_of_plan(model).items():
-        kinds = {
-            name: table_plan.sharding_type for name, table_plan in _plans_under(plan, fqn).items()
-        }
+        kinds = {name: p.sharding_type for name, p in _plans_under(plan, fqn).items()}
         rest = sorted(name for name, kind in kinds.items() if kind not in ROW_WISE_FAMILY - {grid})
         for table in table_configs_of(module):
             if table.pooling == PoolingType.MEAN and table.name in kinds:

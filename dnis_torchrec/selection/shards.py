@@ -1,5 +1,4 @@
-"""Collections of a model, and the local shards of their tables, whatever holds them: a plain
-embedding collection, pooled or not, a wrapped or any sharded one."""
+"""Collections of a model, plain, wrapped or sharded, and the local shards of their tables."""
 
 from __future__ import annotations
 
@@ -56,12 +55,10 @@ from dnis_torchrec.selection.wrapper import (
 ROWS_PER_CHUNK = 1 << 16
 """Rows that one in-place operation touches, at most."""
 VALUES_PER_OPERATION = 1 << 18
-"""Values that one in-place operation touches: bounds temporary memory to a few MB, however large
-the table."""
+"""Values that one in-place operation touches: bounds temporary memory to a few MB."""
 
 HOLDERS_OF_COLLECTIONS = ("torchrec.modules.", "torchrec.distributed.")
-"""Packages in which TorchRec defines modules that hold a collection and change its inputs or
-outputs."""
+"""Where TorchRec has modules that hold a collection and change its inputs or outputs."""
 INTERFACES = {
     EmbeddingBagCollectionInterface,
     EmbeddingCollectionInterface,
@@ -69,13 +66,8 @@ INTERFACES = {
     CopyableMixin,
 }
 """Classes from there that may hold a collection: they do neither."""
-PLAIN_HOLDERS = (
-    *(
-        f"torchrec.modules.{name}"
-        for name in ("activation", "crossnet", "deepfm", "embedding_tower", "lazy_extension")
-    ),
-    *("torchrec.modules.mlp", "torchrec.modules.regroup", "torchrec.distributed.test_utils."),
-)
+_PLAIN = ("activation", "crossnet", "deepfm", "embedding_tower", "lazy_extension", "mlp", "regroup")
+PLAIN_HOLDERS = (*(f"torchrec.modules.{n}" for n in _PLAIN), "torchrec.distributed.test_utils.")
 """Modules from there whose classes do neither, nor do those that a user derives from them."""
 NO_HOOKS = "remove the hooks: neither sharded nor merged collections keep them"
 MOVE_OUT = "move what it adds into a module around a plain collection"
@@ -90,9 +82,16 @@ class TableShard:
     first_row: int = 0
     first_column: int = 0
 
+    @property
+    def window(self) -> tuple[slice, slice]:
+        """Rows and columns of the table."""
+        rows, columns = self.weight.shape
+        of_rows = slice(self.first_row, self.first_row + rows)
+        return of_rows, slice(self.first_column, self.first_column + columns)
+
     def chunks(self) -> Iterator[tuple[Tensor, slice, slice]]:
         """Walks the shard a few rows at a time."""
-        columns = slice(self.first_column, self.first_column + self.weight.shape[1])
+        _, columns = self.window
         num_rows = max(1, min(ROWS_PER_CHUNK, VALUES_PER_OPERATION // max(1, self.weight.shape[1])))
         for start in range(0, self.weight.shape[0], num_rows):
             chunk = self.weight[start : start + num_rows]
@@ -100,8 +99,7 @@ class TableShard:
 
 
 def collections(model: nn.Module) -> dict[str, nn.Module]:
-    """The collections in a model by FQN, pooled or not: wrapped, sharded or plain, the outermost of
-    each."""
+    """The outermost collections in a model by FQN: plain, wrapped or sharded."""
     outermost: dict[str, nn.Module] = {}
     plain_model = get_unwrapped_module(model)
     kinds = SoftSelectionModule | Sharded | EmbeddingBagCollection | EmbeddingCollection
@@ -152,8 +150,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _check_plain_table(place: str, holder: nn.Module) -> None:
-    """Refuses a table with anything beside its config and weight, which TorchRec would lose in
-    sharding."""
+    """Refuses a table with anything that TorchRec would lose in sharding."""
     limit = "supported are tables as TorchRec makes them"
     if not (type(holder) is nn.EmbeddingBag or type(holder) is nn.Embedding):
         raise NotImplementedError(describe(place, limit, type(holder).__name__, MOVE_OUT))
@@ -165,25 +162,13 @@ def _check_plain_table(place: str, holder: nn.Module) -> None:
         options["scale_grad_by_freq"] = True
     if options:
         text = ", ".join(f"{name}={value}" for name, value in options.items())
-        remedy = (
-            "leave it out: sharded collections do not know it; empty bags need no id for padding"
-        )
+        remedy = "leave it out: no sharded collection knows it; empty bags need no id for padding"
         raise NotImplementedError(describe(place, limit, text, remedy))
 
 
 def is_pooled(collection: nn.Module) -> bool:
-    """Returns whether a collection pools bags, as an EmbeddingBagCollection does and an
-    EmbeddingCollection does not."""
+    """Whether a collection pools bags, as an EmbeddingBagCollection does."""
     return not isinstance(collection, EmbeddingCollectionInterface | ShardedEmbeddingCollection)
-
-
-def check_pooled(model: nn.Module, what: str) -> None:
-    """Refuses a model with an EmbeddingCollection, for what takes pooled ones alone."""
-    for fqn, collection in collections(model).items():
-        if not is_pooled(collection):
-            limit = f"supported by {what} are EmbeddingBagCollections"
-            kind, remedy = type(collection).__name__, "leave the method out of the comparison"
-            raise NotImplementedError(describe(f"FQN {fqn!r}", limit, kind, remedy))
 
 
 def lookup_of(collection: nn.Module) -> nn.Module:
@@ -216,10 +201,8 @@ def local_shards(collection: nn.Module) -> list[TableShard]:
         holders = holders_of_tables(collection).items()
         return [TableShard(name, cast(Tensor, holder.weight).detach()) for name, holder in holders]
     if not isinstance(collection, Sharded):
-        kind = type(collection).__name__
-        raise TypeError(
-            describe("local_shards", "an EmbeddingBagCollection, plain or sharded", kind)
-        )
+        requirement, kind = "an embedding collection, plain or sharded", type(collection).__name__
+        raise TypeError(describe("local_shards", requirement, kind))
     shards = []
     for key, value in collection.state_dict().items():
         parts = key.split(".")
@@ -236,8 +219,7 @@ def local_shards(collection: nn.Module) -> list[TableShard]:
 
 
 def ranks_of(*modules: nn.Module) -> Ranks:
-    """The ranks that hold the shards of some collections; this process alone if none of them is
-    sharded."""
+    """The ranks that hold the shards of some collections; this process alone without any."""
     for module in modules:
         inner = lookup_of(module)
         if isinstance(inner, Sharded) and sharding_env(inner).world_size > 1:
@@ -246,8 +228,7 @@ def ranks_of(*modules: nn.Module) -> Ranks:
 
 
 def whole_module_of(model: nn.Module, fqn: str) -> nn.Module:
-    """The module that takes the place of a collection in its model: itself, or what processes
-    features in front of it."""
+    """A collection, or the module that processes features in front of it."""
     model = get_unwrapped_module(model)
     holder, _, name = fqn.rpartition(".")
     if name == INNER and isinstance(model.get_submodule(holder), FEATURE_PROCESSED):
@@ -256,8 +237,7 @@ def whole_module_of(model: nn.Module, fqn: str) -> nn.Module:
 
 
 def table_configs_of(collection: nn.Module) -> list[EmbeddingBagConfig]:
-    """Tables of a collection as its user wrote them: whole, with the features that the model names.
-    Local."""
+    """Tables of a collection, whole, as its user wrote them."""
     if isinstance(collection, ShardedEmbeddingBagCollection):
         return bag_configs_of(collection)
     if isinstance(collection, ShardedEmbeddingCollection):
@@ -300,8 +280,7 @@ def check_merged(fqn: str, collection: nn.Module, ranks: Ranks) -> None:
 
 
 def dense_state(model: nn.Module, served: Collection[str] = ()) -> dict[str, Tensor]:
-    """Everything in a model's state_dict that is no table and no alpha, named as in the plain
-    model; `served` are FQNs of collections that are packed. Local."""
+    """A model's state_dict without tables, alpha and collections `served` packed. Local."""
     holders = [*collections(model), *served]
     state = plain_state_dict(get_unwrapped_module(model))
     is_dense = {name: not any(_is_inside(name, fqn) for fqn in holders) for name in state}
@@ -311,8 +290,7 @@ def dense_state(model: nn.Module, served: Collection[str] = ()) -> dict[str, Ten
 def num_copies(
     shards: Mapping[str, Sequence[TableShard]], shapes: Mapping[str, tuple[int, int]], ranks: Ranks
 ) -> dict[str, int]:
-    """On how many ranks each value of a table is held: 1 where tables are spread, W where they are
-    replicated."""
+    """On how many ranks each value of a table is: 1 if spread, W if replicated."""
     sizes = [sum(shard.weight.numel() for shard in of_table) for of_table in shards.values()]
     totals = torch.tensor(sizes)
     ranks.sum_(totals)
@@ -329,8 +307,7 @@ def num_copies(
 
 @torch.no_grad()
 def multiply_by_alpha_(collection: SoftSelectionModule) -> None:
-    """Merges alpha into the local shards: ``E~ = alpha[block] * E`` (design: merging). Local, no
-    collective."""
+    """Merges alpha into the local shards: ``E~ = alpha[block] * E``. Local, no collective."""
     blocks = collection.blocks
     for shard in local_shards(collection):
         alpha = collection.alpha.of(blocks.embedding_dims[shard.table])
@@ -359,7 +336,7 @@ def _is_inside(fqn: str, outer: str) -> bool:
 
 def table_configs(model: nn.Module) -> list[EmbeddingBagConfig]:
     """Configs of all tables of an unsharded model."""
-    remedy = "count `remapped` bags and call prepare_, compress or prune, which take such a model"
+    remedy = "count bags of `remap`, call prepare_, compress or prune, which take such a model"
     refuse_managed_collisions(model, "jobs that count a recipe's ids", remedy)
     configs: list[EmbeddingBagConfig] = []
     for fqn, module in collections(model).items():

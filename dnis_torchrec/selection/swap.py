@@ -31,6 +31,7 @@ from dnis_torchrec.selection.shards import (
     is_weighted,
     local_shards,
     multiply_by_alpha_,
+    needs_indices,
     table_configs_of,
     tables_under,
     whole_module_of,
@@ -38,7 +39,6 @@ from dnis_torchrec.selection.shards import (
 from dnis_torchrec.selection.torchrec import (
     Plain,
     Sharded,
-    returns_indices,
     sequence_configs_of,
     set_device_,
     sharding_env,
@@ -69,14 +69,11 @@ def prepare_(
     fqns: list[str] | None = None,
     multi_hot_features: list[str] | None = None,
 ) -> nn.Module:
-    """Wraps the embedding collections of a model for the search; call it before
-    DistributedModelParallel.
+    """Wraps the embedding collections of a model for the search.
 
-    Of an EmbeddingBagCollection and of an EmbeddingCollection alike: pooled or not, all tables have
-    one budget.
-
-    The weights stay where they are. All wrappers share one alpha per embedding_dim. Managed
-    collisions give no id another row until `merge_`, because rows belong to blocks.
+    Call it before DistributedModelParallel. The weights stay where they are. All wrappers, pooled
+    or not, share one alpha per embedding_dim. Managed collisions give no id another row until
+    `merge_`, because rows belong to blocks.
 
     Args:
         model: any model, changed in place.
@@ -109,8 +106,8 @@ def prepare_(
         'EmbeddingBagCollection'
     """
     if soft_selection_modules(model):
-        place, kind = "prepare_", "wrapped collections"
-        raise RuntimeError(describe(place, "a model not yet prepared", kind, "merge_ it"))
+        requirement, text = "a model not yet prepared", "wrapped collections"
+        raise RuntimeError(describe("prepare_", requirement, text, "merge_ it"))
     for fqn, module in model.named_modules():
         if isinstance(module, Sharded):
             remedy = "call prepare_ before DistributedModelParallel"
@@ -130,7 +127,14 @@ def prepare_(
     wrappers = []  # all of them before the first is put in: a model that does not fit stays whole
     for fqn, collection in choice.items():
         whole = whole_module_of(model, fqn)
-        wrapper = _wrapper_around(whole, collection, blocks, alpha, multi_hot_features)
+        wrapper: SoftSelectionModule
+        if isinstance(collection, EmbeddingCollection):
+            wrapper = SoftSelectionEmbeddingCollection(collection, blocks, alpha=alpha)
+        else:
+            kind = SoftSelectionEmbeddingBagCollection
+            if isinstance(whole, FeatureProcessedEmbeddingBagCollection):
+                kind = SoftSelectionFeatureProcessedEmbeddingBagCollection
+            wrapper = kind(whole, blocks, alpha=alpha, multi_hot_features=multi_hot_features)
         wrappers.append((whole, wrapper.train(collection.training)))
     for whole, wrapper in wrappers:
         model = replace_(model, whole, wrapper)
@@ -138,37 +142,13 @@ def prepare_(
     return model
 
 
-def _wrapper_around(
-    whole: nn.Module,
-    collection: Plain,
-    blocks: RowBlocks,
-    alpha: Alpha,
-    multi_hot_features: list[str] | None,
-) -> SoftSelectionModule:
-    """A wrapper around a collection, or around what processes features in front of it."""
-    if isinstance(collection, EmbeddingCollection):
-        return SoftSelectionEmbeddingCollection(collection, blocks, alpha=alpha)
-    multi_hot = None
-    if multi_hot_features is not None:
-        tables = collection.embedding_bag_configs()
-        features = {feature for table in tables for feature in table.feature_names}
-        multi_hot = features & set(multi_hot_features)
-    if isinstance(whole, FeatureProcessedEmbeddingBagCollection):
-        kind = SoftSelectionFeatureProcessedEmbeddingBagCollection
-        return kind(whole, blocks, alpha=alpha, multi_hot_features=multi_hot)
-    return SoftSelectionEmbeddingBagCollection(
-        collection, blocks, alpha=alpha, multi_hot_features=multi_hot
-    )
-
-
 def merge_(model: nn.Module) -> nn.Module:
     """Folds alpha into the tables and gives the user's plain model back.
 
-    ``E~ = alpha[block] * E`` in place, shard by shard; the model then computes what it computed
-    before, without wrappers. Local, no collective. In a model that DistributedModelParallel shards
-    over several ranks the tables are folded where they are, alpha becomes 1 and the sharded model
-    itself is returned, because no rank may hold a foreign shard; managed collisions give no id
-    another row there, or ranks would not agree.
+    ``E~ = alpha[block] * E`` in place, shard by shard. The model then computes the same without
+    wrappers. Local, no collective. Over several ranks the tables are folded where they are, alpha
+    becomes 1, and the sharded model itself is returned. Managed collisions give no id another row
+    there, or ranks would not agree.
 
     Args:
         model: a prepared model, wrapped in DistributedModelParallel or not. Changed in place; not
@@ -201,8 +181,7 @@ def merge_(model: nn.Module) -> nn.Module:
 
 
 def unshard_(model: nn.Module) -> nn.Module:
-    """Gives the plain model back from DistributedModelParallel at world size 1, around the live
-    weights."""
+    """Gives the plain model back from DistributedModelParallel at world size 1."""
     plain = get_unwrapped_module(model)
     for fqn, module in collections(model).items():
         if not isinstance(module, Sharded):
@@ -251,8 +230,7 @@ def _check_features(choice: dict[str, Plain], multi_hot_features: list[str] | No
 
 
 def check_weights_apart(model: nn.Module, fqns: Collection[str] | None = None) -> None:
-    """Refuses tables whose weights others share: each holder would need its own alpha, and its own
-    codes. Local; sharded tables are passed over."""
+    """Refuses shared weights, but of sharded tables: each holder needs its alpha and codes."""
     model, modules = get_unwrapped_module(model), collections(model)
     kinds = EmbeddingBagCollection | EmbeddingCollection
     plain = {fqn: module for fqn, module in modules.items() if isinstance(module, kinds)}
@@ -275,24 +253,21 @@ def check_weights_apart(model: nn.Module, fqns: Collection[str] | None = None) -
 
 
 def _memory(weight: torch.Tensor) -> int:
-    """Returns the address of weights; on the meta device, where they have none, the identity of
-    their Parameter."""
+    """The address of weights, or on the meta device, where they have none, their identity."""
     return weight.data_ptr() or id(weight)
 
 
 def _plain_around(holder: nn.Module) -> nn.Module:
-    """A plain collection around the live weights of a sharded or wrapped one; only column-wise
-    shards are joined."""
+    """A plain collection around the live weights of a sharded or wrapped one."""
     meta = torch.device("meta")
     if is_pooled(holder):
         bags, weighs = table_configs_of(holder), is_weighted(holder)
         return _take_live_weights_(EmbeddingBagCollection(bags, weighs, meta), holder)
     if isinstance(holder, ShardedEmbeddingCollection):
-        tables, need_indices = sequence_configs_of(holder), returns_indices(holder)
+        tables = sequence_configs_of(holder)
     else:
-        interface = cast(EmbeddingCollectionInterface, holder)
-        tables, need_indices = interface.embedding_configs(), interface.need_indices()
-    plain = EmbeddingCollection(tables, device=meta, need_indices=need_indices)
+        tables = cast(EmbeddingCollectionInterface, holder).embedding_configs()
+    plain = EmbeddingCollection(tables, device=meta, need_indices=needs_indices(holder))
     return _take_live_weights_(plain, holder)
 
 
@@ -301,20 +276,17 @@ def _take_live_weights_(plain: PlainCollection, holder: nn.Module) -> PlainColle
     for table, target in holders_of_tables(plain).items():
         parts = [shard for shard in shards if shard.table == table]
         weight = parts[0].weight
-        if len(parts) > 1:
+        if len(parts) > 1:  # column-wise shards are joined
             weight = weight.new_empty(cast(torch.Tensor, target.weight).shape)
             for shard in parts:
-                rows = slice(shard.first_row, shard.first_row + shard.weight.shape[0])
-                end = shard.first_column + shard.weight.shape[1]
-                weight[rows, shard.first_column : end] = shard.weight
+                weight[shard.window] = shard.weight
         target.weight = nn.Parameter(weight, requires_grad=table not in frozen)
         set_device_(plain, weight.device)
     return plain.train(holder.training)
 
 
 def replace_(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
-    """Puts a module wherever another is: a model may hold one collection under several names.
-    Local."""
+    """Puts a module wherever another is: a model may hold one under several names. Local."""
     if model is old:
         return new
     for parent in list(model.modules()):

@@ -1,9 +1,8 @@
 """Every change made to an object of TorchRec or FBGEMM, and every reach into one.
 
-An entry says why it is there, links to the place upstream, and names the version that ends it;
-where none is planned it says so. Written for torchrec 1.8.0 and fbgemm 1.8.0. A name that begins
-with an underscore is theirs: a new version may move it, and this is the one file to read then. What
-stands in front of lookups is in `torchrec_inputs`.
+An entry gives its reason, the place upstream, and the version that ends it, if any is planned.
+Written for torchrec 1.8.0 and fbgemm 1.8.0, which may move a name that begins with an underscore.
+What stands in front of lookups is in `torchrec_inputs`.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ Plain: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 # Upstream:
 #   https://github.com/pytorch/torchrec/blob/v1.8.0/torchrec/distributed/embeddingbag.py#L648
 # Ends: not planned.
-# --------------------------------------------------------------------------------------------------
 
 
 def bag_configs_of(collection: ShardedEmbeddingBagCollection) -> list[EmbeddingBagConfig]:
@@ -116,8 +114,7 @@ def without_ddp(lookup: nn.Module) -> Any:
 
 
 def lookups(model: nn.Module) -> list[nn.Module]:
-    """TorchRec's lookups, which a sharded collection keeps in a plain list, unseen by
-    `modules()`."""
+    """TorchRec's lookups, which are in a plain list, unseen by `modules()`."""
     collections = [module for module in model.modules() if isinstance(module, Sharded)]
     return [without_ddp(lookup) for module in collections for lookup in module._lookups]
 
@@ -128,7 +125,6 @@ def lookups(model: nn.Module) -> list[nn.Module]:
 # Upstream:
 #   https://github.com/pytorch/torchrec/blob/v1.8.0/torchrec/distributed/embeddingbag.py#L819
 # Ends: not planned.
-# --------------------------------------------------------------------------------------------------
 
 
 def reduce_no_tables_(model: nn.Module) -> None:
@@ -140,20 +136,17 @@ def reduce_no_tables_(model: nn.Module) -> None:
 
 # --------------------------------------------------------------------------------------------------
 # Features by name
-# Reason: a sharded collection notes at which places of its first batch it finds its features, and
-#   takes these places from every later batch. A stream that lists its keys otherwise, or has one
-#   key more, is read wrongly, and nothing says so. One step in front of `input_dist`, through
-#   which every lookup goes, pipelined or not, puts them in order. It also decides about
-#   per-sample weights: an unsharded collection that is not weighted ignores them, kernels
-#   multiply by them; a weighted collection that finds none would count every id once.
+# Reason: a sharded collection reads every batch at the places of the first batch's keys: other
+#   keys, or another order, are read wrongly without a word. One step in front of `input_dist`,
+#   through which every lookup goes, puts them in order. It also decides about per-sample weights:
+#   a collection that is not weighted ignores them, kernels multiply by them; a weighted
+#   collection without any would count every id once.
 # Upstream:
 #   https://github.com/pytorch/torchrec/blob/v1.8.0/torchrec/distributed/embeddingbag.py#L1790
 # Ends: not planned.
-# --------------------------------------------------------------------------------------------------
 
 _MAKES_WEIGHTS = "makes_weights"
-"""Attribute of a weighted collection whose bags get their weights from feature processors, where
-the shards are."""
+"""Attribute of a collection whose bags get weights from feature processors at the shards."""
 
 
 def read_by_name_(model: nn.Module, *, refuse_weights: bool | None = False) -> None:
@@ -165,13 +158,8 @@ def read_by_name_(model: nn.Module, *, refuse_weights: bool | None = False) -> N
             read_collection_by_name_(module, refuse_weights=refuse_weights)
 
 
-def read_collection_by_name_(
-    collection: Sharded, *, refuse_weights: bool | None = False, anew: bool = False
-) -> None:
-    """`read_by_name_` for one sharded collection; `anew` where it reads other features from now
-    on."""
-    if anew:
-        vars(collection).pop("input_dist", None)
+def read_collection_by_name_(collection: Sharded, *, refuse_weights: bool | None = False) -> None:
+    """`read_by_name_` for one sharded collection."""
     step = vars(collection).get("input_dist")
     if not isinstance(step, FeaturesByName):
         if not collection._has_uninitialized_input_dist:
@@ -191,15 +179,13 @@ def _forget_places_(collection: Sharded) -> None:
 
 
 class FeaturesByName:
-    """Replacement of a sharded collection's input_dist: it calls the original one, with the
-    features that it reads."""
+    """Replaces a sharded collection's input_dist: calls it with the features that it reads."""
 
     def __init__(self, collection: Sharded, input_dist: Callable[..., Any]) -> None:
         self._collection = collection
         self._input_dist = input_dist
-        # None: sequence embeddings know no weights
-        self._weighting = getattr(collection, "_is_weighted", None)
-        self._read: list[str] = []
+        self._is_weighted = getattr(collection, "_is_weighted", None)  # None: sequences
+        self._kernel_names: list[str] = []
         self._names: list[str] = []
         self._orders: dict[tuple[str, ...], tuple[list[int], Tensor]] = {}
         self.refuse_weights = True
@@ -217,15 +203,14 @@ class FeaturesByName:
         return self._input_dist(ctx, features)
 
     def _note_names(self, keys: list[str]) -> None:
-        """Keeps the order of the first batch where it holds these features and no others, else that
-        of the kernels."""
+        """Notes the order of the first batch if it has these keys alone, else the kernels'."""
         shardings = getattr(self._collection, "_embedding_shardings", None)
         if shardings is None:
             shardings = self._collection._sharding_type_to_sharding.values()
-        self._read = [name for sharding in shardings for name in sharding.feature_names()]
-        for name in self._read:
+        self._kernel_names = [name for sharding in shardings for name in sharding.feature_names()]
+        for name in self._kernel_names:
             check_known("feature", name, keys)
-        names = list(dict.fromkeys(self._read))
+        names = list(dict.fromkeys(self._kernel_names))
         self._names = keys if sorted(keys) == sorted(names) else names
 
     def _in_order(self, features: KeyedJaggedTensor, keys: tuple[str, ...]) -> KeyedJaggedTensor:
@@ -245,17 +230,15 @@ class FeaturesByName:
 
     def _with_right_weights(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         weights = features.weights_or_none()
-        if self._weighting is None or (weights is None and not self._weighting):
+        if self._is_weighted is None or (weights is None and not self._is_weighted):
             return features
         place = f"collection of tables {self._collection._table_names}"
         if weights is None:
-            remedy = (
-                "give the KeyedJaggedTensor weights, or build the collection with is_weighted=False"
-            )
+            remedy = "give the bags weights, or build the collection with is_weighted=False"
             makes = getattr(self._collection, _MAKES_WEIGHTS, False)
             check(makes, place, "per-sample weights", "none", remedy)
             return features
-        if self._weighting:
+        if self._is_weighted:
             if weights.requires_grad and torch.is_grad_enabled():
                 self._check_gradient_of_weights(place, features.keys())
             return features
@@ -267,19 +250,16 @@ class FeaturesByName:
         """Weights that travel, or are put in another order, leave their gradient behind."""
         kinds = set(self._collection._sharding_types)
         stay = {ShardingType.DATA_PARALLEL.value, ShardingType.TABLE_WISE.value}
-        if kinds <= stay and keys == self._read and self._collection._env.world_size == 1:
+        if kinds <= stay and keys == self._kernel_names and self._collection._env.world_size == 1:
             return
-        limit = (
-            "supported are per-sample weights that learn on one rank, table_wise or data_parallel"
-        )
-        remedy = f"detach the weights, or list the features as the kernels read them: {self._read}"
+        limit = "supported are per-sample weights that learn on one rank, in whole tables"
+        remedy = f"detach the weights, or list the features as kernels do: {self._kernel_names}"
         text = f"{sorted(kinds)}, features {keys}"
         raise NotImplementedError(describe(place, limit, text, remedy))
 
 
 def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """The same bags without per-sample weights; no public call gives them without a copy of the
-    ids."""
+    """The same bags without per-sample weights, and without a copy of the ids."""
     bags = copy.copy(features)
     bags._weights = bags._jt_dict = None
     return bags
@@ -287,18 +267,15 @@ def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 # --------------------------------------------------------------------------------------------------
 # Whole bags in place of bags split by block
-# Reason: selection on the shards (`on_shards`) leaves kernels where they are, which pool a key
-#   for every block, and wants the input_dist and output_dist of whole bags, as the plain model
-#   has them.
+# Reason: with selection on the shards (`on_shards`), kernels pool a key for every block, while
+#   input_dist and output_dist carry whole bags, as in the plain model.
 # Upstream:
 #   https://github.com/pytorch/torchrec/blob/v1.8.0/torchrec/distributed/embeddingbag.py#L1616
 # Ends: not planned; it is a use TorchRec does not foresee.
-# --------------------------------------------------------------------------------------------------
 
 
 def kernels_of(lookup: nn.Module) -> list[tuple[nn.Module, list[ShardedEmbeddingTable]]]:
-    """The modules of a lookup that select for themselves, and their tables: its kernels, or all of
-    a lookup that is in DistributedDataParallel, or empty."""
+    """The kernels of a lookup, or a lookup in DistributedDataParallel, and their tables."""
     # by kernels, the pieces of one are added up before the next looks up its own
     whole = without_ddp(lookup)
     tables = [list(config.embedding_tables) for config in whole.grouped_configs]
@@ -340,15 +317,13 @@ def read_whole_bags_(
     collection._output_dists, collection._embedding_names, collection._embedding_dims = [], [], []
     collection._uncombined_embedding_names, collection._uncombined_embedding_dims = [], []
     collection._create_output_dist()
-    read_collection_by_name_(
-        collection, anew=True
-    )  # it may have been called before, with a key for every block
+    vars(collection).pop("input_dist", None)  # it may have read a key for every block
+    read_collection_by_name_(collection)
 
 
 @contextmanager
-def weights_replaced(kernel: nn.Module, product: Tensor) -> Iterator[None]:
-    """Puts a product in place of a kernel's weights, as `functional_call` does, for a kernel that
-    its lookup calls."""
+def replace_weights(kernel: nn.Module, product: Tensor) -> Iterator[None]:
+    """Puts a product in place of a kernel's weights, as `functional_call` does."""
     weights = kernel._parameters["weights"]
     kernel._parameters["weights"] = product  # type: ignore[assignment]  # no parameter
     try:
@@ -360,18 +335,15 @@ def weights_replaced(kernel: nn.Module, product: Tensor) -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------
 # Sequences in dense kernels on a CPU
 # Reason: FBGEMM's CPU kernel without a fused optimizer returns unpooled embeddings sample by
-#   sample, where TorchRec reads them feature by feature. With more than one feature every id has
-#   the row of another one, and nothing says so. torch's own embedding reads the rows, from the
-#   same weights, with the same gradient.
+#   sample, where TorchRec reads them feature by feature: ids get rows of others without a word.
+#   torch's embedding reads the same weights, with the same gradient.
 # Upstream:
 #   https://github.com/pytorch/FBGEMM/blob/v1.8.0/fbgemm_gpu/fbgemm_gpu/split_table_batched_embeddings_ops_training.py
 # Ends: not planned.
-# --------------------------------------------------------------------------------------------------
 
 
 def read_rows_in_order_(collection: ShardedEmbeddingCollection) -> None:
-    """Lets dense CPU kernels of a sharded collection return the rows of its ids in their order.
-    Local."""
+    """Lets dense CPU kernels of a sharded collection return rows in the order of ids. Local."""
     for lookup in collection._lookups:
         for kernel in without_ddp(lookup)._emb_modules:
             is_dense = isinstance(kernel, BatchedDenseEmbedding)
@@ -380,8 +352,7 @@ def read_rows_in_order_(collection: ShardedEmbeddingCollection) -> None:
 
 
 class RowsInOrder:
-    """Replacement of a dense kernel's forward. A plain callable, so that it adds no name to the
-    state_dict."""
+    """Replaces a dense kernel's forward: a plain callable, with no name in the state_dict."""
 
     def __init__(self, kernel: BatchedDenseEmbedding) -> None:
         self._kernel: nn.Module = kernel.emb_module
@@ -406,15 +377,12 @@ class RowsInOrder:
 
 # --------------------------------------------------------------------------------------------------
 # Frozen tables: `requires_grad=False` means no step, in every sharding type and kernel
-# Reason: TorchRec's kernels do not ask. A fused optimizer steps every table of its kernel in the
-#   backward pass, a dense kernel gives all its tables gradients. So a frozen table gets a kernel
-#   of its own, by an optimizer of its own that TorchRec groups by: SGD at rate 0 in a fused
-#   kernel. What a dense kernel gives it is hidden from optimizers, so that weight decay passes it
-#   by, too.
+# Reason: TorchRec's kernels step, or give gradients to, all their tables. TorchRec groups tables
+#   by optimizer: SGD at rate 0 gives frozen ones a fused kernel of their own. What a dense kernel
+#   gives them is hidden from optimizers, so that weight decay passes them by, too.
 # Upstream: https://github.com/pytorch/torchrec/issues/1990,
 #   https://github.com/pytorch/torchrec/issues/2908
 # Ends: open upstream.
-# --------------------------------------------------------------------------------------------------
 
 FROZEN_RATE = 0.0
 """Learning rate of a fused kernel whose tables are frozen, whatever rate it is given."""
@@ -467,8 +435,7 @@ def freeze_before_sharding_(tables: nn.ModuleDict) -> frozenset[str]:
 
 
 def hold_frozen_(collection: Any, holders: nn.ModuleDict, tables: Collection[str]) -> None:
-    """Keeps the frozen tables of a sharded collection as they are. Local, no collective; on all
-    ranks alike."""
+    """Keeps the frozen tables of a sharded collection as they are. Local; on all ranks alike."""
     vars(collection)["frozen_tables"] = frozenset(tables)
     for table in tables:
         weight = cast(Tensor, holders[table].weight)
@@ -485,13 +452,11 @@ def hold_frozen_(collection: Any, holders: nn.ModuleDict, tables: Collection[str
 
 
 def _keep_rate(lr: float) -> None:
-    """Ignores a learning rate: schedules and warm-ups of a whole model set one, and frozen tables
-    keep theirs."""
+    """Ignores the learning rate that a schedule of a whole model sets."""
 
 
 def note_frozen_(collection: ShardedEmbeddingCollection, tables: Collection[str]) -> None:
-    """Notes which tables were frozen when an EmbeddingCollection was sharded: TorchRec does not
-    keep it. Local."""
+    """Notes which tables were frozen in sharding, for TorchRec does not. Local."""
     vars(collection)["frozen_when_sharded"] = frozenset(tables)
 
 
@@ -519,16 +484,13 @@ def check_frozen_are_held(fqn: str, collection: nn.Module) -> None:
 
 # --------------------------------------------------------------------------------------------------
 # Tables in host memory behind a cache on the GPU (FBGEMM's UVM caching)
-# Reason: who writes to weights past the lookups has the cache written back before, and emptied
-#   after. Who prefetches and has no backward pass unlocks the lines that were prefetched: FBGEMM
-#   locks them, so that no later batch takes their place, until the backward pass of their batch.
-#   An upper step and an evaluation have none: step by step the cache would fill with lines that
-#   nobody may replace.
+# Reason: before weights are written past the lookups the cache is written back, and afterwards
+#   emptied. FBGEMM locks prefetched lines until the backward pass of their batch. An upper step
+#   and an evaluation have none: they unlock them, or the cache would fill with locked lines.
 # Upstream: https://github.com/pytorch/FBGEMM/pull/1883;
 #   https://github.com/pytorch/FBGEMM/pull/6192 unlocks in a forward hook, for enrichment caches
 #   alone.
 # Ends: open upstream.
-# --------------------------------------------------------------------------------------------------
 
 TRAINED_LOOKUPS = (GroupedPooledEmbeddingsLookup, GroupedEmbeddingsLookup)
 """TorchRec's lookups that train, of pooled collections and of sequences."""
@@ -536,8 +498,7 @@ TRAINED_LOOKUPS = (GroupedPooledEmbeddingsLookup, GroupedEmbeddingsLookup)
 
 @contextmanager
 def writing_to_tables(model: nn.Module) -> Iterator[None]:
-    """Lets weights be written to where they lie: caches write back what they hold before, and hold
-    nothing after."""
+    """Lets weights be written: caches write back what they hold, and are empty afterwards."""
     for lookup in lookups(model):
         if isinstance(lookup, TRAINED_LOOKUPS):
             lookup.flush()
@@ -548,36 +509,17 @@ def writing_to_tables(model: nn.Module) -> Iterator[None]:
 
 
 def forget_cached_rows(model: nn.Module) -> None:
-    """Empties the caches of a model whose weights were written from outside, what they hold lost.
-    Local."""
+    """Empties the caches of a model whose weights were written from outside. Local."""
     for lookup in lookups(model):
         if isinstance(lookup, TRAINED_LOOKUPS):
             lookup.purge()
 
 
 class PrefetchedTables:
-    """The tables of a model whose rows are to be prefetched:
-    ``CacheParams(prefetch_pipeline=True)``. Local."""
+    """The tables of a model with ``CacheParams(prefetch_pipeline=True)``. Local."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.names: list[str] = []
-        for module in model.modules():
-            if isinstance(module, ShardedEmbeddingBagCollection):
-                infos = itertools.chain(*module.sharding_type_to_sharding_infos.values())
-                self.names += [
-                    info.embedding_config.name
-                    for info in infos
-                    if _is_cached(info.param_sharding)
-                    and (info.fused_params or {}).get("prefetch_pipeline")
-                ]
-            elif isinstance(module, ShardedEmbeddingCollection):
-                self.names += [
-                    table
-                    for table, plan in module.module_sharding_plan.items()
-                    if _is_cached(plan)
-                    and plan.cache_params
-                    and plan.cache_params.prefetch_pipeline
-                ]
+        self._is_planned = any(_plans_prefetching(module) for module in model.modules())
         self.kernels = [
             part
             for lookup in lookups(model)
@@ -588,11 +530,10 @@ class PrefetchedTables:
         ]
 
     def __bool__(self) -> bool:
-        return bool(self.names)
+        return self._is_planned
 
     def unlock(self) -> None:
-        """Unlocks the lines of the batch that was looked up last, which has no backward pass to do
-        so."""
+        """Unlocks the lines of the last batch, which has no backward pass to do so."""
         for kernel in self.kernels:
             _unlock(kernel, [kernel.lxu_cache_locations])
 
@@ -603,13 +544,12 @@ class PrefetchedTables:
             kernel.lxu_cache_locations_list, kernel.timesteps_prefetched = [], []
 
     @contextmanager
-    def unlocking_every_lookup(self) -> Iterator[None]:
+    def unlock_every_lookup(self) -> Iterator[None]:
         """Unlocks behind every lookup: nothing in here has a backward pass."""
-
-        def unlock(kernel: Any, _: Any, __: Any) -> None:
-            _unlock(kernel, [kernel.lxu_cache_locations])
-
-        hooks = [kernel.register_forward_hook(unlock) for kernel in self.kernels]
+        hooks = [
+            kernel.register_forward_hook(lambda k, *_: _unlock(k, [k.lxu_cache_locations]))
+            for kernel in self.kernels
+        ]
         try:
             yield
         finally:
@@ -617,32 +557,40 @@ class PrefetchedTables:
                 hook.remove()
 
 
-def _is_cached(plan: Any) -> bool:
-    return bool(plan.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value)
+def _plans_prefetching(module: nn.Module) -> bool:
+    """Whether a table of a sharded collection is to be prefetched, on whatever rank."""
+    options: list[tuple[Any, Any]] = []
+    if isinstance(module, ShardedEmbeddingBagCollection):
+        infos = itertools.chain(*module.sharding_type_to_sharding_infos.values())
+        options = [
+            (i.param_sharding, (i.fused_params or {}).get("prefetch_pipeline")) for i in infos
+        ]
+    elif isinstance(module, ShardedEmbeddingCollection):
+        plans = module.module_sharding_plan.values()
+        options = [(p, p.cache_params and p.cache_params.prefetch_pipeline) for p in plans]
+    kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+    return any(plan.compute_kernel == kernel and prefetches for plan, prefetches in options)
 
 
 def _unlock(kernel: SplitTableBatchedEmbeddingBagsCodegen, locations: list[Tensor]) -> None:
-    """Counts every line's lock down by one, while nothing is prefetched, as FBGEMM does before a
-    backward pass."""
+    """Counts every line's lock down by one, as FBGEMM does before a backward pass."""
     stream = kernel.prefetch_stream
     if stream is not None:
         torch.cuda.current_stream().wait_stream(stream)
+    counter = kernel.lxu_cache_locking_counter
     for of_batch in locations:
-        torch.ops.fbgemm.lxu_cache_locking_counter_decrement(
-            kernel.lxu_cache_locking_counter, of_batch
-        )
+        torch.ops.fbgemm.lxu_cache_locking_counter_decrement(counter, of_batch)
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
 
 
 # --------------------------------------------------------------------------------------------------
 # Forward passes that no training step has
-# Reason: FBGEMM's fused kernels count their forward passes in training mode, whether or not a
-#   backward pass follows; optimizers with bias correction take the count for that of steps.
+# Reason: FBGEMM's fused kernels count forward passes in training mode, with or without a backward
+#   pass; optimizers with bias correction take the count for that of steps.
 # Upstream:
 # https://github.com/pytorch/FBGEMM/blob/v1.8.0/fbgemm_gpu/fbgemm_gpu/split_table_batched_embeddings_ops_training.py
 # Ends: not planned.
-# --------------------------------------------------------------------------------------------------
 
 
 def fused_kernels(model: nn.Module) -> list[Any]:
@@ -653,8 +601,7 @@ def fused_kernels(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def frozen_counters(kernels: Iterable[Any]) -> Iterator[None]:
-    """Forward passes meanwhile are none of a training step: kernels of `fused_kernels` count them
-    and forget them."""
+    """Lets kernels of `fused_kernels` forget the forward passes that they count inside."""
     counters = [counter for kernel in kernels for counter in (kernel.iter, kernel.iter_cpu)]
     values = [counter.clone() for counter in counters]
     try:
@@ -669,7 +616,6 @@ def frozen_counters(kernels: Iterable[Any]) -> Iterator[None]:
 # Reason: turning a model's axes changes its first linear layer, which an MLP does not show.
 # Upstream: https://github.com/pytorch/torchrec/blob/v1.8.0/torchrec/modules/mlp.py
 # Ends: not planned.
-# --------------------------------------------------------------------------------------------------
 
 
 def perceptrons_of(mlp: Any) -> nn.Sequential:

@@ -1,5 +1,4 @@
-"""Changes to what TorchRec does in front of its lookups, entry by entry as in `torchrec`: feature
-processors, managed collisions, train pipelines."""
+"""Changes to what TorchRec does in front of its lookups, entry by entry as in `torchrec`."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
@@ -40,13 +38,11 @@ from dnis_torchrec.selection.torchrec import PrefetchedTables, without_weights
 
 # --------------------------------------------------------------------------------------------------
 # Feature processors
-# Reason: a FeatureProcessedEmbeddingBagCollection keeps its collection and its processors to
-#   itself; processors in front of row shards are told for good to expect places as weights, which
-#   a model that is no longer sharded does not give.
+# Reason: a FeatureProcessedEmbeddingBagCollection shows neither its collection nor its processors;
+#   those in front of row shards expect places as weights, which a plain model does not give.
 # Upstream:
 #   https://github.com/pytorch/torchrec/blob/v1.8.0/torchrec/modules/feature_processor_.py#L70
 # Ends: not planned.
-# --------------------------------------------------------------------------------------------------
 
 FEATURE_PROCESSED = (
     FeatureProcessedEmbeddingBagCollection,
@@ -55,11 +51,6 @@ FEATURE_PROCESSED = (
 """TorchRec's modules that process features in front of the collection that they hold."""
 INNER = "_embedding_bag_collection"
 """The attribute by which they hold it."""
-
-
-def inner_collection(holder: nn.Module) -> EmbeddingBagCollection | ShardedEmbeddingBagCollection:
-    """The collection behind the processors."""
-    return cast(EmbeddingBagCollection, getattr(holder, INNER))
 
 
 def with_processors_of(
@@ -81,30 +72,26 @@ def processed_bags(holder: nn.Module, features: KeyedJaggedTensor) -> KeyedJagge
     bags = without_weights(features)
     is_collection = isinstance(processors, FeatureProcessorsCollection)
     if any(getattr(module, "_pre_processed", False) for module in processors.modules()):
-        modify_input_for_feature_processor(
-            bags, processors, is_collection
-        )  # they now want places as weights
-    return cast(
-        KeyedJaggedTensor,
-        processors(bags) if is_collection else apply_feature_processors_to_kjt(bags, processors),
+        # they now want places as weights
+        modify_input_for_feature_processor(bags, processors, is_collection)
+    result = (
+        processors(bags) if is_collection else apply_feature_processors_to_kjt(bags, processors)
     )
+    return cast(KeyedJaggedTensor, result)
 
 
 # --------------------------------------------------------------------------------------------------
 # Managed collisions (ZCH, MPZCH): a model that looks up, for an id, the row that the id has now
-# Reason: raw ids are remapped in front of the collection, which is wrapped, compressed and served
-#   as any other. So counts, blocks and schemes are of the REMAPPED rows, and rows belong to
-#   blocks: remapping stands still while a model is prepared. Where it goes on later, counts are
-#   taken anew.
+# Reason: raw ids are remapped in front of the collection. So counts, blocks and schemes are of the
+#   REMAPPED rows, and remapping stands still while a model is prepared, because rows belong to
+#   blocks. Where it goes on later, counts are taken anew.
 # Upstream: https://github.com/pytorch/torchrec/blob/v1.8.0/torchrec/modules/mc_modules.py
 # Ends: not planned; TorchRec shows neither the remapping of a table nor a way to hold it.
-# --------------------------------------------------------------------------------------------------
 
 MANAGED = "_embedding_module"
 """The attribute by which TorchRec's managed collisions hold their collection."""
 MANAGED_COLLISIONS = (ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection)
-"""Modules of TorchRec that remap ids in front of a collection: one that pools, and one that does
-not."""
+"""Modules of TorchRec that remap ids in front of a collection."""
 
 
 def managed_collisions(model: nn.Module) -> dict[str, ManagedCollisionCollection]:
@@ -120,56 +107,40 @@ def _remappings(
     collection: ManagedCollisionCollection,
 ) -> Iterator[tuple[str, ManagedCollisionModule, list[str]]]:
     """(table, what remaps its ids, its features)."""
-    for table, remapping in collection._managed_collision_modules.items():
-        yield table, cast(ManagedCollisionModule, remapping), collection._table_to_features[table]
+    for table, module in collection._managed_collision_modules.items():
+        yield table, cast(ManagedCollisionModule, module), collection._table_to_features[table]
 
 
-def remapped(model: nn.Module, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """The rows that a model looks up for some bags, as the remapping stands: what to count. Local,
-    no collective.
+def remap(model: nn.Module, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The rows that a model looks up for bags of raw ids, which it does not learn: what to count.
 
-    Nothing is learned from the bags. An id that has no row goes where TorchRec's module sends it,
-    as in serving.
-
-    Args:
-        model: prepared or not; one without managed collisions gets the bags as they are.
-        features: the bags, with raw ids, of all features that managed collisions read.
-
-    Returns:
-        Bags of the same keys, in their order, without per-sample weights.
-
-    Raises:
-        ValueError: if a feature is missing, or no id has a row yet.
-        NotImplementedError: for a feature that several tables read, each of which gives its ids
-            other rows.
+    Bags keep their keys and lose their weights; without managed collisions they stay as they are.
     """
-    managed = managed_collisions(model)
-    if not managed:
+    collections = managed_collisions(model)
+    if not collections:
         return features
     check_remapping(model)
     bags = dict(copy.copy(features).to_dict())  # the batch itself is left as it was
-    for fqn, collection in managed.items():
-        with _standing_still(collection):
-            for table, remapping, names in _remappings(collection):
+    for fqn, collection in collections.items():
+        with _in_eval_mode(collection):
+            for table, module, names in _remappings(collection):
                 for name in names:
                     check_known(f"feature of table {table!r} in FQN {fqn!r}", name, bags)
-                rows = _rows_of(table, remapping, [bags[name] for name in names])
+                rows = _rows_of(table, module, [bags[name] for name in names])
                 bags |= dict(zip(names, rows, strict=True))
-    of_keys = [bags[key] for key in list(features.keys())]
-    values, lengths = (
-        [part() for part in parts]
-        for parts in zip(*((b.values, b.lengths) for b in of_keys), strict=False)
-    )
-    return KeyedJaggedTensor(features.keys(), torch.cat(values), lengths=torch.cat(lengths))
+    of_keys = [bags[key] for key in features.keys()]  # noqa: SIM118
+    values = torch.cat([bag.values() for bag in of_keys])
+    lengths = torch.cat([bag.lengths() for bag in of_keys])
+    return KeyedJaggedTensor(features.keys(), values, lengths=lengths)
 
 
 def check_remapping(model: nn.Module) -> None:
     """Checks that rows stand for ids already, and for those of one table. Local."""
     readers = _readers(model)
     for fqn, collection in managed_collisions(model).items():
-        for table, remapping, features in _remappings(collection):
+        for table, module, features in _remappings(collection):
             place = f"FQN {fqn!r}, table {table!r}"
-            is_empty = int(remapping.open_slots()) >= remapping.output_size() - 1 > 0
+            is_empty = int(module.open_slots()) >= module.output_size() - 1 > 0
             remedy = "train the model first: in training ids get their rows"
             check(not is_empty, place, "ids that have rows", "none", remedy)
             for feature in features:
@@ -188,8 +159,7 @@ def stand_still_(model: nn.Module) -> None:
 
 
 def stands_still(model: nn.Module) -> bool:
-    """Whether no id gets another row until `go_on_`: every rank then maps ids alike. True without
-    managed collisions."""
+    """Whether no id gets another row until `go_on_`, so that every rank maps ids alike."""
     hooks = (part._forward_pre_hooks.values() for part in managed_collisions(model).values())
     return all(_to_eval in of_collection for of_collection in hooks)
 
@@ -221,19 +191,17 @@ def refuse_managed_collisions(model: nn.Module, what: str, remedy: str) -> None:
 
 
 def _rows_of(
-    table: str, remapping: ManagedCollisionModule, bags: list[JaggedTensor]
+    table: str, module: ManagedCollisionModule, bags: list[JaggedTensor]
 ) -> list[JaggedTensor]:
-    """The rows of one table for the bags of each of its features, given to its remapping as
-    TorchRec gives them."""
+    """The rows of one table for the bags of each of its features, asked for as TorchRec does."""
     sizes = torch.tensor([bag.values().numel() for bag in bags])
     values = torch.cat([bag.values() for bag in bags])
     lengths = torch.cat([bag.lengths() for bag in bags])
-    rows = remapping({table: JaggedTensor(values=values, lengths=lengths, weights=sizes)})[table]
+    rows = module({table: JaggedTensor(values=values, lengths=lengths, weights=sizes)})[table]
     of_features = rows.lengths().view(len(bags), -1)
     values = rows.values().split(of_features.sum(1).tolist())
-    return [
-        JaggedTensor(v, lengths=lengths) for v, lengths in zip(values, of_features, strict=True)
-    ]
+    pairs = zip(values, of_features, strict=True)
+    return [JaggedTensor(part, lengths=lengths) for part, lengths in pairs]
 
 
 def _readers(model: nn.Module) -> dict[str, set[str]]:
@@ -249,7 +217,7 @@ def _readers(model: nn.Module) -> dict[str, set[str]]:
 
 
 @contextmanager
-def _standing_still(collection: ManagedCollisionCollection) -> Iterator[None]:
+def _in_eval_mode(collection: ManagedCollisionCollection) -> Iterator[None]:
     modes = [(module, module.training) for module in collection.modules()]
     collection.eval()
     try:
@@ -265,28 +233,23 @@ def _to_eval(collection: nn.Module, _: tuple[Tensor, ...]) -> None:
 
 # --------------------------------------------------------------------------------------------------
 # Train pipelines
-# Reason: a pipeline that was detached leaves bag splitters, and what processes features, as it
-#   pipelined them, and knows no prefetching in steps without a backward pass.
+# Reason: detach leaves bag splitters and feature processors as the pipeline changed them, and no
+#   pipeline prefetches in steps without a backward pass.
 # Upstream:
 #   https://github.com/pytorch/torchrec/blob/v1.8.0/torchrec/distributed/train_pipeline/train_pipelines.py
 # Ends: not planned.
-# --------------------------------------------------------------------------------------------------
 
 
 def _count_ids_(batch: Any) -> None:
     """Lets the features of a batch count their ids on the CPU: no step asks a GPU for it."""
     for part in vars(batch).values() if hasattr(batch, "__dict__") else ():
-        if (
-            isinstance(part, KeyedJaggedTensor)
-            and part.keys()
-            and part.values().device.type == "cpu"
-        ):
+        is_bags = isinstance(part, KeyedJaggedTensor) and part.keys()
+        if is_bags and part.values().device.type == "cpu":
             part.sync()
 
 
 class DetachableTrainPipeline(TrainPipelineSparseDist):
-    """`TrainPipelineSparseDist` that puts modules of the input's way, such as bag splitters, back
-    where they were."""
+    """`TrainPipelineSparseDist` that puts modules such as bag splitters back in their places."""
 
     def _next_batch(self, dataloader_iter: Iterator[Pipelineable]) -> Pipelineable | None:
         batch = super()._next_batch(dataloader_iter)
@@ -294,31 +257,29 @@ class DetachableTrainPipeline(TrainPipelineSparseDist):
             _count_ids_(batch)
         return batch
 
-    def _pipeline_model(self, *args: Any, **named: Any) -> None:
-        super()._pipeline_model(*args, **named)
-        for pipelined in self._pipelined_postprocs:
-            if isinstance(pipelined.postproc_module, ManagedCollisionCollection):
-                vars(pipelined)["evict"] = pipelined.postproc_module.evict
+    def _pipeline_model(self, *args: Any, **options: Any) -> None:
+        super()._pipeline_model(*args, **options)
+        for postproc in self._pipelined_postprocs:
+            if isinstance(postproc.postproc_module, ManagedCollisionCollection):
+                vars(postproc)["evict"] = postproc.postproc_module.evict
 
     def detach(self) -> nn.Module:
         """Takes the model out of the pipeline; batches in flight stay with it."""
         model = super().detach()
         for module in self._pipelined_modules:
-            module.is_pipelined = (
-                False  # feature processors in front of row shards leave their input to the pipeline
-            )
+            # else feature processors in front of row shards leave their input to the pipeline
+            module.is_pipelined = False
         plain = get_unwrapped_module(model)
-        for pipelined in self._pipelined_postprocs:
-            parent, _, name = pipelined.fqn.rpartition(".")
+        for postproc in self._pipelined_postprocs:
+            parent, _, name = postproc.fqn.rpartition(".")
             if parent:
-                plain._modules.pop(pipelined.fqn, None)
-            setattr(plain.get_submodule(parent), name, pipelined.postproc_module)
+                plain._modules.pop(postproc.fqn, None)
+            setattr(plain.get_submodule(parent), name, postproc.postproc_module)
         return model
 
 
 class PrefetchingTrainPipeline(DetachableTrainPipeline):
-    """A train pipeline that fetches the next batch's rows into the GPU's cache during the current
-    forward pass."""
+    """A train pipeline that fetches the next batch's rows into the GPU's cache."""
 
     def __init__(
         self,
@@ -336,23 +297,20 @@ class PrefetchingTrainPipeline(DetachableTrainPipeline):
 
     @cached_property
     def _prefetch_stream(self) -> torch.cuda.Stream | None:
-        """Returns the stream on which caches fetch beside the forward and backward passes; None on
-        a CPU."""
+        """The stream on which caches fetch; None on a CPU."""
         return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def fill_pipeline(self, dataloader_iter: Iterator[Pipelineable]) -> None:
-        """Puts the first batch through all that comes before its forward pass, and begins with the
-        second."""
+        """Puts the first batch through all but its forward pass, and begins with the second."""
         if not self._prefetched:
             super().fill_pipeline(dataloader_iter)
             return
         if self.batches or not self.enqueue_batch(dataloader_iter):
             return
-        self._init_pipelined_modules(
-            self.batches[0], self.contexts[0], self._pipelined_forward_type
-        )
-        self.wait_sparse_data_dist(self.contexts[0])
-        self._prefetch(self.contexts[0])
+        first = self.contexts[0]
+        self._init_pipelined_modules(self.batches[0], first, self._pipelined_forward_type)
+        self.wait_sparse_data_dist(first)
+        self._prefetch(first)
         if self.enqueue_batch(dataloader_iter):
             self.start_sparse_data_dist(self.batches[1], self.contexts[1])
 
@@ -404,7 +362,7 @@ class PrefetchingTrainPipeline(DetachableTrainPipeline):
         was_training = model.training
         model.eval()
         try:
-            with self._prefetched.unlocking_every_lookup():
+            with self._prefetched.unlock_every_lookup():
                 yield model
         finally:
             model.train(was_training)
@@ -419,28 +377,25 @@ class PrefetchingTrainPipeline(DetachableTrainPipeline):
         for module in self._pipelined_modules:
             name = module.forward.name
             with self._stream_context(self._data_dist_stream):
-                context.module_input_post_prefetch[name] = context.input_dist_tensors_requests.pop(
-                    name
-                ).wait()
+                request = context.input_dist_tensors_requests.pop(name)
+                context.module_input_post_prefetch[name] = request.wait()
             context.module_contexts_post_prefetch[name] = context.module_contexts.pop(name)
         self._fetch(context)
 
     def _fetch(self, context: PrefetchTrainPipelineContext) -> None:
         """Has the caches fetch the rows of a batch's ids, beside what the current stream is at."""
-        forward_stream = (
-            None if self._prefetch_stream is None else torch.cuda.current_stream(self._device)
-        )
-        with self._stream_context(self._prefetch_stream):
-            if self._prefetch_stream is not None:
-                self._prefetch_stream.wait_stream(self._data_dist_stream)
+        fetch, forward = self._prefetch_stream, None
+        if fetch is not None:
+            forward = torch.cuda.current_stream(self._device)
+        with self._stream_context(fetch):
+            if fetch is not None:
+                fetch.wait_stream(self._data_dist_stream)
             for module in self._pipelined_modules:
                 name = module.forward.name
                 features = context.module_input_post_prefetch[name]
                 module_context = context.module_contexts_post_prefetch[name]
-                for stream in (self._prefetch_stream, forward_stream):
+                for stream in (fetch, forward):
                     if stream is not None:
                         features.record_stream(stream)
                         module_context.record_stream(stream)
-                module.prefetch(
-                    ctx=module_context, dist_input=features, forward_stream=forward_stream
-                )
+                module.prefetch(ctx=module_context, dist_input=features, forward_stream=forward)

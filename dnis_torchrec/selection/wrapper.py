@@ -1,22 +1,12 @@
-"""The wrappers that apply soft selection: around an EmbeddingBagCollection, around one behind
-feature processors, and around an EmbeddingCollection.
+"""The wrappers that apply soft selection around a collection, pooled or not.
 
-The user's collection stays a child, so any sharder, planner and kernel works on it unchanged. Two
-kinds of features, told apart when the wrapper is built:
+The user's collection stays a child, so any sharder, planner and kernel works on it unchanged.
+The embedding of a *single-id* feature (bags of at most one id) is multiplied by the row of alpha of
+its block. Bags of a *multi-hot* feature are split by block and pooled apart, and the wrapper adds
+up alpha_s * sum_s: up to S times the output volume, unless `on_shards` moves both to the shards.
 
-- a *single-id* feature (bags of at most one id): its embedding times the row of alpha of its
-  block;
-- a *multi-hot* feature: BagSplitter makes one bag per block of each bag, each is pooled alone,
-  and the wrapper adds up alpha_s * pooled_s. That costs up to S times the output volume of the
-  feature; in a sharded model `on_shards` moves both to the ranks of the shards, and the volume is
-  the plain model's.
-
-Names know no wrapper: a checkpoint of the plain model is one of the prepared model, and the other
-way round. TorchRec does the same for its own wrapper, PipelinedPostproc.
-
-    the plain model                    prepared, sharded or not
-    ebc.embedding_bags.t.weight        ebc.embedding_bags.t.weight
-                                       ebc.soft_selection.dim8        what a wrapper adds, apart
+Names know no wrapper: a checkpoint of the plain model is one of the prepared model. What a wrapper
+adds is apart, under `soft_selection`. TorchRec does the same for its PipelinedPostproc.
 """
 
 from __future__ import annotations
@@ -41,7 +31,6 @@ from torchrec.modules.embedding_modules import (
     EmbeddingCollectionInterface,
     get_embedding_names_by_table,
 )
-from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -72,12 +61,7 @@ from dnis_torchrec.selection.torchrec import (
     read_rows_in_order_,
     set_device_,
 )
-from dnis_torchrec.selection.torchrec_inputs import (
-    INNER,
-    inner_collection,
-    processed_bags,
-    with_processors_of,
-)
+from dnis_torchrec.selection.torchrec_inputs import INNER, processed_bags, with_processors_of
 
 SOFT_SELECTION = "soft_selection"
 """The name under which a wrapper holds all that the plain model lacks."""
@@ -115,9 +99,8 @@ class SoftSelectionModule(FusedOptimizerModule, nn.Module):
         return cast(nn.Module, getattr(self, self.child_name))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute. Whoever replaces children by `named_children` sets the child under no
-        name; a child that is sharded reads by name from then on."""
-        name = name or self.child_name
+        """Sets an attribute; a child that is sharded reads by name from then on."""
+        name = name or self.child_name  # as `named_children` has it
         child = vars(self).get("_modules", {}).get(name)
         if isinstance(value, ShardedEmbeddingCollection):
             if isinstance(child, EmbeddingCollection):
@@ -131,11 +114,10 @@ class SoftSelectionModule(FusedOptimizerModule, nn.Module):
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
         """The optimizers fused into the child's tables, by their names in the child."""
-        return CombinedOptimizer(list(_fused_in(getattr(self, self.child_name), "")))
+        return CombinedOptimizer(list(_fused_optimizers(getattr(self, self.child_name), "")))
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules in it; a sharded child has no name: DistributedModelParallel joins names by
-        this."""
+        """The modules in it; DistributedModelParallel wants a sharded child without a name."""
         for name, child in super().named_children():
             is_sharded = name == self.child_name and isinstance(child, ShardedModule)
             yield "" if is_sharded else name, child
@@ -157,21 +139,20 @@ class SoftSelectionModule(FusedOptimizerModule, nn.Module):
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state_dict without what soft selection adds: names, and live values, as the plain model
-    has them; what ``torch.distributed.checkpoint.load`` fills from a checkpoint of that."""
+    """The state_dict, of live values, without what soft selection adds to the plain model's."""
     state = model.state_dict()
     for name in [name for name in state if f".{SOFT_SELECTION}." in f".{name}"]:
         del state[name]
     return state
 
 
-def _fused_in(module: nn.Module, name: str) -> Iterator[tuple[str, KeyedOptimizer]]:
+def _fused_optimizers(module: nn.Module, name: str) -> Iterator[tuple[str, KeyedOptimizer]]:
     """Yields the fused optimizers of a module, by the walk of DistributedModelParallel."""
     if isinstance(module, FusedOptimizerModule):
         yield name, module.fused_optimizer
         return
     for child_name, child in module.named_children():
-        yield from _fused_in(child, append_prefix(name, child_name))
+        yield from _fused_optimizers(child, append_prefix(name, child_name))
 
 
 def _shorten(wrapper: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -203,10 +184,8 @@ def _shorten_differences(wrapper: nn.Module, differences: Any) -> None:
 class SoftSelectionEmbeddingBagCollection(SoftSelectionModule, EmbeddingBagCollectionInterface):
     """Wraps an EmbeddingBagCollection and applies soft selection (paper, eq. 3) to its output."""
 
-    # For a bag that mixes blocks: sum over s of alpha_s * (sum of the bag's rows in block s); MEAN
-    # divides by the length of the whole bag, per-sample weights multiply each row. The weights are
-    # shared with the wrapped collection, not copied. `multi_hot_features` names the features whose
-    # bags may hold several ids; without it, those whose longest bag in the counts has.
+    # MEAN divides by the length of the whole bag, per-sample weights multiply each row. Weights are
+    # shared with the wrapped collection. Without `multi_hot_features` the counts tell them.
 
     child_name = "embedding_bag_collection"
 
@@ -234,22 +213,18 @@ class SoftSelectionEmbeddingBagCollection(SoftSelectionModule, EmbeddingBagColle
 
     def _take(self, module: nn.Module) -> EmbeddingBagCollection:
         """Returns the collection of what is to be wrapped."""
-        if not isinstance(module, EmbeddingBagCollection):
-            kind = type(module).__name__
-            raise TypeError(describe("SoftSelection", "an EmbeddingBagCollection", kind))
-        return module
+        return cast(EmbeddingBagCollection, module)
 
     def _child_of(self, plain: EmbeddingBagCollection) -> EmbeddingBagCollection:
         """The collection that reads split bags: the same tables, names and weights, all sums."""
-        # MEAN is divided by the length of the whole bag afterwards: nn.EmbeddingBag refuses weights
-        # with MEAN, and TorchRec pools MEAN wrongly in some plans (see `plan`). Sharders look up
-        # what to do by the very type of a collection.
+        # The wrapper divides MEAN: nn.EmbeddingBag takes no weights with it, and TorchRec pools it
+        # wrongly in some plans (see `plan`). Sharders take no subclass.
         sums = all(table.pooling == PoolingType.SUM for table in self._tables)
         if type(plain) is EmbeddingBagCollection and self.bag_splitter is None and sums:
             return plain
-        return self._reading(plain, {output.name: output.block_keys for output in self.outputs})
+        return self._read_by(plain, {output.name: output.block_keys for output in self.outputs})
 
-    def _reading(
+    def _read_by(
         self, plain: EmbeddingBagCollection, keys_of: Mapping[str, tuple[str, ...]]
     ) -> EmbeddingBagCollection:
         """The tables of a collection, read by other keys and summed: output -> its keys."""
@@ -275,13 +250,12 @@ class SoftSelectionEmbeddingBagCollection(SoftSelectionModule, EmbeddingBagColle
         return self.selection(self.embedding_bag_collection(split), features, split)
 
     def read_whole_features_(self, *, multiply_tables: bool = False) -> None:
-        """Gives the child one key per feature, whatever its blocks, for lookups that split bags for
-        themselves: call it before sharding, and `on_shards.select_on_shards_` right after."""
+        """Gives the child one key per feature: before sharding, with `select_on_shards_` after."""
         # FBGEMM's CPU kernels learn a table that several keys read by a slower path.
         self.multiplies_tables = multiply_tables
         if self.bag_splitter is not None:
             keys = {output.name: (output.whole_key,) for output in self.outputs}
-            self.embedding_bag_collection = self._reading(self.embedding_bag_collection, keys)
+            self.embedding_bag_collection = self._read_by(self.embedding_bag_collection, keys)
 
     @property
     def lookup(self) -> nn.Module:
@@ -303,31 +277,15 @@ class SoftSelectionEmbeddingBagCollection(SoftSelectionModule, EmbeddingBagColle
 
 
 class SoftSelectionFeatureProcessedEmbeddingBagCollection(SoftSelectionEmbeddingBagCollection):
-    """Wraps a FeatureProcessedEmbeddingBagCollection: processors see whole bags, then bags are
-    split by block."""
+    """Wraps a FeatureProcessedEmbeddingBagCollection: bags are split after their processing."""
 
-    # TorchRec's sharded module applies its processors where the shards are, so that their weights
-    # learn there, whatever the sharding. Soft selection stands between them and the kernels.
+    # TorchRec's sharded module applies its processors at the shards, where their weights learn.
+    # Soft selection stands between them and the kernels.
 
     child_name = "feature_processed"
 
-    def __init__(
-        self,
-        feature_processed: FeatureProcessedEmbeddingBagCollection,
-        blocks: RowBlocks,
-        *,
-        alpha: Alpha | None = None,
-        multi_hot_features: Collection[str] | None = None,
-    ) -> None:
-        whole = cast(EmbeddingBagCollection, feature_processed)
-        super().__init__(whole, blocks, alpha=alpha, multi_hot_features=multi_hot_features)
-
     def _take(self, module: nn.Module) -> EmbeddingBagCollection:
-        if type(module) is not FeatureProcessedEmbeddingBagCollection:
-            kind = type(module).__name__
-            requirement = "a FeatureProcessedEmbeddingBagCollection"
-            raise TypeError(describe("SoftSelection", requirement, kind))
-        collection = cast(EmbeddingBagCollection, inner_collection(module))
+        collection = cast(EmbeddingBagCollection, getattr(module, INNER))
         self.feature_processed = with_processors_of(module, collection)
         return collection
 
@@ -343,7 +301,7 @@ class SoftSelectionFeatureProcessedEmbeddingBagCollection(SoftSelectionEmbedding
     def __getattr__(self, name: str) -> Any:
         """The collection has the name that it has in the plain model, too."""
         if name in ("embedding_bag_collection", INNER):
-            return inner_collection(self.feature_processed)
+            return getattr(self.feature_processed, INNER)
         return super().__getattr__(name)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -355,9 +313,9 @@ class SoftSelectionFeatureProcessedEmbeddingBagCollection(SoftSelectionEmbedding
             remedy = "call selection.on_shards.select_on_shards_, as BilevelTrainPipeline does"
             place, requirement = "feature processors", "selection on the shards"
             raise RuntimeError(describe(place, requirement, "split bags", remedy))
-        return self.look_up_processed(self.processed(features))
+        return self.look_up_processed(self.process(features))
 
-    def processed(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    def process(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Bags with the weights that the processors give them, made here. Local, no collective."""
         return processed_bags(self.feature_processed, features)
 
@@ -379,9 +337,6 @@ class SoftSelectionEmbeddingCollection(SoftSelectionModule, EmbeddingCollectionI
         alpha: Alpha | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(embedding_collection, EmbeddingCollection):
-            kind = type(embedding_collection).__name__
-            raise TypeError(describe("SoftSelection", "an EmbeddingCollection", kind))
         self.blocks = blocks
         self._tables = list(embedding_collection.embedding_configs())
         self._need_indices = embedding_collection.need_indices()
@@ -447,11 +402,9 @@ def pooled_features(
     tables: list[EmbeddingBagConfig], blocks: RowBlocks, multi_hot_features: Collection[str] | None
 ) -> tuple[PooledFeature, ...]:
     """Everything that stands behind the output keys of a collection, in their order."""
-    all_features = {feature for table in tables for feature in table.feature_names}
-    for feature in multi_hot_features or ():
-        check_known("feature", feature, all_features)
     if multi_hot_features is None:
-        multi_hot_features = {f for f in all_features if blocks.max_bag_lengths.get(f, 2) > 1}
+        features = {feature for table in tables for feature in table.feature_names}
+        multi_hot_features = {f for f in features if blocks.max_bag_lengths.get(f, 2) > 1}
     return tuple(
         PooledFeature(
             feature=feature,
@@ -487,12 +440,12 @@ def soft_selection_modules(model: nn.Module) -> dict[str, SoftSelectionModule]:
 
 
 class BagCheck(nn.Module):
-    """Checks bags before they are looked up, so that a bad id is named and never trains a row."""
+    """Checks bags before they are looked up: a bad id is named, and never trains a row."""
 
     def __init__(self, outputs: tuple[PooledFeature, ...]) -> None:
         super().__init__()
         self._outputs = outputs
-        self._limits: dict[tuple[tuple[str, ...], torch.device], tuple[Tensor, Tensor]] = {}
+        self._copies: dict[tuple[tuple[str, ...], torch.device], Tensor] = {}
 
     def forward(self, features: KeyedJaggedTensor) -> None:
         """Checks lengths of single-id bags and the range of every id."""
@@ -519,28 +472,19 @@ class BagCheck(nn.Module):
                 _check_on_cpu(output, ids, lengths)
 
     def _are_good(self, features: KeyedJaggedTensor) -> bool:
-        """The usual case on a CPU, decided for all features at once; False where each has to be
-        looked at."""
+        """Decides the usual case on a CPU at once; where it is False, each feature is checked."""
         ids, lengths, keys = features.values(), features.lengths(), tuple(features.keys())
         weights = features.weights_or_none()
         has_weights = weights is None or weights.numel() == ids.numel()
-        if ids.device.type != "cpu" or ids.dtype not in INTEGERS or not has_weights:
+        is_usual = ids.device.type == "cpu" and ids.dtype in INTEGERS and has_weights
+        if not is_usual or not {output.feature for output in self._outputs} <= set(keys):
             return False
-        if not {output.feature for output in self._outputs} <= set(keys):
-            return False
-        bounds, longest = self._limits_there(keys, ids.device)
-        if are_compiled():
-            return are_good_bags(ids, lengths, bounds, longest)
-        if ids.numel() != lengths.numel() or not ids.numel() or not bool((lengths == 1).all()):
-            return False
-        lowest, highest = torch.aminmax(ids.view(len(keys), -1), dim=1)
-        return bool((lowest >= 0).all()) and bool((highest < bounds).all())
+        return are_compiled() and are_good_bags(ids, lengths, *self._limits(keys, ids.device))
 
     def _assert_good(self, features: KeyedJaggedTensor) -> None:
-        """The same on a GPU, for all features at once: nobody waits for what it sees, and launches
-        are few."""
+        """The same on a GPU, for all features at once: nobody waits for it."""
         ids, lengths = features.values(), features.lengths()
-        bounds, longest = self._limits_there(tuple(features.keys()), ids.device)
+        bounds, longest = self._limits(tuple(features.keys()), ids.device)
         if ids.is_cuda and can_select(torch.empty(0, device=ids.device)):
             from dnis_torchrec.ops.batches_triton import bad_bags  # Triton takes seconds to load
 
@@ -555,16 +499,10 @@ class BagCheck(nn.Module):
         bound = bounds[key.clamp(max=len(bounds) - 1)]  # where the lengths are wrong, too
         torch._assert_async(((ids >= 0) & (ids < bound) | (bound == UNLIMITED)).all())
 
-    def _limits_there(self, keys: tuple[str, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns `_limits_of` on a device, copied there once."""
-        if (keys, device) not in self._limits:
-            bounds, longest = self._limits_of(keys)
-            self._limits[keys, device] = bounds.to(device), longest.to(device)
-        return self._limits[keys, device]
-
-    def _limits_of(self, keys: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-        """Returns every key's rows in its smallest table, and the most ids of its bags; keys not
-        read have no limit."""
+    def _limits(self, keys: tuple[str, ...], device: torch.device) -> Tensor:
+        """Rows in the smallest table, and the most ids of a bag, of every key: ``(2, keys)``."""
+        if (keys, device) in self._copies:
+            return self._copies[keys, device]
         bounds, longest = dict.fromkeys(keys, UNLIMITED), dict.fromkeys(keys, UNLIMITED)
         for output in self._outputs:
             bounds[output.feature] = min(bounds[output.feature], output.num_embeddings)
@@ -575,7 +513,8 @@ class BagCheck(nn.Module):
             [limit[key] if last[key] == place else UNLIMITED for place, key in enumerate(keys)]
             for limit in (bounds, longest)
         ]
-        return torch.tensor(limits[0]), torch.tensor(limits[1])
+        self._copies[keys, device] = torch.tensor(limits, device=device)
+        return self._copies[keys, device]
 
 
 def _check_on_cpu(output: PooledFeature, ids: Tensor, lengths: Tensor) -> None:

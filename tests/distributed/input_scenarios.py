@@ -28,7 +28,7 @@ from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, shard_model
 from dnis_torchrec.selection.shards import holders_of_tables, table_configs
 from dnis_torchrec.selection.swap import fold_, merge_, prepare_
-from dnis_torchrec.selection.torchrec_inputs import remapped
+from dnis_torchrec.selection.torchrec_inputs import remap
 from dnis_torchrec.selection.wrapper import SoftSelectionModule
 from tests import models
 from tests.distributed.harness import Rank, Results, Scenario
@@ -114,7 +114,7 @@ MANAGED_AS = [*(("bags", kind) for kind in SHARDED_AS), ("sequences", "row_wise"
 def managed_task(model_of: str) -> TrainTask:
     """A prepared model whose remapping has learnt ids before."""
     model, tables = models.trained(models.zch, MANAGED[model_of]), [models.USERS, models.ITEMS]
-    counts = count_frequencies([remapped(model, own.sparse_features) for own in models.BATCHES], tables)
+    counts = count_frequencies([remap(model, own.sparse_features) for own in models.BATCHES], tables)
     prepare_(model, blocks_from_counts(counts, tables, num_blocks=4))
     return TrainTask(model, nn.MSELoss())
 

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding_sharding import USE_ONE_TBE_PER_TABLE
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -24,13 +27,20 @@ from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.ops.select import are_compiled
 from dnis_torchrec.selection.on_shards import select_on_shards_
-from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
-from dnis_torchrec.selection.shards import local_shards
+from dnis_torchrec.selection.plan import (
+    CpuEmbeddingBagCollectionSharder,
+    Sharders,
+    default_sharders,
+    make_sharding_plan,
+    shard_model,
+)
+from dnis_torchrec.selection.shards import collections, local_shards, table_configs_of
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU
 
+SHARDERS = default_sharders()
 PER_RANK, LEARNING_RATE = 9, 0.1
 ROWS = {"a": 23, "b": 11, "c": 17}
 LENGTHS = {"one": 1, "both": 4, "many": 3}
@@ -130,6 +140,18 @@ def shard(model: nn.Module, kind: str, group: dist.ProcessGroup) -> nn.Module:
     return shard_model(model, CPU, plan, sharders, process_group=group)
 
 
+def plan_by(model: nn.Module, kind: str, sharders: Sharders = SHARDERS, **options: Any) -> ShardingPlan:
+    """A plan that gives all tables of a model one sharding type; column-wise ones are cut into shards of 4 columns."""
+    constraint = ParameterConstraints(sharding_types=[kind], min_partition=4)
+    names = [table.name for module in collections(model).values() for table in table_configs_of(module)]
+    return make_sharding_plan(model, CPU, sharders, constraints=dict.fromkeys(names, constraint), **options)
+
+
+def shard_by(model: nn.Module, kind: str, sharders: Sharders = SHARDERS) -> DistributedModelParallel:
+    """A model sharded by `plan_by`."""
+    return shard_model(model, CPU, plan_by(model, kind, sharders), sharders)
+
+
 def loss_of(pooled: KeyedTensor) -> torch.Tensor:
     """A mean over samples, so that the mean over ranks is that of the whole batch; every column counts differently.
 
@@ -189,9 +211,7 @@ def compare(
         hit_errors += int(((hits > 0) != torch.stack([own[dim] for _, own in expected_upper]).any(0)).sum())
     table_error = 0.0
     for part in local_shards(wrapper):
-        rows = slice(part.first_row, part.first_row + part.weight.shape[0])
-        columns = slice(part.first_column, part.first_column + part.weight.shape[1])
-        table_error = max(table_error, float((part.weight - trained[part.table][rows, columns]).abs().max()))
+        table_error = max(table_error, float((part.weight - trained[part.table][part.window]).abs().max()))
     return {
         "keys": got.keys() == [output.name for output in whole.outputs],
         "state": before == list(sharded.state_dict()),

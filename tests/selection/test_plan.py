@@ -35,7 +35,7 @@ from dnis_torchrec.selection.plan import (
 )
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import merge_, prepare_, unshard_
-from dnis_torchrec.selection.torchrec_inputs import remapped
+from dnis_torchrec.selection.torchrec_inputs import remap
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection, SoftSelectionEmbeddingCollection
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
@@ -57,7 +57,8 @@ from tests.models import (
     trained,
     zch,
 )
-from tests.tiny import ROWS, make_batch, make_collection, make_recipe
+from tests.selection.shard_cases import plan_by, shard_by
+from tests.tiny import make_batch, make_collection, make_recipe
 
 SHARDERS = [CpuEmbeddingBagCollectionSharder()]
 ALL = ("row_wise", "grid_shard", "table_wise")
@@ -73,8 +74,7 @@ def plan_for(rows: int, kind: str, world_size: int, local_world_size: int):
     table = EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=8, feature_names=["f"])
     model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table], device=torch.device("meta"))})
     topology = Topology(world_size=world_size, local_world_size=local_world_size, compute_device="cpu")
-    constraints = {"t": ParameterConstraints(sharding_types=[kind], min_partition=4)}
-    return model, make_sharding_plan(model, CPU, SHARDERS, constraints=constraints, topology=topology)
+    return model, plan_by(model, kind, topology=topology)
 
 
 def test_the_sharder_adds_the_row_wise_family_on_a_cpu_and_nothing_on_a_gpu() -> None:
@@ -90,8 +90,7 @@ def test_the_sharder_adds_the_row_wise_family_on_a_cpu_and_nothing_on_a_gpu() ->
 def test_it_serves_a_users_own_distributed_model_parallel(gloo: dist.ProcessGroup, kind: str) -> None:
     table = EmbeddingBagConfig(name="t", num_embeddings=40, embedding_dim=8, feature_names=["user"])
     model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table])})
-    constraints = {"t": ParameterConstraints(sharding_types=[kind], min_partition=4)}
-    plan = make_sharding_plan(model, CPU, SHARDERS, constraints=constraints)
+    plan = plan_by(model, kind)
     assert {planned.sharding_type for planned in plan.plan["ebc"].values()} == {kind}
     sharded = DistributedModelParallel(model, device=CPU, plan=plan, sharders=SHARDERS)
     pooled = sharded.module["ebc"](make_batch(5, 0).sparse_features)
@@ -102,9 +101,7 @@ def test_it_serves_a_users_own_distributed_model_parallel(gloo: dist.ProcessGrou
 def test_a_sharded_model_computes_what_the_model_did(gloo: dist.ProcessGroup, kind: str) -> None:
     model, features = make_model(), make_batch(7, 0).sparse_features
     expected = model["ebc"](features)
-    constraints = dict.fromkeys(ROWS, ParameterConstraints(sharding_types=[kind], min_partition=4))
-    plan = make_sharding_plan(model, CPU, SHARDERS, constraints=constraints)
-    pooled = shard_model(model, CPU, plan, SHARDERS).module["ebc"](features)
+    pooled = shard_by(model, kind).module["ebc"](features)
     assert pooled.keys() == expected.keys()
     torch.testing.assert_close(pooled.values(), expected.values(), atol=1e-6, rtol=0)
 
@@ -115,8 +112,7 @@ def test_replicated_tables_of_one_process_keep_gradients_where_they_are(gloo: di
     model["ebc"](features).values().square().sum().backward()
     expected = {name: part.weight.grad.clone() for name, part in model["ebc"].embedding_bags.items()}
     model.zero_grad()
-    constraints = dict.fromkeys(ROWS, ParameterConstraints(sharding_types=["data_parallel"]))
-    sharded = shard_model(model, CPU, make_sharding_plan(model, CPU, SHARDERS, constraints=constraints), SHARDERS)
+    sharded = shard_by(model, "data_parallel")
     collection = sharded.module["ebc"]
     assert not any(isinstance(lookup, DistributedDataParallel) for lookup in lookups_of(sharded))
     collection(features).values().square().sum().backward()
@@ -128,8 +124,7 @@ def test_replicated_tables_of_one_process_keep_gradients_where_they_are(gloo: di
 def test_tables_of_the_same_name_keep_their_own_weights(gloo: dist.ProcessGroup, kind: str) -> None:
     model, features = nn.ModuleDict({"x": make_collection(), "y": make_collection()}), make_batch(7, 0).sparse_features
     expected = [model[fqn](features).values() for fqn in "xy"]
-    constraints = dict.fromkeys(ROWS, ParameterConstraints(sharding_types=[kind]))
-    sharded = shard_model(model, CPU, make_sharding_plan(model, CPU, SHARDERS, constraints=constraints), SHARDERS)
+    sharded = shard_by(model, kind)
     found = [get_unwrapped_module(sharded)[fqn](features).values() for fqn in "xy"]
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
@@ -324,8 +319,7 @@ def test_a_collection_that_has_two_names_stays_one(gloo, kind: type[nn.Module], 
         tables = table_configs(model)
         prepare_(model, blocks_from_counts(count_frequencies([features], tables), tables, num_blocks=2))
     sharders = [CpuEmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.5})]
-    constraints = {table: ParameterConstraints(sharding_types=["table_wise"]) for table in ROWS}
-    sharded = shard_model(model, CPU, make_sharding_plan(model, CPU, sharders, constraints=constraints), sharders)
+    sharded = shard_by(model, "table_wise", sharders)
     optimizer = torch.optim.SGD(unsharded.parameters(), lr=0.5)
     for _ in range(2):
         found, expected = sharded(features), unsharded(features)
@@ -361,7 +355,7 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def counted(model: Model) -> tuple[FrequencyCounts, RowBlocks]:
-    counts = count_frequencies([remapped(model, own.sparse_features) for own in BATCHES], TABLES)
+    counts = count_frequencies([remap(model, own.sparse_features) for own in BATCHES], TABLES)
     return counts, blocks_from_counts(counts, TABLES, num_blocks=4)
 
 
@@ -483,7 +477,7 @@ def test_multi_probe_modules_that_learn_are_counted_as_they_look_up() -> None:
     model = Model(lambda: mpzch(device)).to(device)
     batches = [own.to(device) for own in BATCHES]
     predictions(model.train(), batches)
-    counts = count_frequencies([remapped(model, own.sparse_features) for own in batches], TABLES)
+    counts = count_frequencies([remap(model, own.sparse_features) for own in batches], TABLES)
     expected = torch.zeros(MANAGED_ROWS, dtype=torch.int64)
     for own in batches:
         expected += torch.bincount(
@@ -495,7 +489,7 @@ def test_multi_probe_modules_that_learn_are_counted_as_they_look_up() -> None:
 def test_a_remapping_without_ids_is_refused() -> None:
     model = Model()
     for attempt in (
-        lambda: remapped(model, BATCHES[0].sparse_features),
+        lambda: remap(model, BATCHES[0].sparse_features),
         lambda: measure_(model, BATCHES, loss=nn.MSELoss()),
     ):
         with pytest.raises(
@@ -514,7 +508,7 @@ def test_a_feature_of_two_tables_is_refused() -> None:
         tables=[type(USERS)(**vars(USERS) | {"name": "raw", "feature_names": ["item"]})]
     )
     with pytest.raises(NotImplementedError, match=r"table 'item': supported are features of one table.*\['raw'\]"):
-        remapped(model, BATCHES[0].sparse_features)
+        remap(model, BATCHES[0].sparse_features)
 
 
 def test_sharding_and_jobs_that_count_raw_ids_refuse_it_by_name(gloo: dist.ProcessGroup) -> None:
@@ -530,7 +524,7 @@ def test_a_model_that_is_the_module_itself() -> None:
     managed = trained().tables
     assert list(collections(managed)) == ["_embedding_module"]
     features = BATCHES[0].sparse_features
-    assert remapped(managed, features).keys() == features.keys()
+    assert remap(managed, features).keys() == features.keys()
     blocks = counted(trained())[1]
     prepared = prepare_(managed, blocks)
     assert type(prepared) is ManagedCollisionEmbeddingBagCollection
@@ -546,7 +540,7 @@ def sequences() -> SequenceModel:
 
 
 def blocks_of(model: SequenceModel) -> RowBlocks:
-    counts = count_frequencies([remapped(model, own.sparse_features) for own in BATCHES], SEQUENCE_TABLES)
+    counts = count_frequencies([remap(model, own.sparse_features) for own in BATCHES], SEQUENCE_TABLES)
     expected = {table.name: [0] * MANAGED_ROWS for table in SEQUENCE_TABLES}
     for own in BATCHES:
         for feature, rows in rows_of(model, own.sparse_features).items():

@@ -67,8 +67,8 @@ from tests.models import (
     shard_as,
     tables,
 )
+from tests.selection.shard_cases import shard_by
 
-CPU = torch.device("cpu")
 every_model = pytest.mark.parametrize("name", list(MODELS))
 
 
@@ -109,46 +109,26 @@ def test_preparing_changes_no_output_and_shares_the_weights(name: str) -> None:
 
 
 @every_model
-def test_merging_gives_the_plain_model_with_the_output_of_the_wrapped_one(name: str) -> None:
+@pytest.mark.parametrize("sharding_type", [None, *SHARDING_TYPES])
+@pytest.mark.parametrize("searched", [True, False])
+@pytest.mark.usefixtures("gloo")
+def test_the_plain_model_comes_back_and_computes_the_same(name: str, sharding_type: str | None, searched: bool) -> None:
     model = MODELS[name]()
     original = copy.deepcopy(model)
-    prepared = prepare_(model, blocks_for(model))
-    randomise_alpha_(prepared)
-    expected = [predict(prepared, seed) for seed in range(3)]
-    assert not torch.allclose(expected[1], predict(original), atol=1e-4)
-    merged = merge_(prepared)
+    if searched:
+        model = prepare_(model, blocks_for(model))
+        randomise_alpha_(model)
+        assert not torch.allclose(predict(model), predict(original), atol=1e-4)
+    expected = [predict(model, seed) for seed in range(3)]
+    if sharding_type is not None:
+        model = shard_as(model, sharding_type)
+        assert isinstance(model, DistributedModelParallel)
+        torch.testing.assert_close(predict(model, 0), expected[0], atol=1e-6, rtol=0)
+    plain = merge_(model) if searched else unshard_(model)
     for seed in range(3):
-        torch.testing.assert_close(predict(merged, seed), expected[seed], atol=1e-6, rtol=0)
-    assert_plain_again(merged, original)
-    assert soft_selection_modules(merged) == {}
-
-
-@every_model
-@pytest.mark.parametrize("sharding_type", SHARDING_TYPES)
-@pytest.mark.usefixtures("gloo")
-def test_merging_a_sharded_model_gives_the_plain_model(name: str, sharding_type: str) -> None:
-    model = MODELS[name]()
-    original = copy.deepcopy(model)
-    prepared = prepare_(model, blocks_for(model))
-    randomise_alpha_(prepared)
-    expected = predict(prepared)
-    sharded = shard_as(prepared, sharding_type)
-    assert isinstance(sharded, DistributedModelParallel)
-    torch.testing.assert_close(predict(sharded), expected, atol=1e-6, rtol=0)
-    merged = merge_(sharded)
-    torch.testing.assert_close(predict(merged), expected, atol=1e-6, rtol=0)
-    assert_plain_again(merged, original)
-
-
-@every_model
-@pytest.mark.parametrize("sharding_type", SHARDING_TYPES)
-@pytest.mark.usefixtures("gloo")
-def test_unsharding_gives_the_plain_model(name: str, sharding_type: str) -> None:
-    model = MODELS[name]()
-    original, expected = copy.deepcopy(model), predict(model)
-    plain = unshard_(shard_as(model, sharding_type))
-    torch.testing.assert_close(predict(plain), expected, atol=1e-6, rtol=0)
+        torch.testing.assert_close(predict(plain, seed), expected[seed], atol=1e-6, rtol=0)
     assert_plain_again(plain, original)
+    assert soft_selection_modules(plain) == {}
 
 
 @pytest.mark.parametrize("sharding_type", SHARDING_TYPES)
@@ -463,7 +443,9 @@ SHARDED_AS = (None, "table_wise", "column_wise", "data_parallel")
 
 
 def prepared_and_plain(name: str, sharding_type: str | None) -> tuple[nn.Module, nn.Module]:
-    """Two models of other weights, one with alpha below 1."""
+    """Two models of other weights, one with alpha below 1; the one of sequences is `interest`."""
+    if name == "sequences":
+        return interest_model(sharding_type, is_prepared=True), interest_model(sharding_type, is_prepared=False)
     plain, prepared = MODELS[name](), MODELS[name]()
     prepared = prepare_(prepared, blocks_for(prepared))
     randomise_alpha_(prepared)
@@ -472,14 +454,44 @@ def prepared_and_plain(name: str, sharding_type: str | None) -> tuple[nn.Module,
     return shard_as(prepared, sharding_type), shard_as(plain, sharding_type)
 
 
-@pytest.mark.parametrize("name", ["dlrm", "two_dims", "bare"])
-@pytest.mark.parametrize("sharding_type", SHARDED_AS)
-@pytest.mark.usefixtures("gloo")
+def interest_model(kind: str | None, *, is_prepared: bool) -> nn.Module:
+    """Prepared ones have weights of their own, and alpha below 1."""
+    built = interest()
+    if is_prepared:
+        prepare_(built, blocks_of(built, [make_batch(0)]))
+        alpha = soft_selection_modules(built)["sequences"].alpha
+        for weight in [*built.parameters(), *map(alpha.of, alpha.dims)]:
+            weight.detach().mul_(0.5)
+    if kind is None:
+        return built
+    return shard_by(built, kind, default_sharders({"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}))
+
+
+def predict_any(model: nn.Module) -> Tensor:
+    """`predict`, also of `interest`."""
+    if "sequences" not in dict(get_unwrapped_module(model).named_children()):
+        return predict(model)
+    batch = make_batch(1)
+    return get_unwrapped_module(model)(batch.dense_features, batch.sparse_features).detach()
+
+
+def states(*names: str) -> Callable:
+    """Of models by name, unsharded and sharded."""
+
+    def with_cases(test: Callable) -> Callable:
+        test = pytest.mark.parametrize("sharding_type", SHARDED_AS)(pytest.mark.usefixtures("gloo")(test))
+        return pytest.mark.parametrize("name", names)(test)
+
+    return with_cases
+
+
+@states("dlrm", "two_dims", "bare", "sequences")
 def test_names_are_the_plain_models(name: str, sharding_type: str | None) -> None:
     prepared, plain = prepared_and_plain(name, sharding_type)
     assert list(plain_state_dict(prepared)) == list(plain.state_dict())
-    added = set(prepared.state_dict()) - set(plain.state_dict())
-    assert {name.rpartition(".")[0].rpartition(".")[2] for name in added} == {"soft_selection"}
+    assert name != "sequences" or set(NAMES.values()) <= set(plain.state_dict())
+    extra = set(prepared.state_dict()) - set(plain.state_dict())
+    assert {own.rpartition(".")[0].rpartition(".")[2] for own in extra} == {"soft_selection"}
     assert [own for own, _ in prepared.named_parameters()] == [own for own, _ in plain.named_parameters()]
     assert {own for own, _ in plain.named_modules()} <= {own for own, _ in prepared.named_modules()}
     inner = prepared.module if isinstance(prepared, DistributedModelParallel) else prepared
@@ -487,30 +499,27 @@ def test_names_are_the_plain_models(name: str, sharding_type: str | None) -> Non
         assert inner.get_parameter(own) is weight
 
 
-@pytest.mark.parametrize("name", ["dlrm", "two_dims", "bare"])
-@pytest.mark.parametrize("sharding_type", SHARDED_AS)
-@pytest.mark.usefixtures("gloo")
+@states("dlrm", "two_dims", "bare", "sequences")
 def test_a_plain_state_fits_strictly(name: str, sharding_type: str | None) -> None:
     prepared, plain = prepared_and_plain(name, sharding_type)
-    assert not torch.allclose(predict(prepared), predict(plain))
-    loaded = prepared.load_state_dict(plain.state_dict(), strict=True)
-    assert (loaded.missing_keys, loaded.unexpected_keys) == ([], [])
-    torch.testing.assert_close(predict(prepared), predict(plain), atol=1e-6, rtol=0)
-    alpha = alpha_of(prepared)
+    assert not torch.allclose(predict_any(prepared), predict_any(plain), atol=1e-3)
+    differences = prepared.load_state_dict(plain.state_dict(), strict=True)
+    assert (differences.missing_keys, differences.unexpected_keys) == ([], [])
+    torch.testing.assert_close(predict_any(prepared), predict_any(plain), atol=1e-6, rtol=0)
+    alpha = next(iter(soft_selection_modules(prepared).values())).alpha
     assert all(bool((alpha.of(dim) == 1).all()) for dim in alpha.dims)
 
 
-@pytest.mark.parametrize("sharding_type", SHARDED_AS)
-@pytest.mark.usefixtures("gloo")
-def test_a_prepared_state_comes_back_with_alpha(sharding_type: str | None) -> None:
-    prepared, plain = prepared_and_plain("two_dims", sharding_type)
-    kept = copy.deepcopy(prepared.state_dict()) if sharding_type is None else prepared.state_dict()
-    other, _ = prepared_and_plain("two_dims", sharding_type)
-    other.load_state_dict(kept)
-    assert torch.equal(predict(other), predict(prepared))
-    merged = merge_(prepared)
-    plain.load_state_dict(plain_state_dict(merged))
-    torch.testing.assert_close(predict(plain), predict(merged), atol=1e-6, rtol=0)
+@states("two_dims", "sequences")
+def test_a_prepared_state_comes_back_with_alpha_and_a_merged_one_is_plain(name: str, sharding_type: str | None) -> None:
+    prepared, _ = prepared_and_plain(name, sharding_type)
+    state = copy.deepcopy(prepared.state_dict()) if sharding_type is None else prepared.state_dict()
+    other, plain = prepared_and_plain(name, sharding_type)[0], prepared_and_plain(name, None)[1]
+    other.load_state_dict(state)
+    expected = predict_any(prepared)
+    assert torch.equal(predict_any(other), expected)
+    plain.load_state_dict(plain_state_dict(merge_(prepared)), strict=True)
+    torch.testing.assert_close(predict_any(plain), expected, atol=1e-6, rtol=0)
 
 
 def test_alpha_stays_where_a_state_has_no_tables() -> None:
@@ -563,60 +572,3 @@ def test_the_warm_start_of_the_docs_runs_as_written(tmp_path: Path) -> None:
                 value, again = (own.local_shards()[0].tensor for own in (value, again))
             assert torch.equal(again, value)
             assert "momentum" not in kind or bool(value.any())
-
-
-everywhere = pytest.mark.parametrize("kind", SHARDED_AS)
-
-
-def interest_model(kind: str | None, *, is_prepared: bool) -> nn.Module:
-    """Prepared ones have weights of their own, and alpha below 1."""
-    built = interest()
-    if is_prepared:
-        prepare_(built, blocks_of(built, [make_batch(0)]))
-        alpha = soft_selection_modules(built)["sequences"].alpha
-        for weight in [*built.parameters(), *map(alpha.of, alpha.dims)]:
-            weight.detach().mul_(0.5)
-    if kind is None:
-        return built
-    constraint = ParameterConstraints(sharding_types=[kind], min_partition=4)
-    sharders = default_sharders({"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1})
-    plan = make_sharding_plan(built, CPU, sharders, constraints=dict.fromkeys(NAMES, constraint))
-    return shard_model(built, CPU, plan, sharders)
-
-
-def predict_interest(built: nn.Module) -> Tensor:
-    batch = make_batch(1)
-    return get_unwrapped_module(built)(batch.dense_features, batch.sparse_features).detach()
-
-
-@everywhere
-@pytest.mark.usefixtures("gloo")
-def test_names_of_sequences_are_the_plain_models(kind: str | None) -> None:
-    prepared, plain = interest_model(kind, is_prepared=True), interest_model(kind, is_prepared=False)
-    assert set(NAMES.values()) <= set(plain_state_dict(prepared))
-    assert list(plain_state_dict(prepared)) == list(plain.state_dict())
-    added = set(prepared.state_dict()) - set(plain.state_dict())
-    assert {name.rpartition(".")[0] for name in added} == {"sequences.soft_selection", "users.soft_selection"}
-    assert [name for name, _ in prepared.named_parameters()] == [name for name, _ in plain.named_parameters()]
-    inner = prepared.module if isinstance(prepared, DistributedModelParallel) else prepared
-    assert all(inner.get_parameter(name) is weight for name, weight in prepared.named_parameters())
-    assert set(merge_(prepared).state_dict()) == set(interest().state_dict())
-
-
-@everywhere
-@pytest.mark.usefixtures("gloo")
-def test_a_plain_state_of_sequences_fits_strictly(kind: str | None) -> None:
-    prepared, plain = interest_model(kind, is_prepared=True), interest_model(kind, is_prepared=False)
-    assert not torch.allclose(predict_interest(prepared), predict_interest(plain), atol=1e-3)
-    loaded = prepared.load_state_dict(plain.state_dict(), strict=True)
-    assert (loaded.missing_keys, loaded.unexpected_keys) == ([], [])
-    torch.testing.assert_close(predict_interest(prepared), predict_interest(plain), atol=1e-6, rtol=0)
-
-
-@everywhere
-@pytest.mark.usefixtures("gloo")
-def test_a_merged_state_of_sequences_fits_the_plain_model(kind: str | None) -> None:
-    prepared = interest_model(kind, is_prepared=True)
-    before, merged, plain = predict_interest(prepared), merge_(prepared), interest()
-    plain.load_state_dict(plain_state_dict(merged), strict=True)
-    torch.testing.assert_close(predict_interest(plain), before, atol=1e-6, rtol=0)

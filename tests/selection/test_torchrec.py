@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
-from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
@@ -52,8 +52,8 @@ from tests.models import POSITION_FEATURES as FEATURES
 from tests.models import POSITION_ROWS as ROWS
 from tests.models import SIZE, TABLES, Net, Trained, alpha_of, operators, prepared, weights_of
 from tests.models import position_blocks as blocks
+from tests.selection.shard_cases import SHARDERS, plan_by, shard_by
 
-SHARDERS = [CpuEmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
 NUM_ROWS, BATCH = 20, 6
 KEYS = ("a", "b", "c")
 KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")
@@ -85,12 +85,6 @@ def bags(keys: tuple[str, ...] = KEYS, *, longest: int = 1, weighted: bool = Fal
     return KeyedJaggedTensor(keys=list(keys), values=ids, lengths=torch.cat(lengths), weights=weights)
 
 
-def sharded_by_name(model: nn.Module, kind: str) -> nn.Module:
-    constraint = ParameterConstraints(sharding_types=[kind], min_partition=4)
-    constraints = {table.name: constraint for table in tables()}
-    return shard_model(model, CPU, make_sharding_plan(model, CPU, SHARDERS, constraints=constraints), SHARDERS)
-
-
 def prepared_by_name(model: nn.Module, longest: int) -> nn.Module:
     counts = count_frequencies([bags(longest=longest)], tables())
     return prepare_(model, blocks_from_counts(counts, tables(), num_blocks=3))
@@ -106,27 +100,19 @@ def collection(*, weighted: bool = False) -> nn.ModuleDict:
 def test_any_order_and_other_keys_give_what_the_unsharded_collection_does(
     gloo: dist.ProcessGroup, kind: str, longest: int, searched: bool
 ) -> None:
+    """Whatever keys the first batch has."""
     model = collection()
     expected = model["ebc"](bags(longest=longest)).to_dict()
-    model = sharded_by_name(prepared_by_name(model, longest) if searched else model, kind)
-    for order in (KEYS, *ORDERS):
+    model = shard_by(prepared_by_name(model, longest) if searched else model, kind)
+    for order in (KEYS if longest == 1 else ("x", "c", "b", "a"), *ORDERS):
         pooled = get_unwrapped_module(model)["ebc"](bags(order, longest=longest)).to_dict()
         assert pooled.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(pooled[name], value, atol=1e-6, rtol=0, msg=f"{name} of {order}")
 
 
-@every_kind
-def test_a_first_batch_with_another_key_is_read_right(gloo: dist.ProcessGroup, kind: str) -> None:
-    model = collection()
-    expected = model["ebc"](bags()).to_dict()
-    read = get_unwrapped_module(sharded_by_name(model, kind))["ebc"]
-    for order in (("x", "c", "b", "a"), KEYS):
-        torch.testing.assert_close(read(bags(order)).to_dict(), expected, atol=1e-6, rtol=0)
-
-
 def test_a_missing_feature_is_named(gloo: dist.ProcessGroup) -> None:
-    ebc = get_unwrapped_module(sharded_by_name(collection(), "table_wise"))["ebc"]
+    ebc = get_unwrapped_module(shard_by(collection(), "table_wise"))["ebc"]
     for order in (("a", "c"), KEYS, ("a", "c")):
         if order == KEYS:
             ebc(bags(order))
@@ -138,7 +124,7 @@ def test_a_missing_feature_is_named(gloo: dist.ProcessGroup) -> None:
 def test_a_tensor_dict_is_read_by_name(gloo: dist.ProcessGroup) -> None:
     model = collection()
     expected = model["ebc"](bags()).to_dict()
-    read = get_unwrapped_module(sharded_by_name(model, "table_wise"))["ebc"]
+    read = get_unwrapped_module(shard_by(model, "table_wise"))["ebc"]
     for order in (KEYS, ("c", "a", "b")):
         by_key = {
             key: torch.nested.nested_tensor_from_jagged(jagged.values(), jagged.offsets().long())
@@ -148,14 +134,19 @@ def test_a_tensor_dict_is_read_by_name(gloo: dist.ProcessGroup) -> None:
         torch.testing.assert_close(pooled, expected, atol=1e-6, rtol=0)
 
 
-def test_sequence_embeddings_are_read_by_name_and_keep_their_weights(gloo: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("was_called", [False, True])
+def test_sequence_embeddings_are_read_by_name_and_keep_their_weights(gloo: dist.ProcessGroup, was_called: bool) -> None:
     configs = [EmbeddingConfig(name=n, num_embeddings=NUM_ROWS, embedding_dim=8, feature_names=[n]) for n in ("a", "b")]
     model = nn.ModuleDict({"ec": EmbeddingCollection(tables=configs)})
     expected = {name: jagged.values() for name, jagged in model["ec"](bags()).items()}
     read = get_unwrapped_module(shard_model(model, CPU, make_sharding_plan(model, CPU, SHARDERS), SHARDERS))["ec"]
+    if was_called:
+        del vars(read)["input_dist"]
+        read(bags(("x", "b", "a")))
+        read_by_name_(read)
     for order in (KEYS, ("b", "x", "a"), ("x", "a", "b")):
-        found = {name: jagged.values() for name, jagged in read(bags(order)).items()}
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+        result = {name: jagged.values() for name, jagged in read(bags(order)).items()}
+        torch.testing.assert_close(result, expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("longest", [1, 3])
@@ -166,9 +157,9 @@ def test_an_unweighted_collection_ignores_weights_in_a_search_and_in_training(
     features = bags(longest=longest, weighted=True)
     model = collection()
     expected = model["ebc"](features).values()
-    trained = sharded_by_name(copy.deepcopy(model), kind)
+    trained = shard_by(copy.deepcopy(model), kind)
     read_by_name_(trained)  # as training.shard does
-    for ready in (trained, sharded_by_name(prepared_by_name(model, longest), kind)):
+    for ready in (trained, shard_by(prepared_by_name(model, longest), kind)):
         pooled = get_unwrapped_module(ready)["ebc"](features).to_dict()
         torch.testing.assert_close(torch.cat(list(pooled.values()), 1), expected, atol=1e-6, rtol=0)
     assert features.weights_or_none() is not None
@@ -177,7 +168,7 @@ def test_an_unweighted_collection_ignores_weights_in_a_search_and_in_training(
 def test_an_unweighted_collection_that_is_not_prepared_refuses_weights_after_shard_model(
     gloo: dist.ProcessGroup,
 ) -> None:
-    ebc = get_unwrapped_module(sharded_by_name(collection(), "table_wise"))["ebc"]
+    ebc = get_unwrapped_module(shard_by(collection(), "table_wise"))["ebc"]
     with pytest.raises(ValueError, match=r"\['one', 'two', 'three'\]: expected bags without per-sample weights"):
         ebc(bags(weighted=True))
 
@@ -185,7 +176,7 @@ def test_an_unweighted_collection_that_is_not_prepared_refuses_weights_after_sha
 @pytest.mark.parametrize("searched", [False, True])
 def test_a_weighted_collection_refuses_bags_without_weights(gloo: dist.ProcessGroup, searched: bool) -> None:
     model = collection(weighted=True)
-    ebc = get_unwrapped_module(sharded_by_name(prepared_by_name(model, 1) if searched else model, "table_wise"))["ebc"]
+    ebc = get_unwrapped_module(shard_by(prepared_by_name(model, 1) if searched else model, "table_wise"))["ebc"]
     with pytest.raises(ValueError, match="expected per-sample weights, got none"):
         ebc(bags())
 
@@ -195,7 +186,7 @@ def test_weights_that_learn_are_refused_where_torchrec_drops_their_gradient(
     gloo: dist.ProcessGroup, kind: str, order: str
 ) -> None:
     """Also in table_wise sharding, because a feature that two tables read is copied."""
-    ebc = get_unwrapped_module(sharded_by_name(collection(weighted=True), kind))["ebc"]
+    ebc = get_unwrapped_module(shard_by(collection(weighted=True), kind))["ebc"]
     features = bags(tuple(order), weighted=True)
     ebc(features)
     features.weights().requires_grad_()
@@ -213,7 +204,7 @@ def test_a_collection_that_was_called_before_reads_by_name_from_then_on(
     """A user's own DistributedModelParallel has noted the places of its first batch by then."""
     model = collection()
     expected = model["ebc"](bags()).to_dict()
-    model = sharded_by_name(model, kind)
+    model = shard_by(model, kind)
     ebc = get_unwrapped_module(model)["ebc"]
     del vars(ebc)["input_dist"]
     ebc(bags(("x", *KEYS)))
@@ -225,23 +216,10 @@ def test_a_collection_that_was_called_before_reads_by_name_from_then_on(
             ebc(bags(weighted=True))
 
 
-def test_sequence_embeddings_that_were_called_before(gloo: dist.ProcessGroup) -> None:
-    configs = [EmbeddingConfig(name=n, num_embeddings=NUM_ROWS, embedding_dim=8, feature_names=[n]) for n in ("a", "b")]
-    model = nn.ModuleDict({"ec": EmbeddingCollection(tables=configs)})
-    expected = {name: jagged.values() for name, jagged in model["ec"](bags()).items()}
-    read = get_unwrapped_module(shard_model(model, CPU, make_sharding_plan(model, CPU, SHARDERS), SHARDERS))["ec"]
-    del vars(read)["input_dist"]
-    read(bags(("x", "b", "a")))
-    read_by_name_(read)
-    found = {name: jagged.values() for name, jagged in read(bags(("a", "b", "x"))).items()}
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
-
-
 def test_a_wrapper_reads_by_name_also_where_a_pipeline_calls_its_child(gloo: dist.ProcessGroup) -> None:
     """DistributedModelParallel puts the sharded child into the wrapper."""
     model = prepared_by_name(collection(), 1)
-    constraints = {table.name: ParameterConstraints(sharding_types=["table_wise"]) for table in tables()}
-    plan = make_sharding_plan(model, CPU, SHARDERS, constraints=constraints)
+    plan = plan_by(model, "table_wise")
     child = get_unwrapped_module(DistributedModelParallel(model, device=CPU, plan=plan, sharders=SHARDERS))["ebc"]
     child = child.embedding_bag_collection
     pooled = []
@@ -257,7 +235,7 @@ def test_a_batch_size_per_feature_is_read_by_name_too(gloo: dist.ProcessGroup, o
     """As TorchRec's sharded collections read it."""
     model = collection()
     weights = {name: bag.weight.detach().clone() for name, bag in model["ebc"].embedding_bags.items()}
-    ebc = get_unwrapped_module(sharded_by_name(model, "table_wise"))["ebc"]
+    ebc = get_unwrapped_module(shard_by(model, "table_wise"))["ebc"]
     sample_of = {key: torch.tensor([ord(key) % 2, 1, 1, 0]) for key in order}
     ids = {key: torch.tensor([ord(key) % NUM_ROWS, 3]) for key in order}
     features = KeyedJaggedTensor(
@@ -276,7 +254,7 @@ def test_a_batch_size_per_feature_is_read_by_name_too(gloo: dist.ProcessGroup, o
 
 def test_a_prepared_model_that_was_called_is_searched_all_the_same(gloo: dist.ProcessGroup) -> None:
     """Called alone it reads a key for every block; selected on the shards, whole bags."""
-    model = sharded_by_name(prepared_by_name(collection(), 3), "table_wise")
+    model = shard_by(prepared_by_name(collection(), 3), "table_wise")
     ebc = get_unwrapped_module(model)["ebc"]
     features = bags(longest=3)
     expected = ebc(features).values()
@@ -320,17 +298,14 @@ def table_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     whole = {name: torch.full((12, 8), torch.nan) for name in (FROZEN, LEARNING)}
     for module in collections(model).values():
         for part in local_shards(module):
-            rows = slice(part.first_row, part.first_row + part.weight.shape[0])
-            whole[part.table][rows, part.first_column : part.first_column + part.weight.shape[1]] = part.weight
+            whole[part.table][part.window] = part.weight
     return whole
 
 
 def sharded_net(task: nn.Module, kind: str, kernel: str) -> DistributedModelParallel:
     decay = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.5, "weight_decay": 0.1}
     sharders = [CpuEmbeddingBagCollectionSharder(fused_params=decay)]
-    constraint = ParameterConstraints(sharding_types=[kind], min_partition=4)
-    constraints = {table.name: constraint for table in TWO_TABLES}
-    plan = make_sharding_plan(task, CPU, sharders, constraints=constraints)
+    plan = plan_by(task, kind, sharders)
     for planned in plan.plan.values():
         for sharding in planned.values():
             sharding.compute_kernel = kernel
@@ -347,22 +322,34 @@ def prepared_net(net: FrozenNet, batches: list[Batch]) -> FrozenNet:
     return prepare_(net, blocks_from_counts(counts, TWO_TABLES, num_blocks=3))
 
 
-KERNELS = [(kind, "fused") for kind in ("table_wise", "row_wise", "column_wise")]
-KERNELS += [(kind, "dense") for kind in ("data_parallel", "table_wise", "row_wise")]
+def warm_up(model: nn.Module) -> WarmupOptimizer:
+    """A schedule of the learning rates of all tables."""
+    stages = [WarmupStage(WarmupPolicy.LINEAR, max_iters=3, value=0.1)]
+    return WarmupOptimizer(model.fused_optimizer, stages, lr=0.2)
+
+
+KERNELS = [(kind, "fused", adam_with_decay) for kind in ("table_wise", "row_wise", "column_wise")]
+KERNELS += [(kind, "dense", adam_with_decay) for kind in ("data_parallel", "table_wise", "row_wise")]
+KERNELS += [("row_wise", "fused", warm_up)]
+
+
+def assert_one_learnt(after: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> None:
+    assert torch.equal(after[FROZEN], before[FROZEN])
+    assert not torch.equal(after[LEARNING], before[LEARNING])
 
 
 @pytest.mark.parametrize("longest", [1, 3])
 @pytest.mark.parametrize("searched", [False, True])
-@pytest.mark.parametrize(("kind", "kernel"), KERNELS)
+@pytest.mark.parametrize(("kind", "kernel", "make_optimizer"), KERNELS)
 def test_a_frozen_table_keeps_its_bits_and_stays_frozen(
-    gloo: dist.ProcessGroup, kind: str, kernel: str, searched: bool, longest: int
+    gloo: dist.ProcessGroup, kind: str, kernel: str, make_optimizer: Callable, searched: bool, longest: int
 ) -> None:
-    """Under weight decay, too, inside the backward pass and outside of it."""
+    """Under weight decay, too, inside the backward pass and outside of it, and under a schedule of all rates."""
     batches, net = make_batches(6, longest=longest), FrozenNet()
     before = table_weights(copy.deepcopy(net))
     task = TrainTask(prepared_net(net, batches) if searched else net, nn.BCEWithLogitsLoss())
     model = sharded_net(task, kind, kernel)
-    optimizer = adam_with_decay(model)
+    optimizer = make_optimizer(model)
     if searched:
         pipeline = BilevelTrainPipeline(model, optimizer, CPU)
         stream = BilevelStream(batches, batches, LevelSchedule(warm_up_steps=100))
@@ -374,9 +361,7 @@ def test_a_frozen_table_keeps_its_bits_and_stays_frozen(
             optimizer.zero_grad()
             model(batch)[0].backward()
             optimizer.step()
-    after = table_weights(model)
-    assert torch.equal(after[FROZEN], before[FROZEN])
-    assert not torch.equal(after[LEARNING], before[LEARNING])
+    assert_one_learnt(table_weights(model), before)
     learns = {name.split(".")[-2]: weight.requires_grad for name, weight in model.named_parameters()}
     assert not learns[FROZEN]
     assert learns[LEARNING]
@@ -395,9 +380,7 @@ def test_plain_training_leaves_a_frozen_table_alone(gloo: dist.ProcessGroup, tmp
     model, stepper = shard(TrainTask(net, recipe.loss), recipe, CPU)
     set_learning_rates_(model, stepper, tables=0.1, dense=0.1)
     train_plainly(model, stepper, recipe, CPU, max_epochs=2, patience=2)
-    after = table_weights(model)
-    assert torch.equal(after[FROZEN], before[FROZEN])
-    assert not torch.equal(after[LEARNING], before[LEARNING])
+    assert_one_learnt(table_weights(model), before)
 
 
 @pytest.mark.parametrize("kind", ["row_wise", "data_parallel"])
@@ -410,9 +393,7 @@ def test_a_frozen_table_of_sequence_embeddings(gloo: dist.ProcessGroup, kind: st
     model["ec"].embeddings[FROZEN].weight.requires_grad_(False)
     before = {name: table.weight.detach().clone() for name, table in model["ec"].embeddings.items()}
     sharders = [EmbeddingCollectionSharder(fused_params={"learning_rate": 0.5})]
-    constraints = {name: ParameterConstraints(sharding_types=[kind]) for name in before}
-    plan = make_sharding_plan(model, CPU, sharders, constraints=constraints)
-    model = shard_model(model, CPU, plan, sharders)
+    model = shard_by(model, kind, sharders)
     optimizer = adam_with_decay(model)
     for batch in make_batches(2):
         optimizer.zero_grad()
@@ -420,8 +401,7 @@ def test_a_frozen_table_of_sequence_embeddings(gloo: dist.ProcessGroup, kind: st
         torch.stack([jagged.values().sum() for jagged in looked_up.values()]).sum().backward()
         optimizer.step()
     tables = unshard_(model)["ec"].embeddings
-    assert torch.equal(tables[FROZEN].weight, before[FROZEN])
-    assert not torch.equal(tables[LEARNING].weight, before[LEARNING])
+    assert_one_learnt({name: table.weight for name, table in tables.items()}, before)
     assert {name: table.weight.requires_grad for name, table in tables.items()} == {FROZEN: False, LEARNING: True}
 
 
@@ -448,21 +428,6 @@ def test_what_is_frozen_when_it_is_sharded_counts(gloo: dist.ProcessGroup, froze
         pipeline.progress(stream)
     after = table_weights(pipeline.detach())
     assert torch.equal(after[FROZEN], before[FROZEN]) == frozen
-    assert not torch.equal(after[LEARNING], before[LEARNING])
-
-
-def test_a_schedule_of_all_learning_rates_does_not_wake_a_frozen_table(gloo: dist.ProcessGroup) -> None:
-    batches, net = make_batches(4), FrozenNet()
-    before = table_weights(copy.deepcopy(net))
-    model = sharded_net(TrainTask(net, nn.BCEWithLogitsLoss()), "row_wise", "fused")
-    stages = [WarmupStage(WarmupPolicy.LINEAR, max_iters=3, value=0.1)]
-    optimizer = WarmupOptimizer(model.fused_optimizer, stages, lr=0.2)
-    for batch in batches:
-        optimizer.zero_grad()
-        model(batch)[0].backward()
-        optimizer.step()
-    after = table_weights(model)
-    assert torch.equal(after[FROZEN], before[FROZEN])
     assert not torch.equal(after[LEARNING], before[LEARNING])
 
 
