@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
@@ -55,7 +56,7 @@ from dnis_torchrec.data.batches import WholeBatch
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.data.task import Predictions, Task
 from dnis_torchrec.ops import batches as bag_splitting
-from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.selection import alpha as selection_alpha
 from dnis_torchrec.selection import on_shards
 from dnis_torchrec.selection import wrapper as wrapper_module
@@ -439,22 +440,27 @@ def blocks_of(model: nn.Module, batches: list[Batch], num_blocks: int = 2) -> Ro
 
 
 @torch.no_grad()
+def nearest_codes(table: TableScheme, weight: Tensor) -> Tensor:
+    """Every row in its codes: once it has settled, the nearest of all levels of each column of its block."""
+    of_row, codes = table.routing.all_blocks(), table.codes
+    nearest = codes.settled(weight, of_row).clone()
+    nearest[of_row == table.routing.num_blocks] = 0
+    for (block, column), width in np.ndenumerate(codes.bits.numpy()):
+        rows = (of_row == block).nonzero().squeeze(1)
+        if width < 16:
+            shift = float(codes.shift[block, column]) / 2
+            levels = float(codes.scale[block, column]) * (torch.arange(2 ** int(width)) + shift)
+            closest = (levels - nearest[rows, column].unsqueeze(1)).abs().argmin(1)
+            nearest[rows, column] = levels[closest] if width else torch.zeros(len(rows))
+    return nearest
+
+
+@torch.no_grad()
 def rounded(model: Interest, scheme: MixedDimensionScheme) -> Interest:
-    """The model, every row in its codes: once it has settled, the nearest levels of each column, value by value."""
+    """The model, every row in its nearest codes."""
     nearest = copy.deepcopy(model)
     for shard in shards_of(nearest):
-        table = scheme.tables[shard.table]
-        shard.weight.copy_(table.codes.settled(shard.weight, table.routing.all_blocks()))
-        for row, block in enumerate(table.routing.all_blocks().tolist()):
-            for column in range(table.embedding_dim):
-                width = int(table.codes.bits[block, column])
-                value = shard.weight[row, column]
-                if width == 0:
-                    shard.weight[row, column] = 0
-                elif width < 16:
-                    shift = float(table.codes.shift[block, column]) / 2
-                    levels = float(table.codes.scale[block, column]) * (torch.arange(2**width) + shift)
-                    shard.weight[row, column] = levels[(levels - value).abs().argmin()]
+        shard.weight.copy_(nearest_codes(scheme.tables[shard.table], shard.weight))
     return nearest
 
 

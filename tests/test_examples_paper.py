@@ -341,7 +341,7 @@ def test_steps_are_those_of_the_bilevel_pipeline(gloo, is_unrolled: bool) -> Non
 
 def test_the_command_searches_prunes_and_draws(tmp_path: Path) -> None:
     where = ["--out", str(tmp_path), "--compression", "2.5,4", "--num-blocks", "3", "--fine-tune-epochs", "1"]
-    assert main(["tests.tiny:demo", "--epochs", "3", "--unrolled", *where]) == 0
+    assert main(["tests.tiny:demo", "--epochs", "2", "--unrolled", *where]) == 0
     rows = json.loads((tmp_path / "results.json").read_text())
     assert [row["compression"] for row in rows] == [2.5, 4]
     assert rows[0]["values"] > rows[1]["values"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,9 +88,9 @@ def test_bytes_are_those_of_what_is_served_and_within_the_size(gloo, name: str, 
     batch = next(iter(cell.build(None).data.test))
     predictions = served.model.eval()(batch.dense_features, batch.sparse_features)
     assert bool(predictions.isfinite().all())
-    again = replace(cell, device=CPU)
-    twice = method.run(again).model.eval()(batch.dense_features, batch.sparse_features)
-    assert torch.equal(predictions, twice)
+    if precision == method.precisions[0]:
+        twice = method.run(replace(cell, device=CPU)).model.eval()(batch.dense_features, batch.sparse_features)
+        assert torch.equal(predictions, twice)
 
 
 def test_no_embeddings_serves_none(gloo) -> None:
@@ -456,7 +457,11 @@ def test_the_plain_model_is_trained_once(gloo, tmp_path: Path, monkeypatch: pyte
     assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), again.state_dict().values(), strict=True))
 
 
-def test_cells_are_lines_and_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cells_are_lines_and_run_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forks = multiprocessing.get_context("forkserver")  # the tests' server has imported everything
+    monkeypatch.setattr(runner.multiprocessing, "get_context", lambda _: forks)
     out = tmp_path / "rows.jsonl"
     argv = ["tests.tiny:demo", "--sizes", "3,5000", "--methods", "uniform", "--seeds", "0", "--max-epochs", "1"]
     argv += ["--with-validation", "--out", str(out)]

@@ -30,9 +30,9 @@ from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.scheme import TableScheme
 from dnis_torchrec.selection.shards import TableShard
 from dnis_torchrec.serving import PackedEmbeddingBagCollection
+from tests.models import nearest_codes
 from tests.reference import rounding_error_reference
 
 ROWS = {"user": (60, 8), "genre": (30, 8), "bias": (60, 1), "one": (1, 4), "unread": (20, 4)}
@@ -119,22 +119,6 @@ def labels() -> None:
 def measured_on_training_samples() -> Measured:
     """A model and what its columns are worth; no test changes it."""
     return measure_(trained(), BATCHES, loss=nn.MSELoss())
-
-
-def nearest_codes(scheme: TableScheme, weight: Tensor) -> Tensor:
-    """The served table, value by value: of all levels of its column the nearest, once its row has settled."""
-    served, codes = torch.zeros_like(weight), scheme.codes
-    weight = codes.settled(weight, scheme.routing.all_blocks())
-    for row, block in enumerate(scheme.routing.all_blocks().tolist()):
-        for column in range(weight.shape[1]):
-            width = int(codes.bits[block, column])
-            if width == 32:
-                served[row, column] = weight[row, column]
-            elif width:
-                shift = float(codes.shift[block, column]) / 2
-                levels = float(codes.scale[block, column]) * (torch.arange(2**width) + shift)
-                served[row, column] = levels[(levels - weight[row, column]).abs().argmin()]
-    return served
 
 
 def rounded(model: nn.Module, measured: Measured, compression: float) -> nn.Module:

@@ -29,12 +29,12 @@ from tests.allocation.test_compress import (
     batch,
     label_,
     measured_on_training_samples,
-    nearest_codes,
     predictions,
     rounded,
     trained,
 )
 from tests.allocation.test_curvature import Case, make_batches, make_model
+from tests.models import nearest_codes
 
 MSE, BCE = nn.MSELoss(), nn.BCEWithLogitsLoss()
 TRAIN, HELD_OUT = BATCHES[:2], [batch(seed, 512) for seed in (10, 11)]

@@ -68,7 +68,6 @@ ROWS = {"user": 41, "genre": 13}
 RECIPE, UNFILLED, BROKEN = (f"{__name__}:{name}" for name in ("recipe", "unfilled", "broken"))
 EVEN = "tests.tiny:demo"
 """A recipe whose batches ranks can halve."""
-KINDS = ("table_wise", "row_wise", "column_wise", "grid_shard")
 FILES = {"w.safetensors": "row_wise", "w.pt": "column_wise", "w.dcp": "grid_shard"}
 """Files of weights, and how the tables that are read from them are sharded."""
 SIZES = (3.0, 6.0)
@@ -395,8 +394,7 @@ def weights(gloo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def two(weights: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankResults]:
     """All things on two ranks."""
     file = weights["w.safetensors"]
-    jobs = {kind: partial(compress_over, kind, file) for kind in KINDS if kind not in FILES.values()}
-    jobs |= {name: partial(compress_over, kind, weights[name], recipe=UNFILLED) for name, kind in FILES.items()}
+    jobs = {name: partial(compress_over, kind, weights[name], recipe=UNFILLED) for name, kind in FILES.items()}
     things = {
         "commands": {"all": partial(commands_over, tuple(COMMANDS), None)},
         "jobs": jobs,
@@ -413,7 +411,7 @@ def four(two: RankResults, weights: dict[str, Path], tmp_path_factory: pytest.Te
     run = two.part("commands").folder
     two.wait()
     things = {
-        "jobs": {kind: partial(compress_over, kind, weights["w.safetensors"]) for kind in ("row_wise",)},
+        "jobs": {name: partial(compress_over, FILES[name], weights[name]) for name in ("w.safetensors",)},
         "commands": {"all": partial(commands_over, OF_A_RUN, run)},
     }
     with running_ranks(4, joined(**things), tmp_path_factory.mktemp("four")) as running:
@@ -457,17 +455,12 @@ def assert_reads_and_holds_shards(results: list[Results]) -> None:
     assert values == {name: rows * EMBEDDING_DIM for name, rows in ROWS.items()}
 
 
-JOBS = [(2, "table_wise", "w.safetensors"), *((2, kind, name) for name, kind in FILES.items())]
-
-
-@pytest.mark.parametrize(("size", "kind", "file"), [*JOBS, (4, "row_wise", "w.safetensors")])
-def test_compress_leaves_the_files_and_rows_of_one_process(request, alone, size: int, kind: str, file: str) -> None:
+@pytest.mark.parametrize(("size", "file"), [*((2, name) for name in FILES), (4, "w.safetensors")])
+def test_compress_leaves_the_files_and_rows_of_one_process(request, alone, size: int, file: str) -> None:
     part = request.getfixturevalue({2: "two", 4: "four"}[size]).part("jobs")
-    results = part[file if (size, kind) in {(2, own) for own in FILES.values()} else kind]
-    for own in results:
-        assert_same_files(part.folder / f"{kind} {file}", own["rows"], alone)
-    if kind != "table_wise":
-        assert_reads_and_holds_shards(results)
+    for own in part[file]:
+        assert_same_files(part.folder / f"{FILES[file]} {file}", own["rows"], alone)
+    assert_reads_and_holds_shards(part[file])
 
 
 def metrics_of(path: Path, recipe: str = RECIPE) -> dict[str, float]:
