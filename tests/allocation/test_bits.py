@@ -320,15 +320,6 @@ def test_a_curvature_of_other_blocks_or_of_nothing_is_refused() -> None:
             model.allocate(compression=8)
 
 
-def test_a_prepared_model_is_merged_first() -> None:
-    model = models.dlrm()
-    blocks: RowBlocks = models.blocks_for(model)
-    prepared = prepare_(model, blocks)
-    models.randomise_alpha_(prepared)
-    with pytest.raises(RuntimeError, match="call merge_ first"):
-        rounding_energies(prepared, blocks, models.counts())
-
-
 @settings(max_examples=10)
 @given(st.integers(0, 99), st.integers(2, 12))
 def test_others_get_what_a_table_left_alone_leaves(seed: int, ratio: int) -> None:
@@ -525,5 +516,7 @@ def test_a_prepared_model_whose_alpha_is_one_is_measured_as_the_plain_one_is() -
     models.alpha_of(prepared).of(8)[0, 0] = 0.5
     with pytest.raises(RuntimeError, match="expected a merged collection, got alpha below 1; call merge_ first"):
         check_all_merged(prepared)
+    with pytest.raises(RuntimeError, match="call merge_ first"):
+        rounding_energies(prepared, blocks, counts)
     with pytest.raises(RuntimeError, match="call merge_ first"):
         allocate(prepared, blocks, counts, None, compression=8, energies=found)  # type: ignore[arg-type]
