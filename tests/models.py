@@ -6,9 +6,10 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
@@ -51,22 +52,27 @@ from dnis_torchrec.allocation.compress import packed_collections
 from dnis_torchrec.artifact.export import export, load_model
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
+from dnis_torchrec.data.batches import WholeBatch
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.data.task import Predictions, Task
 from dnis_torchrec.ops import batches as bag_splitting
-from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.selection import alpha as selection_alpha
 from dnis_torchrec.selection import on_shards
 from dnis_torchrec.selection import wrapper as wrapper_module
 from dnis_torchrec.selection.alpha import Alpha
-from dnis_torchrec.selection.shards import collections, local_shards, table_configs
+from dnis_torchrec.selection.plan import default_sharders
+from dnis_torchrec.selection.shards import TableShard, collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import prepare_
+from dnis_torchrec.selection.swap import replace_ as replace_
+from dnis_torchrec.selection.swap import unshard_ as unshard_
 from dnis_torchrec.selection.torchrec import lookups
 from dnis_torchrec.selection.wrapper import SoftSelectionModule, as_bags, soft_selection_modules
 from dnis_torchrec.training import shard as sharding_of_training
 from dnis_torchrec.training.state import model_tensors
 from tests.tiny import Repeatable
 
+CPU = torch.device("cpu")
 BATCH_SIZE = 5
 NUM_DENSE = 3
 ROWS = {"user": 12, "movie": 9, "genre": 7}
@@ -134,6 +140,13 @@ def features(seed: int = 1) -> KeyedJaggedTensor:
         lengths.append(length)
         values.append(torch.randint(0, rows, (int(length.sum()),), generator=generator))
     return KeyedJaggedTensor(keys=[f"{name}_id" for name in ROWS], values=torch.cat(values), lengths=torch.cat(lengths))
+
+
+@dataclass
+class AnyBatch(WholeBatch):
+    """A batch of TorchRec's, and a bag of weighted ids beside it, for models that read a second KeyedJaggedTensor."""
+
+    weighted_features: KeyedJaggedTensor
 
 
 class TwoCollections(nn.Module):
@@ -220,7 +233,7 @@ def shard_as(
     Without `fused` they keep the one that they have. Column-wise tables of D=8 are cut into two shards. TorchRec draws
     the weights of tables on a CPU anew, so they are copied in.
     """
-    weights = {s.table: s.weight for module in collections(model).values() for s in local_shards(module)}
+    weights = {shard.table: shard.weight for shard in shards_of(model)}
     constraint = ParameterConstraints(sharding_types=[sharding_type], min_partition=4)
     if sharding_type != "data_parallel" and fused is not None:
         for module in model.modules():
@@ -230,14 +243,29 @@ def shard_as(
         topology=Topology(world_size=1, compute_device="cpu"), constraints=dict.fromkeys(weights, constraint)
     )
     sharders = [EmbeddingBagCollectionSharder()]
-    sharded = DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=planner.plan(model, sharders), sharders=sharders
-    )
-    for module in collections(sharded).values():
-        for shard in local_shards(module):
-            columns = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
-            shard.weight.copy_(weights[shard.table][:, columns])
+    sharded = DistributedModelParallel(model, device=CPU, plan=planner.plan(model, sharders), sharders=sharders)
+    for shard in shards_of(sharded):
+        columns = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
+        shard.weight.copy_(weights[shard.table][:, columns])
     return sharded
+
+
+def shard_densely(model: nn.Module) -> DistributedModelParallel:
+    """Shards a model on one rank, all tables in dense kernels: an optimizer steps them like other weights."""
+    constraint = ParameterConstraints(compute_kernels=["dense"])
+    constraints = {config.name: constraint for config in table_configs(model)}
+    plan = dnis.make_sharding_plan(model, CPU, default_sharders(), constraints=constraints)
+    return dnis.shard_model(model, CPU, plan)
+
+
+def shards_of(model: nn.Module) -> list[TableShard]:
+    """All shards that this rank holds of a model's tables; of a plain model whole tables."""
+    return [shard for module in collections(model).values() for shard in local_shards(module)]
+
+
+def tables_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the tables of a model that are not cut by rows or columns."""
+    return {shard.table: shard.weight.detach().clone() for shard in shards_of(model)}
 
 
 def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -412,26 +440,30 @@ def blocks_of(model: nn.Module, batches: list[Batch], num_blocks: int = 2) -> Ro
 
 
 @torch.no_grad()
-def rounded(model: Interest, scheme: MixedDimensionScheme) -> Interest:
-    """The model, every row in its codes: once it has settled, the nearest levels of each column, value by value."""
-    nearest = copy.deepcopy(model)
-    for shard in (shard for module in collections(nearest).values() for shard in local_shards(module)):
-        table = scheme.tables[shard.table]
-        shard.weight.copy_(table.codes.settle(shard.weight, table.routing.all_blocks()))
-        for row, block in enumerate(table.routing.all_blocks().tolist()):
-            for column in range(table.embedding_dim):
-                width = int(table.codes.bits[block, column])
-                value = shard.weight[row, column]
-                if width == 0:
-                    shard.weight[row, column] = 0
-                elif width < 16:
-                    shift = float(table.codes.shift[block, column]) / 2
-                    levels = float(table.codes.scale[block, column]) * (torch.arange(2**width) + shift)
-                    shard.weight[row, column] = levels[(levels - value).abs().argmin()]
+def nearest_codes(table: TableScheme, weight: Tensor) -> Tensor:
+    """Every row in its codes: once it has settled, the nearest of all levels of each column of its block."""
+    of_row, codes = table.routing.all_blocks(), table.codes
+    nearest = codes.settle(weight, of_row).clone()
+    nearest[of_row == table.routing.num_blocks] = 0
+    for (block, column), width in np.ndenumerate(codes.bits.numpy()):
+        rows = (of_row == block).nonzero().squeeze(1)
+        if width < 16:
+            shift = float(codes.shift[block, column]) / 2
+            levels = float(codes.scale[block, column]) * (torch.arange(2 ** int(width)) + shift)
+            closest = (levels - nearest[rows, column].unsqueeze(1)).abs().argmin(1)
+            nearest[rows, column] = levels[closest] if width else torch.zeros(len(rows))
     return nearest
 
 
-CPU = torch.device("cpu")
+@torch.no_grad()
+def rounded(model: Interest, scheme: MixedDimensionScheme) -> Interest:
+    """The model, every row in its nearest codes."""
+    nearest = copy.deepcopy(model)
+    for shard in shards_of(nearest):
+        shard.weight.copy_(nearest_codes(scheme.tables[shard.table], shard.weight))
+    return nearest
+
+
 MANAGED_ROWS, MANAGED_DIM, INTERVAL, MANAGED_LONGEST = 40, 16, 2, 3
 USERS = EmbeddingBagConfig(name="user", num_embeddings=MANAGED_ROWS, embedding_dim=MANAGED_DIM, feature_names=["user"])
 ITEMS = EmbeddingBagConfig(
@@ -598,7 +630,6 @@ def check_served_as_exported(model: Model, scheme: MixedDimensionScheme, folder:
     return served
 
 
-POSITION_CPU = torch.device("cpu")
 TABLES = {"t": ("f", "g"), "u": ("h",)}
 POSITION_FEATURES = {"f": "t", "g": "t", "h": "u"}
 POSITION_ROWS, POSITION_DIM, POSITION_LONGEST, SIZE = 17, 8, 4, 10
@@ -691,13 +722,13 @@ class Trained:
         sharders: list = [dnis.CpuEmbeddingBagCollectionSharder()]
         if by_torchrec:
             sharders = [FeatureProcessedEmbeddingBagCollectionSharder(sharders[0])]
-        plan = dnis.make_sharding_plan(task, POSITION_CPU, sharders, constraints=constraints)
+        plan = dnis.make_sharding_plan(task, CPU, sharders, constraints=constraints)
         if by_torchrec:
             weights = {name: value.clone() for name, value in task.state_dict().items()}
-            self.model = DistributedModelParallel(task, device=POSITION_CPU, plan=plan, sharders=sharders)
+            self.model = DistributedModelParallel(task, device=CPU, plan=plan, sharders=sharders)
             _copy_(self.model, weights)
         else:
-            self.model = dnis.shard_model(task, POSITION_CPU, plan, sharders)
+            self.model = dnis.shard_model(task, CPU, plan, sharders)
         self._batches = [position_batch(seed + 10 * rank) for seed in range(5)]
         rest = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         self.optimizer = KeyedOptimizerWrapper(rest, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
@@ -715,7 +746,7 @@ class Trained:
 
     def searched(self, *, with_upper_steps: bool) -> list[float]:
         """Lower steps of a search, perhaps with upper steps between them."""
-        pipeline = dnis.BilevelTrainPipeline(self.model, self.optimizer, POSITION_CPU)
+        pipeline = dnis.BilevelTrainPipeline(self.model, self.optimizer, CPU)
         pipeline.alpha_optimizer.learning_rate = 0.05
         schedule = dnis.LevelSchedule(warm_up_steps=1 if with_upper_steps else 99)
         stream = dnis.BilevelStream(self._batches, [position_batch(seed) for seed in (5, 6)], schedule)

@@ -94,14 +94,15 @@ def write(path: Path, lines: list[str], encoding: str = "latin-1") -> Path:
     return path
 
 
-@pytest.fixture
-def ml_1m(tmp_path: Path) -> Path:
-    write(tmp_path / "ratings.dat.gz", rating_lines())
-    write(tmp_path / "users.dat", [f"{i}::{'FM'[i % 2]}::{18 + i % 3}::{i % 4}::{10000 + i}-77" for i in range(1, 21)])
+@pytest.fixture(scope="module")
+def ml_1m(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write(folder / "ratings.dat.gz", rating_lines())
+    write(folder / "users.dat", [f"{i}::{'FM'[i % 2]}::{18 + i % 3}::{i % 4}::{10000 + i}-77" for i in range(1, 21)])
     # Movie 70 is rated but not listed; movie 60 has a title that is not ascii; movie 80 is listed but not rated.
     movies = [f"{10 * i}::Title: {i} (1995)::{'Drama|War' if i % 2 else 'Comedy'}" for i in range(1, 6)]
-    write(tmp_path / "movies.dat.gz", [*movies, "60::Léon (1994)::Thriller", "80::Unseen (1999)::Western"])
-    return tmp_path
+    write(folder / "movies.dat.gz", [*movies, "60::Léon (1994)::Thriller", "80::Unseen (1999)::Western"])
+    return folder
 
 
 TABLE = {"id": np.int64, "score": np.float64, "kind": str}
@@ -394,8 +395,9 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
 DEFAULT_DIMS = {"synthetic:demo": 16}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def data(ml_1m: Path) -> Path:
+    """Files of all publishers; loaders remember what they have read."""
     write(ml_1m / "train.txt.gz", [criteo_line(i) for i in range(200)])
     write_tab_separated(ml_1m)
     return ml_1m
@@ -554,13 +556,18 @@ FOLDERS = {
 
 
 @pytest.mark.real_data
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "synthetic:demo"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("movielens:mf", "movielens:ctr_dlrm", "criteo:fm", "criteo:dlrm"),
+        *("anime:fm", "lastfm_tags:dlrm", "amazon_sports:deepfm"),
+    ],
+)
 def test_the_publishers_files(real_data, name):
     recipe = RECIPES[name](real_data / FOLDERS[name.split(":")[0]])
     loss, (_, predictions) = TrainTask(recipe.model, recipe.loss)(next(iter(recipe.data.train)))
     assert torch.isfinite(predictions).all()
-    if name != "criteo:simple_deepfm":  # starts far off: its pairwise products of dense embeddings are added up
-        assert float(loss.detach()) < (0.8 if isinstance(recipe.loss, nn.BCEWithLogitsLoss) else 3)
+    assert float(loss.detach()) < (0.8 if isinstance(recipe.loss, nn.BCEWithLogitsLoss) else 3)
 
 
 CPU = torch.device("cpu")
@@ -787,7 +794,8 @@ def recipe_of(name: str, *, seed: int = 0, optimizer: str = "adam") -> Recipe:
     )
 
 
-WHOLE_WAY = {name: "adam" for name in (*OF_PAIRS, *OF_FIELDS, "deepfm_weighted")} | {"fm_weighted": "rowwise_adagrad"}
+WHOLE_WAY = {"mlp": "adam", "neumf": "adam", "deepfm_weighted": "adam", "fm_weighted": "rowwise_adagrad"}
+"""A model of each kind, and the optimizer of its tables; docs/models.md has the others."""
 
 
 @pytest.mark.parametrize("name", WHOLE_WAY)
@@ -813,8 +821,8 @@ def test_goes_all_the_way(gloo, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.skipif(not load_operator(), reason="the lookups are not compiled here")
-@pytest.mark.parametrize("name", [*OF_PAIRS, *OF_FIELDS])
-def test_every_model_can_be_packaged(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", [*OF_PAIRS, "deepfm"])
+def test_models_can_be_packaged(tmp_path: Path, name: str) -> None:
     """A server may have no FBGEMM, which KeyedJaggedTensor's `features[name]` would call."""
     pruned, served = recipe_of(name).model, recipe_of(name, seed=1)
     scheme = uncompressed_scheme(pruned)

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
-from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.test_utils import test_model as of_torchrec
 from torchrec.distributed.test_utils.test_model import ModelInput
 from torchrec.models.deepfm import SimpleDeepFMNN
@@ -26,15 +25,20 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
-from dnis_torchrec.data.batches import WholeBatch
-from dnis_torchrec.selection.plan import default_sharders
-from dnis_torchrec.selection.shards import collections, local_shards, table_configs
-from dnis_torchrec.selection.swap import replace_, unshard_
-from dnis_torchrec.serving import PackedEmbeddingBagCollection
-from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
+from dnis_torchrec.serving import PackedEmbeddingBagCollection, ServedEmbeddingCollection
 from examples import models
 from examples.models.sequential import DeepInterestNetwork, SelfAttentiveRecommender, build_sequence_table
-from tests.models import rounded, trained
+from tests.models import (
+    AnyBatch,
+    collections,
+    replace_,
+    rounded,
+    shard_densely,
+    table_configs,
+    tables_of,
+    trained,
+    unshard_,
+)
 from tests.programs import blocks, table_rows
 from tests.selection.test_plan import TwoDimensional
 from tests.selection.test_shards import model_with
@@ -47,13 +51,6 @@ BAGS = {"user": (1, 1), "item": (1, 1), "genre": (0, 3), "history": (1, LONGEST)
 READS = {"user": ROWS["user"], "item": ROWS["item"], "genre": ROWS["genre"]} | dict.fromkeys(
     ("history", "candidate"), ROWS["item"]
 )
-
-
-@dataclass
-class AnyBatch(WholeBatch):
-    """A batch of TorchRec's, and a bag of weighted ids beside it, for models that read a second KeyedJaggedTensor."""
-
-    weighted_features: KeyedJaggedTensor
 
 
 def make_batch(seed: int, *, is_weighted: bool = False, is_rated: bool = False) -> AnyBatch:
@@ -298,11 +295,6 @@ def of_nearest_codes(model: nn.Module, names: Mapping[str, Any]) -> Tensor:
     return predictions(dnis.TrainTask(rounded(model, names["found"].scheme), names["loss"]), names)
 
 
-def table_values(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the tables of a plain model."""
-    return {own.table: own.weight.clone() for each in collections(model).values() for own in local_shards(each)}
-
-
 def test_each_row_has_a_test_and_its_number_of_lines() -> None:
     found = table_rows(PAGE, "What goes through")
     assert list(found) == list(SUPPORTED)
@@ -321,7 +313,7 @@ def test_each_row_has_a_test_and_its_number_of_lines() -> None:
 def test_it_is_compressed_and_served(name: str) -> None:
     names = names_for(SUPPORTED[name])
     model, plain = names["model"], collections(names["model"])
-    before, values = predictions(dnis.TrainTask(model, names["loss"]), names), table_values(model)
+    before, values = predictions(dnis.TrainTask(model, names["loss"]), names), tables_of(model)
     run("compress", names)
     served = {fqn: model.get_submodule(fqn) for fqn in plain}
     found = predictions(dnis.TrainTask(model, names["loss"]), names)
@@ -333,7 +325,7 @@ def test_it_is_compressed_and_served(name: str) -> None:
     torch.testing.assert_close(found, of_nearest_codes(model, names), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(found, before, rtol=1e-5, atol=1e-5)  # the codes are seen
     for table in names["leave_alone"]:
-        assert torch.equal(table_values(model)[table], values[table])
+        assert torch.equal(tables_of(model)[table], values[table])
         assert set(names["found"].scheme.tables[table].codes.bits.flatten().tolist()) == {32}
 
 
@@ -341,12 +333,10 @@ def test_it_is_compressed_and_served(name: str) -> None:
 def test_it_is_wrapped_searched_and_merged(gloo: dist.ProcessGroup, name: str) -> None:
     names = names_for(SUPPORTED[name])
     task = dnis.TrainTask(names["model"], names["loss"])
-    before, values = predictions(task, names), table_values(names["model"])
+    before, values = predictions(task, names), tables_of(names["model"])
     run("wrap", names)
     torch.testing.assert_close(predictions(task, names), before, rtol=1e-5, atol=1e-5)
-    by_dense_kernels = {own.name: ParameterConstraints(compute_kernels=["dense"]) for own in names["tables"]}
-    plan = dnis.make_sharding_plan(task.train(), CPU, default_sharders(), constraints=by_dense_kernels)
-    names["sharded"] = dnis.shard_model(task, CPU, plan)
+    names["sharded"] = shard_densely(task.train())
     parameters = dict(names["sharded"].named_parameters())
     names["optimizer"] = KeyedOptimizerWrapper(parameters, lambda own: torch.optim.Adam(own, lr=0.01))
     run("loop", names)
@@ -355,7 +345,7 @@ def test_it_is_wrapped_searched_and_merged(gloo: dist.ProcessGroup, name: str) -
     soft = predictions(names["loop"].detach(), names)
     run("merge", names)
     torch.testing.assert_close(predictions(names["merged"], names), soft, rtol=1e-5, atol=1e-5)
-    merged = table_values(names["merged"].model)
+    merged = tables_of(names["merged"].model)
     assert {type(module) for module in collections(names["merged"].model).values()} <= {
         EmbeddingBagCollection,
         EmbeddingCollection,

@@ -76,17 +76,22 @@ dense, items = torch.load(sys.argv[1], weights_only=True)
 features = KeyedJaggedTensor(keys=["item"], values=items, lengths=torch.ones_like(items))
 with torch.no_grad():
     torch.save(served(dense, features), sys.argv[1])
+{group}
+assert torch.distributed.get_world_size() == 1
 """
 
 
 def test_its_model_predicts_the_same_in_a_fresh_process(run: dict[str, Any], tmp_path: Path) -> None:
+    """In which its process group needs no launcher."""
+    (group,) = re.findall(r"^torch\.distributed\.init_process_group.*$", README, re.MULTILINE)
+    bare = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
     (code,) = (block for block in blocks("docs/how-to/serve.md", "python") if "load_model" in block)
     batch, file = run["train"][0], tmp_path / "tensors"
     torch.save((batch.dense_features, batch.sparse_features.values()), file)
     with torch.no_grad():
         expected = run["plain"].eval()(batch.dense_features, batch.sparse_features)
-    command = [sys.executable, "-W", "ignore", "-c", FRESH.format(code=code), str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)  # where README left its artifact
+    command = [sys.executable, "-W", "ignore", "-c", FRESH.format(group=group, code=code), str(file)]
+    done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=120)  # where its artifact lies
     assert done.returncode == 0, done.stderr
     torch.testing.assert_close(torch.load(file, weights_only=True), expected, rtol=0, atol=1e-6)
 
@@ -105,14 +110,6 @@ def test_code_of_all_other_pages_is_run_elsewhere() -> None:
         "models.md",
     )  # test_docs.py, selection/test_swap.py, test_models_page.py
     assert sorted(path.name for path in pages) == sorted((*HOW_TO, *elsewhere))
-
-
-def test_its_process_group_needs_no_launcher() -> None:
-    (line,) = re.findall(r"^torch\.distributed\.init_process_group.*$", README, re.MULTILINE)
-    code = f"import torch\n{line}\nprint(torch.distributed.get_world_size())"
-    bare = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
-    done = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "1", done.stderr
 
 
 def write_ratings(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +18,14 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+import dnis_torchrec as dnis
 from benchmarks.rivals import __main__ as runner
 from benchmarks.rivals import cells, mde, nis, ours, pep, random_search, rows, shared_rows, single_values, task
 from benchmarks.rivals.methods import METHODS, Method
 from benchmarks.rivals.mixed import Blocks, mixed_scheme, put_in_place, uncompressed_scheme, zero_dropped_
 from benchmarks.rivals.streams import InterleavedBatches, train_on_validation
 from benchmarks.rivals.task import Recipes, Served, Task, UnmetError, best_of, shards_of
-from dnis_torchrec.selection.shards import collections, table_configs
-from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
+from dnis_torchrec.serving import PackedEmbeddingBagCollection
 from tests.tiny import EMBEDDING_DIM, ROWS, make_recipe
 
 DENSE_BYTES = 4 * EMBEDDING_DIM * sum(ROWS.values())
@@ -40,6 +41,11 @@ def make_task(size: float = 3.0, kind: str = "dlrm", **fields: object) -> Task:
 
 def tables_of(model: nn.Module) -> dict[str, Tensor]:
     return {shard.table: shard.weight for shard in shards_of(model)}
+
+
+def collection_of(model: nn.Module) -> EmbeddingBagCollection:
+    (collection,) = (module for module in model.modules() if isinstance(module, EmbeddingBagCollection))
+    return collection
 
 
 def packed_of(model: nn.Module) -> list[PackedEmbeddingBagCollection]:
@@ -82,9 +88,9 @@ def test_bytes_are_those_of_what_is_served_and_within_the_size(gloo, name: str, 
     batch = next(iter(cell.build(None).data.test))
     predictions = served.model.eval()(batch.dense_features, batch.sparse_features)
     assert bool(predictions.isfinite().all())
-    again = replace(cell, device=CPU)
-    twice = method.run(again).model.eval()(batch.dense_features, batch.sparse_features)
-    assert torch.equal(predictions, twice)
+    if precision == method.precisions[0]:
+        twice = method.run(replace(cell, device=CPU)).model.eval()(batch.dense_features, batch.sparse_features)
+        assert torch.equal(predictions, twice)
 
 
 def test_no_embeddings_serves_none(gloo) -> None:
@@ -156,7 +162,7 @@ def naive_pooled(collection: EmbeddingBagCollection, features: KeyedJaggedTensor
 
 def test_hash_reads_the_row_of_the_remainder(gloo) -> None:
     recipe = make_recipe()
-    (plain,) = collections(recipe.model).values()
+    plain = collection_of(recipe.model)
     module = shared_rows.ShortTables(plain, {"user": (7, 0), "genre": (12, 0)})
     features = next(iter(recipe.data.train)).sparse_features
     weights = {name: bag.weight.detach() for name, bag in module.tables.embedding_bags.items()}
@@ -166,7 +172,7 @@ def test_hash_reads_the_row_of_the_remainder(gloo) -> None:
 
 def test_qr_multiplies_pooled_remainders_by_pooled_quotients_and_begins_as_hash(gloo) -> None:
     recipe = make_recipe()
-    (plain,) = collections(recipe.model).values()
+    plain = collection_of(recipe.model)
     rows_of = {"user": (8, 5), "genre": (12, 0)}
     module = shared_rows.ShortTables(plain, rows_of)
     quotients = module.tables.embedding_bags["user_quotient"].weight
@@ -224,7 +230,7 @@ def test_packed_tables_hold_what_is_kept_and_nothing_else(gloo, bits: int) -> No
         assert torch.equal(weight != 0, or_none[blocks.routings[name].all_blocks()])
     scheme = mixed_scheme(uncompressed_scheme(model), blocks.routings, masks, bits, weights)
     features = next(iter(cell.build(None).data.test)).sparse_features
-    (before,) = (module(features).values() for module in collections(model).values())
+    before = collection_of(model)(features).values()
     (module,) = packed_of(put_in_place(model, scheme))
     atol = {32: 1e-6, 8: 2e-2, 4: 3e-1}[bits]
     torch.testing.assert_close(module(features).values(), before, atol=atol, rtol=0)
@@ -451,7 +457,11 @@ def test_the_plain_model_is_trained_once(gloo, tmp_path: Path, monkeypatch: pyte
     assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), again.state_dict().values(), strict=True))
 
 
-def test_cells_are_lines_and_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cells_are_lines_and_run_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forks = multiprocessing.get_context("forkserver")  # the tests' server has imported everything
+    monkeypatch.setattr(runner.multiprocessing, "get_context", lambda _: forks)
     out = tmp_path / "rows.jsonl"
     argv = ["tests.tiny:demo", "--sizes", "3,5000", "--methods", "uniform", "--seeds", "0", "--max-epochs", "1"]
     argv += ["--with-validation", "--out", str(out)]
@@ -508,8 +518,6 @@ def test_a_wrong_command_line_is_refused(argv: list[str]) -> None:
 
 
 def test_ours_is_what_the_face_gives(gloo) -> None:
-    import dnis_torchrec as dnis
-
     cell = make_task(2.0)
     served = ours.compress(cell)
     model, recipe = task.plain(cell)[0], cell.build(None)
@@ -517,4 +525,4 @@ def test_ours_is_what_the_face_gives(gloo) -> None:
         model.eval(), recipe.data.train, loss=recipe.loss, compression=2.0, held_out=recipe.data.validation
     )
     assert served.num_bytes == result.num_bytes
-    assert [table.name for table in table_configs(cell.build(None).model)] == list(result.scheme.tables)
+    assert list(result.scheme.tables) == list(ROWS)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 from torchx.cli.argparse_util import ArgOnceAction, torchxconfig_run
 from torchx.cli.main import main as torchx
 from torchx.runner import get_runner
@@ -124,7 +125,7 @@ def test_torchx_accepts_every_signature_and_its_docstring(name: str, capsys: pyt
 def test_the_components_stand_beside_torchxs_own() -> None:
     names = set(get_components())
     assert {name for name in names if name.startswith("dnis.")} == {f"dnis.{name}" for name in COMPONENTS}
-    assert set(COMPONENTS) - {"benchmark"} <= {command.callback.__name__ for command in app.registered_commands}
+    assert set(COMPONENTS) - {"benchmark"} <= set(typer.main.get_command(app).commands)
     assert {"dist.ddp", "dist.spmd", "utils.echo", "utils.python", "utils.sh", "serve.torchserve"} <= names
 
 

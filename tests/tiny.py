@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -65,18 +64,6 @@ class Repeatable:
 
     def __iter__(self):
         return iter(self.batches)
-
-
-class BagsOnly:
-    """A split of which no method may read more than how long its bags are: there is nothing else."""
-
-    def __init__(self, longest: int = 1) -> None:
-        self._longest = longest
-
-    def __iter__(self) -> Iterator[SimpleNamespace]:
-        lengths = torch.tensor([1, self._longest])
-        ids = torch.zeros(int(lengths.sum()), dtype=torch.int64)
-        yield SimpleNamespace(sparse_features=KeyedJaggedTensor(keys=["user", "genre"], values=ids, lengths=lengths))
 
 
 def make_batch(size: int, seed: int, *, empty_bags: bool = True) -> Batch:

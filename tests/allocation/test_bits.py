@@ -15,6 +15,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dnis_torchrec import prepare_
 from dnis_torchrec.allocation.bits import COLD_COLUMNS, Allocation, allocate, retained_columns
 from dnis_torchrec.allocation.curvature import Curvature
 from dnis_torchrec.allocation.energies import (
@@ -29,7 +30,6 @@ from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.codes import is_coded, row_strides
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.scheme import PACKED, packed_index_bytes
-from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
 from tests import models
 from tests.reference import least_loss_reference
@@ -111,7 +111,7 @@ MODELS = st.builds(
 # The first step of a table may be cheap enough, and be refused for what it would gain.
 @example(model=Model([29, 51], [8, 3], 3, 0, (0, 1, 4, 16)), share=0.0625)
 @example(model=Model([9, 52], [8, 3], 3, 2, (0, 1, 2, 3, 4, 5, 6, 8)), share=0.0625)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(model=MODELS, share=st.floats(0.02, 1.2))
 def test_bytes_and_loss_are_those_of_the_scheme_and_within_the_budget(model: Model, share: float) -> None:
     budget = max(1, int(share * model.dense_bytes))
@@ -128,7 +128,7 @@ def test_bytes_and_loss_are_those_of_the_scheme_and_within_the_budget(model: Mod
     assert found.compression == pytest.approx(model.dense_bytes / found.num_bytes)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(model=MODELS, shares=st.lists(st.floats(0.05, 1.2), min_size=2, max_size=5))
 def test_more_bytes_never_predict_more_loss(model: Model, shares: list[float]) -> None:
     losses = []
@@ -142,7 +142,7 @@ def test_more_bytes_never_predict_more_loss(model: Model, shares: list[float]) -
     assert all(more <= less + 1e-12 for less, more in pairwise(losses))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data(), num_blocks=st.integers(1, 4), budget=st.integers(0, 60))
 def test_bytes_are_spent_as_well_as_brute_force_would(data: st.DataObject, num_blocks: int, budget: int) -> None:
     """What is bought has the least loss of all on the hulls that takes so many bytes; at most one step is missing."""
@@ -190,7 +190,7 @@ def row_options_of(num_bytes: torch.Tensor, loss: torch.Tensor) -> RowOptions:
 LOSSES = st.floats(0, 1).map(lambda loss: round(loss, 6))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(points=st.lists(st.tuples(st.integers(1, 9), LOSSES), min_size=1, max_size=6), first=LOSSES)
 def test_hulls_are_those_of_naive_search(points: list[tuple[int, float]], first: float) -> None:
     """A corner lies below every line between two others, and is lower than all before it."""
@@ -208,7 +208,7 @@ def test_hulls_are_those_of_naive_search(points: list[tuple[int, float]], first:
         assert loss >= corners[-1][1] or rate > corners[-1][0]
 
 
-@pytest.mark.parametrize("widths", [(0, 1, 2, 3, 4, 5, 6, 8), (0, 1, 4, 16), EVERY_WIDTH, (0, 3, 32)])
+@pytest.mark.parametrize("widths", [(0, 1, 2, 3, 4, 5, 6, 8), (0, 1, 4, 16), (0, 3, 32)])
 def test_rows_leave_no_bits_that_a_step_would_fit_in(widths: tuple[int, ...]) -> None:
     model = Model([50], [8], 2, 3, widths)
     bits = torch.tensor(widths)
@@ -318,15 +318,6 @@ def test_a_curvature_of_other_blocks_or_of_nothing_is_refused() -> None:
         model.curvature = Curvature({"t0": other}, {"t0": other}, 100, 0.1)
         with pytest.raises(ValueError, match=message):
             model.allocate(compression=8)
-
-
-def test_a_prepared_model_is_merged_first() -> None:
-    model = models.dlrm()
-    blocks: RowBlocks = models.blocks_for(model)
-    prepared = prepare_(model, blocks)
-    models.randomise_alpha_(prepared)
-    with pytest.raises(RuntimeError, match="call merge_ first"):
-        rounding_energies(prepared, blocks, models.counts())
 
 
 @settings(max_examples=10)
@@ -484,7 +475,7 @@ def least_loss(model: Model, bits: int, budget: int, *, fixed: list[int]) -> flo
     return least_loss_reference(options, table_of_block, fixed, budget)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(model=MODELS_OF_RETAINED_COLUMNS, bits=BITS, compression=st.floats(1.1, 40))
 @example(model=Model([1, 6], [8, 8], 1, 0, (0, 4)), bits=2, compression=9.0)  # 224 bytes / 8.96 is 24.99.. in floats
 def test_columns_are_chosen_as_well_as_brute_force_would(model: Model, bits: int, compression: float) -> None:
@@ -525,5 +516,7 @@ def test_a_prepared_model_whose_alpha_is_one_is_measured_as_the_plain_one_is() -
     models.alpha_of(prepared).of(8)[0, 0] = 0.5
     with pytest.raises(RuntimeError, match="expected a merged collection, got alpha below 1; call merge_ first"):
         check_all_merged(prepared)
+    with pytest.raises(RuntimeError, match="call merge_ first"):
+        rounding_energies(prepared, blocks, counts)
     with pytest.raises(RuntimeError, match="call merge_ first"):
         allocate(prepared, blocks, counts, None, compression=8, energies=found)  # type: ignore[arg-type]

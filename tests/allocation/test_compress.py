@@ -6,7 +6,7 @@ import copy
 import itertools
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from unittest import mock
 
 import pytest
@@ -30,9 +30,9 @@ from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.scheme import TableScheme
 from dnis_torchrec.selection.shards import TableShard
 from dnis_torchrec.serving import PackedEmbeddingBagCollection
+from tests.models import nearest_codes
 from tests.reference import rounding_error_reference
 
 ROWS = {"user": (60, 8), "genre": (30, 8), "bias": (60, 1), "one": (1, 4), "unread": (20, 4)}
@@ -115,30 +115,20 @@ def labels() -> None:
     label_(BATCHES)
 
 
-def nearest_codes(scheme: TableScheme, weight: Tensor) -> Tensor:
-    """The served table, value by value: of all levels of its column the nearest, once its row has settled."""
-    served, codes = torch.zeros_like(weight), scheme.codes
-    weight = codes.settle(weight, scheme.routing.all_blocks())
-    for row, block in enumerate(scheme.routing.all_blocks().tolist()):
-        for column in range(weight.shape[1]):
-            width = int(codes.bits[block, column])
-            if width == 32:
-                served[row, column] = weight[row, column]
-            elif width:
-                shift = float(codes.shift[block, column]) / 2
-                levels = float(codes.scale[block, column]) * (torch.arange(2**width) + shift)
-                served[row, column] = levels[(levels - weight[row, column]).abs().argmin()]
-    return served
+@cache
+def measured_on_training_samples() -> Measured:
+    """A model and what its columns are worth; no test changes it."""
+    return measure_(trained(), BATCHES, loss=nn.MSELoss())
 
 
-def rounded(model: Model, measured: Measured, compression: float) -> Model:
+def rounded(model: nn.Module, measured: Measured, compression: float) -> nn.Module:
     """The plain model with every table's nearest codes in it, and its output bias as they want it."""
     found, model = measured.allocate(compression=compression), copy.deepcopy(model)
-    assert measured.sample.bias is not None
-    measured.sample.bias.shift_(model, found.output_shift)
-    for collection in (model.pairs, model.rest):
-        for name, bag in collection.embedding_bags.items():
-            bag.weight.data.copy_(nearest_codes(found.scheme.tables[name], bag.weight.detach()))
+    if measured.sample.bias is not None:
+        measured.sample.bias.shift_(model, found.output_shift)
+    for name, parameter in model.named_parameters():
+        if ".embedding_bags." in name:
+            parameter.data.copy_(nearest_codes(found.scheme.tables[name.split(".")[-2]], parameter.detach()))
     return model
 
 
@@ -148,9 +138,10 @@ def predictions(model: nn.Module) -> Tensor:
 
 
 def test_a_compressed_model_predicts_what_the_nearest_codes_of_its_tables_do() -> None:
-    model, other = trained(), trained()
+    model, measured = trained(), measured_on_training_samples()
     found = dnis.compress(model, BATCHES, loss=nn.MSELoss(), compression=5)
-    oracle = rounded(other, measure_(other, BATCHES, loss=nn.MSELoss()), 5)
+    oracle = rounded(measured.model, measured, 5)
+    assert measured.sample.bias is not None
     torch.testing.assert_close(predictions(model), predictions(oracle), rtol=1e-5, atol=1e-5)
     assert isinstance(model.pairs, PackedEmbeddingBagCollection)
     assert isinstance(model.rest, PackedEmbeddingBagCollection)
@@ -184,7 +175,7 @@ def test_several_sizes_share_what_was_measured_and_the_model_stays(monkeypatch: 
 
 
 def test_every_row_has_a_block_and_counts_may_be_given() -> None:
-    counted = measure_(trained(), BATCHES, loss=nn.MSELoss())
+    counted = measured_on_training_samples()
     given = measure_(trained(), BATCHES, loss=nn.MSELoss(), counts=counted.counts)
     for name, (rows, _) in ROWS.items():
         routing = counted.blocks.routings[name]
@@ -215,7 +206,7 @@ def test_a_frozen_table_keeps_its_axes_and_is_compressed() -> None:
 
 
 def test_a_size_that_cannot_be_met_is_refused_with_the_one_that_can() -> None:
-    measured = measure_(trained(), BATCHES, loss=nn.MSELoss())
+    measured = measured_on_training_samples()
     with pytest.raises(
         ValueError, match=r"^compression: expected at most [\d.]+ for these tables and blocks"
     ) as refused:

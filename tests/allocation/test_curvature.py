@@ -1,22 +1,23 @@
-"""Curvature against second derivatives by autograd: losses, tasks, couplings."""
+"""Curvature against second derivatives by autograd: losses, tasks, couplings, pooled tables and unpooled ones."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from torchrec.datasets.utils import Batch
-from torchrec.modules.embedding_configs import EmbeddingConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
@@ -24,24 +25,170 @@ from dnis_torchrec import blocks_from_counts, count_frequencies, prepare_
 from dnis_torchrec.allocation.bits import allocate
 from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.allocation.curvature import Curvature, curvature, curvature_of_read_tables
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data.task import Predictions, Task, TrainTask
 from dnis_torchrec.selection.shards import collections
-from tests.allocation.curvature_cases import (
-    COLLECTIONS,
-    DIMS,
-    FEATURES,
-    ROWS,
-    Case,
-    Net,
-    expected,
-    make_batch,
-    make_batches,
-    make_blocks,
-    make_model,
-)
-from tests.models import SHARDING_TYPES, alpha_of, shard_as
-from tests.reference import couplings_reference
+from dnis_torchrec.serving import PackedEmbeddingBagCollection, ServedEmbeddingCollection
+from tests import models
+from tests.models import NAMES, SHARDING_TYPES, ClickAndRating, Interest, alpha_of, interest, of_two, rounded, shard_as
+from tests.reference import ReferenceTable, couplings_reference, curvature_reference, pooled_reference
 from tests.tiny import make_recipe
+
+ROWS = {"a": 11, "b": 7, "c": 10}
+DIMS = {"a": 4, "b": 4, "c": 8}
+FEATURES = {"a": ["one", "both"], "b": ["both", "few"], "c": ["many"]}
+LENGTHS = {"one": 1, "both": 3, "few": 1, "many": 4}
+"""Longest bags; two features of one table, one feature of two tables."""
+COLLECTIONS = (("a", "b"), ("c",))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a model is to be like.
+
+    Attributes:
+        pooling: of all tables.
+        is_weighted: whether ids have weights.
+        lengths: longest bag of each feature.
+        num_outputs: T.
+        num_blocks: S.
+        unassigned: rows of each table that belong to no block.
+    """
+
+    pooling: PoolingType = PoolingType.SUM
+    is_weighted: bool = False
+    lengths: tuple[int, ...] = tuple(LENGTHS.values())
+    num_outputs: int = 1
+    num_blocks: int = 3
+    unassigned: int = 0
+
+
+class Net(nn.Module):
+    """Two collections of three tables and two dense layers in float64: not linear in what is pooled."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.num_outputs = case.num_outputs
+        self.collections = nn.ModuleList(
+            EmbeddingBagCollection(tables=[config(name, case) for name in names], is_weighted=case.is_weighted)
+            for names in COLLECTIONS
+        )
+        width = sum(DIMS[name] * len(FEATURES[name]) for name in ROWS)
+        self.over = nn.Sequential(nn.Linear(width, 5), nn.Tanh(), nn.Dropout(), nn.Linear(5, case.num_outputs))
+        self.over.double()
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """``(B,)`` of one output, else ``(B, T)``; the dense features are not used."""
+        pooled = [collection(sparse_features).to_dict() for collection in self.collections]
+        parts = [part.double() for own in pooled for _, part in sorted(own.items())]
+        predictions = self.over(torch.cat(parts, dim=1))
+        return predictions.squeeze(1) if self.num_outputs == 1 else predictions
+
+
+def config(name: str, case: Case) -> EmbeddingBagConfig:
+    """Of one table."""
+    return EmbeddingBagConfig(
+        name=name,
+        num_embeddings=ROWS[name],
+        embedding_dim=DIMS[name],
+        feature_names=FEATURES[name],
+        pooling=case.pooling,
+    )
+
+
+def make_model(case: Case) -> Net:
+    """The same weights in every process."""
+    torch.manual_seed(3)
+    net = Net(case)
+    for collection in net.collections:
+        for bag in collection.embedding_bags.values():
+            nn.init.normal_(bag.weight)
+    return net
+
+
+def make_blocks(case: Case) -> RowBlocks:
+    """Blocks of all tables; `a` is in frequency order, the others are not."""
+    generator = torch.Generator().manual_seed(2)
+    drawn = {name: torch.randint(0, 20, (rows,), generator=generator) for name, rows in ROWS.items()}
+    drawn["a"] = drawn["a"].sort(descending=True).values
+    counts = FrequencyCounts(drawn, dict(zip(LENGTHS, case.lengths, strict=True)), 60)
+    configs = [config(name, case) for name in ROWS]
+    blocks = blocks_from_counts(counts, configs, num_blocks=case.num_blocks)
+    if not case.unassigned:
+        return blocks
+    dropped = {name: torch.arange(rows) >= rows - case.unassigned for name, rows in ROWS.items()}
+    routings: dict[str, RowRouting] = {name: blocks.routings[name].without_rows(dropped[name]) for name in ROWS}
+    return replace(blocks, routings=routings)
+
+
+def make_batch(case: Case, seed: int, size: int = 6) -> Batch:
+    """Bags, empty ones among them, and labels in [0, 1]: one per sample and output."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [torch.randint(0, most + 1, (size,), generator=generator) for most in case.lengths]
+    rows = min(ROWS.values())
+    values = torch.randint(0, rows, (int(torch.cat(lengths).sum()),), generator=generator)
+    features = KeyedJaggedTensor(
+        keys=list(LENGTHS),
+        values=values,
+        lengths=torch.cat(lengths),
+        weights=torch.rand(len(values), generator=generator) + 0.5 if case.is_weighted else None,
+    )
+    shape = (size,) if case.num_outputs == 1 else (size, case.num_outputs)
+    labels = torch.randint(0, 2, shape, generator=generator).float()
+    return Batch(torch.zeros(size, 1), features, labels)
+
+
+def make_batches(case: Case, num_batches: int = 2) -> list[Batch]:
+    """Batches of unlike sizes."""
+    return [make_batch(case, seed, 6 - seed % 2) for seed in range(num_batches)]
+
+
+def expected(
+    case: Case, batches: list[Batch], loss: Callable[[Tensor, Tensor], Tensor], alpha: dict[str, Tensor] | None = None
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """G and H of every table by the oracle, of all batches as one; of another alpha than 1 times that alpha."""
+    net, blocks = make_model(case).eval(), make_blocks(case)
+    weights = {name: bag.weight.detach() for own in net.collections for name, bag in own.embedding_bags.items()}
+    sizes = {name: (blocks.routings[name].num_blocks, DIMS[name]) for name in ROWS}
+    ones = {name: torch.ones(size, dtype=torch.float64) for name, size in sizes.items()}
+    factors = ones if alpha is None else alpha
+
+    def predict(scales: dict[str, Tensor]) -> Tensor:
+        parts = []
+        for names in COLLECTIONS:
+            pooled = {}
+            for name in names:
+                for feature in FEATURES[name]:
+                    key = f"{feature}@{name}" if feature == "both" else feature
+                    pooled[key] = _pooled(
+                        case, weights[name], scales[name] * factors[name], blocks, name, feature, batches
+                    )
+            parts += [part for _, part in sorted(pooled.items())]
+        return net.over(torch.cat(parts, dim=1))
+
+    return curvature_reference(predict, ones, torch.cat([batch.labels for batch in batches]).double(), loss)
+
+
+def _pooled(
+    case: Case, weight: Tensor, alpha: Tensor, blocks: RowBlocks, name: str, feature: str, batches: list[Batch]
+) -> Tensor:
+    of_none = torch.ones(1, alpha.shape[1], dtype=torch.float64)  # rows of no block are multiplied by nothing
+    table = ReferenceTable(
+        weight.double(),
+        torch.cat([alpha, of_none]),
+        blocks.routings[name].all_blocks(),
+        case.pooling == PoolingType.MEAN,
+    )
+    parts = []
+    for batch in batches:
+        jagged = batch.sparse_features[feature]
+        bags = [bag.tolist() for bag in jagged.to_dense()]
+        of_ids = [bag.tolist() for bag in jagged.to_dense_weights()] if case.is_weighted else None
+        parts.append(pooled_reference(table, bags, of_ids))
+    return torch.cat(parts)
+
 
 BCE = nn.BCEWithLogitsLoss()
 ONE_ID = (1, 1, 1, 1)
@@ -98,18 +245,21 @@ def test_of_two_outputs(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["several ids", "mean", "one id", "weighted"])
-@pytest.mark.parametrize("sharding_type", [None, *SHARDING_TYPES])
+@pytest.mark.parametrize(
+    ("sharding_type", "name"),
+    [*((kind, "several ids") for kind in SHARDING_TYPES), ("column_wise", "mean"), ("table_wise", "weighted")],
+)
 @pytest.mark.usefixtures("gloo")
-def test_of_a_sharded_model(sharding_type: str | None, name: str) -> None:
+def test_of_a_sharded_model(sharding_type: str, name: str) -> None:
     case = CASES[name]
-    batches = make_batches(case)
-    model = make_model(case) if sharding_type is None else shard_as(make_model(case), sharding_type)
+    batches, model = make_batches(case), shard_as(make_model(case), sharding_type)
     assert_as_expected(curvature(model, batches, make_blocks(case), loss=BCE), expected(case, batches, BCE))
 
 
-@pytest.mark.parametrize("name", ["several ids", "mean", "one id", "weighted"])
-@pytest.mark.parametrize("sharding_type", [None, "table_wise"])
+@pytest.mark.parametrize(
+    ("sharding_type", "name"),
+    [*((None, name) for name in ("several ids", "mean", "one id", "weighted")), ("table_wise", "several ids")],
+)
 @pytest.mark.usefixtures("gloo")
 def test_of_a_prepared_model_it_is_in_relative_steps_of_alpha(sharding_type: str | None, name: str) -> None:
     case, blocks = CASES[name], make_blocks(CASES[name])
@@ -195,7 +345,7 @@ def test_a_table_that_nobody_reads_is_worth_nothing() -> None:
     assert found.unread == {"b"}
 
 
-@pytest.mark.parametrize(("first", "measured"), [(0, 6), (1, 24), (3, 24), (4, 60), (9, 60), (None, 60)])
+@pytest.mark.parametrize(("first", "measured"), [(0, 6), (3, 24), (4, 60), (None, 60)])
 def test_a_sample_grows_until_it_reads_what_training_reads(first: int | None, measured: int) -> None:
     """Four times as large each time; a table that is worth nothing, and read, makes no sample larger."""
     reads, blocks, model = Case(), make_blocks(Case()), make_model(Case())
@@ -266,7 +416,7 @@ def test_a_loss_that_has_no_curvature_of_samples_is_refused(
 def changed(**parts: object) -> list[Batch]:
     """Two batches, the second one with other parts."""
     first, second = make_batches(Case())
-    return [first, dataclasses.replace(second, **parts)]
+    return [first, replace(second, **parts)]
 
 
 @pytest.mark.parametrize(
@@ -298,7 +448,7 @@ def test_predictions_that_are_not_finite_are_named() -> None:
 
 def test_blocks_have_to_be_of_the_tables() -> None:
     batches, blocks = make_batches(Case()), make_blocks(Case())
-    others = dataclasses.replace(blocks, embedding_dims={**blocks.embedding_dims, "c": 5})
+    others = replace(blocks, embedding_dims={**blocks.embedding_dims, "c": 5})
     with pytest.raises(ValueError, match="table 'c': expected blocks of embedding_dim=8, got 5"):
         curvature(make_model(Case()), batches, others, loss=BCE)
     with pytest.raises(
@@ -311,7 +461,6 @@ def test_blocks_have_to_be_of_the_tables() -> None:
         curvature(make_model(Case()), batches, blocks, loss=BCE, num_samples=0)
 
 
-BCE_OF_COUPLINGS = nn.BCEWithLogitsLoss()
 CASES_OF_COUPLINGS = {
     "one id": Case(lengths=(1, 1, 1, 1)),
     "several ids": Case(),
@@ -353,7 +502,7 @@ def expected_couplings(case: Case, batch: Batch, loss: Callable[[Tensor, Tensor]
     )
 
 
-@pytest.mark.parametrize("loss", [nn.MSELoss(), BCE_OF_COUPLINGS])
+@pytest.mark.parametrize("loss", [nn.MSELoss(), BCE])
 @pytest.mark.parametrize("name", CASES_OF_COUPLINGS)
 def test_they_are_what_the_oracle_finds(name: str, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     case = CASES_OF_COUPLINGS[name]
@@ -496,3 +645,67 @@ def of_constants(z: Tensor, labels: Tensor) -> Tensor:
 def test_what_no_curvature_can_be_measured_of_is_refused(loss: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         curvature(Named(), make_batches(CASE), make_blocks(CASE), loss=Of(loss))
+
+
+def expected_of_sequences(
+    model: Interest, batches: list[Batch], blocks: RowBlocks, loss: Any
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """What the oracle finds for a model whose every row is multiplied by its block's alpha."""
+    naive = copy.deepcopy(model).eval()
+    weights = {name: dict(naive.named_parameters())[key].detach() for name, key in NAMES.items()}
+    alpha = {
+        name: torch.ones(blocks.routings[name].num_blocks, weight.shape[1], dtype=torch.float64)
+        for name, weight in weights.items()
+    }
+    labels = torch.cat([batch.labels for batch in batches])
+
+    def predict(leaves: dict[str, Tensor]) -> Tensor:
+        multiplied = {
+            NAMES[name]: weight * leaves[name][blocks.routings[name].all_blocks().long()].float()
+            for name, weight in weights.items()
+        }
+        parts = [functional_call(naive, multiplied, (batch.dense_features, batch.sparse_features)) for batch in batches]
+        return torch.cat(parts).double().view(len(labels), -1)
+
+    return curvature_reference(predict, alpha, labels.double(), loss)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("num_outputs", [1, 2])
+def test_of_sequences_and_bags_it_is_what_the_oracle_finds(num_outputs: int, wrapped: bool) -> None:
+    """Of one output and its loss, or of a task of two."""
+    model, loss, measured_by = interest(), BCE, BCE
+    if num_outputs == 2:
+        model, loss, measured_by = models.two_outputs(), of_two, ClickAndRating()
+    batches = [models.make_batch(seed) for seed in (1, 2)]
+    blocks = models.blocks_of(model, [models.make_batch(seed) for seed in range(4)], num_blocks=3)
+    wanted = expected_of_sequences(model, batches, blocks, loss)
+    if wrapped:
+        prepare_(model, blocks)
+    measured = model if num_outputs == 1 else TrainTask(model, measured_by)
+    found = curvature(measured, batches, blocks, loss=measured_by)
+    assert list(found.curvature) == list(NAMES)
+    for name, (gradient, bend) in wanted.items():
+        torch.testing.assert_close(found.gradient[name], gradient, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found.curvature[name], bend, rtol=1e-4, atol=1e-6)
+        assert float(bend.max()) > 0
+
+
+def test_compress_serves_sequences_and_bags_from_one_budget() -> None:
+    model, batches = interest(), [models.make_batch(seed) for seed in range(12)]
+    plain = copy.deepcopy(model)
+    found = dnis.compress(model, batches, loss=BCE, compression=2.5)
+    assert found.compression >= 2.5
+    assert isinstance(model.sequences, ServedEmbeddingCollection)
+    assert isinstance(model.users, PackedEmbeddingBagCollection)
+    assert model.sequences.embedding_names_by_table() == plain.sequences.embedding_names_by_table()
+    assert model.sequences.embedding_configs()[1].feature_names == ["candidate", "visits"]
+    nearest = rounded(plain, found.scheme)
+    for batch in batches[:3]:
+        served, wanted = (own.sequences(batch.sparse_features) for own in (model, nearest))
+        assert list(served) == list(wanted)
+        for key, jagged in wanted.items():
+            torch.testing.assert_close(served[key].values(), jagged.values())
+            torch.testing.assert_close(served[key].lengths(), jagged.lengths())
+        both = [own(batch.dense_features, batch.sparse_features) for own in (model, nearest)]
+        torch.testing.assert_close(both[0], both[1] + found.output_shift)

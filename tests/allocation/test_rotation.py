@@ -1,13 +1,23 @@
-"""Rotation: no prediction changes, training goes on as if it had been rotated from the start, columns come in order."""
+"""Rotation: no prediction changes, training goes on as if it had been rotated from the start, columns come in order.
+
+Of models that say what reads their tables, and of TorchRec's, which are known by their types.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torchrec.models.deepfm import SimpleDeepFMNN
+from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRM_Projection, DLRMTrain
+from torchrec.modules.deepfm import FactorizationMachine as SumOfPairs
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -15,12 +25,22 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.allocation.axes import LinearReader, RotationGroup, WeightedProduct, rotate_, rotation_groups
-from dnis_torchrec.blocks.blocking import blocks_from_counts
+from dnis_torchrec import blocks_from_counts, export, prepare_, shard_model
+from dnis_torchrec.allocation.axes import (
+    DirectedFactorizationMachine,
+    LinearReader,
+    RotationGroup,
+    WeightedProduct,
+    has_axes,
+    rotate_,
+    rotation_groups,
+    with_axes_,
+)
+from dnis_torchrec.artifact.export import load_model
 from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, shard_model
-from dnis_torchrec.selection.shards import collections, local_shards
-from dnis_torchrec.selection.swap import prepare_
+from dnis_torchrec.blocks.routing import RowRouting
+from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.selection.shards import collections, table_configs
 from examples.models import (
     DeepFM,
     FactorizationMachine,
@@ -32,11 +52,10 @@ from examples.models import (
     build_tables,
 )
 from tests import models
-from tests.models import shard_as
-from tests.reference import second_moment_reference
+from tests.models import shard_as, shards_of, tables_of
+from tests.reference import second_moment_reference, table_scheme
 
 CPU = torch.device("cpu")
-SHARDERS = [CpuEmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.1})]
 ROWS = {"user": 11, "movie": 7}
 DIM = 8
 BATCH_SIZE = 16
@@ -62,7 +81,7 @@ def build(name: str) -> nn.Module:
 def counts_of(model: nn.Module) -> FrequencyCounts:
     """Frequencies for all tables of a model; some rows were never seen."""
     generator = torch.Generator().manual_seed(5)
-    configs = [config for module in collections(model).values() for config in module.embedding_bag_configs()]
+    configs = table_configs(model)
     counts = {c.name: torch.randint(0, 6, (c.num_embeddings,), generator=generator) for c in configs}
     return FrequencyCounts(counts, {feature: 1 for c in configs for feature in c.feature_names}, 50)
 
@@ -70,16 +89,10 @@ def counts_of(model: nn.Module) -> FrequencyCounts:
 def features_of(model: nn.Module, seed: int = 1) -> KeyedJaggedTensor:
     """A batch of single-id bags for all features of a model."""
     generator = torch.Generator().manual_seed(seed)
-    configs = [config for module in collections(model).values() for config in module.embedding_bag_configs()]
-    rows = {feature: config.num_embeddings for config in configs for feature in config.feature_names}
+    rows = {feature: config.num_embeddings for config in table_configs(model) for feature in config.feature_names}
     ids = [torch.randint(0, number, (BATCH_SIZE,), generator=generator) for number in rows.values()]
     lengths = torch.ones(BATCH_SIZE * len(rows), dtype=torch.int64)
     return KeyedJaggedTensor(keys=list(rows), values=torch.cat(ids), lengths=lengths)
-
-
-def tables_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all tables."""
-    return {part.table: part.weight.clone() for module in collections(model).values() for part in local_shards(module)}
 
 
 def drawn_in(model: nn.Module) -> dict[str, Tensor]:
@@ -114,6 +127,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, kjt: KeyedJaggedTe
         optimizer.step()
 
 
+def assert_in_order(tables: dict[str, Tensor], group: Sequence[str], counts: FrequencyCounts) -> None:
+    """Columns of a group are uncorrelated and carry less and less."""
+    moment = second_moment_reference([tables[name] for name in group], [counts.counts[name] for name in group])
+    torch.testing.assert_close(moment, moment.diag().diag(), atol=1e-3, rtol=0)
+    assert (moment.diag().diff() < 1e-4).all()
+
+
 @pytest.mark.parametrize("sharding_type", ["table_wise", "data_parallel"])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_predictions_stay_and_columns_come_in_order(name: str, sharding_type: str) -> None:
@@ -129,9 +149,7 @@ def test_predictions_stay_and_columns_come_in_order(name: str, sharding_type: st
     assert sorted(table for tables in groups for table in tables) == sorted(TURNED[name])
     torch.testing.assert_close(sharded(torch.zeros(BATCH_SIZE, 0), kjt), predicted, atol=1e-5, rtol=1e-5)
     for tables, rotation in zip(groups, rotations, strict=True):
-        moment = second_moment_reference([after[table] for table in tables], [counts.counts[table] for table in tables])
-        torch.testing.assert_close(moment, moment.diag().diag(), atol=1e-3, rtol=0)
-        assert (moment.diag().diff() < 1e-4).all()
+        assert_in_order(after, tables, counts)
         for table in tables:
             torch.testing.assert_close(after[table], (before[table].double() @ rotation).float())
 
@@ -320,10 +338,7 @@ def test_a_frozen_table_is_not_turned_nor_what_would_turn_with_it(name: str, sea
     )
     assert [group.tables for group in rotation_groups(sharded)] == groups
     rotate_(sharded, counts, optimizer)
-    shards = [
-        part.weight for own in collections(sharded).values() for part in local_shards(own) if part.table == "movie"
-    ]
-    assert torch.equal(torch.cat(shards), before)
+    assert torch.equal(torch.cat([part.weight for part in shards_of(sharded) if part.table == "movie"]), before)
     found = sharded(dense_features=torch.zeros(BATCH_SIZE, 1), sparse_features=features)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
@@ -333,3 +348,272 @@ def test_a_frozen_layer_is_not_turned() -> None:
     whole = rotation_groups(model)
     whole[0].layers()[0].requires_grad_(False)
     assert len(rotation_groups(model)) < len(whole)
+
+
+# TorchRec's models
+
+NUM_DENSE = 3
+FEATURES = {"user": ("user_id",), "movie": ("liked", "seen"), "genre": ("genre_id",)}
+ROWS_OF_TORCHREC = {"user": 14, "movie": 13, "genre": 12}
+"""More than D rows each that were seen: the axes are determined."""
+
+
+def collection(*, is_weighted: bool = False) -> EmbeddingBagCollection:
+    """Three tables, one read by two features; of unweighted bags one is pooled by MEAN."""
+    configs = [
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=rows,
+            embedding_dim=DIM,
+            feature_names=list(FEATURES[name]),
+            pooling=PoolingType.MEAN if name == "genre" and not is_weighted else PoolingType.SUM,
+        )
+        for name, rows in ROWS_OF_TORCHREC.items()
+    ]
+    tables = EmbeddingBagCollection(tables=configs, is_weighted=is_weighted)
+    for bag in tables.embedding_bags.values():
+        nn.init.normal_(bag.weight, std=0.5)
+    return tables
+
+
+TYPES: dict[str, Callable[[EmbeddingBagCollection], nn.Module]] = {
+    "dlrm": lambda tables: DLRM(tables, NUM_DENSE, [4, DIM], [6, 1]),
+    "projection": lambda tables: DLRM_Projection(tables, NUM_DENSE, [4, DIM], [6, 1], [9, 2 * DIM], [7, 3 * DIM]),
+    "deepfm": lambda tables: SimpleDeepFMNN(NUM_DENSE, tables, hidden_layer_size=4, deep_fm_dimension=5),
+}
+"""Models that can be turned."""
+GROUPS = {
+    "dlrm": [tuple(ROWS_OF_TORCHREC)],
+    "projection": [(name,) for name in ROWS_OF_TORCHREC],
+    "deepfm": [(name,) for name in ROWS_OF_TORCHREC],
+}
+"""Tables that turn by one matrix."""
+
+
+def build_type(name: str, *, is_weighted: bool = False) -> nn.Module:
+    """One of `TYPES`, the same weights every time."""
+    torch.manual_seed(7)
+    return TYPES[name](collection(is_weighted=is_weighted))
+
+
+def dcn() -> nn.Module:
+    """A model that cannot be turned."""
+    return DLRM_DCN(collection(), NUM_DENSE, [4, DIM], [4, 1], dcn_num_layers=1, dcn_low_rank_dim=2)
+
+
+def logits_of(model: nn.Module, *, is_weighted: bool = False) -> Tensor:
+    """What a model makes of a batch with dense features and bags of up to three ids, some of them empty."""
+    generator = torch.Generator().manual_seed(3)
+    lengths, values = [], []
+    for name, features in FEATURES.items():
+        for _ in features:
+            lengths.append(torch.randint(0, 4, (BATCH_SIZE,), generator=generator))
+            values.append(torch.randint(0, ROWS_OF_TORCHREC[name], (int(lengths[-1].sum()),), generator=generator))
+    ids = torch.cat(values)
+    features = KeyedJaggedTensor(
+        keys=[feature for own in FEATURES.values() for feature in own],
+        values=ids,
+        weights=torch.rand(len(ids), generator=generator) if is_weighted else None,
+        lengths=torch.cat(lengths),
+    )
+    dense = torch.randn(BATCH_SIZE, NUM_DENSE, generator=generator)
+    inner = model.model if isinstance(model, DLRMTrain) else model
+    return inner(dense_features=dense, sparse_features=features)
+
+
+def assert_stays(found: Tensor, wanted: Tensor) -> None:
+    """Equal to 1e-5."""
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def assert_turned(
+    before: dict[str, Tensor], after: dict[str, Tensor], groups: list[tuple[str, ...]], counts: FrequencyCounts
+) -> None:
+    """Rows keep their lengths, and in every group columns are uncorrelated and carry less and less."""
+    for group in groups:
+        assert_in_order(after, group, counts)
+    for name, table in after.items():
+        assert not torch.allclose(table, before[name], atol=0.01)
+        torch.testing.assert_close(table.square().sum(1), before[name].square().sum(1))
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("name", TYPES)
+def test_plain_models_turn_and_no_logit_moves(name: str, is_weighted: bool) -> None:
+    model = build_type(name, is_weighted=is_weighted)
+    before, logits = tables_of(model), logits_of(model, is_weighted=is_weighted)
+    with_axes_(model)
+    assert_stays(logits_of(model, is_weighted=is_weighted), logits)
+    assert [group.tables for group in rotation_groups(model)] == GROUPS[name]
+    assert len(rotate_(model, counts_of(model))) == len(GROUPS[name])
+    assert_stays(logits_of(model, is_weighted=is_weighted), logits)
+    assert_turned(before, tables_of(model), GROUPS[name], counts_of(model))
+
+
+@pytest.mark.parametrize(
+    ("sharding_type", "added"), [("table_wise", "before"), ("data_parallel", "after"), ("column_wise", "after")]
+)
+@pytest.mark.parametrize("name", TYPES)
+def test_sharded_models_turn_like_plain_ones(name: str, sharding_type: str, added: str) -> None:
+    """Axes may be added before or after; after training even parts of rows are turned."""
+    plain = with_axes_(build_type(name))
+    rotate_(plain, counts_of(plain))
+    model = build_type(name)
+    counts, logits = counts_of(model), logits_of(model)
+    sharded = shard_as(with_axes_(model) if added == "before" else model, sharding_type)
+    with_axes_(sharded)
+    rotate_(sharded, counts)
+    assert_stays(logits_of(sharded), logits)
+    tables = tables_of(plain)
+    for shard in shards_of(sharded):
+        columns = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
+        torch.testing.assert_close(shard.weight, tables[shard.table][:, columns], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_names_of_weights_stay_and_axes_are_no_parameters(name: str) -> None:
+    model = build_type(name)
+    state, parameters = set(model.state_dict()), list(model.parameters())
+    assert not has_axes(state)
+    added = set(with_axes_(model).state_dict()) - state
+    assert state < set(model.state_dict()) or name == "projection"
+    assert has_axes(added) == (name != "projection")
+    assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
+    again = set(with_axes_(model).state_dict())
+    assert again == state | added
+    assert len(added) == (name != "projection")
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_model_may_turn_twice_and_a_fresh_one_takes_its_state(name: str) -> None:
+    """Axes that are added again stay as they were turned."""
+    model = with_axes_(build_type(name))
+    logits = logits_of(model)
+    for factor in (1, 2):
+        other = counts_of(model)
+        other.counts["user"][:4] *= factor
+        rotate_(model, other)
+    assert_stays(logits_of(with_axes_(model)), logits)
+    torch.manual_seed(99)
+    fresh = with_axes_(TYPES[name](collection()))
+    fresh.load_state_dict(model.state_dict())
+    assert_stays(logits_of(fresh), logits)
+
+
+def test_models_inside_others_and_subclasses_without_a_forward_are_known() -> None:
+    class Named(DLRM):
+        """Computes as its base does."""
+
+    model = DLRMTrain(Named(collection(), 3, [4, DIM], [6, 1]))
+    logits = logits_of(model)
+    assert len(rotate_(with_axes_(model), counts_of(model))) == 1
+    assert_stays(logits_of(model), logits)
+
+
+class Doubled(DLRM):
+    """A forward of its own."""
+
+    def forward(self, dense_features: Tensor, sparse_features: object) -> Tensor:
+        return 2 * super().forward(dense_features, sparse_features)
+
+
+class CosineInteraction(nn.Module):
+    """Takes the place of an interaction arch, and is none of TorchRec's."""
+
+
+def _patched(model: nn.Module) -> nn.Module:
+    model.forward = model.forward  # an attribute of the object now
+    return model
+
+
+def _hooked(model: nn.Module) -> nn.Module:
+    model.dense_arch.register_forward_hook(lambda module, inputs, output: output.abs())
+    return model
+
+
+def _normalised(model: nn.Module) -> nn.Module:
+    weight_norm(model.over_arch.model[0]._mlp[0]._linear)
+    return model
+
+
+def _other_interaction(model: nn.Module) -> nn.Module:
+    model.inter_arch = CosineInteraction()
+    return model
+
+
+class Reused(nn.Module):
+    """Holds an arch of its model a second time, perhaps to read its weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.head = model, model.over_arch
+
+
+class Tied(nn.Module):
+    """Holds a weight of its model a second time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.tied = model, model.over_arch.model[0]._mlp[0]._linear.weight
+
+
+UNKNOWN: dict[str, Callable[[], nn.Module]] = {
+    "dcn": dcn,
+    "own forward": lambda: Doubled(collection(), 3, [4, DIM], [6, 1]),
+    "patched": lambda: _patched(build_type("dlrm")),
+    "hooked": lambda: _hooked(build_type("dlrm")),
+    "parametrized": lambda: _normalised(build_type("dlrm")),
+    "other interaction": lambda: _other_interaction(build_type("dlrm")),
+    "shared arch": lambda: Reused(build_type("dlrm")),
+    "tied weight": lambda: Tied(build_type("dlrm")),
+    "patched deepfm": lambda: _patched(build_type("deepfm")),
+    "hooked projection": lambda: _hooked(build_type("projection")),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_is_not_known_is_left_alone_and_named_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = UNKNOWN[name]()
+    before = copy.deepcopy(model.state_dict())
+    with caplog.at_level(logging.WARNING):
+        assert rotate_(with_axes_(model), counts_of(model)) == []
+    (record,) = caplog.records
+    assert "rotation: expected tables of which it is known what turns along" in record.message
+    assert str(list(ROWS_OF_TORCHREC)) in record.message
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_the_sum_of_columns_is_no_dot_product_but_keeps_its_direction() -> None:
+    """TorchRec's FactorizationMachine changes by a rotation; with the direction turned along it does not."""
+    torch.manual_seed(1)
+    inputs = [torch.randn(5, 4) for _ in range(3)]
+    rotation = torch.linalg.qr(torch.randn(4, 4)).Q
+    turned, machine = [value @ rotation for value in inputs], DirectedFactorizationMachine(12, inputs[0])
+    expected = SumOfPairs()(inputs)
+    assert_stays(machine(inputs), expected)
+    assert not torch.allclose(SumOfPairs()(turned), expected, atol=0.1)
+    machine.axes.copy_((torch.ones(4) @ rotation).repeat(3))
+    assert_stays(machine(turned), expected)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_an_artifact_gives_a_fresh_model_its_axes(name: str, tmp_path: Path) -> None:
+    model = with_axes_(build_type(name))
+    logits = logits_of(model)
+    rotate_(model, counts_of(model))
+    schemes = {}
+    for table, rows in ROWS_OF_TORCHREC.items():
+        routing, pooling = RowRouting.from_map(torch.arange(rows) % 2, 2), "mean" if table == "genre" else "sum"
+        schemes[table] = table_scheme(
+            table,
+            routing,
+            torch.ones(2, DIM, dtype=torch.bool),
+            feature_names=FEATURES[table],
+            pooling=pooling,
+            collection="sparse_arch.embedding_bag_collection",
+        )
+    path = export(model, MixedDimensionScheme(schemes), tmp_path / "artifact")
+    torch.manual_seed(99)
+    served = load_model(TYPES[name](collection()), path)
+    assert_stays(logits_of(served), logits)

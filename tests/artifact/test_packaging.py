@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +182,13 @@ def test_batches_and_first_samples() -> None:
 
 
 # ---- one compiled package for all that follows
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiler() -> Iterator[None]:
+    """The compiler does not optimise what calls the kernels: it would take three times as long."""
+    with torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"}):
+        yield
 
 
 @pytest.fixture(scope="module")

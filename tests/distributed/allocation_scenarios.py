@@ -32,8 +32,8 @@ from dnis_torchrec.data.over_ranks import LEARN, RankBatches
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.prune import Size, prune
-from tests.allocation import turnable as of_torchrec
-from tests.allocation.curvature_cases import ROWS, Case, make_batch, make_blocks, make_model
+from tests.allocation import test_rotation as turning
+from tests.allocation.test_curvature import ROWS, Case, make_batch, make_blocks, make_model
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import DIMS, Net, described, outcome_of, shards_of, spread, tables, tables_of
 from tests.distributed.model import ROWS as NET_ROWS
@@ -255,14 +255,15 @@ def turned(model: nn.Module, rotations: list[torch.Tensor]) -> Results:
 def turn(name: str, kind: str, at: Rank | None) -> Results:
     """Turns one of TorchRec's models that is sharded already, or as one process does; how far its logits moved."""
     is_weighted = kind in WEIGHTED
-    model = of_torchrec.build(name, is_weighted=is_weighted)
+    model = turning.build_type(name, is_weighted=is_weighted)
+    counts = turning.counts_of(model)
     if at is not None:
         fuse_(model, kind)
-        model = spread(model, MIXED if kind == "mixed" else dict.fromkeys(of_torchrec.ROWS, kind), at)
+        model = spread(model, MIXED if kind == "mixed" else dict.fromkeys(turning.ROWS_OF_TORCHREC, kind), at)
     with torch.no_grad():
-        before = of_torchrec.logits_of(model, is_weighted=is_weighted)
-        rotations = rotate_(with_axes_(model), of_torchrec.counts())
-        moved = float((of_torchrec.logits_of(model, is_weighted=is_weighted) - before).abs().max())
+        before = turning.logits_of(model, is_weighted=is_weighted)
+        rotations = rotate_(with_axes_(model), counts)
+        moved = float((turning.logits_of(model, is_weighted=is_weighted) - before).abs().max())
     return turned(model, rotations) | {"moved": moved}
 
 

@@ -31,9 +31,9 @@ from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, Sharders, make_sharding_plan, shard_model
-from dnis_torchrec.selection.shards import TableShard, collections, local_shards
 from dnis_torchrec.selection.swap import prepare_
 from tests.distributed.harness import Rank, Results
+from tests.models import shards_of
 
 CPU = torch.device("cpu")
 NUM_DENSE = 3
@@ -225,11 +225,6 @@ def shard_as(
     model = shard_model(whole, device, plan, sharders, process_group=group)
     rest = dict(in_backward_optimizer_filter(model.named_parameters()))
     return model, KeyedOptimizerWrapper(rest, lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE))
-
-
-def shards_of(model: nn.Module) -> list[TableShard]:
-    """All that this rank holds."""
-    return [part for module in collections(model).values() for part in local_shards(module)]
 
 
 def tables_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dnis_torchrec.blocks.routing import RowRouter
-from tests.distributed import input_scenarios as inputs
+from tests.distributed import selection_scenarios as of
 from tests.distributed.harness import Part, Results, joined, running_ranks
 from tests.distributed.model import (
     DIMS,
@@ -43,7 +42,14 @@ GPUS = next(ranks for ranks in (4, 2, 1, 0) if ranks <= torch.cuda.device_count(
 RANKS_OF = {"gloo-2": 2, "gloo-4": 4, "nccl": GPUS}
 OF_FOUR = ("mixed", "grid_shard", "mixed hosts", "dense", "cached", "frozen mixed")
 """Each sharding type is in one."""
-KINDS_OF = {"gloo-2": tuple(ALL_KINDS), "gloo-4": OF_FOUR, "nccl": tuple(ALL_KINDS)}
+OF_HOSTS = ("table_row_wise", "table_column_wise", "mixed hosts", "frozen dense")
+"""What two ranks, which are one host, do no otherwise than others: four ranks have it."""
+KINDS_OF = {
+    "gloo-2": tuple(kind for kind in ALL_KINDS if kind not in OF_HOSTS),
+    "gloo-4": OF_FOUR,
+    "nccl": tuple(ALL_KINDS),
+}
+SEQUENCES_OF_FOUR = [name for name in of.SEQUENCES if of.MIXED in name]
 UNSHARDED = ("all tables", "frozen")
 """What is searched without ranks, too: by which words the kinds of the others begin."""
 
@@ -72,9 +78,9 @@ class Worlds:
         if name not in self._worlds:
             things = {"search": scenarios(KINDS_OF[name])}
             if name == "gloo-2":
-                things |= {"select": of_selection()} | inputs.INPUTS
+                things |= {"select": of_selection()} | of.INPUTS
             if name == "gloo-4":
-                things |= {"sequences": inputs.SEQUENCES}
+                things |= {"sequences": {name: of.SEQUENCES[name] for name in SEQUENCES_OF_FOUR}}
             size, folder = RANKS_OF[name], self._make_folder(name)
             backend, hosts = name.split("-")[0], min(2, size)
             ranks = running_ranks(size, joined(**things), folder, backend=backend, local_world_size=hosts)
@@ -153,13 +159,13 @@ def test_shards_lie_where_the_sharding_type_puts_them(worlds: Worlds, name: str,
 
 def hit_rows(halves: tuple[int, ...], upper_step: int) -> dict[str, torch.Tensor]:
     """Which rows of alpha the ids of a validation batch belong to, id by id."""
-    of = blocks()
+    all_blocks = blocks()
     features = Stream("validation", 3, halves).batches[upper_step % 3].sparse_features
-    hits = {str(dim): torch.zeros(shape[0], dtype=torch.bool) for dim, shape in of.alpha_shapes.items()}
+    hits = {str(dim): torch.zeros(shape[0], dtype=torch.bool) for dim, shape in all_blocks.alpha_shapes.items()}
     for name, dim in DIMS.items():
-        router = RowRouter(of.routings[name])
-        for row in features[f"{name}_id"].values():
-            hits[str(dim)][of.first_alpha_row(name) + int(router(row.view(1)))] = True
+        block_of_row = all_blocks.routings[name].all_blocks().tolist()
+        for row in features[f"{name}_id"].values().tolist():
+            hits[str(dim)][all_blocks.first_alpha_row(name) + block_of_row[row]] = True
     return hits
 
 
@@ -178,12 +184,14 @@ def test_hits_are_the_union_over_ranks(worlds: Worlds, kind: str) -> None:
 
 @of_two
 def test_alpha_is_folded_and_merged(worlds: Worlds, kind: str) -> None:
-    of = blocks()
+    all_blocks = blocks()
     for own in worlds["gloo-2"].searches[kind]:
         for place, folded in own["folded"].items():
             name, row, column = place.split("/")
             rows = torch.arange(int(row), int(row) + folded.shape[0])
-            alpha = own["alpha"][str(DIMS[name])][of.first_alpha_row(name) + RowRouter(of.routings[name])(rows)]
+            alpha = own["alpha"][str(DIMS[name])][
+                all_blocks.first_alpha_row(name) + all_blocks.routings[name].all_blocks()[rows]
+            ]
             columns = alpha[:, int(column) : int(column) + folded.shape[1]]
             assert torch.equal(folded, own["tables"][place] * columns), place
         assert all(bool((alpha == 1).all()) for alpha in own["folded alpha"].values())
@@ -276,14 +284,16 @@ def test_a_rank_may_have_no_samples(two, kind: str, empty_rank: int) -> None:
         assert own["hit_errors"] == 0
 
 
-@pytest.mark.parametrize("scenario", inputs.SEQUENCES)
-@pytest.mark.parametrize("name", ["gloo-2", "gloo-4"])
+@pytest.mark.parametrize(
+    ("name", "scenario"),
+    [*(("gloo-2", name) for name in of.SEQUENCES), *(("gloo-4", name) for name in SEQUENCES_OF_FOUR)],
+)
 def test_sequences_learn_as_unsharded(worlds: Worlds, name: str, scenario: str) -> None:
     for own in worlds[name].part("sequences")[scenario]:
         assert max(own["error"], own["folded"]) < 1e-5
 
 
-@pytest.mark.parametrize(("model_of", "kind"), inputs.MANAGED_AS)
+@pytest.mark.parametrize(("model_of", "kind"), of.MANAGED_AS)
 def test_managed_collisions_are_searched_as_on_one_process(two, alone: dict[str, Results], model_of: str, kind: str):
     results, expected = two("managed")[f"{model_of} {kind}"], alone[model_of]
     assert_near(torch.stack([own["losses"] for own in results]).mean(0), expected["losses"])
@@ -297,13 +307,13 @@ def test_managed_collisions_are_searched_as_on_one_process(two, alone: dict[str,
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Results]:
     """What one process comes to with managed collisions."""
-    return {model_of: inputs.managed_alone(model_of) for model_of in inputs.MANAGED}
+    return {model_of: of.managed_alone(model_of) for model_of in of.MANAGED}
 
 
-@pytest.mark.parametrize("kind", inputs.SHARDED_AS)
+@pytest.mark.parametrize("kind", of.SHARDED_AS)
 @pytest.mark.parametrize("how", ["searched", "plain"])
 def test_places_learn_as_in_torchrecs_own_module(two, kind: str, how: str) -> None:
-    start = {f"model.{name}": weight for name, weight in inputs.places_of(Net()).items()}
+    start = {f"model.{name}": weight for name, weight in of.places_of(Net()).items()}
     first, second = two("places")[kind]
     assert_same(first[how]["places"], second[how]["places"])
     for own in (first, second):
@@ -314,15 +324,15 @@ def test_places_learn_as_in_torchrecs_own_module(two, kind: str, how: str) -> No
         assert not any(torch.allclose(weight, start[name], atol=1e-3) for name, weight in own[how]["places"].items())
 
 
-@pytest.mark.parametrize("kind", inputs.NARROW_AS)
+@pytest.mark.parametrize("kind", of.NARROW_AS)
 def test_narrow_tables_learn_as_on_one_process(two, kind: str) -> None:
-    results, expected = two("narrow")[kind], inputs.narrow_steps(None)
+    results, expected = two("narrow")[kind], of.narrow_steps(None)
     assert_near(torch.stack([own["losses"] for own in results]).mean(0), expected["losses"])
     assert_near(whole([own["tables"] for own in results]), whole([expected["tables"]]))
-    if kind in inputs.SHARDED_AS:  # only what fused kernels do not take is dense
+    if kind in of.SHARDED_AS:  # only what fused kernels do not take is dense
         wide = "dense" if kind == "data_parallel" else "fused"
         for own in results:
-            assert own["kernels"] == dict.fromkeys(inputs.NARROW, "dense") | {"wide": wide}
+            assert own["kernels"] == dict.fromkeys(of.NARROW, "dense") | {"wide": wide}
 
 
 def test_the_model_has_both_kinds_of_features_in_every_collection() -> None:

@@ -26,7 +26,6 @@ import dnis_torchrec as dnis
 from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.artifact.load import load, serve
-from dnis_torchrec.artifact.package import Signature, export_graph
 from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.blocks.codes import WIDTHS, pack_fields
 from dnis_torchrec.blocks.routing import RowRouting, directory_bytes
@@ -212,29 +211,6 @@ def test_a_table_in_which_nothing_is_retained() -> None:
     module = PackedEmbeddingBagCollection(MixedDimensionScheme({"t": scheme}), {"t": stored})
     assert stored.num_bytes == module.table_bytes() == 0
     assert module.lookup(torch.tensor([0, 2, 1]), torch.tensor([0, 1, 3])).equal(torch.zeros(2, 3))
-
-
-class Model(nn.Module):
-    """A collection and a layer."""
-
-    def __init__(self, collection: nn.Module) -> None:
-        super().__init__()
-        self.collection, self.out = collection, nn.Linear(5, 1)
-
-    def forward(self, dense_features: Tensor, sparse_features: Any) -> Tensor:
-        return self.out(self.collection(sparse_features).values()).squeeze(1)
-
-
-def test_packages_take_it() -> None:
-    """By torch.export, with any batch size; the module serves on."""
-    module, _ = one_table()
-    model, signature = Model(module), Signature(feature_names=("movie",), num_dense=1, is_weighted=False)
-    program = export_graph(model, signature)
-    ids, lengths = torch.tensor([1, 4, 6, 9]), torch.tensor([[1, 0, 2, 1, 0]], dtype=torch.int32)
-    bags = keyed_jagged_tensor({"movie": [[(1, 1.0)], [], [(4, 1.0), (6, 1.0)], [(9, 1.0)], []]})
-    with torch.no_grad():
-        expected = model(torch.zeros(5, 1), bags)
-        assert program.module()(torch.zeros(5, 1), ids, lengths).allclose(expected)
 
 
 def test_a_copy_and_what_came_from_another_process_serve() -> None:
