@@ -24,6 +24,7 @@ FORMS_OF_0_1 = {"mixed_dimension_fp32": MIXED_DIMENSION}
 COLUMN_SCALE_BYTES = 4
 """Scale (bfloat16) and shift (int16) of a column of a block that is stored in codes."""
 
+MOST_DIMS = 1 << 16
 POOLINGS = ("sum", "mean", "none")
 """How the rows of a bag are combined: summed, averaged, or returned one by one."""
 
@@ -91,13 +92,13 @@ class TableScheme:
             f"a pooling of {', '.join(map(repr, POOLINGS))}",
             repr(self.pooling),
         )
-        shape = (self.routing.num_blocks, self.embedding_dim)
-        check(
-            tuple(self.retained.shape) == shape,
-            place,
-            f"retained of shape {shape}",
-            self.retained.shape,
-        )
+        rows, dim = self.num_embeddings, self.embedding_dim
+        requirement = f"rows, and 1..{MOST_DIMS} dims"
+        check(rows > 0 and 0 < dim <= MOST_DIMS, place, requirement, (rows, dim))
+        shape, kind = (self.routing.num_blocks, dim), self.retained.dtype
+        fits = kind == torch.bool and tuple(self.retained.shape) == shape
+        received = f"{kind} {tuple(self.retained.shape)}"
+        check(fits, place, f"retained as bool of shape {shape}", received)
         check(
             self.routing.num_embeddings == self.num_embeddings,
             place,
@@ -113,14 +114,13 @@ class TableScheme:
             self.num_retained,
         )
         if self.bits is not None:
-            check_widths(self.bits, place)
-            agrees = tuple(self.bits.shape) == shape and bool(
-                ((self.bits > 0) == self.retained).all()
-            )
+            fits = tuple(self.bits.shape) == shape
+            agrees = fits and bool(((self.bits > 0) == self.retained).all())
             requirement = (
                 f"bits of shape {shape}, above 0 where a column is retained and nowhere else"
             )
             check(agrees, place, requirement, "others")
+            check_widths(self.bits, place)
             check(
                 self.is_block_structured,
                 place,

@@ -187,7 +187,8 @@ class _Folder:
                 row, where = 0, f"table {name!r}, form {form!r}"
                 for shard in shards:
                     follows = shard["first_row"] == row and shard["num_rows"] > 0
-                    check(follows, place, f"a shard of {where} from row {row} on", shard, remedy)
+                    actual = f"row {shard['first_row']}, {shard['num_rows']} rows"
+                    check(follows, place, f"a shard of {where} from row {row} on", actual, remedy)
                     row += shard["num_rows"]
                 num_rows = fields["num_embeddings"]
                 check(row == num_rows, place, f"shards of {where} of {num_rows} rows", row, remedy)

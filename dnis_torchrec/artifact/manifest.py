@@ -7,14 +7,15 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NotRequired, TypedDict
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.data.files import FolderKind, NotNegative, Positive, conform, parse_json
@@ -25,7 +26,10 @@ _FORMAT_VERSION = "1.1"
 """Readers accept every minor version of their major one."""
 MANIFEST = "manifest.json"
 MAX_FILE_BYTES = 2_000_000_000
-"""Default limit on the bytes of a file of an artifact."""
+"""Most bytes of a file of an artifact."""
+_MOST_JSON_BYTES = 100_000_000
+"""Most bytes of a manifest and of the header of a file; safetensors has the same limit."""
+_LONGEST_NAME = 255
 SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
     "I8": torch.int8,
@@ -129,6 +133,7 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Writes manifest.json, adding format, version and its own hash."""
     fields = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **manifest, "sha256": _UNHASHED}
     content = (json.dumps(fields, indent=2, allow_nan=False) + "\n").encode()
+    _check_size(len(content), _MOST_JSON_BYTES, MANIFEST, "form fewer blocks, or put less in run")
     content = _with_digits(content, _UNHASHED, hashlib.sha256(content).hexdigest())
     try:
         (folder / MANIFEST).write_bytes(content)
@@ -142,10 +147,10 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     folder = Path(path)
     check(folder.is_dir(), f"artifact {str(path)!r}", "a folder", "none", "check the path")
     place = f"artifact {str(path)!r}, file {MANIFEST!r}"
-    content = file_inside(folder, MANIFEST, place).read_bytes()
+    foreign = "give a folder that export wrote"
+    content = read_inside(folder, MANIFEST, place, foreign)
     manifest: Any = parse_json(content, Any, place, remedy=_AGAIN)
     name = manifest.get("format") if isinstance(manifest, dict) else None
-    foreign = "give a folder that export wrote"
     check(name == _FORMAT, place, f"format {_FORMAT!r}", repr(name), foreign)
     _check_version(manifest.get("format_version"), place)
     conform(manifest, _Manifest, place, remedy="export again")
@@ -155,11 +160,29 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     requirement = "the sha256 that it states of itself"
     check(is_intact and digits == digest, place, requirement, "another", _AGAIN)
     _spell_forms_(manifest, place)
+    check_names({name: of["feature_names"] for name, of in manifest["tables"].items()}, place)
     for name, entry in manifest["files"].items():
         place = f"artifact {str(path)!r}, file {name!r}"
         size = file_inside(folder, name, place).stat().st_size
         check(size == entry["bytes"], place, f"{entry['bytes']} bytes", size, _AGAIN)
+        _check_size(size, MAX_FILE_BYTES, place, "export again")
     return manifest
+
+
+def _check_size(size: int, most: int, place: str, remedy: str) -> None:
+    check(size <= most, place, f"at most {most} bytes", size, remedy)
+
+
+def check_names(features_of: Mapping[str, Sequence[str]], place: str) -> None:
+    """Refuses names of tables and features that torch or a file system cannot hold."""
+    of_torch = nn.ModuleDict()  # in which TorchRec keeps tables: its attributes name no table
+    for table, features in features_of.items():
+        fits = "." not in table and "" not in table.split("/") and not hasattr(of_torch, table)
+        check(fits, place, "names of tables that torch takes", reprlib.repr(table), "rename it")
+        for name in (table, *features):
+            fits = name.isprintable() and 0 < len(name.encode()) <= _LONGEST_NAME
+            requirement = f"names of 1 to {_LONGEST_NAME} bytes that can be printed"
+            check(fits, place, requirement, reprlib.repr(name), "rename it")
 
 
 def _check_version(version: object, place: str) -> None:
@@ -198,6 +221,13 @@ def file_inside(folder: Path, name: str, place: str, remedy: str = "export again
     return file
 
 
+def read_inside(folder: Path, name: str, place: str, remedy: str) -> bytes:
+    """The content of a JSON file that `file_inside` finds, unless it is too large to be one."""
+    file = file_inside(folder, name, place, remedy)
+    _check_size(file.stat().st_size, _MOST_JSON_BYTES, place, remedy)
+    return file.read_bytes()
+
+
 def verify_files(path: Path | str) -> None:
     """Reads every file of an artifact and compares its sha256 with the one that the manifest
     states."""
@@ -214,10 +244,11 @@ def read_artifact_file(
     place = f"artifact {str(path)!r}, file {name!r}"
     check_known("file", name, manifest["files"])
     entry, file = manifest["files"][name], file_inside(Path(path), name, place)
+    header, listed = _header(file, place), entry.get("tensors")
+    requirement = f"tensors {reprlib.repr(listed)}"
+    check(header == listed, place, requirement, reprlib.repr(header), _AGAIN)
     if verify:
         _check_sha256(file, entry, place)
-    header = _header(file, place)
-    check(header == entry.get("tensors"), place, f"tensors {entry.get('tensors')}", header, _AGAIN)
     try:
         return load_file(file)
     except SafetensorError as error:
@@ -230,6 +261,7 @@ def _header(file: Path, place: str) -> dict[str, Any]:
         length = int.from_bytes(stream.read(8), "little")
         fits = length <= file.stat().st_size - 8
         check(fits, place, "a safetensors file", "another", "export again")
+        _check_size(length, _MOST_JSON_BYTES, f"{place}, header", "export again")
         content = stream.read(length)
     try:
         return {

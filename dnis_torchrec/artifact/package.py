@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.artifact.manifest import describe_file, file_inside
+from dnis_torchrec.artifact.manifest import describe_file, file_inside, read_inside
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.files import FolderKind, conform, new_folder, parse_json, unshared
 from dnis_torchrec.ops.build import LOOKUPS, built_elsewhere, find_compiler
@@ -306,7 +306,7 @@ def read_package_json(path: Path | str) -> dict[str, Any]:
     """Reads package.json and checks every file that it lists."""
     folder, place = Path(path), f"package {str(path)!r}, file {_MANIFEST!r}"
     remedy, of_us = "package the model again", "give a folder that `dnis package` wrote"
-    content = file_inside(folder, _MANIFEST, place, of_us).read_bytes()
+    content = read_inside(folder, _MANIFEST, place, of_us)
     manifest: Any = parse_json(content, Any, place, remedy=remedy)
     name = manifest.get("format") if isinstance(manifest, dict) else None
     check(name == _FORMAT, place, f"format {_FORMAT!r}", repr(name), of_us)
