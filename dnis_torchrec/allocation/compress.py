@@ -13,7 +13,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dnis_torchrec.allocation.axes import has_axes, rotate_, turn_back_, with_axes_, without_axes_
-from dnis_torchrec.allocation.bits import Allocation, allocate
+from dnis_torchrec.allocation.bits import LEAST_ROWS, Allocation, allocate
 from dnis_torchrec.allocation.curvature import (
     Curvature,
     Loss,
@@ -258,7 +258,8 @@ def measure_(
         loss: loss or task that the model was trained by, as for `compress`.
         counts: of all rows in the training data, the same on every rank; None counts the batches.
         held_out: see `compress`; of this rank.
-        num_blocks: S of every table, or its rows where those are fewer.
+        num_blocks: S of every table; fewer where a block would have less than
+            `dnis_torchrec.allocation.bits.LEAST_ROWS` rows.
         num_samples: training samples of all ranks that columns are measured on; None: all.
         bits: widths to measure, among `dnis_torchrec.blocks.codes.WIDTHS`.
         leave_alone: names of tables that must not be touched, as for `compress`.
@@ -295,7 +296,9 @@ def measure_(
             tables,
             process_group=ranks.group,
         )
-    blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, leave_alone=leave_alone)
+    blocks = blocks_from_counts(
+        counts, tables, num_blocks=num_blocks, least_rows=LEAST_ROWS, leave_alone=leave_alone
+    )
     with on_all(ranks):
         first = next(iter(batches), None)
         check(first is not None, "batches", "at least one batch", "none")
