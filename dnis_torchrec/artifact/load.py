@@ -81,7 +81,7 @@ def load(
     check(unknown_ids in ways, "unknown_ids", f"one of {ways}", repr(unknown_ids))
     form = None if form is None else form_named(form)
     folder = _Folder.at(path)
-    form = form or default_form(folder.manifest)
+    form = form or (PACKED if PACKED in folder.manifest["forms"] else MIXED_DIMENSION)
     scheme = folder.collection(collection)
     shards = {name: folder.shards(table, form, verify) for name, table in scheme.tables.items()}
     if not is_unpooled(scheme):
@@ -109,11 +109,6 @@ def serve(
         check(tuple(weight.shape) == shape, f"table {name!r}", f"shape {shape}", weight.shape)
         shards[name] = [whole_shard(form, table, rows_of(weight))]
     return _build(form, scheme, shards, device, unknown_ids)
-
-
-def default_form(manifest: Mapping[str, Any]) -> str:
-    """The form that an artifact is served in unless another is asked for."""
-    return PACKED if PACKED in manifest["forms"] else MIXED_DIMENSION
 
 
 def read_scheme(path: Path | str) -> MixedDimensionScheme:

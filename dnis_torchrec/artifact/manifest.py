@@ -228,14 +228,6 @@ def read_inside(folder: Path, name: str, place: str, remedy: str) -> bytes:
     return file.read_bytes()
 
 
-def verify_files(path: Path | str) -> None:
-    """Reads every file of an artifact and compares its sha256 with the one that the manifest
-    states."""
-    manifest = read_manifest(path)
-    for name, entry in manifest["files"].items():
-        _check_sha256(Path(path) / name, entry, f"artifact {str(path)!r}, file {name!r}")
-
-
 def read_artifact_file(
     path: Path | str, manifest: Mapping[str, Any], name: str, *, verify: bool = False
 ) -> dict[str, Tensor]:
@@ -248,7 +240,8 @@ def read_artifact_file(
     requirement = f"tensors {reprlib.repr(listed)}"
     check(header == listed, place, requirement, reprlib.repr(header), _AGAIN)
     if verify:
-        _check_sha256(file, entry, place)
+        digest = _sha256(file)
+        check(digest == entry["sha256"], place, f"sha256 {entry['sha256']}", digest, _AGAIN)
     try:
         return load_file(file)
     except SafetensorError as error:
@@ -275,11 +268,6 @@ def _header(file: Path, place: str) -> dict[str, Any]:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         actual = f"header: {error}"
         raise ValueError(describe(place, "a safetensors file", actual, _AGAIN)) from error
-
-
-def _check_sha256(file: Path, entry: Mapping[str, Any], place: str) -> None:
-    digest = _sha256(file)
-    check(digest == entry["sha256"], place, f"sha256 {entry['sha256']}", digest, _AGAIN)
 
 
 def _sha256(file: Path) -> str:
