@@ -135,25 +135,14 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     content = (json.dumps(fields, indent=2, allow_nan=False) + "\n").encode()
     _check_size(len(content), _MOST_JSON_BYTES, MANIFEST, "form fewer blocks, or put less in run")
     content = _with_digits(content, _UNHASHED, hashlib.sha256(content).hexdigest())
-    try:
-        (folder / MANIFEST).write_bytes(content)
-    except OSError as error:
-        place = f"artifact, file {MANIFEST!r}"
-        raise OSError(describe(place, "it to be written", str(error))) from error
+    (folder / MANIFEST).write_bytes(content)
 
 
 def read_manifest(path: Path | str) -> dict[str, Any]:
     """Reads and checks an artifact's manifest, and the size of every file that it lists."""
     folder = Path(path)
     check(folder.is_dir(), f"artifact {str(path)!r}", "a folder", "none", "check the path")
-    place = f"artifact {str(path)!r}, file {MANIFEST!r}"
-    foreign = "give a folder that export wrote"
-    content = read_inside(folder, MANIFEST, place, foreign)
-    manifest: Any = parse_json(content, Any, place, remedy=_AGAIN)
-    name = manifest.get("format") if isinstance(manifest, dict) else None
-    check(name == _FORMAT, place, f"format {_FORMAT!r}", repr(name), foreign)
-    _check_version(manifest.get("format_version"), place)
-    conform(manifest, _Manifest, place, remedy="export again")
+    place, content, manifest = read_description(folder, ARTIFACT, _FORMAT_VERSION, _Manifest)
     digits = manifest["sha256"]
     is_intact = re.fullmatch("[0-9a-f]{64}", digits) is not None
     digest = hashlib.sha256(_with_digits(content, digits, _UNHASHED)).hexdigest()
@@ -185,12 +174,25 @@ def check_names(features_of: Mapping[str, Sequence[str]], place: str) -> None:
             check(fits, place, requirement, reprlib.repr(name), "rename it")
 
 
-def _check_version(version: object, place: str) -> None:
+def read_description(
+    folder: Path, kind: FolderKind, newest: str, fields: type
+) -> tuple[str, bytes, dict[str, Any]]:
+    """Reads the JSON file of a folder of a kind: its place in words, its bytes, what it says."""
+    place = f"{kind.name} {str(folder)!r}, file {kind.manifest!r}"
+    file = file_inside(folder, kind.manifest, place)
+    _check_size(file.stat().st_size, _MOST_JSON_BYTES, place, _AGAIN)
+    content = file.read_bytes()
+    description: Any = parse_json(content, Any, place, remedy=_AGAIN)
+    name = description.get("format") if isinstance(description, dict) else None
+    foreign = f"give the folder of one {kind.name}"
+    check(name == kind.format, place, f"format {kind.format!r}", repr(name), foreign)
+    version, last = description.get("format_version"), newest.split(".")[0]
     major = version.split(".")[0] if isinstance(version, str) else ""
-    is_version, newest = re.fullmatch("[0-9]{1,9}", major), _FORMAT_VERSION.split(".")[0]
-    requirement = f"a format_version up to {newest}.x"
+    is_version, requirement = re.fullmatch("[0-9]{1,9}", major), f"a format_version up to {last}.x"
     check(is_version is not None, place, requirement, repr(version), "export again")
-    check(int(major) <= int(newest), place, requirement, repr(version), "update dnis_torchrec")
+    check(int(major) <= int(last), place, requirement, repr(version), "update dnis_torchrec")
+    conform(description, fields, place, remedy="export again")
+    return place, content, description
 
 
 def _spell_forms_(manifest: dict[str, Any], place: str) -> None:
@@ -219,13 +221,6 @@ def file_inside(folder: Path, name: str, place: str, remedy: str = "export again
     is_direct = file.resolve() == folder.resolve().joinpath(*parts) and file.is_file()
     check(is_direct, place, "a plain file", "a link or a folder", remedy)
     return file
-
-
-def read_inside(folder: Path, name: str, place: str, remedy: str) -> bytes:
-    """The content of a JSON file that `file_inside` finds, unless it is too large to be one."""
-    file = file_inside(folder, name, place, remedy)
-    _check_size(file.stat().st_size, _MOST_JSON_BYTES, place, remedy)
-    return file.read_bytes()
 
 
 def read_artifact_file(

@@ -34,7 +34,7 @@ LONGEST_BAG = 1_000
 _FP32_ROUNDING, _SMALLEST_ERROR = 2.0**-24, 1e-7
 Bag = list[tuple[int, float]]
 FeatureBags = dict[str, list[Bag]]
-Lookup = Callable[[KeyedJaggedTensor], KeyedTensor]
+BagLookup = Callable[[KeyedJaggedTensor], KeyedTensor]
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def check_form(
     return findings
 
 
-def _summed(module: nn.Module) -> Lookup:
+def _summed(module: nn.Module) -> BagLookup:
     """What a served EmbeddingCollection looks up, summed over each bag: comparable with any pooled
     one."""
 
@@ -285,7 +285,9 @@ def keyed_jagged_tensor(bags: FeatureBags, *, is_weighted: bool) -> KeyedJaggedT
     )
 
 
-def compare(check: str, subject: str, module: Lookup, oracle: Oracle, bags: FeatureBags) -> Finding:
+def compare(
+    check: str, subject: str, module: BagLookup, oracle: Oracle, bags: FeatureBags
+) -> Finding:
     """Compares what a module looks up with what the oracle does."""
     targets, limits = oracle.pool(bags)
     features = keyed_jagged_tensor(bags, is_weighted=oracle.is_weighted)
@@ -308,7 +310,7 @@ def compare(check: str, subject: str, module: Lookup, oracle: Oracle, bags: Feat
     return _judge(check, subject, not wrong, detail)
 
 
-def _check_refusal(subject: str, module: Lookup, oracle: Oracle, bags: FeatureBags) -> Finding:
+def _check_refusal(subject: str, module: BagLookup, oracle: Oracle, bags: FeatureBags) -> Finding:
     for index in range(3):
         one = {feature: of_feature[index : index + 1] for feature, of_feature in bags.items()}
         try:
