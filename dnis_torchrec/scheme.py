@@ -97,8 +97,8 @@ class TableScheme:
         check(rows > 0 and 0 < dim <= MOST_DIMS, place, requirement, (rows, dim))
         shape, kind = (self.routing.num_blocks, dim), self.retained.dtype
         fits = kind == torch.bool and tuple(self.retained.shape) == shape
-        received = f"{kind} {tuple(self.retained.shape)}"
-        check(fits, place, f"retained as bool of shape {shape}", received)
+        actual = f"{kind} {tuple(self.retained.shape)}"
+        check(fits, place, f"retained as bool of shape {shape}", actual)
         check(
             self.routing.num_embeddings == self.num_embeddings,
             place,

@@ -112,8 +112,8 @@ class ColumnCodes:
         steps = torch.stack([largest_codes(self.bits), self.shift / 2])
         reach = torch.cat([steps, steps.sum(0, keepdim=True)]).abs().amax(0)
         values = torch.where(is_coded(self.bits), self.scale * reach, 0.0)
-        fits, received = bool(values.isfinite().all()), f"values up to {float(values.max())}"
-        check(fits, "ColumnCodes.scale", "codes that mean finite values", received)
+        fits, actual = bool(values.isfinite().all()), f"values up to {float(values.max())}"
+        check(fits, "ColumnCodes.scale", "codes that mean finite values", actual)
         if self.feedback is not None:
             shape = (*self.bits.shape, self.bits.shape[1])
             check(

@@ -48,17 +48,17 @@ class RowRouting:
         if self.boundaries is not None:
             place, cuts = "RowRouting.boundaries", self.boundaries
             fits = cuts.dtype == torch.int64 and cuts.shape == (self.num_blocks + 1,)
-            received = f"{cuts.dtype} {tuple(cuts.shape)}"
+            actual = f"{cuts.dtype} {tuple(cuts.shape)}"
             requirement = f"{self.num_blocks + 1} rising row numbers from 0 to at most {rows}"
-            check(fits, place, f"{requirement}, as int64", received)
+            check(fits, place, f"{requirement}, as int64", actual)
             rises = int(cuts[0]) == 0 and bool((cuts.diff() >= 0).all()) and int(cuts[-1]) <= rows
             check(rises, place, requirement, reprlib.repr(cuts.tolist()))
         elif self.block_of_row is not None:
             blocks = self.block_of_row
             fits = blocks.dtype in (torch.uint8, torch.uint16) and blocks.shape == (rows,)
-            received = f"{blocks.dtype} {tuple(blocks.shape)}"
+            actual = f"{blocks.dtype} {tuple(blocks.shape)}"
             requirement = f"one block for each of {rows} rows, as uint8 or uint16"
-            check(fits, "RowRouting.block_of_row", requirement, received)
+            check(fits, "RowRouting.block_of_row", requirement, actual)
 
     @staticmethod
     def from_map(block_of_row: Tensor, num_blocks: int) -> RowRouting:
