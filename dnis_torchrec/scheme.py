@@ -24,6 +24,7 @@ FORMS_OF_0_1 = {"mixed_dimension_fp32": MIXED_DIMENSION}
 COLUMN_SCALE_BYTES = 4
 """Scale (bfloat16) and shift (int16) of a column of a block that is stored in codes."""
 
+MOST_DIMS = 1 << 16
 POOLINGS = ("sum", "mean", "none")
 """How the rows of a bag are combined: summed, averaged, or returned one by one."""
 
@@ -109,20 +110,23 @@ class TableScheme:
         place, shape = f"table {self.name!r}", (self.num_blocks, self.embedding_dim)
         requirement = f"a pooling of {', '.join(map(repr, POOLINGS))}"
         check(self.pooling in POOLINGS, place, requirement, repr(self.pooling))
-        is_fit = tuple(self.retained.shape) == shape
-        check(is_fit, place, f"retained of shape {shape}", self.retained.shape)
+        rows, dim, kind = self.num_embeddings, self.embedding_dim, self.retained.dtype
+        requirement = f"rows, and 1..{MOST_DIMS} dims"
+        check(rows > 0 and 0 < dim <= MOST_DIMS, place, requirement, (rows, dim))
+        is_fit = kind == torch.bool and tuple(self.retained.shape) == shape
+        actual = f"{kind} {tuple(self.retained.shape)}"
+        check(is_fit, place, f"retained as bool of shape {shape}", actual)
         num_rows, largest = self.routing.num_embeddings, self.routing.largest_block
-        requirement = f"a routing of {self.num_embeddings} rows"
-        check(num_rows == self.num_embeddings, place, requirement, num_rows)
+        check(num_rows == rows, place, f"a routing of {rows} rows", num_rows)
         check(largest <= shape[0], place, f"blocks 0..{shape[0]}", largest)
         is_fit = 0 <= self.num_retained <= self.block_area
         check(is_fit, place, f"0 <= num_retained <= {self.block_area}", self.num_retained)
         if self.bits is not None:
-            check_widths(self.bits, place)
             is_fit = tuple(self.bits.shape) == shape
             is_fit = is_fit and bool(((self.bits > 0) == self.retained).all())
             requirement = f"bits of shape {shape}, above 0 where a column is retained, else 0"
             check(is_fit, place, requirement, "others")
+            check_widths(self.bits, place)
             is_fit = self.num_retained == self.block_area
             check(is_fit, place, "whole columns of blocks beside bits", "single values")
         if self.scale is not None or self.shift is not None:

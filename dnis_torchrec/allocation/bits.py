@@ -94,6 +94,14 @@ COLD_COLUMNS, COLD_BITS = 4, 2
 """Columns of a cold block, and their bits, at least: a byte of a row."""
 
 
+LEAST_ROWS = 64
+"""Rows of a block at least. A column of a block takes 5 bytes beside its codes, scale, shift and
+width: two thirds of a bit a value then."""
+LEAST_CODED_ROWS, SMALL_SHARE, USUAL_COMPRESSION = 5, 0.1, 20.0
+"""A column of fewer rows takes less as fp16 than in codes of 8 bits: such tables stay float32 where
+all of them together take at most this share of the bytes, or of those at the usual compression."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     """What tables in codes are predicted to do to a model."""
@@ -169,7 +177,8 @@ def allocate(
             error feedback (see `dnis_torchrec.blocks.error_feedback`), and else to their nearest
             codes.
         compression: bytes of the float32 tables over bytes served, to be met from below. Give
-            either this or `max_loss`.
+            either this or `max_loss`. Tables of one to four rows stay float32 and count, where all
+            of them together take at most a tenth of the bytes.
         max_loss: predicted increase of the loss, at most, in the fewest bytes.
         bits: widths that are offered, among `dnis_torchrec.blocks.bit_fields.WIDTHS`; 0 always is.
         energies: measured before, for several sizes of the same model and blocks; None measures
@@ -202,7 +211,9 @@ def allocate(
     _check_sizes({"compression": compression, "max_loss": max_loss})
     check_all_merged(model)
     every = blocked_tables(model, blocks)
-    tables, left_alone = _split(every, blocks)
+    dense = sum(map(_dense_bytes, every))
+    budget = _bytes_at(compression or USUAL_COMPRESSION, dense)
+    tables, left_alone = _split(every, blocks, _smallest(every, blocks, curvature, budget))
     energy = energies or rounding_energies(model, blocks, counts, bits=bits)
     widths = sorted({0, *bits})
     losses = _predicted_losses(tables, blocks, curvature, energy, widths)
@@ -224,7 +235,6 @@ def allocate(
             problem.within_loss(max_loss, lambda spent: allocation(spent).predicted_loss_increase)
         )
     base = sum(table.served_bytes(PACKED) for table in left_alone.values())
-    dense = sum(map(_dense_bytes, every))
     return allocation(problem.within(compression or 1.0, dense, base))
 
 
@@ -255,15 +265,33 @@ def retained_columns(
     return columns | {name: table.retained for name, table in left_alone.items()}
 
 
+def _smallest(
+    tables: Sequence[BlockedTable], blocks: RowBlocks, curvature: Curvature, budget: int
+) -> list[str]:
+    """Names of the tables that are too small for codes, if the budget has room for them."""
+    smallest = [
+        table
+        for table in tables
+        if table.config.num_embeddings < LEAST_CODED_ROWS
+        and blocks.routings[table.config.name].num_blocks == 1
+        and table.config.name not in blocks.left_alone
+        and table.config.name in curvature.curvature
+        and bool((curvature.curvature[table.config.name] > 0).any())
+    ]
+    num_bytes = sum(_dense_bytes(table) + table.config.embedding_dim for table in smallest)
+    return [table.config.name for table in smallest] if num_bytes <= SMALL_SHARE * budget else []
+
+
 def _split(
-    tables: Sequence[BlockedTable], blocks: RowBlocks
+    tables: Sequence[BlockedTable], blocks: RowBlocks, smallest: Sequence[str] = ()
 ) -> tuple[list[BlockedTable], dict[str, TableScheme]]:
     """The tables that get bits, and the schemes of those that are left alone: float32 in every
     column."""
-    rest = [table for table in tables if table.config.name not in blocks.left_alone]
+    names = blocks.left_alone | {*smallest}
+    rest = [table for table in tables if table.config.name not in names]
     check(bool(rest), "blocks", "a table beside those that are left alone", "none")
     alone = {}
-    for table in (table for table in tables if table.config.name in blocks.left_alone):
+    for table in (table for table in tables if table.config.name in names):
         shape = (blocks.routings[table.config.name].num_blocks, table.config.embedding_dim)
         bits, scale = torch.full(shape, FLOAT_BITS, dtype=torch.uint8), torch.ones(shape)
         codes = ColumnCodes(bits, scale, torch.zeros(shape, dtype=torch.int16))

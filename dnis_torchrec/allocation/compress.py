@@ -16,7 +16,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dnis_torchrec.allocation.axes import has_axes, rotate_, turn_back_, with_axes_, without_axes_
-from dnis_torchrec.allocation.bits import Allocation, allocate
+from dnis_torchrec.allocation.bits import LEAST_ROWS, Allocation, allocate
 from dnis_torchrec.allocation.curvature import (
     Curvature,
     Loss,
@@ -300,7 +300,8 @@ def measure_(
         loss: loss or task that the model was trained by, as for `compress`.
         counts: of all rows in the training data, the same on every rank; None counts the batches.
         held_out: see `compress`; of this rank.
-        num_blocks: S of every table, or its rows where those are fewer.
+        num_blocks: S of every table; fewer where a block would have less than
+            `dnis_torchrec.allocation.bits.LEAST_ROWS` rows.
         num_samples: training samples of all ranks that columns are measured on; None: all.
         bits: widths to measure, among `dnis_torchrec.blocks.codes.WIDTHS`.
         leave_alone: names of tables that must not be touched, as for `compress`.
@@ -366,7 +367,9 @@ def _measure_(
     if counts is None:
         read = (features(batch) for batch in batches)
         counts = count_over_ranks(read, tables, process_group=ranks.group)
-    blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, leave_alone=leave_alone)
+    blocks = blocks_from_counts(
+        counts, tables, num_blocks=num_blocks, least_rows=LEAST_ROWS, leave_alone=leave_alone
+    )
     had_axes = has_axes(get_unwrapped_module(model).state_dict())
     with_axes_(model)
     turned = Turned(model, counts, leave_alone, had_axes, [])

@@ -22,9 +22,9 @@ class CompressSettings:
         float | None,
         "Instead of --compression: predicted increase of the loss, at most, in the fewest bytes.",
     ] = None
-    num_blocks: Annotated[int, "Blocks of every table; a table of fewer rows has one for each."] = (
-        NUM_BLOCKS
-    )
+    num_blocks: Annotated[
+        int, "Blocks of every table; fewer where one would have less than 64 rows."
+    ] = NUM_BLOCKS
     num_samples: Annotated[int, "Training samples that columns are measured on."] = ENOUGH_SAMPLES
     seed: Annotated[int | None, "Of a recipe's splits, 0 if not given; a run has its own."] = None
 

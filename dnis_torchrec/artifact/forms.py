@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,8 +33,8 @@ class Shard:
 
     def check(self, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Checks that the shard holds just these tensors."""
-        names, remedy = sorted(shapes), "export again"
-        check(sorted(self.tensors) == names, self.place, f"{names}", sorted(self.tensors), remedy)
+        names, tensors, remedy = sorted(shapes), sorted(self.tensors), "export again"
+        check(tensors == names, self.place, reprlib.repr(names), reprlib.repr(tensors), remedy)
         for name, shape in shapes.items():
             tensor, requirement = self.tensors[name], f"{name!r} as {dtype} of shape {shape}"
             fits = tensor.dtype == dtype and tuple(tensor.shape) == shape
@@ -73,6 +74,8 @@ def row_counts_of(table: TableScheme, first: int, last: int) -> Tensor:
     routing = table.routing
     if (first, last) == (0, table.num_embeddings):
         return routing.row_counts()
+    if routing.boundaries is not None:
+        return routing.boundaries.clamp(first, last).diff()
     counts = torch.zeros(routing.num_blocks + 1, dtype=torch.int64)
     for begin in range(first, last, ROWS_AT_A_TIME):
         blocks = routing.block_of(torch.arange(begin, min(begin + ROWS_AT_A_TIME, last)))

@@ -81,7 +81,7 @@ def load(
     check(unknown_ids in ways, "unknown_ids", f"one of {ways}", repr(unknown_ids))
     form = None if form is None else form_named(form)
     folder = _Folder.at(path)
-    form = form or default_form(folder.manifest)
+    form = form or (PACKED if PACKED in folder.manifest["forms"] else MIXED_DIMENSION)
     scheme = folder.collection(collection)
     shards = {name: folder.shards(table, form, verify) for name, table in scheme.tables.items()}
     if not is_unpooled(scheme):
@@ -109,11 +109,6 @@ def serve(
         check(tuple(weight.shape) == shape, f"table {name!r}", f"shape {shape}", weight.shape)
         shards[name] = [whole_shard(form, table, rows_of(weight))]
     return _build(form, scheme, shards, device, unknown_ids)
-
-
-def default_form(manifest: Mapping[str, Any]) -> str:
-    """The form that an artifact is served in unless another is asked for."""
-    return PACKED if PACKED in manifest["forms"] else MIXED_DIMENSION
 
 
 def read_scheme(path: Path | str) -> MixedDimensionScheme:
@@ -187,7 +182,8 @@ class _Folder:
                 row, where = 0, f"table {name!r}, form {form!r}"
                 for shard in shards:
                     follows = shard["first_row"] == row and shard["num_rows"] > 0
-                    check(follows, place, f"a shard of {where} from row {row} on", shard, remedy)
+                    actual = f"row {shard['first_row']}, {shard['num_rows']} rows"
+                    check(follows, place, f"a shard of {where} from row {row} on", actual, remedy)
                     row += shard["num_rows"]
                 num_rows = fields["num_embeddings"]
                 check(row == num_rows, place, f"shards of {where} of {num_rows} rows", row, remedy)

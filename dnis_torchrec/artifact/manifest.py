@@ -7,14 +7,15 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NotRequired, TypedDict
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.data.files import FolderKind, NotNegative, Positive, conform, parse_json
@@ -25,7 +26,10 @@ _FORMAT_VERSION = "1.1"
 """Readers accept every minor version of their major one."""
 MANIFEST = "manifest.json"
 MAX_FILE_BYTES = 2_000_000_000
-"""Default limit on the bytes of a file of an artifact."""
+"""Most bytes of a file of an artifact."""
+_MOST_JSON_BYTES = 100_000_000
+"""Most bytes of a manifest and of the header of a file; safetensors has the same limit."""
+_LONGEST_NAME = 255
 SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
     "I8": torch.int8,
@@ -129,45 +133,66 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Writes manifest.json, adding format, version and its own hash."""
     fields = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **manifest, "sha256": _UNHASHED}
     content = (json.dumps(fields, indent=2, allow_nan=False) + "\n").encode()
+    _check_size(len(content), _MOST_JSON_BYTES, MANIFEST, "form fewer blocks, or put less in run")
     content = _with_digits(content, _UNHASHED, hashlib.sha256(content).hexdigest())
-    try:
-        (folder / MANIFEST).write_bytes(content)
-    except OSError as error:
-        place = f"artifact, file {MANIFEST!r}"
-        raise OSError(describe(place, "it to be written", str(error))) from error
+    (folder / MANIFEST).write_bytes(content)
 
 
 def read_manifest(path: Path | str) -> dict[str, Any]:
     """Reads and checks an artifact's manifest, and the size of every file that it lists."""
     folder = Path(path)
     check(folder.is_dir(), f"artifact {str(path)!r}", "a folder", "none", "check the path")
-    place = f"artifact {str(path)!r}, file {MANIFEST!r}"
-    content = file_inside(folder, MANIFEST, place).read_bytes()
-    manifest: Any = parse_json(content, Any, place, remedy=_AGAIN)
-    name = manifest.get("format") if isinstance(manifest, dict) else None
-    foreign = "give a folder that export wrote"
-    check(name == _FORMAT, place, f"format {_FORMAT!r}", repr(name), foreign)
-    _check_version(manifest.get("format_version"), place)
-    conform(manifest, _Manifest, place, remedy="export again")
+    place, content, manifest = read_description(folder, ARTIFACT, _FORMAT_VERSION, _Manifest)
     digits = manifest["sha256"]
     is_intact = re.fullmatch("[0-9a-f]{64}", digits) is not None
     digest = hashlib.sha256(_with_digits(content, digits, _UNHASHED)).hexdigest()
     requirement = "the sha256 that it states of itself"
     check(is_intact and digits == digest, place, requirement, "another", _AGAIN)
     _spell_forms_(manifest, place)
+    check_names({name: of["feature_names"] for name, of in manifest["tables"].items()}, place)
     for name, entry in manifest["files"].items():
         place = f"artifact {str(path)!r}, file {name!r}"
         size = file_inside(folder, name, place).stat().st_size
         check(size == entry["bytes"], place, f"{entry['bytes']} bytes", size, _AGAIN)
+        _check_size(size, MAX_FILE_BYTES, place, "export again")
     return manifest
 
 
-def _check_version(version: object, place: str) -> None:
+def _check_size(size: int, most: int, place: str, remedy: str) -> None:
+    check(size <= most, place, f"at most {most} bytes", size, remedy)
+
+
+def check_names(features_of: Mapping[str, Sequence[str]], place: str) -> None:
+    """Refuses names of tables and features that torch or a file system cannot hold."""
+    of_torch = nn.ModuleDict()  # in which TorchRec keeps tables: its attributes name no table
+    for table, features in features_of.items():
+        fits = "." not in table and "" not in table.split("/") and not hasattr(of_torch, table)
+        check(fits, place, "names of tables that torch takes", reprlib.repr(table), "rename it")
+        for name in (table, *features):
+            fits = name.isprintable() and 0 < len(name.encode()) <= _LONGEST_NAME
+            requirement = f"names of 1 to {_LONGEST_NAME} bytes that can be printed"
+            check(fits, place, requirement, reprlib.repr(name), "rename it")
+
+
+def read_description(
+    folder: Path, kind: FolderKind, newest: str, fields: type
+) -> tuple[str, bytes, dict[str, Any]]:
+    """Reads the JSON file of a folder of a kind: its place in words, its bytes, what it says."""
+    place = f"{kind.name} {str(folder)!r}, file {kind.manifest!r}"
+    file = file_inside(folder, kind.manifest, place)
+    _check_size(file.stat().st_size, _MOST_JSON_BYTES, place, _AGAIN)
+    content = file.read_bytes()
+    description: Any = parse_json(content, Any, place, remedy=_AGAIN)
+    name = description.get("format") if isinstance(description, dict) else None
+    foreign = f"give the folder of one {kind.name}"
+    check(name == kind.format, place, f"format {kind.format!r}", repr(name), foreign)
+    version, last = description.get("format_version"), newest.split(".")[0]
     major = version.split(".")[0] if isinstance(version, str) else ""
-    is_version, newest = re.fullmatch("[0-9]{1,9}", major), _FORMAT_VERSION.split(".")[0]
-    requirement = f"a format_version up to {newest}.x"
+    is_version, requirement = re.fullmatch("[0-9]{1,9}", major), f"a format_version up to {last}.x"
     check(is_version is not None, place, requirement, repr(version), "export again")
-    check(int(major) <= int(newest), place, requirement, repr(version), "update dnis_torchrec")
+    check(int(major) <= int(last), place, requirement, repr(version), "update dnis_torchrec")
+    conform(description, fields, place, remedy="export again")
+    return place, content, description
 
 
 def _spell_forms_(manifest: dict[str, Any], place: str) -> None:
@@ -198,14 +223,6 @@ def file_inside(folder: Path, name: str, place: str, remedy: str = "export again
     return file
 
 
-def verify_files(path: Path | str) -> None:
-    """Reads every file of an artifact and compares its sha256 with the one that the manifest
-    states."""
-    manifest = read_manifest(path)
-    for name, entry in manifest["files"].items():
-        _check_sha256(Path(path) / name, entry, f"artifact {str(path)!r}, file {name!r}")
-
-
 def read_artifact_file(
     path: Path | str, manifest: Mapping[str, Any], name: str, *, verify: bool = False
 ) -> dict[str, Tensor]:
@@ -214,10 +231,12 @@ def read_artifact_file(
     place = f"artifact {str(path)!r}, file {name!r}"
     check_known("file", name, manifest["files"])
     entry, file = manifest["files"][name], file_inside(Path(path), name, place)
+    header, listed = _header(file, place), entry.get("tensors")
+    requirement = f"tensors {reprlib.repr(listed)}"
+    check(header == listed, place, requirement, reprlib.repr(header), _AGAIN)
     if verify:
-        _check_sha256(file, entry, place)
-    header = _header(file, place)
-    check(header == entry.get("tensors"), place, f"tensors {entry.get('tensors')}", header, _AGAIN)
+        digest = _sha256(file)
+        check(digest == entry["sha256"], place, f"sha256 {entry['sha256']}", digest, _AGAIN)
     try:
         return load_file(file)
     except SafetensorError as error:
@@ -230,6 +249,7 @@ def _header(file: Path, place: str) -> dict[str, Any]:
         length = int.from_bytes(stream.read(8), "little")
         fits = length <= file.stat().st_size - 8
         check(fits, place, "a safetensors file", "another", "export again")
+        _check_size(length, _MOST_JSON_BYTES, f"{place}, header", "export again")
         content = stream.read(length)
     try:
         return {
@@ -243,11 +263,6 @@ def _header(file: Path, place: str) -> dict[str, Any]:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         actual = f"header: {error}"
         raise ValueError(describe(place, "a safetensors file", actual, _AGAIN)) from error
-
-
-def _check_sha256(file: Path, entry: Mapping[str, Any], place: str) -> None:
-    digest = _sha256(file)
-    check(digest == entry["sha256"], place, f"sha256 {entry['sha256']}", digest, _AGAIN)
 
 
 def _sha256(file: Path) -> str:

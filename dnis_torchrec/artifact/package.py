@@ -22,9 +22,9 @@ from torch.nn.functional import pad
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.artifact.manifest import describe_file, file_inside
+from dnis_torchrec.artifact.manifest import describe_file, file_inside, read_description
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data.files import FolderKind, conform, new_folder, parse_json, unshare
+from dnis_torchrec.data.files import FolderKind, new_folder, unshare
 from dnis_torchrec.ops.build import LOOKUPS, fallback_libraries, find_compiler
 from dnis_torchrec.ops.packed import bag_offsets, load_operator, names_tensor
 
@@ -304,16 +304,8 @@ def write_package_json(folder: Path, fields: Mapping[str, Any]) -> None:
 
 def read_package_json(path: Path | str) -> dict[str, Any]:
     """Reads package.json and checks every file that it lists."""
-    folder, place = Path(path), f"package {str(path)!r}, file {_MANIFEST!r}"
-    remedy, of_us = "package the model again", "give a folder that `dnis package` wrote"
-    content = file_inside(folder, _MANIFEST, place, of_us).read_bytes()
-    manifest: Any = parse_json(content, Any, place, remedy=remedy)
-    name = manifest.get("format") if isinstance(manifest, dict) else None
-    check(name == _FORMAT, place, f"format {_FORMAT!r}", repr(name), of_us)
-    version = str(manifest.get("format_version"))
-    is_read, update = version.split(".")[0] == "1", "update dnis_torchrec"
-    check(is_read, place, "a format_version 1.x", version, update)
-    conform(manifest, _Package, place, remedy=remedy)
+    folder, remedy = Path(path), "package the model again"
+    place, _, manifest = read_description(folder, PACKAGE, _FORMAT_VERSION, _Package)
     check(manifest["kind"] == AOTI, place, f"kind {AOTI!r}", repr(manifest["kind"]), remedy)
     for name, entry in manifest["files"].items():
         place = f"package {str(path)!r}, file {name!r}"

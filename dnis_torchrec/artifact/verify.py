@@ -34,6 +34,7 @@ LONGEST_BAG = 1_000
 _FP32_ROUNDING, _SMALLEST_ERROR = 2.0**-24, 1e-7
 Bag = list[tuple[int, float]]
 FeatureBags = dict[str, list[Bag]]
+BagLookup = Callable[[KeyedJaggedTensor], KeyedTensor]
 
 
 @dataclass(frozen=True)
@@ -135,20 +136,17 @@ def _hash(artifact: Path, name: str, entry: dict[str, Any]) -> list[Finding]:
     return [_judge("checksums", name, is_right, f"{entry['bytes']} bytes" if is_right else wrong)]
 
 
-def _has_use(name: str, uses: set[str]) -> bool:
-    """Whether a file is one of those, or of a form or for a program that release 0.1.0 knew."""
-    folder = name.partition("/")[0]
-    return name in uses or folder == "scipy" or is_gone(folder)
-
-
 def _strangers(artifact: Path, manifest: dict[str, Any]) -> list[Finding]:
     """A finding per file that the manifest does not list, or that nothing in it refers to."""
     uses = {*manifest["scheme"], *manifest["dense_state"]}
     for table in manifest["tables"].values():
         uses |= {shard["file"] for shards in table["shards"].values() for shard in shards}
     idle, no_entry = "the manifest lists it, nothing refers to it", "the manifest does not list it"
-    strangers = {name: idle for name in manifest["files"]}
-    strangers = {name: why for name, why in strangers.items() if not _has_use(name, uses)}
+    strangers = dict.fromkeys(manifest["files"].keys() - uses, idle)
+    for name in [*strangers]:  # of a form or for a program that release 0.1.0 knew
+        folder = name.partition("/")[0]
+        if folder == "scipy" or is_gone(folder):
+            del strangers[name]
     names = {MANIFEST, CARD, *manifest["files"]}
     for file in sorted(artifact.rglob("*")):
         name = file.relative_to(artifact).as_posix()
@@ -217,26 +215,19 @@ def check_form(
     return findings
 
 
-class _SummedBags(nn.Module):
+def _summed(module: nn.Module) -> BagLookup:
     """What a served EmbeddingCollection looks up, summed over each bag: comparable with any pooled
     one."""
 
-    def __init__(self, collection: ServedEmbeddingCollection) -> None:
-        super().__init__()
-        self.collection = collection
-
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks ids up and sums them."""
+    def look_up(features: KeyedJaggedTensor) -> KeyedTensor:
         sums = {}
-        for key, jagged in self.collection(features).items():
+        for key, jagged in module(features).items():
             bags = torch.arange(jagged.lengths().numel()).repeat_interleave(jagged.lengths())
             zeros = torch.zeros(jagged.lengths().numel(), jagged.values().shape[1])
             sums[key] = zeros.index_add(0, bags, jagged.values())
         return KeyedTensor.from_tensor_list(list(sums), list(sums.values()))
 
-
-def _summed(module: nn.Module) -> nn.Module:
-    return _SummedBags(module) if isinstance(module, ServedEmbeddingCollection) else module
+    return look_up if isinstance(module, ServedEmbeddingCollection) else module
 
 
 def bag_cases(scheme: MixedDimensionScheme) -> dict[str, FeatureBags]:
@@ -295,7 +286,7 @@ def keyed_jagged_tensor(bags: FeatureBags, *, is_weighted: bool) -> KeyedJaggedT
 
 
 def compare(
-    check: str, subject: str, module: nn.Module, oracle: Oracle, bags: FeatureBags
+    check: str, subject: str, module: BagLookup, oracle: Oracle, bags: FeatureBags
 ) -> Finding:
     """Compares what a module looks up with what the oracle does."""
     targets, limits = oracle.pool(bags)
@@ -319,7 +310,7 @@ def compare(
     return _judge(check, subject, not wrong, detail)
 
 
-def _check_refusal(subject: str, module: nn.Module, oracle: Oracle, bags: FeatureBags) -> Finding:
+def _check_refusal(subject: str, module: BagLookup, oracle: Oracle, bags: FeatureBags) -> Finding:
     for index in range(3):
         one = {feature: of_feature[index : index + 1] for feature, of_feature in bags.items()}
         try:

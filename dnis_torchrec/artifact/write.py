@@ -25,6 +25,7 @@ from dnis_torchrec.artifact.manifest import (
     ARTIFACT,
     MAX_FILE_BYTES,
     RunOfArtifact,
+    check_names,
     describe_tensors,
     file_bytes,
     file_header,
@@ -110,6 +111,7 @@ def write_over_ranks(
         forms = check_forms((scheme.form,) if forms is None else forms)
         for name in scheme.tables:
             check_known("table", name, shards)
+        check_names({name: t.feature_names for name, t in scheme.tables.items()}, "scheme")
         notes = _as_json(run or {})
         bit_files = _packed_files(scheme, max_file_bytes) if PACKED in forms else []
     parts = {name: tuple(shards[name]) for name in scheme.tables}
@@ -160,6 +162,7 @@ def write_packed(
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
     """Writes tables of bit fields as they are served, bit for bit. Local, no collective."""
+    check_names({name: t.feature_names for name, t in scheme.tables.items()}, "scheme")
     notes, entries = _as_json(run or {}), list[Entry]()
     with new_folder(path, overwrite=overwrite, kind=ARTIFACT) as folder:
         for file in _packed_files(scheme, max_file_bytes):
@@ -219,12 +222,12 @@ def _spans(
     with together(ranks.group):
         for index, name in enumerate(shapes):
             if is_cut[index]:
-                _pass_columns(folder, parts[name])
+                _pass_columns(folder, index, parts[name])
     spans: dict[str, list[SpanOfRows]] = {}
     for index, (name, table) in enumerate(scheme.tables.items()):
         is_others = copies[name] > 1 and index % ranks.world_size != ranks.rank
         if is_cut[index]:
-            spans[name] = _spans_of_columns(folder, table, ranks)
+            spans[name] = _spans_of_columns(folder, index, table, ranks)
         else:
             spans[name] = [] if is_others else [_span_of_shard(shard) for shard in parts[name]]
     return spans
@@ -235,21 +238,23 @@ def _span_of_shard(shard: TableShard) -> SpanOfRows:
     return first, first + len(weight), lambda begin, end: weight[begin - first : end - first]
 
 
-def _pass_columns(folder: Path, shards: Sequence[TableShard]) -> None:
-    """Writes column shards, as plain float32, where the other ranks find them by name."""
+def _pass_columns(folder: Path, index: int, shards: Sequence[TableShard]) -> None:
+    """Writes column shards of a table, as plain float32, where the other ranks find them."""
     (folder / _COLUMNS).mkdir(exist_ok=True)
     for shard in shards:
         numbers = (shard.first_row, shard.first_column, *shard.weight.shape)
-        name = f"{shard.table.encode().hex()}.{'.'.join(map(str, numbers))}"
+        name = f"{index}.{'.'.join(map(str, numbers))}"
         with (folder / _COLUMNS / name).open("wb") as file:
             for chunk, _, _ in shard.chunks():
                 chunk.float().cpu().contiguous().numpy().tofile(file)
 
 
-def _spans_of_columns(folder: Path, table: TableScheme, ranks: Ranks) -> list[SpanOfRows]:
+def _spans_of_columns(
+    folder: Path, index: int, table: TableScheme, ranks: Ranks
+) -> list[SpanOfRows]:
     """The W-th part of a table's rows, read from the columns that all ranks have passed."""
     first, last = ranks.share(table.num_embeddings)
-    files = sorted((folder / _COLUMNS).glob(f"{table.name.encode().hex()}.*"))
+    files = sorted((folder / _COLUMNS).glob(f"{index}.*"))
 
     def rows(begin: int, end: int) -> Tensor:
         chunk = torch.full((end - begin, table.embedding_dim), torch.nan)

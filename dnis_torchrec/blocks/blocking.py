@@ -67,6 +67,7 @@ def blocks_from_counts(
     tables: Sequence[EmbeddingBagConfig],
     *,
     num_blocks: int = NUM_BLOCKS,
+    least_rows: int = 1,
     leave_alone: Collection[str] = (),
 ) -> RowBlocks:
     """Cuts the rows of every table, sorted by descending frequency, into blocks of equal size.
@@ -77,7 +78,9 @@ def blocks_from_counts(
     Args:
         counts: occurrences in the training data.
         tables: the tables to block, as ``embedding_bag_configs()`` gives them.
-        num_blocks: S of every table, at most 65,535; as many as it has rows, where those are fewer.
+        num_blocks: S of every table, at most 65,535.
+        least_rows: rows of a block, at least: a table of fewer rows than S of them gets fewer
+            blocks, and one in any case.
         leave_alone: names of tables that must not be touched: one block each, whose alpha stays 1.
 
     Returns:
@@ -108,7 +111,7 @@ def blocks_from_counts(
     seen_rows: dict[str, Tensor] = {}
     for table in tables:
         name, num_rows = table.name, table.num_embeddings
-        size = 1 if name in leave_alone else min(num_blocks, num_rows)
+        size = 1 if name in leave_alone else min(num_blocks, max(1, num_rows // least_rows))
         routing, occurrences[name], seen_rows[name] = _blocks_of(counts.counts[name], size)
         if name in leave_alone:  # never-seen rows stay where they are, so no map is needed
             routing = RowRouting(num_rows, 1, boundaries=torch.tensor([0, num_rows]))

@@ -109,6 +109,11 @@ class ColumnCodes:
             block, column = (~sound).nonzero()[0].tolist()
             value = f"{self.scale[block, column].item()} in block {block}, column {column}"
             check(False, "ColumnCodes.scale", "finite bfloat16 values above 0", value)
+        steps = torch.stack([largest_codes(self.bits), self.shift / 2])
+        reach = torch.cat([steps, steps.sum(0, keepdim=True)]).abs().amax(0)
+        values = torch.where(is_coded(self.bits), self.scale * reach, 0.0)
+        fits, actual = bool(values.isfinite().all()), f"values up to {float(values.max())}"
+        check(fits, "ColumnCodes.scale", "codes that mean finite values", actual)
         if self.feedback is not None:
             shape = (*self.bits.shape, self.bits.shape[1])
             check(

@@ -3,6 +3,7 @@ block."""
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from dnis_torchrec.checks import check
 
 MAX_NUM_BLOCKS = 65_535
+MOST_ROWS = 1 << 40
+"""Rows of a table at most: products with what a row takes stay within int64."""
 ROWS_AT_A_TIME = 1 << 20
 """Rows that are looked at together: bounds what that takes beside a byte or two per row, and its
 count."""
@@ -34,6 +37,8 @@ class RowRouting:
             f"1..{MAX_NUM_BLOCKS}",
             self.num_blocks,
         )
+        rows = self.num_embeddings
+        check(0 <= rows <= MOST_ROWS, "RowRouting.num_embeddings", f"0..{MOST_ROWS}", rows)
         check(
             (self.boundaries is None) != (self.block_of_row is None),
             "RowRouting",
@@ -41,22 +46,19 @@ class RowRouting:
             "both" if self.boundaries is not None else "neither",
         )
         if self.boundaries is not None:
-            cuts = self.boundaries
-            is_rising = cuts.numel() == self.num_blocks + 1 and bool((cuts.diff() >= 0).all())
-            check(
-                is_rising and int(cuts[0]) == 0 and int(cuts[-1]) <= self.num_embeddings,
-                "RowRouting.boundaries",
-                f"{self.num_blocks + 1} rising row numbers from 0 to at most {self.num_embeddings}",
-                cuts.tolist(),
-            )
+            place, cuts = "RowRouting.boundaries", self.boundaries
+            fits = cuts.dtype == torch.int64 and cuts.shape == (self.num_blocks + 1,)
+            actual = f"{cuts.dtype} {tuple(cuts.shape)}"
+            requirement = f"{self.num_blocks + 1} rising row numbers from 0 to at most {rows}"
+            check(fits, place, f"{requirement}, as int64", actual)
+            rises = int(cuts[0]) == 0 and bool((cuts.diff() >= 0).all()) and int(cuts[-1]) <= rows
+            check(rises, place, requirement, reprlib.repr(cuts.tolist()))
         elif self.block_of_row is not None:
-            rows = self.block_of_row
-            check(
-                rows.dim() == 1 and rows.numel() == self.num_embeddings,
-                "RowRouting.block_of_row",
-                f"one block for each of {self.num_embeddings} rows",
-                tuple(rows.shape),
-            )
+            blocks = self.block_of_row
+            fits = blocks.dtype in (torch.uint8, torch.uint16) and blocks.shape == (rows,)
+            actual = f"{blocks.dtype} {tuple(blocks.shape)}"
+            requirement = f"one block for each of {rows} rows, as uint8 or uint16"
+            check(fits, "RowRouting.block_of_row", requirement, actual)
 
     @staticmethod
     def from_map(block_of_row: Tensor, num_blocks: int) -> RowRouting:

@@ -11,10 +11,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+import dnis_torchrec as dnis
 from dnis_torchrec import prepare_
 from dnis_torchrec.allocation.bits import COLD_COLUMNS, Allocation, allocate, retained_columns
 from dnis_torchrec.allocation.curvature import Curvature
@@ -77,6 +79,8 @@ class Model:
             assert table.bits is not None
             for block, row in enumerate(table.bits.tolist()):
                 for column, width in enumerate(row):
+                    if width == 32:  # exact, also where it was not offered
+                        continue
                     energy = self.energies.tables[name].energy[block, column, self.energies.bits.index(width)]
                     total += max(0.0, float(self.curvature.curvature[name][block, column])) / 2 * float(energy)
         return total
@@ -520,3 +524,72 @@ def test_a_prepared_model_whose_alpha_is_one_is_measured_as_the_plain_one_is() -
         rounding_energies(prepared, blocks, counts)
     with pytest.raises(RuntimeError, match="call merge_ first"):
         allocate(prepared, blocks, counts, None, compression=8, energies=found)  # type: ignore[arg-type]
+
+
+class Summed(nn.Module):
+    """Tables that a linear layer reads, each by a feature of one id."""
+
+    def __init__(self, shapes: list[tuple[int, int]]) -> None:
+        super().__init__()
+        configs = [
+            EmbeddingBagConfig(name=f"t{i}", num_embeddings=n, embedding_dim=d, feature_names=[f"f{i}"])
+            for i, (n, d) in enumerate(shapes)
+        ]
+        self.tables = EmbeddingBagCollection(tables=configs)
+        self.top = nn.Linear(sum(d for _, d in shapes), 1)
+        for weight in self.tables.parameters():
+            nn.init.normal_(weight, std=0.3)
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        del dense_features
+        return self.top(self.tables(sparse_features).values().tanh())
+
+
+def compressed(shapes: list[tuple[int, int]], compression: float) -> tuple[Allocation, dict[str, Tensor], nn.Module]:
+    """A compressed model, its tables before (as no axes turn them), and the model."""
+    torch.manual_seed(0)
+    model, size = Summed(shapes), 256
+    ids = [torch.arange(size) % n for n, _ in shapes]
+    lengths = torch.ones(size * len(shapes), dtype=torch.int64)
+    features = KeyedJaggedTensor([f"f{i}" for i in range(len(shapes))], torch.cat(ids), lengths=lengths)
+    with torch.no_grad():
+        labels = model(None, features).squeeze(1) + torch.randn(size) / 10
+    weights = {name: bag.weight.detach().clone() for name, bag in model.tables.embedding_bags.items()}
+    batch = Batch(torch.zeros(size, 1), features, labels)
+    return dnis.compress(model, [batch], loss=nn.MSELoss(), compression=compression), weights, model
+
+
+@example(small=[(30, 32), (5, 16)], compression=8.0)
+@example(small=[(1, 1), (2, 3), (3, 16), (4, 2)], compression=20.0)
+@settings(max_examples=15, deadline=None)
+@given(
+    small=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 32)), min_size=1, max_size=3),
+    compression=st.floats(2, 16),
+)
+def test_a_small_table_beside_a_large_one_is_never_worse_than_fp16(
+    small: list[tuple[int, int]], compression: float
+) -> None:
+    """More bytes than fp16 are taken by float32 rows alone, which take a byte a column beside their values."""
+    found, weights, model = compressed([*small, (1000, 16)], compression)
+    assert found.num_bytes == sum(table.served_bytes(PACKED) for table in found.scheme.tables.values())
+    assert found.compression >= compression
+    served = model.tables.bit_fields()
+    for name in list(weights)[:-1]:
+        table, (n, d) = found.scheme.tables[name], weights[name].shape
+        assert table.routing.num_blocks == 1
+        assert bool(table.bits.any())
+        if table.served_bytes(PACKED) > 2 * n * d:
+            assert table.served_bytes(PACKED) == 4 * n * d + d
+            assert served[name].view(torch.float32).view(n, d).equal(weights[name])
+
+
+def test_one_small_table_keeps_most_of_its_columns() -> None:
+    found, _, _ = compressed([(30, 32)], 8)
+    assert int((found.scheme.tables["t0"].bits > 0).sum()) > 16
+    found, _, _ = compressed([(5, 16)], 2)
+    assert bool((found.scheme.tables["t0"].bits == 8).all())
+
+
+def test_blocks_of_large_tables_do_not_merge() -> None:
+    found, _, _ = compressed([(511, 4), (512, 4), (1000, 16)], 8)
+    assert [table.routing.num_blocks for table in found.scheme.tables.values()] == [7, 8, 8]

@@ -174,8 +174,9 @@ def test_several_sizes_share_what_was_measured_and_the_model_stays(monkeypatch: 
     assert allowed.predicted_loss_increase <= increases[1]
 
 
-def test_every_row_has_a_block_and_counts_may_be_given() -> None:
-    counted = measured_on_training_samples()
+def test_every_row_has_a_block_and_counts_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LEAST_ROWS", 1)
+    counted = measure_(trained(), BATCHES, loss=nn.MSELoss())
     given = measure_(trained(), BATCHES, loss=nn.MSELoss(), counts=counted.counts)
     for name, (rows, _) in ROWS.items():
         routing = counted.blocks.routings[name]

@@ -199,7 +199,7 @@ def test_several_collections(tmp_path: Path) -> None:
 
 def test_names_that_look_alike_as_files(tmp_path: Path) -> None:
     routing, retained = RowRouting(2, 1, boundaries=torch.tensor([0, 2])), torch.ones(1, 2, dtype=torch.bool)
-    names = ["a b", "a/b", "../a", "Ä" * 300]
+    names = ["a b", "a/b", "a_b", "Ä" * 127]
     schemes = {name: table_scheme(name, routing, retained, feature_names=(f"f{name}",)) for name in names}
     tables = {name: torch.randn(2, 2) for name in names}
     path = write_artifact(tables, MixedDimensionScheme(schemes), tmp_path / "a", forms=FORMS)

@@ -8,9 +8,14 @@ from __future__ import annotations
 import copy as copying
 import hashlib
 import json
+import os
+import re
+import resource
 import shutil
+import signal
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +35,7 @@ from dnis_torchrec.artifact import verify as verification
 from dnis_torchrec.artifact.card import CARD
 from dnis_torchrec.artifact.export import load_model
 from dnis_torchrec.artifact.load import exact_rows, load, load_dense_state, read_scheme, serve
-from dnis_torchrec.artifact.manifest import describe_file, read_manifest, verify_files, write_manifest
+from dnis_torchrec.artifact.manifest import SAFETENSORS_DTYPES, describe_file, read_manifest, write_manifest
 from dnis_torchrec.artifact.verify import (
     Finding,
     Oracle,
@@ -104,8 +109,7 @@ def restate_file(path: Path, name: str, *, tensors: bool = True) -> None:
     facts: dict[str, Any] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     if tensors:
         length = int.from_bytes(content[:8], "little")
-        names = {"F32": "float32", "F16": "float16", "U8": "uint8", "I16": "int16", "I32": "int32"}
-        names |= {"I64": "int64", "BOOL": "bool"}
+        names = {key: str(dtype).removeprefix("torch.") for key, dtype in SAFETENSORS_DTYPES.items()}
         facts["tensors"] = {
             key: {"dtype": names[f["dtype"]], "shape": f["shape"], "offset": 8 + length + f["data_offsets"][0]}
             for key, f in json.loads(content[8 : 8 + length]).items()
@@ -121,6 +125,11 @@ def forge(path: Path, name: str, change: Callable[[dict[str, Tensor]], object]) 
     restate_file(path, name)
 
 
+def files_that_differ(path: Path) -> list[str]:
+    """The files of an artifact that are not as its manifest says."""
+    return [finding.subject for finding in check_files(path, Ranks())[1] if finding.is_failure]
+
+
 def flip(file: Path, position: int, bit: int = 0) -> None:
     content = bytearray(file.read_bytes())
     content[position] ^= 1 << bit
@@ -132,7 +141,7 @@ def flip(file: Path, position: int, bit: int = 0) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_damaged_files_are_named(artifact: Path, name: str) -> None:
-    verify_files(artifact)
+    assert files_that_differ(artifact) == []
     content = (artifact / name).read_bytes()
     flip(artifact / name, -1)
     reader = {
@@ -141,9 +150,9 @@ def test_damaged_files_are_named(artifact: Path, name: str) -> None:
         SCHEME: read_scheme,
         DENSE: load_dense_state,
     }[name]
-    for read in (reader, verify_files):
-        with pytest.raises(ValueError, match=f"file '{name}': expected sha256 .*damaged"):
-            read(artifact)
+    assert files_that_differ(artifact) == [name]
+    with pytest.raises(ValueError, match=f"file '{name}': expected sha256 .*damaged"):
+        reader(artifact)
     for damage in (content[:-1], content + b"x", b""):
         (artifact / name).write_bytes(damage)
         for read in READERS:
@@ -171,8 +180,7 @@ def test_a_flipped_bit_of_any_byte_of_rows_is_found_and_never_leaves_the_table(c
     refusals = 0
     for position in range(len(content)):
         flip(file, position, position % 8)
-        with pytest.raises(ValueError, match=f"file '{PACKED_FILE}': expected sha256"):
-            verify_files(coded)
+        assert files_that_differ(coded) == [PACKED_FILE]
         try:
             out = load(coded)(all_rows()).values()
             assert position >= first_value or out.equal(expected)
@@ -185,11 +193,10 @@ def test_a_flipped_bit_of_any_byte_of_rows_is_found_and_never_leaves_the_table(c
 def test_no_reader_minds_a_card_that_was_changed_or_left_out(coded: Path, tmp_path: Path) -> None:
     for change in (lambda card: card.write_text("ours"), Path.unlink):
         change(coded / CARD)
-        verify_files(coded)
-        assert not [finding for finding in check_files(coded, Ranks())[1] if finding.is_failure]
+        assert files_that_differ(coded) == []
         load(coded)
     (coded / CARD).symlink_to(tmp_path / "elsewhere")
-    assert [finding.subject for finding in check_files(coded, Ranks())[1] if finding.is_failure] == [CARD]
+    assert files_that_differ(coded) == [CARD]
 
 
 # ---- places: nothing outside of the folder is read
@@ -431,6 +438,225 @@ def test_a_forged_manifest_is_read_or_refused(request: pytest.FixtureRequest, ki
                 read(path)
             except ValueError:
                 continue
+
+
+# ---- what nobody has written: refused at once, before memory is asked for
+
+
+SECONDS, MOST_BYTES, LONGEST_LINE = 10, 1 << 30, 1000
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Lets the block take ten seconds and a gibibyte, both far more than it needs."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MOST_BYTES, hard))
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"not done after {SECONDS} seconds"))
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def rows_are(num_rows: int, num_shards: int = 1) -> Callable[[Path], None]:
+    """Of the table that is routed by boundaries; all that are more lie in a block of which nothing is stored."""
+
+    def change(path: Path) -> None:
+        forge(path, SCHEME, lambda tensors: tensors["user/boundaries"].__setitem__(-1, num_rows))
+
+        def describe(manifest: dict) -> None:
+            table = manifest["tables"]["user"]
+            table["num_embeddings"] = num_rows
+            for shards in table["shards"].values():
+                shards[0]["num_rows"] = num_rows
+
+        restate(path, describe)
+
+    return change
+
+
+def grown(name: str, size: int = 64 << 30, header: int | None = None) -> Callable[[Path], None]:
+    """A sparse file: as large as it says, with nothing on the disk."""
+
+    def change(path: Path) -> None:
+        if header is not None:
+            (path / name).write_bytes(header.to_bytes(8, "little"))
+        os.truncate(path / name, size)
+        if name != "manifest.json":
+            restate(path, lambda manifest: manifest["files"][name].update(bytes=size))
+
+    return change
+
+
+def renamed(name: str, *, field: str = "table") -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        if field == "feature":
+            restate(path, lambda m: m["tables"]["user"].update(feature_names=[name]))
+            return
+
+        def rename(tensors: dict[str, Tensor]) -> None:
+            for key in [key for key in tensors if key.startswith("user/")]:
+                tensors[name + key.removeprefix("user")] = tensors.pop(key)
+
+        forge(path, SCHEME, rename)
+        restate(path, lambda m: m["tables"].update({name: m["tables"].pop("user")}))
+
+    return change
+
+
+def tensor_is(key: str, change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
+    return lambda path: forge(path, SCHEME, lambda tensors: tensors.update({key: change(tensors[key])}))
+
+
+def fields_are(**fields: object) -> Callable[[Path], None]:
+    return lambda path: restate(path, lambda manifest: manifest["tables"]["user"].update(fields))
+
+
+def no_rows(path: Path) -> None:
+    (name,) = {shard["file"] for shard in read_manifest(path)["tables"]["user"]["shards"]["packed"]}
+    (path / name).unlink()
+    restate(path, lambda manifest: manifest["files"].pop(name))
+    forge(path, SCHEME, lambda tensors: tensors["user/boundaries"].zero_())
+    fields_are(num_embeddings=0, num_retained=0, shards={"packed": []})(path)
+
+
+def no_columns(path: Path) -> None:
+    def empty(tensors: dict[str, Tensor]) -> None:
+        for key in ("retained", "bits", "scale", "shift"):
+            tensors[f"user/{key}"] = tensors[f"user/{key}"][:, :0]
+
+    forge(path, SCHEME, empty)
+    fields_are(embedding_dim=0, num_retained=0)(path)
+
+
+def wide(num_columns: int) -> Callable[[Path], None]:
+    def widen(tensors: dict[str, Tensor]) -> None:
+        for key, value in (("retained", 0), ("bits", 0), ("scale", 1), ("shift", 0)):
+            old = tensors[f"user/{key}"]
+            tensors[f"user/{key}"] = torch.full((len(old), num_columns), value).to(old.dtype)
+
+    def change(path: Path) -> None:
+        forge(path, SCHEME, widen)
+        fields_are(embedding_dim=num_columns, num_retained=0)(path)
+
+    return change
+
+
+def many_tensors(path: Path) -> None:
+    """A header that is not what the manifest says, and long."""
+    save_file({f"b{number}": torch.zeros(1) for number in range(999)}, path / PACKED_FILE)
+    restate_file(path, PACKED_FILE, tensors=False)
+
+
+def scaled(scale: float, shift: int) -> Callable[[Path], None]:
+    """The first column of a block, of four bits."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors["user/scale"][0, 0] = torch.tensor(scale).bfloat16().float()
+        tensors["user/shift"][0, 0] = shift
+
+    return lambda path: forge(path, SCHEME, change)
+
+
+DOTS, SLASHES = (".", "..", "a.b", "../a", "a/../b"), ("/", "/a", "a/", "a//b")
+UNNAMEABLE = ("", *DOTS, *SLASHES, "__class__", "training", "keys", "\0", "a\nb", "x" * 256)
+BOUNDARIES, BLOCKS = "user/boundaries", f"{NAME}/block_of_row"
+HOSTILE: dict[str, tuple[str, Callable[[Path], object]]] = {
+    **{f"{n} rows": (SCHEME, rows_are(n)) for n in (2**41, 2**53, 2**61, 2**63 - 1)},
+    "no rows": (SCHEME, no_rows),
+    "no columns": (SCHEME, no_columns),
+    "100,000 columns": (SCHEME, wide(100_000)),
+    **{f"64 GiB of {name}": (name, grown(name)) for name in ("manifest.json", PACKED_FILE, SCHEME, DENSE)},
+    **{f"header of {name}": (name, grown(name, 300_000_000, 200_000_000)) for name in (PACKED_FILE, SCHEME, DENSE)},
+    "long header": (PACKED_FILE, many_tensors),
+    **{f"table {name[:9]!r}": ("manifest.json", renamed(name)) for name in UNNAMEABLE},
+    **{
+        f"feature {name[:9]!r}": ("manifest.json", renamed(name, field="feature"))
+        for name in ("", "\0", "a\nb", "x" * 256)
+    },
+    **{
+        f"boundaries {word}": (SCHEME, tensor_is(BOUNDARIES, change))
+        for word, change in {
+            "as float64": Tensor.double,
+            "as float32": Tensor.float,
+            "as int32": Tensor.int,
+            "as uint8": Tensor.byte,
+            "as bool": Tensor.bool,
+            "of two dimensions": lambda value: value[:, None],
+            "of none": lambda value: value[0],
+            "of infinities": lambda value: torch.full(value.shape, torch.inf),
+        }.items()
+    },
+    **{
+        f"blocks as {dtype}": (SCHEME, tensor_is(BLOCKS, lambda value, dtype=dtype: value.to(dtype)))
+        for dtype in (torch.int64, torch.int8, torch.bool, torch.float32)
+    },
+    **{
+        f"{part} as {dtype}": (SCHEME, tensor_is(f"user/{part}", lambda value, dtype=dtype: value.to(dtype)))
+        for part, dtype in (("retained", torch.uint8), ("retained", torch.float32), ("shift", torch.int32))
+    },
+    "scale times codes": (SCHEME, scaled(1e38, 0)),
+    "scale times shift": (SCHEME, scaled(1e35, -(2**15))),
+    "scale times both": (SCHEME, scaled(2e37, 8)),
+}
+READERS_OF: dict[str, list[Callable[[Path], object]]] = {
+    PACKED_FILE: [load, lambda path: load(path, form=MIXED_DIMENSION), exact_rows],
+    DENSE: [load_dense_state, lambda path: load_model(torch.nn.Module(), path)],
+}
+
+
+@pytest.mark.parametrize("fault", HOSTILE)
+def test_what_nobody_has_written_is_refused_at_once_in_one_line(coded: Path, fault: str) -> None:
+    place, change = HOSTILE[fault]
+    change(coded)
+    lines = []
+    for read in READERS_OF.get(place, READERS[:-1] + READERS_OF[DENSE][1:]):
+        with bounded(), pytest.raises(ValueError) as error:
+            read(coded)
+        lines.append(str(error.value))
+    try:
+        with bounded():
+            lines += [finding.detail for finding in verify(coded).failures[:1]]
+    except ValueError as error:
+        lines.append(str(error))
+    assert len(lines) == 1 + len(READERS_OF.get(place, READERS))
+    for line in lines:
+        assert re.search(f"{re.escape(place)}|sha256", line), line[:LONGEST_LINE]
+        assert "\n" not in line, line
+        assert len(line) < LONGEST_LINE, line[:LONGEST_LINE]
+
+
+@pytest.mark.parametrize("name", UNNAMEABLE)
+def test_names_that_cannot_be_read_are_not_written(tmp_path: Path, name: str) -> None:
+    tables, scheme = coded_tables()
+    scheme = MixedDimensionScheme({name: replace(scheme.tables["user"], name=name)})
+    with pytest.raises(ValueError, match="scheme: expected names"):
+        write_artifact({name: tables["user"]}, scheme, tmp_path / "a")
+    assert not list(tmp_path.iterdir())
+
+
+def test_many_rows_of_which_nothing_is_stored_are_read_at_once(coded: Path) -> None:
+    """Two shards of a table of half a trillion rows, and a few bytes."""
+    num_rows = 1 << 40
+    rows_are(num_rows)(coded)
+
+    def cut(manifest: dict) -> None:
+        (whole,) = manifest["tables"]["user"]["shards"]["packed"]
+        empty = {"file": "packed/empty.safetensors", "first_row": num_rows // 2, "num_rows": num_rows // 2}
+        whole["num_rows"] = num_rows // 2
+        manifest["tables"]["user"]["shards"]["packed"].append(empty)
+        manifest["files"][empty["file"]] = {}
+
+    restate(coded, cut)
+    save_file({"rows": torch.zeros(0, dtype=torch.uint8)}, coded / "packed/empty.safetensors")
+    restate_file(coded, "packed/empty.safetensors")
+    with bounded():
+        assert load(coded)(all_rows()).values().isfinite().all()
+        assert exact_rows(coded)["user"](num_rows - 1, num_rows).eq(0).all()
 
 
 # ---- other versions
