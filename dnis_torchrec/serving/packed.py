@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dnis_torchrec.blocks.codes import check_widths, encode_rows, is_coded, pack_fields, row_strides
 from dnis_torchrec.blocks.routing import RowDirectory
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.ops.batches import check_one_batch_size, name_features, readable_bags
+from dnis_torchrec.ops.batches import name_features, readable_bags
 from dnis_torchrec.ops.packed import field_groups, load_operator
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.tables import LogicalCollection, name_unknown_id
@@ -21,6 +21,8 @@ from dnis_torchrec.serving.tables import LogicalCollection, name_unknown_id
 
 class HeldBuffers(nn.Module):
     """Buffers that C++ owns, and not Python alone."""
+
+    __jit_ignored_attributes__: ClassVar[list[str]] = ["_views"]
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         super().__init__()
@@ -207,7 +209,6 @@ class PackedEmbeddingBagCollection(LogicalCollection):
     ) -> None:
         super().__init__(scheme, unknown_ids=unknown_ids)
         load_operator()
-        self._dims = self._logical.dims
         self._width = sum(self._dims)
         self._needs_int64 = any(table.num_embeddings > 2**31 for table in self._logical.tables)
         buffers: dict[str, Tensor] = {}
@@ -218,7 +219,7 @@ class PackedEmbeddingBagCollection(LogicalCollection):
             buffers |= {
                 f"{name}/{part}": tensor for part, tensor in parts.items() if tensor.numel()
             }
-        self._table_bytes = sum(tables[name].num_bytes for name in scheme.tables)
+        self._num_bytes = {name: tables[name].num_bytes for name in scheme.tables}
         # never none: AOTInductor hands an empty list of tensors over as None, which no operator
         # takes
         self.tables = HeldBuffers(buffers or {"none": torch.zeros(1, dtype=torch.uint8)})
@@ -259,10 +260,9 @@ class PackedEmbeddingBagCollection(LogicalCollection):
             groups=torch.cat(groups),
         )
 
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks bags up."""
-        pooled = self._of_batch(features)
-        return KeyedTensor(keys=self._logical.names, length_per_key=self._dims, values=pooled)
+    def _look_up(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        pooled = self._scripted(features) if torch.jit.is_scripting() else self._of_batch(features)
+        return KeyedTensor(keys=self._names, length_per_key=self._dims, values=pooled)
 
     def lookup(
         self, ids: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
@@ -280,8 +280,6 @@ class PackedEmbeddingBagCollection(LogicalCollection):
         logical = self._logical
         names = features.keys()
         keys = None if names == logical.features else logical.positions(features)
-        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-            check_one_batch_size(features)  # says why this is refused
         weights, offsets, batch_size = (
             logical.weights_of(features),
             features.offsets(),
@@ -290,6 +288,31 @@ class PackedEmbeddingBagCollection(LogicalCollection):
         if keys is not None:  # else the operator sees that there are as many as features
             check_num_bags(names, offsets, batch_size)
         return self._pooled(features.values(), offsets, weights, keys, batch_size, names)
+
+    def _scripted(self, features: KeyedJaggedTensor) -> Tensor:
+        """The same in TorchScript, where the operator says what is wrong with a batch."""
+        keys, ids, offsets = features.keys(), features.values(), features.offsets()
+        if offsets.numel() != len(keys) * features.stride() + 1:
+            raise ValueError("KeyedJaggedTensor: expected one length for each bag, got others")
+        if self._needs_int64 and ids.dtype == torch.int32:
+            raise TypeError("KeyedJaggedTensor: expected int64 ids, got int32; hash to int64")
+        tables: list[Tensor] = []
+        for _, buffer in self.tables.named_buffers():
+            tables.append(buffer)
+        return torch.ops.dnis_torchrec.packed_embedding_bag(
+            ids.contiguous(),
+            offsets.contiguous(),
+            features.weights().float().contiguous() if self._is_weighted else None,
+            tables,
+            self.outputs.features,
+            self.outputs.tables,
+            self.outputs.blocks,
+            self.outputs.groups,
+            [keys.index(feature) for feature in self._features],
+            features.stride(),
+            self._width,
+            self._zero_unknown,
+        )
 
     def _pooled(
         self,
@@ -365,7 +388,11 @@ class PackedEmbeddingBagCollection(LogicalCollection):
 
     def table_bytes(self) -> int:
         """Bytes of all tables: rows, scales, shifts, bits and directories."""
-        return self._table_bytes
+        return sum(self._num_bytes.values())
+
+    def bytes_of_table(self, name: str) -> int:
+        """Bytes of one table: rows, scales, shifts, bits and directory."""
+        return self._num_bytes[name]
 
     def schemes(self) -> dict[str, TableScheme]:
         """The scheme of every table, by name."""

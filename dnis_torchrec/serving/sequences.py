@@ -1,14 +1,13 @@
 """ServedEmbeddingCollection: a drop-in for an EmbeddingCollection over pruned tables, whatever form
 they have."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
@@ -20,6 +19,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.ops.batches import check_bags, jagged_by_key
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.serving.tables import ServedCollection
 
 
 def is_unpooled(scheme: MixedDimensionScheme) -> bool:
@@ -34,7 +34,17 @@ def table_of_single_ids(table: TableScheme) -> MixedDimensionScheme:
     )
 
 
-class ServedEmbeddingCollection(EmbeddingCollectionInterface):
+def bags_of_single_ids(key: str, ids: Tensor) -> KeyedJaggedTensor:
+    """One key with a bag for every id."""
+    num_ids = ids.shape[0]
+    # without offsets, TorchRec would reach for FBGEMM
+    offsets = torch.arange(num_ids + 1, dtype=ids.dtype, device=ids.device)
+    return KeyedJaggedTensor(
+        keys=[key], values=ids, lengths=torch.ones_like(ids), offsets=offsets, stride=num_ids
+    )
+
+
+class ServedEmbeddingCollection(ServedCollection, EmbeddingCollectionInterface):
     """Looks ids up in pruned tables; same keys and D as the uncompressed EmbeddingCollection."""
 
     def __init__(
@@ -57,45 +67,43 @@ class ServedEmbeddingCollection(EmbeddingCollectionInterface):
             for table in self._schemes
         ]
         self._names = get_embedding_names_by_table(self._configs)
+        self._table_names = [table.name for table in self._schemes]
+        self._features = [list(table.feature_names) for table in self._schemes]
         self._need_indices = any(table.need_indices for table in self._schemes)
         self.tables = nn.ModuleDict({name: cast(nn.Module, tables[name]) for name in scheme.tables})
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Looks ids up."""
-        if features.values().device.type == "cpu":
-            check_bags(features)
-        bags, outputs = jagged_by_key(features), {}
-        for table, names in zip(self._schemes, self._names, strict=True):
-            for feature in table.feature_names:
-                check_known("feature", feature, bags)
-            bags_of_table = [bags[feature] for feature in table.feature_names]
-            ids = [jagged.values() for jagged in bags_of_table]
-            rows = self._rows(table, ids[0] if len(ids) == 1 else torch.cat(ids))
-            for name, jagged, values in zip(
-                names, bags_of_table, rows.split([part.shape[0] for part in ids]), strict=True
-            ):
-                weights = jagged.values() if self._need_indices else None
-                outputs[name] = JaggedTensor(
-                    values=values, lengths=jagged.lengths(), weights=weights
+        """Looks ids up; what is written here has to compile in TorchScript."""
+        if torch.jit.is_scripting():
+            bags = features.to_dict()
+        elif isinstance(features, Proxy):
+            return cast(dict[str, JaggedTensor], self._traced(features))
+        else:
+            bags = self._checked(features)
+        outputs: dict[str, JaggedTensor] = {}
+        for index, module in enumerate(self.tables.values()):
+            ids = [bags[feature].values() for feature in self._features[index]]
+            single = ids[0] if len(ids) == 1 else torch.cat(ids)
+            pooled: KeyedTensor = module(bags_of_single_ids(self._table_names[index], single))
+            rows = pooled.values().split([part.shape[0] for part in ids])
+            for number, feature in enumerate(self._features[index]):
+                jagged = bags[feature]
+                outputs[self._names[index][number]] = JaggedTensor(
+                    values=rows[number],
+                    lengths=jagged.lengths(),
+                    weights=jagged.values() if self._need_indices else None,
                 )
         return outputs
 
-    def _rows(self, table: TableScheme, ids: Tensor) -> Tensor:
-        """The rows of some ids, ``(I, D)``: bags of one id each."""
-        num_ids = ids.shape[0]
-        if (
-            not torch.compiler.is_compiling() and not num_ids
-        ):  # TorchRec's own modules take no batch of 0 samples
-            return torch.zeros(0, table.embedding_dim, device=ids.device)
-        offsets = torch.arange(
-            num_ids + 1, dtype=ids.dtype, device=ids.device
-        )  # else TorchRec reaches for FBGEMM
-        lengths = torch.ones_like(ids)
-        bags = KeyedJaggedTensor(
-            keys=[table.name], values=ids, lengths=lengths, offsets=offsets, stride=num_ids
-        )
-        pooled: KeyedTensor = self.tables[table.name](bags)
-        return pooled.values()
+    def _checked(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """The bags of every key, after checks."""
+        if features.values().device.type == "cpu":
+            check_bags(features)
+        bags = jagged_by_key(features)
+        for names in self._features:
+            for feature in names:
+                check_known("feature", feature, bags)
+        return bags
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Configs of the tables as they were before pruning."""

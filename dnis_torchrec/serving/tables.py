@@ -1,14 +1,14 @@
 """Tables as a model sees them, whoever serves them; what an id that is no row gives."""
 
-from __future__ import annotations
-
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, Self, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Proxy, Tracer
+from torch.nn.functional import pad
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
@@ -16,7 +16,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.ops.batches import (
     INTEGERS,
     check_bags,
@@ -41,10 +41,12 @@ class LogicalTables:
     is_weighted: bool
 
     @staticmethod
-    def of(scheme: MixedDimensionScheme) -> LogicalTables:
+    def of(scheme: MixedDimensionScheme) -> "LogicalTables":
         """The logical tables of a scheme."""
         tables = list(scheme.tables.values())
         check(bool(tables), "scheme", "at least one table", "none")
+        names = [table.name for table in tables]
+        check(names == list(scheme.tables), "scheme", "every table under its own name", names)
         owners = sorted({(table.collection, table.is_weighted) for table in tables})
         remedy = "build one module for each collection"
         check(
@@ -88,10 +90,6 @@ class LogicalTables:
     def limits(self) -> Tensor:
         """Per feature N: ``(F,)`` int64."""
         return torch.tensor([table.num_embeddings for table in self.tables], dtype=torch.int64)
-
-    def keyed(self, pooled: Tensor) -> KeyedTensor:
-        """The output of a lookup, ``(B, sum of D over features)``, by key."""
-        return KeyedTensor(keys=self.names, length_per_key=self.dims, values=pooled)
 
     def positions(self, features: KeyedJaggedTensor) -> list[int]:
         """Position of every feature among the keys of a batch."""
@@ -145,20 +143,29 @@ class LogicalTables:
         requirement = "some" if self.is_weighted else "none: the collection is not weighted"
         check(False, "per_sample_weights", requirement, value)
 
-    def divide_means_(self, pooled: Tensor, features: KeyedJaggedTensor) -> Tensor:
-        """Divides the sums of MEAN tables by the length of the whole bag, as FBGEMM does also for
-        weighted bags."""
-        if all(table.pooling == "sum" for table in self.tables):
-            return pooled
-        lengths = features.lengths().view(len(features.keys()), -1)
-        for table, first, key in zip(
-            self.tables, self.first_columns, self.positions(features), strict=True
-        ):
-            if table.pooling == "mean":
-                pooled.narrow(1, first, table.embedding_dim).div_(
-                    lengths[key].clamp(min=1).unsqueeze(1)
-                )
-        return pooled
+    @property
+    def is_mean(self) -> list[bool]:
+        """Per feature whether its table is pooled by MEAN."""
+        return [table.pooling == "mean" for table in self.tables]
+
+
+def divide_means_(
+    pooled: Tensor,
+    features: KeyedJaggedTensor,
+    names: list[str],
+    dims: list[int],
+    is_mean: list[bool],
+) -> Tensor:
+    """Divides the sums of MEAN tables by the length of the whole bag, as FBGEMM does also for
+    weighted bags."""
+    keys = features.keys()
+    lengths, first = features.lengths().view(len(keys), -1), 0
+    for index, name in enumerate(names):
+        if is_mean[index]:
+            divisors = lengths[keys.index(name)].clamp(min=1).unsqueeze(1)
+            pooled.narrow(1, first, dims[index]).div_(divisors)
+        first += dims[index]
+    return pooled
 
 
 class _Table(Protocol):
@@ -237,6 +244,34 @@ def checked_bags(
     )
 
 
+def scripted_bags(
+    features: KeyedJaggedTensor,
+    keys: list[str],
+    names: list[str],
+    limits: Tensor,
+    zero_unknown: bool,
+    is_weighted: bool,
+) -> KeyedJaggedTensor:
+    """What `checked_bags` gives, of features `keys` with ids below `limits`, in TorchScript."""
+    keys_of_batch, batch_size = features.keys(), features.stride()
+    order = [keys_of_batch.index(key) for key in keys]
+    lengths, ids, weights = torch.ops.fbgemm.permute_2D_sparse_data(
+        torch.tensor(order, dtype=torch.int32, device=limits.device),
+        features.lengths().view(len(keys_of_batch), batch_size),
+        features.values().long().contiguous(),
+        features.weights().float().contiguous() if is_weighted else None,
+    )
+    limit = torch.repeat_interleave(limits, lengths.sum(dim=1))
+    is_row = (ids >= 0) & (ids < limit)
+    if zero_unknown:
+        ids = torch.where(is_row, ids, limit)
+    elif not bool(is_row.all()):
+        raise ValueError("KeyedJaggedTensor: expected ids of rows, got others")
+    return KeyedJaggedTensor(
+        keys=names, values=ids, weights=weights, lengths=lengths.view(-1), stride=batch_size
+    )
+
+
 def _rows_of(
     ids: Tensor, counts: Tensor, logical: LogicalTables, limits: Tensor, unknown: Tensor | None
 ) -> Tensor:
@@ -247,7 +282,7 @@ def _rows_of(
         return torch.where(
             is_row, ids, torch.repeat_interleave(unknown, counts, output_size=ids.numel())
         )
-    if ids.device.type != "cpu":
+    if ids.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async(is_row.all())
     elif not bool(is_row.all()):
         name_unknown_id(logical, ids.split(counts.tolist()))
@@ -269,26 +304,119 @@ def name_unknown_id(logical: LogicalTables, ids: tuple[Tensor, ...] | list[Tenso
             check(False, place, requirement, f"id {int(unknown[0])}", remedy)
 
 
-class LogicalCollection(EmbeddingBagCollectionInterface):
+def padded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The same bags, and as many empty ones that every key has as many as any other."""
+    strides = features.stride_per_key()
+    most = max(strides)
+    if features.inverse_indices_or_none() is None and min(strides) < most:
+        raise NotImplementedError(
+            "KeyedJaggedTensor: expected one batch size for all features, or inverse indices, "
+            "got a batch size per feature; expand the bags to one per sample first"
+        )
+    rows = [pad(row, [0, most - row.numel()]) for row in features.lengths().split(strides)]
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        weights=features.weights_or_none(),
+        lengths=torch.cat(rows),
+        stride=most,
+    )
+
+
+def expanded(
+    pooled: Tensor, dims: list[int], features: list[str], inverse: tuple[list[str], Tensor]
+) -> Tensor:
+    """Gives every sample the bag that its inverse index names, feature by feature."""
+    names, indices = inverse
+    parts = list(pooled.split(dims, dim=1))
+    for index, feature in enumerate(features):
+        parts[index] = parts[index].index_select(0, indices[names.index(feature)])
+    return torch.cat(parts, dim=1)
+
+
+class ServedCollection(nn.Module):
+    """What served collections have in common, as a model around them sees it."""
+
+    __jit_unused_properties__: ClassVar[list[str]] = ["device", "whole"]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        tensors = itertools.chain(self.parameters(), self.buffers())
+        return next(tensors, torch.empty(0, device="cpu")).device
+
+    @property
+    def whole(self) -> Self:
+        """This module itself: a graph of torch.fx of it alone calls it by this name."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("embedding_bags", "embeddings"):
+            place, remedy = type(self).__name__, "look rows up, or read the configs of the tables"
+            requirement = f"no use of {name!r}, because no table is a float32 tensor of N rows"
+            raise AttributeError(describe(place, requirement, "one", remedy))
+        return super().__getattr__(name)
+
+    def _traced(self, features: Proxy) -> Any:
+        """One call of this module in a graph of torch.fx: checks of values cannot be traced."""
+        tracer = cast(Tracer, features.tracer)
+        path = tracer.path_of_module(self) or "whole"
+        return tracer.create_proxy("call_module", path, (features,), {})
+
+
+class LogicalCollection(ServedCollection, EmbeddingBagCollectionInterface):
     """A collection that a model sees as it was before pruning."""
 
     def __init__(self, scheme: MixedDimensionScheme, *, unknown_ids: str) -> None:
         super().__init__()
         check(unknown_ids in UNKNOWN_IDS, "unknown_ids", f"one of {UNKNOWN_IDS}", repr(unknown_ids))
         self._logical, self._zero_unknown = LogicalTables.of(scheme), unknown_ids == "zero"
+        # plain lists, because TorchScript reads no dataclass
+        self._features, self._names = self._logical.features, self._logical.names
+        self._dims, self._is_weighted = self._logical.dims, self._logical.is_weighted
 
-    def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """Looks bags up. In a graph of torch.fx it is one call of this module: checks of values
-        cannot be traced."""
-        tracer = next(
-            (value.tracer for value in (*inputs, *options.values()) if isinstance(value, Proxy)),
-            None,
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Looks bags up; what is written here and in `_look_up` has to compile in TorchScript."""
+        if not torch.jit.is_scripting():  # noqa: SIM102 - TorchScript compiles both sides of `and`
+            if isinstance(features, Proxy):
+                return self._traced_or_split(features)
+        if features.values().device.type == "meta":  # FBGEMM's operators want values
+            shape = (features.stride(), sum(self._dims))
+            values = torch.empty(shape, device="meta")
+            return KeyedTensor(keys=self._names, length_per_key=self._dims, values=values)
+        inverse = features.inverse_indices_or_none()
+        if inverse is None and not features.variable_stride_per_key():
+            return self._look_up(features)
+        if not torch.jit.is_scripting() and self._is_sharded():
+            check_one_batch_size(features)
+        pooled = self._look_up(padded(features))
+        if inverse is None:
+            return pooled
+        values = expanded(pooled.values(), self._dims, self._features, inverse)
+        return KeyedTensor(keys=self._names, length_per_key=self._dims, values=values)
+
+    def _look_up(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Looks up a batch in which every key has as many bags."""
+        raise NotImplementedError
+
+    def _is_sharded(self) -> bool:
+        return any(hasattr(module, "input_dist") for module in self.modules())
+
+    def _traced_or_split(self, features: Any) -> Any:
+        """A train pipeline has to see sharded tables inside, so that this is no one call then."""
+        return self._look_up(features) if self._is_sharded() else self._traced(features)
+
+    def extra_repr(self) -> str:
+        """A line for each table."""
+        return "\n".join(
+            f"{table.name}: {table.num_embeddings:,} rows of {table.embedding_dim}, "
+            f"{self.bytes_of_table(table.name):,} bytes"
+            for table in self._logical.configs
         )
-        if tracer is None or any(hasattr(module, "input_dist") for module in self.modules()):
-            return super().__call__(*inputs, **options)
-        return tracer.create_proxy(
-            "call_module", cast(Tracer, tracer).path_of_module(self), inputs, options
-        )
+
+    def bytes_of_table(self, name: str) -> int:
+        """Bytes of one table, and of what tells where its values are."""
+        raise NotImplementedError
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The logical tables: N rows of D, as before pruning; what DLRM and its like read."""
@@ -324,22 +452,23 @@ class MeanForUnknownIds(LogicalCollection):
             remedy,
         )
         self.collection = collection
-        device = next(
-            (part.device for part in [*collection.buffers(), *collection.parameters()]),
-            torch.device("cpu"),
-        )
+        device = collection.device
         self.register_buffer("limits", self._logical.limits().to(device), persistent=False)
         of_table = {name: self._mean_of(table, device) for name, table in scheme.tables.items()}
         means = torch.cat([of_table[table.name] for table in self._logical.tables])
         self.register_buffer("means", means)
+        self._is_mean = self._logical.is_mean
 
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks bags up."""
-        logical = self._logical
-        bags = checked_bags(features, logical, self.limits, self.limits)
-        pooled = cast(KeyedTensor, self.collection(features)).values()
+    def _look_up(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        if torch.jit.is_scripting():
+            limits, is_weighted = self.limits, self._is_weighted
+            bags = scripted_bags(features, self._features, self._names, limits, True, is_weighted)
+        else:
+            bags = checked_bags(features, self._logical, self.limits, self.limits)
+        output: KeyedTensor = self.collection(features)
+        pooled = output.values()
         lengths, ids, weights = bags.lengths().long(), bags.values(), bags.weights_or_none()
-        per_bag = lengths.view(len(logical.features), bags.stride())
+        per_bag = lengths.view(len(self._names), bags.stride())
         is_unknown = ids == torch.repeat_interleave(
             self.limits, per_bag.sum(1), output_size=ids.numel()
         )
@@ -350,17 +479,18 @@ class MeanForUnknownIds(LogicalCollection):
             .index_add_(0, bag_of_id, weight_of_id)
             .view_as(per_bag)
         )
-        for position, (table, first) in enumerate(
-            zip(logical.tables, logical.first_columns, strict=True)
-        ):
-            share = (
-                shares[position] / per_bag[position].clamp(min=1)
-                if table.pooling == "mean"
-                else shares[position]
-            )
-            mean = self.means.narrow(0, first, table.embedding_dim)
-            pooled.narrow(1, first, table.embedding_dim).addr_(share, mean)
-        return logical.keyed(pooled)
+        first = 0
+        for position, dim in enumerate(self._dims):
+            share = shares[position]
+            if self._is_mean[position]:
+                share = share / per_bag[position].clamp(min=1)
+            pooled.narrow(1, first, dim).addr_(share, self.means.narrow(0, first, dim))
+            first += dim
+        return KeyedTensor(keys=self._names, length_per_key=self._dims, values=pooled)
+
+    def bytes_of_table(self, name: str) -> int:
+        """Bytes of one table, and of what tells where its values are."""
+        return self.collection.bytes_of_table(name)
 
     @torch.no_grad()
     def _mean_of(self, table: TableScheme, device: torch.device) -> Tensor:

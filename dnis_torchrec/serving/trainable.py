@@ -1,10 +1,8 @@
 """Mixed-dimension tables to train on: a stock table per block of rows."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +12,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
-from dnis_torchrec.serving.tables import LogicalCollection, LogicalTables, checked_bags
+from dnis_torchrec.serving.tables import (
+    LogicalCollection,
+    LogicalTables,
+    checked_bags,
+    divide_means_,
+    scripted_bags,
+)
 
 
 class BagRouter(nn.Module):
@@ -30,6 +34,8 @@ class BagRouter(nn.Module):
     ) -> None:
         super().__init__()
         self._logical, self._zero_unknown = logical, unknown_ids == "zero"
+        self._features, self._names = logical.features, logical.names
+        self._is_weighted = logical.is_weighted
         self._keys = [f"{logical.names[feature]}/b{s}" for feature, s in stored]
         self.register_buffer("limits", logical.limits(), persistent=False)
         self.register_buffer("cuts", self._block_cuts(), persistent=False)
@@ -55,36 +61,32 @@ class BagRouter(nn.Module):
             row[-1] = table.num_embeddings + 1
         return cuts
 
-    def _register_maps(self) -> list[str | None]:
-        """Registers for each table whose rows are not ordered by block where they stand; names them
-        per feature."""
-        names: dict[str, str | None] = {}
+    def _register_maps(self) -> list[str]:
+        """Registers for each table whose rows are not ordered by block where they stand, and for
+        unknown ids; names them per feature, "" where there is none."""
+        self.maps, names = nn.Module(), dict[str, str]()
         for table in self._logical.tables:
             if table.name not in names:
                 positions = table.routing.positions()
-                names[table.name] = None if positions is None else f"positions_{len(names)}"
+                names[table.name] = "" if positions is None else f"positions_{len(names)}"
                 if positions is not None:
-                    beyond = torch.tensor(
-                        [table.num_embeddings], dtype=positions.dtype
-                    )  # stands for unknown ids
-                    self.register_buffer(
-                        f"positions_{len(names) - 1}",
-                        torch.cat([positions, beyond]),
-                        persistent=False,
+                    # ids of no row stand behind the last one
+                    beyond = torch.tensor([table.num_embeddings], dtype=positions.dtype)
+                    self.maps.register_buffer(
+                        names[table.name], torch.cat([positions, beyond]), persistent=False
                     )
         return [names[table.name] for table in self._logical.tables]
 
-    @property
-    def positions(self) -> list[Tensor | None]:
-        """Per feature the map of its table, ``(N + 1,)`` int32: where a row stands once rows are
-        ordered by block."""
-        return [None if name is None else self.get_buffer(name) for name in self._map_of_feature]
-
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Cuts every bag."""
-        bags = checked_bags(
-            features, self._logical, self.limits, self.limits if self._zero_unknown else None
-        )
+        if torch.jit.is_scripting():
+            keys, names, zero_unknown = self._features, self._names, self._zero_unknown
+            bags = scripted_bags(
+                features, keys, names, self.limits, zero_unknown, self._is_weighted
+            )
+        else:
+            unknown = self.limits if self._zero_unknown else None
+            bags = checked_bags(features, self._logical, self.limits, unknown)
         batch_size, num_blocks = bags.stride(), self.cuts.shape[1] - 1
         lengths, ids, weights, _, _ = torch.ops.fbgemm.block_bucketize_sparse_features(
             bags.lengths(),
@@ -96,12 +98,13 @@ class BagRouter(nn.Module):
             bags.weights_or_none(),
             block_bucketize_pos=list(self.cuts.unbind(0)),
         )
-        if self.stored is not None:
+        stored = self.stored
+        if stored is not None:
             lengths = lengths.view(
                 num_blocks * self.cuts.shape[0], batch_size
             )  # of 0 samples -1 has no meaning
             lengths, ids, weights = torch.ops.fbgemm.permute_2D_sparse_data(
-                self.stored, lengths, ids, weights
+                stored, lengths, ids, weights
             )
         return KeyedJaggedTensor(
             keys=self._keys,
@@ -113,16 +116,14 @@ class BagRouter(nn.Module):
 
     def _located(self, bags: KeyedJaggedTensor) -> Tensor:
         """Ids as rows ordered by block have them."""
-        ids = bags.values()
-        if not any(self._map_of_feature):
-            return ids
-        parts = ids.split(bags.length_per_key())
-        return torch.cat(
-            [
-                part if at is None else at.index_select(0, part).long()
-                for part, at in zip(parts, self.positions, strict=True)
-            ]
-        )
+        maps: dict[str, Tensor] = {}
+        for name, buffer in self.maps.named_buffers():
+            maps[name] = buffer
+        parts = list(bags.values().split(bags.length_per_key()))
+        for index, name in enumerate(self._map_of_feature):
+            if name:
+                parts[index] = maps[name].index_select(0, parts[index]).long()
+        return torch.cat(parts)
 
 
 def rounded_up(dim: int, multiple: int) -> int:
@@ -141,7 +142,7 @@ class BlockMerge(nn.Module):
         self, logical: LogicalTables, stored: list[tuple[int, int]], *, dim_multiple: int
     ) -> None:
         super().__init__()
-        self._logical, self._width = logical, sum(logical.dims)
+        self._features, self._dims, self._is_mean = logical.features, logical.dims, logical.is_mean
         self._keys = [f"{logical.names[feature]}/b{s}" for feature, s in stored]
         first_columns, columns, kept, first = logical.first_columns, [], [], 0
         for feature, s in stored:
@@ -154,15 +155,15 @@ class BlockMerge(nn.Module):
         is_whole = first == self.columns.numel()
         self.register_buffer("kept", None if is_whole else torch.cat(kept), persistent=False)
 
-    def forward(self, pooled: KeyedTensor | None, features: KeyedJaggedTensor) -> KeyedTensor:
+    def forward(self, pooled: KeyedTensor | None, features: KeyedJaggedTensor) -> Tensor:
         """Merges the blocks' parts."""
-        out = torch.zeros(features.stride(), self._width, device=features.values().device)
+        out = torch.zeros(features.stride(), sum(self._dims), device=features.values().device)
         if pooled is not None:
-            values = self._in_order(pooled)
-            if self.kept is not None:
-                values = values.index_select(1, self.kept)
+            values, kept = self._in_order(pooled), self.kept
+            if kept is not None:
+                values = values.index_select(1, kept)
             out = out.index_add(1, self.columns, values)
-        return self._logical.keyed(self._logical.divide_means_(out, features))
+        return divide_means_(out, features, self._features, self._dims, self._is_mean)
 
     def _in_order(self, pooled: KeyedTensor) -> Tensor:
         """Values in the order of the keys; a sharded collection may group its keys by sharding
@@ -258,7 +259,7 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
 
     Args:
         scheme: the tables of ONE collection of a model.
-        device: where the blocks' tables live, the CPU by default; ``"meta"`` leaves them without
+        device: where the blocks' tables live, torch's default; ``"meta"`` leaves them without
             memory until `load_block`, the routing being real all the same.
         dim_multiple: widths of the blocks' tables are rounded up to it. TorchRec's fused kernels
             want 4; the dense kernel (data_parallel), and serving, want no more than 1.
@@ -291,8 +292,6 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
         [[1.0, 8.0], [0.0, 4.0]]
     """
 
-    blocks: EmbeddingBagCollection | None
-
     def __init__(
         self,
         scheme: MixedDimensionScheme,
@@ -303,6 +302,15 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
     ) -> None:
         check(dim_multiple >= 1, "dim_multiple", "an integer >= 1", dim_multiple)
         super().__init__(scheme, unknown_ids=unknown_ids)
+        place = torch.get_default_device() if device is None else torch.device(device)
+        with torch.device("cpu"):  # what says where values are is real, also under "meta"
+            self._make_parts(scheme, place, dim_multiple, unknown_ids)
+        if place.type != "meta":
+            self.to(place)
+
+    def _make_parts(
+        self, scheme: MixedDimensionScheme, place: torch.device, dim_multiple: int, unknown_ids: str
+    ) -> None:
         self._scheme, self._digest = scheme, _digest(scheme)
         self.register_buffer("scheme_sha256", torch.tensor(self._digest, dtype=torch.uint8))
         shapes = {name: table.stored_blocks() for name, table in scheme.tables.items()}
@@ -331,16 +339,13 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
         ]
         self.router = BagRouter(self._logical, readers, unknown_ids=unknown_ids)
         self.merge = BlockMerge(self._logical, readers, dim_multiple=dim_multiple)
-        self.blocks = None
-        place = torch.device("cpu" if device is None else device)
+        self.blocks: EmbeddingBagCollection | None = None
         if self._physical:
             is_weighted = self._logical.is_weighted
             self.blocks = EmbeddingBagCollection(
                 tables=self._physical, is_weighted=is_weighted, device=place
             )
             self._fill_padding(place)
-        if place.type != "meta":
-            self.to(place)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         """Refuses values of blocks that were cut otherwise."""
@@ -371,7 +376,7 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
         dim_multiple: int = 1,
         unknown_ids: str = "error",
         new_rows: bool = True,
-    ) -> MixedDimensionEmbeddingBagCollection:
+    ) -> Self:
         """Builds the module from dense tables that were merged and pruned; only retained parts are
         copied.
 
@@ -438,18 +443,19 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
             with torch.no_grad():
                 bag.weight[:, : shape[1]] = weight
 
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks bags up."""
+    def _look_up(self, features: KeyedJaggedTensor) -> KeyedTensor:
         split = self.router(features)
-        pooled = None
-        if self.blocks is not None and not self._is_stock_without_samples(features):
-            pooled = self.blocks(split)
-        return self.merge(pooled, features)
-
-    def _is_stock_without_samples(self, features: KeyedJaggedTensor) -> bool:
-        """TorchRec's unsharded collection takes no batch of 0 samples; in a sharded one other ranks
-        may wait."""
-        return type(self.blocks) is EmbeddingBagCollection and features.stride() == 0
+        pooled: KeyedTensor | None = None
+        if self.blocks is not None:
+            # TorchRec's unsharded collection takes no batch of 0 samples; in a sharded one other
+            # ranks may wait
+            is_stock = True
+            if not torch.jit.is_scripting():
+                is_stock = type(self.blocks) is EmbeddingBagCollection
+            if not is_stock or features.stride() > 0:
+                pooled = self.blocks(split)
+        values = self.merge(pooled, features)
+        return KeyedTensor(keys=self._names, length_per_key=self._dims, values=values)
 
     def lookup(
         self, ids: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
@@ -474,6 +480,12 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
     def physical_embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables that exist: ``"<table>/b<s>"`` with a block's rows and its columns."""
         return self._physical
+
+    def bytes_of_table(self, name: str) -> int:
+        """Bytes of one table's blocks, on whatever device, and of what tells where values are."""
+        shapes = [config for config in self._physical if config.name.rpartition("/b")[0] == name]
+        values = sum(config.num_embeddings * config.embedding_dim for config in shapes)
+        return 4 * values + self._scheme.tables[name].block_index_bytes()
 
     def table_bytes(self) -> int:
         """Bytes of all tables on whatever device, of a rank's own shards, and of what tells where
