@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.blocks.codes import FLOAT_BITS, ColumnCodes, check_widths, is_coded, row_strides
+from dnis_torchrec.blocks.counts import table_name
 from dnis_torchrec.blocks.routing import RowRouting, directory_bytes, routing_bytes
 from dnis_torchrec.checks import check, check_known, describe
 
@@ -27,26 +28,6 @@ COLUMN_SCALE_BYTES = 4
 MOST_DIMS = 1 << 16
 POOLINGS = ("sum", "mean", "none")
 """How the rows of a bag are combined: summed, averaged, or returned one by one."""
-
-
-def table_key(name: str, fqn: str) -> str:
-    """The name of a table among those of all collections, where others have the same name."""
-    return f"{name}@{fqn.replace('.', '_')}"
-
-
-def table_name(key: str, fqn: str) -> str:
-    """The name of a table in its collection: the inverse of `table_key`."""
-    return key.removesuffix(f"@{fqn.replace('.', '_')}")
-
-
-def weight_name(name: str) -> str:
-    """The name of a weight in a state_dict, its table named as in its collection."""
-    for part in (".embedding_bags.", ".embeddings."):
-        fqn, is_table, rest = f".{name}".rpartition(part)
-        if is_table:
-            table = table_name(rest.removesuffix(".weight"), fqn.removeprefix("."))
-            return f"{fqn}{part}{table}.weight".removeprefix(".")
-    return name
 
 
 def form_named(name: str) -> str:

@@ -32,14 +32,14 @@ from dnis_torchrec.allocation.energies import BITS, RoundingEnergies, rounding_e
 from dnis_torchrec.allocation.held_out import LossSample, output_bias
 from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES, NUM_BLOCKS
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.blocks.counts import FrequencyCounts, table_key
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.batches import features_of, for_lookup
 from dnis_torchrec.data.over_ranks import count_over_ranks
 from dnis_torchrec.data.recipe import check_left_alone
 from dnis_torchrec.data.task import Task
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk, table_key
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.selection.shards import (
     collections,
     local_shards,

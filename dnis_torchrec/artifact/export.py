@@ -12,8 +12,9 @@ from dnis_torchrec.allocation.axes import has_axes, with_axes_, without_axes_
 from dnis_torchrec.allocation.compress import served_collections
 from dnis_torchrec.artifact.load import load, load_dense_state, read_scheme
 from dnis_torchrec.artifact.write import check_forms, write_over_ranks, write_packed
+from dnis_torchrec.blocks.counts import table_name
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.scheme import PACKED, MixedDimensionScheme, table_name
+from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
 from dnis_torchrec.selection.shards import (
     TableShard,
     check_merged,

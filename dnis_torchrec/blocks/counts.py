@@ -148,3 +148,13 @@ def check_ids_are_integers(ids: Tensor, place: str) -> None:
         ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
     )
     check(is_integer, place, "integer ids", ids.dtype, "hash or number what is no integer")
+
+
+def table_key(name: str, fqn: str) -> str:
+    """The name of a table among those of all collections, where others have the same name."""
+    return f"{name}@{fqn.replace('.', '_')}"
+
+
+def table_name(key: str, fqn: str) -> str:
+    """The name of a table in its collection: the inverse of `table_key`."""
+    return key.removesuffix(f"@{fqn.replace('.', '_')}")

@@ -30,11 +30,17 @@ from dnis_torchrec.data.files import (
 )
 from dnis_torchrec.data.urls import Address, fetch, path_in, put_file, remove_file
 from dnis_torchrec.ranks import rank_of, together
-from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme, TableScheme, weight_name
+from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme, TableScheme
 from dnis_torchrec.selection.shards import collections, ranks_of, tables_named_apart
 from dnis_torchrec.training.checkpoint import CheckpointFolder, Manifest, StoredTensor
 from dnis_torchrec.training.loop import SearchValues
-from dnis_torchrec.training.weights import MODEL, remove_model, write_model, written_model
+from dnis_torchrec.training.weights import (
+    MODEL,
+    remove_model,
+    weight_name,
+    write_model,
+    written_model,
+)
 
 FORMAT, FORMAT_VERSION = "dnis-torchrec-run", 1
 RUN = FolderKind("run", "run.json", FORMAT)

@@ -22,10 +22,10 @@ from torchrec.modules.embedding_modules import (
     EmbeddingCollectionInterface,
 )
 
+from dnis_torchrec.blocks.counts import table_key, table_name
 from dnis_torchrec.blocks.routing import RowRouter
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.scheme import table_key, table_name
 from dnis_torchrec.selection.torchrec import (
     Sharded,
     ShardedTensor,

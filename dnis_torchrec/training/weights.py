@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dnis_torchrec.allocation.axes import has_axes, with_axes_
+from dnis_torchrec.blocks.counts import table_name
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.urls import Address, path_in
 from dnis_torchrec.ranks import Ranks, together, world_size_of
-from dnis_torchrec.scheme import weight_name
 from dnis_torchrec.selection.shards import (
     collections,
     dense_state,
@@ -81,6 +81,16 @@ def written_model(folder: Path) -> dict[str, StoredTensor] | None:
     """The model that several ranks have written, of which nothing is read yet, or None."""
     latest = CheckpointFolder(folder / MODEL).latest()
     return None if latest is None else Manifest.read(latest).stored(latest)
+
+
+def weight_name(name: str) -> str:
+    """The name of a weight in a state_dict, its table named as in its collection."""
+    for part in (".embedding_bags.", ".embeddings."):
+        fqn, is_table, rest = f".{name}".rpartition(part)
+        if is_table:
+            table = table_name(rest.removesuffix(".weight"), fqn.removeprefix("."))
+            return f"{fqn}{part}{table}.weight".removeprefix(".")
+    return name
 
 
 def _key_of_table(fqn: str, module: nn.Module, table: str) -> str:

@@ -45,12 +45,11 @@ from dnis_torchrec.selection.torchrec import read_by_name_
 from dnis_torchrec.selection.wrapper import plain_state_dict
 from dnis_torchrec.training.loop import train_plainly
 from dnis_torchrec.training.shard import set_learning_rates_, shard
+from tests.models import CPU, SIZE, TABLES, Net, Trained, alpha_of, operators, prepared, weights_of
 from tests.models import POSITION_BATCHES as BATCHES
-from tests.models import POSITION_CPU as CPU
 from tests.models import POSITION_DIM as DIM
 from tests.models import POSITION_FEATURES as FEATURES
 from tests.models import POSITION_ROWS as ROWS
-from tests.models import SIZE, TABLES, Net, Trained, alpha_of, operators, prepared, weights_of
 from tests.models import position_blocks as blocks
 from tests.selection.shard_cases import SHARDERS, plan_by, shard_by
 
