@@ -3,7 +3,7 @@ r"""Compress: a trained model -> the same model on tables of bit fields, without
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import cast
@@ -95,12 +95,6 @@ class Measured:
     energies: RoundingEnergies
     sample: LossSample
     turned: Turned
-
-    @contextmanager
-    def turning_back_on_failure(self) -> Iterator[None]:
-        """Within the block a failure turns the tables back; see `Turned`."""
-        with self.turned.undone_on_failure():
-            yield
 
     def shifted(self, result: Allocation) -> AbstractContextManager[None]:
         """The model with its output bias as tables of that size want it, within a block; afterwards
@@ -211,50 +205,21 @@ def compress(
         (True, 'PackedEmbeddingBagCollection')
     """
     plain = _plain_collections(unshard_(model))
-    with tables_named_apart(model) as names:
-        return _compress_(
-            model,
-            plain,
-            batches,
-            loss,
-            compression,
-            counts=counts,
-            held_out=held_out,
-            leave_alone=_keys(leave_alone, names),
+    with tables_named_apart(model):
+        measurement = measure_(
+            model, batches, loss=loss, counts=counts, held_out=held_out, leave_alone=leave_alone
         )
-
-
-def _keys(leave_alone: Collection[str], names: Mapping[str, Sequence[str]]) -> list[str]:
-    """Tables to leave alone, by their names among those of all collections."""
-    return [key for name in leave_alone for key in names.get(name, [name])]
-
-
-def _compress_(
-    model: nn.Module,
-    plain: Mapping[str, nn.Module],
-    batches: Iterable[Batch],
-    loss: Loss | Task,
-    compression: float,
-    *,
-    counts: FrequencyCounts | None,
-    held_out: Iterable[Batch] | None,
-    leave_alone: Collection[str],
-) -> Allocation:
-    measurement = _measure_(
-        model, batches, loss=loss, counts=counts, held_out=held_out, leave_alone=leave_alone
-    )
-    packed: dict[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection] = {}
-    with measurement.turning_back_on_failure():
-        result = measurement.allocate(compression=compression)
-        packed = packed_collections(model, result.scheme)
-        try:
-            for fqn, replacement in packed.items():
-                replace_(model, plain[fqn], replacement)
-            _check_answers(model, next(iter(batches)), loss)
-        except BaseException:
-            for fqn, replacement in packed.items():
-                replace_(model, replacement, plain[fqn])
-            raise
+        with measurement.turned.undone_on_failure():
+            result = measurement.allocate(compression=compression)
+            packed = packed_collections(model, result.scheme)
+            try:
+                for fqn, replacement in packed.items():
+                    replace_(model, plain[fqn], replacement)
+                _check_answers(model, next(iter(batches)), loss)
+            except BaseException:
+                for fqn, replacement in packed.items():
+                    replace_(model, replacement, plain[fqn])
+                raise
     measurement.shift_(result)
     return result
 
@@ -312,89 +277,60 @@ def measure_(
         RuntimeError: if the model is compressed already, or predictions change when the tables are
             turned, as by `rotation_groups` that do not hold for it.
     """
-    with tables_named_apart(model) as names:
-        return _measure_(
-            model,
-            batches,
-            loss=loss,
-            counts=counts,
-            held_out=held_out,
-            num_blocks=num_blocks,
-            num_samples=num_samples,
-            bits=bits,
-            leave_alone=_keys(leave_alone, names),
-        )
-
-
-def _measure_(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    *,
-    loss: Loss | Task,
-    counts: FrequencyCounts | None,
-    held_out: Iterable[Batch] | None,
-    num_blocks: int = NUM_BLOCKS,
-    num_samples: int | None = ENOUGH_SAMPLES,
-    bits: Sequence[int] = BITS,
-    leave_alone: Collection[str],
-) -> Measured:
     again = "batches that can be iterated again and again"
     remedy = "give a list, a DataLoader, or an object whose __iter__ begins anew"
     check(not isinstance(batches, Iterator), "batches", again, type(batches).__name__, remedy)
     served = served_collections(model)
     if served:
-        requirement, remedy = (
-            "a model with tables of float32",
-            "compress the model that was trained",
+        place, remedy = f"FQN {next(iter(served))!r}", "compress the model that was trained"
+        raise RuntimeError(describe(place, "tables of float32", "packed ones", remedy))
+    with tables_named_apart(model) as names:
+        leave_alone = [key for name in leave_alone for key in names.get(name, [name])]
+        result = collections(model)
+        check(bool(result), "model", "an embedding collection in it", "none")
+        ranks = ranks_of(*result.values())
+        tables = [table for collection in result.values() for table in table_configs_of(collection)]
+        with on_all(ranks):
+            check_left_alone(leave_alone, [table.name for table in tables], "leave_alone")
+            check_weights_apart(model)
+            _check_finite(model)
+        with on_all(ranks):
+            first = next(iter(batches), None)
+            check(first is not None, "batches", "at least one batch", "none")
+            features_of(cast(Batch, first))
+            batch = checked_batch(cast(Batch, first), loss, "batch 0")
+        features = _features_read(model, batch, loss)
+        if counts is None:
+            read = (features(batch) for batch in batches)
+            counts = count_over_ranks(read, tables, process_group=ranks.group)
+        blocks = blocks_from_counts(
+            counts, tables, num_blocks=num_blocks, least_rows=LEAST_ROWS, leave_alone=leave_alone
         )
-        raise RuntimeError(
-            describe(f"FQN {next(iter(served))!r}", requirement, "packed ones", remedy)
-        )
-    result = collections(model)
-    check(bool(result), "model", "an embedding collection in it", "none")
-    ranks = ranks_of(*result.values())
-    tables = [table for collection in result.values() for table in table_configs_of(collection)]
-    with on_all(ranks):
-        check_left_alone(leave_alone, [table.name for table in tables], "leave_alone")
-        check_weights_apart(model)
-        _check_finite(model)
-    with on_all(ranks):
-        first = next(iter(batches), None)
-        check(first is not None, "batches", "at least one batch", "none")
-        features_of(cast(Batch, first))
-        batch = checked_batch(cast(Batch, first), loss, "batch 0")
-    features = _features_read(model, batch, loss)
-    if counts is None:
-        read = (features(batch) for batch in batches)
-        counts = count_over_ranks(read, tables, process_group=ranks.group)
-    blocks = blocks_from_counts(
-        counts, tables, num_blocks=num_blocks, least_rows=LEAST_ROWS, leave_alone=leave_alone
-    )
-    had_axes = has_axes(get_unwrapped_module(model).state_dict())
-    with_axes_(model)
-    turned = Turned(model, counts, leave_alone, had_axes, [])
-    with turned.undone_on_failure():
-        old = predictions_of(model, batch, loss, "batch 0", ranks).values
-        turned.rotations[:] = rotate_(model, counts, leave_alone=leave_alone)
-        new = predictions_of(model, batch, loss, "batch 0", ranks).values
-        _check_unchanged(old, new, ranks)
-        worth = curvature_of_read_tables(
-            model, batches, blocks, loss=loss, num_samples=num_samples, num_outputs=old.shape[1]
-        )
-        energies = rounding_energies(model, blocks, counts, bits=bits)
-        samples, is_held_out = (batches, False) if held_out is None else (held_out, True)
-        bias = output_bias(model, batch, loss, ranks)
-        sample = LossSample(
-            model,
-            samples,
-            blocks,
-            loss=loss,
-            is_held_out=is_held_out,
-            bias=bias,
-            num_outputs=old.shape[1],
-            features=features,
-        )
-    return Measured(model, counts, blocks, worth, energies, sample, turned)
+        had_axes = has_axes(get_unwrapped_module(model).state_dict())
+        with_axes_(model)
+        turned = Turned(model, counts, leave_alone, had_axes, [])
+        with turned.undone_on_failure():
+            old = predictions_of(model, batch, loss, "batch 0", ranks).values
+            turned.rotations[:] = rotate_(model, counts, leave_alone=leave_alone)
+            new = predictions_of(model, batch, loss, "batch 0", ranks).values
+            _check_unchanged(old, new, ranks)
+            worth = curvature_of_read_tables(
+                model, batches, blocks, loss=loss, num_samples=num_samples, num_outputs=old.shape[1]
+            )
+            energies = rounding_energies(model, blocks, counts, bits=bits)
+            samples, is_held_out = (batches, False) if held_out is None else (held_out, True)
+            bias = output_bias(model, batch, loss, ranks)
+            sample = LossSample(
+                model,
+                samples,
+                blocks,
+                loss=loss,
+                is_held_out=is_held_out,
+                bias=bias,
+                num_outputs=old.shape[1],
+                features=features,
+            )
+        return Measured(model, counts, blocks, worth, energies, sample, turned)
 
 
 def _features_read(

@@ -255,7 +255,7 @@ def compressed_before(model: Model) -> None:
             for labels, place in ((torch.zeros(0), 0), (None, 0), (torch.tensor(1.0), 2))
         ),
         (None, list, ValueError, "^batches: expected at least one batch, got none"),
-        (compressed_before, lambda: BATCHES, RuntimeError, "^FQN 'pairs': expected a model with tables of float32"),
+        (compressed_before, lambda: BATCHES, RuntimeError, "^FQN 'pairs': expected tables of float32"),
     ],
 )
 def test_bad_input_is_refused_by_name(
