@@ -79,12 +79,15 @@ class StoredTensor:
     place: str
     shape: tuple[int, ...]
     chunks: tuple[StoredChunk, ...]
+    kind: str
+    """A dtype of torch, or in a word what else is there in place of numbers."""
 
     @classmethod
     def of(cls, place: str, tensor: Tensor) -> StoredTensor:
         """A tensor that is there as a whole, mapped from its file or not."""
         shape = tuple(tensor.shape)
-        return cls(place, shape, (StoredChunk((0,) * len(shape), shape, lambda: tensor),))
+        chunk = StoredChunk((0,) * len(shape), shape, lambda: tensor)
+        return cls(place, shape, (chunk,), kind_of(tensor))
 
     def copy_to_(self, target: Tensor, first: Sequence[int] | None = None) -> None:
         """Copies the part of the tensor that is as large as `target`, and reads no more. Local."""
@@ -116,6 +119,11 @@ class StoredTensor:
         target = torch.empty([stop - start for start, stop in spans], dtype=first.dtype)
         self.copy_to_(target, [start for start, _ in spans])
         return target
+
+
+def kind_of(tensor: Tensor) -> str:
+    """The name of a dtype, as files have it."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _within(low: Sequence[int], high: Sequence[int], first: Sequence[int]) -> tuple[slice, ...]:
@@ -200,7 +208,8 @@ class Manifest:
                 for chunk in entry["chunks"]
             ]
             place = f"checkpoint {folder}, {key}"
-            tensors[key] = StoredTensor(place, tuple(entry["size"]), tuple(chunks))
+            size, kind = tuple(entry["size"]), entry["dtype"]
+            tensors[key] = StoredTensor(place, size, tuple(chunks), kind)
         return tensors
 
 

@@ -344,7 +344,7 @@ def stored_in(tensor: torch.Tensor, cuts: list[list[int]]) -> StoredTensor:
     for grid in itertools.product(*spans):
         part = tensor[tuple(slice(*span) for span in grid)].clone()
         chunks.append(StoredChunk(tuple(start for start, _ in grid), tuple(part.shape), lambda part=part: part))
-    return StoredTensor("t", tuple(tensor.shape), tuple(reversed(chunks)))
+    return StoredTensor("t", tuple(tensor.shape), tuple(reversed(chunks)), "int64")
 
 
 @given(st.lists(st.integers(1, 6), max_size=3), st.data())
@@ -362,12 +362,12 @@ def test_any_part_of_any_chunks_is_copied(shape: list[int], data: st.DataObject)
 
 def test_what_no_chunk_holds_is_missed_where_it_is_asked_for() -> None:
     stored = stored_in(torch.arange(6).view(3, 2), [[1], []])
-    first_row = StoredTensor("table 't'", (3, 2), stored.chunks[1:])
+    first_row = StoredTensor("table 't'", (3, 2), stored.chunks[1:], "int64")
     first_row.copy_to_(found := torch.zeros(1, 2, dtype=torch.int64))
     assert found.tolist() == [[0, 1]]
     with pytest.raises(ValueError, match=r"^table 't': expected chunks of 4 values, got 0; copy all files of it"):
         first_row.copy_to_(torch.zeros(2, 2), (1, 0))
-    for of_none in (first_row, StoredTensor("table 't'", (3, 2), ())):
+    for of_none in (first_row, StoredTensor("table 't'", (3, 2), (), "int64")):
         with pytest.raises(ValueError, match=r"^table 't': expected chunks of"):
             of_none.whole()
 
