@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.model_parallel import DMPCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.train_pipeline.pipeline_context import PrefetchTrainPipelineContext
 from torchrec.streamable import Pipelineable
 
@@ -187,7 +187,7 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         upper_steps: number of upper steps so far.
 
     Raises:
-        RuntimeError: if the model is not prepared.
+        RuntimeError: if the model is not prepared, or not sharded.
         NotImplementedError: for DMPCollection (2D parallelism), whose replicas of alpha are not
             synchronised yet; for frozen tables that `shard_model` has not sharded.
     """
@@ -201,13 +201,15 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         alpha_averaging: float = 0.0,
         alpha_floor: float = 0.0,
     ) -> None:
-        wrappers = soft_selection_modules(model)
+        wrappers, place = soft_selection_modules(model), "BilevelTrainPipeline"
         if not wrappers:
             remedy = "call prepare_(model, blocks) before DistributedModelParallel"
-            place = "BilevelTrainPipeline"
             raise RuntimeError(describe(place, "a prepared model", "no wrapper", remedy))
+        if not isinstance(model, DistributedModelParallel):
+            remedy = "call shard_model, on one rank too, and make the optimizer of what it returns"
+            raise RuntimeError(describe(place, "a sharded model", type(model).__name__, remedy))
         if isinstance(model, DMPCollection):
-            place, supported = "BilevelTrainPipeline", "supported is DistributedModelParallel"
+            supported = "supported is DistributedModelParallel"
             raise NotImplementedError(describe(place, supported, "DMPCollection (2D parallelism)"))
         self._process_group = process_group_of(model)
         for fqn, wrapper in wrappers.items():
