@@ -430,7 +430,9 @@ def _write(
         for chunk in value.chunks
         if chunk.tensor.numel()
     }
-    local = {at: (state.tensors[at[0]].size, part.shape, part.dtype) for at, part in chunks.items()}
+    local = {
+        at: (state.tensors[at[0]].size, part.shape, kind_of(part)) for at, part in chunks.items()
+    }
     of_ranks = union_over_ranks({str(rank): local}, process_group)
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for holder in range(len(num_values)):
@@ -446,9 +448,8 @@ def _write(
     files = union_over_ranks({str(rank): file}, process_group)
     tensors: dict[str, _Tensor] = {}
     for at, writer in writers.items():
-        size, shape, dtype = of_ranks[str(writer)][at]
-        name = str(dtype).removeprefix("torch.")
-        entry = tensors.setdefault(at[0], {"dtype": name, "size": list(size), "chunks": []})
+        size, shape, kind = of_ranks[str(writer)][at]
+        entry = tensors.setdefault(at[0], {"dtype": kind, "size": list(size), "chunks": []})
         chunk: _Chunk = {"offset": list(at[1]), "size": list(shape), "file": files[str(writer)][0]}
         entry["chunks"].append(chunk)
     return Manifest(

@@ -207,14 +207,14 @@ def distributed_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     requirement = "metadata of torch.distributed.checkpoint"
     with _reading(place, requirement, "save it as a .safetensors file"):
         metadata = _walk(file.read_bytes())
-        if not isinstance(metadata, _Record) or not metadata.what.endswith(".Metadata"):
+        if not metadata.what.endswith(".Metadata"):
             raise ValueError("another object")
         return _tensors(metadata, folder)
 
 
 def _tensors(metadata: _Record, folder: Path) -> dict[str, StoredTensor]:
     files: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
-    for index, info in metadata["storage_data"].items():
+    for index, info in metadata["storage_data"].entries.items():
         name = _text(index["fqn"])
         if info["transform_descriptors"]:
             raise ValueError(f"chunks of {name!r} that are compressed")
@@ -222,7 +222,7 @@ def _tensors(metadata: _Record, folder: Path) -> dict[str, StoredTensor]:
         begin, length = _numbers((info["offset"], info["length"]))
         files[name, first] = _text(info["relative_path"]), begin, length
     tensors = {}
-    for name, entry in metadata["state_dict_metadata"].items():
+    for name, entry in metadata["state_dict_metadata"].entries.items():
         if entry.what.endswith(".TensorStorageMetadata"):
             place, shape = f"checkpoint {folder}, {_text(name)}", _numbers(entry["size"])
             kind = _text(entry["properties"].state[0]).removeprefix("torch.")
@@ -245,12 +245,10 @@ def _open(
     file = folder / name
     is_inside = Path(name).name == name and file.is_file() and not file.is_symlink()
     check(is_inside, place, "plain files of the folder", repr(name), "copy all files of it")
-    remedy = "it was damaged"
-    with _reading(place, f"a tensor at byte {begin} of {name!r}", remedy):
+    with _reading(place, f"a tensor of {kind}, {shape} at byte {begin} of {name!r}", _DAMAGED):
         tensor = _stored(place, *_unzip(file, begin, length))
-    is_whole = (tensor.kind, tensor.shape) == (kind, shape)
-    what = f"{tensor.kind}, {tensor.shape}"
-    check(is_whole, place, f"a tensor of {kind}, {shape}", what, remedy)
+        if (tensor.kind, tensor.shape) != (kind, shape):
+            raise ValueError(f"one of {tensor.kind}, {tensor.shape}")
     return tensor.whole()
 
 
@@ -273,19 +271,15 @@ def _text(value: object) -> str:
 
 @dataclass(eq=False, repr=False)
 class _Record:
-    """A call that a pickle would make: of a class, or of a function."""
+    """A call that a pickle would make, of a class or a function, and what a dict then takes."""
 
-    what: Any
-    arguments: Any
+    what: str
+    arguments: Any = ()
     state: Any = None
     entries: dict[Any, Any] = field(default_factory=dict)
-    """Where the class is one of dicts."""
 
     def __getitem__(self, name: str) -> Any:
-        return self.state.get(name)
-
-    def is_tensor(self) -> bool:
-        return isinstance(self.what, str) and self.what.startswith((_REBUILD, _OF_CLASS))
+        return self.state.entries.get(name)
 
 
 @contextmanager
@@ -319,24 +313,22 @@ def _unzip(file: Path, begin: int, length: int) -> tuple[Any, dict[str, memoryvi
     return _walk(bytes(parts["data.pkl"])), parts
 
 
-def _flat(state: Any) -> dict[str, _Record]:
+def _flat(state: _Record) -> dict[str, _Record]:
     """Tensors of a state by name, those of dicts within dicts joined by dots."""
-    tensors: dict[str, _Record] = {}
-    dicts, num_characters = [("", state.entries if isinstance(state, _Record) else state)], 0
+    tensors, dicts, num_characters = {}, [("", state)], 0
     while dicts:
-        prefix, entries = dicts.pop()
-        for key, value in entries.items():
+        prefix, outer = dicts.pop()
+        for key, value in outer.entries.items():
+            name = f"{prefix}{key}" if isinstance(key, str) else ""
             # A dict may hold itself, or another one many times.
-            num_characters += len(prefix) + len(key) + 1 if isinstance(key, str) else 1
+            num_characters += len(name) + 1
             if num_characters > _MOST_CHARACTERS:
                 raise ValueError("dicts within dicts that do not end")
-            if not isinstance(key, str):
-                continue
-            if isinstance(value, _Record) and value.is_tensor():
-                tensors[prefix + key] = value
-            elif isinstance(value, dict | _Record):
-                inner = value if isinstance(value, dict) else value.entries
-                dicts.append((f"{prefix}{key}.", inner))
+            if name and isinstance(value, _Record):
+                if value.what.startswith((_REBUILD, _OF_CLASS)):
+                    tensors[name] = value
+                else:
+                    dicts.append((f"{name}.", value))
     return tensors
 
 
@@ -348,23 +340,21 @@ def _stored(place: str, record: _Record, parts: Mapping[str, memoryview]) -> Sto
         record = record.arguments[0]
     name = record.what.removeprefix(_REBUILD)
     if name not in ("tensor", "tensor_v2", "tensor_v3"):
-        return StoredTensor(place, (), (), _OTHERS.get(name, name))
+        return StoredTensor(place, (), (), name)
     storage, offset, size, stride, *more = record.arguments
     kind = _KINDS.get(_text(storage.arguments[1]), "numbers of an unknown kind")
     if name == "tensor_v3":
         kind = _text(more.pop(2)).removeprefix("torch.")
     if more[2:]:  # flags of what is still to be done to the numbers
         return StoredTensor(place, (), (), "a view of other numbers")
-    shape, strides = _numbers(size), _numbers(stride)
-    read = partial(
-        _view, place, kind, parts.get(f"data/{_text(storage.arguments[2])}"), shape, strides, offset
-    )
+    shape, part = _numbers(size), parts.get(f"data/{_text(storage.arguments[2])}")
+    read = partial(_view, place, kind, part, shape, _numbers(stride), offset)
     return StoredTensor(place, shape, (StoredChunk((0,) * len(shape), shape, read),), kind)
 
 
 def _view(place: str, kind: str, part: memoryview | None, *layout: Any) -> Tensor:
     """Bytes of a storage as a tensor; they are copied only where they begin at an odd place."""
-    with _reading(place, "a tensor that torch.save has written", "it was damaged"):
+    with _reading(place, "a tensor that torch.save has written", _DAMAGED):
         dtype: torch.dtype = getattr(torch, kind)
         if 0 in layout[0]:
             return torch.empty(layout[0], dtype=dtype)
@@ -374,11 +364,11 @@ def _view(place: str, kind: str, part: memoryview | None, *layout: Any) -> Tenso
         return content.view(dtype).as_strided(*layout)
 
 
+_DAMAGED = "it was damaged"
 _LONGEST_NAME = 1000
 _MOST_CHARACTERS = 1 << 24
 """Of all names in a file."""
 _REBUILD, _OF_CLASS = "torch._utils._rebuild_", "torch._tensor._rebuild_from_type_v2"
-_OTHERS = {"qtensor": "quantized", "sparse_tensor": "sparse", "meta_tensor_no_storage": "meta"}
 _KINDS = {
     f"torch.{storage}Storage": kind
     for storage, kind in {
@@ -387,7 +377,7 @@ _KINDS = {
         **{"Bool": "bool", "ComplexFloat": "complex64", "ComplexDouble": "complex128"},
     }.items()
 }
-_CONSTANTS = {**{"NEWTRUE": True, "NEWFALSE": False, "NONE": None, "EMPTY_TUPLE": (), "MARK": ...}}
+_CONSTANTS = {"NEWTRUE": True, "NEWFALSE": False, "NONE": None, "EMPTY_TUPLE": (), "MARK": ...}
 _VALUES = (
     *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINSTRING", "SHORT_BINSTRING"),
     *("BINBYTES", "SHORT_BINBYTES", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
@@ -420,13 +410,14 @@ def _walk(content: bytes) -> Any:
             case "BINGET" | "LONG_BINGET":
                 stack.append(memo[argument])
             case "NEWOBJ" | "REDUCE":
-                stack[-2:] = [_Record(*stack[-2:])]
+                stack[-2:] = [_Record(_text(stack[-2]), stack[-1])]
             case "BUILD":
                 state = stack.pop()
-                if isinstance(stack[-1], _Record):
-                    stack[-1].state = state
-            case "EMPTY_DICT" | "EMPTY_LIST" | "EMPTY_SET" as name:
-                stack.append({} if name == "EMPTY_DICT" else [])
+                stack[-1].state = state
+            case "EMPTY_DICT":
+                stack.append(_Record("dict"))
+            case "EMPTY_LIST" | "EMPTY_SET":
+                stack.append([])
             case "TUPLE1" | "TUPLE2" | "TUPLE3" as name:
                 size = int(name[-1])
                 stack[-size:] = [tuple(stack[-size:])]
@@ -434,13 +425,11 @@ def _walk(content: bytes) -> Any:
                 stack.append(tuple(_since_mark(stack)))
             case "APPEND" | "APPENDS" | "ADDITEMS" as name:
                 values = [stack.pop()] if name == "APPEND" else _since_mark(stack)
-                if isinstance(stack[-1], list):
-                    stack[-1].extend(values)
+                stack[-1].extend(values)
             case "SETITEM" | "SETITEMS" as name:
                 values = _since_mark(stack) if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
-                entries = stack[-1].entries if isinstance(stack[-1], _Record) else stack[-1]
                 pairs = zip(values[::2], values[1::2], strict=True)
-                entries.update(pair for pair in pairs if not isinstance(pair[0], tuple))
+                stack[-1].entries.update(pair for pair in pairs if not isinstance(pair[0], tuple))
             case "PROTO" | "FRAME" | "STOP":
                 pass
             case name:
