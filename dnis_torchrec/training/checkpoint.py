@@ -87,7 +87,7 @@ class StoredTensor:
         """A tensor that is there as a whole, mapped from its file or not."""
         shape = tuple(tensor.shape)
         chunk = StoredChunk((0,) * len(shape), shape, lambda: tensor)
-        return cls(place, shape, (chunk,), kind_of(tensor))
+        return cls(place, shape, (chunk,), dtype_name(tensor))
 
     def copy_to_(self, target: Tensor, first: Sequence[int] | None = None) -> None:
         """Copies the part of the tensor that is as large as `target`, and reads no more. Local."""
@@ -121,7 +121,7 @@ class StoredTensor:
         return target
 
 
-def kind_of(tensor: Tensor) -> str:
+def dtype_name(tensor: Tensor) -> str:
     """The name of a dtype, as files have it."""
     return str(tensor.dtype).removeprefix("torch.")
 
@@ -431,7 +431,7 @@ def _write(
         if chunk.tensor.numel()
     }
     local = {
-        at: (state.tensors[at[0]].size, part.shape, kind_of(part)) for at, part in chunks.items()
+        at: (state.tensors[at[0]].size, part.shape, dtype_name(part)) for at, part in chunks.items()
     }
     of_ranks = union_over_ranks({str(rank): local}, process_group)
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}

@@ -37,7 +37,7 @@ from dnis_torchrec.training.checkpoint import (
     Manifest,
     StoredChunk,
     StoredTensor,
-    kind_of,
+    dtype_name,
     write_checkpoint,
 )
 from dnis_torchrec.training.shard import spread_tables
@@ -113,7 +113,7 @@ def check_state(
     check(not differences, place, "the names of the model's own parameters", differences, remedy)
     for name, value in weights.items():
         where, shape, tensor = f"{place}, {name}", tuple(value.shape), state[name]
-        kinds = _FLOATS if value.is_floating_point() else (kind_of(value),)
+        kinds = _FLOATS if value.is_floating_point() else (dtype_name(value),)
         check(tensor.kind in kinds, where, f"values of {' or '.join(kinds)}", tensor.kind, remedy)
         check(tensor.shape == shape, where, f"shape {shape}", tensor.shape, remedy)
 
