@@ -180,7 +180,7 @@ def _state(path: Path) -> Mapping[str, StoredTensor]:
     with _reading(place, "a state_dict that torch.save has written", remedy):
         content, parts = _unzip(path, 0, path.stat().st_size)
         records = _flat(content)
-        return {name: _stored(f"{place}, {name}", records[name], parts) for name in records}
+        return {name: _tensor_of(f"{place}, {name}", records[name], parts) for name in records}
 
 
 def _behind_prefix(
@@ -246,7 +246,7 @@ def _open(
     is_inside = Path(name).name == name and file.is_file() and not file.is_symlink()
     check(is_inside, place, "plain files of the folder", repr(name), "copy all files of it")
     with _reading(place, f"a tensor of {kind}, {shape} at byte {begin} of {name!r}", _DAMAGED):
-        tensor = _stored(place, *_unzip(file, begin, length))
+        tensor = _tensor_of(place, *_unzip(file, begin, length))
         if (tensor.kind, tensor.shape) != (kind, shape):
             raise ValueError(f"one of {tensor.kind}, {tensor.shape}")
         return tensor.chunks[0].open()
@@ -332,7 +332,7 @@ def _flat(state: _Record) -> dict[str, _Record]:
     return tensors
 
 
-def _stored(place: str, record: _Record, parts: Mapping[str, memoryview]) -> StoredTensor:
+def _tensor_of(place: str, record: _Record, parts: Mapping[str, memoryview]) -> StoredTensor:
     """The tensor that a record stands for, not read yet."""
     if record.what == _OF_CLASS:
         record = _Record(record.arguments[0], record.arguments[2])
