@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.model_parallel import DMPCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.train_pipeline.pipeline_context import PrefetchTrainPipelineContext
 from torchrec.streamable import Pipelineable
 
@@ -178,11 +178,12 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         if not wrappers:
             remedy = "call prepare_(model, blocks) before DistributedModelParallel"
             raise RuntimeError(describe(place, "a prepared model", "no wrapper", remedy))
+        if not isinstance(model, DistributedModelParallel):
+            remedy = "call shard_model, on one rank too, and make the optimizer of what it returns"
+            raise RuntimeError(describe(place, "a sharded model", type(model).__name__, remedy))
         if isinstance(model, DMPCollection):  # nobody keeps its replicas of alpha alike yet
-            requirement = "supported is DistributedModelParallel"
-            raise NotImplementedError(
-                describe(place, requirement, "DMPCollection (2D parallelism)")
-            )
+            supported = "supported is DistributedModelParallel"
+            raise NotImplementedError(describe(place, supported, "DMPCollection (2D parallelism)"))
         self.process_group, self.device = process_group_of(model), device
         for fqn, wrapper in wrappers.items():
             check_frozen_are_held(fqn, wrapper.lookup)

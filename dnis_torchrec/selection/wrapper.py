@@ -137,6 +137,11 @@ class SoftSelectionModule(FusedOptimizerModule, nn.Module):
                 place = prefix if name == self.child_name else append_prefix(prefix, name)
                 yield from module.named_modules(memo, place, remove_duplicate)
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Names of the child's parts, as torch.distributed.checkpoint.state_dict asks for them."""
+        inner = getattr(self, self.child_name)._modules
+        return dict.fromkeys(inner, self.child_name) | {"": ""}  # a sharded child has no name
+
 
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:
     """The state_dict, of live values, without what soft selection adds to the plain model's."""

@@ -79,12 +79,15 @@ class StoredTensor:
     place: str
     shape: tuple[int, ...]
     chunks: tuple[StoredChunk, ...]
+    kind: str
+    """A dtype of torch, or in a word what else is there in place of numbers."""
 
     @classmethod
     def of(cls, place: str, tensor: Tensor) -> StoredTensor:
         """A tensor that is there as a whole, mapped from its file or not."""
         shape = tuple(tensor.shape)
-        return cls(place, shape, (StoredChunk((0,) * len(shape), shape, lambda: tensor),))
+        chunk = StoredChunk((0,) * len(shape), shape, lambda: tensor)
+        return cls(place, shape, (chunk,), dtype_name(tensor))
 
     def copy_to_(self, target: Tensor, first: Sequence[int] | None = None) -> None:
         """Copies the part of the tensor that is as large as `target`, and reads no more. Local."""
@@ -116,6 +119,11 @@ class StoredTensor:
         target = torch.empty([stop - start for start, stop in spans], dtype=first.dtype)
         self.copy_to_(target, [start for start, _ in spans])
         return target
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """The name of a dtype, as files have it."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _within(low: Sequence[int], high: Sequence[int], first: Sequence[int]) -> tuple[slice, ...]:
@@ -200,7 +208,8 @@ class Manifest:
                 for chunk in entry["chunks"]
             ]
             place = f"checkpoint {folder}, {key}"
-            tensors[key] = StoredTensor(place, tuple(entry["size"]), tuple(chunks))
+            size, kind = tuple(entry["size"]), entry["dtype"]
+            tensors[key] = StoredTensor(place, size, tuple(chunks), kind)
         return tensors
 
 
@@ -421,7 +430,9 @@ def _write(
         for chunk in value.chunks
         if chunk.tensor.numel()
     }
-    local = {at: (state.tensors[at[0]].size, part.shape, part.dtype) for at, part in chunks.items()}
+    local = {
+        at: (state.tensors[at[0]].size, part.shape, dtype_name(part)) for at, part in chunks.items()
+    }
     of_ranks = union_over_ranks({str(rank): local}, process_group)
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for holder in range(len(num_values)):
@@ -437,9 +448,8 @@ def _write(
     files = union_over_ranks({str(rank): file}, process_group)
     tensors: dict[str, _Tensor] = {}
     for at, writer in writers.items():
-        size, shape, dtype = of_ranks[str(writer)][at]
-        name = str(dtype).removeprefix("torch.")
-        entry = tensors.setdefault(at[0], {"dtype": name, "size": list(size), "chunks": []})
+        size, shape, kind = of_ranks[str(writer)][at]
+        entry = tensors.setdefault(at[0], {"dtype": kind, "size": list(size), "chunks": []})
         chunk: _Chunk = {"offset": list(at[1]), "size": list(shape), "file": files[str(writer)][0]}
         entry["chunks"].append(chunk)
     return Manifest(

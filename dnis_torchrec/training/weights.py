@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pickletools
-import zipfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from mmap import ACCESS_COPY, ALLOCATIONGRANULARITY, mmap
 from pathlib import Path
+from struct import unpack
 from typing import IO, Any, cast
+from zipfile import ZIP_STORED, ZipFile
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -29,13 +31,14 @@ from dnis_torchrec.selection.shards import (
     table_configs_of,
     tables_under,
 )
-from dnis_torchrec.selection.torchrec import ShardedTensor, file_view, writing_to_tables
+from dnis_torchrec.selection.torchrec import ShardedTensor, writing_to_tables
 from dnis_torchrec.training.checkpoint import (
     CheckpointFolder,
     CheckpointWriteError,
     Manifest,
     StoredChunk,
     StoredTensor,
+    dtype_name,
     write_checkpoint,
 )
 from dnis_torchrec.training.shard import spread_tables
@@ -45,6 +48,8 @@ MODEL = "model"
 """Folder in a run of several ranks, into which each rank writes its shards."""
 _NAMES = 3
 """How many names an error message lists."""
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+"""Kinds of values that are numbers by themselves, unlike those that a scale belongs to."""
 
 
 # The model of a run
@@ -118,8 +123,10 @@ def check_state(
     )
     check(not differences, place, "the names of the model's own parameters", differences, remedy)
     for name, value in weights.items():
-        shape, size = tuple(value.shape), state[name].shape
-        check(shape == size, f"{place}, {name}", f"shape {shape}", size, remedy)
+        where, shape, tensor = f"{place}, {name}", tuple(value.shape), state[name]
+        kinds = _FLOATS if value.is_floating_point() else (dtype_name(value),)
+        check(tensor.kind in kinds, where, f"values of {' or '.join(kinds)}", tensor.kind, remedy)
+        check(tensor.shape == shape, where, f"shape {shape}", tensor.shape, remedy)
 
 
 @torch.no_grad()
@@ -163,7 +170,7 @@ def weights_for_(model: nn.Module, path: Path) -> dict[str, StoredTensor]:
     state = _state(path)
     if has_axes(state):
         with_axes_(model)
-    tensors = _behind_prefix(model.state_dict(), state)
+    tensors = _behind_prefix(model.state_dict(), state, f"weights {path}")
     check_state(model, tensors, f"weights {path}", "use the weights of the recipe's model")
     return tensors
 
@@ -174,177 +181,271 @@ def _state(path: Path) -> Mapping[str, StoredTensor]:
     if path.is_dir():
         return distributed_checkpoint(path)
     check(path.is_file(), place, "a file", "none")
-    try:
-        if path.suffix == ".safetensors":
-            content = load_file(path)
-        else:
-            is_mapped = zipfile.is_zipfile(path)
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
-    except SafetensorError as error:
-        raise ValueError(describe(place, "a whole safetensors file", str(error))) from error
-    except Exception as error:  # what is wrong with a file of any kind, torch says in many ways
-        requirement = "a state_dict, read with weights_only"
-        remedy = "save model.state_dict(), or a .safetensors file"
-        raise ValueError(describe(place, requirement, type(error).__name__, remedy)) from error
-    check(isinstance(content, Mapping), place, "a state_dict", type(content).__name__)
-    tensors = _flat(content)
-    return {name: StoredTensor.of(f"{place}, {name}", tensors[name]) for name in tensors}
-
-
-def _flat(state: Mapping[Any, object], prefix: str = "") -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for name, value in state.items():
-        if isinstance(value, Mapping):
-            tensors |= _flat(value, f"{prefix}{name}.")
-        elif isinstance(value, Tensor):
-            tensors[f"{prefix}{name}"] = value
-    return tensors
+    if path.suffix == ".safetensors":
+        try:
+            tensors = load_file(path)
+        except SafetensorError as error:
+            raise ValueError(describe(place, "a whole safetensors file", str(error))) from error
+        return {name: StoredTensor.of(f"{place}, {name}", tensors[name]) for name in tensors}
+    remedy = "save model.state_dict() anew, or a .safetensors file"
+    with _reading(place, "a state_dict that torch.save has written", remedy):
+        content, parts = _unzip(path, 0, path.stat().st_size)
+        records = _flat(content)
+        return {name: _tensor_of(f"{place}, {name}", records[name], parts) for name in records}
 
 
 def _behind_prefix(
-    weights: Mapping[str, Tensor], state: Mapping[str, StoredTensor]
+    weights: Mapping[str, Tensor], state: Mapping[str, StoredTensor], place: str
 ) -> dict[str, StoredTensor]:
-    """Drops the prefix behind which most of the model's names stand; of several the shortest."""
+    """Drops the prefix behind which all of the model's names stand, or else most of them."""
     first = next(iter(weights), "")
     prefixes = [name.removesuffix(first) for name in state if f".{name}".endswith(f".{first}")]
-    prefix = min(
-        prefixes,
-        key=lambda prefix: (sum(prefix + name not in state for name in weights), len(prefix)),
-        default="",
-    )
+    missing = {prefix: sum(prefix + name not in state for name in weights) for prefix in prefixes}
+    matches = [f"{prefix}*" for prefix in missing if not missing[prefix]]
+    remedy = "save the state_dict of one of them alone"
+    check(len(matches) < 2, place, "one model that fits", ", ".join(sorted(matches)), remedy)
+    prefix = min(missing, key=lambda prefix: (missing[prefix], len(prefix)), default="")
     return {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
 
 
-# Folders of torch.distributed.checkpoint, whose metadata is a pickle, here walked through
-
-
-@dataclass(eq=False)
-class _Record:
-    """A call that a pickle would make: of a class, or of a function."""
-
-    what: str
-    arguments: Any
-    state: Any = None
-
-    def __getitem__(self, name: str) -> Any:
-        return self.state.get(name)
+# Folders of torch.distributed.checkpoint, whose metadata is a pickle
 
 
 def distributed_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     """Returns the tensors of a checkpoint, each read when asked for; skips all other values."""
     place, file = f"checkpoint {folder}", folder / ".metadata"
     check(file.is_file() and not file.is_symlink(), place, "a plain file .metadata", "none")
-    try:
-        return _tensors(_walk(file.read_bytes()), folder)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        requirement = "metadata of torch.distributed.checkpoint"
-        cause, remedy = str(error) or type(error).__name__, "save it as a .safetensors file"
-        raise ValueError(describe(place, requirement, cause, remedy)) from error
+    requirement = "metadata of torch.distributed.checkpoint"
+    with _reading(place, requirement, "save it as a .safetensors file"):
+        metadata = _walk(file.read_bytes())
+        if not metadata.what.endswith(".Metadata"):
+            raise ValueError("another object")
+        return _tensors(metadata, folder)
 
 
 def _tensors(metadata: _Record, folder: Path) -> dict[str, StoredTensor]:
     files: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
-    for index, info in metadata["storage_data"].items():
+    for index, info in metadata["storage_data"].entries.items():
+        name = _text(index["fqn"])
         if info["transform_descriptors"]:
-            raise ValueError(f"chunks of {index['fqn']!r} that are compressed")
+            raise ValueError(f"chunks of {name!r} that are compressed")
         first = () if index["offset"] is None else _numbers(index["offset"])
         begin, length = _numbers((info["offset"], info["length"]))
-        files[str(index["fqn"]), first] = str(info["relative_path"]), begin, length
+        files[name, first] = _text(info["relative_path"]), begin, length
     tensors = {}
-    for name, entry in metadata["state_dict_metadata"].items():
+    for name, entry in metadata["state_dict_metadata"].entries.items():
         if entry.what.endswith(".TensorStorageMetadata"):
-            place, shape = f"checkpoint {folder}, {name}", _numbers(entry["size"])
+            place, shape = f"checkpoint {folder}, {_text(name)}", _numbers(entry["size"])
+            kind = _text(entry["properties"].state[0]).removeprefix("torch.")
             chunks = []
             for chunk in entry["chunks"]:
                 first, size = _numbers(chunk["offsets"]), _numbers(chunk["sizes"])
                 if any(at + n > whole for at, n, whole in zip(first, size, shape, strict=True)):
                     raise ValueError(f"a chunk of {name!r} that ends outside of {shape}")
-                read = partial(_open, folder, place, size, *files[str(name), first])
+                # Each chunk has bytes of its own: there are no more of them than the file names.
+                read = partial(_open, folder, place, kind, size, *files.pop((name, first)))
                 chunks.append(StoredChunk(first, size, read))
-            tensors[str(name)] = StoredTensor(place, shape, tuple(chunks))
+            tensors[name] = StoredTensor(place, shape, tuple(chunks), kind)
     return tensors
 
 
 def _open(
-    folder: Path, place: str, shape: tuple[int, ...], name: str, first_byte: int, num_bytes: int
+    folder: Path, place: str, kind: str, shape: tuple[int, ...], name: str, begin: int, length: int
 ) -> Tensor:
-    """Reads a chunk: torch's loader gives the layout of the tensor, a memory map its values."""
+    """Reads a chunk, which is a tensor that torch.save has written."""
     file = folder / name
     is_inside = Path(name).name == name and file.is_file() and not file.is_symlink()
     check(is_inside, place, "plain files of the folder", repr(name), "copy all files of it")
-    requirement, remedy = f"a tensor at byte {first_byte} of {name!r}", "it was damaged"
-    try:
-        with file.open("rb") as stream:
-            view = cast(IO[bytes], file_view(stream, first_byte, num_bytes))
-            tensor = torch.load(view, map_location="meta", weights_only=True)
-        size, first = tensor.element_size(), tensor.untyped_storage()._checkpoint_offset
-        # Private to this process: torch takes no memory that must not be written.
-        content = np.memmap(file, np.uint8, "c", first_byte, (num_bytes,))
-        values = torch.from_numpy(content[first : first + tensor.untyped_storage().nbytes()])
-        strides = (*(size * stride for stride in tensor.stride()), 1)
-        parts = values.as_strided((*tensor.shape, size), strides, size * tensor.storage_offset())
-    except Exception as error:  # of damaged bytes torch says so in many ways
-        raise ValueError(describe(place, requirement, type(error).__name__, remedy)) from error
-    is_whole = tuple(tensor.shape) == shape
-    check(is_whole, place, f"a tensor of shape {shape}", tuple(tensor.shape), remedy)
-    # Values may begin at any byte of the file: a copy is aligned.
-    return parts.clone(memory_format=torch.contiguous_format).view(tensor.dtype).squeeze(-1)
+    with _reading(place, f"a tensor of {kind}, {shape} at byte {begin} of {name!r}", _DAMAGED):
+        tensor = _tensor_of(place, *_unzip(file, begin, length))
+        if (tensor.kind, tensor.shape) != (kind, shape):
+            raise ValueError(f"one of {tensor.kind}, {tensor.shape}")
+        return tensor.chunks[0].open()
 
 
 def _numbers(size: Any) -> tuple[int, ...]:
     """Returns the numbers of a tuple, or of a record that stands for a torch.Size."""
     numbers = size.arguments[0] if isinstance(size, _Record) else size
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError(f"sizes that are none: {numbers}")
+    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        raise ValueError("sizes that are none")
     return tuple(numbers)
 
 
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("names that are no text")
+    return value
+
+
+# What torch.save has written: tensors in a zip, and a pickle that is walked through
+
+
+@dataclass(eq=False, repr=False)
+class _Record:
+    """A call that a pickle would make, of a class or a function, and what a dict then takes."""
+
+    what: str
+    arguments: Any = ()
+    state: Any = None
+    entries: dict[Any, Any] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.state.entries.get(name)
+
+
+@contextmanager
+def _reading(place: str, requirement: str, remedy: str) -> Iterator[None]:
+    """Says in one line what is wrong with a file of others."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # of damaged bytes libraries say so in many ways
+        text = str(error) if isinstance(error, ValueError) else ""
+        cause = " ".join(text.split())[:_LONGEST_NAME] or type(error).__name__
+        raise ValueError(describe(place, requirement, cause, remedy)) from error
+
+
+def _unzip(file: Path, begin: int, length: int) -> tuple[Any, dict[str, memoryview]]:
+    """Returns the content as records, and bytes of storages by name, mapped from the file."""
+    page, parts = begin - begin % ALLOCATIONGRANULARITY, {}
+    with file.open("rb") as stream:
+        # Private to this process: torch takes no memory that must not be written.
+        view = mmap(stream.fileno(), begin + length - page, offset=page, access=ACCESS_COPY)
+    for info in ZipFile(cast(IO[bytes], view)).infolist():
+        if info.compress_type != ZIP_STORED or info.flag_bits & 1:
+            raise ValueError("a zip that was compressed or encrypted")
+        # A local header ends in the lengths of two fields that follow it.
+        at = info.header_offset + 30
+        at += sum(unpack("<HH", view[at - 4 : at]))
+        parts[info.filename.partition("/")[2]] = memoryview(view)[at : at + info.file_size]
+    if parts.get("byteorder", b"little") != b"little":
+        raise ValueError("numbers in another order of bytes")
+    return _walk(bytes(parts["data.pkl"])), parts
+
+
+def _flat(state: _Record) -> dict[str, _Record]:
+    """Tensors of a state by name, those of dicts within dicts joined by dots."""
+    tensors, dicts, num_characters = {}, [("", state)], 0
+    while dicts:
+        prefix, outer = dicts.pop()
+        for key, value in outer.entries.items():
+            name = f"{prefix}{key}" if isinstance(key, str) else ""
+            # A dict may hold itself, or another one many times.
+            num_characters += len(name) + 1
+            if num_characters > _MOST_CHARACTERS:
+                raise ValueError("dicts within dicts that do not end")
+            if name and isinstance(value, _Record):
+                if value.what.startswith((_REBUILD, _OF_CLASS)):
+                    tensors[name] = value
+                else:
+                    dicts.append((f"{name}.", value))
+    return tensors
+
+
+def _tensor_of(place: str, record: _Record, parts: Mapping[str, memoryview]) -> StoredTensor:
+    """The tensor that a record stands for, not read yet."""
+    if record.what == _OF_CLASS:
+        record = _Record(record.arguments[0], record.arguments[2])
+    if record.what in (f"{_REBUILD}parameter", f"{_REBUILD}parameter_with_state"):
+        record = record.arguments[0]
+    name = record.what.removeprefix(_REBUILD)
+    if name not in ("tensor", "tensor_v2", "tensor_v3"):
+        return StoredTensor(place, (), (), name)
+    storage, offset, size, stride, *more = record.arguments
+    kind = _KINDS.get(_text(storage.arguments[1]), "numbers of an unknown kind")
+    if name == "tensor_v3":
+        kind = _text(more.pop(2)).removeprefix("torch.")
+    if more[2:]:  # flags of what is still to be done to the numbers
+        return StoredTensor(place, (), (), "a view of other numbers")
+    shape, part = _numbers(size), parts.get(f"data/{_text(storage.arguments[2])}")
+    read = partial(_view, place, kind, part, shape, _numbers(stride), offset)
+    return StoredTensor(place, shape, (StoredChunk((0,) * len(shape), shape, read),), kind)
+
+
+def _view(place: str, kind: str, part: memoryview | None, *layout: Any) -> Tensor:
+    """Bytes of a storage as a tensor; they are copied only where they begin at an odd place."""
+    with _reading(place, "a tensor that torch.save has written", _DAMAGED):
+        dtype: torch.dtype = getattr(torch, kind)
+        if 0 in layout[0]:
+            return torch.empty(layout[0], dtype=dtype)
+        content = torch.frombuffer(part, dtype=torch.uint8)
+        if content.data_ptr() % dtype.itemsize:
+            content = content.clone()
+        return content.view(dtype).as_strided(*layout)
+
+
+_DAMAGED = "it was damaged"
+_LONGEST_NAME = 1000
+_MOST_CHARACTERS = 1 << 24
+"""Of all names in a file."""
+_REBUILD, _OF_CLASS = "torch._utils._rebuild_", "torch._tensor._rebuild_from_type_v2"
+_KINDS = {
+    f"torch.{storage}Storage": kind
+    for storage, kind in {
+        **{"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16"},
+        **{"Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8"},
+        **{"Bool": "bool", "ComplexFloat": "complex64", "ComplexDouble": "complex128"},
+    }.items()
+}
 _CONSTANTS = {"NEWTRUE": True, "NEWFALSE": False, "NONE": None, "EMPTY_TUPLE": (), "MARK": ...}
-_TEXTS = ("BINUNICODE", "SHORT_BINUNICODE", "GLOBAL")
-_NUMBERS = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT")
+_VALUES = (
+    *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINSTRING", "SHORT_BINSTRING"),
+    *("BINBYTES", "SHORT_BINBYTES", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+)
 
 
-def _walk(content: bytes) -> _Record:
+def _walk(content: bytes) -> Any:
     """Reads a pickle as records of what it would make: nothing is looked up, nothing is called."""
+    # Everything made here is as long as what the pickle says of it, and nothing in it is compared,
+    # hashed or printed that may hold itself.
     stack: list[Any] = []
-    memo: list[Any] = []
+    memo: dict[Any, Any] = {}
     for opcode, argument, _ in pickletools.genops(content):
         match opcode.name:
             case name if name in _CONSTANTS:
                 stack.append(_CONSTANTS[name])
-            case name if name in _TEXTS or name in _NUMBERS:
+            case name if name in _VALUES:
                 stack.append(argument)
-            case "MEMOIZE":
-                memo.append(stack[-1])
-            case "BINGET" | "LONG_BINGET":
-                stack.append(memo[int(cast(int, argument))])
+            case "GLOBAL":
+                stack.append(cast(str, argument).replace(" ", "."))
             case "STACK_GLOBAL":
-                stack[-2:] = [f"{stack[-2]}.{stack[-1]}"]
+                name = ".".join(stack[-2:])
+                if len(name) > _LONGEST_NAME:  # names made of names double
+                    raise ValueError(f"a name of {len(name)} characters")
+                stack[-2:] = [name]
+            case "BINPERSID":
+                stack.append(_Record("persistent", stack.pop()))
+            case "MEMOIZE" | "BINPUT" | "LONG_BINPUT":
+                memo[len(memo) if argument is None else argument] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[argument])
             case "NEWOBJ" | "REDUCE":
-                stack[-2:] = [_Record(*stack[-2:])]
+                stack[-2:] = [_Record(_text(stack[-2]), stack[-1])]
             case "BUILD":
                 state = stack.pop()
                 stack[-1].state = state
-            case "EMPTY_DICT" | "EMPTY_LIST" as name:
-                stack.append({} if name == "EMPTY_DICT" else [])
+            case "EMPTY_DICT":
+                stack.append(_Record("dict"))
+            case "EMPTY_LIST" | "EMPTY_SET":
+                stack.append([])
             case "TUPLE1" | "TUPLE2" | "TUPLE3" as name:
                 size = int(name[-1])
                 stack[-size:] = [tuple(stack[-size:])]
             case "TUPLE":
                 stack.append(tuple(_since_mark(stack)))
-            case "APPEND" | "APPENDS" as name:
+            case "APPEND" | "APPENDS" | "ADDITEMS" as name:
                 values = [stack.pop()] if name == "APPEND" else _since_mark(stack)
                 stack[-1].extend(values)
             case "SETITEM" | "SETITEMS" as name:
                 values = _since_mark(stack) if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
-                stack[-1].update(zip(values[::2], values[1::2], strict=True))
+                pairs = zip(values[::2], values[1::2], strict=True)
+                stack[-1].entries.update(pair for pair in pairs if not isinstance(pair[0], tuple))
             case "PROTO" | "FRAME" | "STOP":
                 pass
             case name:
                 raise ValueError(f"the opcode {name}")
     (root,) = stack
-    if not isinstance(root, _Record) or not root.what.endswith(".Metadata"):
-        raise ValueError("another object")
     return root
 
 

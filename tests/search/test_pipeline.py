@@ -28,6 +28,7 @@ from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.data.task import TrainTask, collect_outputs, squared_norm
 from dnis_torchrec.search import search as search_module
+from dnis_torchrec.search.loop import SearchLoop
 from dnis_torchrec.search.pipeline import LEARNING_RATE, AlphaOptimizer, BilevelTrainPipeline
 from dnis_torchrec.search.schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.search.search import search
@@ -332,6 +333,18 @@ def test_needs_a_prepared_model(gloo) -> None:
     model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
     with pytest.raises(RuntimeError, match=r"expected a prepared model, got no wrapper; call prepare_"):
         BilevelTrainPipeline(model, optimizer, CPU)
+
+
+def test_needs_a_sharded_model() -> None:
+    """On one rank, too: TorchRec's pipelines know no plain collection."""
+    task, batches = prepared_task(recipe()), recipe().data.train
+    optimizer = torch.optim.Adam(task.parameters())
+    for call in (
+        lambda: BilevelTrainPipeline(task, optimizer, CPU),
+        lambda: SearchLoop(task, optimizer, batches, batches, steps=2),
+    ):
+        with pytest.raises(RuntimeError, match=r"expected a sharded model, got TrainTask; call shard_model"):
+            call()
 
 
 def test_needs_a_stream_that_knows_levels(gloo) -> None:

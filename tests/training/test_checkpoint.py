@@ -14,15 +14,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint import load as load_distributed
 from torch.distributed.checkpoint import save as save_distributed
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.data.urls import Address, file_names, path_in, put_file, read_bytes, remove_file
 from dnis_torchrec.ranks import Ranks
+from dnis_torchrec.selection.on_shards import select_on_shards_
+from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, shard_model
+from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.training import checkpoint
 from dnis_torchrec.training.checkpoint import (
@@ -46,10 +59,19 @@ from dnis_torchrec.training.state import (
 )
 from dnis_torchrec.training.weights import distributed_checkpoint, remove_model, write_model, written_model
 from tests.models import (
+    BATCH_SIZE,
     MODELS,
+    NUM_DENSE,
     SHARDING_TYPES,
+    Net,
     TwoCollections,
     blocks_for,
+    blocks_of,
+    features,
+    interest,
+    make_batch,
+    position_batch,
+    position_blocks,
     predict,
     randomise_alpha_,
     shard_as,
@@ -344,7 +366,7 @@ def stored_in(tensor: torch.Tensor, cuts: list[list[int]]) -> StoredTensor:
     for grid in itertools.product(*spans):
         part = tensor[tuple(slice(*span) for span in grid)].clone()
         chunks.append(StoredChunk(tuple(start for start, _ in grid), tuple(part.shape), lambda part=part: part))
-    return StoredTensor("t", tuple(tensor.shape), tuple(reversed(chunks)))
+    return StoredTensor("t", tuple(tensor.shape), tuple(reversed(chunks)), "int64")
 
 
 @given(st.lists(st.integers(1, 6), max_size=3), st.data())
@@ -362,12 +384,12 @@ def test_any_part_of_any_chunks_is_copied(shape: list[int], data: st.DataObject)
 
 def test_what_no_chunk_holds_is_missed_where_it_is_asked_for() -> None:
     stored = stored_in(torch.arange(6).view(3, 2), [[1], []])
-    first_row = StoredTensor("table 't'", (3, 2), stored.chunks[1:])
+    first_row = StoredTensor("table 't'", (3, 2), stored.chunks[1:], "int64")
     first_row.copy_to_(found := torch.zeros(1, 2, dtype=torch.int64))
     assert found.tolist() == [[0, 1]]
     with pytest.raises(ValueError, match=r"^table 't': expected chunks of 4 values, got 0; copy all files of it"):
         first_row.copy_to_(torch.zeros(2, 2), (1, 0))
-    for of_none in (first_row, StoredTensor("table 't'", (3, 2), ())):
+    for of_none in (first_row, StoredTensor("table 't'", (3, 2), (), "int64")):
         with pytest.raises(ValueError, match=r"^table 't': expected chunks of"):
             of_none.whole()
 
@@ -467,3 +489,94 @@ def test_what_was_damaged_or_made_to_harm_is_refused(
     with pytest.raises(ValueError, match=f"^checkpoint {folder}.*{place}"):
         distributed_checkpoint(folder)["model.weight"].whole()
     assert not (folder / "made").exists()
+
+
+def pooled_batch(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    dense = torch.randn(BATCH_SIZE, NUM_DENSE, generator=generator)
+    return Batch(dense, features(seed), torch.rand(BATCH_SIZE, generator=generator).round())
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], RowBlocks], Callable[[int], Batch]]] = {
+    "pooled": (MODELS["dlrm"], blocks_for, pooled_batch),
+    "two collections": (MODELS["two_collections"], blocks_for, pooled_batch),
+    "sequences": (interest, lambda model: blocks_of(model, [make_batch(1), make_batch(2)]), make_batch),
+    "positions": (Net, lambda _: position_blocks(), position_batch),
+}
+"""A model, its blocks, and a batch of it."""
+
+
+class Trainee:
+    """A model, sharded as told or not at all, with the optimizers that it learns by."""
+
+    def __init__(self, name: str, sharding: str | None, *, is_keyed: bool, is_prepared: bool = True) -> None:
+        make, blocks, self._batch = NETS[name]
+        net = make()
+        with torch.no_grad():
+            for weight in net.parameters():
+                weight.uniform_(-0.5, 0.5)
+        if is_prepared:
+            net = prepare_(net, blocks(net))
+            randomise_alpha_(net)
+        self.model = task = TrainTask(net, nn.BCEWithLogitsLoss())
+        if sharding is not None:
+            constraint = ParameterConstraints(sharding_types=[sharding], min_partition=4)
+            constraints = {table.name: constraint for table in table_configs(task)}
+            sharders = default_sharders({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1})
+            plan = make_sharding_plan(task, torch.device("cpu"), sharders, constraints=constraints)
+            self.model = select_on_shards_(shard_model(task, torch.device("cpu"), plan, sharders))
+        rest = dict(in_backward_optimizer_filter(self.model.named_parameters()))
+        self._is_keyed = is_keyed
+        adam = torch.optim.Adam(rest.values(), lr=0.01)
+        self._optimizer = KeyedOptimizerWrapper(rest, lambda _: adam) if is_keyed else adam
+
+    def step(self, seed: int) -> float:
+        self._optimizer.zero_grad()
+        loss = self.model(self._batch(seed))[0]
+        loss.backward()
+        self._optimizer.step()
+        return float(loss.detach())
+
+    def state(self) -> dict:
+        """Everything, as it goes to a folder: the optimizer's states, too, by the names of the model."""
+        module = get_unwrapped_module(self.model)
+        if self._is_keyed:
+            if not self._optimizer.state:
+                self._optimizer.init_state()
+            state = {"model": get_state_dict(module, ())[0], "optimizer": self._optimizer.state_dict()}
+        else:
+            state = dict(zip(("model", "optimizer"), get_state_dict(module, self._optimizer), strict=True))
+        if isinstance(self.model, DistributedModelParallel):
+            state["fused"] = self.model.fused_optimizer.state_dict()
+        return state
+
+    def take(self, state: dict) -> None:
+        module, others = get_unwrapped_module(self.model), () if self._is_keyed else self._optimizer
+        set_state_dict(module, others, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        if self._is_keyed:
+            self._optimizer.load_state_dict(state["optimizer"])
+        if isinstance(self.model, DistributedModelParallel):
+            self.model.fused_optimizer.load_state_dict(state["fused"])
+
+
+@pytest.mark.parametrize("name", list(NETS))
+@pytest.mark.parametrize("sharding", [None, "table_wise", "column_wise"])
+@pytest.mark.parametrize("is_keyed", [False, True])
+def test_torchs_functions_of_states_know_no_wrapper_and_training_goes_on(
+    gloo, tmp_path: Path, name: str, sharding: str | None, is_keyed: bool
+) -> None:
+    """A KeyedOptimizer names its states itself; torch's functions would number them, of a plain model as well."""
+    first, second = (Trainee(name, sharding, is_keyed=is_keyed) for _ in range(2))
+    plain = Trainee(name, sharding, is_keyed=is_keyed, is_prepared=False)
+    for seed in range(3):
+        first.step(seed)
+        plain.step(seed)
+    state, expected = first.state(), plain.state()
+    assert {key for key in state["model"] if ".soft_selection." not in key} == set(expected["model"])
+    assert state["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys() <= set(expected["model"])
+    save_distributed(state, checkpoint_id=tmp_path / "saved")
+    load_distributed(fresh := second.state(), checkpoint_id=tmp_path / "saved")
+    second.take(fresh)
+    assert [first.step(seed) for seed in range(3, 8)] == [second.step(seed) for seed in range(3, 8)]
+    found = state_tensors(second.model)
+    assert [key for key, value in state_tensors(first.model).items() if not torch.equal(found[key], value)] == []
