@@ -106,10 +106,10 @@ def _parquet(place: str, columns: list[Hashable]) -> pd.DataFrame:
     frames = []
     for file in files:
         schema = file.physical_schema
-        own = [name for name in columns if name in schema.names]
-        for name in (name for name in columns if name not in own):
+        there = [name for name in columns if name in schema.names]
+        for name in (name for name in columns if name not in schema.names):
             warn(f"column {name!r}: missing in {file.path}, though other files have it")
-        frames.append(file.to_table(schema, columns=own).to_pandas(types_mapper=pd.ArrowDtype))
+        frames.append(file.to_table(schema, columns=there).to_pandas(types_mapper=pd.ArrowDtype))
     for name in columns if len(frames) > 1 else ():
         holders = [frame for frame in frames if name in frame.columns]
         if len({frame[name].dtype for frame in holders}) > 1:
@@ -181,7 +181,8 @@ def text_of(value: Any) -> str | None:
     if value is None or value != value:
         return None
     text = value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
-    text = text.strip(string.whitespace)
+    # Half a character, as an escape may be, has no UTF-8.
+    text = text.encode("utf-8", "backslashreplace").decode().strip(string.whitespace)
     if text.startswith(tuple("-0123456789")):
         if _NUMBER.fullmatch(text):
             return _text_of_number(text)
@@ -192,8 +193,7 @@ def text_of(value: Any) -> str | None:
             return text_of(ast.literal_eval(text))
         except (ValueError, SyntaxError):
             pass
-    # Half a character, as an escape may be, has no UTF-8.
-    return text.encode("utf-8", "backslashreplace").decode() or None
+    return text or None
 
 
 def _text_of_number(text: str) -> str:
@@ -299,9 +299,7 @@ def _is_number(value: Any) -> bool:
 
 def order_in_time(column: pd.Series) -> np.ndarray:
     """The rows from the earliest to the latest; those of one time keep their order."""
-    place, number = f"time column {column.name!r}", int(column.isna().sum())
-    check(number == 0, place, "a time in every row", f"{number} missing", "leave those rows out")
-    column = _parsed(column, (pa.int64(), pa.float64()))
+    place, column = f"time column {column.name!r}", _parsed(column, (pa.int64(), pa.float64()))
     if not types.is_numeric_dtype(column.dtype):
         try:
             column = pd.to_datetime(column.astype(object), format="ISO8601", utc=True)
@@ -309,6 +307,8 @@ def order_in_time(column: pd.Series) -> np.ndarray:
             requirement = "numbers, dates or texts as ISO 8601 has them"
             remedy = "convert it, as pd.to_datetime does"
             raise ValueError(describe(place, requirement, str(error), remedy)) from error
+    number = int(column.isna().sum())
+    check(number == 0, place, "a time in every row", f"{number} missing", "leave those rows out")
     if column.nunique() == 1:
         warn(f"{place}: one time in all rows: the split goes by their order")
     return column.argsort(kind="stable").to_numpy(copy=True)

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypedDict
 
 import numpy as np
@@ -51,7 +51,7 @@ class FrameSplits(DataSplits):
 
     encoder: FrameEncoder
     is_binary: bool
-    columns: pd.DataFrame
+    columns: pd.DataFrame = field(compare=False)
     """What became of every column, as it was printed."""
 
 
