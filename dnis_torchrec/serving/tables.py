@@ -269,6 +269,9 @@ def name_unknown_id(logical: LogicalTables, ids: tuple[Tensor, ...] | list[Tenso
 class LogicalCollection(EmbeddingBagCollectionInterface):
     """A collection that a model sees as it was before pruning."""
 
+    encoder = ""
+    """The artifact's file that numbers raw ids anew, if it has one."""
+
     def __init__(self, scheme: MixedDimensionScheme, *, unknown_ids: str) -> None:
         super().__init__()
         check(unknown_ids in UNKNOWN_IDS, "unknown_ids", f"one of {UNKNOWN_IDS}", repr(unknown_ids))
@@ -294,6 +297,10 @@ class LogicalCollection(EmbeddingBagCollectionInterface):
     def is_weighted(self) -> bool:
         """Returns whether bags carry per-sample weights."""
         return self._logical.is_weighted
+
+    def extra_repr(self) -> str:
+        """Whose ids the collection takes, where they are not the raw ones."""
+        return self.encoder and f"ids are rows that {self.encoder} numbers; see load_predictor"
 
 
 MEAN = "mean"

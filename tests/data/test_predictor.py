@@ -122,6 +122,7 @@ def test_the_encoder_is_a_file_of_the_artifact_as_others_are(exported: Any) -> N
     assert texts[:40] == sorted(texts[:40], key=recipe.data.encoder.rows["user"].__getitem__)
     assert not [finding for finding in verify(path).findings if finding.status == FAILED]
     assert "load_predictor" in (path / CARD).read_text()
+    assert f"ids are rows that {ENCODER} numbers" in repr(dnis.load(path))
 
 
 def other_bytes(path: Path) -> None:
@@ -181,7 +182,7 @@ def test_an_artifact_without_an_encoder_and_an_encoder_of_other_tables_are_refus
     dnis.export(recipe.model, result.scheme, tmp_path / "a")
     with pytest.raises(ValueError, match="expected an encoder of raw rows, got none; export with encoder="):
         dnis.load_predictor(tmp_path / "a")
-    assert "encoder" not in (tmp_path / "a" / CARD).read_text()
+    assert "encoder" not in (tmp_path / "a" / CARD).read_text() + repr(dnis.load(tmp_path / "a"))
     frame = draw_frame(9000).assign(user=range(9000))
     with pytest.warns(UserWarning, match="an id of its own"):
         other = dnis.DataSplits.from_frame(frame, label="click", ids=["user", "item"], bags=["tags"])
