@@ -197,20 +197,14 @@ def load_model(model: nn.Module, path: Path | str, *, form: str | None = None) -
 
 
 class Predictor:
-    """A served model that reads raw rows, see `load_predictor`.
-
-    Attributes:
-        model: in evaluation mode.
-        encoder: what turns a frame into dense features and a KeyedJaggedTensor.
-    """
+    """A model in evaluation mode, and the encoder that reads raw rows for it."""
 
     def __init__(self, model: nn.Module, encoder: FrameEncoder) -> None:
         self.model, self.encoder = model.eval(), encoder
 
     @torch.inference_mode()
     def __call__(self, frame: Frame) -> Any:
-        """Returns what the model returns for the rows of a frame, a dict of columns or a file: of
-        one output a tensor ``(B,)``, logits where the loss is a binary one."""
+        """What the model returns for the rows of a frame; one output is a tensor ``(B,)``."""
         dense, features = self.encoder(frame)
         outputs = self.model(dense_features=dense, sparse_features=features)
         return outputs.flatten() if getattr(outputs, "shape", None) == (len(dense), 1) else outputs

@@ -96,42 +96,36 @@ def splits_of_frame(
     is_binary = bool(np.isin(labels, (0, 1)).all())
     rows = dict(zip(ids, single[parts[1]].unbind(1), strict=True))
     rows |= {name: bag.select(parts[1]).values for name, bag in zip(bags, of_bags, strict=True)}
-    notes = dict.fromkeys(map(str, times), ("time", "")) | {
-        str(label): _note_of_label(label, labels)
-    }
-    table = _table_of(columns, encoder, rows, notes)
+    facts = _facts_of(columns, encoder, rows)
+    facts |= {str(name): ("time", "", 0.0, "", "") for name in times if str(name) not in facts}
+    facts[str(label)] = ("label", "", 0.0, "", _note_of_label(label, labels))
+    names = ["kind", "rows", "missing", "unseen in validation", "note"]
+    table = pd.DataFrame.from_dict(facts, orient="index", columns=names)
     _show(f"{len(frame)} samples\n{table.to_string()}")
     return FrameSplits(**splits, encoder=encoder, is_binary=is_binary, columns=table)
 
 
-def _note_of_label(label: Hashable, labels: np.ndarray) -> tuple[str, str]:
+def _note_of_label(label: Hashable, labels: np.ndarray) -> str:
     """The loss that labels ask for, and why."""
     values = np.unique(labels)
     if np.isin(values, (0, 1)).all():
-        return "label", "BCEWithLogitsLoss: all labels are 0 or 1"
+        return "BCEWithLogitsLoss: all labels are 0 or 1"
     if len(values) == 2:
         words = "map them to 0 and 1 if they are classes; as they are, they are numbers to predict"
         warn(f"label column {label!r}: two values, {values[0]:g} and {values[1]:g}: {words}")
     span = f"{values[0]:g} to {values[-1]:g}"
-    return "label", f"MSELoss: {len(values)} values from {span}, not 0 and 1"
+    return f"MSELoss: {len(values)} values from {span}, not 0 and 1"
 
 
-def _table_of(
-    columns: _Columns,
-    encoder: FrameEncoder,
-    rows: Mapping[str, Tensor],
-    notes: Mapping[str, tuple[str, str]],
-) -> pd.DataFrame:
-    """A row for each column, and a warning for each that looks wrong. `rows` are those that the
-    validation split looks up, `notes` are kind and note of the other columns."""
-    table: dict[str, tuple[Any, ...]] = {}
-    for name, values in columns.dense.items():
-        numbers, note = values[~np.isnan(values)], ""
-        spread = numbers.std() if len(numbers) else 0.0
-        if len(numbers) and spread < SMALLEST_SPREAD * np.abs(numbers).max():
-            note = f"not divided by its spread, {spread:.2g} around {numbers.mean():.9g}"
-            warn(f"dense column {name!r}: {note}; leave it out, or take off its mean")
-        table[str(name)] = ("dense", "", np.isnan(values).mean(), "", note)
+def _facts_of(
+    columns: _Columns, encoder: FrameEncoder, rows: Mapping[str, Tensor]
+) -> dict[str, tuple[Any, ...]]:
+    """What is said of each column, and a warning for each that looks wrong; `rows` are those that
+    the validation split looks up."""
+    facts: dict[str, tuple[Any, ...]] = {
+        str(name): ("dense", "", np.isnan(values).mean(), "", "")
+        for name, values in columns.dense.items()
+    }
     for name, ids in (columns.single | columns.bags).items():
         is_single = name in columns.single
         missing = (ids.codes < 0).mean() if is_single else (ids.lengths == 0).mean()
@@ -141,16 +135,13 @@ def _table_of(
             note = "an id of its own in every row"
             warn(f"column {name!r}: {note}: there is nothing to learn about any of them")
         if ids.spellings:
-            note = f"{ids.spellings[0]!r} and {ids.spellings[1]!r} are one id, as others are"
+            note = f"{ids.spellings[0]!r} and {ids.spellings[1]!r} are one id"
             warn(f"column {name!r}: {note}; put a letter in front if they are two")
         kind = "ids" if is_single else "bags"
-        table[name] = (kind, encoder.num_embeddings[name], missing, unseen, note)
-    for name in [name for name, row in table.items() if row[2] == 1]:
+        facts[name] = (kind, encoder.num_embeddings[name], missing, unseen, note)
+    for name in [name for name, row in facts.items() if row[2] == 1]:
         warn(f"column {name!r}: missing in all rows")
-    for name, (kind, note) in notes.items():
-        table.setdefault(name, (kind, "", 0.0, "", note))
-    names = ["kind", "rows", "missing", "unseen in validation", "note"]
-    return pd.DataFrame.from_dict(table, orient="index", columns=names)
+    return facts
 
 
 def _show(text: str) -> None:
@@ -173,26 +164,22 @@ class _Settings(TypedDict):
 
 @dataclass(frozen=True, eq=False)
 class FrameEncoder:
-    """What turns rows of a frame into what a model reads, as learned of training samples.
-
-    Attributes:
-        scales: dense column -> mean and deviation.
-        rows: feature -> text of an id -> its row, from row 1 on, in order.
-        bags: the features that have any number of ids.
-        model: the name of the model that `recipe_from_frame` built, and the D of its tables.
-        embedding_dim: see there.
-    """
+    """What turns rows of a frame into what a model reads, as learned of training samples."""
 
     scales: Mapping[Hashable, tuple[float, float]]
+    """Dense column -> mean and deviation."""
     rows: Mapping[str, Mapping[str | None, int]]
+    """Feature -> text of an id -> its row, in the order of rows."""
     bags: tuple[str, ...]
+    """The features that have any number of ids."""
     model: str | None = None
+    """Name of the model that `recipe_from_frame` built, with tables of `embedding_dim`."""
     embedding_dim: int | None = None
 
     @classmethod
     def learn(cls, columns: _Columns, is_train: np.ndarray) -> Self:
         """Learns scales and rows of training samples."""
-        scales = {n: _scale_of(values[is_train]) for n, values in columns.dense.items()}
+        scales = {name: _scale_of(name, of[is_train]) for name, of in columns.dense.items()}
         features = columns.single | columns.bags
         rows = {name: _rows_of(ids, is_train) for name, ids in features.items()}
         return cls(scales, rows, tuple(columns.bags))
@@ -210,14 +197,11 @@ class FrameEncoder:
     def __call__(self, frame: Frame) -> tuple[Tensor, KeyedJaggedTensor]:
         """What a model reads of a frame, such as new samples to be served."""
         names, single = list(self.rows), [n for n in self.rows if n not in self.bags]
-        columns = _Columns(
-            frame_of(frame, [*self.scales, *names]), list(self.scales), single, self.bags
-        )
+        frame = frame_of(frame, [*self.scales, *names])
+        columns = _Columns(frame, list(self.scales), single, self.bags)
         for name, ids in (columns.single | columns.bags).items():
             codes = ids.codes[ids.codes >= 0]
-            is_new = np.array([text not in self.rows[name] for text in ids.texts], dtype=bool)[
-                codes
-            ]
+            is_new = np.array([text not in self.rows[name] for text in ids.texts], bool)[codes]
             if is_new.sum() * 2 > len(codes):
                 new = [ids.texts[code] for code in dict.fromkeys(codes[is_new].tolist())]
                 shown = ", ".join(map(repr, new[:_SHOWN_IDS]))
@@ -285,6 +269,8 @@ class FrameEncoder:
         check(first == len(texts), place, f"{first} ids", len(texts))
         scales: dict[Hashable, tuple[float, float]]
         scales = {name: (mean, deviation) for name, mean, deviation in settings["dense"]}
+        deviations = [deviation for _, deviation in scales.values()]
+        check(min(deviations, default=1) > 0, place, "deviations above 0", deviations)
         bags, dim = tuple(settings["bags"]), settings["embedding_dim"]
         return cls(scales, rows, bags, settings["model"], dim)
 
@@ -305,14 +291,17 @@ class _Columns:
         self.dense = {name: numbers_of(frame[name]) for name in dense}
 
 
-def _scale_of(values: np.ndarray) -> tuple[float, float]:
+def _scale_of(name: Hashable, values: np.ndarray) -> tuple[float, float]:
     """Mean and standard deviation of a dense feature; 1 where it hardly varies."""
     values = values[~np.isnan(values)]
     if not len(values):
         return 0.0, 1.0
-    deviation = float(values.std())
-    is_flat = deviation <= SMALLEST_SPREAD * float(np.abs(values).max())
-    return float(values.mean()), 1.0 if is_flat else deviation
+    mean, deviation = float(values.mean()), float(values.std())
+    if deviation > SMALLEST_SPREAD * np.abs(values).max():
+        return mean, deviation
+    words = f"not divided by its spread, {deviation:.2g} around {mean:.9g}"
+    warn(f"dense column {name!r}: {words}; leave it out, or take off its mean")
+    return mean, 1.0
 
 
 def _rows_of(ids: Ids, is_train: np.ndarray) -> dict[str | None, int]:

@@ -172,6 +172,7 @@ def test_what_is_no_encoder_is_refused() -> None:
     assert FrameEncoder.from_bytes(table(), "f").rows == {"user": {"a": 1, None: 2}}
     hostile = [b"", b"ARROW1\0\0", table(features=[["user", 3]]), table(features=[["user", 1]]), table(bags="user")]
     hostile += [table(id=["a", "a"]), table(id=[[1], [2]]), table(embedding_dim=0), table(dense=[["x", None, 1]])]
+    hostile += [table(dense=[["x", 0.0, 0.0]])]
     for content in hostile:
         with pytest.raises(ValueError, match="^f"):
             FrameEncoder.from_bytes(content, "f")
