@@ -38,6 +38,7 @@ _DAMAGE = (
 )
 _NO_NUMBER = pa.array(["", "NA", "N/A", "<NA>", "NaN", "nan", "NULL", "null", "None"])
 """Texts that stand for a missing number. Only an empty text is a missing id."""
+_DIGITS = tuple("-0123456789")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-][0-9]{1,3})?")
 _TIME = re.compile(r"[0-9]{4}(-[0-9]{2}){2}([T ][0-9]{2}:[0-9]{2}[0-9:.]*(Z|[+-][0-9:]+)?)?")
 _BYTES = re.compile(r"""b(['"]).*\1""", re.DOTALL)
@@ -106,10 +107,11 @@ def _parquet(place: str, columns: list[Hashable]) -> pd.DataFrame:
     frames = []
     for file in files:
         schema = file.physical_schema
-        there = [name for name in columns if name in schema.names]
+        names_here = [name for name in columns if name in schema.names]
         for name in (name for name in columns if name not in schema.names):
             warn(f"column {name!r}: missing in {file.path}, though other files have it")
-        frames.append(file.to_table(schema, columns=there).to_pandas(types_mapper=pd.ArrowDtype))
+        table = file.to_table(schema, columns=names_here)
+        frames.append(table.to_pandas(types_mapper=pd.ArrowDtype))
     for name in columns if len(frames) > 1 else ():
         holders = [frame for frame in frames if name in frame.columns]
         if len({frame[name].dtype for frame in holders}) > 1:
@@ -164,15 +166,17 @@ def ids_of(column: pd.Series) -> Ids:
     if values.dtype.kind == "f":
         values = values.to_numpy()  # as Python's floats, those of float32 would have other digits
     of_values, texts = pd.factorize(np.array([text_of(value) for value in values], dtype=object))
-    twin = next(iter(np.flatnonzero(pd.Series(of_values).duplicated() & (of_values >= 0))), None)
-    spellings: tuple[str, ...] = ()
-    if twin is not None:
-        pair = values[np.flatnonzero(of_values == of_values[twin])[0]], values[twin]
-        is_text = all(isinstance(value, str) for value in pair)
-        stripped = tuple(str(value).strip() for value in pair)
-        spellings = stripped if is_text and len(set(stripped)) == 2 else ()
     lengths = np.ones(len(column), np.int64)
-    return Ids(np.append(of_values, -1)[codes], texts, lengths, spellings)
+    return Ids(np.append(of_values, -1)[codes], texts, lengths, _spellings(values, of_values))
+
+
+def _spellings(values: Sequence[Any], codes: np.ndarray) -> tuple[str, ...]:
+    """The first two texts, if any, that are one id though they differ in more than space."""
+    firsts: dict[int, str] = {}
+    for code, value in zip(codes.tolist(), values, strict=True):
+        if isinstance(value, str) and firsts.setdefault(code, value).strip() != value.strip():
+            return firsts[code], value
+    return ()
 
 
 def text_of(value: Any) -> str | None:
@@ -181,9 +185,10 @@ def text_of(value: Any) -> str | None:
     if value is None or value != value:
         return None
     text = value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
-    # Half a character, as an escape may be, has no UTF-8.
-    text = text.encode("utf-8", "backslashreplace").decode().strip(string.whitespace)
-    if text.startswith(tuple("-0123456789")):
+    text = text.strip(string.whitespace)
+    if not text.isascii():  # half a character, as an escape may be, has no UTF-8
+        text = text.encode("utf-8", "backslashreplace").decode()
+    if text.startswith(_DIGITS):
         if _NUMBER.fullmatch(text):
             return _text_of_number(text)
         text = text.removesuffix(" 00:00:00")  # of timedeltas; of times pandas leaves it out, too

@@ -128,8 +128,8 @@ def _facts_of(
     }
     for name, ids in (columns.single | columns.bags).items():
         is_single = name in columns.single
-        missing = (ids.codes < 0).mean() if is_single else (ids.lengths == 0).mean()
-        unseen = float((rows[name] == UNSEEN_ROW).float().mean()) if len(rows[name]) else 0.0
+        share = (ids.codes < 0).mean() if is_single else (ids.lengths == 0).mean()
+        share_unseen = float((rows[name] == UNSEEN_ROW).sum()) / max(1, len(rows[name]))
         note = ""
         if is_single and len(ids.texts) == columns.num_rows:
             note = "an id of its own in every row"
@@ -138,7 +138,7 @@ def _facts_of(
             note = f"{ids.spellings[0]!r} and {ids.spellings[1]!r} are one id"
             warn(f"column {name!r}: {note}; put a letter in front if they are two")
         kind = "ids" if is_single else "bags"
-        facts[name] = (kind, encoder.num_embeddings[name], missing, unseen, note)
+        facts[name] = (kind, encoder.num_embeddings[name], share, share_unseen, note)
     for name in [name for name, row in facts.items() if row[2] == 1]:
         warn(f"column {name!r}: missing in all rows")
     return facts
@@ -204,9 +204,9 @@ class FrameEncoder:
             is_new = np.array([text not in self.rows[name] for text in ids.texts], bool)[codes]
             if is_new.sum() * 2 > len(codes):
                 new = [ids.texts[code] for code in dict.fromkeys(codes[is_new].tolist())]
-                shown = ", ".join(map(repr, new[:_SHOWN_IDS]))
+                examples = ", ".join(map(repr, new[:_SHOWN_IDS]))
                 number = f"{is_new.sum()} of {len(codes)} ids were not in the training samples"
-                warn(f"column {name!r}: {number}, such as {shown}: they share one row")
+                warn(f"column {name!r}: {number}, such as {examples}: they share one row")
         dense, ids_of_one, bags = self.tensors(columns)
         return dense, features_of_samples(names, ids_of_one, bags)
 
