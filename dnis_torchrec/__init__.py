@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from dnis_torchrec.checks import check_dependencies, silence_noise, version
 
 if TYPE_CHECKING:
-    from dnis_torchrec.allocation.compress import compress, packed_collections
-    from dnis_torchrec.artifact.export import export, load_model
+    from dnis_torchrec.allocation.compress import compress
+    from dnis_torchrec.artifact.export import export, load_model, load_predictor
     from dnis_torchrec.artifact.load import load
     from dnis_torchrec.blocks.blocking import blocks_from_counts
     from dnis_torchrec.blocks.counts import count_frequencies
@@ -46,9 +46,9 @@ __all__ = [
     "export",
     "load",
     "load_model",
+    "load_predictor",
     "make_sharding_plan",
     "merge_",
-    "packed_collections",
     "prepare_",
     "prune",
     "recipe_from_frame",
@@ -59,8 +59,8 @@ __all__ = [
 __version__ = version()
 
 _NAMES = {
-    "allocation.compress": ("compress", "packed_collections"),
-    "artifact.export": ("export", "load_model"),
+    "allocation.compress": ("compress",),
+    "artifact.export": ("export", "load_model", "load_predictor"),
     "artifact.load": ("load",),
     "blocks.blocking": ("blocks_from_counts",),
     "blocks.counts": ("count_frequencies",),

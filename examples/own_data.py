@@ -58,6 +58,8 @@ def recipe(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None
 
 
 if __name__ == "__main__":
-    found = dnis.search(recipe(None), compression=20)
+    own = recipe(None)
+    found = dnis.search(own, compression=20)
     print(found)
-    print(dnis.export(found.model, found.scheme, "own_artifact", overwrite=True))
+    print(dnis.export(found.model, found.scheme, "own_artifact", encoder=own.data.encoder, overwrite=True))
+    print(dnis.load_predictor("own_artifact")(draw_frame(5)))

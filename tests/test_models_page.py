@@ -25,6 +25,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
+from dnis_torchrec.allocation.compress import packed_collections
 from dnis_torchrec.serving import PackedEmbeddingBagCollection, ServedEmbeddingCollection
 from examples import models
 from examples.models.sequential import DeepInterestNetwork, SelfAttentiveRecommender, build_sequence_table
@@ -365,7 +366,7 @@ def test_what_is_sharded_is_measured_where_it_lies(gloo: dist.ProcessGroup) -> N
     assert names["found"].compression >= COMPRESSIONS["measure"]
     plain = unshard_(names["sharded"])
     expected = of_nearest_codes(plain, names)
-    ((fqn, packed),) = dnis.packed_collections(plain, names["found"].scheme).items()
+    ((fqn, packed),) = packed_collections(plain, names["found"].scheme).items()
     replace_(plain, plain.get_submodule(fqn), packed)
     found = predictions(dnis.TrainTask(plain, names["loss"]), names)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -297,12 +297,12 @@ def test_compressing_twice_says_that_it_is_compressed() -> None:
 
 
 def test_rows_that_grew_since_bits_were_allocated_are_not_packed() -> None:
-    from dnis_torchrec.allocation.compress import measure_
+    from dnis_torchrec.allocation.compress import measure_, packed_collections
 
     model = dlrm()
     scheme = measure_(model, BATCHES, loss=BCE).allocate(compression=6).scheme
-    assert dnis.packed_collections(model, scheme)
+    assert packed_collections(model, scheme)
     with torch.no_grad():
         model.sparse_arch.embedding_bag_collection.embedding_bags["item"].weight.mul_(2)
     with pytest.raises(ValueError, match="table 'item': expected values within"):
-        dnis.packed_collections(model, scheme)
+        packed_collections(model, scheme)

@@ -12,6 +12,11 @@ from dnis_torchrec.checks import visible
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 CARD = "MODEL_CARD.md"
+_LOAD = "`dnis_torchrec.load(path)` gives a module that takes the EmbeddingBagCollection's place."
+_PREDICT = (
+    "Its ids are rows, numbered anew: raw ids look other rows up without an error.\n"
+    "`encoder.arrow` has the row of every id. `dnis_torchrec.load_predictor(path)` reads raw rows."
+)
 
 _MARKS = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_{}[]()#+!|~$"})
 _TEXT = """\
@@ -32,7 +37,7 @@ Blocks are rows of similar frequency, the most frequent first; bits are means ov
 
 ## How to use it
 
-`dnis_torchrec.load(path)` gives a module that takes the EmbeddingBagCollection's place. Nothing in
+{use} Nothing in
 the folder is code.
 
 ## To be written by the owner
@@ -60,6 +65,7 @@ def card_of(scheme: MixedDimensionScheme, manifest: Mapping[str, Any]) -> str:
         form=scheme.form,
         dense=4 * scheme.dense_parameters,
         tables=_table(head, (_row_of(table, scheme.form) for table in scheme.tables.values())),
+        use=f"{_LOAD} {_PREDICT}" if "encoder" in manifest else _LOAD,
         origin=_table(("what", "which"), ((n, str(v)) for n, v in facts.items() if v is not None)),
     )
 

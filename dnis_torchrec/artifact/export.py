@@ -1,16 +1,19 @@
-"""export: from a model to an artifact; load_model: from there into a model that serves it."""
+"""export: from a model to an artifact; load_model: from there into a model that serves it;
+load_predictor: into one that reads raw rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from dnis_torchrec.allocation.axes import has_axes, with_axes_, without_axes_
 from dnis_torchrec.allocation.compress import served_collections
 from dnis_torchrec.artifact.load import load, load_dense_state, read_scheme
+from dnis_torchrec.artifact.manifest import read_encoder
 from dnis_torchrec.artifact.write import check_forms, write_over_ranks, write_packed
 from dnis_torchrec.blocks.counts import table_name
 from dnis_torchrec.checks import check, check_known, describe
@@ -28,6 +31,10 @@ from dnis_torchrec.selection.shards import (
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
 
+if TYPE_CHECKING:
+    from dnis_torchrec.data.columns import Frame
+    from dnis_torchrec.data.frames import FrameEncoder
+
 
 def export(
     model: nn.Module,
@@ -36,6 +43,7 @@ def export(
     *,
     forms: Sequence[str] | None = None,
     run: Mapping[str, Any] | None = None,
+    encoder: FrameEncoder | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Writes a compressed model, or a merged and pruned one, as an artifact; `load_model` reads it.
@@ -55,6 +63,8 @@ def export(
             columns have bits, else the second. Packed tables are written in the first alone; `load`
             makes the second of it.
         run: configuration and figures to keep in the manifest; any JSON.
+        encoder: of a data frame, as ``recipe.data.encoder``: it turns raw rows into what the model
+            reads, for `load_predictor`.
         overwrite: replace an artifact that stands at `path`.
 
     Returns:
@@ -63,11 +73,14 @@ def export(
     Raises:
         RuntimeError: if the model was never searched, or is not merged yet.
         ValueError: if the scheme retains no value at all, the tables hold values that it does not
-            retain, or something else stands at `path`; on all ranks alike.
+            retain, the encoder has another number of rows than a table, or something else stands at
+            `path`; on all ranks alike.
     """
+    content = b"" if encoder is None else _bytes_of(encoder, scheme)
     served = served_collections(model)
     if served:
-        return _export_served(model, served, scheme, Path(path), forms, run, overwrite=overwrite)
+        facts: dict[str, Any] = {"run": run, "encoder": content, "overwrite": overwrite}
+        return _export_served(model, served, scheme, Path(path), forms, facts)
     modules = collections(model)
     ranks = ranks_of(*modules.values())
     for fqn, module in modules.items():
@@ -95,8 +108,19 @@ def export(
         forms=forms,
         dense_state=dense_state(model),
         run=run,
+        encoder=content,
         overwrite=overwrite,
     )
+
+
+def _bytes_of(encoder: FrameEncoder, scheme: MixedDimensionScheme) -> bytes:
+    """The file of an encoder, which has to have the rows of all tables."""
+    for table in scheme.tables.values():
+        for name in table.feature_names:
+            check_known("feature", name, encoder.num_embeddings)
+            place, rows = f"encoder, feature {name!r}", encoder.num_embeddings[name]
+            check(rows <= table.num_embeddings, place, f"at most {table.num_embeddings} rows", rows)
+    return encoder.to_bytes()
 
 
 def _export_served(
@@ -105,9 +129,7 @@ def _export_served(
     scheme: MixedDimensionScheme,
     path: Path,
     forms: Sequence[str] | None,
-    run: Mapping[str, Any] | None,
-    *,
-    overwrite: bool,
+    facts: Mapping[str, Any],
 ) -> Path:
     """Writes a model whose tables are packed."""
     rest = collections(model)
@@ -123,9 +145,7 @@ def _export_served(
         tensor.equal(scheme.to_tensors()[name]) for name, tensor in own.to_tensors().items()
     )
     check(is_own, "scheme", "that of the model's tables", "another", remedy)
-    return write_packed(
-        rows, own, path, dense_state=dense_state(model, served), run=run, overwrite=overwrite
-    )
+    return write_packed(rows, own, path, dense_state=dense_state(model, served), **facts)
 
 
 def load_model(model: nn.Module, path: Path | str, *, form: str | None = None) -> nn.Module:
@@ -178,6 +198,54 @@ def load_model(model: nn.Module, path: Path | str, *, form: str | None = None) -
         setattr(model.get_submodule(parent), child, module)
     model.load_state_dict(dense, strict=False)
     return model
+
+
+class Predictor:
+    """A model in evaluation mode, and the encoder that reads raw rows for it."""
+
+    def __init__(self, model: nn.Module, encoder: FrameEncoder) -> None:
+        self.model, self.encoder = model.eval(), encoder
+
+    @torch.inference_mode()
+    def __call__(self, frame: Frame) -> Any:
+        """What the model returns for the rows of a frame; one output is a tensor ``(B,)``."""
+        dense, features = self.encoder(frame)
+        outputs = self.model(dense_features=dense, sparse_features=features)
+        return outputs.flatten() if getattr(outputs, "shape", None) == (len(dense), 1) else outputs
+
+
+def load_predictor(path: Path | str, model: nn.Module | None = None) -> Predictor:
+    """Loads a model that predicts from raw rows of a data frame, ids and numbers as they came.
+
+    Local, no collective. The sha256 of what reads raw rows is always compared. An id that no
+    training sample had reads the row that all of these share; where more than half of a column's
+    are so, a warning names some.
+
+    Args:
+        path: folder that `export` wrote with an encoder.
+        model: built as for training, with any weights, called with ``dense_features`` and
+            ``sparse_features``; changed in place. None for a model of `recipe_from_frame`.
+
+    Returns:
+        An object to be called with a frame, a dict of columns or the path of a file. It returns
+        what the model does, ``(B,)`` of one output: logits where the loss is a binary one.
+
+    Raises:
+        ValueError: if the artifact has no encoder, is damaged, or is one of another model.
+
+    Example:
+        >>> predict = load_predictor("artifact")  # doctest: +SKIP
+        >>> predict({"user": ["ann", "bob"], "price": [9.5, 12.0]}).sigmoid()  # doctest: +SKIP
+    """
+    from dnis_torchrec.data.frames import FrameEncoder, model_of  # loads pandas
+
+    encoder = FrameEncoder.from_bytes(*read_encoder(path))
+    if model is None:
+        remedy = "pass the model: load_predictor(path, model)"
+        is_named = encoder.model is not None
+        check(is_named, str(path), "a model of recipe_from_frame", "one of your own", remedy)
+        model = model_of(encoder, "meta")  # the tables come from the artifact
+    return Predictor(load_model(model, path), encoder)
 
 
 def _check_features(

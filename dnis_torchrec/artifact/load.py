@@ -85,7 +85,9 @@ def load(
     scheme = folder.collection(collection)
     shards = {name: folder.shards(table, form, verify) for name, table in scheme.tables.items()}
     if not is_unpooled(scheme):
-        return _build(form, scheme, shards, device, unknown_ids)
+        module = _build(form, scheme, shards, device, unknown_ids)
+        module.encoder = folder.manifest.get("encoder", "")
+        return module
     tables = {
         name: _build(form, table_of_single_ids(table), shards, device, unknown_ids)
         for name, table in scheme.tables.items()

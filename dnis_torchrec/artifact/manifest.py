@@ -22,9 +22,11 @@ from dnis_torchrec.data.files import FolderKind, NotNegative, Positive, conform,
 from dnis_torchrec.scheme import FORMS_OF_0_1, DescribedTable, is_gone
 
 _FORMAT = "dnis-torchrec-artifact"
-_FORMAT_VERSION = "1.1"
+_FORMAT_VERSION = "1.2"
 """Readers accept every minor version of their major one."""
 MANIFEST = "manifest.json"
+ENCODER = "encoder.arrow"
+"""The file that turns rows of a data frame into what the model reads."""
 MAX_FILE_BYTES = 2_000_000_000
 """Most bytes of a file of an artifact."""
 _MOST_JSON_BYTES = 100_000_000
@@ -80,6 +82,7 @@ class _Manifest(TypedDict):
     tables: dict[str, _Table]
     scheme: list[str]
     dense_state: list[str]
+    encoder: NotRequired[str]
     run: RunOfArtifact
     files: dict[str, _File]
 
@@ -235,12 +238,28 @@ def read_artifact_file(
     requirement = f"tensors {reprlib.repr(listed)}"
     check(header == listed, place, requirement, reprlib.repr(header), _AGAIN)
     if verify:
-        digest = _sha256(file)
-        check(digest == entry["sha256"], place, f"sha256 {entry['sha256']}", digest, _AGAIN)
+        _check_sha256(file, entry, place)
     try:
         return load_file(file)
     except SafetensorError as error:
         raise ValueError(describe(place, "a safetensors file", str(error), _AGAIN)) from error
+
+
+def read_encoder(path: Path | str) -> tuple[bytes, str]:
+    """The file that reads raw rows, its hash compared, and where it is."""
+    manifest, place = read_manifest(path), f"artifact {str(path)!r}"
+    name, remedy = manifest.get("encoder"), "export with encoder=recipe.data.encoder"
+    check(name is not None, place, "an encoder of raw rows", "none", remedy)
+    place = f"{place}, file {name!r}"
+    check_known("file", str(name), manifest["files"])
+    file = file_inside(Path(path), str(name), place)
+    _check_sha256(file, manifest["files"][name], place)
+    return file.read_bytes(), place
+
+
+def _check_sha256(file: Path, entry: Mapping[str, Any], place: str) -> None:
+    digest = _sha256(file)
+    check(digest == entry["sha256"], place, f"sha256 {entry['sha256']}", digest, _AGAIN)
 
 
 def _header(file: Path, place: str) -> dict[str, Any]:

@@ -23,9 +23,11 @@ from dnis_torchrec.artifact.card import write_card
 from dnis_torchrec.artifact.forms import Rows, chunks_of, encode_blocks, row_counts_of
 from dnis_torchrec.artifact.manifest import (
     ARTIFACT,
+    ENCODER,
     MAX_FILE_BYTES,
     RunOfArtifact,
     check_names,
+    describe_file,
     describe_tensors,
     file_bytes,
     file_header,
@@ -101,6 +103,7 @@ def write_over_ranks(
     forms: Sequence[str] | None = None,
     dense_state: Mapping[str, Tensor] | None = None,
     run: Mapping[str, Any] | None = None,
+    encoder: bytes = b"",
     overwrite: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
@@ -147,7 +150,9 @@ def write_over_ranks(
                 shutil.rmtree(folder / _COLUMNS, ignore_errors=True)
                 entries = [entry for text in texts for entry in json.loads(text)]
                 fields = _merge(scheme, forms, entries)
-                _write_rest(folder, scheme, fields, dense_state or {}, notes, max_file_bytes)
+                _write_rest(
+                    folder, scheme, fields, dense_state or {}, notes, encoder, max_file_bytes
+                )
     return path
 
 
@@ -158,6 +163,7 @@ def write_packed(
     *,
     dense_state: Mapping[str, Tensor],
     run: Mapping[str, Any] | None = None,
+    encoder: bytes = b"",
     overwrite: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
@@ -171,7 +177,7 @@ def write_packed(
             facts = describe_tensors(folder, file.rows.name)
             entries.append((file.table.name, PACKED, file.rows.shard(), facts))
         fields = _merge(scheme, (PACKED,), entries)
-        _write_rest(folder, scheme, fields, dense_state, notes, max_file_bytes)
+        _write_rest(folder, scheme, fields, dense_state, notes, encoder, max_file_bytes)
     return path
 
 
@@ -490,12 +496,13 @@ def _write_rest(
     fields: Mapping[str, Any],
     dense_state: Mapping[str, Tensor],
     run: Any,
+    encoder: bytes,
     max_file_bytes: int,
 ) -> None:
     """Scheme, dense state, model card and manifest, by rank 0."""
     of_scheme = _write_group(folder, "scheme", scheme.to_tensors(), max_file_bytes)
     dense = _write_group(folder, "dense_state", dense_state, max_file_bytes)
-    manifest = {
+    manifest: dict[str, Any] = {
         "versions": versions(),
         **fields,
         "scheme": list(of_scheme),
@@ -505,6 +512,12 @@ def _write_rest(
         "run": run,
         "files": of_scheme | dense | fields["files"],
     }
+    if encoder:
+        size, limit = len(encoder), f"at most {max_file_bytes} bytes"
+        check(size <= max_file_bytes, "encoder", limit, size, "raise max_file_bytes")
+        (folder / ENCODER).write_bytes(encoder)
+        manifest["encoder"] = ENCODER
+        manifest["files"] |= {ENCODER: describe_file(folder, ENCODER)}
     write_card(folder, scheme, manifest)
     write_manifest(folder, manifest)
 

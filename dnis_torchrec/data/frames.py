@@ -3,23 +3,17 @@ four splits; and a recipe of it, for who has no model yet."""
 
 from __future__ import annotations
 
-import gzip
-import os
-import re
-import string
-import zlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
-from pathlib import PurePath
-from typing import Any, TypeAlias
+import json
+import logging
+import sys
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypedDict
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.dataset as ds
 import torch
-from pandas.api import types
 from torch import Tensor, nn
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN
@@ -27,22 +21,28 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.checks import check, check_known, describe, nearest
-from dnis_torchrec.data.batches import CLEAN, Bags, InMemoryBatches, features_of_samples, split_rows
+from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.data.batches import Bags, InMemoryBatches, features_of_samples, split_rows
+from dnis_torchrec.data.columns import (
+    Frame,
+    Ids,
+    frame_of,
+    id_bags_of,
+    ids_of,
+    numbers_of,
+    order_in_time,
+    warn,
+)
+from dnis_torchrec.data.files import NotNegative, Positive, parse_json
 from dnis_torchrec.data.recipe import DataSplits, Recipe
+from dnis_torchrec.ranks import rank_of
 
-Frame: TypeAlias = "pd.DataFrame | str | os.PathLike[str]"
-SEPARATOR = "|"
-"""Between the ids of a bag that is given as text, as a CSV file has to."""
-LARGEST_NUMBER = 1e30
-"""Numbers below it fit into float32."""
 UNSEEN_ROW = 0
 """The row of all ids that no training sample has, in every table."""
-_DAMAGE = (
-    *(pa.ArrowInvalid, pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError),
-    *(gzip.BadGzipFile, zlib.error, EOFError),
-)
-_WHOLE_FLOAT = re.compile(r"(-?(?:0|[1-9][0-9]*))\.0")
+SMALLEST_SPREAD = 1e-6
+"""Of a dense feature, over its size: below it float32 has nothing left of the differences."""
+_SHOWN_IDS = 5
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,8 @@ class FrameSplits(DataSplits):
 
     encoder: FrameEncoder
     is_binary: bool
+    columns: pd.DataFrame = field(compare=False)
+    """What became of every column, as it was printed."""
 
 
 def splits_of_frame(
@@ -69,13 +71,13 @@ def splits_of_frame(
             raise TypeError(describe(name, "a list of columns", repr(value), f"give [{value!r}]"))
     _check_names(label, list(dense), [*ids, *bags])
     times = [] if time is None else [time]
-    frame = _frame_of(frame, [label, *dense, *ids, *bags, *times], [*ids, *bags])
+    frame = frame_of(frame, [label, *dense, *ids, *bags, *times])
     labels, columns = _labels_of(frame[label]), _Columns(frame, dense, ids, bags)
     parts: Sequence[Tensor] = split_rows(len(frame), seed=seed)
     if time is not None:
         order = torch.from_numpy(order_in_time(frame[time]))
         parts = order.split([len(part) for part in parts])
-    encoder = FrameEncoder(columns, np.isin(np.arange(len(frame)), parts[0].numpy()))
+    encoder = FrameEncoder.learn(columns, np.isin(np.arange(len(frame)), parts[0].numpy()))
     dense_values, single, of_bags = encoder.tensors(columns)
     splits = {
         name: InMemoryBatches(
@@ -92,32 +94,127 @@ def splits_of_frame(
         for name, rows in zip(("train", "validation", "selection", "test"), parts, strict=True)
     }
     is_binary = bool(np.isin(labels, (0, 1)).all())
-    return FrameSplits(**splits, encoder=encoder, is_binary=is_binary)
+    rows = dict(zip(ids, single[parts[1]].unbind(1), strict=True))
+    rows |= {name: bag.select(parts[1]).values for name, bag in zip(bags, of_bags, strict=True)}
+    facts = _facts_of(columns, encoder, rows)
+    facts |= {str(name): ("time", "", 0.0, "", "") for name in times if str(name) not in facts}
+    facts[str(label)] = ("label", "", 0.0, "", _note_of_label(label, labels))
+    names = ["kind", "rows", "missing", "unseen in validation", "note"]
+    table = pd.DataFrame.from_dict(facts, orient="index", columns=names)
+    _show(f"{len(frame)} samples\n{table.to_string()}")
+    return FrameSplits(**splits, encoder=encoder, is_binary=is_binary, columns=table)
 
 
+def _note_of_label(label: Hashable, labels: np.ndarray) -> str:
+    """The loss that labels ask for, and why."""
+    values = np.unique(labels)
+    if np.isin(values, (0, 1)).all():
+        return "BCEWithLogitsLoss: all labels are 0 or 1"
+    if len(values) == 2:
+        words = "map them to 0 and 1 if they are classes; as they are, they are numbers to predict"
+        warn(f"label column {label!r}: two values, {values[0]:g} and {values[1]:g}: {words}")
+    span = f"{values[0]:g} to {values[-1]:g}"
+    return f"MSELoss: {len(values)} values from {span}, not 0 and 1"
+
+
+def _facts_of(
+    columns: _Columns, encoder: FrameEncoder, rows: Mapping[str, Tensor]
+) -> dict[str, tuple[Any, ...]]:
+    """What is said of each column, and a warning for each that looks wrong; `rows` are those that
+    the validation split looks up."""
+    facts: dict[str, tuple[Any, ...]] = {
+        str(name): ("dense", "", np.isnan(values).mean(), "", "")
+        for name, values in columns.dense.items()
+    }
+    for name, ids in (columns.single | columns.bags).items():
+        is_single = name in columns.single
+        share = (ids.codes < 0).mean() if is_single else (ids.lengths == 0).mean()
+        share_unseen = float((rows[name] == UNSEEN_ROW).sum()) / max(1, len(rows[name]))
+        note = ""
+        if is_single and len(ids.texts) == columns.num_rows:
+            note = "an id of its own in every row"
+            warn(f"column {name!r}: {note}: there is nothing to learn about any of them")
+        if ids.spellings:
+            note = f"{ids.spellings[0]!r} and {ids.spellings[1]!r} are one id"
+            warn(f"column {name!r}: {note}; put a letter in front if they are two")
+        kind = "ids" if is_single else "bags"
+        facts[name] = (kind, encoder.num_embeddings[name], share, share_unseen, note)
+    for name in [name for name, row in facts.items() if row[2] == 1]:
+        warn(f"column {name!r}: missing in all rows")
+    return facts
+
+
+def _show(text: str) -> None:
+    """Logs a text, and prints it where the log does not show it."""
+    if rank_of() == 0:
+        logger.info(text)
+        if not logger.isEnabledFor(logging.INFO):
+            print(text, file=sys.stderr)
+
+
+class _Settings(TypedDict):
+    """What stands beside the ids in an encoder's file."""
+
+    dense: list[tuple[str | int, float, float]]
+    features: list[tuple[str, NotNegative]]
+    bags: list[str]
+    model: str | None
+    embedding_dim: Positive | None
+
+
+@dataclass(frozen=True, eq=False)
 class FrameEncoder:
     """What turns rows of a frame into what a model reads, as learned of training samples."""
 
-    def __init__(self, columns: _Columns, is_train: np.ndarray) -> None:
-        self._scales = {n: _scale_of(values[is_train]) for n, values in columns.dense.items()}
+    scales: Mapping[Hashable, tuple[float, float]]
+    """Dense column -> mean and deviation."""
+    rows: Mapping[str, Mapping[str | None, int]]
+    """Feature -> text of an id -> its row, in the order of rows."""
+    bags: tuple[str, ...]
+    """The features that have any number of ids."""
+    model: str | None = None
+    """Name of the model that `recipe_from_frame` built, with tables of `embedding_dim`."""
+    embedding_dim: int | None = None
+
+    @classmethod
+    def learn(cls, columns: _Columns, is_train: np.ndarray) -> Self:
+        """Learns scales and rows of training samples."""
+        scales = {name: _scale_of(name, of[is_train]) for name, of in columns.dense.items()}
         features = columns.single | columns.bags
-        self._rows = {name: _rows_of(ids, is_train) for name, ids in features.items()}
-        self._bags = tuple(columns.bags)
-        self.num_embeddings = {name: len(rows) + 1 for name, rows in self._rows.items()}
-        self.num_dense = max(1, len(self._scales))
+        rows = {name: _rows_of(ids, is_train) for name, ids in features.items()}
+        return cls(scales, rows, tuple(columns.bags))
+
+    @property
+    def num_embeddings(self) -> dict[str, int]:
+        """Feature -> rows of its table."""
+        return {name: len(rows) + 1 for name, rows in self.rows.items()}
+
+    @property
+    def num_dense(self) -> int:
+        """Dense features; one of zeros where the frame has none."""
+        return max(1, len(self.scales))
 
     def __call__(self, frame: Frame) -> tuple[Tensor, KeyedJaggedTensor]:
         """What a model reads of a frame, such as new samples to be served."""
-        names, single = list(self._rows), [n for n in self._rows if n not in self._bags]
-        frame = _frame_of(frame, [*self._scales, *names], names)
-        dense, ids, bags = self.tensors(_Columns(frame, list(self._scales), single, self._bags))
-        return dense, features_of_samples(names, ids, bags)
+        names, single = list(self.rows), [n for n in self.rows if n not in self.bags]
+        frame = frame_of(frame, [*self.scales, *names])
+        columns = _Columns(frame, list(self.scales), single, self.bags)
+        for name, ids in (columns.single | columns.bags).items():
+            codes = ids.codes[ids.codes >= 0]
+            is_new = np.array([text not in self.rows[name] for text in ids.texts], bool)[codes]
+            if is_new.sum() * 2 > len(codes):
+                new = [ids.texts[code] for code in dict.fromkeys(codes[is_new].tolist())]
+                examples = ", ".join(map(repr, new[:_SHOWN_IDS]))
+                number = f"{is_new.sum()} of {len(codes)} ids were not in the training samples"
+                warn(f"column {name!r}: {number}, such as {examples}: they share one row")
+        dense, ids_of_one, bags = self.tensors(columns)
+        return dense, features_of_samples(names, ids_of_one, bags)
 
     def tensors(self, columns: _Columns) -> tuple[Tensor, Tensor, list[Bags]]:
         """Dense features, ids of one each and bags of ids."""
         dense = [
             torch.from_numpy(np.nan_to_num((columns.dense[name] - mean) / deviation)).float()
-            for name, (mean, deviation) in self._scales.items()
+            for name, (mean, deviation) in self.scales.items()
         ]
         single = [self._look_up(name, ids) for name, ids in columns.single.items()]
         bags = [
@@ -131,18 +228,51 @@ class FrameEncoder:
         )
 
     def _look_up(self, feature: str, ids: Ids) -> Tensor:
-        rows = [self._rows[feature].get(text, UNSEEN_ROW) for text in (None, *ids.texts)]
+        rows = [self.rows[feature].get(text, UNSEEN_ROW) for text in (None, *ids.texts)]
         return torch.from_numpy(np.array(rows, np.int32)[ids.codes + 1])
 
+    def to_bytes(self) -> bytes:
+        """An Arrow file: the ids of one feature after the other, settings as JSON beside them."""
+        for name in self.scales:
+            is_fit = isinstance(name, str | int)
+            check(is_fit, f"dense column {name!r}", "text or an integer as its name", repr(name))
+        settings: _Settings = {
+            "dense": [(name, *scale) for name, scale in self.scales.items()],  # type: ignore[misc]
+            "features": [(name, len(rows)) for name, rows in self.rows.items()],
+            "bags": list(self.bags),
+            "model": self.model,
+            "embedding_dim": self.embedding_dim,
+        }
+        texts = pa.array([text for rows in self.rows.values() for text in rows], pa.large_string())
+        table = pa.table({"id": texts}).replace_schema_metadata({"encoder": json.dumps(settings)})
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, table.schema) as file:
+            file.write_table(table)
+        return sink.getvalue().to_pybytes()
 
-@dataclass(frozen=True, eq=False)
-class Ids:
-    """Entries of a column: the code of each, -1 where it is missing, the text of each code, and how
-    many of the entries each row has."""
-
-    codes: np.ndarray
-    texts: Sequence[str]
-    lengths: np.ndarray
+    @classmethod
+    def from_bytes(cls, content: bytes, place: str) -> Self:
+        """The encoder of such a file, which may be somebody else's."""
+        try:
+            table = pa.ipc.open_file(content).read_all()
+            table.validate(full=True)
+            texts = table["id"].cast(pa.large_string()).to_pylist()
+            text = (table.schema.metadata or {})[b"encoder"]
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, KeyError, OSError) as error:
+            raise ValueError(describe(place, "the Arrow file of an encoder", str(error))) from error
+        settings = parse_json(text, _Settings, place)
+        rows, first = {}, 0
+        for name, number in settings["features"]:
+            rows[name] = {t: row for row, t in enumerate(texts[first : first + number], 1)}
+            check(len(rows[name]) == number, place, f"{number} ids of {name!r}", len(rows[name]))
+            first += number
+        check(first == len(texts), place, f"{first} ids", len(texts))
+        scales: dict[Hashable, tuple[float, float]]
+        scales = {name: (mean, deviation) for name, mean, deviation in settings["dense"]}
+        deviations = [deviation for _, deviation in scales.values()]
+        check(min(deviations, default=1) > 0, place, "deviations above 0", deviations)
+        bags, dim = tuple(settings["bags"]), settings["embedding_dim"]
+        return cls(scales, rows, bags, settings["model"], dim)
 
 
 class _Columns:
@@ -161,10 +291,17 @@ class _Columns:
         self.dense = {name: numbers_of(frame[name]) for name in dense}
 
 
-def _scale_of(values: np.ndarray) -> tuple[float, float]:
-    """Mean and standard deviation of a dense feature; 1 where it does not vary."""
+def _scale_of(name: Hashable, values: np.ndarray) -> tuple[float, float]:
+    """Mean and standard deviation of a dense feature; 1 where it hardly varies."""
     values = values[~np.isnan(values)]
-    return (float(values.mean()), float(values.std()) or 1.0) if len(values) else (0.0, 1.0)
+    if not len(values):
+        return 0.0, 1.0
+    mean, deviation = float(values.mean()), float(values.std())
+    if deviation > SMALLEST_SPREAD * np.abs(values).max():
+        return mean, deviation
+    words = f"not divided by its spread, {deviation:.2g} around {mean:.9g}"
+    warn(f"dense column {name!r}: {words}; leave it out, or take off its mean")
+    return mean, 1.0
 
 
 def _rows_of(ids: Ids, is_train: np.ndarray) -> dict[str | None, int]:
@@ -192,72 +329,6 @@ def _check_names(label: Hashable, dense: list[Hashable], features: list[str]) ->
     check(is_apart, f"column {label!r}", "a label that is no feature", "both", "leave it out")
 
 
-def _frame_of(source: Frame, columns: list[Hashable], texts: list[str]) -> pd.DataFrame:
-    """A frame, or the columns of a file that are needed."""
-    columns, place = list(dict.fromkeys(columns)), "frame"
-    if isinstance(source, str | os.PathLike):
-        place = os.fspath(source)
-        source = _file(place, columns, texts)
-    if not isinstance(source, pd.DataFrame):
-        requirement = "a pandas DataFrame or the path of a file"
-        remedy = "call its to_pandas() if it has one"
-        raise TypeError(describe(place, requirement, type(source).__name__, remedy))
-    _check_columns(place, source.columns, columns)
-    check(len(source) > 0, place, "at least one row", "none")
-    return source.loc[:, columns].reset_index(drop=True)
-
-
-def _file(place: str, columns: list[Hashable], texts: list[str]) -> pd.DataFrame:
-    endings, remedy = PurePath(place).suffixes[-2:], "read it, and give its frame"
-    is_csv = ".csv" in endings and not os.path.isdir(place)
-    is_fit = is_csv or os.path.isdir(place) or endings[-1:] in ([".parquet"], [".pq"])
-    requirement = "a file that ends in .parquet or .csv"
-    check(is_fit, place, requirement, "".join(endings) or "no ending", remedy)
-    try:
-        if is_csv:
-            _check_columns(place, pd.read_csv(place, nrows=0).columns, columns)
-            dtypes = dict.fromkeys(texts, "string")
-            return pd.read_csv(place, usecols=columns, dtype=dtypes, low_memory=False)
-        files = ds.dataset(place, format="parquet")
-        _check_columns(place, files.schema.names, columns)
-        return files.to_table(columns=columns).to_pandas(types_mapper=pd.ArrowDtype)
-    except _DAMAGE as error:
-        requirement, reason = "whole files of Parquet, or one of CSV", str(error).split("\n")[0]
-        raise ValueError(describe(place, requirement, reason, remedy)) from error
-
-
-def _check_columns(place: str, names: Iterable[Hashable], columns: list[Hashable]) -> None:
-    names = list(names)
-    for name in columns:
-        number = names.count(name)
-        remedy = "" if number else nearest(str(name), map(str, names))
-        check(number == 1, place, f"a column {name!r}", f"{number or 'none'}", remedy)
-
-
-def numbers_of(column: pd.Series) -> np.ndarray:
-    """A column as numbers; booleans are 0 and 1."""
-    is_plain = types.is_numeric_dtype(column.dtype) and not types.is_complex_dtype(column.dtype)
-    values = column if is_plain else column.astype(object)
-    try:
-        numbers = values.to_numpy(dtype=np.float64, na_value=np.nan)
-    except (TypeError, ValueError, OverflowError) as error:
-        row = next(row for row, value in enumerate(values) if not _is_number(value))
-        place, remedy = f"column {column.name!r}, row {row}", "map it to numbers, or name it in ids"
-        raise ValueError(describe(place, "a number", repr(values.iloc[row]), remedy)) from error
-    bad = np.flatnonzero(np.abs(numbers) >= LARGEST_NUMBER)
-    if len(bad):
-        place, requirement = f"column {column.name!r}, row {bad[0]}", f"below {LARGEST_NUMBER:g}"
-        raise ValueError(describe(place, f"a number {requirement}", numbers[bad[0]], CLEAN))
-    return numbers
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return pd.isna(value) is True or float(value) is not None
-    except (TypeError, ValueError, OverflowError):
-        return False
-
-
 def _labels_of(column: pd.Series) -> np.ndarray:
     labels, place = numbers_of(column), f"label column {column.name!r}"
     absent = np.flatnonzero(np.isnan(labels)).tolist()
@@ -266,64 +337,6 @@ def _labels_of(column: pd.Series) -> np.ndarray:
     value, remedy = f"{labels[0]:g} in all rows", "there is nothing to predict"
     check(not (labels == labels[0]).all(), place, "labels that differ", value, remedy)
     return labels
-
-
-def order_in_time(column: pd.Series) -> np.ndarray:
-    """The rows from the earliest to the latest; those of one time keep their order."""
-    place, number = f"time column {column.name!r}", int(column.isna().sum())
-    check(number == 0, place, "a time in every row", f"{number} missing", "leave those rows out")
-    if not types.is_numeric_dtype(column.dtype):
-        try:
-            column = pd.to_datetime(column.astype(object), format="ISO8601", utc=True)
-        except (TypeError, ValueError) as error:
-            requirement = "numbers, dates or texts as ISO 8601 has them"
-            remedy = "convert it, as pd.to_datetime does"
-            raise ValueError(describe(place, requirement, str(error), remedy)) from error
-    return column.argsort(kind="stable").to_numpy(copy=True)
-
-
-def ids_of(column: pd.Series) -> Ids:
-    """A column with one id a row, of any type. Python looks at each distinct value once."""
-    try:
-        codes, values = pd.factorize(column)
-    except (TypeError, NotImplementedError) as error:
-        place, remedy = f"column {column.name!r}", "name it in bags"
-        raise ValueError(describe(place, "one id in every row", "lists", remedy)) from error
-    of_values, texts = pd.factorize(np.array([text_of(value) for value in values], dtype=object))
-    return Ids(np.append(of_values, -1)[codes], texts, np.ones(len(column), np.int64))
-
-
-def text_of(value: Any) -> str | None:
-    """The text by which an id is known, whatever type its column has."""
-    if isinstance(value, bool | np.bool_):
-        return str(int(value))
-    if isinstance(value, float | np.floating):
-        return str(int(value)) if float(value).is_integer() else repr(float(value))
-    if isinstance(value, datetime):
-        time = pd.Timestamp(value)
-        return (time if time.tzinfo is None else time.tz_convert("UTC")).isoformat()
-    text = value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
-    text = text.strip(string.whitespace)
-    whole = _WHOLE_FLOAT.fullmatch(text)
-    return (whole[1] if whole else text) or None
-
-
-def id_bags_of(column: pd.Series) -> Ids:
-    """A column with any number of ids a row."""
-    entries, kind = column.reset_index(drop=True), column.dtype
-    if not (isinstance(kind, pd.ArrowDtype) and pa.types.is_nested(kind.pyarrow_dtype)):
-        values = entries.astype(object)
-        split = [value.split(SEPARATOR) if isinstance(value, str) else value for value in values]
-        entries = pd.Series(split, dtype=object)
-    entries = entries.explode()
-    try:
-        ids = ids_of(entries)
-    except ValueError as error:
-        place = f"column {column.name!r}"
-        raise ValueError(describe(place, "lists of ids", "lists of lists", "flatten")) from error
-    is_id = ids.codes >= 0
-    lengths = np.bincount(entries.index.to_numpy()[is_id], minlength=len(column))
-    return Ids(ids.codes[is_id], ids.texts, lengths)
 
 
 EMBEDDING_DIM = 64
@@ -389,15 +402,25 @@ def recipe_from_frame(
     check(dim >= 1, "embedding_dim", "an integer >= 1", dim)
     columns: Any = {"label": label, "dense": dense, "ids": ids, "bags": bags, "time": time}
     data = DataSplits.from_frame(frame, **columns, batch_size=batch_size, seed=seed)
-    encoder = data.encoder
+    encoder = replace(data.encoder, model=model, embedding_dim=dim)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        network = MODELS[model](_tables(encoder.num_embeddings, dim), dim, encoder.num_dense)
+        network = model_of(encoder)
+    data = replace(data, encoder=encoder)
     loss = nn.BCEWithLogitsLoss() if data.is_binary else nn.MSELoss()
     return Recipe(model=network, data=data, loss=loss)
 
 
-def _tables(num_embeddings: Mapping[str, int], embedding_dim: int) -> EmbeddingBagCollection:
+def model_of(encoder: FrameEncoder, device: str = "cpu") -> nn.Module:
+    """The model that an encoder names, with tables on the device."""
+    name, dim = str(encoder.model), int(encoder.embedding_dim or 0)
+    check_known("model", name, MODELS)
+    return MODELS[name](_tables(encoder.num_embeddings, dim, device), dim, encoder.num_dense)
+
+
+def _tables(
+    num_embeddings: Mapping[str, int], embedding_dim: int, device: str
+) -> EmbeddingBagCollection:
     """One table a feature; its name is no attribute that a module has, as ``"type"`` is."""
     tables = [
         EmbeddingBagConfig(
@@ -408,7 +431,7 @@ def _tables(num_embeddings: Mapping[str, int], embedding_dim: int) -> EmbeddingB
         )
         for feature, rows in num_embeddings.items()
     ]
-    collection = EmbeddingBagCollection(tables=tables)
+    collection = EmbeddingBagCollection(tables=tables, device=torch.device(device))
     with torch.no_grad():
         for bag in collection.embedding_bags.values():
             bag.weight.normal_(std=INIT_STD)[UNSEEN_ROW] = 0

@@ -79,15 +79,16 @@ class DataSplits:
     ) -> FrameSplits:
         """Splits a data frame, and makes batches of its columns, in memory.
 
-        Ids may be of any type: numbers, texts, categories, dates or all of them; 7, 7.0 and ``"7"``
-        are the same id. An id's row in its table is its place by frequency among the training
-        samples, from row 1 on. A missing id is one like any other; in a bag it is left out. All ids
-        that no training sample has share row 0, which nothing trains. Dense features get mean 0 and
-        variance 1 over the training samples; a missing one is 0 then.
+        Ids may be of any type: numbers, texts, categories, dates or all of them; 7, 7.0 and
+        ``"7.00"`` are the same id, and any id is that of the frame's CSV file. An id's row in its
+        table is its place by frequency among the training samples, from row 1 on. A missing id is
+        one like any other; in a bag it is left out. All ids that no training sample has share row
+        0, which nothing trains. Dense features get mean 0 and variance 1 over the training samples;
+        a missing one is 0 then. What became of each column is printed and logged.
 
         Args:
-            frame: a pandas DataFrame; or the path of a Parquet file, a folder of them, or a CSV
-                file.
+            frame: a pandas DataFrame or a dict of columns; or the path of a Parquet file, a folder
+                of them, or a CSV file.
             label: column of the labels, numbers, none missing: 0 and 1 for clicks, any for ratings.
             dense: columns of the dense features, numbers.
             ids: columns with one id a row. Each is a feature, with a table of its own.
@@ -101,7 +102,7 @@ class DataSplits:
         Returns:
             80 % of the rows for train, 5 % each for validation and selection, 10 % for test;
             ``encoder`` has the sizes of the tables, and turns further frames into what a model
-            reads.
+            reads; ``columns`` is the table that was printed.
 
         Raises:
             ValueError: naming the column, and what is wrong with it.

@@ -367,6 +367,9 @@ class ServedCollection(nn.Module):
 class LogicalCollection(ServedCollection, EmbeddingBagCollectionInterface):
     """A collection that a model sees as it was before pruning."""
 
+    encoder = ""
+    """The artifact's file that numbers raw ids anew, if it has one."""
+
     def __init__(self, scheme: MixedDimensionScheme, *, unknown_ids: str) -> None:
         super().__init__()
         check(unknown_ids in UNKNOWN_IDS, "unknown_ids", f"one of {UNKNOWN_IDS}", repr(unknown_ids))
@@ -407,12 +410,16 @@ class LogicalCollection(ServedCollection, EmbeddingBagCollectionInterface):
         return self._look_up(features) if self._is_sharded() else self._traced(features)
 
     def extra_repr(self) -> str:
-        """A line for each table."""
-        return "\n".join(
-            f"{table.name}: {table.num_embeddings:,} rows of {table.embedding_dim}, "
-            f"{self.bytes_of_table(table.name):,} bytes"
-            for table in self._logical.configs
-        )
+        """A line for each table, and whose ids it takes where they are not the raw ones."""
+        tables = {table.name: table for table in self._logical.tables}
+        lines = [
+            f"{table.table_name}: {table.num_embeddings:,} rows of {table.embedding_dim}, "
+            f"{self.bytes_of_table(name):,} bytes"
+            for name, table in tables.items()
+        ]
+        if self.encoder:
+            lines.append(f"ids are rows that {self.encoder} numbers; see load_predictor")
+        return "\n".join(lines)
 
     def bytes_of_table(self, name: str) -> int:
         """Bytes of one table, and of what tells where its values are."""

@@ -74,8 +74,10 @@ print(found)
 # %% [markdown]
 # ## An artifact to serve
 #
-# The folder holds tables, weights and a model card. [Serve the artifact](serve.md) shows the other side.
+# The folder holds tables, weights, a model card, and what turns raw ids and numbers into what the model reads. So any
+# process predicts from raw rows. [Serve the artifact](serve.md) shows the other side.
 
 # %%
 folder = Path(tempfile.mkdtemp()) / "artifact"
-print(dnis.export(found.model, found.scheme, folder))
+print(dnis.export(found.model, found.scheme, folder, encoder=recipe.data.encoder))
+dnis.load_predictor(folder)(frame.tail())

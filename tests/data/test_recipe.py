@@ -22,7 +22,8 @@ from torch import nn
 from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.data.batches import check_batch
-from dnis_torchrec.data.frames import MODELS, id_bags_of, ids_of, numbers_of, order_in_time, recipe_from_frame, text_of
+from dnis_torchrec.data.columns import id_bags_of, ids_of, numbers_of, order_in_time, text_of
+from dnis_torchrec.data.frames import MODELS, recipe_from_frame
 from dnis_torchrec.data.recipe import DataSplits, Recipe, load_recipe
 from dnis_torchrec.data.task import TrainTask, check_labels
 from dnis_torchrec.search.settings import SearchSettings
@@ -293,6 +294,7 @@ anything = st.one_of(
 
 
 class TestIds:
+    @pytest.mark.filterwarnings("ignore::UserWarning")
     @given(st.lists(anything, min_size=30, max_size=60), st.randoms())
     def test_rows_are_those_of_an_oracle_that_goes_row_by_row(self, values: list[Any], random: Any) -> None:
         frame = a_frame(len(values), user=pd.Series(values, dtype=object))
@@ -309,10 +311,10 @@ class TestIds:
             ([3, 3, None, 1], "float64", ["3", "3", None, "1"]),
             ([2**64 - 1, 5, 5, 0], "uint64", [str(2**64 - 1), "5", "5", "0"]),
             ([2**62 + 1, 2**62, None, 0], "Int64", [str(2**62 + 1), str(2**62), None, "0"]),
-            ([True, False, None, True], "boolean", ["1", "0", None, "1"]),
+            ([True, False, None, True], "boolean", ["True", "False", None, "True"]),
             (["b", None, "a", " b"], "category", ["b", None, "a", "b"]),
             (["b", None, "a", " "], "string", ["b", None, "a", None]),
-            (["b", None, "a", "\ud800"], "object", ["b", None, "a", "\ud800"]),
+            (["b", None, "a", "\ud800"], "object", ["b", None, "a", "\\ud800"]),
             (["b", None, "a", "b"], "string[pyarrow]", ["b", None, "a", "b"]),
             ([1, None, 2**60 + 1, 1], "int64[pyarrow]", ["1", None, str(2**60 + 1), "1"]),
             ([None] * 4, "object", [None] * 4),
@@ -371,6 +373,7 @@ class TestDense:
         assert test[0].isclose(torch.tensor((1e6 - 39.5) / np.std(range(80)), dtype=torch.float32))
 
     @pytest.mark.parametrize("values", [3.0, None, [None, 5] * 50, [True, False] * 50])
+    @pytest.mark.filterwarnings("ignore::UserWarning")
     def test_odd_columns_stay_finite(self, values: Any) -> None:
         splits = DataSplits.from_frame(a_frame(price=values), label="clicked", ids=["user"], dense=["price"])
         for batch in splits.train:
@@ -522,7 +525,7 @@ class TestRefusals:
             (a_frame()[:0], ["user"], "frame: expected at least one row, got none"),
             (pd.concat([a_frame(), a_frame()[["user"]]], axis=1), ["user"], "frame: expected a column 'user', got 2"),
             (a_frame(), "user", r"ids: expected a list of columns, got 'user'; give \['user'\]"),
-            ([1], ["user"], "frame: expected a pandas DataFrame or the path of a file, got list"),
+            ([1], ["user"], "frame: expected a pandas DataFrame, a dict of columns or the path of a file, got list"),
         ],
     )
     def test_what_is_no_frame_or_no_list_of_columns(self, frame: Any, columns: Any, message: str) -> None:
