@@ -13,6 +13,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,6 +33,7 @@ import dnis_torchrec as dnis
 from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.cli.commands import run_compress
 from dnis_torchrec.cli.settings import CompressCommand
+from dnis_torchrec.ops.packed import load_operator
 from tests.distributed.harness import Rank, Results, running_ranks
 
 BCE = nn.BCEWithLogitsLoss()
@@ -95,6 +98,7 @@ class Files:
         inner = model.model if isinstance(model, DLRMTrain) else model
         exported = torch.export.export(inner.eval(), inputs())
         torch.export.save(exported, self.folder / "program.pt2")
+        torch.jit.script(inner.eval()).save(str(self.folder / "script.pt"))
 
     def read(self) -> nn.Module:
         """A fresh model, filled from the artifact."""
@@ -177,6 +181,36 @@ def from_weights(files: Files) -> None:
     files.write_states(files.read())
 
 
+def frame_of_raw_rows() -> pd.DataFrame:
+    draw = np.random.default_rng(0)
+    frame = pd.DataFrame({name: draw.zipf(1.3, 600) % 90 * 7 + 3 for name in ("user", "item")})
+    frame["price"], frame["click"] = draw.gamma(2, 10, 600), (frame.user + frame.item) % 2
+    return frame
+
+
+def from_table(table: pd.DataFrame | Path, files: Files) -> None:
+    """Raw rows, whose ids have rows by a vocabulary that the artifact holds."""
+    one_process()
+    roles = {"label": "click", "ids": ["user", "item"], "dense": ["price"], "model": "dlrm"}
+    recipe = dnis.recipe_from_frame(table, **roles, seed=0)
+    result = dnis.compress(recipe.model, list(recipe.data.train), loss=recipe.task, compression=3)
+    encoder = recipe.data.encoder
+    dnis.export(recipe.model, result.scheme, files.folder / "artifact", encoder=encoder)
+    with torch.no_grad():
+        expected = recipe.model.eval()(*encoder(frame_of_raw_rows().head(8))).flatten()
+    torch.save(expected, files.folder / "expected")
+
+
+def from_frame(files: Files) -> None:
+    from_table(frame_of_raw_rows(), files)
+
+
+def from_csv(files: Files) -> None:
+    path = files.folder / "log.csv"
+    frame_of_raw_rows().to_csv(path, index=False)
+    from_table(path, files)
+
+
 def from_two_ranks(files: Files) -> None:
     """No rank holds the model: a process that loads the artifact does."""
     one_process()
@@ -191,6 +225,10 @@ WAYS_IN: dict[str, Callable[[Files], None]] = {
     "two ranks": from_two_ranks,
     "safetensors, state_dict, DCP": from_weights,
 }
+
+
+TABLES_IN: dict[str, Callable[[Files], None]] = {"a frame": from_frame, "a CSV file": from_csv}
+"""Ways in for raw rows; their model is made by what reads them."""
 
 
 # ---- ways out
@@ -216,12 +254,23 @@ def through_dcp(files: Files) -> Tensor:
 
 
 def through_torch_export(files: Files) -> Tensor:
-    from dnis_torchrec.ops.packed import load_operator
-
     load_operator()
     program = torch.export.load(files.folder / "program.pt2").module()
     logits: Tensor = program(*inputs())
     return logits.detach().flatten()
+
+
+def through_torchscript(files: Files) -> Tensor:
+    load_operator()
+    logits: Tensor = torch.jit.load(files.folder / "script.pt")(*inputs())
+    return logits.detach().flatten()
+
+
+def through_raw_rows(files: Files) -> Tensor:
+    predictor = dnis.load_predictor(files.folder / "artifact")
+    columns = {name: list(part) for name, part in frame_of_raw_rows().head(8).items() if name != "click"}
+    assert predictor(frame_of_raw_rows().head(8)).equal(predictor(columns))
+    return predictor(columns)
 
 
 def through_torchrec_inference(files: Files) -> Tensor:
@@ -234,6 +283,7 @@ WAYS_OUT: dict[str, Callable[[Files], Tensor]] = {
     "state_dict": through_state_dict,
     "DCP": through_dcp,
     "torch.export": through_torch_export,
+    "TorchScript": through_torchscript,
     "quantize_inference_model": through_torchrec_inference,
 }
 
@@ -242,11 +292,12 @@ WAYS_OUT: dict[str, Callable[[Files], Tensor]] = {
 
 
 def run_in(way: str, folder: Path) -> None:
-    WAYS_IN[way](Files(folder))
+    (WAYS_IN | TABLES_IN)[way](Files(folder))
 
 
 def run_out(way: str, folder: Path) -> None:
-    torch.save(WAYS_OUT[way](Files(folder)), folder / f"of {way}")
+    predict_by = {**WAYS_OUT, "raw rows": through_raw_rows}[way]
+    torch.save(predict_by(Files(folder)), folder / f"of {way}")
 
 
 def in_a_process(function: Callable[[str, Path], None], way: str, folder: Path) -> None:
@@ -272,3 +323,11 @@ def test_predictions_are_the_same_in_a_fresh_process(row: Files, way: str) -> No
     in_a_process(run_out, way, row.folder)
     expected = torch.load(row.folder / "expected", weights_only=True)
     torch.testing.assert_close(torch.load(row.folder / f"of {way}", weights_only=True), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", TABLES_IN)
+def test_raw_rows_are_predicted_in_a_fresh_process(way: str, tmp_path: Path) -> None:
+    in_a_process(run_in, way, tmp_path)
+    in_a_process(run_out, "raw rows", tmp_path)
+    files = (torch.load(tmp_path / name, weights_only=True) for name in ("of raw rows", "expected"))
+    torch.testing.assert_close(*files, rtol=0, atol=1e-6)
