@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,20 +17,22 @@ from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from torchrec.distributed.test_utils import test_model as of_torchrec
 from torchrec.distributed.test_utils.test_model import ModelInput
 from torchrec.models.deepfm import SimpleDeepFMNN
-from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRM_Projection
+from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRM_Projection, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mlp import MLP
 from torchrec.optim.keyed import KeyedOptimizerWrapper
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 import dnis_torchrec as dnis
 from dnis_torchrec.allocation.compress import packed_collections
+from dnis_torchrec.selection.shards import table_configs_of, tables_named_apart
 from dnis_torchrec.serving import PackedEmbeddingBagCollection, ServedEmbeddingCollection
 from examples import models
 from examples.models.sequential import DeepInterestNetwork, SelfAttentiveRecommender, build_sequence_table
+from tests.clients import DENSE, EASY_REC, GroupBatch, build_script_model, run_script, to_groups
 from tests.models import (
     AnyBatch,
     collections,
@@ -181,19 +185,21 @@ class Kind:
         task: name of the page's task, or "" where the page's loss does.
         is_weighted: see `make_batch`.
         leave_alone: tables that are not touched.
+        labels: of batches by data group; () where batches are TorchRec's.
     """
 
     build: Callable[[], nn.Module]
     task: str = ""
     is_weighted: bool = False
     leave_alone: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
 
 
 def _items() -> EmbeddingCollection:
     return build_sequence_table(ROWS["item"], DIM)
 
 
-OF_MODEL_INPUT, CLICK_AND_RATING = "OfModelInput", "ClickAndRating"
+OF_MODEL_INPUT, CLICK_AND_RATING, OF_GROUPS = "OfModelInput", "ClickAndRating", "OfGroups"
 """Names of the page's tasks."""
 SUPPORTED: Mapping[str, Kind] = {
     "DLRM": Kind(lambda: DLRM(bags(), NUM_DENSE, [8, DIM], [8, 1])),
@@ -236,16 +242,21 @@ SUPPORTED: Mapping[str, Kind] = {
         lambda: Pooled(bags(table("user"), table("item"), table("genre", dim=4)), width=2 * DIM + 4),
         leave_alone=("genre",),
     ),
-}
+} | {name: Kind(build, OF_GROUPS, labels=labels) for name, (build, labels) in EASY_REC.items()}
 """Row of the page -> its model."""
 
 
 CPU, PAGE = torch.device("cpu"), "docs/models.md"
-COMPRESSIONS = {"compress": 3, "measure": 3, "loop": 10}
+SCRIPT_MODELS = {"DLRM": DLRM, "DLRM_DCN": DLRM_DCN, "DLRM_Projection": DLRM_Projection}
+"""Row of the page -> what torchrec_dlrm's script makes."""
+COMPRESSIONS = {"compress": 3, "script": 3, "measure": 3, "loop": 10}
 """Sizes that tiny tables can reach; a search counts no scales."""
 CODE = dict(
     zip(
-        ("compress", "wrap", "loop", "step", "merge", OF_MODEL_INPUT, CLICK_AND_RATING, "measure"),
+        (
+            *("compress", "wrap", "apart", "loop", "step", "merge", OF_MODEL_INPUT, CLICK_AND_RATING),
+            *("batches", OF_GROUPS, "script", "serve", "measure"),
+        ),
         blocks(PAGE, "python"),
         strict=True,
     )
@@ -276,11 +287,26 @@ def names_for(kind: Kind) -> dict[str, Any]:
     ]
     names: dict[str, Any] = {"dnis": dnis, "ModelInput": ModelInput, "mse_loss": mse_loss}
     names |= {"binary_cross_entropy_with_logits": binary_cross_entropy_with_logits, "loss": nn.BCEWithLogitsLoss()}
+    names |= {"torch": torch, "Batch": GroupBatch, "KeyedTensor": KeyedTensor}
+    names |= {"keys": list(DENSE), "lengths": [1] * len(DENSE)}
     if kind.task:
         run(kind.task, names)
         names["loss"] = names[kind.task]()
+    if kind.labels:
+        names["loader"] = [to_groups(batch, kind.labels) for batch in batches]
+        run("batches", names)
+        batches = names["batches"]
     names |= {"batches": batches[:3], "held_out": batches[3:], "leave_alone": kind.leave_alone}
-    return names | {"model": model, "tables": table_configs(model), "steps": 3}
+    return names | {"model": model, "steps": 3}
+
+
+def wrap(names: dict[str, Any]) -> None:
+    """Prepares the model, after tables of one name, if any, got names of their own."""
+    tables = [table.name for module in collections(names["model"]).values() for table in table_configs_of(module)]
+    if len(set(tables)) < len(tables):
+        run("apart", names)
+    names["tables"] = table_configs(names["model"])
+    run("wrap", names)
 
 
 @torch.no_grad()
@@ -293,7 +319,9 @@ def predictions(task: nn.Module, names: Mapping[str, Any]) -> Tensor:
 @torch.no_grad()
 def of_nearest_codes(model: nn.Module, names: Mapping[str, Any]) -> Tensor:
     """Predictions of a plain model, value by value in its codes."""
-    return predictions(dnis.TrainTask(rounded(model, names["found"].scheme), names["loss"]), names)
+    with tables_named_apart(model):
+        nearest = rounded(model, names["found"].scheme)
+    return predictions(dnis.TrainTask(nearest, names["loss"]), names)
 
 
 def test_each_row_has_a_test_and_its_number_of_lines() -> None:
@@ -301,23 +329,30 @@ def test_each_row_has_a_test_and_its_number_of_lines() -> None:
     assert list(found) == list(SUPPORTED)
     assert len(found) >= 20
     for name, kind in SUPPORTED.items():
-        expected = [num_lines("compress"), *([num_lines(kind.task)] if kind.task else [])]
+        parts = ["compress", kind.task, "batches" if kind.labels else ""]
+        expected = [num_lines(part) for part in parts if part]
         assert [int(lines) for lines in found[name][-1].split(" + ")] == expected, name
-        assert sum(expected) <= 10, name
-    assert num_lines(*SEARCH) == 8
+        assert sum(expected) <= (15 if kind.labels else 10), name
+    assert (num_lines(*SEARCH), num_lines("apart")) == (8, 2)
+    scripts = table_rows(PAGE, "Training scripts")
+    assert list(scripts) == list(SCRIPT_MODELS)
+    assert {row[-1] for row in scripts.values()} == {f"{num_lines('script')} + {num_lines('serve')}"}
     assert list(table_rows(PAGE, "What is refused")) == list(REFUSED)
     (sharded,) = table_rows(PAGE, "What is sharded").values()
     assert sharded[1] == f"yes, {num_lines('measure')} lines"
 
 
 @pytest.mark.parametrize("name", list(SUPPORTED))
-def test_it_is_compressed_and_served(name: str) -> None:
+def test_it_is_compressed_and_served(name: str, tmp_path: Path) -> None:
     names = names_for(SUPPORTED[name])
     model, plain = names["model"], collections(names["model"])
     before, values = predictions(dnis.TrainTask(model, names["loss"]), names), tables_of(model)
     run("compress", names)
     served = {fqn: model.get_submodule(fqn) for fqn in plain}
     found = predictions(dnis.TrainTask(model, names["loss"]), names)
+    dnis.export(model, names["found"].scheme, tmp_path / "artifact")
+    fresh = dnis.load_model(SUPPORTED[name].build(), tmp_path / "artifact")
+    torch.testing.assert_close(predictions(dnis.TrainTask(fresh, names["loss"]), names), found, rtol=0, atol=1e-6)
     for fqn, collection in plain.items():
         replace_(model, served[fqn], collection)
     kinds = [SERVED[kind] for kind in SERVED if kind in {type(module) for module in served.values()}]
@@ -331,11 +366,12 @@ def test_it_is_compressed_and_served(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(SUPPORTED))
-def test_it_is_wrapped_searched_and_merged(gloo: dist.ProcessGroup, name: str) -> None:
+def test_it_is_wrapped_searched_and_merged(gloo: dist.ProcessGroup, name: str, tmp_path: Path) -> None:
     names = names_for(SUPPORTED[name])
     task = dnis.TrainTask(names["model"], names["loss"])
-    before, values = predictions(task, names), tables_of(names["model"])
-    run("wrap", names)
+    before = predictions(task, names)
+    wrap(names)
+    values = tables_of(names["model"])
     torch.testing.assert_close(predictions(task, names), before, rtol=1e-5, atol=1e-5)
     names["sharded"] = shard_densely(task.train())
     parameters = dict(names["sharded"].named_parameters())
@@ -355,6 +391,38 @@ def test_it_is_wrapped_searched_and_merged(gloo: dist.ProcessGroup, name: str) -
     assert any(bool((merged[table] == 0).any(1).any()) for table in searched)  # columns died
     assert all(bool((merged[table] != 0).all()) for table in names["leave_alone"])
     assert any(not torch.equal(merged[table], values[table]) for table in searched)
+    names["model"] = names["merged"].model
+    run("compress", names)
+    dnis.export(names["model"], names["found"].scheme, tmp_path / "artifact")
+    fresh = dnis.load_model(SUPPORTED[name].build(), tmp_path / "artifact")
+    expected = predictions(names["merged"], names)
+    torch.testing.assert_close(predictions(dnis.TrainTask(fresh, names["loss"]), names), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", list(SCRIPT_MODELS))
+def test_a_training_script_compresses_what_it_trained(
+    gloo: dist.ProcessGroup, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    batches = [make_batch(seed) for seed in range(4)]
+    names: dict[str, Any] = {"torch": torch, "itertools": itertools, "DLRMTrain": DLRMTrain}
+    names |= {"train_dataloader": batches[:3], "model": run_script(SCRIPT_MODELS[name], batches[:3])}
+    run("script", names)
+    assert names["found"].compression >= COMPRESSIONS["script"]
+    names["dlrm_model"] = build_script_model(SCRIPT_MODELS[name])
+    run("serve", names)
+    with torch.no_grad():
+        _, (_, expected, _) = names["model"].eval()(batches[3])
+        logits = names["served"](batches[3].dense_features, batches[3].sparse_features).flatten()
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
+    kinds = {type(module) for module in names["served"].modules()} & set(SERVED)
+    assert table_rows(PAGE, "Training scripts")[name][-2] == f"packed {' and '.join(SERVED[kind] for kind in kinds)}"
+
+
+def test_batches_by_data_group_are_refused_as_they_are() -> None:
+    names = names_for(SUPPORTED["TorchEasyRec DIN"])
+    with pytest.raises(TypeError, match="GroupBatch; make torchrec's Batch of it, or a WholeBatch"):
+        dnis.compress(names["model"], names["loader"], loss=names["loss"])
 
 
 def test_what_is_sharded_is_measured_where_it_lies(gloo: dist.ProcessGroup) -> None:
@@ -389,7 +457,7 @@ def refuses_collections(kind: str) -> Callable[[], None]:
 def sizes_that_vary() -> None:
     """A prepared collection is given two bags of one feature and one of another."""
     names = names_for(SUPPORTED["Weighted bags"])
-    run("wrap", names)
+    wrap(names)
     lengths = torch.ones(4, dtype=torch.int64)
     features = KeyedJaggedTensor(["user", "item", "genre"], lengths, lengths=lengths, stride_per_key_per_rank=STRIDES)
     names["model"](None, features)
@@ -398,7 +466,7 @@ def sizes_that_vary() -> None:
 def two_dimensional() -> None:
     """The loop is given a model in replicas of shards."""
     names = names_for(SUPPORTED["DLRM"])
-    run("wrap", names)
+    wrap(names)
     names |= {"sharded": TwoDimensional(dnis.TrainTask(names["model"], names["loss"])), "optimizer": None}
     run("loop", names)
 

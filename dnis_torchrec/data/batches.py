@@ -320,11 +320,11 @@ def _features_for_lookup(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 def features_of(batch: Batch) -> KeyedJaggedTensor:
     """All bags of a batch in one KeyedJaggedTensor; of several without the weights of their ids."""
     fields = ("dense_features", "sparse_features", "labels")
-    if not all(hasattr(batch, name) for name in fields):
-        requirement = "a batch with dense_features, sparse_features and labels"
+    bags = list(_bags_of(batch).values()) if all(hasattr(batch, name) for name in fields) else []
+    if not bags:
+        requirement = "a batch with tensors as its dense_features, sparse_features and labels"
         remedy = "make torchrec's Batch of it, or a WholeBatch, and give a Task: see docs/models.md"
         raise TypeError(describe("batch", requirement, type(batch).__name__, remedy))
-    bags = list(_bags_of(batch).values())
     if len(bags) == 1:
         return bags[0]
     keys = [key for part in bags for key in part.keys()]  # noqa: SIM118
