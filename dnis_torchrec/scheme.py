@@ -60,7 +60,7 @@ class DescribedTable(TypedDict):
 
 
 _HINTS = get_type_hints(DescribedTable, include_extras=True)
-_FIELDS = {name for name, hint in _HINTS.items() if get_origin(hint) is not NotRequired}
+_FIELDS = [name for name, hint in _HINTS.items() if get_origin(hint) is not NotRequired]
 _COLUMNS = ("retained", "bits", "scale", "shift")
 """Tensors of `TableScheme`, by the names that they have in a file."""
 

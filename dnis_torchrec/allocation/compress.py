@@ -60,7 +60,7 @@ them by less."""
 
 
 @dataclass(frozen=True, eq=False)
-class Turned:
+class AxesChange:
     """A model whose tables were turned, and how."""
 
     model: nn.Module
@@ -70,7 +70,7 @@ class Turned:
     rotations: list[Tensor]
 
     @contextmanager
-    def undone_on_failure(self) -> Iterator[None]:
+    def undo_on_failure(self) -> Iterator[None]:
         """Turns the tables back if the block raises. Local: over several ranks they stay turned,
         because one rank may fail alone."""
         try:
@@ -94,7 +94,7 @@ class Measured:
     curvature: Curvature
     energies: RoundingEnergies
     sample: LossSample
-    turned: Turned
+    axes_change: AxesChange
 
     def shifted(self, result: Allocation) -> AbstractContextManager[None]:
         """The model with its output bias as tables of that size want it, within a block; afterwards
@@ -209,15 +209,15 @@ def compress(
         measurement = measure_(
             model, batches, loss=loss, counts=counts, held_out=held_out, leave_alone=leave_alone
         )
-        with measurement.turned.undone_on_failure():
+        with measurement.axes_change.undo_on_failure():
             result = measurement.allocate(compression=compression)
-            packed = packed_collections(model, result.scheme)
+            packed_modules = packed_collections(model, result.scheme)
             try:
-                for fqn, replacement in packed.items():
+                for fqn, replacement in packed_modules.items():
                     replace_(model, plain[fqn], replacement)
                 _check_answers(model, next(iter(batches)), loss)
             except BaseException:
-                for fqn, replacement in packed.items():
+                for fqn, replacement in packed_modules.items():
                     replace_(model, replacement, plain[fqn])
                 raise
     measurement.shift_(result)
@@ -280,9 +280,9 @@ def measure_(
     again = "batches that can be iterated again and again"
     remedy = "give a list, a DataLoader, or an object whose __iter__ begins anew"
     check(not isinstance(batches, Iterator), "batches", again, type(batches).__name__, remedy)
-    served = served_collections(model)
-    if served:
-        place, remedy = f"FQN {next(iter(served))!r}", "compress the model that was trained"
+    served_modules = served_collections(model)
+    if served_modules:
+        place, remedy = f"FQN {next(iter(served_modules))!r}", "compress the model that was trained"
         raise RuntimeError(describe(place, "tables of float32", "packed ones", remedy))
     with tables_named_apart(model) as names:
         leave_alone = [key for name in leave_alone for key in names.get(name, [name])]
@@ -308,10 +308,10 @@ def measure_(
         )
         had_axes = has_axes(get_unwrapped_module(model).state_dict())
         with_axes_(model)
-        turned = Turned(model, counts, leave_alone, had_axes, [])
-        with turned.undone_on_failure():
+        axes_change = AxesChange(model, counts, leave_alone, had_axes, [])
+        with axes_change.undo_on_failure():
             old = predictions_of(model, batch, loss, "batch 0", ranks).values
-            turned.rotations[:] = rotate_(model, counts, leave_alone=leave_alone)
+            axes_change.rotations[:] = rotate_(model, counts, leave_alone=leave_alone)
             new = predictions_of(model, batch, loss, "batch 0", ranks).values
             _check_unchanged(old, new, ranks)
             worth = curvature_of_read_tables(
@@ -330,7 +330,7 @@ def measure_(
                 num_outputs=old.shape[1],
                 features=features,
             )
-        return Measured(model, counts, blocks, worth, energies, sample, turned)
+        return Measured(model, counts, blocks, worth, energies, sample, axes_change)
 
 
 def _features_read(
@@ -348,7 +348,7 @@ def _features_read(
         return remap(model, features_of(batch))
 
     def as_read(batch: Batch) -> KeyedJaggedTensor:
-        bags, given = dict[str, JaggedTensor](), features_of(batch)
+        bags, bags_given = dict[str, JaggedTensor](), features_of(batch)
         for features in _bags_at(modules, model, batch, loss):
             for key, bag in copy.copy(features).to_dict().items():
                 is_one = key not in bags or bags[key].values().equal(bag.values())
@@ -361,15 +361,15 @@ def _features_read(
             list(bags),
             torch.cat([part.values() for part in parts]),
             lengths=torch.cat([part.lengths() for part in parts]),
-            stride=given.stride(),
+            stride=bags_given.stride(),
         )
 
     if not all(isinstance(module, kinds) for module in modules) or managed_collisions(model):
         return as_given
-    given = copy.copy(features_of(batch)).to_dict()
+    bags_given = copy.copy(features_of(batch)).to_dict()
     for features in _bags_at(modules, model, batch, loss):
         for key, bag in copy.copy(features).to_dict().items():
-            if key not in given or not given[key].values().equal(bag.values()):
+            if key not in bags_given or not bags_given[key].values().equal(bag.values()):
                 return as_read
     return as_given
 
@@ -393,12 +393,12 @@ def served_collections(
     model: nn.Module,
 ) -> dict[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection]:
     """The collections of bit fields in a model by FQN, the outermost of each. Local."""
-    served: dict[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection] = {}
+    served_modules: dict[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection] = {}
     for fqn, module in get_unwrapped_module(model).named_modules():
         is_served = isinstance(module, PackedEmbeddingBagCollection | ServedEmbeddingCollection)
-        if is_served and not any(fqn.startswith(f"{outer}.") for outer in served):
-            served[fqn] = module
-    return served
+        if is_served and not any(fqn.startswith(f"{outer}.") for outer in served_modules):
+            served_modules[fqn] = module
+    return served_modules
 
 
 def packed_collections(

@@ -77,10 +77,10 @@ def export(
             `path`; on all ranks alike.
     """
     content = b"" if encoder is None else _bytes_of(encoder, scheme)
-    served = served_collections(model)
-    if served:
+    served_modules = served_collections(model)
+    if served_modules:
         facts: dict[str, Any] = {"run": run, "encoder": content, "overwrite": overwrite}
-        return _export_served(model, served, scheme, Path(path), forms, facts)
+        return _export_served(model, served_modules, scheme, Path(path), forms, facts)
     modules = collections(model)
     ranks = ranks_of(*modules.values())
     for fqn, module in modules.items():
@@ -125,7 +125,7 @@ def _bytes_of(encoder: FrameEncoder, scheme: MixedDimensionScheme) -> bytes:
 
 def _export_served(
     model: nn.Module,
-    served: Mapping[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection],
+    served_modules: Mapping[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection],
     scheme: MixedDimensionScheme,
     path: Path,
     forms: Sequence[str] | None,
@@ -135,17 +135,33 @@ def _export_served(
     rest = collections(model)
     remedy = "compress the model as a whole"
     check(not rest, "export", "all collections packed, or none", f"{[*rest]} in float32", remedy)
-    chosen = (PACKED,) if forms is None else check_forms(forms)
+    names_of_forms = (PACKED,) if forms is None else check_forms(forms)
     remedy = "leave forms out; load(path, form='mixed_dimension') makes the other one"
-    check(chosen == (PACKED,), "forms", "packed, which the tables are", list(chosen), remedy)
-    tables = {name: table for module in served.values() for name, table in module.schemes().items()}
-    rows = {name: part for module in served.values() for name, part in module.bit_fields().items()}
-    own, remedy = MixedDimensionScheme(tables), "give the scheme that compress returned"
-    is_own = own.to_json() == scheme.to_json() and all(
-        tensor.equal(scheme.to_tensors()[name]) for name, tensor in own.to_tensors().items()
+    check(
+        names_of_forms == (PACKED,),
+        "forms",
+        "packed, which the tables are",
+        list(names_of_forms),
+        remedy,
+    )
+    tables = {
+        name: table
+        for module in served_modules.values()
+        for name, table in module.schemes().items()
+    }
+    rows = {
+        name: part
+        for module in served_modules.values()
+        for name, part in module.bit_fields().items()
+    }
+    own_scheme, remedy = MixedDimensionScheme(tables), "give the scheme that compress returned"
+    is_own = own_scheme.to_json() == scheme.to_json() and all(
+        tensor.equal(scheme.to_tensors()[name]) for name, tensor in own_scheme.to_tensors().items()
     )
     check(is_own, "scheme", "that of the model's tables", "another", remedy)
-    return write_packed(rows, own, path, dense_state=dense_state(model, served), **facts)
+    return write_packed(
+        rows, own_scheme, path, dense_state=dense_state(model, served_modules), **facts
+    )
 
 
 def load_model(model: nn.Module, path: Path | str, *, form: str | None = None) -> nn.Module:
@@ -178,20 +194,20 @@ def load_model(model: nn.Module, path: Path | str, *, form: str | None = None) -
     try:
         prefixes = tuple(f"{name}." for name in names)
         state = {k: value for k, value in model.state_dict().items() if not k.startswith(prefixes)}
-        others = sorted(set(state) ^ set(dense))
-        actual = others[:3] if dense else "none"
+        other_names = sorted(set(state) ^ set(dense))
+        actual = other_names[:3] if dense else "none"
         remedy = "use the model of the run" if dense else "export again with dense_state"
-        check(not others, str(path), "the model's own dense weights", actual, remedy)
+        check(not other_names, str(path), "the model's own dense weights", actual, remedy)
         for key, value in state.items():
             place, shape = f"{path}, {key}", tuple(value.shape)
             fits, remedy = tuple(dense[key].shape) == shape, "use the recipe and data of the run"
             check(fits, place, f"shape {shape}", tuple(dense[key].shape), remedy)
-        served = {name: load(path, form=form, collection=name) for name in names}
+        served_modules = {name: load(path, form=form, collection=name) for name in names}
     except BaseException:
         if adds_axes:
             without_axes_(model)
         raise
-    for name, module in served.items():
+    for name, module in served_modules.items():
         if isinstance(module, ServedEmbeddingCollection):  # release 0.1.0 did not write it
             module.pass_indices_(needs_indices(modules[name]))
         parent, _, child = name.rpartition(".")

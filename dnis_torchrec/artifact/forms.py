@@ -103,16 +103,16 @@ def rows_of_packed(table: TableScheme, shards: Sequence[Shard]) -> Rows:
     """The values of a table in bit fields, without its lookups: what the other form is made of, and
     compared with."""
     table = table.with_float_codes()
-    packed = packed_table(table, shards)
-    blocks = split_blocks(packed.rows, packed.row_counts, packed.bits)
+    packed_rows = packed_table(table, shards)
+    blocks = split_blocks(packed_rows.rows, packed_rows.row_counts, packed_rows.bits)
 
     def rows(first: int, last: int) -> Tensor:
-        block, position = packed.directory.locate(torch.arange(first, last))
+        block, position = packed_rows.directory.locate(torch.arange(first, last))
         fields = torch.zeros(last - first, table.embedding_dim, dtype=torch.int32)
         for s in block.unique().tolist():
             if s < len(blocks) and blocks[s].numel():
                 here = block == s
-                fields[here] = unpack_fields(blocks[s][position[here]], packed.bits[s])
+                fields[here] = unpack_fields(blocks[s][position[here]], packed_rows.bits[s])
         return decode_rows(fields, block, table.codes)
 
     return rows

@@ -234,9 +234,9 @@ def read_artifact_file(
     place = f"artifact {str(path)!r}, file {name!r}"
     check_known("file", name, manifest["files"])
     entry, file = manifest["files"][name], file_inside(Path(path), name, place)
-    header, listed = _header(file, place), entry.get("tensors")
-    requirement = f"tensors {reprlib.repr(listed)}"
-    check(header == listed, place, requirement, reprlib.repr(header), _AGAIN)
+    header, tensors_listed = _header(file, place), entry.get("tensors")
+    requirement = f"tensors {reprlib.repr(tensors_listed)}"
+    check(header == tensors_listed, place, requirement, reprlib.repr(header), _AGAIN)
     if verify:
         _check_sha256(file, entry, place)
     try:

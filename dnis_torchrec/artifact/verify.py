@@ -63,7 +63,7 @@ class Verification:
     @property
     def failures(self) -> list[Finding]:
         """Returns the checks that failed."""
-        return [finding for finding in self.findings if finding.is_failure]
+        return [item for item in self.findings if item.is_failure]
 
     def to_json(self) -> dict[str, Any]:
         """Returns all fields, and ``"ok"``: true if no check failed."""
@@ -79,7 +79,7 @@ def verify(
     """Checks an artifact, on all ranks together; `measure` gives the test metrics of a form."""
     ranks = ranks or Ranks()
     manifest, findings = check_files(artifact, ranks)
-    if manifest is None or any(finding.is_failure for finding in findings):
+    if manifest is None or any(item.is_failure for item in findings):
         return Verification(str(artifact), tuple(findings))
     with together(ranks.group):
         scheme, rows = read_scheme(artifact), exact_rows(artifact)
@@ -106,7 +106,7 @@ def _over_ranks(checks: Sequence[Callable[[], list[Finding]]], ranks: Ranks) -> 
     """Runs each check on one of the ranks; every rank gets all results, in the checks' order."""
     with together(ranks.group):
         numbers = range(ranks.rank, len(checks), ranks.world_size)
-        findings = {n: [asdict(finding) for finding in checks[n]()] for n in numbers}
+        findings = {n: [asdict(item) for item in checks[n]()] for n in numbers}
     of_all: dict[str, Any] = {}
     for text in ranks.gather_texts(json.dumps(findings)):
         of_all |= json.loads(text)
@@ -192,8 +192,8 @@ class Oracle:
                 magnitude += float(row.abs().max())
         length = len(bag) if table.pooling == "mean" and bag else 1
         # every addition in float32 rounds, which no form does without
-        rounding = len(bag) * _FP32_ROUNDING
-        return total / length, ((ROW_ERROR + rounding) * magnitude + _SMALLEST_ERROR) / length
+        rounding_error = len(bag) * _FP32_ROUNDING
+        return total / length, ((ROW_ERROR + rounding_error) * magnitude + _SMALLEST_ERROR) / length
 
 
 def check_form(
@@ -221,10 +221,12 @@ def _summed(module: nn.Module) -> BagLookup:
 
     def look_up(features: KeyedJaggedTensor) -> KeyedTensor:
         sums = {}
-        for key, jagged in module(features).items():
-            bags = torch.arange(jagged.lengths().numel()).repeat_interleave(jagged.lengths())
-            zeros = torch.zeros(jagged.lengths().numel(), jagged.values().shape[1])
-            sums[key] = zeros.index_add(0, bags, jagged.values())
+        for key, jagged_bags in module(features).items():
+            bags = torch.arange(jagged_bags.lengths().numel()).repeat_interleave(
+                jagged_bags.lengths()
+            )
+            zeros = torch.zeros(jagged_bags.lengths().numel(), jagged_bags.values().shape[1])
+            sums[key] = zeros.index_add(0, bags, jagged_bags.values())
         return KeyedTensor.from_tensor_list(list(sums), list(sums.values()))
 
     return look_up if isinstance(module, ServedEmbeddingCollection) else module

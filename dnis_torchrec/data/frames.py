@@ -21,7 +21,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.checks import check, check_known, describe, visible
 from dnis_torchrec.data.batches import Bags, InMemoryBatches, features_of_samples, split_rows
 from dnis_torchrec.data.columns import (
     Frame,
@@ -149,7 +149,7 @@ def _show(text: str) -> None:
     if rank_of() == 0:
         logger.info(text)
         if not logger.isEnabledFor(logging.INFO):
-            print(text, file=sys.stderr)
+            sys.stderr.write(visible(f"{text}\n"))
 
 
 class _Settings(TypedDict):

@@ -182,8 +182,8 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
             remedy = "call shard_model, on one rank too, and make the optimizer of what it returns"
             raise RuntimeError(describe(place, "a sharded model", type(model).__name__, remedy))
         if isinstance(model, DMPCollection):  # nobody keeps its replicas of alpha alike yet
-            supported = "supported is DistributedModelParallel"
-            raise NotImplementedError(describe(place, supported, "DMPCollection (2D parallelism)"))
+            limit = "supported is DistributedModelParallel"
+            raise NotImplementedError(describe(place, limit, "DMPCollection (2D parallelism)"))
         self.process_group, self.device = process_group_of(model), device
         for fqn, wrapper in wrappers.items():
             check_frozen_are_held(fqn, wrapper.lookup)

@@ -279,9 +279,9 @@ def check_merged(fqn: str, collection: nn.Module, ranks: Ranks) -> None:
             raise RuntimeError(describe(place, "a merged collection", "alpha below 1", remedy))
 
 
-def dense_state(model: nn.Module, served: Collection[str] = ()) -> dict[str, Tensor]:
+def dense_state(model: nn.Module, served_fqns: Collection[str] = ()) -> dict[str, Tensor]:
     """A model's state_dict without tables, alpha and collections `served` packed. Local."""
-    holders = [*collections(model), *served]
+    holders = [*collections(model), *served_fqns]
     state = plain_state_dict(get_unwrapped_module(model))
     is_dense = {name: not any(_is_inside(name, fqn) for fqn in holders) for name in state}
     return {name: value for name, value in state.items() if is_dense[name]}

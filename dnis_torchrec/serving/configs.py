@@ -331,13 +331,15 @@ class NarrowEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Looks bags up and puts them back on D columns."""
         _check_batch(features, self._rows, self.is_weighted())
-        pooled = self.narrow(features).to_dict()
+        pooled_values = self.narrow(features).to_dict()
         dims = [table.logical_dim for table, _ in self._readers]
         if len(self.projections):
-            parts = [pooled[name] @ self.projections[table.name] for table, name in self._readers]
+            parts = [
+                pooled_values[name] @ self.projections[table.name] for table, name in self._readers
+            ]
             values = torch.cat(parts, dim=1)
         else:
-            narrow = torch.cat([pooled[name] for _, name in self._readers], dim=1)
+            narrow = torch.cat([pooled_values[name] for _, name in self._readers], dim=1)
             values = narrow.new_zeros(len(narrow), sum(dims)).index_copy(1, self._columns, narrow)
         return KeyedTensor(
             keys=[name for _, name in self._readers], length_per_key=dims, values=values
@@ -385,7 +387,7 @@ def _check_batch(features: KeyedJaggedTensor, rows: dict[str, int], is_weighted:
             )
 
 
-def _columns(table: TableScheme, wanted: str) -> Tensor:
+def _columns(table: TableScheme, name_to_read: str) -> Tensor:
     """The columns of D that a table keeps for all of its rows, rising; ranked by how many rows
     retain them."""
     rows_of_column = (table.retained * table.routing.row_counts().unsqueeze(1)).sum(dim=0)
@@ -394,7 +396,7 @@ def _columns(table: TableScheme, wanted: str) -> Tensor:
         -(-table.num_retained // table.num_embeddings),
     )
     order = torch.argsort(rows_of_column, descending=True, stable=True)
-    return order[: max(1, union if wanted == "union" else same_size)].sort().values
+    return order[: max(1, union if name_to_read == "union" else same_size)].sort().values
 
 
 def _blocks(table: TableScheme, names: list[str]) -> list[NarrowTable]:

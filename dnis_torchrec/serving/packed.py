@@ -261,8 +261,10 @@ class PackedEmbeddingBagCollection(LogicalCollection):
         )
 
     def _look_up(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        pooled = self._scripted(features) if torch.jit.is_scripting() else self._of_batch(features)
-        return KeyedTensor(keys=self._names, length_per_key=self._dims, values=pooled)
+        pooled_values = (
+            self._scripted(features) if torch.jit.is_scripting() else self._of_batch(features)
+        )
+        return KeyedTensor(keys=self._names, length_per_key=self._dims, values=pooled_values)
 
     def lookup(
         self, ids: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
@@ -400,8 +402,10 @@ class PackedEmbeddingBagCollection(LogicalCollection):
 
     def bit_fields(self) -> dict[str, Tensor]:
         """The rows of every table as they lie in memory, ``(bytes,)`` uint8."""
-        buffers, nothing = self.tables._buffers, torch.empty(0, dtype=torch.uint8)
-        return {name: cast(Tensor, buffers.get(f"{name}/rows", nothing)) for name in self.schemes()}
+        buffers, no_bytes = self.tables._buffers, torch.empty(0, dtype=torch.uint8)
+        return {
+            name: cast(Tensor, buffers.get(f"{name}/rows", no_bytes)) for name in self.schemes()
+        }
 
 
 def _block_rows(table: PackedTable, first_group: int, groups_per_block: int) -> list[list[int]]:

@@ -84,14 +84,16 @@ class ServedEmbeddingCollection(ServedCollection, EmbeddingCollectionInterface):
         for index, module in enumerate(self.tables.values()):
             ids = [bags[feature].values() for feature in self._features[index]]
             single = ids[0] if len(ids) == 1 else torch.cat(ids)
-            pooled: KeyedTensor = module(bags_of_single_ids(self._table_names[index], single))
-            rows = pooled.values().split([part.shape[0] for part in ids])
+            pooled_values: KeyedTensor = module(
+                bags_of_single_ids(self._table_names[index], single)
+            )
+            rows = pooled_values.values().split([part.shape[0] for part in ids])
             for number, feature in enumerate(self._features[index]):
-                jagged = bags[feature]
+                bag = bags[feature]
                 outputs[self._names[index][number]] = JaggedTensor(
                     values=rows[number],
-                    lengths=jagged.lengths(),
-                    weights=jagged.values() if self._need_indices else None,
+                    lengths=bag.lengths(),
+                    weights=bag.values() if self._need_indices else None,
                 )
         return outputs
 

@@ -150,7 +150,7 @@ class LogicalTables:
 
 
 def divide_means_(
-    pooled: Tensor,
+    pooled_values: Tensor,
     features: KeyedJaggedTensor,
     names: list[str],
     dims: list[int],
@@ -163,9 +163,9 @@ def divide_means_(
     for index, name in enumerate(names):
         if is_mean[index]:
             divisors = lengths[keys.index(name)].clamp(min=1).unsqueeze(1)
-            pooled.narrow(1, first, dims[index]).div_(divisors)
+            pooled_values.narrow(1, first, dims[index]).div_(divisors)
         first += dims[index]
-    return pooled
+    return pooled_values
 
 
 class _Table(Protocol):
@@ -324,11 +324,11 @@ def padded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def expanded(
-    pooled: Tensor, dims: list[int], features: list[str], inverse: tuple[list[str], Tensor]
+    pooled_values: Tensor, dims: list[int], features: list[str], inverse: tuple[list[str], Tensor]
 ) -> Tensor:
     """Gives every sample the bag that its inverse index names, feature by feature."""
     names, indices = inverse
-    parts = list(pooled.split(dims, dim=1))
+    parts = list(pooled_values.split(dims, dim=1))
     for index, feature in enumerate(features):
         parts[index] = parts[index].index_select(0, indices[names.index(feature)])
     return torch.cat(parts, dim=1)
@@ -392,10 +392,10 @@ class LogicalCollection(ServedCollection, EmbeddingBagCollectionInterface):
             return self._look_up(features)
         if not torch.jit.is_scripting() and self._is_sharded():
             check_one_batch_size(features)
-        pooled = self._look_up(padded(features))
+        pooled_values = self._look_up(padded(features))
         if inverse is None:
-            return pooled
-        values = expanded(pooled.values(), self._dims, self._features, inverse)
+            return pooled_values
+        values = expanded(pooled_values.values(), self._dims, self._features, inverse)
         return KeyedTensor(keys=self._names, length_per_key=self._dims, values=values)
 
     def _look_up(self, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -473,13 +473,15 @@ class MeanForUnknownIds(LogicalCollection):
         else:
             bags = checked_bags(features, self._logical, self.limits, self.limits)
         output: KeyedTensor = self.collection(features)
-        pooled = output.values()
+        pooled_values = output.values()
         lengths, ids, weights = bags.lengths().long(), bags.values(), bags.weights_or_none()
         per_bag = lengths.view(len(self._names), bags.stride())
         is_unknown = ids == torch.repeat_interleave(
             self.limits, per_bag.sum(1), output_size=ids.numel()
         )
-        weight_of_id = is_unknown.to(pooled.dtype) if weights is None else is_unknown * weights
+        weight_of_id = (
+            is_unknown.to(pooled_values.dtype) if weights is None else is_unknown * weights
+        )
         bag_of_id = torch.repeat_interleave(lengths, output_size=ids.numel())
         shares = (
             weight_of_id.new_zeros(lengths.numel())
@@ -491,9 +493,9 @@ class MeanForUnknownIds(LogicalCollection):
             share = shares[position]
             if self._is_mean[position]:
                 share = share / per_bag[position].clamp(min=1)
-            pooled.narrow(1, first, dim).addr_(share, self.means.narrow(0, first, dim))
+            pooled_values.narrow(1, first, dim).addr_(share, self.means.narrow(0, first, dim))
             first += dim
-        return KeyedTensor(keys=self._names, length_per_key=self._dims, values=pooled)
+        return KeyedTensor(keys=self._names, length_per_key=self._dims, values=pooled_values)
 
     def bytes_of_table(self, name: str) -> int:
         """Bytes of one table, and of what tells where its values are."""
@@ -528,6 +530,8 @@ class MeanForUnknownIds(LogicalCollection):
         ]
         weights = torch.ones(len(ids), device=ids.device) if self.is_weighted() else None
         bags = KeyedJaggedTensor(keys, ids, weights, torch.cat(of_keys), stride=len(lengths))
-        pooled = cast(KeyedTensor, self.collection(bags)).values()
-        sums = pooled.narrow(1, logical.first_columns[position], table.embedding_dim).double()
+        pooled_values = cast(KeyedTensor, self.collection(bags)).values()
+        sums = pooled_values.narrow(
+            1, logical.first_columns[position], table.embedding_dim
+        ).double()
         return (sums * lengths.unsqueeze(1) if table.pooling == "mean" else sums).sum(0)

@@ -27,23 +27,23 @@ class BagRouter(nn.Module):
     limits: Tensor
     cuts: Tensor
     unit: Tensor
-    stored: Tensor | None
+    places: Tensor | None
 
     def __init__(
-        self, logical: LogicalTables, stored: list[tuple[int, int]], *, unknown_ids: str
+        self, logical: LogicalTables, places: list[tuple[int, int]], *, unknown_ids: str
     ) -> None:
         super().__init__()
         self._logical, self._zero_unknown = logical, unknown_ids == "zero"
         self._features, self._names = logical.features, logical.names
         self._is_weighted = logical.is_weighted
-        self._keys = [f"{logical.names[feature]}/b{s}" for feature, s in stored]
+        self._keys = [f"{logical.names[feature]}/b{s}" for feature, s in places]
         self.register_buffer("limits", logical.limits(), persistent=False)
         self.register_buffer("cuts", self._block_cuts(), persistent=False)
         num_features, num_blocks = len(logical.features), self.cuts.shape[1] - 1
-        slots = [s * num_features + feature for feature, s in stored]
+        slots = [s * num_features + feature for feature, s in places]
         is_complete = slots == list(range(num_blocks * num_features))
         self.register_buffer(
-            "stored",
+            "places",
             None if is_complete else torch.tensor(slots, dtype=torch.int32),
             persistent=False,
         )
@@ -98,13 +98,13 @@ class BagRouter(nn.Module):
             bags.weights_or_none(),
             block_bucketize_pos=list(self.cuts.unbind(0)),
         )
-        stored = self.stored
-        if stored is not None:
+        places = self.places
+        if places is not None:
             lengths = lengths.view(
                 num_blocks * self.cuts.shape[0], batch_size
             )  # of 0 samples -1 has no meaning
             lengths, ids, weights = torch.ops.fbgemm.permute_2D_sparse_data(
-                stored, lengths, ids, weights
+                places, lengths, ids, weights
             )
         return KeyedJaggedTensor(
             keys=self._keys,
@@ -136,41 +136,43 @@ class BlockMerge(nn.Module):
     Local, no parameter."""
 
     columns: Tensor
-    kept: Tensor | None
+    real_columns: Tensor | None
 
     def __init__(
-        self, logical: LogicalTables, stored: list[tuple[int, int]], *, dim_multiple: int
+        self, logical: LogicalTables, places: list[tuple[int, int]], *, dim_multiple: int
     ) -> None:
         super().__init__()
         self._features, self._dims, self._is_mean = logical.features, logical.dims, logical.is_mean
-        self._keys = [f"{logical.names[feature]}/b{s}" for feature, s in stored]
-        first_columns, columns, kept, first = logical.first_columns, [], [], 0
-        for feature, s in stored:
+        self._keys = [f"{logical.names[feature]}/b{s}" for feature, s in places]
+        first_columns, columns, real_columns, first = logical.first_columns, [], [], 0
+        for feature, s in places:
             of_block = logical.tables[feature].columns(s)
             columns.append(first_columns[feature] + of_block)
-            kept.append(first + torch.arange(len(of_block)))
+            real_columns.append(first + torch.arange(len(of_block)))
             first += rounded_up(len(of_block), dim_multiple)
         none = [torch.empty(0, dtype=torch.int64)]
         self.register_buffer("columns", torch.cat(columns or none), persistent=False)
         is_whole = first == self.columns.numel()
-        self.register_buffer("kept", None if is_whole else torch.cat(kept), persistent=False)
+        self.register_buffer(
+            "real_columns", None if is_whole else torch.cat(real_columns), persistent=False
+        )
 
-    def forward(self, pooled: KeyedTensor | None, features: KeyedJaggedTensor) -> Tensor:
+    def forward(self, pooled_values: KeyedTensor | None, features: KeyedJaggedTensor) -> Tensor:
         """Merges the blocks' parts."""
         out = torch.zeros(features.stride(), sum(self._dims), device=features.values().device)
-        if pooled is not None:
-            values, kept = self._in_order(pooled), self.kept
-            if kept is not None:
-                values = values.index_select(1, kept)
+        if pooled_values is not None:
+            values, real_columns = self._in_order(pooled_values), self.real_columns
+            if real_columns is not None:
+                values = values.index_select(1, real_columns)
             out = out.index_add(1, self.columns, values)
         return divide_means_(out, features, self._features, self._dims, self._is_mean)
 
-    def _in_order(self, pooled: KeyedTensor) -> Tensor:
+    def _in_order(self, pooled_values: KeyedTensor) -> Tensor:
         """Values in the order of the keys; a sharded collection may group its keys by sharding
         type."""
-        if pooled.keys() == self._keys:
-            return pooled.values()
-        by_key = pooled.to_dict()
+        if pooled_values.keys() == self._keys:
+            return pooled_values.values()
+        by_key = pooled_values.to_dict()
         return torch.cat([by_key[key] for key in self._keys], dim=1)
 
 
@@ -396,12 +398,12 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
         Raises:
             ValueError: if a table is missing or has another shape.
         """
-        stored = {
+        cut_schemes = {
             name: table.with_new_rows() if new_rows else table
             for name, table in scheme.tables.items()
         }
         module = cls(
-            MixedDimensionScheme(stored),
+            MixedDimensionScheme(cut_schemes),
             device="meta",
             dim_multiple=dim_multiple,
             unknown_ids=unknown_ids,
@@ -412,7 +414,7 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
                 tables[name].detach().split(rows_per_chunk(table.embedding_dim))
             )
             chunks = _with_new_rows(table, chunks) if new_rows else chunks
-            for s, block in block_tables(stored[name], chunks).items():
+            for s, block in block_tables(cut_schemes[name], chunks).items():
                 module.load_block(name, s, block.to(device))
         return module.to(device)
 
@@ -445,7 +447,7 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
 
     def _look_up(self, features: KeyedJaggedTensor) -> KeyedTensor:
         split = self.router(features)
-        pooled: KeyedTensor | None = None
+        pooled_values: KeyedTensor | None = None
         if self.blocks is not None:
             # TorchRec's unsharded collection takes no batch of 0 samples; in a sharded one other
             # ranks may wait
@@ -453,8 +455,8 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
             if not torch.jit.is_scripting():
                 is_stock = type(self.blocks) is EmbeddingBagCollection
             if not is_stock or features.stride() > 0:
-                pooled = self.blocks(split)
-        values = self.merge(pooled, features)
+                pooled_values = self.blocks(split)
+        values = self.merge(pooled_values, features)
         return KeyedTensor(keys=self._names, length_per_key=self._dims, values=values)
 
     def lookup(

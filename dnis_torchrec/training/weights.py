@@ -200,11 +200,13 @@ def _behind_prefix(
     """Drops the prefix behind which all of the model's names stand, or else most of them."""
     first = next(iter(weights), "")
     prefixes = [name.removesuffix(first) for name in state if f".{name}".endswith(f".{first}")]
-    missing = {prefix: sum(prefix + name not in state for name in weights) for prefix in prefixes}
-    matches = [f"{prefix}*" for prefix in missing if not missing[prefix]]
+    num_absent = {
+        prefix: sum(prefix + name not in state for name in weights) for prefix in prefixes
+    }
+    matches = [f"{prefix}*" for prefix in num_absent if not num_absent[prefix]]
     remedy = "save the state_dict of one of them alone"
     check(len(matches) < 2, place, "one model that fits", ", ".join(sorted(matches)), remedy)
-    prefix = min(missing, key=lambda prefix: (missing[prefix], len(prefix)), default="")
+    prefix = min(num_absent, key=lambda prefix: (num_absent[prefix], len(prefix)), default="")
     return {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
 
 

@@ -52,7 +52,7 @@ from dnis_torchrec.cli.commands import served_metrics
 from dnis_torchrec.data.urls import fetch
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import FORMS, MIXED_DIMENSION, MixedDimensionScheme
-from dnis_torchrec.serving import ServedEmbeddingCollection
+from dnis_torchrec.serving import sequences
 from tests import tiny
 from tests.models import interest, make_batch
 from tests.reference import (
@@ -928,8 +928,8 @@ def test_sequences_are_verified_and_swapped_rows_found(tmp_path: Path, monkeypat
     result = verify(path)
     assert failures(result) == {}
     assert {"packed, sequences: random bags", "packed, users: random bags"} <= subjects(result, "parity")
-    rows = ServedEmbeddingCollection._rows
-    monkeypatch.setattr(ServedEmbeddingCollection, "_rows", lambda *given: rows(*given).roll(1, 0))
+    single = sequences.bags_of_single_ids
+    monkeypatch.setattr(sequences, "bags_of_single_ids", lambda key, ids: single(key, ids.roll(1, 0)))
     wrong = set(failures(verify(path)))
     assert "packed, sequences: random bags" in wrong
     assert not [subject for subject in wrong if "users" in subject]
