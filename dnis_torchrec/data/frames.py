@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import PurePath
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -208,22 +208,27 @@ def _frame_of(source: Frame, columns: list[Hashable], texts: list[str]) -> pd.Da
 
 
 def _file(place: str, columns: list[Hashable], texts: list[str]) -> pd.DataFrame:
-    endings, remedy = PurePath(place).suffixes[-2:], "read it, and give its frame"
-    is_csv = ".csv" in endings and not os.path.isdir(place)
-    is_fit = is_csv or os.path.isdir(place) or endings[-1:] in ([".parquet"], [".pq"])
+    path, remedy = Path(place), "read it, and give its frame"
+    endings, is_folder = path.suffixes[-2:], path.is_dir()
+    csv_files = sorted(path.glob("*.csv*")) if is_folder else [place] * (".csv" in endings)
+    is_fit = bool(csv_files) or is_folder or endings[-1:] in ([".parquet"], [".pq"])
     requirement = "a file that ends in .parquet or .csv"
     check(is_fit, place, requirement, "".join(endings) or "no ending", remedy)
     try:
-        if is_csv:
-            _check_columns(place, pd.read_csv(place, nrows=0).columns, columns)
-            dtypes = dict.fromkeys(texts, "string")
-            return pd.read_csv(place, usecols=columns, dtype=dtypes, low_memory=False)
+        if csv_files:
+            return pd.concat([_csv(os.fspath(file), columns, texts) for file in csv_files])
         files = ds.dataset(place, format="parquet")
         _check_columns(place, files.schema.names, columns)
         return files.to_table(columns=columns).to_pandas(types_mapper=pd.ArrowDtype)
     except _DAMAGE as error:
-        requirement, reason = "whole files of Parquet, or one of CSV", str(error).split("\n")[0]
+        requirement, reason = "whole files of Parquet or CSV", str(error).split("\n")[0]
         raise ValueError(describe(place, requirement, reason, remedy)) from error
+
+
+def _csv(place: str, columns: list[Hashable], texts: list[str]) -> pd.DataFrame:
+    _check_columns(place, pd.read_csv(place, nrows=0).columns, columns)
+    dtypes = dict.fromkeys(texts, "string")
+    return pd.read_csv(place, usecols=columns, dtype=dtypes, low_memory=False)
 
 
 def _check_columns(place: str, names: Iterable[Hashable], columns: list[Hashable]) -> None:

@@ -86,8 +86,7 @@ class DataSplits:
         variance 1 over the training samples; a missing one is 0 then.
 
         Args:
-            frame: a pandas DataFrame; or the path of a Parquet file, a folder of them, or a CSV
-                file.
+            frame: a pandas DataFrame; or the path of a Parquet or CSV file, or of a folder of them.
             label: column of the labels, numbers, none missing: 0 and 1 for clicks, any for ratings.
             dense: columns of the dense features, numbers.
             ids: columns with one id a row. Each is a feature, with a table of its own.
