@@ -83,8 +83,9 @@ def test_search_runs_under_torchrun_with_all_that_stands_after_the_dashes() -> N
     ("given", "arguments", "resumes"),
     [({}, ("--out", "run"), 0), ({"max_retries": 1}, ("--out", "run"), 1), ({"max_restarts": 1}, ("--resume",), 1)],
 )
-def test_a_search_that_may_be_started_again_resumes(given: dict[str, int], arguments: tuple, resumes: int) -> None:
-    assert command(search("m:f", *arguments, **given)).split().count("--resume") == resumes
+def test_what_may_be_started_again_resumes(given: dict[str, int], arguments: tuple, resumes: int) -> None:
+    for component in (search, train):
+        assert command(component("m:f", *arguments, **given)).split().count("--resume") == resumes
 
 
 @pytest.mark.parametrize("given", [{"max_retries": 1}, {"max_restarts": 1}])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -314,6 +315,26 @@ def write_tiny_artifact(
 
 
 QUICK = SearchSettings(num_blocks=3, epochs=1, patience=1)
+
+
+ROLES = ("--label", "liked", "--ids", "user,item", "--dense", "price", "--bags", "tags", "--time", "day")
+"""Of the columns of `write_table`."""
+
+
+def write_table(path: Path, *, num_rows: int = 6000) -> Path:
+    """Clicks as CSV or Parquet, by the ending of the path."""
+    random = np.random.default_rng(0)
+    users, items = random.integers(0, 40, num_rows), random.integers(0, 90, num_rows)
+    tags = [[f"t{item % 5}", f"t{item % 3}"][: item % 3] for item in items]
+    frame = pd.DataFrame({"user": users, "item": [f"i{item}" for item in items], "day": np.arange(num_rows)})
+    frame["price"] = random.integers(0, 50, num_rows) / 4
+    frame["liked"] = (random.random(num_rows) < 0.2 + 0.6 * ((users + items) % 2)).astype(int)
+    frame["tags"] = ["|".join(of_row) for of_row in tags] if path.suffix == ".csv" else tags
+    if path.suffix == ".csv":
+        frame.to_csv(path, index=False)
+    else:
+        frame.to_parquet(path)
+    return path
 
 
 def quick_search(out: Path, **changes: Any) -> SearchCommand:

@@ -47,7 +47,7 @@ def dnis(
             "--overwrite: expected no restarts or retries, which go on with what is there, got some; "
             "remove the older run, or choose another --out"
         )
-    resume = ["--resume"] if again and command == "search" and "--resume" not in args else []
+    resume = ["--resume"] if again and command in ("train", "search") and "--resume" not in args else []
     words = [command, *args, *resume]
     return torchrun(command, "dnis_torchrec", words, j, node, env, max_restarts, max_retries)
 

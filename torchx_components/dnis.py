@@ -34,7 +34,7 @@ def train(
     """Runs `dnis train`: trains the plain model, writes a run.
 
     Args:
-        args: after `--`: arguments of `dnis train`
+        args: after `--`: arguments of `dnis train`; `--resume` is added where restarts or retries are asked for
     """
     node = {"h": h, "cpu": cpu, "gpu": gpu, "memMB": memMB, "image": image, "mounts": mounts}
     return _launch.dnis("train", args, j, node, env, max_restarts, max_retries)

@@ -27,7 +27,7 @@ from dnis_torchrec.artifact.verify import Verification, verify
 from dnis_torchrec.artifact.write import shared_folder, write_over_ranks
 from dnis_torchrec.checks import check, describe, versions
 from dnis_torchrec.cli.narrow_rows import CUT_AXES, ROWS, columns_within, in_rows, table_bytes
-from dnis_torchrec.cli.progress import plain_progress, search_progress
+from dnis_torchrec.cli.progress import progress
 from dnis_torchrec.cli.run import (
     COMPRESS_RUN,
     FINISHED,
@@ -35,10 +35,11 @@ from dnis_torchrec.cli.run import (
     RESULTS,
     RUN,
     SEARCH_RUN,
-    SEARCHING,
     TRAIN_RUN,
+    TRAINING,
     RunFolder,
     RunWriteError,
+    TableColumns,
     kind_of,
     weights_after_plain_training,
 )
@@ -49,15 +50,20 @@ from dnis_torchrec.cli.settings import (
     PackageCommand,
     SearchCommand,
     TrainCommand,
+    is_table,
 )
+from dnis_torchrec.data.batches import LookupBatches
+from dnis_torchrec.data.files import conform
+from dnis_torchrec.data.frames import recipe_from_frame
 from dnis_torchrec.data.over_ranks import (
     check_same,
     read_splits,
     samples_to_measure,
     split_over_ranks,
 )
-from dnis_torchrec.data.recipe import DataSplits, Recipe, build_recipe, build_recipe_again
+from dnis_torchrec.data.recipe import DataSplits, Recipe, build_recipe_again
 from dnis_torchrec.data.task import TrainTask, direction_of
+from dnis_torchrec.data.urls import url_of
 from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_size_of
 from dnis_torchrec.report.page import write_report
 from dnis_torchrec.report.rows import (
@@ -70,8 +76,9 @@ from dnis_torchrec.report.rows import (
     read_results,
     write_results,
 )
-from dnis_torchrec.scheme import PACKED
+from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
 from dnis_torchrec.search.prune import uncompressed_scheme
+from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.search import (
     COMPRESSED,
     SEARCHED,
@@ -82,13 +89,15 @@ from dnis_torchrec.search.search import (
 from dnis_torchrec.search.settings import USUAL_EPOCHS, SearchSettings
 from dnis_torchrec.selection.shards import TableShard, collections, dense_parameters, table_configs
 from dnis_torchrec.selection.swap import replace_, unshard_
-from dnis_torchrec.training.checkpoint import StoredTensor, check_shared
+from dnis_torchrec.training.checkpoint import CheckpointFolder, StoredTensor, check_shared
 from dnis_torchrec.training.evaluate import evaluate, primary_metric
-from dnis_torchrec.training.loop import EpochRecord, train_plainly
+from dnis_torchrec.training.loop import PLAIN, EpochRecord, Phase, Plan, StreamPipeline, TrainLoop
 from dnis_torchrec.training.settings import Saving, TrainSettings
 from dnis_torchrec.training.shard import launched_ranks, process_group, shard
 from dnis_torchrec.training.weights import check_state, fill_, spread_filled, weights_for_
 
+MODEL_OF_TABLES = "dlrm"
+"""Model of `recipe_from_frame` where RECIPE is a table."""
 Metrics = Mapping[str, Mapping[str, float]]
 """Split -> metric -> value."""
 
@@ -189,56 +198,66 @@ class _Judge:
 
 
 def run_train(settings: TrainCommand) -> Results:
-    """Trains the plain model of a recipe, and writes a run."""
+    """Trains the plain model of a recipe and writes a run; goes on with one if asked to."""
     with process_group() as device:
         with together():
-            recipe = build_recipe(settings.recipe, settings.data, seed=settings.seed)
+            recipe, head = _recipe_and_head(settings, {})
             recipe = with_tables_apart(recipe)
-        out, overwrite = settings.out, settings.overwrite
-        on_rank_zero(lambda: RunFolder.check_free(out, overwrite=overwrite))
-        check_shared(out.parent)
-        tables, ranks = table_configs(recipe.model), Ranks.everyone()
-        data, counts, _ = read_splits(recipe, tables, ranks)
-        recipe = replace(recipe, data=data)
-        scheme = uncompressed_scheme(recipe.model)
-        torch.manual_seed(settings.seed)
-        begin = time.monotonic()
-        task = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
-        model, optimizer = shard(task, recipe, device)
-        bar = plain_progress(recipe, counts.num_samples, settings.epochs)
-        with bar as (events, train):
-            outcome = train_plainly(
-                *(model, optimizer, replace(recipe, data=replace(data, train=train)), device),
-                max_epochs=settings.epochs,
-                patience=TrainSettings().patience,
-                events=events,
-            )
-        seconds = time.monotonic() - begin
-        judge = _Judge(recipe, data, device, settings.seed)
-        metrics = judge.evaluate(model)
-        row = judge.row(UNCOMPRESSED, metrics, 4 * scheme.parameters, seconds=seconds)
-        head = {
-            "recipe": settings.recipe,
-            "seed": settings.seed,
-            "kind": TRAIN_RUN,
-            "configuration": {"epochs": settings.epochs, "embedding_l2": recipe.embedding_l2},
-            "commands": [_command_line()],
-            "best_epoch": outcome.best_epoch,
-            "scheme": scheme.to_json(),
-            "metrics": metrics["test"],
-            "notes": [],
-            "versions": versions(),
-        }
-        results = judge.results([row], head, outcome.history)
-        module = get_unwrapped_module(model) if ranks.world_size > 1 else unshard_(model)
-        with _new_folder(out, overwrite, ranks) as folder:
-            run = RunFolder(folder)
-            run.save_model(cast(TrainTask, module).model, scheme)
-            with together():
-                if ranks.is_first:
-                    write_results(folder / RESULTS, results)
-                    run.write_head(FINISHED, head)
-    return results
+            configuration = {"epochs": settings.epochs, "embedding_l2": recipe.embedding_l2}
+            head |= {"kind": TRAIN_RUN, "configuration": configuration}
+        with _run_folder(settings, head) as run:
+            if on_rank_zero(run.status) != FINISHED:
+                _train(settings, recipe, head, run, device)
+            return on_rank_zero(lambda: read_results(run.path / RESULTS))
+
+
+def _train(
+    settings: TrainCommand,
+    recipe: Recipe,
+    head: dict[str, Any],
+    run: RunFolder,
+    device: torch.device,
+) -> None:
+    """The training itself; leaves a finished run with its row."""
+    data, counts, fingerprints = read_splits(recipe, table_configs(recipe.model), Ranks.everyone())
+    recipe = replace(recipe, data=data)
+    steps, train = 0, LookupBatches(data.train, "train")
+    epoch = getattr(train, "epoch", None)
+    for _ in train:
+        steps += 1
+    if epoch is not None:
+        train.epoch = epoch  # counting the steps is no epoch of training
+    scheme, saving = uncompressed_scheme(recipe.model), Saving(resume=settings.resume)
+    torch.manual_seed(settings.seed)
+    begin, patience = time.monotonic(), TrainSettings().patience
+    task = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
+    model, optimizer = shard(task, recipe, device)
+    stream = BilevelStream(train, data.validation, LevelSchedule(warm_up_steps=None))
+    with progress(recipe, run.drop_replaced, counts.num_samples) as events:
+        model.train()
+        plan = Plan(Phase(name=PLAIN, steps=settings.epochs * steps, patience=patience))
+        loop = TrainLoop(
+            *(StreamPipeline(model, optimizer, device), stream, recipe, plan),
+            *(run.checkpoints, saving),
+            events=events,
+            steps_per_epoch=steps,
+            data=fingerprints,
+            configuration=head["configuration"],
+        )
+        loop.run()
+    seconds = loop.seconds_before + time.monotonic() - begin
+    judge = _Judge(recipe, data, device, settings.seed)
+    metrics = judge.evaluate(model)
+    row = judge.row(UNCOMPRESSED, metrics, 4 * scheme.parameters, seconds=seconds)
+    head = head | {
+        "best_epoch": loop.finished[0].best.epoch,
+        "scheme": scheme.to_json(),
+        "metrics": metrics["test"],
+    }
+    module = get_unwrapped_module(model) if world_size_of() > 1 else unshard_(model)
+    results = judge.results([row], head, loop.history)
+    _finish(run, cast(TrainTask, module).model, scheme, head, results)
+    on_rank_zero(CheckpointFolder(run.checkpoints).remove)
 
 
 # compress
@@ -272,7 +291,7 @@ def run_compress(settings: CompressCommand) -> Results:
             rows += judge.cut_rows(model, settings.compressions)
         allocations = {name: measurement.allocate(**size) for name, size in settings.sizes.items()}
         seconds = time.monotonic() - begin
-        head |= {"configuration": {"sizes": settings.sizes}, "notes": [], "versions": versions()}
+        head["configuration"] = {"sizes": settings.sizes}
         is_turned = bool(rotation_groups(model, recipe.leave_alone))
         with _new_folder(out, overwrite, ranks) as folder:
             for name, allocation in allocations.items():
@@ -318,16 +337,33 @@ def _trained_model(
 
 
 def _recipe_and_head(
-    settings: CompressCommand | SearchCommand, past: Mapping[str, Any]
+    settings: TrainCommand | CompressCommand | SearchCommand, past: Mapping[str, Any]
 ) -> tuple[Recipe, dict[str, Any]]:
     """The recipe as the run that a command begins with had it, if it does, and what it records."""
     seed = int(past.get("seed", settings.seed or 0))
     is_same = settings.seed is None or settings.seed == seed
-    check(is_same, f"run folder {settings.source}", f"its seed {seed}", settings.seed)
-    identity = {"seed": seed, "embedding_dim": past.get("embedding_dim")}
-    recipe = build_recipe_again(settings.recipe, settings.data, identity)
-    commands = [*past.get("commands", []), _command_line()]
-    return recipe, {"recipe": settings.recipe, **identity, "commands": commands}
+    check(is_same, "run folder of --from", f"its seed {seed}", settings.seed)
+    head = {"recipe": settings.recipe, "seed": seed, "embedding_dim": past.get("embedding_dim")}
+    columns = past.get("columns", settings.columns)
+    if columns is not None and is_table(settings.recipe):
+        head["columns"] = columns
+    head["commands"] = [*past.get("commands", []), _command_line()]
+    head |= {"notes": [], "versions": versions()}
+    return _recipe_of(settings, {**past, **head}), head
+
+
+def _recipe_of(settings: Any, record: Mapping[str, Any]) -> Recipe:
+    """The recipe or table of a command, with what a run or an artifact records of it."""
+    spec, columns = str(settings.recipe), record.get("columns")
+    if not is_table(spec):
+        return build_recipe_again(spec, settings.data, record)
+    columns = settings.columns if columns is None else columns
+    check(columns is not None, "--label", f"the column of {spec} to predict", "none")
+    conform(columns, TableColumns, "columns of the run")
+    is_same = settings.columns in (None, columns)
+    check(is_same, f"table {spec}", f"the columns of the run, {columns}", settings.columns)
+    identity = {"embedding_dim": record.get("embedding_dim"), "seed": record.get("seed", 0)}
+    return recipe_from_frame(spec, model=MODEL_OF_TABLES, **columns, **identity)
 
 
 def _evaluate_served(judge: _Judge, model: nn.Module, artifact: Path) -> Metrics:
@@ -356,7 +392,7 @@ def run_search(settings: SearchCommand) -> Results:
     with process_group() as device:
         with together():
             recipe, trained_epochs, head = _search_begin(settings)
-        with _search_folder(settings, head) as run:
+        with _run_folder(settings, head) as run:
             if on_rank_zero(run.status) != FINISHED:
                 _search(settings, recipe, trained_epochs, head, run, device)
             return on_rank_zero(lambda: read_results(run.path / RESULTS))
@@ -377,7 +413,7 @@ def _search_begin(settings: SearchCommand) -> tuple[Recipe, int | None, dict[str
     if source is not None:
         epochs = _begin_with_(recipe.model, source) or min(USUAL_EPOCHS, settings.epochs)
         configuration |= {"from": str(source), "trained_epochs": epochs}
-    head |= {"configuration": configuration, "notes": [], "versions": versions()}
+    head["configuration"] = configuration
     return recipe, epochs, head
 
 
@@ -400,9 +436,11 @@ def _begin_with_(model: nn.Module, source: Path | RunFolder) -> int | None:
 
 
 @contextmanager
-def _search_folder(settings: SearchCommand, head: dict[str, Any]) -> Iterator[RunFolder]:
-    """The folder of a new search, or of the one to go on with; locked by rank 0 until the end."""
-    run = RunFolder(settings.out, url=settings.url)
+def _run_folder(
+    settings: TrainCommand | SearchCommand, head: dict[str, Any]
+) -> Iterator[RunFolder]:
+    """The folder of a new run, or of the one to go on with; locked by rank 0 until the end."""
+    run = RunFolder(settings.out, url=url_of(settings.out))
     with ExitStack() as stack:
         with together():
             if rank_of() == 0:
@@ -417,7 +455,7 @@ def _search_folder(settings: SearchCommand, head: dict[str, Any]) -> Iterator[Ru
                 check_shared(run.path)
             with together():
                 if rank_of() == 0 and run.status() != FINISHED:
-                    run.write_head(SEARCHING, head)
+                    run.write_head(TRAINING, head)
                     run.announce()
             yield run
         except BaseException:
@@ -438,6 +476,25 @@ def _leave(run: RunFolder, head: Mapping[str, Any]) -> None:
         run.give_up()
 
 
+def _finish(
+    run: RunFolder,
+    model: nn.Module,
+    scheme: MixedDimensionScheme,
+    head: Mapping[str, Any],
+    results: Results,
+) -> None:
+    """Writes the model and the rows of a run that is over."""
+    try:
+        run.save_model(model, scheme)
+        with together():
+            if rank_of() == 0:
+                write_results(run.path / RESULTS, results)
+                run.write_head(FINISHED, head)
+                run.drop_replaced()
+    except (OSError, SafetensorError) as error:
+        _refuse_to_write(run.path, error, "make room for it, then --resume")
+
+
 def _search(
     settings: SearchCommand,
     recipe: Recipe,
@@ -447,7 +504,7 @@ def _search(
     device: torch.device,
 ) -> None:
     """The search itself; leaves a finished run with its rows."""
-    with search_progress(recipe, run.drop_replaced) as events:
+    with progress(recipe, run.drop_replaced) as events:
         torch.manual_seed(head["seed"])
         begin = time.monotonic()
         outcome = search(
@@ -472,22 +529,14 @@ def _search(
         "metrics": metrics["test"],
     }
     if world_size_of() == 1:
-        recipe = build_recipe_again(settings.recipe, settings.data, head)
+        recipe = _recipe_of(settings, head)
         _begin_with_(recipe.model, settings.source or run)
         recipe = with_tables_apart(recipe)
         plain = _Judge(recipe, recipe.data, device, head["seed"])
         model, num_bytes = recipe.model.to(device), 4 * dense_parameters(recipe.model)
         rows += plain.plain_rows(model, num_bytes)
-    try:
-        run.save_model(outcome.model, scheme)
-        with together():
-            if rank_of() == 0:
-                results = judge.results(rows, head, outcome.history, _block_rows(outcome))
-                write_results(run.path / RESULTS, results)
-                run.write_head(FINISHED, head)
-                run.drop_replaced()
-    except (OSError, SafetensorError) as error:
-        _refuse_to_write(run.path, error, "make room for it, then --resume")
+    results = judge.results(rows, head, outcome.history, _block_rows(outcome))
+    _finish(run, outcome.model, scheme, head, results)
 
 
 def _note_of_origin(recipe: Recipe, outcome: SearchOutcome) -> list[str]:
@@ -512,8 +561,8 @@ def run_export(settings: ExportCommand) -> Path:
             run = RunFolder.open(settings.run)
             head, scheme = run.read_head(), run.scheme()
             tables, dense = run.tables_and_dense()
-            names = ("recipe", "seed", "embedding_dim", "configuration", "versions", "metrics")
-            record = {name: head[name] for name in names if name in head}
+            names = ("recipe", "columns", "seed", "embedding_dim", "configuration", "versions")
+            record = {name: head[name] for name in (*names, "metrics") if name in head}
             shards = {}
             for name, tensor in tables.items():
                 first, last = ranks.share(tensor.shape[0])
@@ -535,12 +584,12 @@ def run_evaluate(settings: EvaluateCommand) -> dict[str, Any]:
         with together():
             if is_artifact(path):
                 head, scheme = read_manifest(path)["run"], read_scheme(path)
-                recipe = build_recipe_again(spec, settings.data, head)
+                recipe = _recipe_of(settings, head)
                 load_model(recipe.model, path)
             else:
                 run = RunFolder.open(path)
                 head, scheme, weights = run.read_head(), run.scheme(), run.weights()
-                recipe = build_recipe_again(spec, settings.data, head)
+                recipe = _recipe_of(settings, head)
                 check_state(recipe.model, weights, f"run folder {path}")
         model = recipe.model.to(device)
         if weights is not None:
@@ -566,7 +615,7 @@ def run_verify(settings: EvaluateCommand) -> Verification:
     with launched_ranks() as ranks:
         measure = None
         if settings.recipe is not None:
-            make = partial(_recipe_of_artifact, settings.path, settings.recipe, settings.data)
+            make = partial(_recipe_of, settings, read_manifest(settings.path)["run"])
             measure = partial(served_metrics, settings.path, make, ranks)
         return verify(settings.path, measure=measure, ranks=ranks)
 
@@ -588,15 +637,11 @@ def served_metrics(
 
 def run_package(settings: PackageCommand) -> None:
     """Packages the model of an artifact."""
-    recipe = _recipe_of_artifact(settings.artifact, settings.recipe, settings.data)
+    recipe = _recipe_of(settings, read_manifest(settings.artifact)["run"])
     model = load_model(recipe.model, settings.artifact, form=PACKED)
     batch = next(iter(recipe.data.test))
     notes = {"recipe": settings.recipe, "form": PACKED}
     write_package(model, batch, settings.out, notes=notes, overwrite=settings.overwrite)
-
-
-def _recipe_of_artifact(artifact: Path, spec: str, data: Path | None) -> Recipe:
-    return build_recipe_again(spec, data, read_manifest(artifact)["run"])
 
 
 def _block_rows(outcome: SearchOutcome) -> tuple[dict[str, Any], ...]:

@@ -25,6 +25,7 @@ from dnis_torchrec.cli.settings import (
     PackageCommand,
     SearchCommand,
     TrainCommand,
+    is_table,
     number_of,
 )
 from dnis_torchrec.cli.terminal import PlainConsole, fail, guard_standard_error, say
@@ -95,12 +96,19 @@ def command(kind: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., 
             with arguments():
                 settings = kind(**values)
                 out, recipe = values.get("out"), values.get("recipe")
-                # The first rank may make it before the others come here; a search may resume.
-                if out is not None and kind is not SearchCommand and _is_first_rank():
-                    is_free = settings.overwrite or not out.exists()
-                    place, remedy = f"folder {out}", "choose another --out, or --overwrite"
-                    check(is_free, place, "a folder that does not exist", "an existing one", remedy)
-                if recipe is not None:
+                # The first rank may make it before the others come here.
+                if out is not None and _is_first_rank():
+                    if hasattr(settings, "resume"):
+                        from dnis_torchrec.cli.run import RunFolder
+
+                        may_exist = settings.overwrite or settings.resume
+                        RunFolder.check_free(out, overwrite=may_exist, can_resume=True)
+                    else:
+                        is_free = settings.overwrite or not out.exists()
+                        place, remedy = f"folder {out}", "choose another --out, or --overwrite"
+                        requirement = "a folder that does not exist"
+                        check(is_free, place, requirement, "an existing one", remedy)
+                if recipe is not None and not is_table(recipe):
                     from dnis_torchrec.data.recipe import load_recipe
 
                     load_recipe(recipe)
@@ -115,7 +123,8 @@ def command(kind: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., 
 
 @command(TrainCommand)
 def train(settings: TrainCommand) -> None:
-    """Trains the plain model until its selection loss stops improving; writes a run."""
+    """Trains the plain model until its selection loss stops improving; writes a run. Ctrl-C saves
+    and stops; the same command with --resume goes on, also after a crash."""
     from dnis_torchrec.cli.commands import run_train
 
     _print_results(run_train(settings), f"run: {address_of(settings.out)}")
@@ -137,12 +146,7 @@ def search(settings: SearchCommand) -> None:
     """Searches: trains, lets columns die by what they are worth, spends bits on the others; writes
     a run. Ctrl-C saves and stops; the same command with --resume goes on, also after a crash."""
     from dnis_torchrec.cli.commands import run_search
-    from dnis_torchrec.cli.run import RunFolder
 
-    if _is_first_rank():
-        may_exist = settings.overwrite or settings.resume
-        with arguments():
-            RunFolder.check_free(settings.out, overwrite=may_exist, can_resume=True)
     _print_results(run_search(settings), f"run: {address_of(settings.out)}")
 
 

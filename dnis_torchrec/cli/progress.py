@@ -1,21 +1,20 @@
-"""Progress of a training on standard error, and the signals that stop a search after a step."""
+"""Progress of a training on standard error, and the signals that stop it after a step."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torchrec.datasets.utils import Batch
 from tqdm import tqdm
 
 from dnis_torchrec.checks import visible
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.ranks import rank_of, world_size_of
+from dnis_torchrec.ranks import rank_of
 from dnis_torchrec.training.evaluate import losses_in_words
-from dnis_torchrec.training.loop import EpochRecord, Phase, SearchEvents, SearchInterrupted
+from dnis_torchrec.training.loop import PLAIN, EpochRecord, Phase, SearchEvents, SearchInterrupted
 from dnis_torchrec.training.settings import StopRequest
 
 SMOOTHING = 0.98
@@ -23,15 +22,17 @@ SMOOTHING = 0.98
 
 
 @contextmanager
-def search_progress(recipe: Recipe, on_save: Callable[[], None]) -> Iterator[SearchEvents]:
-    """Shows a search; `on_save` is called after each epoch, whose state is saved."""
+def progress(
+    recipe: Recipe, on_save: Callable[[], None], epoch_samples: float = 1.0
+) -> Iterator[SearchEvents]:
+    """Shows a training; `on_save` is called after each epoch, whose state is saved."""
     stop = _SearchStop()
     if rank_of() != 0:
         with stop:
             yield SearchEvents(should_stop=stop.is_requested)
         return
     with progress_bar() as bar, stop:
-        steps, samples = _Steps(bar), {"epoch": 1.0, "step": 1.0}
+        steps, samples = _Steps(bar), {"epoch": epoch_samples, "step": 1.0}
 
         def on_start(steps_per_epoch: int, counts: Any, blocks: Any) -> None:
             samples["epoch"] = counts.num_samples
@@ -45,13 +46,16 @@ def search_progress(recipe: Recipe, on_save: Callable[[], None]) -> Iterator[Sea
             _write(bar, f"resumed after lower step {done}, in epoch {len(history)}")
 
         def on_step(loss: float, density: float) -> None:
-            steps.take(samples["step"], loss, f", alpha density {density:.3f}")
+            more = f", alpha density {density:.3f}" if density < 1 else ""
+            steps.take(samples["step"], loss, more)
 
         def on_epoch(record: EpochRecord) -> None:
             on_save()
             losses = losses_in_words(recipe, record.train_loss, record.selection_loss)
-            alpha = f"alpha mean {record.alpha_mean:.3f}, density {record.alpha_density:.3f}"
-            _write(bar, f"epoch {record.epoch}, {record.phase}: {losses}, {alpha}")
+            if record.phase != PLAIN:
+                losses += f", alpha mean {record.alpha_mean:.3f}"
+                losses += f", density {record.alpha_density:.3f}"
+            _write(bar, f"epoch {record.epoch}, {record.phase}: {losses}")
 
         yield SearchEvents(
             on_start=on_start,
@@ -61,30 +65,6 @@ def search_progress(recipe: Recipe, on_save: Callable[[], None]) -> Iterator[Sea
             on_epoch=on_epoch,
             should_stop=stop.is_requested,
         )
-
-
-@contextmanager
-def plain_progress(
-    recipe: Recipe, samples: int, max_epochs: int
-) -> Iterator[tuple[SearchEvents, Iterable[Batch]]]:
-    """Shows a plain training on rank 0, which trains on the batches that are lent."""
-    if rank_of() != 0:
-        yield SearchEvents(), recipe.data.train
-        return
-    batches, done = _Counting(recipe.data.train), [0]
-    with progress_bar() as bar:
-        steps = _Steps(bar)
-        steps.begin("training", max_epochs, samples, 0.0, True)
-
-        def on_step(loss: float, _: float) -> None:
-            done.append(batches.samples)
-            steps.take((done[-1] - done.pop(0)) * world_size_of(), loss)
-
-        def on_epoch(record: EpochRecord) -> None:
-            losses = losses_in_words(recipe, record.train_loss, record.selection_loss)
-            _write(bar, f"epoch {record.epoch}: {losses}")
-
-        yield SearchEvents(on_step=on_step, on_epoch=on_epoch), batches
 
 
 def progress_bar() -> tqdm:
@@ -130,20 +110,8 @@ class _Steps:
         self._bar.set_description(words, refresh=not samples)
 
 
-class _Counting:
-    """Batches that count their samples while they are read."""
-
-    def __init__(self, batches: Iterable[Batch]) -> None:
-        self._batches, self.samples = batches, 0
-
-    def __iter__(self) -> Iterator[Batch]:
-        for batch in self._batches:
-            self.samples += len(batch.labels)
-            yield batch
-
-
 class _SearchStop(StopRequest):
-    """Tells a search that was stopped which signal it was."""
+    """Tells a training that was stopped which signal it was."""
 
     def _leave(self, error: BaseException | None) -> None:
         if isinstance(error, SearchInterrupted):

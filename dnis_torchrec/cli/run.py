@@ -49,9 +49,19 @@ WRITTEN_BY_RANKS = ("checkpoints/*", f"{MODEL}/*")
 RESULTS = "results.json"
 TRAIN_RUN, SEARCH_RUN, COMPRESS_RUN = "trained", "searched", "compressed"
 """Kinds of run: of `dnis train`, of `dnis search`, and the artifacts of `dnis compress`."""
-SEARCHING, INTERRUPTED, FINISHED = "searching", "interrupted", "finished"
+TRAINING, INTERRUPTED, FINISHED = "training", "interrupted", "finished"
 
 _DAMAGED = "it was damaged; run the command again"
+
+
+class TableColumns(TypedDict):
+    """Roles of the columns of a table."""
+
+    label: str
+    ids: list[str]
+    dense: list[str]
+    bags: list[str]
+    time: str | None
 
 
 class _Head(TypedDict):
@@ -62,6 +72,7 @@ class _Head(TypedDict):
     recipe: str
     seed: NotNegative
     embedding_dim: NotRequired[Positive | None]
+    columns: NotRequired[TableColumns]
     configuration: NotRequired[dict[str, Any]]
     commands: NotRequired[list[str]]
     best_epoch: NotRequired[int]
@@ -107,7 +118,7 @@ class RunFolder:
         return run
 
     def create(self, *, overwrite: bool) -> None:
-        """Makes the folder of a new search, and moves a run that stands there to a hidden name."""
+        """Makes the folder of a new run, and moves a run that stands there to a hidden name."""
         self.check_free(self.path, overwrite=overwrite, can_resume=True)
         if self.path.exists() and not _is_unused(self.path):
             with self.lock():
@@ -118,7 +129,7 @@ class RunFolder:
         self._remove_what_ranks_wrote()
 
     def give_up(self) -> None:
-        """Deletes a search that has saved nothing, and moves the run that it replaced back."""
+        """Deletes a run that has saved nothing, and moves the run that it replaced back."""
         shutil.rmtree(self.path)
         self._remove_what_ranks_wrote()
         if self._replaced is not None:
@@ -138,7 +149,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Address:
-        """Address of the checkpoints of a search."""
+        """Address of the checkpoints."""
         return path_in(self._address, "checkpoints")
 
     def has_checkpoint(self) -> bool:
@@ -307,7 +318,7 @@ def _is_unused(path: Path) -> bool:
 
 def _settings(head: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that decide the outcome of a run, by name."""
-    names = ("recipe", "seed", "embedding_dim")
+    names = ("recipe", "columns", "seed", "embedding_dim")
     return {"kind": kind_of(head)} | {n: head.get(n) for n in names} | head["configuration"]
 
 

@@ -71,9 +71,14 @@ WRITTEN_FIRST: dict[str, Any] = {"parser": str, "callback": _write_first}
 COMPRESSION_HELP = "Bytes of the float32 tables over bytes served, above 1"
 
 RecipeArgument = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="`module:function`, from the current folder.")
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="`module:function`, from the current folder; or a table: a CSV or Parquet file, or a "
+        "folder of them.",
+    ),
 ]
-RecipeOption = typer.Option("--recipe", metavar="MODULE:FUNCTION", help="Recipe of the model.")
+RecipeOption = typer.Option("--recipe", metavar="RECIPE", help="Recipe or table of the model.")
 DataOption = Annotated[
     Path | None,
     typer.Option(
@@ -102,8 +107,64 @@ SeedOption = Annotated[
 ]
 
 
+ResumeOption = Annotated[
+    bool, typer.Option("--resume", help="Go on with the run at --out, if there is one.")
+]
+
+
 @dataclass(frozen=True, kw_only=True)
-class TrainCommand:
+class TableOptions:
+    """Roles of columns where RECIPE is a table; a run and an artifact remember them."""
+
+    label: Annotated[
+        str | None,
+        typer.Option(metavar="COLUMN", help="Of a table: what to predict, 0 and 1 or any numbers."),
+    ] = None
+    ids: Annotated[
+        str | None,
+        typer.Option(metavar="COLUMNS", help="Those with one id a row, commas between them."),
+    ] = None
+    dense: Annotated[str | None, typer.Option(metavar="COLUMNS", help="Those of numbers.")] = None
+    bags: Annotated[
+        str | None,
+        typer.Option(metavar="COLUMNS", help="Those of lists of ids; in text | is between ids."),
+    ] = None
+    time: Annotated[
+        str | None,
+        typer.Option(metavar="COLUMN", help="Test on the latest rows, not on random ones."),
+    ] = None
+
+    @property
+    def columns(self) -> dict[str, Any] | None:
+        """The roles as `recipe_from_frame` takes them; None where none is given."""
+        roles: dict[str, Any] = {"label": self.label, "time": self.time}
+        for role in ("ids", "dense", "bags"):
+            text = getattr(self, role)
+            roles[role] = [] if text is None else [name.strip() for name in text.split(",")]
+        return roles if any(roles.values()) else None
+
+    def check_table(self, recipe: str | None, data: Path | None, is_new: bool) -> None:
+        """Checks that a table has roles, unless a run has them, and nothing else has any."""
+        if recipe is not None and is_table(recipe):
+            check(data is None, "--data", f"nothing beside table {recipe}", data, "leave it out")
+            is_there = "://" in recipe or Path(recipe).exists()
+            check(is_there, f"table {recipe}", "a file or a folder", "none")
+            is_clear = self.label is not None or (self.columns is None and not is_new)
+            check(is_clear, "--label", f"the column of {recipe} to predict", "none")
+        else:
+            remedy = "name a CSV or Parquet file, or leave out the roles of columns"
+            check(self.columns is None, "--label", "a table as RECIPE", str(recipe), remedy)
+
+
+def is_table(recipe: str) -> bool:
+    """Returns whether a recipe is the path or URL of a table, not ``module:function``."""
+    path = Path(recipe)
+    is_file = bool({".csv", ".parquet", ".pq"} & set(path.suffixes[-2:]))
+    return is_file or "://" in recipe or path.exists()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand(TableOptions):
     """Settings of `dnis train`: the options of a command are the fields of its settings."""
 
     recipe: RecipeArgument
@@ -111,15 +172,17 @@ class TrainCommand:
     data: DataOption = None
     epochs: EpochsOption = EPOCHS
     seed: Annotated[int, typer.Option(help="Of weights, splits and batch order.")] = 0
+    resume: ResumeOption = False
     overwrite: OverwriteOption = False
 
     def __post_init__(self) -> None:
+        self.check_table(self.recipe, self.data, is_new=True)
         _check_common(self.data, self.seed, self.epochs)
-        _check_seen_by_ranks(self.out)
+        _check_one_way(self.resume, self.overwrite)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressCommand:
+class CompressCommand(TableOptions):
     """Settings of `dnis compress`; `source` is a run or weights, None for the recipe's own."""
 
     recipe: RecipeArgument
@@ -137,6 +200,7 @@ class CompressCommand:
     overwrite: OverwriteOption = False
 
     def __post_init__(self) -> None:
+        self.check_table(self.recipe, self.data, is_new=self.source is None)
         _check_common(self.data, self.seed)
         loss, sizes = self.max_loss, self.compressions
         is_clear, value = bool(sizes) != (loss is not None), "both" if sizes else "neither"
@@ -168,7 +232,7 @@ class CompressCommand:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchCommand:
+class SearchCommand(TableOptions):
     """Settings of `dnis search`; `source` is as in `CompressCommand`, None trains first."""
 
     recipe: RecipeArgument
@@ -181,23 +245,16 @@ class SearchCommand:
     checkpoint_every: Annotated[
         int, typer.Option(help="Steps between checkpoints, beside those after an epoch.")
     ] = 0
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run at --out, if there is one.")
-    ] = False
+    resume: ResumeOption = False
     overwrite: OverwriteOption = False
 
     def __post_init__(self) -> None:
+        self.check_table(self.recipe, self.data, is_new=self.source is None)
         _check_common(self.data, self.seed, self.epochs)
         check_compression(self.compression, "--compression")
         every = self.checkpoint_every
         check(every >= 0, "--checkpoint-every", "an integer >= 0", every)
-        is_clear = not (self.overwrite and self.resume)
-        check(is_clear, "--resume", "no --overwrite", "both", "give one of them")
-
-    @property
-    def url(self) -> str | None:
-        """Where ranks write checkpoints and the model themselves; None for a path."""
-        return url_of(self.out)
+        _check_one_way(self.resume, self.overwrite)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +281,7 @@ class ExportCommand:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateCommand:
+class EvaluateCommand(TableOptions):
     """Settings of `dnis evaluate`."""
 
     path: Annotated[
@@ -245,10 +302,11 @@ class EvaluateCommand:
     ] = None
 
     def __post_init__(self) -> None:
+        self.check_table(self.recipe, self.data, is_new=False)
         _check_common(self.data)
         check(self.path.is_dir(), str(self.path), "a run or an artifact", "no such folder")
         is_clear = self.recipe is not None or self.verify
-        check(is_clear, "--recipe", "the recipe of the model", "none", "name module:function")
+        check(is_clear, "--recipe", "the recipe of the model", "none", "name it")
         file = self.json_file
         if file is not None:
             check(file.parent.is_dir(), f"--json {file}", "an existing folder", file.parent)
@@ -257,7 +315,7 @@ class EvaluateCommand:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackageCommand:
+class PackageCommand(TableOptions):
     """Settings of `dnis package`."""
 
     artifact: Annotated[
@@ -272,6 +330,7 @@ class PackageCommand:
     overwrite: OverwriteOption = False
 
     def __post_init__(self) -> None:
+        self.check_table(self.recipe, self.data, is_new=False)
         _check_common(self.data)
 
 
@@ -280,6 +339,11 @@ def _check_common(data: Path | None, seed: int | None = None, epochs: int = EPOC
     check(data is None or data.is_dir(), f"--data {data}", "a folder", "none", remedy)
     check(seed is None or seed >= 0, "--seed", "an integer >= 0", seed)
     check(epochs >= 1, "--epochs", "an integer >= 1", epochs)
+
+
+def _check_one_way(resume: bool, overwrite: bool) -> None:
+    is_clear, remedy = not (overwrite and resume), "give one of them"
+    check(is_clear, "--resume", "no --overwrite", "both", remedy)
 
 
 def _check_seen_by_ranks(out: Path) -> None:

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
 import fsspec
@@ -68,14 +68,18 @@ def frame_of(source: Frame, columns: Iterable[Hashable]) -> pd.DataFrame:
 
 def _file(place: str, columns: list[Hashable]) -> pd.DataFrame:
     endings, remedy = PurePath(place).suffixes[-2:], "mend it, or read it and give its frame"
-    is_csv = ".csv" in endings and not os.path.isdir(place)
-    is_fit = is_csv or os.path.isdir(place) or endings[-1:] in ([".parquet"], [".pq"])
+    is_folder = os.path.isdir(place)
+    csv_files = sorted(map(str, Path(place).glob("*.csv*"))) if is_folder else []
+    csv_files = csv_files or [place] * (".csv" in endings and not is_folder)
+    is_fit = bool(csv_files) or is_folder or endings[-1:] in ([".parquet"], [".pq"])
     requirement = "a file that ends in .parquet or .csv"
     check(is_fit, place, requirement, "".join(endings) or "no ending", remedy)
     try:
-        return _csv(place, columns) if is_csv else _parquet(place, columns)
+        if csv_files:
+            return pd.concat([_csv(file, columns) for file in csv_files], ignore_index=True)
+        return _parquet(place, columns)
     except _DAMAGE as error:
-        requirement, reason = "whole files of Parquet, or one of CSV", str(error).split("\n")[0]
+        requirement, reason = "whole files of Parquet or CSV", str(error).split("\n")[0]
         raise ValueError(describe(place, requirement, reason, remedy)) from error
 
 

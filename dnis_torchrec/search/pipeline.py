@@ -34,7 +34,7 @@ from dnis_torchrec.selection.torchrec import (
 )
 from dnis_torchrec.selection.torchrec_inputs import PrefetchingTrainPipeline
 from dnis_torchrec.selection.wrapper import soft_selection_modules
-from dnis_torchrec.training.checkpoint import Manifest, read_checkpoint
+from dnis_torchrec.training.checkpoint import Manifest, read_checkpoint, warm_up_
 from dnis_torchrec.training.pipeline import FiniteGuard
 from dnis_torchrec.training.state import (
     PlacedTensor,
@@ -46,9 +46,6 @@ from dnis_torchrec.training.state import (
     set_rng_,
 )
 
-STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW = 2
-"""Steps after which DistributedDataParallel makes its buckets anew, with a static graph, as
-TorchRec asks for it."""
 LEARNING_RATE = 0.01
 """Of alpha, as in the paper."""
 
@@ -262,15 +259,8 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
             place, requirement = "restore", "a pipeline before its first step"
             raise RuntimeError(describe(place, requirement, "one after it"))
         manifest = on_rank_zero(lambda: Manifest.read(path).values, self.process_group)
-        # Lower steps that the checkpoint then overwrites: they give the optimizers their state, and
-        # DistributedDataParallel the buckets that an uninterrupted run has. It makes those anew
-        # before its third step, in the order in which gradients came in the second.
         batch = stream.first_train_batch().to(self._device)
-        for _ in range(max(1, min(manifest["lower_steps"], STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW))):
-            self._dense_optimizer.zero_grad()
-            self._model(batch)[0].sum().backward()
-            self._dense_optimizer.step()
-        self._dense_optimizer.zero_grad()
+        warm_up_(self._model, self._dense_optimizer, batch, manifest["lower_steps"])
         state = self.state(stream)
         state = replace(state, tensors={**state.tensors, **(more or {})})
         values = read_checkpoint(path, self._model, state.tensors, self.process_group)

@@ -500,6 +500,22 @@ def read_checkpoint(
     return manifest.values
 
 
+STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW = 2
+"""Steps after which DistributedDataParallel makes its buckets anew, with a static graph, as
+TorchRec asks for it."""
+
+
+def warm_up_(model: nn.Module, optimizer: Any, batch: Any, past_steps: int) -> None:
+    """Takes steps that a checkpoint then overwrites: they give the optimizers their state, and
+    DistributedDataParallel the buckets that an uninterrupted run of so many steps has."""
+    # It makes those anew before its third step, in the order in which gradients came in the second.
+    for _ in range(max(1, min(past_steps, STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW))):
+        optimizer.zero_grad()
+        model(batch)[0].sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+
+
 class CheckpointSaver:
     """Copies a run's state to the CPU and writes it in a thread; never two at once."""
 

@@ -27,13 +27,29 @@ from dnis_torchrec.data.urls import Address
 from dnis_torchrec.ranks import on_rank_zero, rank_of, world_size_of
 from dnis_torchrec.selection.torchrec import process_group_of
 from dnis_torchrec.selection.torchrec_inputs import DetachableTrainPipeline
-from dnis_torchrec.training.checkpoint import CheckpointFolder, CheckpointSaver, Manifest
+from dnis_torchrec.training.checkpoint import (
+    CheckpointFolder,
+    CheckpointSaver,
+    Manifest,
+    read_checkpoint,
+    warm_up_,
+)
 from dnis_torchrec.training.evaluate import selection_loss
 from dnis_torchrec.training.pipeline import FiniteGuard, LateValues
 from dnis_torchrec.training.rounded import HeldTables, HoldingOptimizer
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.shard import flushing_denormals
-from dnis_torchrec.training.state import PlacedTensor, TrainingState, snapshot, take_
+from dnis_torchrec.training.state import (
+    PlacedTensor,
+    TrainingState,
+    describe_tables,
+    model_tensors,
+    optimizer_tensors,
+    rng_tensors,
+    set_rng_,
+    snapshot,
+    take_,
+)
 
 STOP_INTERVAL = 8
 """Steps after which several ranks ask each other whether one was told to stop."""
@@ -417,8 +433,74 @@ class PlainTraining:
     history: tuple[EpochRecord, ...] = ()
 
 
-class _PlainPipeline(DetachableTrainPipeline):
-    """TorchRec's own pipeline as a loop takes it; epochs end with their batches."""
+class StreamPipeline(DetachableTrainPipeline):
+    """TorchRec's own pipeline on a stream without an end, from which a checkpoint can go on."""
+
+    def __init__(
+        self, model: DistributedModelParallel, optimizer: Any, device: torch.device
+    ) -> None:
+        super().__init__(model, optimizer, device, pipeline_postproc=True)
+        self.device, self.process_group = device, process_group_of(model)
+        self.lower_steps = self.upper_steps = 0
+        self.density = torch.ones((), dtype=torch.float64, device=device)
+        self._guard = FiniteGuard(model, self.process_group)
+
+    def progress(self, stream: Iterator[Batch]) -> Any:
+        """Takes a step."""
+        output = super().progress(stream)
+        self.lower_steps += 1
+        self._guard.check_loss(output[0], self._place())
+        return output
+
+    def _place(self) -> str:
+        """Names the step just taken, in errors."""
+        return f"step {self.lower_steps}"
+
+    @contextmanager
+    def detached(self) -> Iterator[nn.Module]:
+        """Lends the model; batches in flight wait."""
+        self._guard.settle()
+        model = self.detach()
+        yield model
+        self.attach(model, sparse_dist=False)
+
+    def state(self, stream: Any) -> TrainingState:
+        """Everything that goes on in a run, live: a copy has to be made before the next step."""
+        self._guard.settle()
+        tensors = model_tensors(self._model) | optimizer_tensors(self._model, self._optimizer)
+        position = stream.state_dict(self.lower_steps)
+        return TrainingState(
+            tensors=tensors | rng_tensors(self.device),
+            tables=describe_tables(self._model),
+            values={"lower_steps": self.lower_steps, "upper_steps": 0, "stream": position},
+        )
+
+    def restore(
+        self, path: Address, stream: Any, more: Mapping[str, PlacedTensor]
+    ) -> Mapping[str, Any]:
+        """Goes on from a checkpoint, whose values it returns; `more` is read in place, too."""
+        values = on_rank_zero(lambda: Manifest.read(path).values, self.process_group)
+        batch = stream.first_train_batch().to(self.device)
+        warm_up_(self._model, self._optimizer, batch, values["lower_steps"])
+        tensors = {**self.state(stream).tensors, **more}
+        read_checkpoint(path, self._model, tensors, self.process_group)
+        self.lower_steps = values["lower_steps"]
+        stream.load_state_dict(values["stream"])
+        set_rng_(tensors, self.device)
+        return values
+
+    def go_back(self, path: Any) -> None:
+        """Takes what the model had learnt from a checkpoint of this run."""
+        tensors, kinds = model_tensors(self._model), ("table", "model")
+        read_checkpoint(path, self._model, tensors, self.process_group, kinds=kinds)
+
+    def figures(self) -> dict[str, float]:
+        """Nothing: there is no alpha."""
+        return {}
+
+
+class _PlainPipeline(StreamPipeline):
+    """The same with epochs that end with their batches, and states that stay in memory."""
 
     def __init__(
         self,
@@ -428,12 +510,9 @@ class _PlainPipeline(DetachableTrainPipeline):
         rule: HeldTables,
         device: torch.device,
     ) -> None:
-        super().__init__(model, stepper, device, pipeline_postproc=True)
+        super().__init__(model, stepper, device)
         self._rule, self._recipe = rule, recipe
-        self.device, self.process_group = device, process_group_of(model)
-        self.lower_steps = self.upper_steps = self._first = self._epoch = 0
-        self.density = torch.ones((), dtype=torch.float64, device=device)
-        self._guard = FiniteGuard(model, self.process_group)
+        self._first = self._epoch = 0
         self._epoch_batches: Iterator[Batch] | None = None
 
     def progress(self, stream: Iterator[Batch]) -> Any:
@@ -441,16 +520,15 @@ class _PlainPipeline(DetachableTrainPipeline):
         if self._epoch_batches is None:
             self._epoch_batches = iter(LookupBatches(self._recipe.data.train, "train"))
         try:
-            output = super().progress(self._epoch_batches)
+            return super().progress(self._epoch_batches)
         except StopIteration:
             steps = self.lower_steps - self._first
             check(steps > 0, "training stream", "at least one batch", 0, "check the data splits")
             self._epoch_batches, self._first, self._epoch = None, self.lower_steps, self._epoch + 1
             raise
-        self.lower_steps += 1
-        step = self.lower_steps - self._first
-        self._guard.check_loss(output[0], f"epoch {self._epoch}, step {step}")
-        return output
+
+    def _place(self) -> str:
+        return f"epoch {self._epoch}, step {self.lower_steps - self._first}"
 
     @contextmanager
     def detached(self) -> Iterator[nn.Module]:
@@ -458,17 +536,13 @@ class _PlainPipeline(DetachableTrainPipeline):
         self._guard.settle()
         yield self.detach()
 
-    def state(self, stream: Iterator[Batch]) -> TrainingState:
+    def state(self, stream: Any) -> TrainingState:
         """A copy of what the model has learnt."""
         return snapshot(self._model, self._rule.tensors())
 
-    def go_back(self, state: TrainingState) -> None:
+    def go_back(self, state: Any) -> None:
         """Takes what the model had learnt."""
         take_(self._model, state, self._rule.tensors())
-
-    def figures(self) -> dict[str, float]:
-        """Nothing: there is no alpha."""
-        return {}
 
 
 @flushing_denormals()

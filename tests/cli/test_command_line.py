@@ -13,6 +13,7 @@ import sys
 import threading
 import warnings
 from contextlib import redirect_stderr
+from dataclasses import fields
 from pathlib import Path
 from types import NoneType
 from typing import get_args, get_type_hints
@@ -24,6 +25,7 @@ from typer.models import OptionInfo
 from dnis_torchrec.checks import describe_error, is_of_system, visible
 from dnis_torchrec.cli import app, terminal
 from dnis_torchrec.cli.main import ALONE, _print_table
+from dnis_torchrec.cli.settings import TableOptions
 from tests.programs import ROOT, dnis
 from tests.test_architecture import sources
 from tests.tiny import write_tiny_artifact
@@ -57,6 +59,9 @@ REFUSALS = [
     ("train", "--seed", "-1"),
     ("train", "--data", "no/such"),
     ("train", "--compression", "4"),
+    ("train", "--resume", "--overwrite"),
+    ("train", "--label", "y"),
+    ("compress", "--ids", "a,b"),
     ("compress", "--compression", "2,x"),
     ("compress", "--compression", "2,2"),
     ("compress", "--compression", "1"),
@@ -98,6 +103,18 @@ def test_recipes_that_are_none_are_refused(recipe: str, tmp_path: Path) -> None:
         done = dnis(command, recipe, "--out", tmp_path / "out")
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith("error: recipe ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("none.csv", "--label", "y"), ("none.parquet",), (ROOT / "tests",), (ROOT, "--label", "y", "--data", ROOT)],
+    ids=lambda words: " ".join(str(word).replace(str(ROOT), "ROOT") for word in words),
+)
+def test_tables_that_are_none_or_have_no_label_are_refused(words: tuple, tmp_path: Path) -> None:
+    done = dnis("train", *words, "--out", tmp_path / "out")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -178,16 +195,17 @@ def test_help_and_wrong_options_need_no_torch() -> None:
 
 
 def test_the_command_line_is_small() -> None:
-    """At most 8 commands and 40 options; what has one name has one type everywhere."""
+    """At most 8 commands and 40 options, those of tables once; what has one name has one type everywhere."""
     kinds: dict[str, set[str]] = {}
-    count = 0
+    of_tables = {field.name for field in fields(TableOptions)}
+    count = len(of_tables)
     for command in app.registered_commands:
         for name, hint in get_type_hints(command.callback, include_extras=True).items():
             if any(isinstance(part, OptionInfo) for part in get_args(hint)):
                 kinds.setdefault(name, set()).add(
                     str(set(get_args(get_args(hint)[0]) or get_args(hint)[:1]) - {NoneType})
                 )
-                count += 1
+                count += name not in of_tables
     assert len(app.registered_commands) == len(COMMANDS) <= 8
     assert count + 1 <= 40
     assert {name for name, types in kinds.items() if len(types) > 1} <= {"compression"}  # several sizes, or one

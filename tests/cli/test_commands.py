@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,7 +18,7 @@ from dnis_torchrec.cli.settings import CompressCommand, EvaluateCommand, ExportC
 from dnis_torchrec.report.rows import COMPRESS, SEARCH, UNCOMPRESSED, Results
 from dnis_torchrec.search.search import _Finish
 from tests.programs import SHORT, dnis
-from tests.tiny import files_of, quick_search
+from tests.tiny import ROLES, files_of, quick_search, write_table
 
 DEMO = "tests.tiny:demo"
 
@@ -213,6 +214,52 @@ def test_a_searched_run_is_compressed_as_it_was_merged(searched: Path, tmp_path:
     assert results.rows[0].metrics == pytest.approx(expected, abs=1e-5)
     for words in (("export", tmp_path / "out"), ("compress", DEMO, "--from", tmp_path / "out", "--compression", 2)):
         assert dnis(*words, "--out", tmp_path / "more").returncode in (1, 2)
+
+
+def test_a_table_needs_no_recipe_and_its_roles_are_given_once(gloo, tmp_path: Path, monkeypatch) -> None:
+    table, run, small = write_table(tmp_path / "clicks.csv"), tmp_path / "run", tmp_path / "small"
+
+    def say(*words: object) -> str:
+        done = dnis(*words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    say("train", table, *ROLES, "--out", run, "--epochs", 2)
+    assert json.loads((run / "run.json").read_text())["recipe"] == str(table)
+    say("compress", table, "--from", run, "--compression", 4, "--out", small)
+    say("search", table, *ROLES, "--from", run, "--compression", 4, "--out", tmp_path / "searched", *SHORT)
+    say("search", table, "--from", run, "--compression", 4, "--out", tmp_path / "searched", *SHORT, "--resume")
+    say("export", tmp_path / "searched", "--out", tmp_path / "artifact")
+    for path, results in ((run, run), (small / "x4", small), (tmp_path / "artifact", tmp_path / "searched")):
+        rows = json.loads((results / "results.json").read_text())["rows"]
+        row = next(row for row in rows if results != small or row["name"] == "x4")
+        said = json.loads(say("evaluate", path, "--recipe", table))
+        assert said["metrics"] == pytest.approx(row["metrics"], abs=1e-6)
+    say("evaluate", tmp_path / "artifact", "--verify", "--recipe", table, *ROLES)
+    monkeypatch.setattr(commands, "write_package", lambda model, batch, out, **_: None)
+    say("package", small / "x4", "--recipe", table, "--out", tmp_path / "package")
+    other = [word.replace("user,item", "item,user") for word in ROLES]
+    done = dnis("evaluate", small / "x4", "--recipe", table, *other)
+    assert done.returncode == 1
+    assert "the columns of the run" in done.stderr
+
+
+def test_a_table_is_a_file_or_a_folder_of_csv_or_parquet(gloo, tmp_path: Path) -> None:
+    models = set()
+    for ending in (".csv", ".parquet"):
+        file = write_table(tmp_path / f"clicks{ending}", num_rows=600)
+        folder = tmp_path / ending[1:]
+        folder.mkdir()
+        frame = pd.read_csv(file) if ending == ".csv" else pd.read_parquet(file)
+        for number, part in enumerate((frame[:250], frame[250:])):
+            path = folder / f"part{number}{ending}"
+            part.to_csv(path, index=False) if ending == ".csv" else part.to_parquet(path)
+        for table in (file, folder):
+            out = tmp_path / f"{table.name}.run"
+            done = dnis("train", table, *ROLES, "--out", out, *SHORT)
+            assert done.returncode == 0, done.stderr
+            models.add((out / "model.safetensors").read_bytes())
+    assert len(models) == 1
 
 
 def test_a_package_answers_as_the_model_does(compressed: tuple[Path, Results], tmp_path: Path, monkeypatch) -> None:

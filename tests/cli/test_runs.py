@@ -1,4 +1,4 @@
-"""Runs of `dnis search`: stopped and gone on with to the same files, replaced, locked, and never half there."""
+"""Runs: stopped and gone on with to the same files, replaced, locked, and never half there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dnis_torchrec.training import settings as signals
 from dnis_torchrec.training.loop import SearchInterrupted, TrainLoop
 from dnis_torchrec.training.pipeline import NonFiniteError
 from tests.programs import SHORT, dnis, start_dnis
-from tests.tiny import files_of, quick_search
+from tests.tiny import ROLES, files_of, quick_search, write_table
 
 SEARCH = ("search", "tests.tiny:demo", "--compression", 4, *SHORT)
 
@@ -69,6 +69,44 @@ def test_a_resumed_run_leaves_the_same_files(whole: Path, tmp_path: Path, steps:
     for name in ("model.safetensors", "scheme.safetensors", "run.json"):
         assert (out / name).read_bytes() == (whole / name).read_bytes(), name
     assert run_search(quick_search(out, resume=True)) == results
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_table(tmp_path_factory.mktemp("table") / "clicks.csv")
+
+
+@pytest.mark.parametrize("steps", [3, 8, 14], ids=["first epoch", "second", "end of the third"])
+@pytest.mark.parametrize("is_table", [False, True], ids=["recipe", "table"])
+def test_a_resumed_training_leaves_the_same_files(gloo, table: Path, tmp_path: Path, steps: int, is_table) -> None:
+    """As one that nothing stopped: model, scheme and head, but for the folder's name in it."""
+    words = ("train", *((table, *ROLES) if is_table else ("tests.tiny:demo",)), "--epochs", 4)
+    done = dnis(*words, "--out", tmp_path / "whole")
+    assert done.returncode == 0, done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, steps)
+        done = dnis(*words, "--out", tmp_path / "run")
+        assert done.returncode == 1
+        assert "--resume goes on" in done.stderr
+    assert RunFolder(tmp_path / "run").status() == INTERRUPTED
+    assert dnis("export", tmp_path / "run", "--out", tmp_path / "artifact").returncode == 2
+    done = dnis(*words, "--out", tmp_path / "run", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert f"resumed after lower step {steps + 1}" in done.stderr
+    assert "epoch 3, plain" in done.stderr
+    contents = [files_but_lock(tmp_path / name) for name in ("whole", "run")]
+    assert [*contents[0]] == [*contents[1]]
+    heads, results = ([json.loads(of[name]) for of in contents] for name in ("run.json", "results.json"))
+    assert heads[0].pop("commands") != heads[1].pop("commands")
+    assert heads[0] == heads[1]
+    assert results[0]["history"] == results[1]["history"]
+    for name in ("model.safetensors", "scheme.safetensors"):
+        assert contents[0][name] == contents[1][name], name
+    again = dnis(*words, "--out", tmp_path / "run", "--resume")
+    assert (again.returncode, again.stdout) == (0, done.stdout)
+    other = dnis("train", "tests.tiny:two_tasks", "--out", tmp_path / "run", "--resume")
+    assert other.returncode == 1
+    assert "recipe" in other.stderr
 
 
 def test_what_does_not_fit_the_run_is_refused_by_name(whole: Path) -> None:
@@ -156,25 +194,34 @@ def test_a_second_job_is_refused_until_the_first_is_gone(whole: Path, tmp_path: 
     assert run_search(quick_search(out, resume=True)).rows
 
 
-def test_a_training_is_whole_or_not_there_and_replaces_a_run_alone(
+def test_a_training_that_fails_leaves_what_was_there_or_a_run_to_resume(
     gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
     settings = TrainCommand(recipe="tests.tiny:demo", out=out, epochs=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "write_head", full)
-        with pytest.raises(RunWriteError):
-            run_train(settings)
-    assert list(tmp_path.iterdir()) == []
+    for fail in (fail_to_write_the_head, fail_in_the_first_epoch):
+        with monkeypatch.context() as patch:
+            fail(patch)
+            with pytest.raises((OSError, NonFiniteError)):
+                run_train(settings)
+        assert list(tmp_path.iterdir()) == []
     run_train(settings)
-    before = files_of(out)
+    before = files_but_lock(out)
     with pytest.raises(ValueError, match="existing"):
         run_train(settings)
+    with monkeypatch.context() as patch:
+        fail_in_the_first_epoch(patch)
+        with pytest.raises(NonFiniteError):
+            run_train(replace(settings, overwrite=True))
+    assert files_but_lock(out) == before
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, "save_model", full)
         with pytest.raises(RunWriteError):
             run_train(replace(settings, overwrite=True))
-    assert files_of(out) == before
+    assert RunFolder(out).status() == INTERRUPTED
+    run_train(replace(settings, resume=True))
+    after = files_but_lock(out)
+    assert {name for name in before if before[name] != after[name]} <= {"results.json"}  # it has seconds
     run_train(replace(settings, overwrite=True))
     with pytest.raises(ValueError, match="kind"):
         run_search(quick_search(out, resume=True))
@@ -205,10 +252,15 @@ def test_a_run_at_a_url_is_published_resumed_and_exported(gloo, whole: Path, rem
     assert remote.exists("/bucket/run/report.html")
 
 
+@pytest.mark.parametrize(
+    "words", [("search", "tests.tiny:demo", "--compression", 4), ("train", "examples.synthetic:demo")]
+)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_and_an_unfinished_run_is_not_exported(tmp_path: Path, number: int, code: int) -> None:
+def test_a_signal_saves_and_an_unfinished_run_is_not_exported(
+    tmp_path: Path, words: tuple, number: int, code: int
+) -> None:
     out = tmp_path / "run"
-    search = start_dnis(tmp_path, "search", "tests.tiny:demo", "--compression", 4, "--out", out)
+    search = start_dnis(tmp_path, *words, "--out", out)
     deadline = time.monotonic() + 120
     while not list(out.glob("checkpoints/*/manifest.json")) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -228,8 +280,8 @@ def test_commands_without_checkpoints_end_with_a_sentence_and_leave_nothing(
     monkeypatch.setattr(commands, "write_over_ranks", strike)
     monkeypatch.setattr(RunFolder, "write_head", strike)
     handlers = [signal.getsignal(each) for each in signals.REQUESTS]
-    for words in (("export", whole), ("train", "tests.tiny:demo", *SHORT)):
-        done = dnis(*words, "--out", tmp_path / "deep" / "out")
+    for words in (("export", whole), ("train", "tests.tiny:demo", *SHORT)):  # the latter before its first step
+        done = dnis(*words, "--out", tmp_path / "out")
         assert (done.returncode, done.stdout) == (128 + number, "")
         assert done.stderr.endswith(f"error: stopped by {signal.Signals(number).name}\n")
         assert list(tmp_path.iterdir()) == []

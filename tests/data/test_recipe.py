@@ -475,7 +475,7 @@ class TestFiles:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"" if name.endswith(".csv") else b"PAR1 user")
         given = path.parent if "/" in name else path
-        with pytest.raises(ValueError, match="expected whole files of Parquet, or one of CSV, got"):
+        with pytest.raises(ValueError, match="expected whole files of Parquet or CSV, got"):
             DataSplits.from_frame(given, label="clicked", ids=["user"])
 
     @pytest.mark.parametrize(
