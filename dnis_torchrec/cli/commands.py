@@ -54,7 +54,7 @@ from dnis_torchrec.cli.settings import (
 )
 from dnis_torchrec.data.batches import LookupBatches
 from dnis_torchrec.data.files import conform
-from dnis_torchrec.data.frames import recipe_from_frame
+from dnis_torchrec.data.frames import FrameEncoder, FrameSplits, recipe_from_frame
 from dnis_torchrec.data.over_ranks import (
     check_same,
     read_splits,
@@ -256,7 +256,7 @@ def _train(
     }
     module = get_unwrapped_module(model) if world_size_of() > 1 else unshard_(model)
     results = judge.results([row], head, loop.history)
-    _finish(run, cast(TrainTask, module).model, scheme, head, results)
+    _finish(run, cast(TrainTask, module).model, scheme, head, results, recipe)
     on_rank_zero(CheckpointFolder(run.checkpoints).remove)
 
 
@@ -303,7 +303,12 @@ def run_compress(settings: CompressCommand) -> Results:
                     "configuration": settings.sizes[name],
                 }
                 with measurement.shifted(allocation):
-                    export(model, allocation.scheme, folder / name, forms=(PACKED,), run=run)
+                    export(
+                        *(model, allocation.scheme, folder / name),
+                        forms=(PACKED,),
+                        run=run,
+                        encoder=encoder_of(recipe),
+                    )
                     own_seconds = seconds + time.monotonic() - begin
                     metrics = _evaluate_served(judge, model, folder / name)
                 on_rank_zero(partial(_note_metrics, folder / name, metrics["test"]))
@@ -482,10 +487,12 @@ def _finish(
     scheme: MixedDimensionScheme,
     head: Mapping[str, Any],
     results: Results,
+    recipe: Recipe,
 ) -> None:
     """Writes the model and the rows of a run that is over."""
     try:
         run.save_model(model, scheme)
+        run.save_encoder(encoder_of(recipe))
         with together():
             if rank_of() == 0:
                 write_results(run.path / RESULTS, results)
@@ -536,7 +543,7 @@ def _search(
         model, num_bytes = recipe.model.to(device), 4 * dense_parameters(recipe.model)
         rows += plain.plain_rows(model, num_bytes)
     results = judge.results(rows, head, outcome.history, _block_rows(outcome))
-    _finish(run, outcome.model, scheme, head, results)
+    _finish(run, outcome.model, scheme, head, results, recipe)
 
 
 def _note_of_origin(recipe: Recipe, outcome: SearchOutcome) -> list[str]:
@@ -552,6 +559,11 @@ def _note_of_origin(recipe: Recipe, outcome: SearchOutcome) -> list[str]:
 
 
 # export, evaluate, package, report
+
+
+def encoder_of(recipe: Recipe) -> FrameEncoder | None:
+    """What turns raw rows into a recipe's batches, where it is made of a table."""
+    return recipe.data.encoder if isinstance(recipe.data, FrameSplits) else None
 
 
 def run_export(settings: ExportCommand) -> Path:
@@ -572,6 +584,7 @@ def run_export(settings: ExportCommand) -> Path:
             forms=settings.forms or None,
             dense_state=dense,
             run=record,
+            encoder=run.encoder(),
             overwrite=settings.overwrite,
         )
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dnis_torchrec.allocation.axes import with_axes_
+from dnis_torchrec.artifact.manifest import ENCODER
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.files import (
     PARTIAL,
@@ -28,6 +29,7 @@ from dnis_torchrec.data.files import (
     read_json,
     unshare,
 )
+from dnis_torchrec.data.frames import FrameEncoder
 from dnis_torchrec.data.urls import Address, fetch, path_in, put_file, remove_file
 from dnis_torchrec.ranks import rank_of, together
 from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme, TableScheme
@@ -211,6 +213,17 @@ class RunFolder:
                     self._save("model", unshare({weight_name(name): part for name, part in state}))
         if ranks.world_size > 1:
             write_model(self._address, model, ranks)
+
+    def save_encoder(self, encoder: FrameEncoder | None) -> None:
+        """Writes what reads raw rows, where the recipe is made of a table; by rank 0."""
+        if encoder is not None and rank_of() == 0:
+            content = encoder.to_bytes()
+            put_file(self.path / ENCODER, lambda file: file.write_bytes(content))
+
+    def encoder(self) -> bytes:
+        """What reads raw rows, as a file has it; none of a recipe that is made of no table."""
+        file = self.path / ENCODER
+        return file.read_bytes() if file.is_file() else b""
 
     def _save(self, name: str, tensors: dict[str, Tensor]) -> None:
         put_file(self.path / f"{name}.safetensors", partial(save_file, tensors))

@@ -87,8 +87,8 @@ class DataSplits:
         a missing one is 0 then. What became of each column is printed and logged.
 
         Args:
-            frame: a pandas DataFrame or a dict of columns; or the path of a Parquet or CSV file, or of
-                a folder of them.
+            frame: a pandas DataFrame or a dict of columns; or the path of a Parquet or CSV file, or
+                of a folder of them.
             label: column of the labels, numbers, none missing: 0 and 1 for clicks, any for ratings.
             dense: columns of the dense features, numbers.
             ids: columns with one id a row. Each is a feature, with a table of its own.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dnis_torchrec.artifact.export import load_predictor
 from dnis_torchrec.artifact.manifest import read_manifest
 from dnis_torchrec.cli import commands
 from dnis_torchrec.cli.commands import run_compress, run_evaluate, run_export, run_search, run_train, run_verify
@@ -236,6 +237,9 @@ def test_a_table_needs_no_recipe_and_its_roles_are_given_once(gloo, tmp_path: Pa
         said = json.loads(say("evaluate", path, "--recipe", table))
         assert said["metrics"] == pytest.approx(row["metrics"], abs=1e-6)
     say("evaluate", tmp_path / "artifact", "--verify", "--recipe", table, *ROLES)
+    rows = pd.read_csv(table).head(8)
+    for path in (small / "x4", tmp_path / "artifact"):
+        assert bool(load_predictor(path)(rows).isfinite().all())
     monkeypatch.setattr(commands, "write_package", lambda model, batch, out, **_: None)
     say("package", small / "x4", "--recipe", table, "--out", tmp_path / "package")
     other = [word.replace("user,item", "item,user") for word in ROLES]
