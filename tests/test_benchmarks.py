@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from benchmarks.compress_scale import PARTS
 from benchmarks.gpu.figures import FIGURES, RESULTS, Line, read_lines
 from benchmarks.gpu.schedule import Step, run_steps
 from benchmarks.gpu.step import run_step
-from benchmarks.plain_grid import FILE, LADDER, Point, choose, read_runs
+from benchmarks.plain_grid import FILE, Point, read_runs
 from tests.reference import write_two_tables
 
 SMALL = {"batch_size": 32, "num_embeddings": 50, "embedding_dim": 8, "num_blocks": 3}
@@ -66,23 +64,6 @@ def test_step_time_measures_every_shape_and_writes_json(tmp_path: Path, capsys: 
     assert all(f"\n{row['shape']}: batch_size=32" in text for row in rows)
 
 
-def test_the_bilevel_steps_are_of_the_level_whose_time_they_are_taken_for() -> None:
-    shape, levels = small("movielens"), []
-    train, validation = step_time.make_batches(shape, 2, seed=0), step_time.make_batches(shape, 2, seed=1)
-
-    with step_time.process_group() as device:
-        plain = step_time.Plain(shape, train, validation, device)
-        bilevel = step_time.Bilevel(shape, train, validation, device)
-
-        def note(name: str) -> nullcontext:
-            levels.append((name, bilevel.pipeline.level.value))
-            return nullcontext()
-
-        for _ in range(3):
-            step_time.take_turns(plain, bilevel, note)
-    assert [pair for pair in levels if pair[0] != "plain"] == 3 * [("lower", "lower"), ("upper", "upper")]
-
-
 def test_both_sides_train_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same weights and alpha at 1 the two models predict the same; both learn alpha and stay in [0, 1]."""
     monkeypatch.setattr(against_naive, "BATCH_SIZE", 64)
@@ -129,36 +110,6 @@ def test_against_naive_writes_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def ratio(value: float, *quartiles: float) -> compare_ratios.Ratio:
     """A ratio with or without its quartiles."""
     return compare_ratios.Ratio(value=value, quartiles=list(quartiles) or None)
-
-
-def test_ratios_are_the_only_thing_that_is_compared() -> None:
-    row = {"shape": "criteo", "lower_ratio": 1.1, "plain_ms": 120.0, "lower_quartiles": [1.0, 1.2]}
-    assert compare_ratios.ratios_of("step_time", [row]) == {"step_time criteo lower_ratio": ratio(1.1, 1.0, 1.2)}
-    row = {"num_rows": 100, "time_ratio": None, "memory_ratio": 0.5, "time_ratio_range": None, "is_bound": False}
-    assert compare_ratios.ratios_of("against_naive", [row]) == {"against_naive 100 memory_ratio": ratio(0.5)}
-    row = {"num_rows": 100, "time_ratio": 0.05, "time_cpu_ratio": 0.06, "memory_ratio": 0.5, "is_bound": True}
-    assert compare_ratios.ratios_of("against_naive", [row]) == {"against_naive 100 memory_ratio": ratio(0.5)}
-
-
-def test_what_moved_is_marked() -> None:
-    cases = {
-        "lower_ratio": (ratio(1.0), ratio(1.19), ""),
-        "upper_ratio": (ratio(1.0), ratio(0.7), "moved -30%"),
-        "pair_ratio": (ratio(1.0, 0.8, 1.3), ratio(1.5, 1.2, 1.9), ""),  # too noisy to say
-        "pair_cpu_ratio": (ratio(1.0, 0.9, 1.1), ratio(1.5, 1.4, 1.6), "moved +50%"),
-        "a peak_memory_ratio": (ratio(1.0), ratio(1.25), "moved +25%"),
-        "b peak_memory_ratio": (ratio(1.0), ratio(1.15), ""),
-        "a output_volume_ratio": (ratio(1.0), ratio(1.001), "moved +0%"),
-        "a time_ratio": (ratio(0.1), ratio(0.19), ""),
-        "b time_ratio": (ratio(0.1), ratio(0.04), "moved -60%"),
-        "old_ratio": (ratio(1.0), None, "gone"),
-        "new_ratio": (None, ratio(2.0), "new"),
-    }
-    committed = {name: case[0] for name, case in cases.items() if case[0] is not None}
-    measured = {name: case[1] for name, case in cases.items() if case[1] is not None}
-    comparisons = compare_ratios.compare(committed, measured)
-    assert {c.name: c.verdict for c in comparisons} == {name: case[2] for name, case in cases.items()}
-    assert compare_ratios.table(comparisons).splitlines()[-1].startswith("5 moved")
 
 
 def test_update_writes_what_the_next_run_is_compared_with(
@@ -281,33 +232,6 @@ RECIPE = "tests.tiny:demo"
 
 
 START = Point(embedding_l2=0.0, table_learning_rate=0.003, dense_learning_rate=0.001)
-
-
-class Bowl:
-    """A selection loss with one lowest point, which remembers where it was asked."""
-
-    def __init__(self, l2: float, tables: float = 0.003, dense: float = 0.001, *, slope: float = 1.0) -> None:
-        self._l2, self._rates, self._slope = LADDER.index(l2), (tables, dense), slope
-        self.asked: list[Point] = []
-
-    def __call__(self, point: Point) -> float:
-        if point not in self.asked:
-            self.asked.append(point)
-        found = (point.table_learning_rate, point.dense_learning_rate)
-        far = sum(max(a / b, b / a) - 1 for a, b in zip(found, self._rates, strict=True))
-        return abs(LADDER.index(point.embedding_l2) - self._l2) + self._slope * far
-
-    @property
-    def l2(self) -> list[float]:
-        return [point.embedding_l2 for point in self.asked]
-
-
-@pytest.mark.parametrize("lowest", LADDER)
-def test_l2_walks_until_both_neighbours_are_worse(lowest: float) -> None:
-    bowl = Bowl(lowest)
-    assert choose(bowl, START) == replace(START, embedding_l2=lowest)
-    place = LADDER.index(lowest)
-    assert {0.0, *LADDER[max(place - 1, 0) : place + 2]} <= set(bowl.l2)
 
 
 def test_every_run_is_a_line_that_is_not_repeated(

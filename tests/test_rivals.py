@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +17,10 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-import dnis_torchrec as dnis
 from benchmarks.rivals import __main__ as runner
-from benchmarks.rivals import cells, mde, nis, ours, pep, random_search, rows, shared_rows, single_values, task
+from benchmarks.rivals import cells, mde, nis, pep, random_search, rows, shared_rows, single_values, task
 from benchmarks.rivals.methods import METHODS, Method
 from benchmarks.rivals.mixed import Blocks, mixed_scheme, put_in_place, uncompressed_scheme, zero_dropped_
-from benchmarks.rivals.streams import InterleavedBatches, train_on_validation
 from benchmarks.rivals.task import Recipes, Served, Task, UnmetError, best_of, shards_of
 from dnis_torchrec.serving import PackedEmbeddingBagCollection
 from tests.tiny import EMBEDDING_DIM, ROWS, make_recipe
@@ -91,12 +88,6 @@ def test_bytes_are_those_of_what_is_served_and_within_the_size(gloo, name: str, 
     if precision == method.precisions[0]:
         twice = method.run(replace(cell, device=CPU)).model.eval()(batch.dense_features, batch.sparse_features)
         assert torch.equal(predictions, twice)
-
-
-def test_no_embeddings_serves_none(gloo) -> None:
-    served = rows.no_embeddings(make_task())
-    assert served.num_bytes == 0
-    assert not any(weight.any() for weight in tables_of(served.model).values())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -184,22 +175,6 @@ def test_qr_multiplies_pooled_remainders_by_pooled_quotients_and_begins_as_hash(
     ids = features["user"].values()
     expected = first[ids % 8] * quotients[ids // 8]
     torch.testing.assert_close(module(features)["user"], expected)
-
-
-@given(whole=st.integers(2, 300), share=st.floats(0, 1), quotients=st.booleans())
-def test_every_id_has_rows_and_no_more_than_before(whole: int, share: float, quotients: bool) -> None:
-    remainders, others = shared_rows._rows(whole, share, quotients)
-    assert 1 <= remainders + others <= whole
-    if others:
-        assert remainders * others >= whole
-
-
-def test_shares_of_rows_use_the_bytes_up(gloo) -> None:
-    for has_quotients in (False, True):
-        cell = make_task(2.0)
-        found = shared_rows.partitions(cell, has_quotients=has_quotients)
-        num_bytes = rows.rows_bytes(shared_rows.short_tables(cell.tables(), found), "fp32")
-        assert 0.93 * cell.num_bytes < num_bytes <= cell.num_bytes
 
 
 # --- mixed dimensions -------------------------------------------------------------------------------
@@ -332,33 +307,6 @@ def test_the_most_probable_choice_within_an_amount_is_that_of_all_combinations(c
         assert of(pick)[1] == pytest.approx(best)
 
 
-def test_the_controller_learns_what_is_rewarded() -> None:
-    controller = nis.Controller([3, 2], steps=200, seed=0)
-    for _ in range(200):
-        picks = controller.sample(4)
-        controller.learn(picks, (picks[:, 0] == 2).double() + (picks[:, 1] == 0).double())
-    assert controller.log_probabilities().argmax(dim=1).tolist() == [2, 0]
-    assert controller.log_probabilities()[1, 2] == -math.inf
-
-
-def test_trimming_meets_the_bytes_with_single_columns(gloo) -> None:
-    blocks = Blocks.of(make_task(1.4))
-    masks = {n: torch.ones(r.num_blocks, EMBEDDING_DIM, dtype=torch.bool) for n, r in blocks.routings.items()}
-    trimmed = nis.trim(masks, blocks)
-    assert blocks.num_bytes(trimmed) <= blocks.task.num_bytes
-    for name, mask in trimmed.items():
-        assert bool((mask <= masks[name]).all())
-
-
-def test_a_reward_of_one_prediction_knows_no_other_task(gloo) -> None:
-    from tests.tiny import two_tasks
-
-    cell = make_task(2.0)
-    cell = replace(cell, build=Recipes(lambda dim: two_tasks(None, embedding_dim=dim)))
-    with pytest.raises(UnmetError, match="loss of one prediction"):
-        nis.nis_se(cell)
-
-
 # --- single values ----------------------------------------------------------------------------------
 
 
@@ -392,12 +340,6 @@ def test_the_largest_values_of_all_tables_stay(gloo) -> None:
     left = torch.cat([weight.flatten().abs() for weight in tables_of(model).values()])
     assert int(left.count_nonzero()) == 37
     assert float(left[left > 0].min()) >= float(whole[left == 0].max())
-
-
-def test_stages_drop_equal_shares() -> None:
-    sizes = single_values.stage_sizes(1000, 10, 5)
-    assert sizes == [398, 158, 63, 25, 10]
-    assert single_values.stage_sizes(1000, 10, 1) == [10]
 
 
 def test_pep_moves_values_and_thresholds_by_the_gradients_of_what_the_model_reads() -> None:
@@ -437,15 +379,6 @@ def test_a_size_out_of_reach_is_said(gloo, name: str) -> None:
     precision = METHODS[name].precisions[0]
     with pytest.raises(UnmetError):
         METHODS[name].run(make_task(5000.0, precision=precision, cache=None))
-
-
-def test_validation_joins_the_training_stream_evenly() -> None:
-    recipe = make_recipe()
-    joined = train_on_validation(recipe)
-    assert len(list(joined.data.train)) == 13
-    assert list(InterleavedBatches([1, 2, 3, 4], [10, 20])) == [1, 10, 2, 3, 20, 4]
-    counted = sum(len(b.labels) for b in joined.data.train.each_sample())
-    assert counted == sum(len(b.labels) for b in recipe.data.train)
 
 
 def test_the_plain_model_is_trained_once(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,20 +442,3 @@ def test_tables_to_leave_alone_are_left_or_refused(gloo, tmp_path: Path) -> None
     )
     with pytest.raises(UnmetError, match="cannot be left alone"):
         cells.measure(cell, Task(build=build, size=2.0))
-
-
-@pytest.mark.parametrize("argv", [["--methods", "unifrom"], ["--sizes", "1"], ["--sizes", "x"]])
-def test_a_wrong_command_line_is_refused(argv: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        runner.parse(["m:f", "--out", "x.jsonl", *argv])
-
-
-def test_ours_is_what_the_face_gives(gloo) -> None:
-    cell = make_task(2.0)
-    served = ours.compress(cell)
-    model, recipe = task.plain(cell)[0], cell.build(None)
-    result = dnis.compress(
-        model.eval(), recipe.data.train, loss=recipe.loss, compression=2.0, held_out=recipe.data.validation
-    )
-    assert served.num_bytes == result.num_bytes
-    assert list(result.scheme.tables) == list(ROWS)
