@@ -161,7 +161,7 @@ class Offset(nn.Module):
 
     def __init__(self, offset: int) -> None:
         super().__init__()
-        self.inner, self.offset = Twins((120, 120)), offset
+        self.inner, self.offset = Twins((320, 320)), offset
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         bags = KeyedJaggedTensor(
@@ -187,7 +187,7 @@ def test_ids_that_a_model_offsets_are_counted_where_they_are_read() -> None:
         schemes.append(dnis.compress(Offset(offset), batches, loss=BCE, compression=3, held_out=batches[:2]).scheme)
     for name, table in schemes[0].tables.items():
         other = schemes[1].tables[name]
-        assert table.routing.block_of(torch.arange(120)).equal(other.routing.block_of(torch.arange(120)))
+        assert table.routing.block_of(torch.arange(320)).equal(other.routing.block_of(torch.arange(320)))
         assert table.bits.equal(other.bits)
 
 

@@ -150,6 +150,12 @@ def test_what_compress_leaves_is_written_and_fills_a_fresh_model(
     assert files == {path.name: path.read_bytes() for path in (tmp_path / "again").rglob("*.safetensors")}
 
 
+def test_an_artifact_alone_says_that_ids_are_passed_on(tmp_path: Path) -> None:
+    model = Sequence()
+    scheme = dnis.compress(model, BATCHES, loss=BCE, compression=6).scheme
+    assert dnis.load(dnis.export(model, scheme, tmp_path / "artifact")).need_indices()
+
+
 def test_large_packed_tables_are_cut_into_files(tmp_path: Path) -> None:
     from dnis_torchrec.allocation.compress import served_collections
     from dnis_torchrec.artifact.write import write_packed

@@ -483,7 +483,7 @@ def _check_finite(model: nn.Module) -> None:
 
 
 def _check_unchanged(old: Tensor, new: Tensor, ranks: Ranks) -> None:
-    """Sees that turning the tables left the predictions of a batch."""
+    """Checks that the predictions of a batch did not change when the tables were turned."""
     with on_all(ranks):
         change, largest = float((new - old).abs().max()), float(old.abs().max())
         if change > UNCHANGED * largest:

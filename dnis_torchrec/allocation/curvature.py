@@ -369,13 +369,13 @@ def _warn_of_untrained(result: Curvature, loss: float, noise: float) -> None:
 
 
 LARGER_SAMPLE = 4
-"""By which a sample grows that reads nothing of a table."""
+"""The sample grows by this factor if it reads no row of a table."""
 DERIVATIVE_BYTES = 1 << 28
-"""Bytes that the second derivatives of a batch may take."""
+"""Most memory for the second derivatives of a batch; larger batches are cut."""
 LONG_SECONDS = 10.0
-"""A measurement that takes longer says so once its first batch is done."""
+"""A measurement that will take more seconds than this warns after its first batch."""
 BYTES_AT_A_TIME = 1 << 26
-"""Bytes, roughly, that a pass holds beside the model's own activations. Larger batches are cut."""
+"""About as many bytes as a pass takes beside the model's activations; larger batches are cut."""
 
 
 def curvature(
@@ -534,7 +534,7 @@ def _samples_at_a_time(of: Iterable[WatchedCollection], num_outputs: int) -> int
 
 
 def _say_how_long(seconds: float, num_samples: int, enough: float, num_outputs: int) -> None:
-    """Logs what all batches take, where that is long."""
+    """Warns that a measurement will take long, once its first batch has been timed."""
     whole = seconds * enough / max(1, num_samples)
     if LONG_SECONDS < whole < math.inf:
         logger.warning(

@@ -47,7 +47,7 @@ def _fields(bits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack_fields(fields: Tensor, bits: Tensor) -> Tensor:
-    """Packs the codes of one block's rows into bytes."""
+    """Writes the codes of each row of a block side by side, as bit fields in a row of bytes."""
     (offsets,), (stride,) = (
         field_offsets(bits.unsqueeze(0)),
         row_strides(bits.unsqueeze(0)).tolist(),
@@ -62,7 +62,7 @@ def pack_fields(fields: Tensor, bits: Tensor) -> Tensor:
 
 
 def unpack_fields(rows: Tensor, bits: Tensor) -> Tensor:
-    """Unpacks the codes of one block's rows: the inverse of `pack_fields`."""
+    """Reads the codes of each row back from its bytes: the inverse of `pack_fields`."""
     (offsets,) = field_offsets(bits.unsqueeze(0))
     fields = torch.zeros(len(rows), len(bits), dtype=torch.int32)
     for column, (width, offset) in enumerate(zip(bits.tolist(), offsets.tolist(), strict=True)):

@@ -15,10 +15,9 @@ from dnis_torchrec.checks import check
 
 MAX_NUM_BLOCKS = 65_535
 MOST_ROWS = 1 << 40
-"""Rows of a table at most: products with what a row takes stay within int64."""
+"""Most rows of a table: times the bytes of a row, that still fits into an int64."""
 ROWS_AT_A_TIME = 1 << 20
-"""Rows that are looked at together: bounds what that takes beside a byte or two per row, and its
-count."""
+"""Rows that are handled at a time, which bounds temporary memory."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -104,7 +104,7 @@ Metrics = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class _Judge:
-    """Evaluates models on the data of a recipe, and makes rows of results of that."""
+    """Evaluates models on a recipe's data, and turns the metrics into rows of results."""
 
     recipe: Recipe
     data: DataSplits

@@ -157,7 +157,7 @@ class TableOptions:
 
 
 def is_table(recipe: str) -> bool:
-    """Returns whether a recipe is the path or URL of a table, not ``module:function``."""
+    """Returns whether RECIPE names a table, by path or URL, and not a ``module:function``."""
     path = Path(recipe)
     is_file = bool({".csv", ".parquet", ".pq"} & set(path.suffixes[-2:]))
     return is_file or "://" in recipe or path.exists()
@@ -165,7 +165,7 @@ def is_table(recipe: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCommand(TableOptions):
-    """Settings of `dnis train`: the options of a command are the fields of its settings."""
+    """Settings of `dnis train`. Each field is an option of the command."""
 
     recipe: RecipeArgument
     out: OutOption

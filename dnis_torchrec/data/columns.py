@@ -84,7 +84,7 @@ def _file(place: str, columns: list[Hashable]) -> pd.DataFrame:
 
 
 def _csv(place: str, columns: list[Hashable]) -> pd.DataFrame:
-    """All as text: a type that was guessed of the first lines would not fit the last ones."""
+    """Reads all columns as text: a type guessed from the first lines may not fit the last."""
     # A line that has more or fewer fields than the header is an error, as pandas takes it for none.
     lines = pv.ParseOptions(newlines_in_values=True)
     # One thread: only then the error says which line it is.

@@ -40,7 +40,8 @@ from dnis_torchrec.ranks import rank_of
 UNSEEN_ROW = 0
 """The row of all ids that no training sample has, in every table."""
 SMALLEST_SPREAD = 1e-6
-"""Of a dense feature, over its size: below it float32 has nothing left of the differences."""
+"""A dense feature whose spread is a smaller share of its size counts as constant: float32 cannot
+hold the differences."""
 _SHOWN_IDS = 5
 logger = logging.getLogger(__name__)
 

@@ -53,7 +53,7 @@ class RankBatches(CutBatches):
         return self._slices(self._use)
 
     def to_measure(self) -> RankBatches:
-        """The same for what only measures."""
+        """This rank's slice of every batch, for a pass that trains nothing."""
         return RankBatches(self._batches, self._ranks, self._name, MEASURE)
 
     def each_sample(self) -> Iterator[Batch]:

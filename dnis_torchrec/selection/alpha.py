@@ -162,7 +162,7 @@ class PooledFeature:
 
     @property
     def block_keys(self) -> tuple[str, ...]:
-        """KJT keys that the child reads: one per block if multi-hot, else the feature itself."""
+        """KJT keys that the child reads: one for each block of a multi-hot feature, else one."""
         if not self.is_multi_hot:
             return (self.feature,)
         return tuple(f"{self.name}/b{s}" for s in range(self.num_blocks))

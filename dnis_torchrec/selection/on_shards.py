@@ -207,7 +207,7 @@ class ShardSelection:
         return self._select_sparse(features) if is_for_compiled else self._select_by_torch(features)
 
     def _pool(self, features: KeyedJaggedTensor) -> Tensor:
-        """Looks up."""
+        """Pools the bags of every feature."""
         sums = self._lookup(features)
         return sums.detach() if self._alpha.is_upper else sums  # it learns no validation data
 

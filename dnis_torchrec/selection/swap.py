@@ -230,7 +230,7 @@ def _check_features(choice: dict[str, Plain], multi_hot_features: list[str] | No
 
 
 def check_weights_apart(model: nn.Module, fqns: Collection[str] | None = None) -> None:
-    """Refuses shared weights, but of sharded tables: each holder needs its alpha and codes."""
+    """Refuses tables whose weights others share: each needs its own alpha and codes. Local."""
     model, modules = get_unwrapped_module(model), collections(model)
     kinds = EmbeddingBagCollection | EmbeddingCollection
     plain = {fqn: module for fqn, module in modules.items() if isinstance(module, kinds)}

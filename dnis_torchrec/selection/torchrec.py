@@ -323,7 +323,7 @@ def read_whole_bags_(
 
 @contextmanager
 def replace_weights(kernel: nn.Module, product: Tensor) -> Iterator[None]:
-    """Puts a product in place of a kernel's weights, as `functional_call` does."""
+    """Replaces a kernel's weights by a product inside the block, as `functional_call` does."""
     weights = kernel._parameters["weights"]
     kernel._parameters["weights"] = product  # type: ignore[assignment]  # no parameter
     try:

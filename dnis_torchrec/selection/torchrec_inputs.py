@@ -241,7 +241,8 @@ def _to_eval(collection: nn.Module, _: tuple[Tensor, ...]) -> None:
 
 
 def _count_ids_(batch: Any) -> None:
-    """Lets the features of a batch count their ids on the CPU: no step asks a GPU for it."""
+    """Counts the ids of each feature while the batch is on the CPU: on a GPU every step would wait
+    for the numbers."""
     for part in vars(batch).values() if hasattr(batch, "__dict__") else ():
         is_bags = isinstance(part, KeyedJaggedTensor) and part.keys()
         if is_bags and part.values().device.type == "cpu":

@@ -370,7 +370,7 @@ class PackedEmbeddingBagCollection(LogicalCollection):
         )
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        """Refuses codes that come without what they mean, or those of other tables."""
+        """Refuses codes without their bits and scales, and codes of other tables."""
         super()._load_from_state_dict(state_dict, prefix, *rest)
         errors: list[str] = rest[-1]
         place, remedy = prefix.removesuffix(".") or "the model", "build it with the saved scheme"

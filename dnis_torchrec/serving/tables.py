@@ -422,7 +422,7 @@ class LogicalCollection(ServedCollection, EmbeddingBagCollectionInterface):
         return "\n".join(lines)
 
     def bytes_of_table(self, name: str) -> int:
-        """Bytes of one table, and of what tells where its values are."""
+        """Bytes of one table, with the index that says where its values are."""
         raise NotImplementedError
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
@@ -498,7 +498,7 @@ class MeanForUnknownIds(LogicalCollection):
         return KeyedTensor(keys=self._names, length_per_key=self._dims, values=pooled_values)
 
     def bytes_of_table(self, name: str) -> int:
-        """Bytes of one table, and of what tells where its values are."""
+        """Bytes of one table, with the index that says where its values are."""
         return self.collection.bytes_of_table(name)
 
     @torch.no_grad()

@@ -350,7 +350,7 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
             self._fill_padding(place)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        """Refuses values of blocks that were cut otherwise."""
+        """Refuses tables of blocks that another scheme has cut."""
         super()._load_from_state_dict(state_dict, prefix, *rest)
         digest = state_dict.get(f"{prefix}scheme_sha256")
         is_same = digest is not None and (digest.is_meta or digest.tolist() == self._digest)

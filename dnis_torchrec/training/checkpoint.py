@@ -313,7 +313,7 @@ class CheckpointFolder:
         return sorted(step for step, names in self._files().items() if CHECKPOINT_MANIFEST in names)
 
     def clean(self) -> None:
-        """Removes what is left of checkpoints that never became whole, or are half gone."""
+        """Removes checkpoints that were not written to their end, or are partly deleted."""
         self._check_plain()
         for step, names in self._files().items():
             if CHECKPOINT_MANIFEST not in names:

@@ -168,10 +168,10 @@ class SearchValues(TypedDict):
 
 
 class TrainLoop:
-    """Steps and evaluates a training until its plan has no further phase.
+    """Trains a model, and evaluates it after every epoch, until the last phase of its plan.
 
-    With a folder for checkpoints, a run that is killed goes on as if nothing had been; without one,
-    best epochs stay in memory.
+    With a folder for checkpoints, a run that was killed continues to the same result. Without one,
+    the best epoch is kept in memory.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class TrainLoop:
 
     @flushing_denormals()
     def run(self) -> None:
-        """Runs what is left of all phases; the model ends with the last one's best weights."""
+        """Runs the remaining phases; the model ends with the best weights of the last one."""
         with ExitStack() as stack:
             if self._folder is not None:
                 latest = on_rank_zero(self._latest) if self._settings.resume else None
@@ -495,7 +495,7 @@ class StreamPipeline(DetachableTrainPipeline):
         read_checkpoint(path, self._model, tensors, self.process_group, kinds=kinds)
 
     def figures(self) -> dict[str, float]:
-        """Nothing: there is no alpha."""
+        """Returns nothing: a plain training has no alpha."""
         return {}
 
 

@@ -41,7 +41,7 @@ class LateValues:
         return False
 
     def settle(self) -> None:
-        """Reads all that is on its way; one that raises ends the reading."""
+        """Reads all values that are still being computed; the first one that raises ends it."""
         copies, self._copies = self._copies, []
         for values, arrival, then in copies:
             if arrival is not None:

@@ -56,7 +56,7 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def write_model(folder: Address, model: nn.Module, ranks: Ranks) -> None:
-    """Writes a merged model under the plain model's names; each rank writes its own shards."""
+    """Writes a merged model by the plain model's names. Each rank writes the shards it holds."""
     tensors = {}
     for fqn, module in collections(model).items():
         for config in table_configs_of(module):

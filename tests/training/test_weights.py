@@ -157,7 +157,7 @@ def of_old_torch(state: State, path: Path) -> Path:
 
 
 def with_metadata(*opcodes: bytes) -> Save:
-    """A folder whose metadata is this pickle."""
+    """Saves a checkpoint folder, then replaces its metadata by a pickle of these opcodes."""
 
     def save(state: State, path: Path) -> Path:
         folder = save_folder(state, path)
