@@ -29,7 +29,7 @@ from dnis_torchrec.allocation.curvature import (
     predictions_of,
 )
 from dnis_torchrec.allocation.energies import BITS, RoundingEnergies, rounding_energies
-from dnis_torchrec.allocation.held_out import LossSample, output_bias
+from dnis_torchrec.allocation.gains import LossSample, output_bias
 from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES, NUM_BLOCKS
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts, table_key

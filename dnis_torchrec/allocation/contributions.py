@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -48,6 +49,31 @@ class Reads:
 
 
 @dataclass(frozen=True, eq=False)
+class Pieces:
+    """What blocks of one table add to the output of one feature: ``values[e]`` of ``blocks[e]`` to
+    row ``rows[e]`` of the output, which has `num_rows`."""
+
+    name: str
+    table: str
+    rows: Tensor
+    blocks: Tensor
+    values: Tensor
+    num_rows: int
+
+    def times(self, alpha: Tensor) -> Tensor:
+        """The output of the feature where blocks are multiplied by rows of alpha, ``(S, D)``."""
+        parts = self.values * alpha.index_select(0, self.blocks)
+        if len(parts) == self.num_rows and self.is_whole:
+            return parts
+        return parts.new_zeros(self.num_rows, parts.shape[1]).index_add(0, self.rows, parts)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether every row of the output is one block's, in the order of rows."""
+        return bool((self.rows == torch.arange(len(self.rows), device=self.rows.device)).all())
+
+
+@dataclass(frozen=True, eq=False)
 class Apart:
     """Outputs of a collection for bags that each hold the ids of a single block."""
 
@@ -71,6 +97,14 @@ class WatchedCollection:
         """Splits every bag into one bag per block, so that the collection pools each block alone.
 
         Only called if `num_slots` is not 0."""
+        raise NotImplementedError
+
+    def pieces(self, lookup: Lookup, apart: Apart | None) -> Iterator[Pieces]:
+        """Yields what the blocks of every feature add to the output. No collective."""
+        raise NotImplementedError
+
+    def output_of(self, lookup: Lookup, values: Mapping[str, Tensor]) -> Any:
+        """Returns an output like the one recorded, with other values by name."""
         raise NotImplementedError
 
     def entries(
@@ -165,16 +199,28 @@ class CollectionBlocks(WatchedCollection):
         self, lookup: Lookup, apart: Apart | None, gradient: Tensor
     ) -> Iterator[tuple[str, Entries]]:
         """Yields every feature's contributions to the loss, by sample and block. No collective."""
+        slopes = {output.name: of_output for output, of_output in self._slopes(lookup, gradient)}
+        for part in self.pieces(lookup, apart):
+            of_rows = slopes[part.name]
+            if not part.is_whole or len(part.rows) < part.num_rows:  # else it needs no copy
+                of_rows = of_rows.index_select(1, part.rows)
+            yield part.table, Entries(part.rows, part.blocks, (part.values * of_rows).double())
+
+    def pieces(self, lookup: Lookup, apart: Apart | None) -> Iterator[Pieces]:
+        """Yields what the blocks of every feature add to the output. No collective."""
         bags, by_key = jagged_by_key(lookup.features), lookup.output.to_dict()
-        for output, slopes in self._slopes(lookup, gradient):
+        for output in self.outputs:
             of_feature = bags[output.feature]
             if apart is not None and output.is_multi_hot:
-                yield output.table, self._of_several_ids(output, of_feature, apart, slopes)
+                yield self._of_several_ids(output, of_feature, apart)
             else:
-                yield (
-                    output.table,
-                    self._of_one_id(output, of_feature, by_key[output.name].detach(), slopes),
-                )
+                yield self._of_one_id(output, of_feature, by_key[output.name].detach())
+
+    def output_of(self, lookup: Lookup, values: Mapping[str, Tensor]) -> KeyedTensor:
+        """Returns an output like the one recorded, with other values by name."""
+        keys = lookup.output.keys()
+        parts = torch.cat([values[key] for key in keys], dim=1)
+        return KeyedTensor(keys, lookup.output.length_per_key(), parts)
 
     def reads(self, lookup: Lookup, gradient: Tensor) -> Iterator[tuple[str, Reads]]:
         """Yields which blocks every feature reads, and the gradient there. No collective."""
@@ -203,9 +249,7 @@ class CollectionBlocks(WatchedCollection):
         for output in self.outputs:
             yield output, columns[output.name]
 
-    def _of_one_id(
-        self, output: PooledFeature, bags: JaggedTensor, sums: Tensor, gradient: Tensor
-    ) -> Entries:
+    def _of_one_id(self, output: PooledFeature, bags: JaggedTensor, sums: Tensor) -> Pieces:
         lengths = bags.lengths()
         place, longest = f"table {output.table!r}, feature {output.feature!r}", int(lengths.max())
         remedy = "make the blocks from counts of data that has such bags"
@@ -214,14 +258,11 @@ class CollectionBlocks(WatchedCollection):
         )
         samples, blocks = lengths.nonzero().squeeze(1), self._routers[output.table](bags.values())
         is_in_block = blocks < output.num_blocks
-        samples, blocks = samples[is_in_block], blocks[is_in_block]
-        if len(samples) < len(sums):  # all of them, in their order, need no copy
-            sums, gradient = sums[samples], gradient.index_select(1, samples)
-        return Entries(samples, blocks, (sums * gradient).double())
+        samples, blocks, size = samples[is_in_block], blocks[is_in_block], len(sums)
+        sums = sums[samples] if len(samples) < size else sums  # all of them need no copy
+        return Pieces(output.name, output.table, samples, blocks, sums, size)
 
-    def _of_several_ids(
-        self, output: PooledFeature, bags: JaggedTensor, apart: Apart, gradient: Tensor
-    ) -> Entries:
+    def _of_several_ids(self, output: PooledFeature, bags: JaggedTensor, apart: Apart) -> Pieces:
         first, batch_size = self._first_slot[output.name], bags.lengths().numel()
         slots = slice(first * batch_size, (first + output.num_blocks) * batch_size)
         lengths = apart.lengths[output.feature][slots]
@@ -233,7 +274,7 @@ class CollectionBlocks(WatchedCollection):
                 lengths[read].double() / bags.lengths()[samples]
             )  # the mean of a block's ids, of the whole bag
             sums = sums * share.to(sums.dtype).unsqueeze(1)
-        return Entries(samples, blocks, (sums * gradient.index_select(1, samples)).double())
+        return Pieces(output.name, output.table, samples, blocks, sums, batch_size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,17 +306,42 @@ def watching(of: Sequence[WatchedCollection]) -> Iterator[list[Lookup]]:
     lookups: list[Lookup] = []
     with ExitStack() as stack:
         for blocks in of:
-            attributes = vars(
-                blocks.collection
-            )  # as TorchRec's pipelines replace forwards: no module changes
-            old = attributes.get("forward")
             forward = _noting(blocks, blocks.collection.forward, lookups)
-            if old is None:
-                stack.callback(attributes.pop, "forward")
-            else:
-                stack.callback(attributes.__setitem__, "forward", old)
-            attributes["forward"] = forward
+            stack.enter_context(_forward_as(blocks.collection, forward))
         yield lookups
+
+
+@contextmanager
+def answering(
+    of: Sequence[WatchedCollection], answers: Mapping[int, Iterator[Any]]
+) -> Iterator[None]:
+    """Lets collections answer their calls from iterators, by ``id`` of their `WatchedCollection`,
+    inside the ``with`` block."""
+    with ExitStack() as stack:
+        for blocks in of:
+            forward = partial(_next, answers[id(blocks)])
+            stack.enter_context(_forward_as(blocks.collection, forward))
+        yield
+
+
+def _next(answers: Iterator[Any], features: KeyedJaggedTensor) -> Any:
+    return next(answers)
+
+
+@contextmanager
+def _forward_as(
+    collection: nn.Module, forward: Callable[[KeyedJaggedTensor], Any]
+) -> Iterator[None]:
+    attributes = vars(collection)  # as TorchRec's pipelines replace forwards: no module changes
+    old = attributes.get("forward")
+    attributes["forward"] = forward
+    try:
+        yield
+    finally:
+        if old is None:
+            del attributes["forward"]
+        else:
+            attributes["forward"] = old
 
 
 def _noting(
@@ -372,6 +438,24 @@ class SequenceBlocks(WatchedCollection):
                 table,
                 one_of_each(blocks * batch_size + samples, (values * slopes).double(), batch_size),
             )
+
+    def pieces(self, lookup: Lookup, apart: Apart | None) -> Iterator[Pieces]:
+        """Yields what the blocks of every feature add to the output. No collective."""
+        bags = jagged_by_key(lookup.features)
+        for output in self.outputs:
+            values = lookup.output[output.name].values().detach()
+            blocks = self._routers[output.table](bags[output.feature].values())
+            rows = (blocks < output.num_blocks).nonzero().squeeze(1)
+            yield Pieces(
+                *(output.name, output.table, rows, blocks[rows], values[rows]), len(values)
+            )
+
+    def output_of(self, lookup: Lookup, values: Mapping[str, Tensor]) -> dict[str, JaggedTensor]:
+        """Returns an output like the one recorded, with other values by name."""
+        return {
+            name: JaggedTensor(values[name], lengths=bag.lengths(), weights=bag.weights_or_none())
+            for name, bag in lookup.output.items()
+        }
 
     def reads(self, lookup: Lookup, gradient: Tensor) -> Iterator[tuple[str, Reads]]:
         """Yields which blocks every feature reads, and the gradient there. No collective."""

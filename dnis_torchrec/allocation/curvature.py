@@ -61,9 +61,7 @@ def loss_derivatives(loss: Loss, predictions: Tensor, labels: Tensor) -> LossDer
     """Derives a loss twice in the prediction of every sample: by T + 2 passes over numbers of the
     batch's size."""
     z = predictions.detach().double().requires_grad_()
-    # integers beside several outputs are classes, which a float cannot name
-    are_classes = z.shape[1] > 1 and labels.dim() == 1 and not labels.is_floating_point()
-    y = labels.long() if are_classes else labels.double()
+    y = _labels_of(z, labels)
     value = _of(loss, z, y)
     _check_finite(value, _place(loss))
     mean, twice = (
@@ -165,6 +163,27 @@ def _check_finite(value: Tensor, place: str) -> None:
 
 def _place(loss: Loss) -> str:
     return f"loss {name_of(loss)}"
+
+
+def _labels_of(z: Tensor, labels: Tensor) -> Tensor:
+    # integers beside several outputs are classes, which a float cannot name
+    are_classes = z.shape[1] > 1 and labels.dim() == 1 and not labels.is_floating_point()
+    return labels.long() if are_classes else labels.double()
+
+
+def mean_loss(outputs: Outputs, batch: Batch, loss: Loss | Task, place: str) -> Tensor:
+    """Returns the mean loss of what a model returns of a batch, a float64 scalar to be derived.
+    Local, no collective."""
+    criterion = loss.criterion if isinstance(loss, LossTask) else loss
+    if isinstance(criterion, Task):
+        return criterion.loss(batch, outputs).sum().double()
+    z = _of_samples(outputs, len(batch.labels), place).double()
+    return _of(criterion, z, _labels_of(z, _flat_labels(batch.labels, z)))
+
+
+def _flat_labels(labels: Tensor, z: Tensor) -> Tensor:
+    """Labels ``(B,)`` for predictions ``(B, 1)``, else as they are."""
+    return labels.flatten() if labels.numel() == z.numel() == len(labels) else labels
 
 
 def _of(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
@@ -563,9 +582,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def first_batches(
-    batches: Iterable[Batch], loss: Loss | Task, ranks: Ranks, enough: float, at_a_time: int
+    batches: Iterable[Batch],
+    loss: Loss | Task,
+    ranks: Ranks,
+    enough: float,
+    at_a_time: int,
+    parts: int = 1,
 ) -> Iterator[tuple[str, Batch]]:
-    """This rank's batches until all ranks together have enough samples, cut alike on all."""
+    """This rank's batches until all ranks together have enough samples, cut alike on all: into
+    multiples of `parts`, unless one has too few samples."""
     stream, done = iter(batches), 0
     for index in count():
         if done >= enough:
@@ -590,11 +615,11 @@ def first_batches(
             remedy,
         )
         done += sum(sizes)
-        parts = min(math.ceil(max(sizes) / at_a_time), *sizes)
-        if batch is None or parts == 1:
+        cuts = min(parts * math.ceil(max(sizes) / (parts * at_a_time)), *sizes)
+        if batch is None or cuts == 1:
             yield from [(place, batch)] if batch is not None else []
             continue
-        bounds = torch.linspace(0, len(batch.labels), parts + 1).round().long().tolist()
+        bounds = torch.linspace(0, len(batch.labels), cuts + 1).round().long().tolist()
         for first, last in pairwise(bounds):
             yield place, slice_of(batch, first, last)
 
@@ -680,8 +705,7 @@ def derivatives_at(
         raise ValueError(
             describe(place, "finite predictions", float(predictions[~finite][0].detach()), remedy)
         )
-    labels = labels.flatten() if labels.numel() == predictions.numel() == len(labels) else labels
-    return predictions, loss_derivatives(criterion, predictions, labels)
+    return predictions, loss_derivatives(criterion, predictions, _flat_labels(labels, predictions))
 
 
 def _of_samples(predictions: object, num_samples: int, place: str) -> Tensor:

@@ -27,7 +27,7 @@ from dnis_torchrec.allocation.bits import (
 )
 from dnis_torchrec.allocation.curvature import Curvature, curvature_of_read_tables
 from dnis_torchrec.allocation.energies import blocked_tables
-from dnis_torchrec.allocation.held_out import LossSample, OutputBias, output_bias
+from dnis_torchrec.allocation.gains import LossSample, OutputBias, output_bias
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check, describe

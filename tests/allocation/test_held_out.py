@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 import torch
+from dnis_torchrec.allocation.held_out import OutputBias, alpha_step, output_bias
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ import dnis_torchrec as dnis
 from dnis_torchrec.allocation import held_out as loss_sample
 from dnis_torchrec.allocation.compress import Measured, measure_
 from dnis_torchrec.allocation.curvature import curvature
-from dnis_torchrec.allocation.held_out import OutputBias, alpha_step, output_bias
 from dnis_torchrec.blocks.codes import ColumnCodes, decode_rows, encode_rows, feedback_of, is_coded
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme

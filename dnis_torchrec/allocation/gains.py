@@ -1,0 +1,565 @@
+r"""Gains: alpha of every table, block and column, solved on held-out samples.
+
+    alpha_tsc = 1 + a_t + b_ts + d_tsc        of column c of block s of table t
+    min over a, b, d, shift:  mean L / phi + (|a|^2 + |b|^2) / (2 N tau_b^2) + |d|^2 / (2 N tau_c^2)
+
+L is the loss of N samples that the model was not trained on, with its tables in codes and all dense
+weights still; the shift moves its output bias; phi, the sum of L'^2 over that of L'', is 1 for a
+calibrated logistic loss and twice the mean squared residual for a squared error. This is
+hierarchical shrinkage (Gelman and Hill, "Data Analysis Using Regression and Multilevel/Hierarchical
+Models", chapter 12). Each half of the samples judges what strengths tau the other half has taught;
+if none is ahead by more than chance, there are no gains. Gains fold into scales: they take no byte.
+
+# NOTE[DIFF] the paper learns alpha of every column by steps while the model trains; here it is the
+# solution of one problem after training.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+from scipy.optimize import minimize
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec.allocation.bits import Prediction
+from dnis_torchrec.allocation.contributions import (
+    Lookup,
+    Pieces,
+    WatchedCollection,
+    answering,
+    watched_collection,
+    watching,
+)
+from dnis_torchrec.allocation.curvature import (
+    Loss,
+    PredictedBatch,
+    device_of,
+    evaluating,
+    first_batches,
+    mean_loss,
+    on_all,
+    outputs_of,
+    predictions_of,
+    samples_within,
+)
+from dnis_torchrec.allocation.energies import rows_in_codes, whole_rows
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.blocks.codes import is_coded
+from dnis_torchrec.blocks.counts import bags_of
+from dnis_torchrec.data.batches import features_of, slice_of
+from dnis_torchrec.data.task import Outputs, Task
+from dnis_torchrec.ranks import Ranks
+from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.selection.shards import (
+    collections,
+    dense_state,
+    frozen_tables_of,
+    local_shards,
+    ranks_of,
+    table_configs_of,
+)
+from dnis_torchrec.selection.torchrec import read_by_name_
+from dnis_torchrec.selection.torchrec_inputs import remap
+
+ADDED, EVEN = 1.0, 1e-3
+"""What is added to a number to see what it does, and how far outputs may move unevenly, over how
+far they move."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputBias:
+    """A parameter, or a buffer, of one number that adds the same to the output of every sample."""
+
+    name: str
+    gain: float
+
+    @torch.no_grad()
+    def shift_(self, model: nn.Module, shift: float) -> None:
+        """Adds to the output. Local, the same on every rank."""
+        self._number(model).add_(shift / self.gain)
+
+    @contextmanager
+    def shifted(self, model: nn.Module, shift: float) -> Iterator[None]:
+        """The same within a block; afterwards the number is what it was, bit for bit."""
+        number = self._number(model)
+        part = number.clone()
+        try:
+            self.shift_(model, shift)
+            yield
+        finally:
+            with torch.no_grad():
+                number.copy_(part)
+
+    def _number(self, model: nn.Module) -> Tensor:
+        return dense_state(model)[self.name]  # shares its memory
+
+
+def output_bias(
+    model: nn.Module, batch: Batch, loss: Loss | Task, ranks: Ranks
+) -> OutputBias | None:
+    """Finds a model's output bias: adds to each single number, and looks at a batch."""
+    old = predictions_of(model, batch, loss, "batch 0", ranks).values
+    if old.shape[1] != 1:
+        return None
+    for name, value in dense_state(model).items():
+        if value.numel() != 1 or not value.is_floating_point():
+            continue
+        with OutputBias(name=name, gain=1.0).shifted(model, ADDED):
+            current = predictions_of(model, batch, loss, "batch 0", ranks).values
+        change = (current - old).flatten().cpu()
+        highest, lowest = ranks.max_(torch.stack([change.max(), -change.min()])).tolist()
+        if highest + lowest <= EVEN * abs(highest) and highest:
+            total, count = ranks.sum_(
+                torch.tensor([float(change.sum()), len(change)], dtype=torch.float64)
+            ).tolist()
+            return OutputBias(name=name, gain=total / count / ADDED)
+    return None
+
+
+MOST_SAMPLES = 1 << 16
+"""Held-out samples that are enough."""
+SAMPLES_AT_A_TIME = 1 << 12
+"""Larger batches are cut: bounds what a pass holds."""
+BYTES_OF_PIECES = 1 << 30
+"""Most memory for the pooled pieces of all samples; fewer samples are taken where they do not fit.
+"""
+PARTS_OF_BATCH = 32
+"""Parts of a batch whose losses tell a lead from chance."""
+BLOCK_STRENGTHS, COLUMN_STRENGTHS = (0.0, 0.1, 0.3, 1.0), (0.03, 0.1, 0.3)
+"""Choices of tau_b, and of tau_c above 0."""
+MOST_ITERATIONS = 25
+ENOUGH_NATS = 0.1
+"""A solution is good enough once a step of L-BFGS takes less off the loss of all samples: chance
+moves it by more."""
+SMALLEST_GAIN, LARGEST_GAIN = 2.0**-6, 2.0**6
+SHIFT_UNIT = 2.0**-16
+"""What the shift is a multiple of."""
+
+
+@dataclass(frozen=True, eq=False)
+class Gains:
+    """What held-out samples teach: alpha by table, ``(S, D)`` float64, how far outputs move, and
+    the loss that each half of the samples has with what the other taught."""
+
+    alpha: Mapping[str, Tensor]
+    shift: float
+    loss: float
+    strengths: tuple[float, float]
+
+
+@dataclass(frozen=True, eq=False)
+class _Sample:
+    """A held-out batch of this rank, and what the model says of it before anything is rounded."""
+
+    batch: Batch
+    place: str
+    reference: PredictedBatch
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """One vector of a, b and d of every table, and the shift at its end."""
+
+    may_move: Mapping[str, Tensor]
+
+    def alpha(self, values: Tensor) -> dict[str, Tensor]:
+        """Alpha of every table, ``(S, D)``; 1 where it may not move."""
+        result = {}
+        for (name, moves), part in zip(self.may_move.items(), self._parts(values), strict=True):
+            num_blocks = len(moves)
+            of_block, of_column = part[1 : 1 + num_blocks], part[1 + num_blocks :]
+            change = part[0] + of_block[:, None] + of_column.view(moves.shape)
+            result[name] = 1 + moves * change
+        return result
+
+    def gradient(self, of_alpha: Mapping[str, Tensor], of_shift: Tensor) -> Tensor:
+        """The gradient in the vector, from that in alpha."""
+        parts = list[Tensor]()
+        for name, moves in self.may_move.items():
+            part = of_alpha[name] * moves
+            parts += [part.sum().view(1), part.sum(1), part.flatten()]
+        return torch.cat([*parts, of_shift.view(1)])
+
+    def strengths(self, of_blocks: float, of_columns: float) -> Tensor:
+        """Tau of every number, ``inf`` for the shift."""
+        parts = list[Tensor]()
+        for moves in self.may_move.values():
+            parts += [
+                torch.full((1 + len(moves),), of_blocks),
+                torch.full((moves.numel(),), of_columns),
+            ]
+        return torch.cat([*parts, torch.tensor([math.inf])]).double()
+
+    def _parts(self, values: Tensor) -> tuple[Tensor, ...]:
+        return values[:-1].split(
+            [1 + len(moves) + moves.numel() for moves in self.may_move.values()]
+        )
+
+
+class LossSample:
+    """The first samples of a split, ready to be predicted with tables in codes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Iterable[Batch],
+        blocks: RowBlocks,
+        *,
+        loss: Loss | Task,
+        is_held_out: bool,
+        bias: OutputBias | None = None,
+        num_samples: int = MOST_SAMPLES,
+        num_outputs: int = 1,
+        features: Callable[[Batch], KeyedJaggedTensor] | None = None,
+    ) -> None:
+        result = collections(model)
+        tables = [table for collection in result.values() for table in table_configs_of(collection)]
+        self._model, self._loss, self.bias = model, loss, bias
+        self._ranks, self._is_held_out = ranks_of(*result.values()), is_held_out
+        self._device = device_of(model)
+        self._of = [watched_collection(part, blocks, self._device) for part in result.values()]
+        shards = [shard for collection in result.values() for shard in local_shards(collection)]
+        shapes = {table.name: (table.num_embeddings, table.embedding_dim) for table in tables}
+        self._tables = whole_rows(shards, shapes, self._ranks)
+        self._frozen = {table for part in result.values() for table in frozen_tables_of(part)}
+        self._samples = list[_Sample]()
+        rows: dict[str, list[Tensor]] = {name: [] for name in shapes}
+        of_batch = features or (lambda batch: remap(model, features_of(batch)))
+        floats = sum(part.floats_per_sample for part in self._of)
+        num_samples = min(num_samples, self._ranks.world_size * BYTES_OF_PIECES // (4 * floats))
+        at_a_time = min(SAMPLES_AT_A_TIME, samples_within(num_outputs))
+        stream = first_batches(batches, loss, self._ranks, num_samples, at_a_time, parts=2)
+        for place, batch in stream:
+            reference = predictions_of(model, batch, loss, place, self._ranks)
+            bends = reference.at.second.diagonal(dim1=1, dim2=2).clone()  # not (B, T, T) of all
+            reference = reference._replace(at=replace(reference.at, second=bends))
+            self._samples.append(_Sample(batch, place, reference))
+            with on_all(self._ranks):
+                for name, ids in _ids_by_table(of_batch(batch), tables, place).items():
+                    rows[name].append(ids)
+        self._rows = {
+            name: self._ranks.concatenate(torch.cat(ids).unique()).unique()
+            for name, ids in rows.items()
+        }
+
+    def predict(self, scheme: MixedDimensionScheme) -> Prediction:
+        """Predicts what tables in the codes of a scheme lose, once held-out samples have taught
+        them gains. Distributed: the lookups of every sample, and an all_reduce an evaluation."""
+        with rows_in_codes(self._model, self._tables, scheme, self._rows):
+            if not self._is_held_out:
+                return Prediction(loss_increase=self._increase_in_training())
+            gains = self.fit(
+                {name: is_coded(table.codes.bits) for name, table in scheme.tables.items()}
+            )
+        increase = gains.loss - self.loss
+        tables = {
+            name: table.with_codes(table.codes.with_gain(gains.alpha[name].float()))
+            for name, table in scheme.tables.items()
+        }
+        learnt = MixedDimensionScheme(tables) if any(gains.strengths) else None
+        return Prediction(loss_increase=increase, output_shift=gains.shift, scheme=learnt)
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of all samples, as the model was when they were read."""
+        losses = [len(part.reference.values) * part.reference.at.loss for part in self._samples]
+        return self._mean(sum(losses))
+
+    def _mean(self, total: float) -> float:
+        num_samples = sum(len(part.reference.values) for part in self._samples)
+        total, num_samples = self._ranks.sum_(
+            torch.tensor([total, num_samples], dtype=torch.float64)
+        ).tolist()
+        return total / num_samples
+
+    def _increase_in_training(self) -> float:
+        """The loss of samples that were trained on, in codes, over that of before, without its part
+        of first order, which others do not have."""
+        increase = 0.0
+        for part in self._samples:
+            new = predictions_of(self._model, part.batch, self._loss, part.place, self._ranks)
+            old = part.reference
+            increase += len(old.values) * (new.at.loss - old.at.loss)
+            increase -= float((old.at.first * (new.values - old.values)).sum())
+        return self._mean(increase)
+
+    def fit(self, may_move: Mapping[str, Tensor]) -> Gains:
+        """Solves for gains of the model's tables as they are now; `may_move` is ``(S, D)`` bool."""
+        may_move = {name: moves & (name not in self._frozen) for name, moves in may_move.items()}
+        first, second = (
+            sum(float(part.sum()) for part in parts)
+            for parts in zip(
+                *((p.reference.at.first.square(), p.reference.at.second) for p in self._samples),
+                strict=True,
+            )
+        )
+        first, second = self._ranks.sum_(
+            torch.tensor([first, second], dtype=torch.float64)
+        ).tolist()
+        phi = first / second if first > 0 and second > 0 else 1.0
+        samples = [(part.batch.to(self._device), part.place) for part in self._samples]
+        with evaluating(self._model):
+            problem = _Problem(
+                *(self._model, self._loss, self._of, samples, self._ranks),
+                layout=_Layout(may_move),
+                phi=phi,
+                moves_shift=self.bias is not None,
+            )
+            return problem.gains()
+
+
+@dataclass(frozen=True, eq=False)
+class _Recorded:
+    """A batch, and what every call of a collection was given and gave, block by block."""
+
+    batch: Batch
+    place: str
+    calls: Mapping[int, list[tuple[Lookup, list[Pieces]]]]
+
+
+class _Problem:
+    """The problem at the top of this module, for tables as they are when it is made."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss | Task,
+        of: Sequence[WatchedCollection],
+        samples: Iterable[tuple[Batch, str]],
+        ranks: Ranks,
+        *,
+        layout: _Layout,
+        phi: float,
+        moves_shift: bool,
+    ) -> None:
+        self._model, self._loss, self._of, self._ranks = model, loss, of, ranks
+        self._layout, self._phi, self._moves_shift = layout, phi, moves_shift
+        self._device = device_of(model)
+        read_by_name_(model, refuse_weights=None)
+        batches = [self._record(*sample) for sample in samples]
+        self._halves, self._all = (batches[::2], batches[1::2]), batches
+
+    def gains(self) -> Gains:
+        """The solution at the strengths that are best for the other half, if they are ahead."""
+        none = torch.zeros(len(self._layout.strengths(0.0, 0.0)), dtype=torch.float64)
+        old = self._judge((0.0, 0.0), [none, none])
+        best = self._best([(tau, 0.0) for tau in BLOCK_STRENGTHS], old)
+        if best.strengths[0] > 0:
+            best = self._best([(best.strengths[0], tau) for tau in COLUMN_STRENGTHS], best)
+        if not is_ahead(best.losses, old.losses, self._ranks):
+            return Gains(self._layout.alpha(none), 0.0, old.loss, (0.0, 0.0))
+        point = self._solve(self._all, torch.stack(best.points).mean(0), best.strengths)
+        alpha = {
+            name: of_table.clamp(SMALLEST_GAIN, LARGEST_GAIN)
+            for name, of_table in self._layout.alpha(point).items()
+        }
+        shift = round(float(point[-1]) / SHIFT_UNIT) * SHIFT_UNIT
+        return Gains(alpha, shift, best.loss, best.strengths)
+
+    def _best(self, options: Sequence[tuple[float, float]], start: _Option) -> _Option:
+        """The best of rising strengths, each begun at the solution of the one before; a strength
+        that is worse ends it."""
+        best, points = start, start.points
+        for strengths in options:
+            halves = zip(self._halves, points, strict=True)
+            points = [self._solve(half, point, strengths) for half, point in halves]
+            option = self._judge(strengths, points)
+            if option.loss >= best.loss and best is not start:
+                break
+            best = min(best, option, key=lambda one: one.loss)
+        return best
+
+    def _judge(self, strengths: tuple[float, float], points: list[Tensor]) -> _Option:
+        """What each half has taught, judged by the other."""
+        halves = zip(self._halves, points[::-1], strict=True)
+        losses = torch.cat([self._part_losses(half, point) for half, point in halves])
+        return _Option(strengths, points, losses, mean_of(losses, self._ranks))
+
+    def _record(self, batch: Batch, place: str) -> _Recorded:
+        """Calls the model once. Distributed: its lookups, once or twice."""
+        with watching(self._of) as lookups:
+            with torch.enable_grad():
+                outputs_of(self._model, batch, self._loss)
+            calls: dict[int, list[tuple[Lookup, list[Pieces]]]] = {id(of): [] for of in self._of}
+            with torch.no_grad():
+                for lookup in lookups:
+                    calls[id(lookup.of)].append(
+                        (lookup, list(lookup.of.pieces(lookup, lookup.apart())))
+                    )
+        return _Recorded(batch, place, calls)
+
+    def _outputs(self, part: _Recorded, alpha: Mapping[str, Tensor], shift: Tensor) -> Outputs:
+        """What the model returns with other alpha. Local."""
+        answers = {
+            place: iter(
+                [
+                    lookup.of.output_of(lookup, {p.name: p.times(alpha[p.table]) for p in pieces})
+                    for lookup, pieces in calls
+                ]
+            )
+            for place, calls in part.calls.items()
+        }
+        with answering(self._of, answers):
+            outputs = outputs_of(self._model, part.batch, self._loss)
+        if not self._moves_shift:
+            return outputs
+        if isinstance(outputs, Tensor):
+            return outputs + shift
+        return {  # by name: the loss reads one number of each sample, whatever else there is
+            name: value + shift
+            if isinstance(value, Tensor) and value.is_floating_point()
+            else value
+            for name, value in outputs.items()
+        }
+
+    def _solve(
+        self, batches: Sequence[_Recorded], start: Tensor, strengths: tuple[float, float]
+    ) -> Tensor:
+        """Solves on some batches. Rank 0 chooses the steps, all evaluate them: one broadcast and
+        one all_reduce an evaluation."""
+        tau = self._layout.strengths(*strengths)
+        is_shift = tau.isinf()
+        unit = torch.where(is_shift, float(self._moves_shift), tau)
+        begin = torch.where(unit > 0, start / unit, 0.0)
+        num_samples = float(
+            self._ranks.sum_(torch.tensor([sum(len(p.batch.labels) for p in batches)]))
+        )
+
+        def evaluate(place: np.ndarray) -> tuple[float, np.ndarray]:
+            point = torch.from_numpy(place)
+            loss, slopes = self._derive(batches, point * unit)
+            prior = torch.where(is_shift, 0.0, point)
+            value = num_samples * loss / self._phi + float(prior.square().sum()) / 2
+            return value, (slopes * unit / self._phi * num_samples + prior).numpy()
+
+        return _minimise(evaluate, begin, self._ranks) * unit
+
+    def _derive(self, batches: Sequence[_Recorded], values: Tensor) -> tuple[float, Tensor]:
+        """The mean loss of some batches, and its gradient. One all_reduce."""
+        total, num_samples = torch.zeros(len(values) + 2, dtype=torch.float64), 0
+        for part in batches:
+            size = len(part.batch.labels)
+            with torch.enable_grad():
+                alpha = {
+                    name: of_table.to(self._device).requires_grad_()
+                    for name, of_table in self._layout.alpha(values.float()).items()
+                }
+                shift = values[-1].float().to(self._device).requires_grad_()
+                loss = mean_loss(
+                    self._outputs(part, alpha, shift), part.batch, self._loss, part.place
+                )
+                slopes = torch.autograd.grad(loss, [*alpha.values(), shift], materialize_grads=True)
+            of_alpha = {
+                name: of_table.double().cpu() for name, of_table in zip(alpha, slopes, strict=False)
+            }
+            gradient = self._layout.gradient(of_alpha, slopes[-1].double().cpu())
+            total += size * torch.cat([torch.tensor([float(loss), 1.0]), gradient])
+        loss_of_all, num_samples, *_ = (total := self._ranks.sum_(total)).tolist()
+        return loss_of_all / num_samples, total[2:] / num_samples
+
+    @torch.no_grad()
+    def _part_losses(self, batches: Sequence[_Recorded], values: Tensor) -> Tensor:
+        """``(P, 2)``: samples and loss of the parts of some batches of this rank."""
+        losses = [torch.zeros(0, 2, dtype=torch.float64)]
+        alpha = {
+            name: of_table.to(self._device)
+            for name, of_table in self._layout.alpha(values.float()).items()
+        }
+        for part in batches:
+            size = len(part.batch.labels)
+            outputs = self._outputs(part, alpha, values[-1].float().to(self._device))
+            bounds = torch.linspace(0, size, min(PARTS_OF_BATCH, size) + 1).round().long().tolist()
+            for first, last in pairwise(bounds):
+                batch = slice_of(part.batch, first, last)
+                loss = mean_loss(
+                    rows_of(outputs, slice(first, last)), batch, self._loss, part.place
+                )
+                losses.append(torch.tensor([[last - first, float(loss)]], dtype=torch.float64))
+        return torch.cat(losses)
+
+
+def _minimise(
+    evaluate: Callable[[np.ndarray], tuple[float, np.ndarray]], begin: Tensor, ranks: Ranks
+) -> Tensor:
+    """L-BFGS. Rank 0 chooses the points, and all ranks evaluate them: one broadcast each."""
+    value, _ = evaluate(begin.numpy())
+    options = {"maxiter": MOST_ITERATIONS, "ftol": ENOUGH_NATS / max(1.0, abs(value))}
+
+    def share(point: np.ndarray, *, is_last: bool) -> Tensor:
+        return ranks.broadcast_(torch.tensor([is_last, *point], dtype=torch.float64))[1:]
+
+    if ranks.is_first:
+        result = minimize(
+            lambda point: evaluate(share(point, is_last=False).numpy()),
+            begin.numpy(),
+            jac=True,
+            method="L-BFGS-B",
+            options=options,
+        )
+        return share(result.x, is_last=True)
+    while True:
+        is_last, *_ = message = ranks.broadcast_(torch.zeros(len(begin) + 1, dtype=torch.float64))
+        if is_last:
+            return message[1:]
+        evaluate(message[1:].numpy())
+
+
+@dataclass(frozen=True, eq=False)
+class _Option:
+    """Strengths, and what they come to: a point of each half, losses of the other one."""
+
+    strengths: tuple[float, float]
+    points: list[Tensor]
+    losses: Tensor
+    loss: float
+
+
+def rows_of(outputs: Outputs, rows: slice) -> Outputs:
+    """Some samples' rows; what is no tensor of rows stays as it is."""
+    if not isinstance(outputs, Mapping):
+        return outputs[rows]
+    return {
+        name: part[rows] if isinstance(part, Tensor) and part.dim() else part
+        for name, part in outputs.items()
+    }
+
+
+def mean_of(losses: Tensor, ranks: Ranks) -> float:
+    """Mean loss of parts of samples, ``(P, 2)``, over all ranks."""
+    total, num_samples = ranks.sum_(
+        torch.stack([losses.prod(1).sum(), losses[:, 0].sum()])
+    ).tolist()
+    return total / num_samples
+
+
+def is_ahead(losses: Tensor, rival: Tensor, ranks: Ranks) -> bool:
+    """Whether the mean loss is lower than a rival's by more than one standard error of that."""
+    samples, lead = losses[:, 0], rival[:, 1] - losses[:, 1]
+    squares, ones = samples.square(), torch.ones_like(samples)
+    terms = [samples, samples * lead, squares, squares * lead, squares * lead.square(), ones]
+    sums = torch.stack([term.sum() for term in terms])
+    n, of_n, n2, n2_lead, n2_lead2, parts = ranks.sum_(sums).tolist()
+    mean = of_n / n
+    spread = max(n2_lead2 - 2 * mean * n2_lead + mean**2 * n2, 0.0) / n**2
+    return mean > math.sqrt(spread * parts / max(parts - 1, 1))
+
+
+def _ids_by_table(
+    features: KeyedJaggedTensor, tables: Iterable[EmbeddingBagConfig], place: str
+) -> dict[str, Tensor]:
+    """Table -> the rows that a batch reads, each once."""
+    bags = copy.copy(features).to_dict()  # the batch itself is left as it was: see jagged_by_key
+    return {
+        table.name: torch.cat([ids for ids, _ in bags_of(table, bags, place).values()]).unique()
+        for table in tables
+    }
