@@ -493,7 +493,7 @@ def curvature(
     of = [watched_collection(collection, blocks, device) for collection in result.values()]
     sums = CurvatureSums(tables, blocks, device, couplings=couplings)
     with evaluating(model), watching(of) as lookups:
-        measure = _Measure(model, loss, ranks, lookups)
+        measure = Measure(model, loss, ranks, lookups)
         at_a_time, begin = _samples_at_a_time(of, num_outputs), time.monotonic()
         for index, (place, batch) in enumerate(
             first_batches(batches, loss, ranks, enough, at_a_time)
@@ -645,7 +645,7 @@ def checked_batch(batch: Batch, loss: Loss | Task, place: str) -> Batch:
     return for_lookup(batch)
 
 
-class _Measure:
+class Measure:
     """A model called on batches, while its collections are watched."""
 
     def __init__(

@@ -33,15 +33,19 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.allocation.bits import Prediction
 from dnis_torchrec.allocation.contributions import (
+    Entries,
     Lookup,
     Pieces,
     WatchedCollection,
     answering,
+    merged,
+    sum_by_group,
     watched_collection,
     watching,
 )
 from dnis_torchrec.allocation.curvature import (
     Loss,
+    Measure,
     PredictedBatch,
     device_of,
     evaluating,
@@ -136,11 +140,13 @@ BYTES_OF_PIECES = 1 << 30
 PARTS_OF_BATCH = 32
 """Parts of a batch whose losses tell a lead from chance."""
 BLOCK_STRENGTHS, COLUMN_STRENGTHS = (0.0, 0.1, 0.3, 1.0), (0.03, 0.1, 0.3)
-"""Choices of tau_b, and of tau_c above 0."""
+"""Choices of tau_b, and of tau_c above 0, rising."""
 MOST_ITERATIONS = 25
-ENOUGH_NATS = 0.1
+ENOUGH_NATS = 0.3
 """A solution is good enough once a step of L-BFGS takes less off the loss of all samples: chance
 moves it by more."""
+STILL = 1e12
+"""Precision of a number that does not move."""
 SMALLEST_GAIN, LARGEST_GAIN = 2.0**-6, 2.0**6
 SHIFT_UNIT = 2.0**-16
 """What the shift is a multiple of."""
@@ -168,42 +174,47 @@ class _Sample:
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """One vector of a, b and d of every table, and the shift at its end."""
+    """One vector: a and b of every table, the shift, and d of every table."""
 
     may_move: Mapping[str, Tensor]
 
+    @property
+    def num_of_blocks(self) -> int:
+        """Numbers up to the shift, and with it."""
+        return sum(1 + len(moves) for moves in self.may_move.values()) + 1
+
+    @property
+    def size(self) -> int:
+        """Numbers in all."""
+        return self.num_of_blocks + sum(moves.numel() for moves in self.may_move.values())
+
     def alpha(self, values: Tensor) -> dict[str, Tensor]:
         """Alpha of every table, ``(S, D)``; 1 where it may not move."""
+        tables = self.may_move.values()
+        of_blocks = values[: self.num_of_blocks - 1].split([1 + len(moves) for moves in tables])
+        of_columns = values[self.num_of_blocks :].split([moves.numel() for moves in tables])
         result = {}
-        for (name, moves), part in zip(self.may_move.items(), self._parts(values), strict=True):
-            num_blocks = len(moves)
-            of_block, of_column = part[1 : 1 + num_blocks], part[1 + num_blocks :]
-            change = part[0] + of_block[:, None] + of_column.view(moves.shape)
-            result[name] = 1 + moves * change
+        for (name, moves), b, d in zip(self.may_move.items(), of_blocks, of_columns, strict=True):
+            result[name] = 1 + moves * (b[0] + b[1:, None] + d.view(moves.shape))
         return result
+
+    def shift(self, values: Tensor) -> Tensor:
+        """How far outputs move."""
+        return values[self.num_of_blocks - 1]
 
     def gradient(self, of_alpha: Mapping[str, Tensor], of_shift: Tensor) -> Tensor:
         """The gradient in the vector, from that in alpha."""
-        parts = list[Tensor]()
-        for name, moves in self.may_move.items():
-            part = of_alpha[name] * moves
-            parts += [part.sum().view(1), part.sum(1), part.flatten()]
-        return torch.cat([*parts, of_shift.view(1)])
+        parts = [of_alpha[name] * moves for name, moves in self.may_move.items()]
+        of_blocks = [torch.cat([part.sum().view(1), part.sum(1)]) for part in parts]
+        return torch.cat([*of_blocks, of_shift.view(1), *(part.flatten() for part in parts)])
 
-    def strengths(self, of_blocks: float, of_columns: float) -> Tensor:
-        """Tau of every number, ``inf`` for the shift."""
-        parts = list[Tensor]()
-        for moves in self.may_move.values():
-            parts += [
-                torch.full((1 + len(moves),), of_blocks),
-                torch.full((moves.numel(),), of_columns),
-            ]
-        return torch.cat([*parts, torch.tensor([math.inf])]).double()
-
-    def _parts(self, values: Tensor) -> tuple[Tensor, ...]:
-        return values[:-1].split(
-            [1 + len(moves) + moves.numel() for moves in self.may_move.values()]
-        )
+    def precision(self, of_blocks: float, of_columns: float) -> Tensor:
+        """One over tau squared of every number, 0 for the shift, which may go anywhere."""
+        result = torch.full((self.size,), of_columns, dtype=torch.float64)
+        result[: self.num_of_blocks] = of_blocks
+        result = result.square().reciprocal().clamp(max=STILL)
+        result[self.num_of_blocks - 1] = 0
+        return result
 
 
 class LossSample:
@@ -261,7 +272,7 @@ class LossSample:
             gains = self.fit(
                 {name: is_coded(table.codes.bits) for name, table in scheme.tables.items()}
             )
-        increase = gains.loss - self.loss
+        increase = gains.loss - self._mean_loss()
         tables = {
             name: table.with_codes(table.codes.with_gain(gains.alpha[name].float()))
             for name, table in scheme.tables.items()
@@ -269,17 +280,15 @@ class LossSample:
         learnt = MixedDimensionScheme(tables) if any(gains.strengths) else None
         return Prediction(loss_increase=increase, output_shift=gains.shift, scheme=learnt)
 
-    @property
-    def loss(self) -> float:
+    def _mean_loss(self) -> float:
         """Mean loss of all samples, as the model was when they were read."""
         losses = [len(part.reference.values) * part.reference.at.loss for part in self._samples]
         return self._mean(sum(losses))
 
     def _mean(self, total: float) -> float:
         num_samples = sum(len(part.reference.values) for part in self._samples)
-        total, num_samples = self._ranks.sum_(
-            torch.tensor([total, num_samples], dtype=torch.float64)
-        ).tolist()
+        sums = torch.tensor([total, num_samples], dtype=torch.float64)
+        total, num_samples = self._ranks.sum_(sums).tolist()
         return total / num_samples
 
     def _increase_in_training(self) -> float:
@@ -335,7 +344,7 @@ class _Problem:
         model: nn.Module,
         loss: Loss | Task,
         of: Sequence[WatchedCollection],
-        samples: Iterable[tuple[Batch, str]],
+        samples: Sequence[tuple[Batch, str]],
         ranks: Ranks,
         *,
         layout: _Layout,
@@ -346,16 +355,16 @@ class _Problem:
         self._layout, self._phi, self._moves_shift = layout, phi, moves_shift
         self._device = device_of(model)
         read_by_name_(model, refuse_weights=None)
-        batches = [self._record(*sample) for sample in samples]
-        self._halves, self._all = (batches[::2], batches[1::2]), batches
+        self._all = [self._record(*sample) for sample in samples]
+        self._halves = self._all[::2], self._all[1::2]
+        self._bends = self._measure_bends(*samples[0])
 
     def gains(self) -> Gains:
         """The solution at the strengths that are best for the other half, if they are ahead."""
-        none = torch.zeros(len(self._layout.strengths(0.0, 0.0)), dtype=torch.float64)
+        none = torch.zeros(self._layout.size, dtype=torch.float64)
         old = self._judge((0.0, 0.0), [none, none])
-        best = self._best([(tau, 0.0) for tau in BLOCK_STRENGTHS], old)
-        if best.strengths[0] > 0:
-            best = self._best([(best.strengths[0], tau) for tau in COLUMN_STRENGTHS], best)
+        best = self._climb([(tau, 0.0) for tau in BLOCK_STRENGTHS], old)
+        best = self._climb([(best.strengths[0], tau) for tau in COLUMN_STRENGTHS], best)
         if not is_ahead(best.losses, old.losses, self._ranks):
             return Gains(self._layout.alpha(none), 0.0, old.loss, (0.0, 0.0))
         point = self._solve(self._all, torch.stack(best.points).mean(0), best.strengths)
@@ -363,21 +372,26 @@ class _Problem:
             name: of_table.clamp(SMALLEST_GAIN, LARGEST_GAIN)
             for name, of_table in self._layout.alpha(point).items()
         }
-        shift = round(float(point[-1]) / SHIFT_UNIT) * SHIFT_UNIT
+        shift = round(float(self._layout.shift(point)) / SHIFT_UNIT) * SHIFT_UNIT
         return Gains(alpha, shift, best.loss, best.strengths)
 
-    def _best(self, options: Sequence[tuple[float, float]], start: _Option) -> _Option:
-        """The best of rising strengths, each begun at the solution of the one before; a strength
-        that is worse ends it."""
-        best, points = start, start.points
-        for strengths in options:
-            halves = zip(self._halves, points, strict=True)
-            points = [self._solve(half, point, strengths) for half, point in halves]
-            option = self._judge(strengths, points)
-            if option.loss >= best.loss and best is not start:
+    def _climb(self, options: Sequence[tuple[float, float]], start: _Option) -> _Option:
+        """The best of rising strengths: upwards from one in the middle while it gets better, and
+        downwards if the middle is no better. Each solution begins at the best one so far."""
+        best, middle = start, len(options) - 2
+        for places in (range(middle, len(options)), range(middle - 1, -1, -1)):
+            for place in places:
+                option = self._try(options[place], best)
+                if option.loss >= best.loss:
+                    break
+                best = option
+            if best is not start:
                 break
-            best = min(best, option, key=lambda one: one.loss)
         return best
+
+    def _try(self, strengths: tuple[float, float], start: _Option) -> _Option:
+        halves = zip(self._halves, start.points, strict=True)
+        return self._judge(strengths, [self._solve(*half, strengths) for half in halves])
 
     def _judge(self, strengths: tuple[float, float], points: list[Tensor]) -> _Option:
         """What each half has taught, judged by the other."""
@@ -397,6 +411,31 @@ class _Problem:
                         (lookup, list(lookup.of.pieces(lookup, lookup.apart())))
                     )
         return _Recorded(batch, place, calls)
+
+    def _measure_bends(self, batch: Batch, place: str) -> Tensor:
+        """Second derivatives of the mean loss in every number, on one batch: they set the lengths
+        of steps. Distributed: that of `_record`, and an all_reduce."""
+        with watching(self._of) as lookups:
+            looked_up = Measure(self._model, self._loss, self._ranks, lookups).look_up(batch, place)
+        second, size = looked_up.at.second, len(batch.labels)
+        entries: dict[str, list[Entries]] = {name: [] for name in self._layout.may_move}
+        for lookup, apart, gradient in looked_up.calls:
+            for table, part in lookup.of.entries(lookup, apart, gradient):
+                entries[table].append(part)
+        of_columns, of_blocks = list[Tensor](), list[Tensor]()
+        for name, moves in self._layout.may_move.items():
+            bends = torch.zeros(len(moves), 1 + moves.shape[1], dtype=torch.float64)
+            if entries[name]:
+                both = merged(entries[name], size)
+                worth = both.worth * moves.to(both.worth)[both.blocks]
+                worth = torch.cat([worth.sum(2, keepdim=True), worth], dim=2)
+                bend = torch.einsum("tmd,mtu,umd->md", worth, second[both.samples], worth)
+                bends = sum_by_group(bend, both.blocks, len(moves)).cpu()
+            of_blocks += [bends[:, 0].sum().view(1), bends[:, 0]]
+            of_columns.append(bends[:, 1:].flatten())
+        parts = [*of_blocks, second.sum().view(1).cpu(), *of_columns]
+        total = self._ranks.sum_(torch.cat([*parts, torch.tensor([float(size)])]))
+        return total[:-1] / total[-1]
 
     def _outputs(self, part: _Recorded, alpha: Mapping[str, Tensor], shift: Tensor) -> Outputs:
         """What the model returns with other alpha. Local."""
@@ -427,22 +466,22 @@ class _Problem:
     ) -> Tensor:
         """Solves on some batches. Rank 0 chooses the steps, all evaluate them: one broadcast and
         one all_reduce an evaluation."""
-        tau = self._layout.strengths(*strengths)
-        is_shift = tau.isinf()
-        unit = torch.where(is_shift, float(self._moves_shift), tau)
-        begin = torch.where(unit > 0, start / unit, 0.0)
-        num_samples = float(
-            self._ranks.sum_(torch.tensor([sum(len(p.batch.labels) for p in batches)]))
-        )
+        precision = self._layout.precision(*strengths)
+        if not self._moves_shift:
+            precision[self._layout.num_of_blocks - 1] = STILL
+        num_samples = torch.tensor([sum(len(part.batch.labels) for part in batches)])
+        weight = float(self._ranks.sum_(num_samples)) / self._phi
+        # in these units the problem is about as curved in all directions
+        unit = (precision + weight * self._bends.clamp(min=0)).rsqrt()
 
         def evaluate(place: np.ndarray) -> tuple[float, np.ndarray]:
-            point = torch.from_numpy(place)
-            loss, slopes = self._derive(batches, point * unit)
-            prior = torch.where(is_shift, 0.0, point)
-            value = num_samples * loss / self._phi + float(prior.square().sum()) / 2
-            return value, (slopes * unit / self._phi * num_samples + prior).numpy()
+            values = torch.from_numpy(place) * unit
+            loss, slopes = self._derive(batches, values)
+            value = weight * loss + float((precision * values.square()).sum()) / 2
+            return value, ((weight * slopes + precision * values) * unit).numpy()
 
-        return _minimise(evaluate, begin, self._ranks) * unit
+        start = start.masked_fill(precision == STILL, 0)
+        return _minimise(evaluate, start / unit, self._ranks) * unit
 
     def _derive(self, batches: Sequence[_Recorded], values: Tensor) -> tuple[float, Tensor]:
         """The mean loss of some batches, and its gradient. One all_reduce."""
@@ -454,7 +493,7 @@ class _Problem:
                     name: of_table.to(self._device).requires_grad_()
                     for name, of_table in self._layout.alpha(values.float()).items()
                 }
-                shift = values[-1].float().to(self._device).requires_grad_()
+                shift = self._layout.shift(values).float().to(self._device).requires_grad_()
                 loss = mean_loss(
                     self._outputs(part, alpha, shift), part.batch, self._loss, part.place
                 )
@@ -463,7 +502,7 @@ class _Problem:
                 name: of_table.double().cpu() for name, of_table in zip(alpha, slopes, strict=False)
             }
             gradient = self._layout.gradient(of_alpha, slopes[-1].double().cpu())
-            total += size * torch.cat([torch.tensor([float(loss), 1.0]), gradient])
+            total += size * torch.cat([torch.tensor([float(loss.detach()), 1.0]), gradient])
         loss_of_all, num_samples, *_ = (total := self._ranks.sum_(total)).tolist()
         return loss_of_all / num_samples, total[2:] / num_samples
 
@@ -475,9 +514,10 @@ class _Problem:
             name: of_table.to(self._device)
             for name, of_table in self._layout.alpha(values.float()).items()
         }
+        shift = self._layout.shift(values).float().to(self._device)
         for part in batches:
             size = len(part.batch.labels)
-            outputs = self._outputs(part, alpha, values[-1].float().to(self._device))
+            outputs = self._outputs(part, alpha, shift)
             bounds = torch.linspace(0, size, min(PARTS_OF_BATCH, size) + 1).round().long().tolist()
             for first, last in pairwise(bounds):
                 batch = slice_of(part.batch, first, last)
