@@ -499,7 +499,7 @@ def curvature(
             first_batches(batches, loss, ranks, enough, at_a_time)
         ):
             sums.add(measure.look_up(batch.to(device), place))
-            if index == 0 and warns and ranks.is_first:
+            if index == 0 and warns and ranks.is_first and num_outputs > 1:
                 _say_how_long(time.monotonic() - begin, len(batch.labels), enough, num_outputs)
     return sums.over(ranks, loss, warns=warns)
 
@@ -587,10 +587,10 @@ def first_batches(
     ranks: Ranks,
     enough: float,
     at_a_time: int,
-    parts: int = 1,
+    least: int = 1,
 ) -> Iterator[tuple[str, Batch]]:
     """This rank's batches until all ranks together have enough samples, cut alike on all: into
-    multiples of `parts`, unless one has too few samples."""
+    `least` parts at least, unless one has too few samples."""
     stream, done = iter(batches), 0
     for index in count():
         if done >= enough:
@@ -615,7 +615,7 @@ def first_batches(
             remedy,
         )
         done += sum(sizes)
-        cuts = min(parts * math.ceil(max(sizes) / (parts * at_a_time)), *sizes)
+        cuts = min(max(least, math.ceil(max(sizes) / at_a_time)), *sizes)
         if batch is None or cuts == 1:
             yield from [(place, batch)] if batch is not None else []
             continue

@@ -163,6 +163,15 @@ class Gains:
     strengths: tuple[float, float]
 
 
+def with_gains(scheme: MixedDimensionScheme, alpha: Mapping[str, Tensor]) -> MixedDimensionScheme:
+    """The scheme with its scales multiplied."""
+    tables = {
+        name: table.with_codes(table.codes.with_gain(alpha[name].float()))
+        for name, table in scheme.tables.items()
+    }
+    return MixedDimensionScheme(tables)
+
+
 @dataclass(frozen=True, eq=False)
 class _Sample:
     """A held-out batch of this rank, and what the model says of it before anything is rounded."""
@@ -249,7 +258,10 @@ class LossSample:
         floats = sum(part.floats_per_sample for part in self._of)
         num_samples = min(num_samples, self._ranks.world_size * BYTES_OF_PIECES // (4 * floats))
         at_a_time = min(SAMPLES_AT_A_TIME, samples_within(num_outputs))
-        stream = first_batches(batches, loss, self._ranks, num_samples, at_a_time, parts=2)
+        parts = loss, self._ranks, num_samples, at_a_time
+        stream = list(first_batches(batches, *parts))
+        if len(stream) == 1:  # a batch alone is cut, so that there are halves
+            stream = list(first_batches([stream[0][1]], *parts, least=2))
         for place, batch in stream:
             reference = predictions_of(model, batch, loss, place, self._ranks)
             bends = reference.at.second.diagonal(dim1=1, dim2=2).clone()  # not (B, T, T) of all
@@ -273,11 +285,7 @@ class LossSample:
                 {name: is_coded(table.codes.bits) for name, table in scheme.tables.items()}
             )
         increase = gains.loss - self._mean_loss()
-        tables = {
-            name: table.with_codes(table.codes.with_gain(gains.alpha[name].float()))
-            for name, table in scheme.tables.items()
-        }
-        learnt = MixedDimensionScheme(tables) if any(gains.strengths) else None
+        learnt = with_gains(scheme, gains.alpha) if any(gains.strengths) else None
         return Prediction(loss_increase=increase, output_shift=gains.shift, scheme=learnt)
 
     def _mean_loss(self) -> float:
@@ -355,14 +363,22 @@ class _Problem:
         self._layout, self._phi, self._moves_shift = layout, phi, moves_shift
         self._device = device_of(model)
         read_by_name_(model, refuse_weights=None)
-        self._all = [self._record(*sample) for sample in samples]
-        self._halves = self._all[::2], self._all[1::2]
-        self._bends = self._measure_bends(*samples[0])
+        records = [self._record(*sample) for sample in samples]
+        self._all = [part for part, _ in records]
+        self._bends = ranks.sum_(torch.stack([bends for _, bends in records]).sum(0))
+        number = {place: n for n, place in enumerate(dict.fromkeys(place for _, place in samples))}
+        if len(number) == 1:
+            self._halves = self._all[::2], self._all[1::2]
+        else:  # by whole batches: however they are cut or spread over ranks, halves are the same
+            even = [part for part in self._all if number[part.place] % 2 == 0]
+            self._halves = even, [part for part in self._all if number[part.place] % 2]
 
     def gains(self) -> Gains:
         """The solution at the strengths that are best for the other half, if they are ahead."""
         none = torch.zeros(self._layout.size, dtype=torch.float64)
         old = self._judge((0.0, 0.0), [none, none])
+        if not all(self._halves):
+            return Gains(self._layout.alpha(none), 0.0, old.loss, (0.0, 0.0))
         best = self._climb([(tau, 0.0) for tau in BLOCK_STRENGTHS], old)
         best = self._climb([(best.strengths[0], tau) for tau in COLUMN_STRENGTHS], best)
         if not is_ahead(best.losses, old.losses, self._ranks):
@@ -399,27 +415,16 @@ class _Problem:
         losses = torch.cat([self._part_losses(half, point) for half, point in halves])
         return _Option(strengths, points, losses, mean_of(losses, self._ranks))
 
-    def _record(self, batch: Batch, place: str) -> _Recorded:
-        """Calls the model once. Distributed: its lookups, once or twice."""
-        with watching(self._of) as lookups:
-            with torch.enable_grad():
-                outputs_of(self._model, batch, self._loss)
-            calls: dict[int, list[tuple[Lookup, list[Pieces]]]] = {id(of): [] for of in self._of}
-            with torch.no_grad():
-                for lookup in lookups:
-                    calls[id(lookup.of)].append(
-                        (lookup, list(lookup.of.pieces(lookup, lookup.apart())))
-                    )
-        return _Recorded(batch, place, calls)
-
-    def _measure_bends(self, batch: Batch, place: str) -> Tensor:
-        """Second derivatives of the mean loss in every number, on one batch: they set the lengths
-        of steps. Distributed: that of `_record`, and an all_reduce."""
+    def _record(self, batch: Batch, place: str) -> tuple[_Recorded, Tensor]:
+        """Calls the model once; also returns the sum over samples of the second derivatives of the
+        loss in every number. Distributed: its lookups, once or twice."""
         with watching(self._of) as lookups:
             looked_up = Measure(self._model, self._loss, self._ranks, lookups).look_up(batch, place)
         second, size = looked_up.at.second, len(batch.labels)
+        calls: dict[int, list[tuple[Lookup, list[Pieces]]]] = {id(of): [] for of in self._of}
         entries: dict[str, list[Entries]] = {name: [] for name in self._layout.may_move}
         for lookup, apart, gradient in looked_up.calls:
+            calls[id(lookup.of)].append((lookup, list(lookup.of.pieces(lookup, apart))))
             for table, part in lookup.of.entries(lookup, apart, gradient):
                 entries[table].append(part)
         of_columns, of_blocks = list[Tensor](), list[Tensor]()
@@ -433,9 +438,8 @@ class _Problem:
                 bends = sum_by_group(bend, both.blocks, len(moves)).cpu()
             of_blocks += [bends[:, 0].sum().view(1), bends[:, 0]]
             of_columns.append(bends[:, 1:].flatten())
-        parts = [*of_blocks, second.sum().view(1).cpu(), *of_columns]
-        total = self._ranks.sum_(torch.cat([*parts, torch.tensor([float(size)])]))
-        return total[:-1] / total[-1]
+        of_shift = second.sum().view(1).cpu()
+        return _Recorded(batch, place, calls), torch.cat([*of_blocks, of_shift, *of_columns])
 
     def _outputs(self, part: _Recorded, alpha: Mapping[str, Tensor], shift: Tensor) -> Outputs:
         """What the model returns with other alpha. Local."""
@@ -469,10 +473,11 @@ class _Problem:
         precision = self._layout.precision(*strengths)
         if not self._moves_shift:
             precision[self._layout.num_of_blocks - 1] = STILL
-        num_samples = torch.tensor([sum(len(part.batch.labels) for part in batches)])
-        weight = float(self._ranks.sum_(num_samples)) / self._phi
+        sizes = [sum(len(part.batch.labels) for part in some) for some in (batches, self._all)]
+        size, size_of_all = self._ranks.sum_(torch.tensor(sizes)).tolist()
+        weight = size / self._phi
         # in these units the problem is about as curved in all directions
-        unit = (precision + weight * self._bends.clamp(min=0)).rsqrt()
+        unit = (precision + weight * self._bends.clamp(min=0) / size_of_all).rsqrt()
 
         def evaluate(place: np.ndarray) -> tuple[float, np.ndarray]:
             values = torch.from_numpy(place) * unit

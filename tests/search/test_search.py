@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from dnis_torchrec.allocation.held_out import LossSample, with_gains
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
@@ -23,6 +22,7 @@ from dnis_torchrec import export
 from dnis_torchrec.allocation.axes import rotation_groups, with_axes_
 from dnis_torchrec.allocation.bits import Prediction
 from dnis_torchrec.allocation.compress import packed_collections
+from dnis_torchrec.allocation.gains import LossSample, with_gains
 from dnis_torchrec.artifact.export import load_model
 from dnis_torchrec.artifact.verify import verify
 from dnis_torchrec.blocks.blocking import blocks_from_counts

@@ -1,4 +1,4 @@
-"""Held-out samples: predicted loss, scales that they teach, the output bias."""
+"""Held-out samples: gains against a dense oracle, predicted loss, the output bias."""
 
 from __future__ import annotations
 
@@ -6,23 +6,30 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from dnis_torchrec.allocation.held_out import OutputBias, alpha_step, output_bias
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import minimize
 from torch import Tensor, nn
+from torch.func import functional_call
 from torchrec.datasets.utils import Batch
 
 import dnis_torchrec as dnis
-from dnis_torchrec.allocation import held_out as loss_sample
 from dnis_torchrec.allocation.compress import Measured, measure_
-from dnis_torchrec.allocation.curvature import curvature
+from dnis_torchrec.allocation.contributions import watched_collection
+from dnis_torchrec.allocation.gains import ENOUGH_NATS, Gains, OutputBias, _Layout, _Problem, output_bias
+from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.codes import ColumnCodes, decode_rows, encode_rows, feedback_of, is_coded
+from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.selection.shards import collections
 from dnis_torchrec.training.rounded import RoundedTables
+from tests import models
 from tests.allocation.test_compress import (
     BATCHES,
     Model,
@@ -33,17 +40,24 @@ from tests.allocation.test_compress import (
     rounded,
     trained,
 )
-from tests.allocation.test_curvature import Case, make_batches, make_model
-from tests.models import nearest_codes
+from tests.allocation.test_curvature import CASES as CURVATURE_CASES
+from tests.allocation.test_curvature import Case, make_batch, make_batches, make_blocks, make_model
+from tests.models import interest
 
 MSE, BCE = nn.MSELoss(), nn.BCEWithLogitsLoss()
+PHI = 0.8
 TRAIN, HELD_OUT = BATCHES[:2], [batch(seed, 512) for seed in (10, 11)]
 
 
 @pytest.fixture(autouse=True)
 def labels() -> None:
-    label_([*TRAIN, *HELD_OUT])
+    """Held-out samples want users to count less than they do in the model."""
     label_(BATCHES)
+    model = trained()
+    model.pairs.embedding_bags.user.weight.data.mul_(0.8)
+    for own in HELD_OUT:
+        with torch.no_grad():
+            own.labels = model(own.dense_features, own.sparse_features)
 
 
 @cache
@@ -77,24 +91,6 @@ def test_a_gain_leaves_every_code_as_it_was(seed: int, has_feedback: bool, twice
     torch.testing.assert_close(ratio, torch.where(is_coded(bits), product, 1.0), rtol=0.02, atol=0)
 
 
-def naive_step(gradient: float, bend: float, noise: float) -> float:
-    """Down by eta of a Newton step, less what chance may be; not at all if that is all."""
-    if bend <= 0 or gradient**2 <= noise * bend:
-        return 0.0
-    step = 0.5 * gradient / bend * (1 - noise * bend / gradient**2)
-    return min(max(step, -0.2), 0.2)
-
-
-def test_a_step_is_the_naive_one() -> None:
-    gradient, bend = torch.randn(6, 9, dtype=torch.float64), torch.rand(6, 9, dtype=torch.float64)
-    bend[0], gradient[1] = 0, 0
-    for noise in (0.0, 1e-3, 0.3):
-        found = alpha_step(gradient, bend, noise)
-        for index in torch.cartesian_prod(torch.arange(6), torch.arange(9)).tolist():
-            place = tuple(index)
-            assert float(found[place]) == pytest.approx(naive_step(float(gradient[place]), float(bend[place]), noise))
-
-
 def outputs(model: nn.Module, batches: list[Batch]) -> Tensor:
     with torch.no_grad():
         return torch.cat([model(own.dense_features, own.sparse_features) for own in batches])
@@ -104,85 +100,177 @@ def losses(predicted: Tensor, batches: list[Batch]) -> Tensor:
     return (predicted - torch.cat([own.labels for own in batches])).square()
 
 
-class NaiveModel:
-    """A measured model whose tables hold multiples of what their fitted codes stand for; its mean prediction stays."""
+def loss_with(
+    model: nn.Module, blocks: RowBlocks, alpha: dict[str, Tensor], shift: float, batches: list[Batch]
+) -> float:
+    """The naive way: whole tables are multiplied by alpha of their rows, and the model is called."""
+    model = copy.deepcopy(model).eval()
+    for collection in collections(model).values():
+        for name, bag in tables_of(collection).items():
+            bag.weight.data.copy_(bag.weight * alpha[name].to(bag.weight)[blocks.routings[name].all_blocks()])
+    with torch.no_grad():
+        z = [model(own.dense_features, own.sparse_features).double() + shift for own in batches]
+    return float(BCE(torch.cat(z), torch.cat([own.labels for own in batches]).double()))
 
-    def __init__(self, found: Measured, fitted: dnis.Allocation) -> None:
-        self.model, self.blocks, self.tables = copy.deepcopy(found.model), found.blocks, fitted.scheme.tables
-        self.before = {id(own): outputs(found.model, [own]) for own in HELD_OUT}
-        self.bags = {
-            name: bag for part in (self.model.pairs, self.model.rest) for name, bag in part.embedding_bags.items()
+
+def tables_of(collection: nn.Module) -> dict[str, nn.Module]:
+    return dict(getattr(collection, "embedding_bags", None) or collection.embeddings)
+
+
+def problem_of(model: nn.Module, blocks: RowBlocks, batches: list[Batch], *, moves_shift: bool = True) -> _Problem:
+    """The problem of all columns of all blocks."""
+    dims = {name: bag for own in collections(model).values() for name, bag in tables_of(own).items()}
+    layout = _Layout(
+        {name: torch.ones(blocks.routings[name].num_blocks, bag.weight.shape[1]).bool() for name, bag in dims.items()}
+    )
+    of = [watched_collection(own, blocks, torch.device("cpu")) for own in collections(model).values()]
+    samples = [(own, f"batch {index}") for index, own in enumerate(batches)]
+    return _Problem(model.eval(), BCE, of, samples, Ranks(), layout=layout, phi=PHI, moves_shift=moves_shift)
+
+
+ASSIGNED = [name for name, case in CURVATURE_CASES.items() if not case.unassigned]
+
+
+@pytest.mark.parametrize("name", [*ASSIGNED, "sequences"])
+def test_loss_and_gradient_are_those_of_tables_that_are_multiplied(name: str) -> None:
+    model, blocks, batches = problem_case(name)
+    problem = problem_of(model, blocks, batches)
+    layout = problem._layout
+    point, generator = 0.3 * torch.randn(layout.size, dtype=torch.float64), torch.Generator().manual_seed(5)
+    loss, slopes = problem._derive(problem._all, point)
+
+    def at(values: Tensor) -> float:
+        alpha = {table: part.float() for table, part in layout.alpha(values).items()}
+        return loss_with(model, blocks, alpha, float(layout.shift(values)), batches)
+
+    assert loss == pytest.approx(at(point), rel=1e-5)
+    for _ in range(4):
+        way = torch.randn(layout.size, dtype=torch.float64, generator=generator)
+        step = 1e-2 * way
+        assert float(slopes @ way) == pytest.approx((at(point + step) - at(point - step)) / 2e-2, rel=2e-2, abs=1e-3)
+
+
+def naive_solution(
+    problem: _Problem, model: nn.Module, blocks: RowBlocks, batches: list[Batch], strengths: tuple[float, float]
+) -> tuple[Tensor, Callable[[Tensor], float]]:
+    """Where the objective of the paper's upper level is least, by BFGS on whole tables that are multiplied."""
+    layout, model = problem._layout, copy.deepcopy(model).eval().requires_grad_(False)
+    of = {name: bag for own in collections(model).values() for name, bag in tables_of(own).items()}
+    keys = {
+        name: next(key for key, value in model.named_parameters() if value is bag.weight) for name, bag in of.items()
+    }
+    num_samples = sum(len(own.labels) for own in batches)
+
+    def objective(values: Tensor) -> Tensor:
+        alpha = layout.alpha(values)
+        weights = {
+            keys[name]: bag.weight * alpha[name].float()[blocks.routings[name].all_blocks()] for name, bag in of.items()
         }
-        self.rounded = {name: nearest_codes(self.tables[name], bag.weight.detach()) for name, bag in self.bags.items()}
-        self.bias = found.sample.bias
-        self.hold_({name: torch.ones(table.codes.bits.shape) for name, table in self.tables.items()})
-        assert self.bias is not None
-        moved = torch.cat([self.before[id(own)] - outputs(self.model, [own]) for own in HELD_OUT])
-        self.bias.shift_(self.model, float(moved.mean()))
+        z = [functional_call(model, weights, (own.dense_features, own.sparse_features)) for own in batches]
+        z, y = torch.cat(z).double() + layout.shift(values), torch.cat([own.labels for own in batches]).double()
+        prior, last = values.square() / 2, layout.num_of_blocks
+        of_blocks, of_columns = prior[: last - 1].sum(), prior[last:].sum()
+        return num_samples * BCE(z, y) / PHI + of_blocks / strengths[0] ** 2 + of_columns / strengths[1] ** 2
 
-    def hold_(self, gains: dict[str, Tensor]) -> None:
-        for name, bag in self.bags.items():
-            of_rows = gains[name][self.blocks.routings[name].all_blocks()]
-            bag.weight.data.copy_(self.rounded[name] * of_rows)
+    def both(values: np.ndarray) -> tuple[float, np.ndarray]:
+        point = torch.from_numpy(values).requires_grad_()
+        value = objective(point)
+        return float(value.detach()), torch.autograd.grad(value, point)[0].numpy()
 
-    def step(self, gains: dict[str, Tensor], batches: list[Batch]) -> dict[str, Tensor]:
-        """All columns of all blocks, one by one."""
-        self.hold_(gains)
-        before = torch.cat([self.before[id(own)] for own in batches])
-        noise = float(4 * losses(before, batches).mean()) / 2 / len(before)  # squared error bends by 2
-        worth = curvature(self.model, batches, self.blocks, loss=MSE)
-        found = {name: gain.clone() for name, gain in gains.items()}
-        for name, gain in found.items():
-            bits = self.tables[name].codes.bits
-            for block, column in torch.cartesian_prod(*map(torch.arange, gain.shape)).tolist():
-                if 0 < int(bits[block, column]) < 32:
-                    gradient, bend = (float(part[name][block, column]) for part in (worth.gradient, worth.curvature))
-                    gain[block, column] *= 1 - naive_step(gradient, bend, noise)
-        return found
-
-    def predictions(self, gains: dict[str, Tensor], batches: list[Batch]) -> Tensor:
-        self.hold_(gains)
-        before, after = torch.cat([self.before[id(own)] for own in batches]), outputs(self.model, batches)
-        return after + (before - after).mean()
+    result = minimize(both, np.zeros(layout.size), jac=True, method="BFGS", options={"gtol": 1e-4})
+    return torch.from_numpy(result.x), lambda values: float(objective(values))
 
 
-def naive_learning(found: Measured, fitted: dnis.Allocation, most: int) -> tuple[dict[str, Tensor], float]:
-    """The gains of the best step, the last that gains a tenth of what all do or the one behind it; the prediction."""
-    naive = NaiveModel(found, fitted)
-    before = torch.cat([naive.before[id(own)] for own in HELD_OUT])
-    ones = {name: torch.ones(table.codes.bits.shape) for name, table in naive.tables.items()}
-    plain = losses(before, HELD_OUT)
-    begin = float((losses(naive.predictions(ones, HELD_OUT), HELD_OUT) - plain).mean())
-    best = ones, begin
-    first, second = ones, ones
-    for _ in range(most):
-        first, second = naive.step(first, HELD_OUT[:1]), naive.step(second, HELD_OUT[1:])
-        crossed = torch.cat([naive.predictions(second, HELD_OUT[:1]), naive.predictions(first, HELD_OUT[1:])])
-        mean = {name: (gain + second[name]) / 2 for name, gain in first.items()}
-        after = naive.predictions(mean, HELD_OUT)
-        of_halves = torch.cat([naive.predictions(mean, [own]) for own in HELD_OUT])
-        residuals = after - torch.cat([own.labels for own in HELD_OUT])
-        lost = float((losses(after, HELD_OUT) - plain + 2 * residuals * (crossed - of_halves)).mean())
-        step, best = best[1] - lost, (mean, lost) if lost < best[1] else best
-        if step < 0.1 * (begin - lost) or step <= 0:
-            break
-    return best
+@pytest.mark.parametrize("name", ["one id", "mean", "sequences"])
+def test_the_solution_is_as_good_as_that_on_whole_tables(name: str) -> None:
+    model, blocks, batches = problem_case(name)
+    problem = problem_of(model, blocks, batches)
+    strengths = 3.0, 1.0
+    naive, objective = naive_solution(problem, model, blocks, batches, strengths)
+    solution = problem._solve(problem._all, torch.zeros(problem._layout.size, dtype=torch.float64), strengths)
+    assert objective(solution) - objective(naive) < 2 * ENOUGH_NATS
+    assert objective(torch.zeros_like(naive)) - objective(naive) > 3 * ENOUGH_NATS  # there is something to find
 
 
-@pytest.mark.parametrize(("compression", "most"), [(6.0, 1), (8.0, 4), (10.0, 4)])
-def test_scales_go_where_naive_steps_of_both_halves_take_them_in_the_mean(
-    compression: float, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loss_sample, "MOST_ALPHA_STEPS", most)
-    found, fitted = measured(), measured(learns=False).allocate(compression=compression)
-    learnt = found.allocate(compression=compression)
-    gains, lost = naive_learning(found, fitted, most)
-    for name, gain in gains.items():
-        own, codes = fitted.scheme.tables[name].codes, learnt.scheme.tables[name].codes
-        assert codes.bits.equal(own.bits)
-        torch.testing.assert_close(codes.scale, own.scale * gain, rtol=2**-8, atol=0)
-    assert learnt.predicted_loss_increase == pytest.approx(lost, rel=1e-3)
-    assert learnt.num_bytes == fitted.num_bytes
+def problem_case(name: str) -> tuple[nn.Module, RowBlocks, list[Batch]]:
+    """A model, blocks of its tables and batches: of bags, or of single ids and bags."""
+    if name != "sequences":
+        case = CURVATURE_CASES[name]
+        return make_model(case), make_blocks(case), [make_batch(case, seed, 64) for seed in range(3)]
+    model, batches = interest(), [models.make_batch(seed) for seed in range(9)]
+    return model, models.blocks_of(model, batches, num_blocks=3), batches
+
+
+def click_case(num_batches: int, *, are_shuffled: bool = False) -> list[Batch]:
+    """Held-out batches whose labels are drawn from the model with its users' factors halved, or at random."""
+    model = trained()
+    model.pairs.embedding_bags.user.weight.data.mul_(0.3)
+    result = [batch(seed, 512) for seed in range(20, 20 + num_batches)]
+    for seed, own in enumerate(result):
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            z = model(own.dense_features, own.sparse_features)
+        own.labels = (torch.rand(len(z), generator=generator) < z.sigmoid()).float()
+        if are_shuffled:
+            own.labels = own.labels[torch.randperm(len(z), generator=generator)]
+    return result
+
+
+def taught(held_out: list[Batch], **options: Any) -> Gains:
+    """What batches teach a model whose tables are as they were trained."""
+    model = options.pop("model", None) or trained()
+    measured = measure_(model, click_case(2), loss=BCE, held_out=held_out, **options)
+    every = {name: torch.ones(len(part), part.shape[1]).bool() for name, part in measured.curvature.curvature.items()}
+    return measured.sample.fit(every)
+
+
+def test_what_can_be_gained_is_found_and_cross_fitted() -> None:
+    held_out, others = click_case(4), click_case(12)[4:]
+    gains = taught(held_out)
+    model, blocks = trained(), measured_on_training_samples().blocks
+    ones = {name: torch.ones_like(part) for name, part in gains.alpha.items()}
+    plain, better = (
+        loss_with(model, blocks, alpha, shift, others) for alpha, shift in ((ones, 0.0), (gains.alpha, gains.shift))
+    )
+    assert gains.strengths[0] > 0
+    assert better < plain - 0.02
+    assert gains.loss == pytest.approx(better, abs=0.03)
+
+
+def test_nothing_is_gained_where_labels_are_chance() -> None:
+    """Labels of a model that is right: its factors are the best there are."""
+    model = trained()
+    held_out = click_case(4)
+    for seed, own in enumerate(held_out):
+        with torch.no_grad():
+            chance = model(own.dense_features, own.sparse_features).sigmoid()
+        own.labels = (torch.rand(len(chance), generator=torch.Generator().manual_seed(seed)) < chance).float()
+    gains = taught(held_out)
+    assert gains.strengths == (0.0, 0.0)
+    assert gains.shift == 0
+    assert all(bool((part == 1).all()) for part in gains.alpha.values())
+
+
+def test_frozen_tables_gain_nothing() -> None:
+    model = trained()
+    model.pairs.embedding_bags.user.weight.requires_grad_(False)
+    gains = taught(click_case(4), model=model)
+    assert bool((gains.alpha["user"] == 1).all())
+    assert not bool((gains.alpha["genre"] == 1).all())
+
+
+def test_the_order_of_batches_within_a_half_does_not_matter() -> None:
+    first, second, third, fourth = click_case(4)
+    one, other = taught([first, second, third, fourth]), taught([third, fourth, first, second])
+    assert one.strengths == other.strengths
+    for name, part in one.alpha.items():
+        torch.testing.assert_close(part, other.alpha[name], rtol=0, atol=1e-3)
+
+
+def test_a_batch_alone_is_cut_into_halves() -> None:
+    [own] = click_case(1)
+    assert taught([own]).strengths[0] > 0
+    assert taught([slice_of(own, 0, 1)]).strengths == (0.0, 0.0)
 
 
 @cache
@@ -197,13 +285,6 @@ def test_held_out_samples_lose_less() -> None:
         losses(outputs(compressed(learns=learns)[0], HELD_OUT), HELD_OUT).mean() for learns in (False, True)
     )
     assert learnt < fitted - 1e-3
-
-
-def test_the_mean_prediction_stays_when_scales_learn() -> None:
-    model, found = compressed(learns=True)
-    assert any(table.gain is not None for table in found.scheme.tables.values())
-    before, after = (float(outputs(of, HELD_OUT).mean()) for of in (trained(), model))
-    assert after == pytest.approx(before, abs=1e-4)
 
 
 def test_the_model_is_as_it_was_and_tables_left_alone_too() -> None:
@@ -382,24 +463,9 @@ def test_a_shift_is_taken_back_bit_for_bit_whatever_happens_within() -> None:
     assert all(value.equal(own[name]) for name, value in model.state_dict().items())
 
 
-def shifted_by(loss: nn.Module, compression: float) -> tuple[Tensor, Tensor, float]:
-    """Predictions before and after, and by how much the bias went up."""
+def test_without_held_out_samples_the_output_bias_stays() -> None:
     model = trained()
-    before = predictions(model)
-    found = dnis.compress(model, BATCHES, loss=loss, compression=compression)
-    return before, predictions(model), found.output_shift
-
-
-def test_the_mean_prediction_stays_and_so_does_the_mean_probability() -> None:
-    before, after, shift = shifted_by(MSE, 12.0)
-    assert float((after - shift - before).mean()) == pytest.approx(-shift, abs=1e-4)
-    assert abs(shift) > 1e-3
-    assert float(after.mean()) == pytest.approx(float(before.mean()), abs=1e-4)
-    for own in BATCHES:
-        own.labels = (own.labels > 0).float()
-    before, after, shift = shifted_by(BCE, 12.0)
-    assert abs(shift) > 1e-3
-    assert float(after.sigmoid().mean()) == pytest.approx(float(before.sigmoid().mean()), abs=1e-4)
+    assert dnis.compress(model, BATCHES, loss=MSE, compression=12).output_shift == 0
 
 
 def test_a_model_of_several_outputs_has_none() -> None:
