@@ -171,13 +171,13 @@ class TrainLoop:
     """Trains a model, and evaluates it after every epoch, until the last phase of its plan.
 
     With a folder for checkpoints, a run that was killed continues to the same result. Without one,
-    the best epoch is kept in memory.
+    the best epoch is kept in memory. Without a stream, an epoch is a pass over the training split.
     """
 
     def __init__(
         self,
         pipeline: Any,
-        stream: Iterator[Batch],
+        stream: Iterator[Batch] | None,
         recipe: Recipe,
         plan: Plan,
         folder: Address | None = None,
@@ -256,11 +256,16 @@ class TrainLoop:
         pipeline, first = self._pipeline, self._first_step
         last_step = self.history[-1].step if self.history else 0
         until = min(last_step + self._steps_per_epoch, first + phase.steps)
+        stream = self._stream
+        if stream is None:
+            stream = iter(LookupBatches(self._recipe.data.train, "train"))
         while pipeline.lower_steps < until:
             previous = pipeline.lower_steps
             try:
-                loss = pipeline.progress(self._stream)[0]
+                loss = pipeline.progress(stream)[0]
             except StopIteration:  # the end of an epoch of unknown length
+                steps = pipeline.lower_steps - last_step
+                check(steps > 0, "training stream", "at least one batch", 0, "check the data splits")
                 break
             is_lower = pipeline.lower_steps > previous
             if is_lower:
@@ -315,7 +320,7 @@ class TrainLoop:
         if self._saver is not None:
             self._save()
         elif is_better:
-            self._best_state = pipeline.state(self._stream)
+            self._best_state = pipeline.snapshot()
         self._events.on_save(record, self._is_over)
 
     def _end_phase(self, phase: Phase) -> None:
@@ -434,12 +439,18 @@ class PlainTraining:
 
 
 class StreamPipeline(DetachableTrainPipeline):
-    """TorchRec's own pipeline on a stream without an end, from which a checkpoint can go on."""
+    """TorchRec's own pipeline, whose state a checkpoint or this process's memory holds."""
 
     def __init__(
-        self, model: DistributedModelParallel, optimizer: Any, device: torch.device
+        self,
+        model: DistributedModelParallel,
+        optimizer: Any,
+        device: torch.device,
+        rule: HeldTables | None = None,
     ) -> None:
-        super().__init__(model, optimizer, device, pipeline_postproc=True)
+        stepper = optimizer if rule is None else HoldingOptimizer(optimizer, rule)
+        super().__init__(model, stepper, device, pipeline_postproc=True)
+        self._rule = rule or HeldTables()
         self.device, self.process_group = device, process_group_of(model)
         self.lower_steps = self.upper_steps = 0
         self.density = torch.ones((), dtype=torch.float64, device=device)
@@ -449,12 +460,8 @@ class StreamPipeline(DetachableTrainPipeline):
         """Takes a step."""
         output = super().progress(stream)
         self.lower_steps += 1
-        self._guard.check_loss(output[0], self._place())
+        self._guard.check_loss(output[0], f"step {self.lower_steps}")
         return output
-
-    def _place(self) -> str:
-        """Names the step just taken, in errors."""
-        return f"step {self.lower_steps}"
 
     @contextmanager
     def detached(self) -> Iterator[nn.Module]:
@@ -489,60 +496,21 @@ class StreamPipeline(DetachableTrainPipeline):
         set_rng_(tensors, self.device)
         return values
 
-    def go_back(self, path: Any) -> None:
-        """Takes what the model had learnt from a checkpoint of this run."""
-        tensors, kinds = model_tensors(self._model), ("table", "model")
-        read_checkpoint(path, self._model, tensors, self.process_group, kinds=kinds)
+    def snapshot(self) -> TrainingState:
+        """A copy of what the model has learnt."""
+        return snapshot(self._model, self._rule.tensors())
+
+    def go_back(self, source: Address | TrainingState) -> None:
+        """Takes what the model had learnt, from a checkpoint of this run or a snapshot."""
+        if isinstance(source, TrainingState):
+            take_(self._model, source, self._rule.tensors())
+        else:
+            tensors, kinds = model_tensors(self._model), ("table", "model")
+            read_checkpoint(source, self._model, tensors, self.process_group, kinds=kinds)
 
     def figures(self) -> dict[str, float]:
         """Returns nothing: a plain training has no alpha."""
         return {}
-
-
-class _PlainPipeline(StreamPipeline):
-    """The same with epochs that end with their batches, and states that stay in memory."""
-
-    def __init__(
-        self,
-        model: DistributedModelParallel,
-        stepper: Any,
-        recipe: Recipe,
-        rule: HeldTables,
-        device: torch.device,
-    ) -> None:
-        super().__init__(model, stepper, device)
-        self._rule, self._recipe = rule, recipe
-        self._first = self._epoch = 0
-        self._epoch_batches: Iterator[Batch] | None = None
-
-    def progress(self, stream: Iterator[Batch]) -> Any:
-        """Takes a step; at the end of an epoch raises StopIteration."""
-        if self._epoch_batches is None:
-            self._epoch_batches = iter(LookupBatches(self._recipe.data.train, "train"))
-        try:
-            return super().progress(self._epoch_batches)
-        except StopIteration:
-            steps = self.lower_steps - self._first
-            check(steps > 0, "training stream", "at least one batch", 0, "check the data splits")
-            self._epoch_batches, self._first, self._epoch = None, self.lower_steps, self._epoch + 1
-            raise
-
-    def _place(self) -> str:
-        return f"epoch {self._epoch}, step {self.lower_steps - self._first}"
-
-    @contextmanager
-    def detached(self) -> Iterator[nn.Module]:
-        """Lends the model; the next step takes it back."""
-        self._guard.settle()
-        yield self.detach()
-
-    def state(self, stream: Any) -> TrainingState:
-        """A copy of what the model has learnt."""
-        return snapshot(self._model, self._rule.tensors())
-
-    def go_back(self, state: Any) -> None:
-        """Takes what the model had learnt."""
-        take_(self._model, state, self._rule.tensors())
 
 
 @flushing_denormals()
@@ -560,22 +528,20 @@ def train_plainly(
 ) -> PlainTraining:
     """Trains with TorchRec's pipeline to the best epoch, as the selection loss has it."""
     begin = time.monotonic()
-    stepper = optimizer if rule is None else HoldingOptimizer(optimizer, rule)
-    rule = rule or HeldTables()
-    pipeline = _PlainPipeline(model, stepper, recipe, rule, device)
+    pipeline = StreamPipeline(model, optimizer, device, rule)
     first_loss, first_state = math.inf, None
     if starts_trained:
-        first_loss = selection_loss(model, recipe, device)
-        first_state = snapshot(model, rule.tensors())
+        first_loss, first_state = selection_loss(model, recipe, device), pipeline.snapshot()
     model.train()
     plan = Plan(Phase(name=PLAIN, epochs=max_epochs, patience=patience))
-    loop = TrainLoop(pipeline, iter(()), recipe, plan, events=events or SearchEvents())
+    loop = TrainLoop(pipeline, None, recipe, plan, events=events or SearchEvents())
     loop.run()
     best = loop.finished[0].best
     if first_state is not None and first_loss <= best.loss:
-        take_(model, first_state, rule.tensors())
+        pipeline.go_back(first_state)
         best = Best(loss=first_loss)
-    rule.finish_load_()
+    if rule is not None:
+        rule.finish_load_()
     return PlainTraining(
         selection_loss=best.loss,
         best_epoch=best.epoch,
