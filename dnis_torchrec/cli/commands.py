@@ -242,7 +242,6 @@ def _train(
             events=events,
             steps_per_epoch=steps,
             data=fingerprints,
-            configuration=head["configuration"],
         )
         loop.run()
     seconds = loop.seconds_before + time.monotonic() - begin

@@ -3,13 +3,12 @@ best one. With a folder it saves itself as it goes."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, NotRequired, TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,16 @@ from dnis_torchrec.training.checkpoint import (
     CheckpointFolder,
     CheckpointSaver,
     Manifest,
+    PlacedTensor,
+    TrainingState,
+    describe_tables,
+    model_tensors,
+    optimizer_tensors,
     read_checkpoint,
+    rng_tensors,
+    set_rng_,
+    snapshot,
+    take_,
     warm_up_,
 )
 from dnis_torchrec.training.evaluate import selection_loss
@@ -39,17 +47,6 @@ from dnis_torchrec.training.pipeline import FiniteGuard, LateValues
 from dnis_torchrec.training.rounded import HeldTables, HoldingOptimizer
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.shard import flushing_denormals
-from dnis_torchrec.training.state import (
-    PlacedTensor,
-    TrainingState,
-    describe_tables,
-    model_tensors,
-    optimizer_tensors,
-    rng_tensors,
-    set_rng_,
-    snapshot,
-    take_,
-)
 
 STOP_INTERVAL = 8
 """Steps after which several ranks ask each other whether one was told to stop."""
@@ -154,7 +151,6 @@ class _Search(TypedDict):
     seconds: float
     steps_per_epoch: int
     data: dict[str, int]
-    configuration: NotRequired[dict[str, Any]]
     history: list[EpochRecord]
 
 
@@ -186,7 +182,6 @@ class TrainLoop:
         events: SearchEvents,
         steps_per_epoch: float = math.inf,
         data: Mapping[str, int] | None = None,
-        configuration: Mapping[str, Any] | None = None,
     ) -> None:
         self._pipeline, self._stream, self._recipe = pipeline, stream, recipe
         self._plan, self._events, self._steps_per_epoch = plan, events, steps_per_epoch
@@ -203,7 +198,6 @@ class TrainLoop:
             self._folder = CheckpointFolder(folder, keep_last=self._settings.keep_checkpoints)
         self._saver: CheckpointSaver | None = None
         self._data = dict(data or {})
-        self._configuration = json.loads(json.dumps(dict(configuration or {}), default=float))
         self._steps_behind = 0
         self._begin, self.seconds_before = time.monotonic(), 0.0
 
@@ -264,8 +258,8 @@ class TrainLoop:
             try:
                 loss = pipeline.progress(stream)[0]
             except StopIteration:  # the end of an epoch of unknown length
-                steps = pipeline.lower_steps - last_step
-                check(steps > 0, "training stream", "at least one batch", 0, "check the data splits")
+                has_batch, remedy = pipeline.lower_steps > last_step, "check the data splits"
+                check(has_batch, "training stream", "at least one batch", "none", remedy)
                 break
             is_lower = pipeline.lower_steps > previous
             if is_lower:
@@ -378,7 +372,6 @@ class TrainLoop:
             "seconds": self.seconds_before + time.monotonic() - self._begin,
             "steps_per_epoch": int(self._steps_per_epoch),
             "data": self._data,
-            "configuration": self._configuration,
             "history": [cast(EpochRecord, asdict(record)) for record in self.history],
         }
         whole = TrainingState(
@@ -421,10 +414,6 @@ class TrainLoop:
         differ = [name for name, value in self._data.items() if search["data"].get(name) != value]
         content = f"one of other samples in: {', '.join(differ)}"
         check(not differ, place, "one of this data", content, remedy)
-        remedy = "resume with the configuration of the run"
-        for name, value in self._configuration.items():
-            past = search.get("configuration", {}).get(name, value)
-            check(past == value, place, f"one of a search with {name} {value}", past, remedy)
         return world_size
 
 

@@ -11,13 +11,11 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
 
-from dnis_torchrec.allocation.curvature import on_all
 from dnis_torchrec.allocation.energies import whole_rows
-from dnis_torchrec.blocks.codes import ColumnCodes, check_finite
-from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.blocks.codes import ColumnCodes
+from dnis_torchrec.checks import describe
 from dnis_torchrec.ops.select import RowRounding
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.selection.shards import (
@@ -26,10 +24,12 @@ from dnis_torchrec.selection.shards import (
     frozen_tables_of,
     local_shards,
     ranks_of,
-    table_configs_of,
 )
 from dnis_torchrec.selection.torchrec import lookups, writing_to_tables
-from dnis_torchrec.training.state import Chunk, PlacedTensor
+from dnis_torchrec.training.checkpoint import Chunk, PlacedTensor
+
+_PARTS = ("bits", "scale", "shift")
+"""Parts of codes, by which values are decoded."""
 
 
 class HeldTables:
@@ -70,17 +70,14 @@ class RoundedTables(HeldTables):
         modules = collections(model).values()
         self._model, self._ranks = model, ranks_of(*modules)
         shards = [shard for module in modules for shard in local_shards(module)]
-        shards = [shard for shard in shards if shard.table in scheme.tables]
-        with on_all(self._ranks):
-            _check_fits(scheme, [config for m in modules for config in table_configs_of(m)], shards)
-        self._shards = [_RoundedShard(shard) for shard in shards]
+        self._shards = [_RoundedShard(shard) for shard in shards if shard.table in scheme.tables]
         self._settle_(scheme)
         # A copy, for checkpoints write to it; without feedback and gain, for weights that train on
         # have their nearest codes.
-        self._tables = {
-            name: table.with_codes(ColumnCodes(*map(torch.clone, _parts(table.codes))))
-            for name, table in scheme.tables.items()
-        }
+        self._tables = {}
+        for name, table in scheme.tables.items():
+            parts = (getattr(table.codes, part).clone() for part in _PARTS)
+            self._tables[name] = table.with_codes(ColumnCodes(*parts))
         self._take_codes_()
         with writing_to_tables(model), torch.no_grad():
             for latent in self._shards:
@@ -109,15 +106,15 @@ class RoundedTables(HeldTables):
     def stop_(self) -> None:
         """Leaves the tables as they are: nothing is rounded any more."""
         for lookup in self._fused:
-            lookup.leave_()
+            lookup.hook.remove()
         self._shards, self._fused, self._dense = [], [], []
 
     def tensors(self) -> Mapping[str, PlacedTensor]:
         """Residuals, which checkpoints may take apart as they do the tables, and codes. Local."""
         tensors = {}
         for name, table in self._tables.items():
-            for key, value in zip(("bits", "scale", "shift"), _parts(table.codes), strict=True):
-                tensors[f"codes/{name}/{key}"] = PlacedTensor.of(value)
+            for part in _PARTS:
+                tensors[f"codes/{name}/{part}"] = PlacedTensor.of(getattr(table.codes, part))
             residuals = [latent.residual for latent in self._shards if latent.shard.table == name]
             chunks = [Chunk((part.first_row, part.first_column), part.weight) for part in residuals]
             size = table.num_embeddings, table.embedding_dim
@@ -151,7 +148,9 @@ class _RoundedShard:
     """A shard whose values are rounded."""
 
     def __init__(self, shard: TableShard) -> None:
-        self.shard = shard
+        self.shard, dtype = shard, shard.weight.dtype
+        if dtype != torch.float32:
+            raise TypeError(describe(f"table {shard.table!r}", "float32 weights", dtype))
         zeros = torch.zeros_like(shard.weight, memory_format=torch.contiguous_format)
         self.residual = TableShard(shard.table, zeros, shard.first_row, shard.first_column)
 
@@ -173,18 +172,9 @@ class _FusedLookup:
     def __init__(
         self, kernel: SplitTableBatchedEmbeddingBagsCodegen, shards: list[_RoundedShard | None]
     ) -> None:
-        self._tables, self._shards = kernel.feature_table_map, shards
+        self._tables, self.shards = kernel.feature_table_map, shards
         self._inputs: list[tuple[Tensor, Tensor]] = []
-        self._hook = kernel.register_forward_pre_hook(self._note, with_kwargs=True)
-
-    @property
-    def shards(self) -> list[_RoundedShard]:
-        """Those that are rounded."""
-        return [shard for shard in self._shards if shard is not None]
-
-    def leave_(self) -> None:
-        """Notes no further rows."""
-        self._hook.remove()
+        self.hook = kernel.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def round_(self) -> None:
         """Rounds the rows that were looked up, each once."""
@@ -197,7 +187,7 @@ class _FusedLookup:
                 rows.setdefault(table, []).append(ids)
         self._inputs.clear()
         for table, ids_of_table in rows.items():
-            shard = self._shards[table]
+            shard = self.shards[table]
             if shard is not None:
                 shard.round_(torch.cat(ids_of_table).long().unique())
 
@@ -219,23 +209,3 @@ def _fused_lookups(model: nn.Module, shards: Iterable[_RoundedShard]) -> list[_F
             if any(of_kernel):
                 kernels.append(_FusedLookup(kernel, of_kernel))
     return kernels
-
-
-def _check_fits(
-    scheme: MixedDimensionScheme, configs: Iterable[EmbeddingBagConfig], shards: list[TableShard]
-) -> None:
-    sizes = {config.name: (config.num_embeddings, config.embedding_dim) for config in configs}
-    for name, table in scheme.tables.items():
-        check_known("table", name, sizes)
-        shape = table.num_embeddings, table.embedding_dim
-        check(shape == sizes[name], f"table {name!r}", f"a scheme of N, D = {sizes[name]}", shape)
-    for shard in shards:
-        place, routing = f"table {shard.table!r}", scheme.tables[shard.table].routing
-        if shard.weight.dtype != torch.float32:
-            raise TypeError(describe(place, "float32 weights", shard.weight.dtype))
-        for chunk, rows, _ in shard.chunks():
-            check_finite(chunk, routing.block_of(torch.arange(rows.start, rows.stop)), place)
-
-
-def _parts(codes: ColumnCodes) -> tuple[Tensor, Tensor, Tensor]:
-    return codes.bits, codes.scale, codes.shift

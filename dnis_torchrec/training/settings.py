@@ -73,6 +73,7 @@ class StopRequest:
     """
 
     number: int | None = None
+    raises = False
 
     def is_requested(self) -> bool:
         """Whether a signal has come."""
@@ -89,49 +90,34 @@ class StopRequest:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._restore()
-        self._leave(error)
+        # Where it does not raise, nobody has looked at the signal yet.
+        if self.number is not None and error is None and not self.raises:
+            signal.raise_signal(self.number)
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _leave(self, error: BaseException | None) -> None:
-        if self.number is not None and error is None:  # nobody has looked at it
-            signal.raise_signal(self.number)
-
     def _handle(self, number: int, frame: object) -> None:
+        of_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        wait = TORCHRUN_SECONDS if of_torchrun else SAME_REQUEST_SECONDS
         if os.getpid() != self._process:  # forked, as data loaders are: SIGTERM alone ends it
             if number == signal.SIGTERM:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
         elif self.number is None:
             self.number, self._since = number, time.monotonic()
-            self._first(number)
-        elif time.monotonic() - self._since >= _seconds_of_one_request():
-            self._next(number)
-
-    def _first(self, number: int) -> None:
-        """What the first signal does; nothing here."""
-
-    def _next(self, number: int) -> None:
-        self._restore()
-        signal.raise_signal(number)
+            if self.raises:
+                raise Stopped(number)
+        elif time.monotonic() - self._since >= wait:
+            if self.raises:
+                signal.signal(number, signal.SIG_DFL)
+            else:
+                self._restore()
+            signal.raise_signal(number)
 
 
 class Ending(StopRequest):
     """Raises `Stopped` where a signal strikes; the next one ends the process."""
 
-    def _leave(self, error: BaseException | None) -> None:
-        """The signal was raised already."""
-
-    def _first(self, number: int) -> None:
-        raise Stopped(number)
-
-    def _next(self, number: int) -> None:
-        for each in REQUESTS:
-            signal.signal(each, signal.SIG_DFL)
-        signal.raise_signal(number)
-
-
-def _seconds_of_one_request() -> float:
-    return TORCHRUN_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else SAME_REQUEST_SECONDS
+    raises = True

@@ -35,14 +35,16 @@ from dnis_torchrec.selection.torchrec import ShardedTensor, writing_to_tables
 from dnis_torchrec.training.checkpoint import (
     CheckpointFolder,
     CheckpointWriteError,
+    Chunk,
     Manifest,
+    PlacedTensor,
     StoredChunk,
     StoredTensor,
+    TrainingState,
     dtype_name,
     write_checkpoint,
 )
 from dnis_torchrec.training.shard import spread_tables
-from dnis_torchrec.training.state import Chunk, PlacedTensor, TrainingState
 
 MODEL = "model"
 """Folder in a run of several ranks, into which each rank writes its shards."""
@@ -167,10 +169,7 @@ def spread_filled(
 
 def weights_for_(model: nn.Module, path: Path) -> dict[str, StoredTensor]:
     """Finds the weights of a model in files; but names and shapes nothing is read yet."""
-    state = _state(path)
-    if has_axes(state):
-        with_axes_(model)
-    tensors = _behind_prefix(model.state_dict(), state, f"weights {path}")
+    tensors = _behind_prefix(model.state_dict(), _state(path), f"weights {path}")
     check_state(model, tensors, f"weights {path}", "use the weights of the recipe's model")
     return tensors
 
@@ -355,7 +354,8 @@ def _tensor_of(place: str, record: _Record, parts: Mapping[str, memoryview]) -> 
     if name not in ("tensor", "tensor_v2", "tensor_v3"):
         return StoredTensor(place, (), (), name)
     storage, offset, size, stride, *more = record.arguments
-    kind = _KINDS.get(_text(storage.arguments[1]), "numbers of an unknown kind")
+    kind = _text(storage.arguments[1]).removeprefix("torch.").removesuffix("Storage")
+    kind = _KINDS.get(kind, "numbers of an unknown kind")
     if name == "tensor_v3":
         kind = _text(more.pop(2)).removeprefix("torch.")
     if more[2:]:  # flags of what is still to be done to the numbers
@@ -383,13 +383,11 @@ _MOST_CHARACTERS = 1 << 24
 """Of all names in a file."""
 _REBUILD, _OF_CLASS = "torch._utils._rebuild_", "torch._tensor._rebuild_from_type_v2"
 _KINDS = {
-    f"torch.{storage}Storage": kind
-    for storage, kind in {
-        **{"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16"},
-        **{"Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8"},
-        **{"Bool": "bool", "ComplexFloat": "complex64", "ComplexDouble": "complex128"},
-    }.items()
+    **{"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16"},
+    **{"Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8"},
+    **{"Bool": "bool", "ComplexFloat": "complex64", "ComplexDouble": "complex128"},
 }
+"""Dtypes by the names of torch's classes of storage, between ``torch.`` and ``Storage``."""
 _CONSTANTS = {"NEWTRUE": True, "NEWFALSE": False, "NONE": None, "EMPTY_TUPLE": (), "MARK": ...}
 _VALUES = (
     *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINSTRING", "SHORT_BINSTRING"),

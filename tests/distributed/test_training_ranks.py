@@ -228,10 +228,6 @@ def test_the_first_rounding_is_that_of_whole_rows(codes: Part, kind: str) -> Non
     assert not any(own["has_feedback"] for own in parts)
 
 
-def test_nan_on_one_rank_stops_codes_on_both(codes: Part) -> None:
-    assert_outcome([own["outcome"] for own in codes["nan"]], "ValueError", "table 'user'", 1)
-
-
 @pytest.mark.parametrize(("size", "kind"), [*((2, kind) for kind in of.NAMES), (4, "mixed")])
 def test_plain_and_prepared_models_read_each_others_checkpoints(request, size: int, kind: str) -> None:
     for own in ranks_of(size, request).part("names")[kind]:

@@ -62,7 +62,6 @@ from tests.distributed.model import (
     outcome_of,
     plan_as,
     shard_as,
-    shards_of,
     tables,
     tables_of,
     task,
@@ -319,18 +318,9 @@ def scheme_with_feedback() -> MixedDimensionScheme:
     return with_feedback(scheme_of(tables(), blocks().routings, seed=2, widths=(0, 1, 2)))
 
 
-def nan_in_codes(at: Rank) -> Results:
-    """NaN in the shards of rank 1."""
-    model, _ = shard_as(task(), "row_wise", at.process_group)
-    if at.rank == 1:
-        shards_of(model)[0].weight[0, 0] = torch.nan
-    return {"outcome": outcome_of(lambda: RoundedTables(model, scheme_of(tables(), blocks().routings)))}
-
-
 CODES: dict[str, Scenario] = {kind: partial(trains_in_codes, kind) for kind in ROUNDED_AS}
 CODES |= {f"{kind} to {then}": partial(goes_on_in_codes, kind, then) for kind, then in ROUNDED_OTHERWISE}
 CODES |= {f"settles {kind}": partial(settles, kind) for kind in ROUNDED_AS}
-CODES["nan"] = nan_in_codes
 
 
 class Trained:
