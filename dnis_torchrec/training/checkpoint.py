@@ -58,10 +58,8 @@ from dnis_torchrec.selection.torchrec import (
 from dnis_torchrec.selection.wrapper import SoftSelectionModule
 
 CHECKPOINT_MANIFEST = "manifest.json"
-_FORMAT, _FORMAT_VERSION = "dnis-torchrec-checkpoint", 3
-_OTHER = "use another checkpoint"
-_DIFFERENCES = 8
-"""How many differences one error names."""
+_FORMAT = {"format": "dnis-torchrec-checkpoint", "format_version": 3}
+_OTHER, _INCOMPLETE = "use another checkpoint", "copy all files of it"
 
 
 class CheckpointWriteError(RuntimeError):
@@ -143,18 +141,16 @@ def model_tensors(model: nn.Module) -> dict[str, PlacedTensor]:
     return tensors
 
 
-def snapshot(model: nn.Module, more: Mapping[str, PlacedTensor] | None = None) -> TrainingState:
+def snapshot(model: nn.Module) -> TrainingState:
     """A copy on the CPU of what a model has learnt, to go back to within a run."""
-    return TrainingState(tensors=model_tensors(model) | dict(more or {}), tables={}).copy()
+    return TrainingState(tensors=model_tensors(model), tables={}).copy()
 
 
 @torch.no_grad()
-def take_(
-    model: nn.Module, state: TrainingState, more: Mapping[str, PlacedTensor] | None = None
-) -> None:
+def take_(model: nn.Module, state: TrainingState) -> None:
     """Goes back to a snapshot of the same model."""
     with writing_to_tables(model):
-        for key, value in (model_tensors(model) | dict(more or {})).items():
+        for key, value in model_tensors(model).items():
             for chunk, source in zip(value.chunks, state.tensors[key].chunks, strict=True):
                 chunk.tensor.copy_(source.tensor)
 
@@ -297,17 +293,16 @@ class StoredTensor:
 
     def copy_to_(self, target: Tensor, first: Sequence[int] | None = None) -> None:
         """Copies the part of the tensor that is as large as `target`, and reads no more. Local."""
-        begin, num_values = tuple(first or (0,) * len(self.shape)), 0
+        begin, size, num_values = tuple(first or (0,) * len(self.shape)), target.numel(), 0
         for chunk in self.chunks:
             low = list(map(max, begin, chunk.first))
             ends = zip(begin, target.shape, chunk.first, chunk.shape, strict=True)
-            high = [min(at + extent, of_chunk + size) for at, extent, of_chunk, size in ends]
+            high = [min(a + extent, b + of_chunk) for a, extent, b, of_chunk in ends]
             if all(start < stop for start, stop in zip(low, high, strict=True)):
                 part = target[_within(low, high, begin)]
                 part.copy_(chunk.open()[_within(low, high, chunk.first)])
                 num_values += part.numel()
-        requirement, remedy = f"chunks of {target.numel()} values", "copy all files of it"
-        check(num_values == target.numel(), self.place, requirement, num_values, remedy)
+        check(num_values == size, self.place, f"chunks of {size} values", num_values, _INCOMPLETE)
 
     def rows(self, first: int, last: int) -> Tensor:
         """Rows ``first <= i < last``; mapped from their file where that is one chunk's."""
@@ -318,7 +313,7 @@ class StoredTensor:
         return self._part([(0, size) for size in self.shape])
 
     def _part(self, spans: Sequence[tuple[int, int]]) -> Tensor:
-        check(bool(self.chunks), self.place, "chunks of it", "none", "copy all files of it")
+        check(bool(self.chunks), self.place, "chunks of it", "none", _INCOMPLETE)
         first = self.chunks[0].open()
         if self.chunks[0].shape == self.shape:
             return first[tuple(slice(*span) for span in spans)]
@@ -372,19 +367,15 @@ class Manifest:
             check_plain(here, place)
         check(file_size(file) is not None, place, "a checkpoint", f"no {CHECKPOINT_MANIFEST} in it")
         head = parse_json(read_bytes(file), dict[str, Any], str(file), remedy=_OTHER)
-        check(head.get("format") == _FORMAT, place, f"format {_FORMAT!r}", repr(head.get("format")))
-        version, remedy = head.get("format_version"), "use the version that wrote it"
-        requirement = f"format version {_FORMAT_VERSION}"
-        check(version == _FORMAT_VERSION, place, requirement, version, remedy)
-        del head["format"], head["format_version"]
+        form = {key: head.pop(key, None) for key in _FORMAT}
+        check(form == _FORMAT, place, str(_FORMAT), form, "use the version that wrote it")
         conform(head, Manifest, str(file), remedy=_OTHER)
         for name, size in head["files"].items():
             check(os.path.basename(name) == name, place, "names of files in it", repr(name))
             bytes_there = file_size(path_in(folder, name))
             rank = name.removeprefix("rank").partition(".")[0]
-            amount = "no such file" if bytes_there is None else f"{bytes_there} bytes"
-            remedy = f"put back what rank {rank} wrote, or resume from another checkpoint"
-            check(bytes_there == size, f"{place}, {name}", f"{size} bytes", amount, remedy)
+            remedy = f"put back what rank {rank} wrote, or {_OTHER}"
+            check(bytes_there == size, f"{place}, {name}", f"{size} bytes", bytes_there, remedy)
         for key, entry in head["tensors"].items():
             _check_tensor(entry, head["files"], f"{file}, tensor {key!r}")
         tables = {name: TableDescription(**table) for name, table in head["tables"].items()}
@@ -417,8 +408,7 @@ def _open(path_of: Callable[[str], Path], file: str, name: str) -> Tensor:
         with safe_open(path_of(file), framework="pt") as tensors:
             return tensors.get_tensor(name)
     except SafetensorError as error:
-        remedy = "resume from another checkpoint"
-        raise ValueError(describe(file, "a whole file", str(error), remedy)) from error
+        raise ValueError(describe(file, "a whole file", str(error), _OTHER)) from error
 
 
 def _chunk_name(key: str, offset: Iterable[int]) -> str:
@@ -433,10 +423,9 @@ def _check_tensor(entry: _Tensor, files: Mapping[str, int], place: str) -> None:
     for chunk in entry["chunks"]:
         file, offset, size = chunk["file"], chunk["offset"], chunk["size"]
         check(file in files, place, "a file of the checkpoint", repr(file), _OTHER)
+        spans = zip(offset, size, whole, strict=False)
         fits = len(offset) == len(size) == len(whole)
-        fits = fits and all(
-            0 <= o <= o + s <= w for o, s, w in zip(offset, size, whole, strict=True)
-        )
+        fits = fits and all(0 <= first <= first + n <= most for first, n, most in spans)
         check(fits, place, f"chunks inside of {whole}", f"{size} at {offset}", _OTHER)
 
 
@@ -454,19 +443,9 @@ def _check_fits(
         for name in sorted({*past, *now})
         if past.get(name) != now.get(name)
     ]
-    more = len(differences) - _DIFFERENCES
-    text = "; ".join(differences[:_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
-    remedy = "resume with the recipe, data and settings that the run was started with"
+    text = "; ".join(differences[:8])  # one error names no more
+    remedy = "resume with recipe, data, settings and, for row-wise optimizers, ranks of the run"
     check(not differences, place, "a checkpoint of this run", f"one with {text}", remedy)
-    for name, table in tables.items():
-        cuts, cuts_now = manifest.tables[name].column_cuts, table.column_cuts
-        is_per_shard = any(k.startswith(f"fused/{name}/") and len(sizes[k]) == 1 for k in sizes)
-        if is_per_shard and cuts != cuts_now:
-            requirement = f"for row-wise optimizers the checkpoint's {len(cuts)} column shards"
-            remedy = "resume with the sharding plan or number of ranks of the checkpoint"
-            text = f"{len(cuts_now)} column shards"
-            place = f"{place}, table {name!r}"
-            raise NotImplementedError(describe(place, requirement, text, remedy))
 
 
 def _facts(
@@ -479,8 +458,12 @@ def _facts(
     }
     for key, size in sizes.items():
         if not key.startswith(("rank", "table/")) and key != ITERATIONS:
-            is_per_shard = key.startswith("fused/") and len(size) == 1
-            facts[key] = "one for each shard" if is_per_shard else size
+            # The state of a row-wise optimizer is one for each column shard.
+            is_row_wise = key.startswith("fused/") and len(size) == 1
+            facts[key] = "one for each column shard" if is_row_wise else size
+            for name in tables:
+                if is_row_wise and key.startswith(f"fused/{name}/"):
+                    facts[f"column shards of table {name!r}"] = tables[name].column_cuts
     return facts
 
 
@@ -533,8 +516,8 @@ class CheckpointFolder:
         for other in sorted(files):  # later steps are of a future that going back has undone
             if other > step:
                 self._remove(other, files.pop(other))
-        head = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **asdict(manifest)}
-        text, file = json.dumps(head) + "\n", path_in(self.path_of(step), CHECKPOINT_MANIFEST)
+        text = json.dumps(_FORMAT | asdict(manifest)) + "\n"
+        file = path_in(self.path_of(step), CHECKPOINT_MANIFEST)
         put_file(file, lambda path: path.write_text(text, encoding="utf-8"))
         for name in set(files[step]) - {CHECKPOINT_MANIFEST, *manifest.files}:
             remove_file(path_in(self.path_of(step), name))
@@ -679,8 +662,7 @@ def read_checkpoint(
         parts = manifest.stored(path, path_of)
         for key, value in tensors.items():
             for chunk in value.chunks if key in parts else ():
-                if chunk.tensor.numel():
-                    parts[key].copy_to_(chunk.tensor, chunk.offset)
+                parts[key].copy_to_(chunk.tensor, chunk.offset)
     finish_load_(model, tensors)
     return manifest.values
 

@@ -195,7 +195,7 @@ class TrainLoop:
         self._best_state: TrainingState | None = None
         self._folder, self._settings = None, settings or Saving()
         if folder is not None:
-            self._folder = CheckpointFolder(folder, keep_last=self._settings.keep_checkpoints)
+            self._folder = CheckpointFolder(folder)
         self._saver: CheckpointSaver | None = None
         self._data = dict(data or {})
         self._steps_behind = 0
@@ -229,8 +229,8 @@ class TrainLoop:
         """To be called on all ranks after a step behind the last phase, which is not saved."""
         self._steps_behind += 1
         if self._is_stop_requested():
-            text = f"its phases are saved in {cast(Any, self._folder).path}, --resume finishes it"
-            place = f"finishing, step {self._steps_behind}"
+            place, path = f"finishing, step {self._steps_behind}", cast(Any, self._folder).path
+            text = f"its phases are saved in {path}, --resume finishes it"
             raise SearchInterrupted(f"{place}: stopped on request; {text}")
 
     def checkpoint_of(self, phase: FinishedPhase) -> Address:
@@ -293,14 +293,17 @@ class TrainLoop:
         pipeline, epoch = self._pipeline, self._epoch
         with pipeline.detached() as model:
             loss = selection_loss(model, self._recipe, pipeline.device)
+        if world_size_of(pipeline.process_group) > 1:
+            dist.all_reduce(self._losses, group=pipeline.process_group)
         record = EpochRecord(
             epoch=epoch,
             phase=phase.name,
             step=pipeline.lower_steps,
-            train_loss=self._mean_loss(),
+            train_loss=float(self._losses[0] / self._losses[1]),
             selection_loss=loss,
             **pipeline.figures(),
         )
+        self._losses.zero_()
         self.history.append(record)
         self._epoch += 1
         self._events.on_epoch(record)
@@ -325,21 +328,12 @@ class TrainLoop:
             with self._pipeline.detached():
                 folder = self._folder
                 self._pipeline.go_back(folder.path_of(best.step) if folder else self._best_state)
-        first, last = self._first_step, self._pipeline.lower_steps
+        steps = {"first_step": self._first_step, "last_step": self._pipeline.lower_steps}
         self._plan.end(phase)
-        self.finished.append(
-            FinishedPhase(name=phase.name, first_step=first, last_step=last, best=best)
-        )
+        self.finished.append(FinishedPhase(name=phase.name, **steps, best=best))
         next_phase = self._plan.phase_after(self.finished)
         self._best = best if next_phase is not None and next_phase.starts_best else Best()
         self._is_over = False
-
-    def _mean_loss(self) -> float:
-        if world_size_of(self._pipeline.process_group) > 1:
-            dist.all_reduce(self._losses, group=self._pipeline.process_group)
-        mean = float(self._losses[0] / self._losses[1])
-        self._losses.zero_()
-        return mean
 
     def _wait(self) -> None:
         if self._saver is not None:
@@ -361,7 +355,6 @@ class TrainLoop:
         return bool(num_ranks > 0)
 
     def _save(self) -> None:
-        self._wait()
         state = self._pipeline.state(self._stream)
         entries: _Search = {
             "epoch": self._epoch,
@@ -404,17 +397,16 @@ class TrainLoop:
     def _ranks_of(self, path: Address) -> int:
         """Ranks that wrote a checkpoint, which is to be one of this search."""
         manifest, place = Manifest.read(path), f"checkpoint {path}"
-        other = "resume from another checkpoint"
-        conform(manifest.values, SearchValues, f"{place}, values", remedy=other)
-        search, world_size = manifest.values["search"], manifest.world_size
-        steps, remedy = search["steps_per_epoch"], "resume with the data of the run"
+        conform(manifest.values, SearchValues, f"{place}, values")
+        search, remedy = manifest.values["search"], "resume with the data of the run"
+        steps, ranks = search["steps_per_epoch"], manifest.world_size
         requirement = f"one with {self._steps_per_epoch} lower steps per epoch, as many as now"
-        split = f"{remedy}, and data that splits itself over ranks on {world_size} of them"
+        split = f"{remedy}, and data that splits itself over ranks on {ranks} of them"
         check(steps == self._steps_per_epoch, place, requirement, steps, split)
         differ = [name for name, value in self._data.items() if search["data"].get(name) != value]
         content = f"one of other samples in: {', '.join(differ)}"
         check(not differ, place, "one of this data", content, remedy)
-        return world_size
+        return ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -423,23 +415,16 @@ class PlainTraining:
 
     selection_loss: float
     best_epoch: int
-    seconds: float
-    history: tuple[EpochRecord, ...] = ()
+    history: tuple[EpochRecord, ...]
 
 
 class StreamPipeline(DetachableTrainPipeline):
     """TorchRec's own pipeline, whose state a checkpoint or this process's memory holds."""
 
     def __init__(
-        self,
-        model: DistributedModelParallel,
-        optimizer: Any,
-        device: torch.device,
-        rule: HeldTables | None = None,
+        self, model: DistributedModelParallel, optimizer: Any, device: torch.device
     ) -> None:
-        stepper = optimizer if rule is None else HoldingOptimizer(optimizer, rule)
-        super().__init__(model, stepper, device, pipeline_postproc=True)
-        self._rule = rule or HeldTables()
+        super().__init__(model, optimizer, device, pipeline_postproc=True)
         self.device, self.process_group = device, process_group_of(model)
         self.lower_steps = self.upper_steps = 0
         self.density = torch.ones((), dtype=torch.float64, device=device)
@@ -487,12 +472,12 @@ class StreamPipeline(DetachableTrainPipeline):
 
     def snapshot(self) -> TrainingState:
         """A copy of what the model has learnt."""
-        return snapshot(self._model, self._rule.tensors())
+        return snapshot(self._model)
 
     def go_back(self, source: Address | TrainingState) -> None:
         """Takes what the model had learnt, from a checkpoint of this run or a snapshot."""
         if isinstance(source, TrainingState):
-            take_(self._model, source, self._rule.tensors())
+            take_(self._model, source)
         else:
             tensors, kinds = model_tensors(self._model), ("table", "model")
             read_checkpoint(source, self._model, tensors, self.process_group, kinds=kinds)
@@ -516,8 +501,8 @@ def train_plainly(
     events: SearchEvents | None = None,
 ) -> PlainTraining:
     """Trains with TorchRec's pipeline to the best epoch, as the selection loss has it."""
-    begin = time.monotonic()
-    pipeline = StreamPipeline(model, optimizer, device, rule)
+    stepper = optimizer if rule is None else HoldingOptimizer(optimizer, rule)
+    pipeline = StreamPipeline(model, stepper, device)
     first_loss, first_state = math.inf, None
     if starts_trained:
         first_loss, first_state = selection_loss(model, recipe, device), pipeline.snapshot()
@@ -529,11 +514,5 @@ def train_plainly(
     if first_state is not None and first_loss <= best.loss:
         pipeline.go_back(first_state)
         best = Best(loss=first_loss)
-    if rule is not None:
-        rule.finish_load_()
-    return PlainTraining(
-        selection_loss=best.loss,
-        best_epoch=best.epoch,
-        seconds=time.monotonic() - begin,
-        history=tuple(loop.history),
-    )
+    history = tuple(loop.history)
+    return PlainTraining(selection_loss=best.loss, best_epoch=best.epoch, history=history)

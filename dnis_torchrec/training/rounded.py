@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from dnis_torchrec.allocation.energies import whole_rows
 from dnis_torchrec.blocks.codes import ColumnCodes
 from dnis_torchrec.checks import describe
 from dnis_torchrec.ops.select import RowRounding
+from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.selection.shards import (
     TableShard,
@@ -26,10 +27,6 @@ from dnis_torchrec.selection.shards import (
     ranks_of,
 )
 from dnis_torchrec.selection.torchrec import lookups, writing_to_tables
-from dnis_torchrec.training.checkpoint import Chunk, PlacedTensor
-
-_PARTS = ("bits", "scale", "shift")
-"""Parts of codes, by which values are decoded."""
 
 
 class HeldTables:
@@ -40,13 +37,6 @@ class HeldTables:
 
     def after_step_(self) -> None:
         """Lets the tables obey again, after the optimizer's step and before the next lookup."""
-
-    def tensors(self) -> Mapping[str, PlacedTensor]:
-        """State beside the model's, live, as `TrainingState` and `snapshot` take it. Local."""
-        return {}
-
-    def finish_load_(self) -> None:
-        """Goes on from `tensors` that were written from outside, as by a checkpoint. Local."""
 
 
 class HoldingOptimizer(OptimizerWrapper):
@@ -67,19 +57,19 @@ class RoundedTables(HeldTables):
     """Tables of a model that hold what they will be served as, and train on."""
 
     def __init__(self, model: nn.Module, scheme: MixedDimensionScheme) -> None:
-        modules = collections(model).values()
-        self._model, self._ranks = model, ranks_of(*modules)
-        shards = [shard for module in modules for shard in local_shards(module)]
-        self._shards = [_RoundedShard(shard) for shard in shards if shard.table in scheme.tables]
-        self._settle_(scheme)
-        # A copy, for checkpoints write to it; without feedback and gain, for weights that train on
-        # have their nearest codes.
-        self._tables = {}
+        tables = {}
         for name, table in scheme.tables.items():
-            parts = (getattr(table.codes, part).clone() for part in _PARTS)
-            self._tables[name] = table.with_codes(ColumnCodes(*parts))
-        self._take_codes_()
+            # Without feedback and gain, for weights that train on have their nearest codes.
+            codes = ColumnCodes(table.codes.bits, table.codes.scale, table.codes.shift)
+            tables[name] = replace(table.with_codes(codes), largest_value=None)
+        # What the tables are rounded to, bit for bit.
+        self.scheme = MixedDimensionScheme(tables)
+        modules, self._model = collections(model).values(), model
+        shards = [shard for module in modules for shard in local_shards(module)]
+        shards = [shard for shard in shards if shard.table in tables]
+        self._shards = [_RoundedShard(shard, tables[shard.table]) for shard in shards]
         with writing_to_tables(model), torch.no_grad():
+            _settle_(shards, scheme, ranks_of(*modules))
             for latent in self._shards:
                 latent.round_()
         self._fused = _fused_lookups(model, self._shards)
@@ -87,12 +77,6 @@ class RoundedTables(HeldTables):
         frozen = {table for module in modules for table in frozen_tables_of(module)}
         rest = [shard for shard in self._shards if shard not in in_kernels]
         self._dense = [latent for latent in rest if latent.shard.table not in frozen]
-
-    @property
-    def scheme(self) -> MixedDimensionScheme:
-        """What the tables are rounded to now, bit for bit."""
-        tables = {name: replace(table, largest_value=None) for name, table in self._tables.items()}
-        return MixedDimensionScheme(tables)
 
     @torch.no_grad()
     def after_step_(self) -> None:
@@ -109,57 +93,29 @@ class RoundedTables(HeldTables):
             lookup.hook.remove()
         self._shards, self._fused, self._dense = [], [], []
 
-    def tensors(self) -> Mapping[str, PlacedTensor]:
-        """Residuals, which checkpoints may take apart as they do the tables, and codes. Local."""
-        tensors = {}
-        for name, table in self._tables.items():
-            for part in _PARTS:
-                tensors[f"codes/{name}/{part}"] = PlacedTensor.of(getattr(table.codes, part))
-            residuals = [latent.residual for latent in self._shards if latent.shard.table == name]
-            chunks = [Chunk((part.first_row, part.first_column), part.weight) for part in residuals]
-            size = table.num_embeddings, table.embedding_dim
-            tensors[f"residual/{name}"] = PlacedTensor(size, tuple(chunks))
-        return tensors
 
-    def finish_load_(self) -> None:
-        """Goes on with `tensors` and tables that a checkpoint was read into. Local."""
-        self._tables = {name: table.with_codes(table.codes) for name, table in self._tables.items()}
-        self._take_codes_()
-
-    @torch.no_grad()
-    def _settle_(self, scheme: MixedDimensionScheme) -> None:
-        movers = {name: table for name, table in scheme.tables.items() if table.codes.moves}
-        if not movers:
-            return
-        shapes = {name: (t.num_embeddings, t.embedding_dim) for name, t in movers.items()}
-        rows = whole_rows([shard.shard for shard in self._shards], shapes, self._ranks)
-        with writing_to_tables(self._model):
-            for name, table in movers.items():
-                for chunk in rows[name].chunks():
-                    blocks = table.routing.block_of(torch.arange(chunk.rows.start, chunk.rows.stop))
-                    chunk.write_(table.codes.settle(chunk.values.float().cpu(), blocks))
-
-    def _take_codes_(self) -> None:
-        for shard in self._shards:
-            shard.take_(self._tables[shard.shard.table])
+def _settle_(shards: list[TableShard], scheme: MixedDimensionScheme, ranks: Ranks) -> None:
+    """Gives whole rows the values of their codes by error feedback."""
+    movers = {name: table for name, table in scheme.tables.items() if table.codes.moves}
+    shapes = {name: (table.num_embeddings, table.embedding_dim) for name, table in movers.items()}
+    for name, rows in whole_rows(shards, shapes, ranks).items():
+        table = movers[name]
+        for chunk in rows.chunks():
+            blocks = table.routing.block_of(torch.arange(chunk.rows.start, chunk.rows.stop))
+            chunk.write_(table.codes.settle(chunk.values.float().cpu(), blocks))
 
 
 class _RoundedShard:
     """A shard whose values are rounded."""
 
-    def __init__(self, shard: TableShard) -> None:
-        self.shard, dtype = shard, shard.weight.dtype
-        if dtype != torch.float32:
-            raise TypeError(describe(f"table {shard.table!r}", "float32 weights", dtype))
-        zeros = torch.zeros_like(shard.weight, memory_format=torch.contiguous_format)
+    def __init__(self, shard: TableShard, table: TableScheme) -> None:
+        self.shard, weight = shard, shard.weight
+        if weight.dtype != torch.float32:
+            raise TypeError(describe(f"table {shard.table!r}", "float32 weights", weight.dtype))
+        zeros = torch.zeros_like(weight, memory_format=torch.contiguous_format)
         self.residual = TableShard(shard.table, zeros, shard.first_row, shard.first_column)
-
-    def take_(self, table: TableScheme) -> None:
-        """Takes other codes; values stay as they are."""
-        shard = self.shard
-        columns = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
-        device = shard.weight.device
-        self._rounding = RowRounding(table.codes, table.routing, shard.first_row, columns, device)
+        rows, (_, columns) = shard.first_row, shard.window
+        self._rounding = RowRounding(table.codes, table.routing, rows, columns, weight.device)
 
     def round_(self, rows: Tensor | None = None) -> None:
         """Rounds some rows, counted from the shard's first, or all."""

@@ -1,49 +1,20 @@
-"""Settings of a training and of saving it, and the signals that end it; without torch."""
+"""How a training saves itself, and the signals that end it; without torch."""
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
 from dataclasses import dataclass
-from typing import Annotated, Self
-
-from dnis_torchrec.checks import check
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainSettings:
-    """Settings by which the plain model is trained."""
-
-    seed: Annotated[int, "Of weights, splits and batch order."] = 0
-    embedding_dim: Annotated[int | None, "D of the tables; the recipe's own if not given."] = None
-    embedding_l2: Annotated[float | None, "L2 penalty; the recipe's own if not given."] = None
-    epochs: Annotated[int, "Epochs at most."] = 60
-    patience: Annotated[int, "Epochs without a better selection loss before it stops."] = 3
-
-    def __post_init__(self) -> None:
-        check(self.seed >= 0, "seed", "an integer >= 0", self.seed)
-        dim, l2, remedy = self.embedding_dim, self.embedding_l2, "leave it out for the recipe's"
-        check(dim is None or dim >= 1, "embedding_dim", "an integer >= 1", dim, remedy)
-        is_fit = l2 is None or (math.isfinite(l2) and l2 >= 0)
-        check(is_fit, "embedding_l2", "a finite number >= 0", l2, remedy)
-        check(self.epochs >= 1, "epochs", "an integer >= 1", self.epochs)
-        check(self.patience >= 1, "patience", "an integer >= 1", self.patience)
+from typing import Self
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Settings by which a search saves itself."""
+    """How a run saves itself: whether it goes on, and lower steps between checkpoints."""
 
-    resume: Annotated[bool, "Go on with a run at --out; begin it if there is none."] = False
-    checkpoint_every: Annotated[int, "Lower steps between checkpoints; also after an epoch."] = 0
-    keep_checkpoints: Annotated[int, "How many are kept, besides that of the best epoch."] = 2
-
-    def __post_init__(self) -> None:
-        every, keep = self.checkpoint_every, self.keep_checkpoints
-        check(every >= 0, "checkpoint_every", "a number of steps >= 0", every)
-        check(keep >= 1, "keep_checkpoints", "at least 1", keep)
+    resume: bool = False
+    checkpoint_every: int = 0
 
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

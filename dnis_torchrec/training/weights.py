@@ -59,6 +59,15 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 def write_model(folder: Address, model: nn.Module, ranks: Ranks) -> None:
     """Writes a merged model by the plain model's names. Each rank writes the shards it holds."""
+    state = TrainingState(tensors=_tensors_by_name(model), tables={})
+    try:
+        write_checkpoint(CheckpointFolder(path_in(folder, MODEL)), 0, state, ranks.group)
+    except CheckpointWriteError as error:
+        raise OSError(str(error)) from error  # as by a model that one process writes
+
+
+def _tensors_by_name(model: nn.Module) -> dict[str, PlacedTensor]:
+    """Weights that this rank holds, by the plain model's names."""
     tensors = {}
     for fqn, module in collections(model).items():
         for config in table_configs_of(module):
@@ -67,16 +76,14 @@ def write_model(folder: Address, model: nn.Module, ranks: Ranks) -> None:
                 for shard in local_shards(module)
                 if shard.table == config.name
             )
+            name = weight_name(f"{fqn}.{tables_under(module)}.{config.name}.weight")
             size = (config.num_embeddings, config.embedding_dim)
-            tensors[_key_of_table(fqn, module, config.name)] = PlacedTensor(size, chunks)
+            tensors[name.removeprefix(".")] = PlacedTensor(size, chunks)
     for name, value in dense_state(model).items():
-        whole = Chunk((0,) * value.dim(), value.detach())
-        tensors[name] = PlacedTensor(tuple(value.shape), (whole,))
-    state = TrainingState(tensors=tensors, tables={})
-    try:
-        write_checkpoint(CheckpointFolder(path_in(folder, MODEL)), 0, state, ranks.group)
-    except CheckpointWriteError as error:
-        raise OSError(str(error)) from error  # as by a model that one process writes
+        if not isinstance(value, ShardedTensor):  # else a collection under a second name
+            whole = Chunk((0,) * value.dim(), value.detach())
+            tensors[name] = PlacedTensor(tuple(value.shape), (whole,))
+    return tensors
 
 
 def remove_model(folder: Address) -> None:
@@ -98,10 +105,6 @@ def weight_name(name: str) -> str:
             table = table_name(rest.removesuffix(".weight"), fqn.removeprefix("."))
             return f"{fqn}{part}{table}.weight".removeprefix(".")
     return name
-
-
-def _key_of_table(fqn: str, module: nn.Module, table: str) -> str:
-    return weight_name(f"{fqn}.{tables_under(module)}.{table}.weight".removeprefix("."))
 
 
 # Filling a model
@@ -134,14 +137,10 @@ def check_state(
 @torch.no_grad()
 def fill_(model: nn.Module, weights: Mapping[str, StoredTensor]) -> None:
     """Fills a model with weights that fit it; of tables this rank's shards alone are read."""
-    for name, value in dense_state(model).items():
-        if not isinstance(value, ShardedTensor):  # else a collection under a second name
-            weights[name].copy_to_(value)
     with writing_to_tables(model):
-        for fqn, module in collections(model).items():
-            for shard in local_shards(module):
-                table = weights[_key_of_table(fqn, module, shard.table)]
-                table.copy_to_(shard.weight, (shard.first_row, shard.first_column))
+        for name, tensor in _tensors_by_name(model).items():
+            for chunk in tensor.chunks:
+                weights[name].copy_to_(chunk.tensor, chunk.offset)
 
 
 def spread_filled(

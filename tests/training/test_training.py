@@ -36,7 +36,6 @@ from dnis_torchrec.selection.shards import TableShard, collections, local_shards
 from dnis_torchrec.selection.swap import prepare_, unshard_
 from dnis_torchrec.selection.torchrec_inputs import DetachableTrainPipeline
 from dnis_torchrec.selection.wrapper import soft_selection_modules
-from dnis_torchrec.training.checkpoint import snapshot, take_
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.loop import SearchEvents, train_plainly
 from dnis_torchrec.training.pipeline import NonFiniteError
@@ -633,25 +632,6 @@ def test_tables_stay_as_they_are_rounded_once_nothing_is_rounded_any_more() -> N
     moved = tables_of(sharded)
     held.after_step_()
     assert all(weight.equal(moved[name]) for name, weight in tables_of(sharded).items())
-
-
-def test_a_checkpoint_holds_residuals_and_codes(tmp_path: Path) -> None:
-    model, held, _ = trained(scheme_of(configs(), ROUTINGS, seed=1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    saved = snapshot(model, held.tensors())
-    scheme = held.scheme
-    step_(model, optimizer, held, 7)
-    after = tables_of(model)
-    other = collection(seed=9)
-    resumed = RoundedTables(other, scheme_of(configs(), ROUTINGS, seed=8))
-    take_(other, saved, resumed.tensors())
-    resumed.finish_load_()
-    for name, table in resumed.scheme.tables.items():
-        assert table.num_retained == scheme.tables[name].num_retained
-    wanted = scheme.to_tensors()
-    assert all(value.equal(wanted[name]) for name, value in resumed.scheme.to_tensors().items())
-    step_(other, torch.optim.SGD(other.parameters(), lr=0.2), resumed, 7)
-    assert all(weight.equal(after[name]) for name, weight in tables_of(other).items())
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
