@@ -299,7 +299,7 @@ MANIFESTS = {
     "a file elsewhere": {"files": {"../rank0.safetensors": 1}},
     "a file that is missing": {"files": {"rank3.safetensors": 1}},
     "a chunk of another file": {"tensors": {"model/x": {"dtype": "float32", "size": [3], "chunks": [CHUNK]}}},
-    "no dtype": {"tensors": {"model/x": {"dtype": "load", "size": [3], "chunks": []}}},
+    "no dtype": {"tensors": {"model/x": {"size": [3], "chunks": []}}},
     "no chunks": {"tensors": {"model/x": {"dtype": "float32", "size": [3], "chunks": []}}},
     "no table": {"tables": {"t": {"rows": 3}}},
 }
