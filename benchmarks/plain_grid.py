@@ -28,10 +28,10 @@ import torch
 from dnis_torchrec.data.files import parse_json
 from dnis_torchrec.data.recipe import build_recipe
 from dnis_torchrec.data.task import TrainTask
+from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.training.evaluate import evaluate, primary_metric
 from dnis_torchrec.training.loop import train_plainly
 from dnis_torchrec.training.pipeline import NonFiniteError
-from dnis_torchrec.training.settings import TrainSettings
 from dnis_torchrec.training.shard import process_group, shard
 
 LADDER = (0.0, 0.001, 0.003, 0.01, 0.02, 0.03, 0.06, 0.1, 0.2, 0.3, 0.6, 1.0)
@@ -133,7 +133,7 @@ class Grid:
             model, optimizer = shard(task, recipe, device)
             try:
                 trained = train_plainly(
-                    model, optimizer, recipe, device, max_epochs=self._max_epochs, patience=TrainSettings.patience
+                    model, optimizer, recipe, device, max_epochs=self._max_epochs, patience=SearchSettings.patience
                 )
                 metrics = evaluate(model, recipe.data.selection, recipe.loss, device)
             except NonFiniteError as error:
@@ -210,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, help="folder of the recipes' data")
     parser.add_argument("--out", type=Path, required=True, help="folder of the file of runs")
     parser.add_argument("--dims", type=dims, default=[64, 8], help="D, commas between them (default 64,8)")
-    parser.add_argument("--epochs", type=int, default=TrainSettings.epochs, help="at most, of a run")
+    parser.add_argument("--epochs", type=int, default=SearchSettings.epochs, help="at most, of a run")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -69,7 +69,7 @@ from dnis_torchrec.selection.swap import unshard_ as unshard_
 from dnis_torchrec.selection.torchrec import lookups
 from dnis_torchrec.selection.wrapper import SoftSelectionModule, as_bags, soft_selection_modules
 from dnis_torchrec.training import shard as sharding_of_training
-from dnis_torchrec.training.state import model_tensors
+from dnis_torchrec.training.checkpoint import model_tensors
 from tests.tiny import Repeatable
 
 CPU = torch.device("cpu")

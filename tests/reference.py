@@ -650,12 +650,8 @@ def latent_tables(model: nn.Module, held: RoundedTables) -> Iterator[None]:
     """Tables hold their latent weights inside: what is served, and what rounding has left out of it."""
     shards = [shard for module in collections(model).values() for shard in local_shards(module)]
     values = [shard.weight.clone() for shard in shards]
-    residuals = {
-        (name.removeprefix("residual/"), chunk.offset): chunk.tensor
-        for name, part in held.tensors().items()
-        for chunk in part.chunks
-        if name.startswith("residual/")
-    }
+    parts = [own.residual for own in held._shards]
+    residuals = {(part.table, (part.first_row, part.first_column)): part.weight for part in parts}
     with torch.no_grad(), writing_to_tables(model):
         for shard in shards:
             shard.weight.add_(residuals[shard.table, (shard.first_row, shard.first_column)])

@@ -92,7 +92,7 @@ from dnis_torchrec.selection.swap import replace_, unshard_
 from dnis_torchrec.training.checkpoint import CheckpointFolder, StoredTensor, check_shared
 from dnis_torchrec.training.evaluate import evaluate, primary_metric
 from dnis_torchrec.training.loop import PLAIN, EpochRecord, Phase, Plan, StreamPipeline, TrainLoop
-from dnis_torchrec.training.settings import Saving, TrainSettings
+from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.shard import launched_ranks, process_group, shard
 from dnis_torchrec.training.weights import check_state, fill_, spread_filled, weights_for_
 
@@ -229,20 +229,20 @@ def _train(
         train.epoch = epoch  # counting the steps is no epoch of training
     scheme, saving = uncompressed_scheme(recipe.model), Saving(resume=settings.resume)
     torch.manual_seed(settings.seed)
-    begin, patience = time.monotonic(), TrainSettings().patience
+    begin = time.monotonic()
     task = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
     model, optimizer = shard(task, recipe, device)
     stream = BilevelStream(train, data.validation, LevelSchedule(warm_up_steps=None))
     with progress(recipe, run.drop_replaced, counts.num_samples) as events:
         model.train()
-        plan = Plan(Phase(name=PLAIN, steps=settings.epochs * steps, patience=patience))
+        most, patience = settings.epochs * steps, SearchSettings().patience
+        plan = Plan(Phase(name=PLAIN, steps=most, patience=patience))
         loop = TrainLoop(
             *(StreamPipeline(model, optimizer, device), stream, recipe, plan),
             *(run.checkpoints, saving),
             events=events,
             steps_per_epoch=steps,
             data=fingerprints,
-            configuration=head["configuration"],
         )
         loop.run()
     seconds = loop.seconds_before + time.monotonic() - begin

@@ -113,7 +113,7 @@ class _Steps:
 class _SearchStop(StopRequest):
     """Tells a training that was stopped which signal it was."""
 
-    def _leave(self, error: BaseException | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, SearchInterrupted):
             error.signal = self.number
-        super()._leave(error)
+        super().__exit__(kind, error, traceback)

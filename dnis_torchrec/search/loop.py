@@ -17,7 +17,7 @@ from dnis_torchrec.search.pipeline import BilevelTrainPipeline, DenseOptimizer
 from dnis_torchrec.search.ramp import Ramp, check_reachable
 from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.selection.wrapper import soft_selection_modules
-from dnis_torchrec.training.state import TrainingState
+from dnis_torchrec.training.checkpoint import TrainingState
 
 
 class SearchLoop:

@@ -34,17 +34,19 @@ from dnis_torchrec.selection.torchrec import (
 )
 from dnis_torchrec.selection.torchrec_inputs import PrefetchingTrainPipeline
 from dnis_torchrec.selection.wrapper import soft_selection_modules
-from dnis_torchrec.training.checkpoint import Manifest, read_checkpoint, warm_up_
-from dnis_torchrec.training.pipeline import FiniteGuard
-from dnis_torchrec.training.state import (
+from dnis_torchrec.training.checkpoint import (
+    Manifest,
     PlacedTensor,
     TrainingState,
     describe_tables,
     model_tensors,
     optimizer_tensors,
+    read_checkpoint,
     rng_tensors,
     set_rng_,
+    warm_up_,
 )
+from dnis_torchrec.training.pipeline import FiniteGuard
 
 LEARNING_RATE = 0.01
 """Of alpha, as in the paper."""

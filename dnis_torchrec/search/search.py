@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -130,21 +130,13 @@ class Setup:
         )
         self.model.train()
 
-    def loop(
-        self,
-        plan: Plan,
-        folder: Address,
-        events: SearchEvents,
-        saving: Saving,
-        configuration: Mapping[str, Any],
-    ) -> TrainLoop:
+    def loop(self, plan: Plan, folder: Address, events: SearchEvents, saving: Saving) -> TrainLoop:
         """Makes the loop that takes the steps."""
         return TrainLoop(
             *(self.pipeline, self.stream, self.recipe, plan, folder, saving),
             steps_per_epoch=self.steps_per_epoch,
             events=events,
             data=self.fingerprints,
-            configuration=configuration,
         )
 
     @property
@@ -202,8 +194,7 @@ def search(
     blocks_of = partial(_blocks, recipe, compression, settings.num_blocks)
     setup = Setup(recipe, blocks_of, device, events, whole_rows=to_turn)
     plan = _Plan(setup, compression, settings, trained_epochs, is_turned=bool(to_turn))
-    size = {"compression": compression, "trained_epochs": trained_epochs}
-    loop = setup.loop(plan, checkpoints, events, saving or Saving(), asdict(settings) | size)
+    loop = setup.loop(plan, checkpoints, events, saving or Saving())
     loop.run()
     alphas = setup.pipeline.alphas().items()
     alpha = {dim: value.detach().cpu().clone() for dim, value in alphas}

@@ -1,6 +1,7 @@
-"""Checkpoints of a run, which may go on with other ranks: a safetensors file a rank and a manifest.
+"""What a run is made of, and its checkpoints: a safetensors file a rank and a manifest.
 
-A checkpoint is whole when its manifest is there, which is written last; nothing is unpickled.
+A run may go on with other ranks. A checkpoint is whole when its manifest is there, which is written
+last; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ import json
 import os
 import posixpath
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
 from socket import gethostname
 from tempfile import NamedTemporaryFile
@@ -22,10 +24,16 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import KeyedOptimizer
 
+from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.files import PARTIAL, Positive, check_plain, conform, parse_json
 from dnis_torchrec.data.urls import (
@@ -40,24 +48,218 @@ from dnis_torchrec.data.urls import (
     remove_file,
 )
 from dnis_torchrec.ranks import on_rank_zero, rank_of, together, union_over_ranks, world_size_of
-from dnis_torchrec.training.state import (
-    ITERATIONS,
-    PlacedTensor,
-    TableDescription,
-    TrainingState,
-    describe_tables,
-    finish_load_,
+from dnis_torchrec.selection.shards import collections, lookup_of, table_weight_names, tables_under
+from dnis_torchrec.selection.torchrec import (
+    ShardedTensor,
+    forget_cached_rows,
+    lookups,
+    writing_to_tables,
 )
+from dnis_torchrec.selection.wrapper import SoftSelectionModule
 
 CHECKPOINT_MANIFEST = "manifest.json"
-_FORMAT, _FORMAT_VERSION = "dnis-torchrec-checkpoint", 3
-_OTHER = "use another checkpoint"
-_DIFFERENCES = 8
-"""How many differences one error names."""
+_FORMAT = {"format": "dnis-torchrec-checkpoint", "format_version": 3}
+_OTHER, _INCOMPLETE = "use another checkpoint", "copy all files of it"
 
 
 class CheckpointWriteError(RuntimeError):
     """A checkpoint could not be written on some rank; the ones before are as they were."""
+
+
+# What a run is made of, live
+
+ITERATIONS = "fused/iterations"
+"""Key of the number of steps that fused kernels have counted."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A local part of a tensor."""
+
+    offset: tuple[int, ...]
+    tensor: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedTensor:
+    """A tensor of which this rank holds some chunks, or none."""
+
+    size: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @staticmethod
+    def of(value: Tensor | ShardedTensor) -> PlacedTensor:
+        """A tensor that every rank holds whole, or the local shards of a sharded one."""
+        if isinstance(value, ShardedTensor):
+            chunks = (
+                Chunk(tuple(shard.metadata.shard_offsets), shard.tensor.detach())
+                for shard in value.local_shards()
+            )
+            return PlacedTensor(tuple(value.metadata().size), tuple(chunks))
+        whole = value.detach().view(1) if value.dim() == 0 else value.detach()
+        return PlacedTensor(tuple(whole.shape), (Chunk((0,) * whole.dim(), whole),))
+
+    def copy(self) -> PlacedTensor:
+        """The same chunks in memory of their own, on the CPU."""
+        chunks = (Chunk(part.offset, part.tensor.to("cpu", copy=True)) for part in self.chunks)
+        return PlacedTensor(self.size, tuple(chunks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableDescription:
+    """Description of a table, equal in a checkpoint and in a model that it fits."""
+
+    rows: int
+    embedding_dim: int
+    column_cuts: list[int]
+    blocks: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingState:
+    """A whole run at one moment."""
+
+    tensors: Mapping[str, PlacedTensor]
+    tables: Mapping[str, TableDescription]
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def copy(self) -> TrainingState:
+        """A snapshot on the CPU that further steps do not change."""
+        return replace(self, tensors={key: value.copy() for key, value in self.tensors.items()})
+
+
+def model_tensors(model: nn.Module) -> dict[str, PlacedTensor]:
+    """Tables, dense weights, alpha and buffers of a model, sharded or not."""
+    tensors = {f"table/{name}": PlacedTensor.of(value) for name, value in _tables(model)}
+    addresses: set[int] = set()  # wrappers share one alpha: it is saved once
+    of_tables = table_weight_names(model)
+    for name, value in model.state_dict().items():
+        is_plain = type(value) in (Tensor, nn.Parameter) and name not in of_tables
+        if is_plain and value.data_ptr() not in addresses:
+            addresses.add(value.data_ptr())
+            tensors[f"model/{name}"] = PlacedTensor.of(value)
+    return tensors
+
+
+def snapshot(model: nn.Module) -> TrainingState:
+    """A copy on the CPU of what a model has learnt, to go back to within a run."""
+    return TrainingState(tensors=model_tensors(model), tables={}).copy()
+
+
+@torch.no_grad()
+def take_(model: nn.Module, state: TrainingState) -> None:
+    """Goes back to a snapshot of the same model."""
+    with writing_to_tables(model):
+        for key, value in model_tensors(model).items():
+            for chunk, source in zip(value.chunks, state.tensors[key].chunks, strict=True):
+                chunk.tensor.copy_(source.tensor)
+
+
+def optimizer_tensors(model: nn.Module, optimizer: Any) -> dict[str, PlacedTensor]:
+    """State of the optimizers, both those fused into the tables' backward and the others."""
+    tensors = {}
+    if isinstance(model, DistributedModelParallel):
+        for fqn, states in model.fused_optimizer.state_dict()["state"].items():
+            for name, value in states.items():
+                table, _, state = name.rpartition(".")
+                tensors[f"fused/{table or fqn}/{state}"] = PlacedTensor.of(value)
+        counters = _iteration_counters(model)
+        if counters:
+            steps = torch.stack([part.cpu().max() for part in counters]).max()
+            tensors[ITERATIONS] = PlacedTensor.of(steps)
+    tables = [PlacedTensor.of(v) for _, v in _tables(model) if isinstance(v, ShardedTensor)]
+    shards = {chunk.tensor.data_ptr(): (t.size, chunk) for t in tables for chunk in t.chunks}
+    for name, parameter in _parameters(model, optimizer).items():
+        size, shard = shards.get(parameter.data_ptr(), ((), None))
+        for state, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor):
+                continue
+            part = PlacedTensor.of(value)
+            if shard is not None and value.numel() != 1:
+                if not value.shape == parameter.shape == shard.tensor.shape:
+                    place = f"optimizer state {state!r} of {name!r}"
+                    limit = "a state of the shard's shape, in a sharded dense compute kernel"
+                    raise NotImplementedError(describe(place, limit, tuple(value.shape)))
+                part = PlacedTensor(size, (Chunk(shard.offset, value.detach()),))
+            tensors[f"optimizer/{name}/{state}"] = part
+    return tensors
+
+
+def finish_load_(model: nn.Module, tensors: Mapping[str, PlacedTensor]) -> None:
+    """Tells kernels that weights were written: caches forget, step counters are set."""
+    forget_cached_rows(model)
+    if ITERATIONS in tensors:
+        for counter in _iteration_counters(model):
+            counter.fill_(int(tensors[ITERATIONS].chunks[0].tensor))
+
+
+def describe_tables(model: nn.Module) -> dict[str, TableDescription]:
+    """Describes every table of a model, for comparison with a checkpoint."""
+    blocks = {
+        table: _fingerprint(module.blocks, table)
+        for module in collections(model).values()
+        if isinstance(module, SoftSelectionModule)
+        for table in module.blocks.routings
+    }
+    tables = {}
+    for name, value in _tables(model):
+        cuts = {0}
+        if isinstance(value, ShardedTensor):
+            cuts = {part.shard_offsets[1] for part in value.metadata().shards_metadata}
+        rows, dim = PlacedTensor.of(value).size
+        tables[name] = TableDescription(
+            rows=rows, embedding_dim=dim, column_cuts=sorted(cuts), blocks=blocks.get(name, "")
+        )
+    return tables
+
+
+def rng_tensors(device: torch.device) -> dict[str, PlacedTensor]:
+    """State of this rank's random number generators."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return {f"rank{rank_of()}/rng/{kind}": PlacedTensor.of(states[kind]) for kind in states}
+
+
+def set_rng_(tensors: Mapping[str, PlacedTensor], device: torch.device) -> None:
+    """Gives this rank's random number generators the states that `rng_tensors` named."""
+    prefix = f"rank{rank_of()}/rng"
+    torch.set_rng_state(tensors[f"{prefix}/cpu"].chunks[0].tensor)
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(tensors[f"{prefix}/cuda"].chunks[0].tensor, device)
+
+
+def _tables(model: nn.Module) -> Iterator[tuple[str, Tensor | ShardedTensor]]:
+    for module in collections(model).values():
+        for key, value in lookup_of(module).state_dict().items():
+            parts = key.split(".")
+            if parts[0] == tables_under(module) and parts[-1] == "weight":
+                yield ".".join(parts[1:-1]), value
+
+
+def _parameters(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """FQN -> parameter of an optimizer."""
+    if isinstance(optimizer, KeyedOptimizer):
+        return dict(optimizer.params)
+    steps = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return {name: weight for name, weight in model.named_parameters() if weight in steps}
+
+
+def _iteration_counters(model: nn.Module) -> list[Tensor]:
+    """Counters of fused kernels, by which Adam corrects its bias; all count the same steps."""
+    modules = (module for lookup in lookups(model) for module in lookup.modules())
+    kernels = (k for k in modules if isinstance(k, SplitTableBatchedEmbeddingBagsCodegen))
+    return [counter for kernel in kernels for counter in (kernel.iter, kernel.iter_cpu)]
+
+
+def _fingerprint(blocks: RowBlocks, table: str) -> str:
+    routing = blocks.routings[table]
+    head = [blocks.first_alpha_row(table), routing.num_embeddings, routing.num_blocks]
+    digest = sha256(repr(head).encode())
+    for name, tensor in sorted(routing.to_tensors().items()):
+        values = tensor.detach().cpu().contiguous().view(torch.uint8)
+        digest.update(name.encode() + values.numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 # Tensors in files, read as far as they are asked for: of a table, a rank reads its own shards.
@@ -91,17 +293,16 @@ class StoredTensor:
 
     def copy_to_(self, target: Tensor, first: Sequence[int] | None = None) -> None:
         """Copies the part of the tensor that is as large as `target`, and reads no more. Local."""
-        begin, num_values = tuple(first or (0,) * len(self.shape)), 0
+        begin, size, num_values = tuple(first or (0,) * len(self.shape)), target.numel(), 0
         for chunk in self.chunks:
             low = list(map(max, begin, chunk.first))
             ends = zip(begin, target.shape, chunk.first, chunk.shape, strict=True)
-            high = [min(at + extent, of_chunk + size) for at, extent, of_chunk, size in ends]
+            high = [min(a + extent, b + of_chunk) for a, extent, b, of_chunk in ends]
             if all(start < stop for start, stop in zip(low, high, strict=True)):
                 part = target[_within(low, high, begin)]
                 part.copy_(chunk.open()[_within(low, high, chunk.first)])
                 num_values += part.numel()
-        requirement, remedy = f"chunks of {target.numel()} values", "copy all files of it"
-        check(num_values == target.numel(), self.place, requirement, num_values, remedy)
+        check(num_values == size, self.place, f"chunks of {size} values", num_values, _INCOMPLETE)
 
     def rows(self, first: int, last: int) -> Tensor:
         """Rows ``first <= i < last``; mapped from their file where that is one chunk's."""
@@ -112,7 +313,7 @@ class StoredTensor:
         return self._part([(0, size) for size in self.shape])
 
     def _part(self, spans: Sequence[tuple[int, int]]) -> Tensor:
-        check(bool(self.chunks), self.place, "chunks of it", "none", "copy all files of it")
+        check(bool(self.chunks), self.place, "chunks of it", "none", _INCOMPLETE)
         first = self.chunks[0].open()
         if self.chunks[0].shape == self.shape:
             return first[tuple(slice(*span) for span in spans)]
@@ -157,11 +358,6 @@ class Manifest:
     values: Mapping[str, Any]
     tensors: Mapping[str, _Tensor]
 
-    def text(self) -> str:
-        """The content of manifest.json."""
-        head = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **asdict(self)}
-        return json.dumps(head) + "\n"
-
     @staticmethod
     def read(folder: Address) -> Manifest:
         """Reads the manifest, and looks whether every file that it names is there and whole."""
@@ -171,25 +367,18 @@ class Manifest:
             check_plain(here, place)
         check(file_size(file) is not None, place, "a checkpoint", f"no {CHECKPOINT_MANIFEST} in it")
         head = parse_json(read_bytes(file), dict[str, Any], str(file), remedy=_OTHER)
-        check(head.get("format") == _FORMAT, place, f"format {_FORMAT!r}", repr(head.get("format")))
-        version, remedy = head.get("format_version"), "use the version that wrote it"
-        requirement = f"format version {_FORMAT_VERSION}"
-        check(version == _FORMAT_VERSION, place, requirement, version, remedy)
-        del head["format"], head["format_version"]
+        form = {key: head.pop(key, None) for key in _FORMAT}
+        check(form == _FORMAT, place, str(_FORMAT), form, "use the version that wrote it")
         conform(head, Manifest, str(file), remedy=_OTHER)
         for name, size in head["files"].items():
             check(os.path.basename(name) == name, place, "names of files in it", repr(name))
             bytes_there = file_size(path_in(folder, name))
             rank = name.removeprefix("rank").partition(".")[0]
-            amount = "no such file" if bytes_there is None else f"{bytes_there} bytes"
-            remedy = f"put back what rank {rank} wrote, or resume from another checkpoint"
-            check(bytes_there == size, f"{place}, {name}", f"{size} bytes", amount, remedy)
+            remedy = f"put back what rank {rank} wrote, or {_OTHER}"
+            check(bytes_there == size, f"{place}, {name}", f"{size} bytes", bytes_there, remedy)
         for key, entry in head["tensors"].items():
             _check_tensor(entry, head["files"], f"{file}, tensor {key!r}")
-        tables = {
-            name: TableDescription(**{**table, "column_cuts": tuple(table["column_cuts"])})
-            for name, table in head["tables"].items()
-        }
+        tables = {name: TableDescription(**table) for name, table in head["tables"].items()}
         return Manifest(**{**head, "tables": tables})
 
     def stored(
@@ -219,8 +408,7 @@ def _open(path_of: Callable[[str], Path], file: str, name: str) -> Tensor:
         with safe_open(path_of(file), framework="pt") as tensors:
             return tensors.get_tensor(name)
     except SafetensorError as error:
-        remedy = "resume from another checkpoint"
-        raise ValueError(describe(file, "a whole file", str(error), remedy)) from error
+        raise ValueError(describe(file, "a whole file", str(error), _OTHER)) from error
 
 
 def _chunk_name(key: str, offset: Iterable[int]) -> str:
@@ -229,16 +417,13 @@ def _chunk_name(key: str, offset: Iterable[int]) -> str:
 
 
 def _check_tensor(entry: _Tensor, files: Mapping[str, int], place: str) -> None:
-    is_dtype = isinstance(getattr(torch, entry["dtype"], None), torch.dtype)
-    check(is_dtype, place, "a dtype of torch", repr(entry["dtype"]), _OTHER)
     whole = entry["size"]
     for chunk in entry["chunks"]:
         file, offset, size = chunk["file"], chunk["offset"], chunk["size"]
         check(file in files, place, "a file of the checkpoint", repr(file), _OTHER)
+        spans = zip(offset, size, whole, strict=False)
         fits = len(offset) == len(size) == len(whole)
-        fits = fits and all(
-            0 <= o <= o + s <= w for o, s, w in zip(offset, size, whole, strict=True)
-        )
+        fits = fits and all(0 <= first <= first + n <= most for first, n, most in spans)
         check(fits, place, f"chunks inside of {whole}", f"{size} at {offset}", _OTHER)
 
 
@@ -256,19 +441,9 @@ def _check_fits(
         for name in sorted({*past, *now})
         if past.get(name) != now.get(name)
     ]
-    more = len(differences) - _DIFFERENCES
-    text = "; ".join(differences[:_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
-    remedy = "resume with the recipe, data and settings that the run was started with"
+    text = "; ".join(differences[:8])  # one error names no more
+    remedy = "resume with recipe, data, settings and, for row-wise optimizers, ranks of the run"
     check(not differences, place, "a checkpoint of this run", f"one with {text}", remedy)
-    for name, table in tables.items():
-        cuts, cuts_now = manifest.tables[name].column_cuts, table.column_cuts
-        is_per_shard = any(k.startswith(f"fused/{name}/") and len(sizes[k]) == 1 for k in sizes)
-        if is_per_shard and cuts != cuts_now:
-            requirement = f"for row-wise optimizers the checkpoint's {len(cuts)} column shards"
-            remedy = "resume with the sharding plan or number of ranks of the checkpoint"
-            text = f"{len(cuts_now)} column shards"
-            place = f"{place}, table {name!r}"
-            raise NotImplementedError(describe(place, requirement, text, remedy))
 
 
 def _facts(
@@ -281,8 +456,12 @@ def _facts(
     }
     for key, size in sizes.items():
         if not key.startswith(("rank", "table/")) and key != ITERATIONS:
-            is_per_shard = key.startswith("fused/") and len(size) == 1
-            facts[key] = "one for each shard" if is_per_shard else size
+            # The state of a row-wise optimizer is one for each column shard.
+            is_row_wise = key.startswith("fused/") and len(size) == 1
+            facts[key] = "one for each column shard" if is_row_wise else size
+            for name in tables:
+                if is_row_wise and key.startswith(f"fused/{name}/"):
+                    facts[f"column shards of table {name!r}"] = tables[name].column_cuts
     return facts
 
 
@@ -293,7 +472,6 @@ class CheckpointFolder:
     """Checkpoints of one run at a path that all ranks see, or at a URL. No collective."""
 
     def __init__(self, path: Address, *, keep_last: int = 2) -> None:
-        check(keep_last >= 1, "keep_last", "at least 1", keep_last)
         here = local_path(path)
         self.path: Address = str(path) if here is None else here
         self._here, self._keep_last = here, keep_last
@@ -336,7 +514,8 @@ class CheckpointFolder:
         for other in sorted(files):  # later steps are of a future that going back has undone
             if other > step:
                 self._remove(other, files.pop(other))
-        text, file = manifest.text(), path_in(self.path_of(step), CHECKPOINT_MANIFEST)
+        text = json.dumps(_FORMAT | asdict(manifest)) + "\n"
+        file = path_in(self.path_of(step), CHECKPOINT_MANIFEST)
         put_file(file, lambda path: path.write_text(text, encoding="utf-8"))
         for name in set(files[step]) - {CHECKPOINT_MANIFEST, *manifest.files}:
             remove_file(path_in(self.path_of(step), name))
@@ -411,9 +590,11 @@ def write_checkpoint(
         manifest = _write(folder, step, state, process_group)
         on_rank_zero(lambda: folder.publish(step, manifest, keep), process_group)
     except Exception as error:
-        remains = _clean_up(folder, process_group)
+        with suppress(RuntimeError, OSError, ValueError):  # storage may be away for that, too
+            on_rank_zero(folder.clean, process_group)
         place, cause = f"checkpoint {folder.path_of(step)}", f"{type(error).__name__}: {error}"
-        raise CheckpointWriteError(describe(place, "to write it", cause, remains)) from error
+        remedy = "what was written before is whole"
+        raise CheckpointWriteError(describe(place, "to write it", cause, remedy)) from error
 
 
 def _write(
@@ -422,54 +603,39 @@ def _write(
     state: TrainingState,
     process_group: dist.ProcessGroup | None,
 ) -> Manifest:
-    """Writes the files of all ranks; what several hold, the one with the fewest values writes."""
-    rank, num_values = rank_of(process_group), [0] * world_size_of(process_group)
+    """Writes the files of all ranks; what several hold, the first of them writes."""
+    rank = rank_of(process_group)
     chunks = {
-        (key, chunk.offset): chunk.tensor
+        _chunk_name(key, chunk.offset): (key, value.size, chunk)
         for key, value in state.tensors.items()
         for chunk in value.chunks
         if chunk.tensor.numel()
     }
     local = {
-        at: (state.tensors[at[0]].size, part.shape, dtype_name(part)) for at, part in chunks.items()
+        name: (rank, key, size, chunk.offset, chunk.tensor.shape, dtype_name(chunk.tensor))
+        for name, (key, size, chunk) in chunks.items()
     }
-    of_ranks = union_over_ranks({str(rank): local}, process_group)
-    holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for holder in range(len(num_values)):
-        for at in of_ranks[str(holder)]:
-            holders.setdefault(at, []).append(holder)
-    writers = {}
-    for at, candidates in holders.items():
-        writers[at] = min(candidates, key=num_values.__getitem__)
-        num_values[writers[at]] += of_ranks[str(writers[at])][at][1].numel()
-    part = {_chunk_name(*at): chunks[at].contiguous() for at in chunks if writers[at] == rank}
+    of_ranks = union_over_ranks(local, process_group)
+    part = {
+        name: chunk.tensor.contiguous()
+        for name, (_, _, chunk) in chunks.items()
+        if of_ranks[name][0] == rank
+    }
     with together(process_group):
         file = folder.add(step, rank, partial(save_file, part))
     files = union_over_ranks({str(rank): file}, process_group)
     tensors: dict[str, _Tensor] = {}
-    for at, writer in writers.items():
-        size, shape, kind = of_ranks[str(writer)][at]
-        entry = tensors.setdefault(at[0], {"dtype": kind, "size": list(size), "chunks": []})
-        chunk: _Chunk = {"offset": list(at[1]), "size": list(shape), "file": files[str(writer)][0]}
-        entry["chunks"].append(chunk)
+    for writer, key, whole, offset, size, kind in of_ranks.values():
+        entry = tensors.setdefault(key, {"dtype": kind, "size": list(whole), "chunks": []})
+        name = files[str(writer)][0]
+        entry["chunks"].append({"offset": list(offset), "size": list(size), "file": name})
     return Manifest(
-        world_size=len(num_values),
+        world_size=world_size_of(process_group),
         files=dict(files.values()),
         tables=state.tables,
         values=state.values,
         tensors=tensors,
     )
-
-
-def _clean_up(folder: CheckpointFolder, process_group: dist.ProcessGroup | None) -> str:
-    """Removes the remains of a failed write, and says which checkpoint is good."""
-    try:
-        on_rank_zero(folder.clean, process_group)
-        with together(process_group):
-            latest = folder.latest()
-    except (RuntimeError, OSError, ValueError) as error:  # storage may be away for that, too
-        return f"what is left there could not be looked at ({error})"
-    return "no earlier one is there" if latest is None else f"the last good one is {latest}"
 
 
 @torch.no_grad()
@@ -494,22 +660,17 @@ def read_checkpoint(
         parts = manifest.stored(path, path_of)
         for key, value in tensors.items():
             for chunk in value.chunks if key in parts else ():
-                if chunk.tensor.numel():
-                    parts[key].copy_to_(chunk.tensor, chunk.offset)
+                parts[key].copy_to_(chunk.tensor, chunk.offset)
     finish_load_(model, tensors)
     return manifest.values
-
-
-STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW = 2
-"""Steps after which DistributedDataParallel makes its buckets anew, with a static graph, as
-TorchRec asks for it."""
 
 
 def warm_up_(model: nn.Module, optimizer: Any, batch: Any, past_steps: int) -> None:
     """Takes steps that a checkpoint then overwrites: they give the optimizers their state, and
     DistributedDataParallel the buckets that an uninterrupted run of so many steps has."""
-    # It makes those anew before its third step, in the order in which gradients came in the second.
-    for _ in range(max(1, min(past_steps, STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW))):
+    # With a static graph, as TorchRec asks for it, buckets are made anew before the third step, in
+    # the order in which gradients came in the second.
+    for _ in range(max(1, min(past_steps, 2))):
         optimizer.zero_grad()
         model(batch)[0].sum().backward()
         optimizer.step()

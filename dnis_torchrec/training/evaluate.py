@@ -132,9 +132,7 @@ class _Sums(Metric):
 class ClickMetrics(_Sums):
     """Exact area under the ROC curve, calibration, ne and logloss; NaN where one is undefined."""
 
-    chances: list[Tensor]
-    positives: list[Tensor]
-    negatives: list[Tensor]
+    samples: list[Tensor]
     pos_labels: Tensor
     neg_labels: Tensor
     logit_cross_entropy: Tensor
@@ -145,8 +143,7 @@ class ClickMetrics(_Sums):
             *("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels"),
             *("calibration_num", "calibration_denom", "logit_cross_entropy"),
         )
-        for name in ("chances", "positives", "negatives"):
-            self.add_state(name, [], dist_reduce_fx="cat")
+        self.add_state("samples", [], dist_reduce_fx="cat")
 
     def update(self, values: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
         """Adds a batch of logits."""
@@ -158,9 +155,8 @@ class ClickMetrics(_Sums):
         self._add(get_calibration_states(labels, chances, weight))
         each = binary_cross_entropy_with_logits(values, labels, reduction="none")
         self._add({"logit_cross_entropy": (weight * each).sum()})
-        self.chances.append(chances.detach())
-        self.positives.append(weight * labels)
-        self.negatives.append(weight * (1 - labels))
+        columns = [chances.detach(), weight * labels, weight * (1 - labels)]
+        self.samples.append(torch.stack(columns, dim=1))
 
     def compute(self) -> dict[str, Tensor]:
         """Metric -> value for all samples so far."""
@@ -176,10 +172,9 @@ class ClickMetrics(_Sums):
         }
 
     def _area(self) -> Tensor:
-        chances, order = dim_zero_cat(self.chances).sort(descending=True)
-        positives, negatives = (
-            dim_zero_cat(part)[order].cumsum(0) for part in (self.positives, self.negatives)
-        )
+        chances, positives, negatives = dim_zero_cat(self.samples).unbind(1)
+        chances, order = chances.sort(descending=True)
+        positives, negatives = (part[order].cumsum(0) for part in (positives, negatives))
         last_of_ties = torch.cat([chances.diff() != 0, chances.new_ones(1, dtype=torch.bool)])
         start = positives.new_zeros(1)
         hits, misses = (torch.cat([start, part[last_of_ties]]) for part in (positives, negatives))

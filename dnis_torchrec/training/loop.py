@@ -3,13 +3,12 @@ best one. With a folder it saves itself as it goes."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, NotRequired, TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,16 @@ from dnis_torchrec.training.checkpoint import (
     CheckpointFolder,
     CheckpointSaver,
     Manifest,
+    PlacedTensor,
+    TrainingState,
+    describe_tables,
+    model_tensors,
+    optimizer_tensors,
     read_checkpoint,
+    rng_tensors,
+    set_rng_,
+    snapshot,
+    take_,
     warm_up_,
 )
 from dnis_torchrec.training.evaluate import selection_loss
@@ -39,17 +47,6 @@ from dnis_torchrec.training.pipeline import FiniteGuard, LateValues
 from dnis_torchrec.training.rounded import HeldTables, HoldingOptimizer
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.shard import flushing_denormals
-from dnis_torchrec.training.state import (
-    PlacedTensor,
-    TrainingState,
-    describe_tables,
-    model_tensors,
-    optimizer_tensors,
-    rng_tensors,
-    set_rng_,
-    snapshot,
-    take_,
-)
 
 STOP_INTERVAL = 8
 """Steps after which several ranks ask each other whether one was told to stop."""
@@ -154,7 +151,6 @@ class _Search(TypedDict):
     seconds: float
     steps_per_epoch: int
     data: dict[str, int]
-    configuration: NotRequired[dict[str, Any]]
     history: list[EpochRecord]
 
 
@@ -171,13 +167,13 @@ class TrainLoop:
     """Trains a model, and evaluates it after every epoch, until the last phase of its plan.
 
     With a folder for checkpoints, a run that was killed continues to the same result. Without one,
-    the best epoch is kept in memory.
+    the best epoch is kept in memory. Without a stream, an epoch is a pass over the training split.
     """
 
     def __init__(
         self,
         pipeline: Any,
-        stream: Iterator[Batch],
+        stream: Iterator[Batch] | None,
         recipe: Recipe,
         plan: Plan,
         folder: Address | None = None,
@@ -186,7 +182,6 @@ class TrainLoop:
         events: SearchEvents,
         steps_per_epoch: float = math.inf,
         data: Mapping[str, int] | None = None,
-        configuration: Mapping[str, Any] | None = None,
     ) -> None:
         self._pipeline, self._stream, self._recipe = pipeline, stream, recipe
         self._plan, self._events, self._steps_per_epoch = plan, events, steps_per_epoch
@@ -200,10 +195,9 @@ class TrainLoop:
         self._best_state: TrainingState | None = None
         self._folder, self._settings = None, settings or Saving()
         if folder is not None:
-            self._folder = CheckpointFolder(folder, keep_last=self._settings.keep_checkpoints)
+            self._folder = CheckpointFolder(folder)
         self._saver: CheckpointSaver | None = None
         self._data = dict(data or {})
-        self._configuration = json.loads(json.dumps(dict(configuration or {}), default=float))
         self._steps_behind = 0
         self._begin, self.seconds_before = time.monotonic(), 0.0
 
@@ -235,8 +229,8 @@ class TrainLoop:
         """To be called on all ranks after a step behind the last phase, which is not saved."""
         self._steps_behind += 1
         if self._is_stop_requested():
-            text = f"its phases are saved in {cast(Any, self._folder).path}, --resume finishes it"
-            place = f"finishing, step {self._steps_behind}"
+            place, path = f"finishing, step {self._steps_behind}", cast(Any, self._folder).path
+            text = f"its phases are saved in {path}, --resume finishes it"
             raise SearchInterrupted(f"{place}: stopped on request; {text}")
 
     def checkpoint_of(self, phase: FinishedPhase) -> Address:
@@ -256,11 +250,16 @@ class TrainLoop:
         pipeline, first = self._pipeline, self._first_step
         last_step = self.history[-1].step if self.history else 0
         until = min(last_step + self._steps_per_epoch, first + phase.steps)
+        stream = self._stream
+        if stream is None:
+            stream = iter(LookupBatches(self._recipe.data.train, "train"))
         while pipeline.lower_steps < until:
             previous = pipeline.lower_steps
             try:
-                loss = pipeline.progress(self._stream)[0]
+                loss = pipeline.progress(stream)[0]
             except StopIteration:  # the end of an epoch of unknown length
+                has_batch, remedy = pipeline.lower_steps > last_step, "check the data splits"
+                check(has_batch, "training stream", "at least one batch", "none", remedy)
                 break
             is_lower = pipeline.lower_steps > previous
             if is_lower:
@@ -294,14 +293,17 @@ class TrainLoop:
         pipeline, epoch = self._pipeline, self._epoch
         with pipeline.detached() as model:
             loss = selection_loss(model, self._recipe, pipeline.device)
+        if world_size_of(pipeline.process_group) > 1:
+            dist.all_reduce(self._losses, group=pipeline.process_group)
         record = EpochRecord(
             epoch=epoch,
             phase=phase.name,
             step=pipeline.lower_steps,
-            train_loss=self._mean_loss(),
+            train_loss=float(self._losses[0] / self._losses[1]),
             selection_loss=loss,
             **pipeline.figures(),
         )
+        self._losses.zero_()
         self.history.append(record)
         self._epoch += 1
         self._events.on_epoch(record)
@@ -315,7 +317,7 @@ class TrainLoop:
         if self._saver is not None:
             self._save()
         elif is_better:
-            self._best_state = pipeline.state(self._stream)
+            self._best_state = pipeline.snapshot()
         self._events.on_save(record, self._is_over)
 
     def _end_phase(self, phase: Phase) -> None:
@@ -326,21 +328,12 @@ class TrainLoop:
             with self._pipeline.detached():
                 folder = self._folder
                 self._pipeline.go_back(folder.path_of(best.step) if folder else self._best_state)
-        first, last = self._first_step, self._pipeline.lower_steps
+        steps = {"first_step": self._first_step, "last_step": self._pipeline.lower_steps}
         self._plan.end(phase)
-        self.finished.append(
-            FinishedPhase(name=phase.name, first_step=first, last_step=last, best=best)
-        )
+        self.finished.append(FinishedPhase(name=phase.name, **steps, best=best))
         next_phase = self._plan.phase_after(self.finished)
         self._best = best if next_phase is not None and next_phase.starts_best else Best()
         self._is_over = False
-
-    def _mean_loss(self) -> float:
-        if world_size_of(self._pipeline.process_group) > 1:
-            dist.all_reduce(self._losses, group=self._pipeline.process_group)
-        mean = float(self._losses[0] / self._losses[1])
-        self._losses.zero_()
-        return mean
 
     def _wait(self) -> None:
         if self._saver is not None:
@@ -362,7 +355,6 @@ class TrainLoop:
         return bool(num_ranks > 0)
 
     def _save(self) -> None:
-        self._wait()
         state = self._pipeline.state(self._stream)
         entries: _Search = {
             "epoch": self._epoch,
@@ -373,7 +365,6 @@ class TrainLoop:
             "seconds": self.seconds_before + time.monotonic() - self._begin,
             "steps_per_epoch": int(self._steps_per_epoch),
             "data": self._data,
-            "configuration": self._configuration,
             "history": [cast(EpochRecord, asdict(record)) for record in self.history],
         }
         whole = TrainingState(
@@ -406,21 +397,16 @@ class TrainLoop:
     def _ranks_of(self, path: Address) -> int:
         """Ranks that wrote a checkpoint, which is to be one of this search."""
         manifest, place = Manifest.read(path), f"checkpoint {path}"
-        other = "resume from another checkpoint"
-        conform(manifest.values, SearchValues, f"{place}, values", remedy=other)
-        search, world_size = manifest.values["search"], manifest.world_size
-        steps, remedy = search["steps_per_epoch"], "resume with the data of the run"
+        conform(manifest.values, SearchValues, f"{place}, values")
+        search, remedy = manifest.values["search"], "resume with the data of the run"
+        steps, ranks = search["steps_per_epoch"], manifest.world_size
         requirement = f"one with {self._steps_per_epoch} lower steps per epoch, as many as now"
-        split = f"{remedy}, and data that splits itself over ranks on {world_size} of them"
+        split = f"{remedy}, and data that splits itself over ranks on {ranks} of them"
         check(steps == self._steps_per_epoch, place, requirement, steps, split)
         differ = [name for name, value in self._data.items() if search["data"].get(name) != value]
         content = f"one of other samples in: {', '.join(differ)}"
         check(not differ, place, "one of this data", content, remedy)
-        remedy = "resume with the configuration of the run"
-        for name, value in self._configuration.items():
-            past = search.get("configuration", {}).get(name, value)
-            check(past == value, place, f"one of a search with {name} {value}", past, remedy)
-        return world_size
+        return ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -429,12 +415,11 @@ class PlainTraining:
 
     selection_loss: float
     best_epoch: int
-    seconds: float
-    history: tuple[EpochRecord, ...] = ()
+    history: tuple[EpochRecord, ...]
 
 
 class StreamPipeline(DetachableTrainPipeline):
-    """TorchRec's own pipeline on a stream without an end, from which a checkpoint can go on."""
+    """TorchRec's own pipeline, whose state a checkpoint or this process's memory holds."""
 
     def __init__(
         self, model: DistributedModelParallel, optimizer: Any, device: torch.device
@@ -449,12 +434,8 @@ class StreamPipeline(DetachableTrainPipeline):
         """Takes a step."""
         output = super().progress(stream)
         self.lower_steps += 1
-        self._guard.check_loss(output[0], self._place())
+        self._guard.check_loss(output[0], f"step {self.lower_steps}")
         return output
-
-    def _place(self) -> str:
-        """Names the step just taken, in errors."""
-        return f"step {self.lower_steps}"
 
     @contextmanager
     def detached(self) -> Iterator[nn.Module]:
@@ -489,60 +470,21 @@ class StreamPipeline(DetachableTrainPipeline):
         set_rng_(tensors, self.device)
         return values
 
-    def go_back(self, path: Any) -> None:
-        """Takes what the model had learnt from a checkpoint of this run."""
-        tensors, kinds = model_tensors(self._model), ("table", "model")
-        read_checkpoint(path, self._model, tensors, self.process_group, kinds=kinds)
+    def snapshot(self) -> TrainingState:
+        """A copy of what the model has learnt."""
+        return snapshot(self._model)
+
+    def go_back(self, source: Address | TrainingState) -> None:
+        """Takes what the model had learnt, from a checkpoint of this run or a snapshot."""
+        if isinstance(source, TrainingState):
+            take_(self._model, source)
+        else:
+            tensors, kinds = model_tensors(self._model), ("table", "model")
+            read_checkpoint(source, self._model, tensors, self.process_group, kinds=kinds)
 
     def figures(self) -> dict[str, float]:
         """Returns nothing: a plain training has no alpha."""
         return {}
-
-
-class _PlainPipeline(StreamPipeline):
-    """The same with epochs that end with their batches, and states that stay in memory."""
-
-    def __init__(
-        self,
-        model: DistributedModelParallel,
-        stepper: Any,
-        recipe: Recipe,
-        rule: HeldTables,
-        device: torch.device,
-    ) -> None:
-        super().__init__(model, stepper, device)
-        self._rule, self._recipe = rule, recipe
-        self._first = self._epoch = 0
-        self._epoch_batches: Iterator[Batch] | None = None
-
-    def progress(self, stream: Iterator[Batch]) -> Any:
-        """Takes a step; at the end of an epoch raises StopIteration."""
-        if self._epoch_batches is None:
-            self._epoch_batches = iter(LookupBatches(self._recipe.data.train, "train"))
-        try:
-            return super().progress(self._epoch_batches)
-        except StopIteration:
-            steps = self.lower_steps - self._first
-            check(steps > 0, "training stream", "at least one batch", 0, "check the data splits")
-            self._epoch_batches, self._first, self._epoch = None, self.lower_steps, self._epoch + 1
-            raise
-
-    def _place(self) -> str:
-        return f"epoch {self._epoch}, step {self.lower_steps - self._first}"
-
-    @contextmanager
-    def detached(self) -> Iterator[nn.Module]:
-        """Lends the model; the next step takes it back."""
-        self._guard.settle()
-        yield self.detach()
-
-    def state(self, stream: Any) -> TrainingState:
-        """A copy of what the model has learnt."""
-        return snapshot(self._model, self._rule.tensors())
-
-    def go_back(self, state: Any) -> None:
-        """Takes what the model had learnt."""
-        take_(self._model, state, self._rule.tensors())
 
 
 @flushing_denormals()
@@ -559,26 +501,18 @@ def train_plainly(
     events: SearchEvents | None = None,
 ) -> PlainTraining:
     """Trains with TorchRec's pipeline to the best epoch, as the selection loss has it."""
-    begin = time.monotonic()
     stepper = optimizer if rule is None else HoldingOptimizer(optimizer, rule)
-    rule = rule or HeldTables()
-    pipeline = _PlainPipeline(model, stepper, recipe, rule, device)
+    pipeline = StreamPipeline(model, stepper, device)
     first_loss, first_state = math.inf, None
     if starts_trained:
-        first_loss = selection_loss(model, recipe, device)
-        first_state = snapshot(model, rule.tensors())
+        first_loss, first_state = selection_loss(model, recipe, device), pipeline.snapshot()
     model.train()
     plan = Plan(Phase(name=PLAIN, epochs=max_epochs, patience=patience))
-    loop = TrainLoop(pipeline, iter(()), recipe, plan, events=events or SearchEvents())
+    loop = TrainLoop(pipeline, None, recipe, plan, events=events or SearchEvents())
     loop.run()
     best = loop.finished[0].best
     if first_state is not None and first_loss <= best.loss:
-        take_(model, first_state, rule.tensors())
+        pipeline.go_back(first_state)
         best = Best(loss=first_loss)
-    rule.finish_load_()
-    return PlainTraining(
-        selection_loss=best.loss,
-        best_epoch=best.epoch,
-        seconds=time.monotonic() - begin,
-        history=tuple(loop.history),
-    )
+    history = tuple(loop.history)
+    return PlainTraining(selection_loss=best.loss, best_epoch=best.epoch, history=history)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dnis_torchrec.checks import describe
+from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.selection.shards import collections, local_shards, table_weight_names
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 
@@ -60,11 +61,9 @@ class FiniteGuard:
     """Checks losses and gradients of a model, prepared or not."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
-        self._world_size = 1 if group is None else dist.get_world_size(group)
-        self._rank = 0 if group is None else dist.get_rank(group)
+        self._ranks = ranks = Ranks(group)
         # Flags of ranks are read with what they are about.
-        self._num_flags = self._world_size if self._world_size > 1 else 0
+        self._num_flags = ranks.world_size if ranks.world_size > 1 else 0
         self._late = LateValues()
         self._collections = collections(model)
         self._wrappers = soft_selection_modules(model)
@@ -135,12 +134,12 @@ class FiniteGuard:
         return finite.all()
 
     def _flags(self, is_finite: Tensor) -> Tensor:
-        flags = torch.zeros(self._world_size, device=is_finite.device)
-        flags[self._rank] = ~is_finite
+        flags = torch.zeros(self._ranks.world_size, device=is_finite.device)
+        flags[self._ranks.rank] = ~is_finite
         return flags
 
     def _summed(self, flags: Tensor) -> Tensor:
-        dist.all_reduce(flags, group=self._group)
+        dist.all_reduce(flags, group=self._ranks.group)
         return flags
 
     # What follows reads the summed flags of ranks, if several, and then values of this one.
@@ -151,7 +150,7 @@ class FiniteGuard:
             return
         culprit = self._table_with_non_finite_value()
         where = f"{place}, table {culprit!r}" if culprit else f"{place} (every table is finite)"
-        raise NonFiniteError(describe(where, "a finite loss", float(loss.sum()), REMEDY))
+        raise _not_finite(where, "a finite loss", float(loss.sum()))
 
     def _stop_for_gradient(
         self, place: str, table_of: Callable[[Tensor], str], values: Tensor
@@ -163,9 +162,8 @@ class FiniteGuard:
     def _is_bad(self, values: Tensor, finite: Tensor, place: str, requirement: str) -> bool:
         """Whether this rank has a value that is not finite; raises if only another one has."""
         flags = values[: self._num_flags] if self._num_flags else ~finite.all().view(1)
-        if bool(flags.any()) and not bool(flags[self._rank]):
-            place = f"{place}, rank {int(flags.nonzero()[0])}"
-            raise NonFiniteError(describe(place, requirement, "nan or inf", REMEDY))
+        if bool(flags.any()) and not bool(flags[self._ranks.rank]):
+            raise _not_finite(f"{place}, rank {int(flags.nonzero()[0])}", requirement)
         return bool(flags.any())
 
     def _stop_for_dense_gradient(self, place: str, names: list[str], largest: Tensor) -> None:
@@ -183,8 +181,7 @@ class FiniteGuard:
             if dim == embedding_dim
             and 0 <= row - blocks.first_alpha_row(table) < blocks.routings[table].num_blocks
         ]
-        where = f"{place}, tables {tables}, row {row} of alpha"
-        raise NonFiniteError(describe(where, "a finite gradient", "nan or inf", REMEDY))
+        raise _not_finite(f"{place}, tables {tables}, row {row} of alpha", "a finite gradient")
 
     def _table_with_non_finite_value(self) -> str | None:
         for collection in self._collections.values():
@@ -195,8 +192,10 @@ class FiniteGuard:
         return None
 
 
-def _not_finite(place: str) -> NonFiniteError:
-    return NonFiniteError(describe(place, "finite gradients", "nan or inf", REMEDY))
+def _not_finite(
+    place: str, requirement: str = "finite gradients", value: object = "nan or inf"
+) -> NonFiniteError:
+    return NonFiniteError(describe(place, requirement, value, REMEDY))
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,14 +11,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
 
-from dnis_torchrec.allocation.curvature import on_all
 from dnis_torchrec.allocation.energies import whole_rows
-from dnis_torchrec.blocks.codes import ColumnCodes, check_finite
-from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.blocks.codes import ColumnCodes
+from dnis_torchrec.checks import describe
 from dnis_torchrec.ops.select import RowRounding
+from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.selection.shards import (
     TableShard,
@@ -26,10 +25,8 @@ from dnis_torchrec.selection.shards import (
     frozen_tables_of,
     local_shards,
     ranks_of,
-    table_configs_of,
 )
 from dnis_torchrec.selection.torchrec import lookups, writing_to_tables
-from dnis_torchrec.training.state import Chunk, PlacedTensor
 
 
 class HeldTables:
@@ -40,13 +37,6 @@ class HeldTables:
 
     def after_step_(self) -> None:
         """Lets the tables obey again, after the optimizer's step and before the next lookup."""
-
-    def tensors(self) -> Mapping[str, PlacedTensor]:
-        """State beside the model's, live, as `TrainingState` and `snapshot` take it. Local."""
-        return {}
-
-    def finish_load_(self) -> None:
-        """Goes on from `tensors` that were written from outside, as by a checkpoint. Local."""
 
 
 class HoldingOptimizer(OptimizerWrapper):
@@ -67,22 +57,19 @@ class RoundedTables(HeldTables):
     """Tables of a model that hold what they will be served as, and train on."""
 
     def __init__(self, model: nn.Module, scheme: MixedDimensionScheme) -> None:
-        modules = collections(model).values()
-        self._model, self._ranks = model, ranks_of(*modules)
+        tables = {}
+        for name, table in scheme.tables.items():
+            # Without feedback and gain, for weights that train on have their nearest codes.
+            codes = ColumnCodes(table.codes.bits, table.codes.scale, table.codes.shift)
+            tables[name] = replace(table.with_codes(codes), largest_value=None)
+        # What the tables are rounded to, bit for bit.
+        self.scheme = MixedDimensionScheme(tables)
+        modules, self._model = collections(model).values(), model
         shards = [shard for module in modules for shard in local_shards(module)]
-        shards = [shard for shard in shards if shard.table in scheme.tables]
-        with on_all(self._ranks):
-            _check_fits(scheme, [config for m in modules for config in table_configs_of(m)], shards)
-        self._shards = [_RoundedShard(shard) for shard in shards]
-        self._settle_(scheme)
-        # A copy, for checkpoints write to it; without feedback and gain, for weights that train on
-        # have their nearest codes.
-        self._tables = {
-            name: table.with_codes(ColumnCodes(*map(torch.clone, _parts(table.codes))))
-            for name, table in scheme.tables.items()
-        }
-        self._take_codes_()
+        shards = [shard for shard in shards if shard.table in tables]
+        self._shards = [_RoundedShard(shard, tables[shard.table]) for shard in shards]
         with writing_to_tables(model), torch.no_grad():
+            _settle_(shards, scheme, ranks_of(*modules))
             for latent in self._shards:
                 latent.round_()
         self._fused = _fused_lookups(model, self._shards)
@@ -90,12 +77,6 @@ class RoundedTables(HeldTables):
         frozen = {table for module in modules for table in frozen_tables_of(module)}
         rest = [shard for shard in self._shards if shard not in in_kernels]
         self._dense = [latent for latent in rest if latent.shard.table not in frozen]
-
-    @property
-    def scheme(self) -> MixedDimensionScheme:
-        """What the tables are rounded to now, bit for bit."""
-        tables = {name: replace(table, largest_value=None) for name, table in self._tables.items()}
-        return MixedDimensionScheme(tables)
 
     @torch.no_grad()
     def after_step_(self) -> None:
@@ -109,58 +90,32 @@ class RoundedTables(HeldTables):
     def stop_(self) -> None:
         """Leaves the tables as they are: nothing is rounded any more."""
         for lookup in self._fused:
-            lookup.leave_()
+            lookup.hook.remove()
         self._shards, self._fused, self._dense = [], [], []
 
-    def tensors(self) -> Mapping[str, PlacedTensor]:
-        """Residuals, which checkpoints may take apart as they do the tables, and codes. Local."""
-        tensors = {}
-        for name, table in self._tables.items():
-            for key, value in zip(("bits", "scale", "shift"), _parts(table.codes), strict=True):
-                tensors[f"codes/{name}/{key}"] = PlacedTensor.of(value)
-            residuals = [latent.residual for latent in self._shards if latent.shard.table == name]
-            chunks = [Chunk((part.first_row, part.first_column), part.weight) for part in residuals]
-            size = table.num_embeddings, table.embedding_dim
-            tensors[f"residual/{name}"] = PlacedTensor(size, tuple(chunks))
-        return tensors
 
-    def finish_load_(self) -> None:
-        """Goes on with `tensors` and tables that a checkpoint was read into. Local."""
-        self._tables = {name: table.with_codes(table.codes) for name, table in self._tables.items()}
-        self._take_codes_()
-
-    @torch.no_grad()
-    def _settle_(self, scheme: MixedDimensionScheme) -> None:
-        movers = {name: table for name, table in scheme.tables.items() if table.codes.moves}
-        if not movers:
-            return
-        shapes = {name: (t.num_embeddings, t.embedding_dim) for name, t in movers.items()}
-        rows = whole_rows([shard.shard for shard in self._shards], shapes, self._ranks)
-        with writing_to_tables(self._model):
-            for name, table in movers.items():
-                for chunk in rows[name].chunks():
-                    blocks = table.routing.block_of(torch.arange(chunk.rows.start, chunk.rows.stop))
-                    chunk.write_(table.codes.settle(chunk.values.float().cpu(), blocks))
-
-    def _take_codes_(self) -> None:
-        for shard in self._shards:
-            shard.take_(self._tables[shard.shard.table])
+def _settle_(shards: list[TableShard], scheme: MixedDimensionScheme, ranks: Ranks) -> None:
+    """Gives whole rows the values of their codes by error feedback."""
+    movers = {name: table for name, table in scheme.tables.items() if table.codes.moves}
+    shapes = {name: (table.num_embeddings, table.embedding_dim) for name, table in movers.items()}
+    for name, rows in whole_rows(shards, shapes, ranks).items():
+        table = movers[name]
+        for chunk in rows.chunks():
+            blocks = table.routing.block_of(torch.arange(chunk.rows.start, chunk.rows.stop))
+            chunk.write_(table.codes.settle(chunk.values.float().cpu(), blocks))
 
 
 class _RoundedShard:
     """A shard whose values are rounded."""
 
-    def __init__(self, shard: TableShard) -> None:
-        self.shard = shard
-        zeros = torch.zeros_like(shard.weight, memory_format=torch.contiguous_format)
+    def __init__(self, shard: TableShard, table: TableScheme) -> None:
+        self.shard, weight = shard, shard.weight
+        if weight.dtype != torch.float32:
+            raise TypeError(describe(f"table {shard.table!r}", "float32 weights", weight.dtype))
+        zeros = torch.zeros_like(weight, memory_format=torch.contiguous_format)
         self.residual = TableShard(shard.table, zeros, shard.first_row, shard.first_column)
-
-    def take_(self, table: TableScheme) -> None:
-        """Takes other codes; values stay as they are."""
-        shard = self.shard
-        columns = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
-        device = shard.weight.device
-        self._rounding = RowRounding(table.codes, table.routing, shard.first_row, columns, device)
+        rows, (_, columns) = shard.first_row, shard.window
+        self._rounding = RowRounding(table.codes, table.routing, rows, columns, weight.device)
 
     def round_(self, rows: Tensor | None = None) -> None:
         """Rounds some rows, counted from the shard's first, or all."""
@@ -173,18 +128,9 @@ class _FusedLookup:
     def __init__(
         self, kernel: SplitTableBatchedEmbeddingBagsCodegen, shards: list[_RoundedShard | None]
     ) -> None:
-        self._tables, self._shards = kernel.feature_table_map, shards
+        self._tables, self.shards = kernel.feature_table_map, shards
         self._inputs: list[tuple[Tensor, Tensor]] = []
-        self._hook = kernel.register_forward_pre_hook(self._note, with_kwargs=True)
-
-    @property
-    def shards(self) -> list[_RoundedShard]:
-        """Those that are rounded."""
-        return [shard for shard in self._shards if shard is not None]
-
-    def leave_(self) -> None:
-        """Notes no further rows."""
-        self._hook.remove()
+        self.hook = kernel.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def round_(self) -> None:
         """Rounds the rows that were looked up, each once."""
@@ -197,7 +143,7 @@ class _FusedLookup:
                 rows.setdefault(table, []).append(ids)
         self._inputs.clear()
         for table, ids_of_table in rows.items():
-            shard = self._shards[table]
+            shard = self.shards[table]
             if shard is not None:
                 shard.round_(torch.cat(ids_of_table).long().unique())
 
@@ -219,23 +165,3 @@ def _fused_lookups(model: nn.Module, shards: Iterable[_RoundedShard]) -> list[_F
             if any(of_kernel):
                 kernels.append(_FusedLookup(kernel, of_kernel))
     return kernels
-
-
-def _check_fits(
-    scheme: MixedDimensionScheme, configs: Iterable[EmbeddingBagConfig], shards: list[TableShard]
-) -> None:
-    sizes = {config.name: (config.num_embeddings, config.embedding_dim) for config in configs}
-    for name, table in scheme.tables.items():
-        check_known("table", name, sizes)
-        shape = table.num_embeddings, table.embedding_dim
-        check(shape == sizes[name], f"table {name!r}", f"a scheme of N, D = {sizes[name]}", shape)
-    for shard in shards:
-        place, routing = f"table {shard.table!r}", scheme.tables[shard.table].routing
-        if shard.weight.dtype != torch.float32:
-            raise TypeError(describe(place, "float32 weights", shard.weight.dtype))
-        for chunk, rows, _ in shard.chunks():
-            check_finite(chunk, routing.block_of(torch.arange(rows.start, rows.stop)), place)
-
-
-def _parts(codes: ColumnCodes) -> tuple[Tensor, Tensor, Tensor]:
-    return codes.bits, codes.scale, codes.shift

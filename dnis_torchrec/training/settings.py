@@ -1,49 +1,20 @@
-"""Settings of a training and of saving it, and the signals that end it; without torch."""
+"""How a training saves itself, and the signals that end it; without torch."""
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
 from dataclasses import dataclass
-from typing import Annotated, Self
-
-from dnis_torchrec.checks import check
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainSettings:
-    """Settings by which the plain model is trained."""
-
-    seed: Annotated[int, "Of weights, splits and batch order."] = 0
-    embedding_dim: Annotated[int | None, "D of the tables; the recipe's own if not given."] = None
-    embedding_l2: Annotated[float | None, "L2 penalty; the recipe's own if not given."] = None
-    epochs: Annotated[int, "Epochs at most."] = 60
-    patience: Annotated[int, "Epochs without a better selection loss before it stops."] = 3
-
-    def __post_init__(self) -> None:
-        check(self.seed >= 0, "seed", "an integer >= 0", self.seed)
-        dim, l2, remedy = self.embedding_dim, self.embedding_l2, "leave it out for the recipe's"
-        check(dim is None or dim >= 1, "embedding_dim", "an integer >= 1", dim, remedy)
-        is_fit = l2 is None or (math.isfinite(l2) and l2 >= 0)
-        check(is_fit, "embedding_l2", "a finite number >= 0", l2, remedy)
-        check(self.epochs >= 1, "epochs", "an integer >= 1", self.epochs)
-        check(self.patience >= 1, "patience", "an integer >= 1", self.patience)
+from typing import Self
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Settings by which a search saves itself."""
+    """How a run saves itself: whether it goes on, and lower steps between checkpoints."""
 
-    resume: Annotated[bool, "Go on with a run at --out; begin it if there is none."] = False
-    checkpoint_every: Annotated[int, "Lower steps between checkpoints; also after an epoch."] = 0
-    keep_checkpoints: Annotated[int, "How many are kept, besides that of the best epoch."] = 2
-
-    def __post_init__(self) -> None:
-        every, keep = self.checkpoint_every, self.keep_checkpoints
-        check(every >= 0, "checkpoint_every", "a number of steps >= 0", every)
-        check(keep >= 1, "keep_checkpoints", "at least 1", keep)
+    resume: bool = False
+    checkpoint_every: int = 0
 
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -73,6 +44,7 @@ class StopRequest:
     """
 
     number: int | None = None
+    raises = False
 
     def is_requested(self) -> bool:
         """Whether a signal has come."""
@@ -89,49 +61,34 @@ class StopRequest:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._restore()
-        self._leave(error)
+        # Where it does not raise, nobody has looked at the signal yet.
+        if self.number is not None and error is None and not self.raises:
+            signal.raise_signal(self.number)
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _leave(self, error: BaseException | None) -> None:
-        if self.number is not None and error is None:  # nobody has looked at it
-            signal.raise_signal(self.number)
-
     def _handle(self, number: int, frame: object) -> None:
+        of_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        wait = TORCHRUN_SECONDS if of_torchrun else SAME_REQUEST_SECONDS
         if os.getpid() != self._process:  # forked, as data loaders are: SIGTERM alone ends it
             if number == signal.SIGTERM:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
         elif self.number is None:
             self.number, self._since = number, time.monotonic()
-            self._first(number)
-        elif time.monotonic() - self._since >= _seconds_of_one_request():
-            self._next(number)
-
-    def _first(self, number: int) -> None:
-        """What the first signal does; nothing here."""
-
-    def _next(self, number: int) -> None:
-        self._restore()
-        signal.raise_signal(number)
+            if self.raises:
+                raise Stopped(number)
+        elif time.monotonic() - self._since >= wait:
+            if self.raises:
+                signal.signal(number, signal.SIG_DFL)
+            else:
+                self._restore()
+            signal.raise_signal(number)
 
 
 class Ending(StopRequest):
     """Raises `Stopped` where a signal strikes; the next one ends the process."""
 
-    def _leave(self, error: BaseException | None) -> None:
-        """The signal was raised already."""
-
-    def _first(self, number: int) -> None:
-        raise Stopped(number)
-
-    def _next(self, number: int) -> None:
-        for each in REQUESTS:
-            signal.signal(each, signal.SIG_DFL)
-        signal.raise_signal(number)
-
-
-def _seconds_of_one_request() -> float:
-    return TORCHRUN_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else SAME_REQUEST_SECONDS
+    raises = True

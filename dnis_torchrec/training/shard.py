@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import cast
@@ -210,34 +210,32 @@ def process_group() -> Iterator[torch.device]:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(torch.distributed.get_node_local_rank(fallback_rank=0)))
         torch.cuda.set_device(device)
-    with flushing_denormals():
-        if dist.is_initialized():
-            yield device
-            return
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        with tempfile.TemporaryDirectory() as folder:
-            if _is_launched():
-                dist.init_process_group(backend)
-            else:  # a file, not a port: several runs on one machine never meet
-                store = dist.FileStore(f"{folder}/store", 1)
-                dist.init_process_group(backend, store=store, rank=0, world_size=1)
-            try:
-                yield device
-            finally:
-                dist.destroy_process_group()
+    with flushing_denormals(), _group("nccl" if device.type == "cuda" else "gloo"):
+        yield device
 
 
 @contextmanager
 def launched_ranks() -> Iterator[Ranks]:
     """The ranks of a launcher such as torchrun, on CPUs, for work that trains nothing."""
-    if dist.is_initialized() or not _is_launched():
+    with _group("gloo", LONGEST_WAIT) if _is_launched() else nullcontext():
         yield Ranks.everyone()
+
+
+@contextmanager
+def _group(backend: str, timeout: timedelta | None = None) -> Iterator[None]:
+    if dist.is_initialized():
+        yield
         return
-    dist.init_process_group("gloo", timeout=LONGEST_WAIT)
-    try:
-        yield Ranks.everyone()
-    finally:
-        dist.destroy_process_group()
+    with tempfile.TemporaryDirectory() as folder:
+        if _is_launched():
+            dist.init_process_group(backend, timeout=timeout)
+        else:  # a file, not a port: several runs on one machine never meet
+            store = dist.FileStore(f"{folder}/store", 1)
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 def _is_launched() -> bool:

@@ -35,14 +35,16 @@ from dnis_torchrec.selection.torchrec import ShardedTensor, writing_to_tables
 from dnis_torchrec.training.checkpoint import (
     CheckpointFolder,
     CheckpointWriteError,
+    Chunk,
     Manifest,
+    PlacedTensor,
     StoredChunk,
     StoredTensor,
+    TrainingState,
     dtype_name,
     write_checkpoint,
 )
 from dnis_torchrec.training.shard import spread_tables
-from dnis_torchrec.training.state import Chunk, PlacedTensor, TrainingState
 
 MODEL = "model"
 """Folder in a run of several ranks, into which each rank writes its shards."""
@@ -57,6 +59,15 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 def write_model(folder: Address, model: nn.Module, ranks: Ranks) -> None:
     """Writes a merged model by the plain model's names. Each rank writes the shards it holds."""
+    state = TrainingState(tensors=_tensors_by_name(model), tables={})
+    try:
+        write_checkpoint(CheckpointFolder(path_in(folder, MODEL)), 0, state, ranks.group)
+    except CheckpointWriteError as error:
+        raise OSError(str(error)) from error  # as by a model that one process writes
+
+
+def _tensors_by_name(model: nn.Module) -> dict[str, PlacedTensor]:
+    """Weights that this rank holds, by the plain model's names."""
     tensors = {}
     for fqn, module in collections(model).items():
         for config in table_configs_of(module):
@@ -65,16 +76,14 @@ def write_model(folder: Address, model: nn.Module, ranks: Ranks) -> None:
                 for shard in local_shards(module)
                 if shard.table == config.name
             )
+            name = weight_name(f"{fqn}.{tables_under(module)}.{config.name}.weight")
             size = (config.num_embeddings, config.embedding_dim)
-            tensors[_key_of_table(fqn, module, config.name)] = PlacedTensor(size, chunks)
+            tensors[name.removeprefix(".")] = PlacedTensor(size, chunks)
     for name, value in dense_state(model).items():
-        whole = Chunk((0,) * value.dim(), value.detach())
-        tensors[name] = PlacedTensor(tuple(value.shape), (whole,))
-    state = TrainingState(tensors=tensors, tables={})
-    try:
-        write_checkpoint(CheckpointFolder(path_in(folder, MODEL)), 0, state, ranks.group)
-    except CheckpointWriteError as error:
-        raise OSError(str(error)) from error  # as by a model that one process writes
+        if not isinstance(value, ShardedTensor):  # else a collection under a second name
+            whole = Chunk((0,) * value.dim(), value.detach())
+            tensors[name] = PlacedTensor(tuple(value.shape), (whole,))
+    return tensors
 
 
 def remove_model(folder: Address) -> None:
@@ -96,10 +105,6 @@ def weight_name(name: str) -> str:
             table = table_name(rest.removesuffix(".weight"), fqn.removeprefix("."))
             return f"{fqn}{part}{table}.weight".removeprefix(".")
     return name
-
-
-def _key_of_table(fqn: str, module: nn.Module, table: str) -> str:
-    return weight_name(f"{fqn}.{tables_under(module)}.{table}.weight".removeprefix("."))
 
 
 # Filling a model
@@ -132,14 +137,10 @@ def check_state(
 @torch.no_grad()
 def fill_(model: nn.Module, weights: Mapping[str, StoredTensor]) -> None:
     """Fills a model with weights that fit it; of tables this rank's shards alone are read."""
-    for name, value in dense_state(model).items():
-        if not isinstance(value, ShardedTensor):  # else a collection under a second name
-            weights[name].copy_to_(value)
     with writing_to_tables(model):
-        for fqn, module in collections(model).items():
-            for shard in local_shards(module):
-                table = weights[_key_of_table(fqn, module, shard.table)]
-                table.copy_to_(shard.weight, (shard.first_row, shard.first_column))
+        for name, tensor in _tensors_by_name(model).items():
+            for chunk in tensor.chunks:
+                weights[name].copy_to_(chunk.tensor, chunk.offset)
 
 
 def spread_filled(
@@ -167,10 +168,7 @@ def spread_filled(
 
 def weights_for_(model: nn.Module, path: Path) -> dict[str, StoredTensor]:
     """Finds the weights of a model in files; but names and shapes nothing is read yet."""
-    state = _state(path)
-    if has_axes(state):
-        with_axes_(model)
-    tensors = _behind_prefix(model.state_dict(), state, f"weights {path}")
+    tensors = _behind_prefix(model.state_dict(), _state(path), f"weights {path}")
     check_state(model, tensors, f"weights {path}", "use the weights of the recipe's model")
     return tensors
 
@@ -355,7 +353,8 @@ def _tensor_of(place: str, record: _Record, parts: Mapping[str, memoryview]) -> 
     if name not in ("tensor", "tensor_v2", "tensor_v3"):
         return StoredTensor(place, (), (), name)
     storage, offset, size, stride, *more = record.arguments
-    kind = _KINDS.get(_text(storage.arguments[1]), "numbers of an unknown kind")
+    kind = _text(storage.arguments[1]).removeprefix("torch.").removesuffix("Storage")
+    kind = _KINDS.get(kind, "numbers of an unknown kind")
     if name == "tensor_v3":
         kind = _text(more.pop(2)).removeprefix("torch.")
     if more[2:]:  # flags of what is still to be done to the numbers
@@ -383,13 +382,11 @@ _MOST_CHARACTERS = 1 << 24
 """Of all names in a file."""
 _REBUILD, _OF_CLASS = "torch._utils._rebuild_", "torch._tensor._rebuild_from_type_v2"
 _KINDS = {
-    f"torch.{storage}Storage": kind
-    for storage, kind in {
-        **{"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16"},
-        **{"Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8"},
-        **{"Bool": "bool", "ComplexFloat": "complex64", "ComplexDouble": "complex128"},
-    }.items()
+    **{"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16"},
+    **{"Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8"},
+    **{"Bool": "bool", "ComplexFloat": "complex64", "ComplexDouble": "complex128"},
 }
+"""Dtypes by the names of torch's classes of storage, between ``torch.`` and ``Storage``."""
 _CONSTANTS = {"NEWTRUE": True, "NEWFALSE": False, "NONE": None, "EMPTY_TUPLE": (), "MARK": ...}
 _VALUES = (
     *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINSTRING", "SHORT_BINSTRING"),

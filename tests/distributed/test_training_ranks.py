@@ -130,7 +130,7 @@ def test_two_ranks_go_on_with_the_run_of_one(two: RankResults, of_one: Results, 
 
 
 BAD = {
-    "column shards": ("NotImplementedError", "table 'user'"),
+    "column shards": ("ValueError", "column shards of table 'user'"),
     "other optimizer": ("ValueError", "fused/genre/"),
     "missing file": ("ValueError", "rank 1"),
 }
@@ -207,15 +207,6 @@ def test_alpha_was_learnt_and_tables_are_in_their_codes(codes_alone: Results) ->
         assert weight.equal(rounded(table, weight))
 
 
-@pytest.mark.parametrize(("kind", "then"), of.ROUNDED_OTHERWISE)
-def test_runs_in_codes_go_on_from_checkpoints(codes: Part, kind: str, then: str) -> None:
-    parts = codes[f"{kind} to {then}"]
-    assert_same(parts[0]["resumed"]["codes"], parts[0]["whole"]["codes"])
-    for key in ("tables", "latents"):
-        resumed, expected = (whole([own[which][key] for own in parts]) for which in ("resumed", "whole"))
-        torch.testing.assert_close(resumed, expected, atol=0 if kind == then else 1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("kind", of.ROUNDED_AS)
 def test_the_first_rounding_is_that_of_whole_rows(codes: Part, kind: str) -> None:
     """By error feedback, also of a rank that has some columns of a row; what trains on has its nearest codes."""
@@ -226,10 +217,6 @@ def test_the_first_rounding_is_that_of_whole_rows(codes: Part, kind: str) -> Non
         assert after[name].equal(decode_rows(encode_rows(before[name], rows, table.codes), rows, table.codes))
         assert not after[name].equal(decode_rows(encode_rows(before[name], rows, nearest), rows, nearest))
     assert not any(own["has_feedback"] for own in parts)
-
-
-def test_nan_on_one_rank_stops_codes_on_both(codes: Part) -> None:
-    assert_outcome([own["outcome"] for own in codes["nan"]], "ValueError", "table 'user'", 1)
 
 
 @pytest.mark.parametrize(("size", "kind"), [*((2, kind) for kind in of.NAMES), (4, "mixed")])
@@ -265,7 +252,7 @@ def test_all_ranks_stop_at_what_one_of_them_meets(two: RankResults, level, what:
 
 
 def test_all_ranks_stop_plain_training(two: RankResults) -> None:
-    assert_outcome([own["outcome"] for own in two.part("stops")["plain"]], "NonFiniteError", "epoch 0, step 1")
+    assert_outcome([own["outcome"] for own in two.part("stops")["plain"]], "NonFiniteError", "step 1")
 
 
 def test_metrics_are_those_of_all_samples(two: RankResults) -> None:

@@ -62,7 +62,6 @@ from tests.distributed.model import (
     outcome_of,
     plan_as,
     shard_as,
-    shards_of,
     tables,
     tables_of,
     task,
@@ -255,10 +254,8 @@ def checkpoints(folder_of_one: Path) -> dict[str, Scenario]:
     return results | {"bad": bad_checkpoints, "full disk": full_disk}
 
 
-ROUNDED_STEPS, MORE_STEPS = 6, 3
+ROUNDED_STEPS = 6
 ROUNDED_AS = ("row_wise", "column_wise", "mixed", "dense")
-ROUNDED_OTHERWISE = (("row_wise", "row_wise"), ("mixed", "mixed"), ("row_wise", "table_wise"))
-"""(sharding that wrote, sharding that goes on)."""
 
 
 class RoundedRun(Run):
@@ -289,22 +286,6 @@ def trains_in_codes(kind: str, at: Rank) -> Results:
     return {"begin": begin, "trained": run.state()}
 
 
-def goes_on_in_codes(kind: str, then: str, at: Rank) -> Results:
-    """The same run without and with an interruption."""
-    folder = CheckpointFolder(at.folder / f"rounded_{kind}_{then}")
-    run = RoundedRun(kind, at)
-    run.steps(ROUNDED_STEPS)
-    with CheckpointSaver(folder) as saver:
-        state = run.pipeline.state(run.stream)
-        saver.save(ROUNDED_STEPS, replace(state, tensors={**state.tensors, **run.held.tensors()}))
-    resumed = RoundedRun(then, at, seed=5)
-    resumed.pipeline.restore(folder.path_of(ROUNDED_STEPS), resumed.stream, resumed.held.tensors())
-    resumed.held.finish_load_()
-    for each in (run, resumed):
-        each.steps(MORE_STEPS)
-    return {"whole": run.state(), "resumed": resumed.state()}
-
-
 def settles(kind: str, at: Rank) -> Results:
     """Tables before their first rounding, with error feedback, and after it."""
     model, _ = shard_as(task(), kind, at.process_group)
@@ -319,18 +300,8 @@ def scheme_with_feedback() -> MixedDimensionScheme:
     return with_feedback(scheme_of(tables(), blocks().routings, seed=2, widths=(0, 1, 2)))
 
 
-def nan_in_codes(at: Rank) -> Results:
-    """NaN in the shards of rank 1."""
-    model, _ = shard_as(task(), "row_wise", at.process_group)
-    if at.rank == 1:
-        shards_of(model)[0].weight[0, 0] = torch.nan
-    return {"outcome": outcome_of(lambda: RoundedTables(model, scheme_of(tables(), blocks().routings)))}
-
-
 CODES: dict[str, Scenario] = {kind: partial(trains_in_codes, kind) for kind in ROUNDED_AS}
-CODES |= {f"{kind} to {then}": partial(goes_on_in_codes, kind, then) for kind, then in ROUNDED_OTHERWISE}
 CODES |= {f"settles {kind}": partial(settles, kind) for kind in ROUNDED_AS}
-CODES["nan"] = nan_in_codes
 
 
 class Trained:

@@ -39,11 +39,17 @@ from dnis_torchrec.selection.shards import collections, local_shards, table_conf
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.selection.torchrec import fused_kernels, writing_to_tables
 from dnis_torchrec.selection.wrapper import plain_state_dict, soft_selection_modules
-from dnis_torchrec.training.checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
+from dnis_torchrec.training.checkpoint import (
+    CheckpointFolder,
+    TrainingState,
+    describe_tables,
+    model_tensors,
+    read_checkpoint,
+    write_checkpoint,
+)
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.shard import shard
-from dnis_torchrec.training.state import TrainingState, describe_tables, model_tensors
 from tests.models import (
     FEATURES,
     NAMES,

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -86,7 +85,7 @@ class Run:
     def __post_init__(self) -> None:
         self.started = Setup(make_recipe(), blocks_of, CPU, self.events)
         self.plan = Phases(self.started, self.phases)
-        self.loop: TrainLoop = self.started.loop(self.plan, self.folder, self.events, self.saving, {"a": 1})
+        self.loop: TrainLoop = self.started.loop(self.plan, self.folder, self.events, self.saving)
         self.events.on_epoch = lambda record: self.weights.append(self.now())
 
     def now(self) -> dict[str, Tensor]:
@@ -144,14 +143,14 @@ def test_phases_follow_each_other_and_go_back_to_their_best_epoch(
 def test_best_epochs_stay_and_others_go(gloo, tmp_path: Path, monkeypatch) -> None:
     scripted(monkeypatch, [0.5, 0.6, 0.9, 0.8, 0.75, 0.74])
     phases = (replace(FIRST, steps=20), SECOND, replace(THIRD, steps=12))
-    run = Run(tmp_path, saving=Saving(keep_checkpoints=1, checkpoint_every=4), phases=phases)
+    run = Run(tmp_path, saving=Saving(checkpoint_every=4), phases=phases)
     kept: list[int] = []
     run.events.on_save = lambda *_: kept.append(len(CheckpointFolder(tmp_path).steps()))
     run.loop.run()
     steps = CheckpointFolder(tmp_path).steps()
     assert {own.best.step for own in run.loop.finished} <= set(steps)
-    assert max(kept) <= 6  # the last one, the one that is being written, two best ones, those of two finished phases
-    assert len(steps) <= 5
+    assert max(kept) <= 7  # the last two, the one that is being written, two best ones, those of two finished phases
+    assert len(steps) <= 6
 
 
 class Killed(BaseException):
@@ -393,36 +392,3 @@ def test_other_data_in_as_many_batches_is_refused(gloo, tmp_path: Path, split: s
     getattr(same.data, split).batches.reverse()  # the order of an epoch is the stream's own affair
     with pytest.raises(SearchInterrupted):
         found_by(same, tmp_path, stop, Saving(resume=True))
-
-
-@pytest.mark.parametrize(
-    ("changes", "difference"),
-    [({"compression": 9}, r"compression 9, got 10"), ({"ramp_share": 0.5, "patience": 4}, "patience 4, got 2")],
-)
-def test_another_configuration_is_refused_by_its_first_field(
-    gloo, tmp_path: Path, changes: dict[str, object], difference: str
-) -> None:
-    with pytest.raises(SearchInterrupted):
-        found_by(make_recipe(), tmp_path, SearchEvents(should_stop=lambda: True))
-    message = rf"checkpoint .*step-\d+: expected one of a search with {difference}.*; resume with the configuration of"
-    with pytest.raises(ValueError, match=message):
-        found_by(make_recipe(), tmp_path, saving=Saving(resume=True), **changes)
-
-
-@pytest.mark.parametrize("field", [None, "patience"])
-def test_a_checkpoint_that_an_earlier_version_wrote_is_accepted(gloo, tmp_path: Path, field: str | None) -> None:
-    """Without a configuration, or without one of the fields of today."""
-    stop = SearchEvents(should_stop=lambda: True)
-    with pytest.raises(SearchInterrupted):
-        found_by(make_recipe(), tmp_path, stop, compression=np.int64(4))
-    file = tmp_path / "step-00000001" / "manifest.json"
-    manifest = json.loads(file.read_text())
-    search_values = manifest["values"]["search"]
-    assert search_values["configuration"]["compression"] == 4
-    if field is None:
-        del search_values["configuration"]
-    else:
-        del search_values["configuration"][field]
-    file.write_text(json.dumps(manifest))
-    with pytest.raises(SearchInterrupted):
-        found_by(make_recipe(), tmp_path, stop, Saving(resume=True), compression=4)

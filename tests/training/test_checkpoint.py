@@ -42,20 +42,18 @@ from dnis_torchrec.training.checkpoint import (
     CheckpointFolder,
     CheckpointSaver,
     CheckpointWriteError,
+    PlacedTensor,
     StoredChunk,
     StoredTensor,
-    read_checkpoint,
-    write_checkpoint,
-)
-from dnis_torchrec.training.state import (
-    PlacedTensor,
     TableDescription,
     TrainingState,
     describe_tables,
     model_tensors,
     optimizer_tensors,
+    read_checkpoint,
     snapshot,
     take_,
+    write_checkpoint,
 )
 from dnis_torchrec.training.weights import distributed_checkpoint, remove_model, write_model, written_model
 from tests.models import (
@@ -278,7 +276,7 @@ def test_what_differs_is_named_table_by_table(tmp_path: Path) -> None:
     tables = {
         "genre": dataclasses.replace(state.tables["genre"], rows=99),
         "movie": dataclasses.replace(state.tables["movie"], blocks="other"),
-        "more": TableDescription(rows=1, embedding_dim=4, column_cuts=(0,), blocks=""),
+        "more": TableDescription(rows=1, embedding_dim=4, column_cuts=[0], blocks=""),
     }
     tensors = {key: value for key, value in state.tensors.items() if "over" not in key}
     write_checkpoint(folder, 1, TrainingState(tensors=tensors, tables=tables), None)
@@ -301,7 +299,7 @@ MANIFESTS = {
     "a file elsewhere": {"files": {"../rank0.safetensors": 1}},
     "a file that is missing": {"files": {"rank3.safetensors": 1}},
     "a chunk of another file": {"tensors": {"model/x": {"dtype": "float32", "size": [3], "chunks": [CHUNK]}}},
-    "no dtype": {"tensors": {"model/x": {"dtype": "load", "size": [3], "chunks": []}}},
+    "no dtype": {"tensors": {"model/x": {"size": [3], "chunks": []}}},
     "no chunks": {"tensors": {"model/x": {"dtype": "float32", "size": [3], "chunks": []}}},
     "no table": {"tables": {"t": {"rows": 3}}},
 }

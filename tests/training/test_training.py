@@ -7,7 +7,6 @@ import dataclasses
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -42,7 +41,6 @@ from dnis_torchrec.training.loop import SearchEvents, train_plainly
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.rounded import RoundedTables
 from dnis_torchrec.training.shard import set_learning_rates_, shard
-from dnis_torchrec.training.state import snapshot, take_
 from examples.paper.pruning import ValueMask
 from tests import models
 from tests.models import kernels_of, shard_as
@@ -272,7 +270,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(gloo, tmp_path: Path) -> None:
     recipe = make_recipe()
     recipe.data.train.batches[3].dense_features[:] = math.nan
     model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
-    with pytest.raises(NonFiniteError, match=r"epoch 0.*expected a finite loss, got nan"):
+    with pytest.raises(NonFiniteError, match=r"^step 4, .*expected a finite loss, got nan"):
         train_plainly(model, optimizer, recipe, CPU, max_epochs=2, patience=1)
 
 
@@ -636,25 +634,6 @@ def test_tables_stay_as_they_are_rounded_once_nothing_is_rounded_any_more() -> N
     assert all(weight.equal(moved[name]) for name, weight in tables_of(sharded).items())
 
 
-def test_a_checkpoint_holds_residuals_and_codes(tmp_path: Path) -> None:
-    model, held, _ = trained(scheme_of(configs(), ROUTINGS, seed=1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    saved = snapshot(model, held.tensors())
-    scheme = held.scheme
-    step_(model, optimizer, held, 7)
-    after = tables_of(model)
-    other = collection(seed=9)
-    resumed = RoundedTables(other, scheme_of(configs(), ROUTINGS, seed=8))
-    take_(other, saved, resumed.tensors())
-    resumed.finish_load_()
-    for name, table in resumed.scheme.tables.items():
-        assert table.num_retained == scheme.tables[name].num_retained
-    wanted = scheme.to_tensors()
-    assert all(value.equal(wanted[name]) for name, value in resumed.scheme.to_tensors().items())
-    step_(other, torch.optim.SGD(other.parameters(), lr=0.2), resumed, 7)
-    assert all(weight.equal(after[name]) for name, weight in tables_of(other).items())
-
-
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
 def test_training_in_codes_lowers_the_loss_and_packs_as_it_is(gloo, tmp_path: Path, optimizer: str) -> None:
     recipe = make_recipe(optimizer=optimizer)
@@ -684,16 +663,6 @@ def test_training_in_codes_lowers_the_loss_and_packs_as_it_is(gloo, tmp_path: Pa
         torch.testing.assert_close(packed[table.collection](one_each)[name], weight, rtol=0, atol=1e-6)
 
 
-def nan(scheme: MixedDimensionScheme, model: EmbeddingBagCollection) -> MixedDimensionScheme:
-    model.embedding_bags["genre"].weight.data[4, 2] = float("nan")
-    return scheme
-
-
-def renamed(scheme: MixedDimensionScheme, model: EmbeddingBagCollection) -> MixedDimensionScheme:
-    del model
-    return MixedDimensionScheme({"users": replace(scheme.tables["user"], name="users")})
-
-
 def doubles(scheme: MixedDimensionScheme, model: EmbeddingBagCollection) -> MixedDimensionScheme:
     model.double()
     return scheme
@@ -702,15 +671,8 @@ def doubles(scheme: MixedDimensionScheme, model: EmbeddingBagCollection) -> Mixe
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
-        (nan, ValueError, "^table 'genre': expected finite values, got nan in block 1, column 2"),
-        (renamed, ValueError, "^table 'users': expected a known table"),
         (doubles, TypeError, r"^table 'user': expected float32 weights, got torch\.float64"),
         (lambda scheme, _: without_codes(scheme), ValueError, "^table 'user': expected bits, scales and shifts"),
-        (
-            lambda *_: scheme_of(configs(4), ROUTINGS),
-            ValueError,
-            r"^table 'user': expected a scheme of N, D = \(9, 8\), got \(9, 4\)",
-        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_a_table_is_rounded(
