@@ -27,7 +27,7 @@ from dnis_torchrec.allocation.bits import (
 )
 from dnis_torchrec.allocation.curvature import Curvature, curvature_of_read_tables
 from dnis_torchrec.allocation.energies import blocked_tables
-from dnis_torchrec.allocation.gains import LossSample, OutputBias, output_bias
+from dnis_torchrec.allocation.gains import LossSample, OutputBias, is_ahead, output_bias
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check, describe
@@ -46,7 +46,6 @@ from dnis_torchrec.selection.shards import name_tables_apart_, name_tables_back_
 from dnis_torchrec.selection.swap import fold_, merge_, prepare_
 from dnis_torchrec.training.evaluate import (
     evaluate,
-    is_ahead,
     losses_in_words,
     part_losses,
     primary_metric,

@@ -16,6 +16,7 @@ from torchrec.metrics.calibration import compute_calibration, get_calibration_st
 from torchrec.metrics.mse import compute_mse, get_mse_states
 from torchrec.metrics.ne import compute_ne, get_ne_states
 
+from dnis_torchrec.allocation.gains import rows_of
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.batches import for_lookup, slice_of
 from dnis_torchrec.data.recipe import Recipe
@@ -34,7 +35,7 @@ from dnis_torchrec.data.task import (
     metric_name,
     task_of,
 )
-from dnis_torchrec.ranks import Ranks, world_size_of
+from dnis_torchrec.ranks import world_size_of
 from dnis_torchrec.selection.torchrec import read_by_name_
 from dnis_torchrec.training.pipeline import REMEDY, NonFiniteError
 
@@ -284,7 +285,7 @@ def part_losses(
             bounds = torch.linspace(0, size, min(LOSSES_PER_BATCH, size) + 1).round().long()
             losses = torch.stack(
                 [
-                    task.loss(slice_of(batch, *part), _rows_of(outputs, slice(*part)))
+                    task.loss(slice_of(batch, *part), rows_of(outputs, slice(*part)))
                     for part in pairwise(bounds.tolist())
                 ]
             )
@@ -292,25 +293,3 @@ def part_losses(
                 bounds, losses = bounds[[0, -1]], loss.reshape(1)
             values.append(torch.stack([bounds.diff(), losses.cpu()], dim=1).double())
     return torch.cat(values)
-
-
-def _rows_of(outputs: Outputs, rows: slice) -> Outputs:
-    """Some samples' rows; what is no tensor of rows stays as it is."""
-    if not isinstance(outputs, Mapping):
-        return outputs[rows]
-    return {
-        name: part[rows] if isinstance(part, Tensor) and part.dim() else part
-        for name, part in outputs.items()
-    }
-
-
-def is_ahead(losses: Tensor, rival: Tensor, ranks: Ranks) -> bool:
-    """Whether the mean loss is lower than a rival's by more than one standard error of that."""
-    samples, lead = losses[:, 0], rival[:, 1] - losses[:, 1]
-    squares, ones = samples.square(), torch.ones_like(samples)
-    terms = [samples, samples * lead, squares, squares * lead, squares * lead.square(), ones]
-    sums = torch.stack([term.sum() for term in terms])
-    n, of_n, n2, n2_lead, n2_lead2, parts = ranks.sum_(sums).tolist()
-    mean = of_n / n
-    spread = max(n2_lead2 - 2 * mean * n2_lead + mean**2 * n2, 0.0) / n**2
-    return mean > math.sqrt(spread * parts / max(parts - 1, 1))

@@ -88,7 +88,9 @@ def test_torchrecs_models_go_all_the_way_unmodified(gloo, tmp_path: Path, kind: 
     assert SIZE <= outcome.scheme.compression(PACKED) <= 1.4 * SIZE  # a column of 13 rows is 4 % of the bytes
     assert outcome.predicted_loss_increase >= 0 or outcome.origin == COMPRESSED  # where held-out samples teach scales
     assert_tables_hold_what_is_served(outcome)
-    assert outcome.selection_loss == outcome.selection_losses[outcome.origin] == min(outcome.selection_losses.values())
+    losses = outcome.selection_losses
+    assert outcome.selection_loss == losses[outcome.origin]
+    assert outcome.origin == COMPRESSED or losses[SEARCHED] < losses[COMPRESSED]
     assert selection_loss_of(outcome, recipe) == pytest.approx(outcome.selection_loss, abs=1e-6)
     assert tuple(seen) == outcome.history
     phases = [record.phase for record in seen]
@@ -150,7 +152,7 @@ def test_the_better_of_two_is_returned_with_its_own_weights(
     own = dense_of(outcome.model)
     same = {name: value.equal(own[name.removeprefix("model.")]) for name, value in ends[0].items()}
     [bias] = [name for name, value in ends[0].items() if value.numel() == 1]
-    assert not same.pop(bias)  # of the compressed model it goes up by what keeps the mean prediction
+    same.pop(bias)  # it moves where held-out samples gain by it
     assert set(same.values()) == {wins == COMPRESSED}
     assert outcome.scheme.compression(PACKED) >= SIZE
 

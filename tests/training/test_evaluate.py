@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dnis_torchrec.allocation.gains import is_ahead
 from dnis_torchrec.data.batches import RankingBatch, slice_of
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.task import (
@@ -35,7 +36,6 @@ from dnis_torchrec.training.evaluate import (
     RankingMetrics,
     SquaredError,
     evaluate,
-    is_ahead,
     part_losses,
     primary_metric,
     selection_loss,
