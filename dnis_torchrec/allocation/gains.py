@@ -527,7 +527,7 @@ class _Problem:
             for first, last in pairwise(bounds):
                 batch = slice_of(part.batch, first, last)
                 loss = mean_loss(
-                    rows_of(outputs, slice(first, last)), batch, self._loss, part.place
+                    rows_of_outputs(outputs, slice(first, last)), batch, self._loss, part.place
                 )
                 losses.append(torch.tensor([[last - first, float(loss)]], dtype=torch.float64))
         return torch.cat(losses)
@@ -569,7 +569,7 @@ class _Option:
     loss: float
 
 
-def rows_of(outputs: Outputs, rows: slice) -> Outputs:
+def rows_of_outputs(outputs: Outputs, rows: slice) -> Outputs:
     """Some samples' rows; what is no tensor of rows stays as it is."""
     if not isinstance(outputs, Mapping):
         return outputs[rows]

@@ -16,7 +16,7 @@ from torchrec.metrics.calibration import compute_calibration, get_calibration_st
 from torchrec.metrics.mse import compute_mse, get_mse_states
 from torchrec.metrics.ne import compute_ne, get_ne_states
 
-from dnis_torchrec.allocation.gains import rows_of
+from dnis_torchrec.allocation.gains import rows_of_outputs
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.batches import for_lookup, slice_of
 from dnis_torchrec.data.recipe import Recipe
@@ -285,7 +285,7 @@ def part_losses(
             bounds = torch.linspace(0, size, min(LOSSES_PER_BATCH, size) + 1).round().long()
             losses = torch.stack(
                 [
-                    task.loss(slice_of(batch, *part), rows_of(outputs, slice(*part)))
+                    task.loss(slice_of(batch, *part), rows_of_outputs(outputs, slice(*part)))
                     for part in pairwise(bounds.tolist())
                 ]
             )
