@@ -310,8 +310,9 @@ class LossSample:
             increase -= float((old.at.first * (new.values - old.values)).sum())
         return self._mean(increase)
 
-    def fit(self, may_move: Mapping[str, Tensor]) -> Gains:
-        """Solves for gains of the model's tables as they are now; `may_move` is ``(S, D)`` bool."""
+    def fit(self, may_move: Mapping[str, Tensor], *, of_columns: bool = True) -> Gains:
+        """Solves for gains of the model's tables as they are now, of whole blocks alone unless
+        `of_columns`; `may_move` is ``(S, D)`` bool."""
         may_move = {name: moves & (name not in self._frozen) for name, moves in may_move.items()}
         first, second = (
             sum(float(part.sum()) for part in parts)
@@ -332,7 +333,7 @@ class LossSample:
                 phi=phi,
                 moves_shift=self.bias is not None,
             )
-            return problem.gains()
+            return problem.gains(of_columns=of_columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -373,14 +374,15 @@ class _Problem:
             even = [part for part in self._all if number[part.place] % 2 == 0]
             self._halves = even, [part for part in self._all if number[part.place] % 2]
 
-    def gains(self) -> Gains:
+    def gains(self, *, of_columns: bool) -> Gains:
         """The solution at the strengths that are best for the other half, if they are ahead."""
         none = torch.zeros(self._layout.size, dtype=torch.float64)
         old = self._judge((0.0, 0.0), [none, none])
         if not all(self._halves):
             return Gains(self._layout.alpha(none), 0.0, old.loss, (0.0, 0.0))
         best = self._climb([(tau, 0.0) for tau in BLOCK_STRENGTHS], old)
-        best = self._climb([(best.strengths[0], tau) for tau in COLUMN_STRENGTHS], best)
+        if of_columns:
+            best = self._climb([(best.strengths[0], tau) for tau in COLUMN_STRENGTHS], best)
         if not is_ahead(best.losses, old.losses, self._ranks):
             return Gains(self._layout.alpha(none), 0.0, old.loss, (0.0, 0.0))
         point = self._solve(self._all, torch.stack(best.points).mean(0), best.strengths)
