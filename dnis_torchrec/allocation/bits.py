@@ -164,49 +164,14 @@ def allocate(
 ) -> Allocation:
     """Chooses how many bits every column of every block gets. The model does not change.
 
-    Distributed: that of `rounding_energies`, where they are not given, and that of `predict`, which
-        is called once, or
-    a dozen times for a largest loss. All ranks get the same bits.
+    Give either a compression, to be met from below, or the largest loss. Tables that `blocks` leave
+    alone are float32, and count; so are tables of one to four rows, where all of them together take
+    at most a tenth of the bytes. Where `curvature` has couplings, rows are rounded with error
+    feedback. `predict` says what a scheme costs; without it the costs of columns add up. Bits are
+    chosen by that sum in any case.
 
-    Args:
-        model: trained and merged, sharded or not.
-        blocks: of its tables; rows of no block are served as zeros. Tables that they leave alone
-            are float32, and count in the bytes.
-        counts: of all rows in the training data.
-        curvature: of the loss, for these blocks. Where it has couplings, rows are rounded with
-            error feedback (see `dnis_torchrec.blocks.error_feedback`), and else to their nearest
-            codes.
-        compression: bytes of the float32 tables over bytes served, to be met from below. Give
-            either this or `max_loss`. Tables of one to four rows stay float32 and count, where all
-            of them together take at most a tenth of the bytes.
-        max_loss: predicted increase of the loss, at most, in the fewest bytes.
-        bits: widths that are offered, among `dnis_torchrec.blocks.bit_fields.WIDTHS`; 0 always is.
-        energies: measured before, for several sizes of the same model and blocks; None measures
-            them now.
-        predict: what a scheme is predicted to cost, in units of the loss, such as
-            `LossSample.predict`; None adds up what the columns cost, as if their errors were
-            independent. Bits are chosen by that sum in any case.
-
-    Raises:
-        ValueError: for not exactly one size, one that cannot be met (the message names the nearest
-            that can be), a curvature or energies of other blocks, or widths that were not measured.
-
-    Example:
-        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
-        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
-        >>> from dnis_torchrec.blocks.blocking import blocks_from_counts
-        >>> table = EmbeddingBagConfig(
-        ...     name="t", num_embeddings=800, embedding_dim=4, feature_names=["f"]
-        ... )
-        >>> counts = FrequencyCounts({"t": torch.arange(800, 0, -1)}, {"f": 1}, 320_400)
-        >>> blocks = blocks_from_counts(counts, [table], num_blocks=2)
-        >>> worth = torch.tensor([[4.0, 2.0, 1.0, 0.0], [1.0, 0.5, 0.0, 0.0]], dtype=torch.float64)
-        >>> curvature = Curvature({"t": 0 * worth}, {"t": worth}, 100, 0.1)
-        >>> _ = torch.manual_seed(0)
-        >>> model = EmbeddingBagCollection(tables=[table])
-        >>> small = allocate(model, blocks, counts, curvature, compression=7)
-        >>> small.scheme.tables["t"].bits.tolist(), small.num_bytes, round(small.compression, 2)
-        ([[6, 5, 5, 0], [8, 8, 0, 0]], 1652, 7.75)
+    Distributed: that of `rounding_energies`, where they are not given, and of `predict`, which is
+    called once, or a dozen times for a largest loss. All ranks get the same bits.
     """
     _check_sizes({"compression": compression, "max_loss": max_loss})
     check_all_merged(model)

@@ -140,9 +140,10 @@ def compress(
     """Replaces the tables of a trained model by tables of bit fields, in place, without a training
     step.
 
-    The mean prediction stays: a model of one output has its output bias moved by what rounding
-    moves it by, see `dnis_torchrec.allocation.held_out`. Its other dense weights are as they
-    were, but for what turned with tables.
+    Samples of `held_out` teach gains: one factor for every table, block and column, and how far the
+    model's output bias moves (`dnis_torchrec.allocation.gains` has the problem that is solved). The
+    factors fold into the scales of the codes and take no byte. Where no gain is ahead by more than
+    chance there is none. All other dense weights are as they were, but for what turned with tables.
 
     Every EmbeddingBagCollection becomes a PackedEmbeddingBagCollection, and every
     EmbeddingCollection a ServedEmbeddingCollection of packed tables; both serve and do not train.
@@ -164,9 +165,9 @@ def compress(
         compression: bytes of the float32 tables over bytes served, to be met from below.
         counts: of all rows in the training data; None counts the batches.
         held_out: batches that the model was not trained on, such as a validation split: they teach
-            the scales of the codes (`dnis_torchrec.allocation.held_out`), and the loss is
-            predicted on them. None leaves scales as they were fitted, and takes `batches`, on which
-            up to three times the loss is predicted that others will have.
+            gains, and the loss is predicted on them, each half by what the other has taught. Later
+            data may lose twice as much as held-out samples of an earlier time say. None teaches
+            nothing, and predicts the loss on `batches`: others may lose up to three times as much.
         leave_alone: names of tables that must not be touched: they keep their axes and their
             float32 values, and count in the size.
 
@@ -254,28 +255,12 @@ def measure_(
     Rows are put into blocks by frequency, each table by itself; those never seen stay in the last
     block, so that nothing is zeroed for being new.
 
+    `counts` are those of all training data, and of the batches if None; `num_samples` of the
+    batches, or all if None, are measured on; `bits` are the widths to measure.
+
     Distributed: every rank of a sharded model calls it on its slices of the batches; see `rotate_`,
-        `curvature`,
-    `rounding_energies`, `LossSample` and `count_over_ranks` for the collectives. All ranks get the
-    same.
-
-    Args:
-        model: trained and merged, sharded or not; its tables are turned, and what reads them.
-        batches: see `compress`; of this rank.
-        loss: loss or task that the model was trained by, as for `compress`.
-        counts: of all rows in the training data, the same on every rank; None counts the batches.
-        held_out: see `compress`; of this rank.
-        num_blocks: S of every table; fewer where a block would have less than
-            `dnis_torchrec.allocation.bits.LEAST_ROWS` rows.
-        num_samples: training samples of all ranks that columns are measured on; None: all.
-        bits: widths to measure, among `dnis_torchrec.blocks.codes.WIDTHS`.
-        leave_alone: names of tables that must not be touched, as for `compress`.
-
-    Raises:
-        ValueError: for bad batches or blocks, or NaN or infinity in a table; on all ranks for what
-            is wrong on one.
-        RuntimeError: if the model is compressed already, or predictions change when the tables are
-            turned, as by `rotation_groups` that do not hold for it.
+    `curvature`, `rounding_energies`, `LossSample` and `count_over_ranks` for the collectives. What
+    is wrong on one rank is raised on all; all ranks get the same.
     """
     again = "batches that can be iterated again and again"
     remedy = "give a list, a DataLoader, or an object whose __iter__ begins anew"

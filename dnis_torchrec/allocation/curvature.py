@@ -420,68 +420,13 @@ def curvature(
     would make. A warning (from rank 0) tells of a model that looks untrained, because then neither
     the order of the columns nor the sum of H means anything.
 
-    Distributed: every rank measures the samples of its own batches, on its own slice of a split.
-        There are as many
-    batches on every rank, and where TorchRec's sharding asks for it as large ones. Per batch some
-    numbers are gathered and a sharded collection is called once, or twice for multi-hot features;
-    all sums are added up by one all_reduce, couplings by one for each table, and every rank returns
-    the same.
+    `num_samples` of all ranks together are enough, None takes all; the first ones are taken, so
+    they should be shuffled. `couplings` measures K too, ``(S, D, D)`` of each table. Batches are
+    cut so that second derivatives of `num_outputs` outputs fit into memory.
 
-    Args:
-        model: trained; called as ``model(dense_features=..., sparse_features=...)``, plain,
-            prepared or sharded, or a `TrainTask` of such a model. Returns predictions ``(B,)``,
-            ``(B, 1)`` or ``(B, T)``, each of its own sample alone; or what a task takes.
-        batches: from training or validation data; the first ones are taken, so they should be
-            shuffled. Labels are ``(B,)``, or ``(B, ...)`` as the loss wants them; the loss gets
-            them as float64.
-        blocks: of at least the model's tables; each table has S blocks of its own.
-        loss: called with (predictions, labels): ``nn.MSELoss()``, ``nn.BCEWithLogitsLoss()`` or any
-            mean over samples that is twice differentiable in the predictions; or a recipe's task,
-            whose loss is so in its outputs.
-        num_samples: samples that are enough, of all ranks together: no further batch is taken once
-            there are so many; None takes all.
-        warns: tell of a model that looks untrained; for one that is measured again and again once
-            is enough.
-        couplings: measure K, too: 8 S D^2 bytes for each table.
-        num_outputs: T, outputs of the model for a sample: batches are cut so that their second
-            derivatives, ``(B, T, T)``, stay within 256 MiB. A batch takes T + 2 backward passes.
-
-    Returns:
-        G and H of every table of the model's EmbeddingBagCollections.
-
-    Raises:
-        ValueError: for blocks of other tables, no batches, bad labels or features, predictions that
-            are not finite, or a loss that is no mean over samples; on all ranks for what one of
-            them finds in its batches.
-        NotImplementedError: for a loss that cannot be derived twice, or collections that do not
-            look up one bag per sample.
-
-    Example:
-        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
-        >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-        >>> from dnis_torchrec import blocks_from_counts
-        >>> from dnis_torchrec.blocks.counts import FrequencyCounts
-        >>> class Sum(nn.Module):
-        ...     def __init__(self, table):
-        ...         super().__init__()
-        ...         self.tables = EmbeddingBagCollection(tables=[table])
-        ...
-        ...     def forward(self, dense_features, sparse_features):
-        ...         return self.tables(sparse_features).values().sum(1)
-        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
-        >>> table = EmbeddingBagConfig(
-        ...     name="t", num_embeddings=2, embedding_dim=2, feature_names=["f"]
-        ... )
-        >>> ids, model = torch.tensor([0, 1]), Sum(table)
-        >>> features = KeyedJaggedTensor(["f"], ids, lengths=torch.tensor([1, 1]))
-        >>> weight = model.tables.embedding_bags["t"].weight.data
-        >>> _ = weight.copy_(torch.tensor([[1.0, 2.0], [0.0, 3.0]]))
-        >>> counts = FrequencyCounts({"t": torch.tensor([2, 1])}, {"f": 1}, 3)
-        >>> blocks = blocks_from_counts(counts, [table], num_blocks=2)
-        >>> batch = Batch(torch.zeros(2, 1), features, labels=torch.tensor([3.0, 3.0]))
-        >>> found = curvature(model, [batch], blocks, loss=nn.MSELoss())
-        >>> found, found.curvature["t"].tolist()
-        (Curvature(1 table, 2 samples, relative error inf), [[1.0, 4.0], [0.0, 9.0]])
+    Distributed: every rank measures its own batches, as many on each. Per batch some numbers are
+    gathered and a sharded collection is called once, or twice for multi-hot features; all_reduces
+    add up all sums, and every rank returns the same.
     """
     enough = math.inf if num_samples is None else num_samples
     check(enough >= 1, "num_samples", "at least 1, or None for all", num_samples)
