@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import ast
-import gzip
 import os
 import re
 import string
 import warnings
-import zlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, TypeAlias
 
-import fsspec
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -32,10 +29,7 @@ SEPARATOR = "|"
 """Between the ids of a bag that is given as text, as a CSV file has to."""
 LARGEST_NUMBER = 1e30
 """Numbers below it fit into float32."""
-_DAMAGE = (
-    *(pa.ArrowInvalid, pa.ArrowNotImplementedError, UnicodeDecodeError),
-    *(gzip.BadGzipFile, zlib.error, EOFError),
-)
+_FORMS = re.compile(r"\.(parquet|pq|csv(\.gz|\.bz2|\.zst|\.lz4)?)$")
 _NO_NUMBER = pa.array(["", "NA", "N/A", "<NA>", "NaN", "nan", "NULL", "null", "None"])
 """Texts that stand for a missing number. Only an empty text is a missing id."""
 _DIGITS = tuple("-0123456789")
@@ -67,61 +61,51 @@ def frame_of(source: Frame, columns: Iterable[Hashable]) -> pd.DataFrame:
 
 
 def _file(place: str, columns: list[Hashable]) -> pd.DataFrame:
-    endings, remedy = PurePath(place).suffixes[-2:], "mend it, or read it and give its frame"
-    is_folder = os.path.isdir(place)
-    csv_files = sorted(map(str, Path(place).glob("*.csv*"))) if is_folder else []
-    csv_files = csv_files or [place] * (".csv" in endings and not is_folder)
-    is_fit = bool(csv_files) or is_folder or endings[-1:] in ([".parquet"], [".pq"])
-    requirement = "a file that ends in .parquet or .csv"
-    check(is_fit, place, requirement, "".join(endings) or "no ending", remedy)
+    """The files of a folder one by one: a column may have another type in each."""
+    path, remedy = Path(place), "mend it, or read it and give its frame"
+    requirement, ending = "a file that ends in .parquet or .csv", "".join(path.suffixes[-2:])
+    is_fit = path.is_dir() or _FORMS.search(path.name) is not None
+    check(is_fit, place, requirement, ending or "no ending", remedy)
+    csv_files = sorted(path.glob("*.csv*")) if path.is_dir() else [path] * (".csv" in ending)
+    source, kind = (list(map(str, csv_files)), _csv(columns)) if csv_files else (place, "parquet")
+    frames = []
     try:
-        if csv_files:
-            return pd.concat([_csv(file, columns) for file in csv_files], ignore_index=True)
-        return _parquet(place, columns)
-    except _DAMAGE as error:
+        files = list(ds.dataset(source, format=kind).get_fragments())
+        schemas = [file.physical_schema for file in files]
+        _check_columns(place, dict.fromkeys(n for s in schemas for n in s.names), columns)
+        for file, schema in zip(files, schemas, strict=True):
+            if csv_files:
+                _check_columns(file.path, schema.names, columns)
+            names = [name for name in columns if name in schema.names]
+            for name in (name for name in columns if name not in names):
+                warn(f"column {name!r}: missing in {file.path}, though other files have it")
+            table = file.to_table(schema, columns=names, use_threads=False)  # errors name the line
+            frames.append(table.to_pandas(types_mapper=pd.ArrowDtype))
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, UnicodeDecodeError, OSError) as error:
+        if isinstance(error, FileNotFoundError | PermissionError):
+            raise
         requirement, reason = "whole files of Parquet or CSV", str(error).split("\n")[0]
         raise ValueError(describe(place, requirement, reason, remedy)) from error
-
-
-def _csv(place: str, columns: list[Hashable]) -> pd.DataFrame:
-    """Reads all columns as text: a type guessed from the first lines may not fit the last."""
-    # A line that has more or fewer fields than the header is an error, as pandas takes it for none.
-    lines = pv.ParseOptions(newlines_in_values=True)
-    # One thread: only then the error says which line it is.
-    how = {"read_options": pv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES)}
-    with fsspec.open(place, compression="infer") as file:
-        names = pv.open_csv(file, parse_options=lines, **how).schema.names
-    _check_columns(place, names, columns)
-    values = pv.ConvertOptions(
-        include_columns=columns,
-        column_types=dict.fromkeys(columns, pa.large_string()),
-        null_values=[""],
-        strings_can_be_null=True,
-    )
-    with fsspec.open(place, compression="infer") as file:
-        table = pv.read_csv(file, parse_options=lines, convert_options=values, **how)
-    return table.to_pandas(types_mapper=pd.ArrowDtype)
-
-
-def _parquet(place: str, columns: list[Hashable]) -> pd.DataFrame:
-    """The files of a folder one by one: a column may have another type in each."""
-    files = list(ds.dataset(place, format="parquet").get_fragments())
-    names = dict.fromkeys(name for file in files for name in file.physical_schema.names)
-    _check_columns(place, names, columns)
-    frames = []
-    for file in files:
-        schema = file.physical_schema
-        names_here = [name for name in columns if name in schema.names]
-        for name in (name for name in columns if name not in schema.names):
-            warn(f"column {name!r}: missing in {file.path}, though other files have it")
-        table = file.to_table(schema, columns=names_here)
-        frames.append(table.to_pandas(types_mapper=pd.ArrowDtype))
-    for name in columns if len(frames) > 1 else ():
-        holders = [frame for frame in frames if name in frame.columns]
-        if len({frame[name].dtype for frame in holders}) > 1:
-            for frame in holders:
+    for name in columns:
+        kinds = {frame[name].dtype for frame in frames if name in frame.columns}
+        for frame in frames if len(kinds) > 1 else ():
+            if name in frame.columns:
                 frame[name] = frame[name].astype(object)
     return pd.concat(frames, ignore_index=True)
+
+
+def _csv(columns: list[Hashable]) -> ds.CsvFileFormat:
+    """All columns are text: a type guessed from the first lines may not fit the last."""
+    return ds.CsvFileFormat(
+        # A line with more or fewer fields than the header is an error, which pandas lets pass.
+        parse_options=pv.ParseOptions(newlines_in_values=True),
+        read_options=pv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES),
+        convert_options=pv.ConvertOptions(
+            column_types=dict.fromkeys(columns, pa.large_string()),
+            null_values=[""],
+            strings_can_be_null=True,
+        ),
+    )
 
 
 def _check_columns(place: str, names: Iterable[Hashable], columns: list[Hashable]) -> None:

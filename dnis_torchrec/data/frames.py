@@ -94,7 +94,6 @@ def splits_of_frame(
         )
         for name, rows in zip(("train", "validation", "selection", "test"), parts, strict=True)
     }
-    is_binary = bool(np.isin(labels, (0, 1)).all())
     rows = dict(zip(ids, single[parts[1]].unbind(1), strict=True))
     rows |= {name: bag.select(parts[1]).values for name, bag in zip(bags, of_bags, strict=True)}
     facts = _facts_of(columns, encoder, rows)
@@ -102,7 +101,12 @@ def splits_of_frame(
     facts[str(label)] = ("label", "", 0.0, "", _note_of_label(label, labels))
     names = ["kind", "rows", "missing", "unseen in validation", "note"]
     table = pd.DataFrame.from_dict(facts, orient="index", columns=names)
-    _show(f"{len(frame)} samples\n{table.to_string()}")
+    if rank_of() == 0:
+        text = f"{len(frame)} samples\n{table.to_string()}"
+        logger.info(text)
+        if not logger.isEnabledFor(logging.INFO):
+            sys.stderr.write(visible(f"{text}\n"))
+    is_binary = bool(np.isin(labels, (0, 1)).all())
     return FrameSplits(**splits, encoder=encoder, is_binary=is_binary, columns=table)
 
 
@@ -112,7 +116,7 @@ def _note_of_label(label: Hashable, labels: np.ndarray) -> str:
     if np.isin(values, (0, 1)).all():
         return "BCEWithLogitsLoss: all labels are 0 or 1"
     if len(values) == 2:
-        words = "map them to 0 and 1 if they are classes; as they are, they are numbers to predict"
+        words = "map them to 0 and 1 if they are classes"
         warn(f"label column {label!r}: two values, {values[0]:g} and {values[1]:g}: {words}")
     span = f"{values[0]:g} to {values[-1]:g}"
     return f"MSELoss: {len(values)} values from {span}, not 0 and 1"
@@ -121,36 +125,27 @@ def _note_of_label(label: Hashable, labels: np.ndarray) -> str:
 def _facts_of(
     columns: _Columns, encoder: FrameEncoder, rows: Mapping[str, Tensor]
 ) -> dict[str, tuple[Any, ...]]:
-    """What is said of each column, and a warning for each that looks wrong; `rows` are those that
-    the validation split looks up."""
+    """What is said of each column; `rows` are those that the validation split looks up."""
     facts: dict[str, tuple[Any, ...]] = {
         str(name): ("dense", "", np.isnan(values).mean(), "", "")
         for name, values in columns.dense.items()
     }
     for name, ids in (columns.single | columns.bags).items():
-        is_single = name in columns.single
-        share = (ids.codes < 0).mean() if is_single else (ids.lengths == 0).mean()
+        kind, share = "ids", (ids.codes < 0).mean()
+        if name in columns.bags:
+            kind, share = "bags", (ids.lengths == 0).mean()
         share_unseen = float((rows[name] == UNSEEN_ROW).sum()) / max(1, len(rows[name]))
         note = ""
-        if is_single and len(ids.texts) == columns.num_rows:
+        if kind == "ids" and len(ids.texts) == columns.num_rows:
             note = "an id of its own in every row"
             warn(f"column {name!r}: {note}: there is nothing to learn about any of them")
         if ids.spellings:
-            note = f"{ids.spellings[0]!r} and {ids.spellings[1]!r} are one id"
+            note = "{!r} and {!r} are one id".format(*ids.spellings)
             warn(f"column {name!r}: {note}; put a letter in front if they are two")
-        kind = "ids" if is_single else "bags"
         facts[name] = (kind, encoder.num_embeddings[name], share, share_unseen, note)
-    for name in [name for name, row in facts.items() if row[2] == 1]:
+    for name in (name for name, row in facts.items() if row[2] == 1):
         warn(f"column {name!r}: missing in all rows")
     return facts
-
-
-def _show(text: str) -> None:
-    """Logs a text, and prints it where the log does not show it."""
-    if rank_of() == 0:
-        logger.info(text)
-        if not logger.isEnabledFor(logging.INFO):
-            sys.stderr.write(visible(f"{text}\n"))
 
 
 class _Settings(TypedDict):
@@ -419,17 +414,10 @@ def model_of(encoder: FrameEncoder, device: str = "cpu") -> nn.Module:
     return MODELS[name](_tables(encoder.num_embeddings, dim, device), dim, encoder.num_dense)
 
 
-def _tables(
-    num_embeddings: Mapping[str, int], embedding_dim: int, device: str
-) -> EmbeddingBagCollection:
+def _tables(num_embeddings: Mapping[str, int], dim: int, device: str) -> EmbeddingBagCollection:
     """One table a feature; its name is no attribute that a module has, as ``"type"`` is."""
     tables = [
-        EmbeddingBagConfig(
-            name=f"{feature}_table",
-            num_embeddings=rows,
-            embedding_dim=embedding_dim,
-            feature_names=[feature],
-        )
+        EmbeddingBagConfig(rows, dim, f"{feature}_table", feature_names=[feature])
         for feature, rows in num_embeddings.items()
     ]
     collection = EmbeddingBagCollection(tables=tables, device=torch.device(device))
@@ -444,8 +432,7 @@ def _dlrm(tables: EmbeddingBagCollection, dim: int, num_dense: int) -> nn.Module
 
 
 def _dlrm_dcn(tables: EmbeddingBagCollection, dim: int, num_dense: int) -> nn.Module:
-    layers = [*DENSE_LAYERS, dim], [*OVER_LAYERS, 1]
-    return DLRM_DCN(tables, num_dense, *layers, dcn_num_layers=2, dcn_low_rank_dim=32)
+    return DLRM_DCN(tables, num_dense, [*DENSE_LAYERS, dim], [*OVER_LAYERS, 1], 2, 32)
 
 
 def _deepfm(tables: EmbeddingBagCollection, dim: int, num_dense: int) -> nn.Module:

@@ -223,14 +223,16 @@ def errors_of_recipe(spec: str) -> Iterator[None]:
             text = current.msg if isinstance(current, SyntaxError) else str(current)
             if isinstance(current, ValueError) and text.startswith(place):  # it says so itself
                 raise RecipeError(text) from error
-            lines = [f"{type(current).__name__}: {text}".rstrip(": ")]
-            frames = [
+            stack = [
                 f for f in traceback.extract_tb(current.__traceback__) if _is_users(f.filename)
             ]
-            lines += "".join(traceback.StackSummary.from_list(frames).format()).splitlines()
+            lines = [
+                f"{type(current).__name__}: {text}".rstrip(": "),
+                *traceback.format_list(stack),
+            ]
             if isinstance(current, SyntaxError):
-                lines += "".join(traceback.format_exception_only(current)[:-1]).splitlines()
-            reasons.append("\n".join(lines))
+                lines += traceback.format_exception_only(current)[:-1]
+            reasons.append("\n".join(line.rstrip("\n") for line in lines))
             hidden = None if current.__suppress_context__ else current.__context__
             current = current.__cause__ or hidden
         raise RecipeError(f"{place}: " + "\n  because of ".join(reasons)) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -55,20 +55,13 @@ _COLLECTIONS = (
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """Predictions of one name, of the samples of a batch, with what they are judged by.
-
-    Attributes:
-        values: ``(B,)`` or ``(B, 1)``, see the module for what each kind holds.
-        labels: ``(B,)`` or ``(B, 1)``; 0 or 1 where the kind is binary or a ranking.
-        weights: ``(B,)`` or ``(B, 1)``, how much each sample counts, >= 0; 0 leaves a sample
-            without a label out. None for samples that all count the same, as those of a ranking do.
-        queries: ``(B,)``, the query that each sample is a candidate of; for a ranking alone.
-    """
+    """Predictions of one name, of the samples of a batch, with what they are judged by: all are
+    ``(B,)`` or ``(B, 1)``."""
 
     values: Tensor
-    labels: Tensor
-    weights: Tensor | None = None
-    queries: Tensor | None = None
+    labels: Tensor  # 0 or 1 where the kind is binary or a ranking
+    weights: Tensor | None = None  # >= 0; 0 leaves a sample without a label out
+    queries: Tensor | None = None  # of a ranking: whose candidate each sample is
 
 
 class Task(nn.Module):
@@ -98,7 +91,7 @@ class Task(nn.Module):
         ...         labels = batch.labels.unbind(1)
         ...         of_kinds = zip(self.kinds, labels)
         ...         return {name: Predictions(outputs[name], of) for name, of in of_kinds}
-        >>> possible_metrics(ClickAndRating())
+        >>> list(possible_metrics(ClickAndRating()))
         ['loss', 'click_auc', 'click_logloss', 'click_ne', 'click_calibration', 'rating_mse']
     """
 
@@ -157,22 +150,14 @@ def _taking_features(model: nn.Module) -> nn.Module:
     """The module that takes dense and sparse features: the model, or the one that a wrapper for
     training holds as ``model``, as TorchRec's DLRMTrain does."""
     for module in (model, getattr(model, "model", None)):
-        if isinstance(module, nn.Module) and _takes_features(module):
-            return module
-    name = type(model).__name__
+        with suppress(TypeError, AttributeError):
+            forward = cast(nn.Module, module).forward
+            inspect.signature(forward).bind(dense_features=None, sparse_features=None)
+            return cast(nn.Module, module)
     requirement = "a model that is called with dense_features and sparse_features"
-    remedy = "give a Task as the loss, whose method outputs calls the model as it wants: see "
-    url = "docs/models.md"
-    call = f"{name}.forward{inspect.signature(model.forward)}"
-    raise TypeError(describe("model", requirement, call, remedy + url))
-
-
-def _takes_features(module: nn.Module) -> bool:
-    try:
-        inspect.signature(module.forward).bind(dense_features=None, sparse_features=None)
-    except TypeError:
-        return False
-    return True
+    call = f"{type(model).__name__}.forward{inspect.signature(model.forward)}"
+    remedy = "give a Task whose method outputs calls it: see docs/models.md"
+    raise TypeError(describe("model", requirement, call, remedy))
 
 
 class LossTask(Task):
@@ -282,17 +267,15 @@ class TrainTask(nn.Module):
 
 @contextmanager
 def data_terms_only(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """The loss of a model's `TrainTask` is that of the data alone in the block, in training mode
-    too."""
-    tasks = [module for module in modules if isinstance(module, TrainTask)]
-    values = [task.data_terms_only for task in tasks]
+    """The loss of each `TrainTask` is that of the data alone in the block, in training mode too."""
+    tasks = [task for task in modules if isinstance(task, TrainTask) and not task.data_terms_only]
     for task in tasks:
         task.data_terms_only = True
     try:
         yield
     finally:
-        for task, value in zip(tasks, values, strict=True):
-            task.data_terms_only = value
+        for task in tasks:
+            task.data_terms_only = False
 
 
 def check_l2(value: float) -> None:
@@ -317,15 +300,17 @@ def collect_outputs(model: nn.Module) -> Iterator[list[tuple[nn.Module, Any]]]:
 
 def squared_norm(outputs: Sequence[tuple[nn.Module, Any]]) -> Tensor | float:
     """The mean squared norm of looked-up embeddings: ``1/B sum over b, f of |v_bf|^2``."""
-    return sum((_squared_norm(module, output) for module, output in outputs), 0.0)
-
-
-def _squared_norm(module: nn.Module, output: Any) -> Tensor | float:
-    if isinstance(module, SEQUENCES):
-        rows = [output[key] for key in _keys_of(module)]
-        return sum(part.values().float().square().sum() / part.lengths().numel() for part in rows)
-    norm: Tensor = output.values().float().square().sum(dim=1).mean()
-    return norm
+    norms: list[Any] = []
+    for module, output in outputs:
+        if isinstance(module, SEQUENCES):
+            rows = [output[key] for key in _keys_of(module)]
+            squares = [
+                part.values().float().square().sum() / part.lengths().numel() for part in rows
+            ]
+            norms.append(sum(squares))
+        else:
+            norms.append(output.values().float().square().sum(dim=1).mean())
+    return sum(norms, 0.0)
 
 
 def _keys_of(collection: nn.Module) -> list[str]:
@@ -359,23 +344,17 @@ def metric_name(prediction: str, metric: str) -> str:
     return f"{prediction}_{metric}" if prediction else metric
 
 
-def _directions(task: Task) -> dict[str, bool | None]:
+def possible_metrics(task: Task) -> dict[str, bool | None]:
     """All metrics that a recipe may have, the loss first -> whether higher is better."""
     kinds = [*task.kinds.items(), *([("", RANKING)] if isinstance(task, LossTask) else [])]
     directions = {metric_name(n, m): is_up for n, k in kinds for m, is_up in METRICS[k].items()}
     return {LOSS: False} | directions
 
 
-def possible_metrics(task: Task) -> list[str]:
-    """All metrics that a recipe may have, the loss first."""
-    return list(_directions(task))
-
-
 def direction_of(task: Task, metric: str) -> bool | None:
     """Whether higher is better of a metric; None where neither is."""
-    directions = _directions(task)
-    requirement = f"one of {', '.join(directions)}"
-    check(metric in directions, f"metric {metric!r}", requirement, repr(metric))
+    directions = possible_metrics(task)
+    check(metric in directions, f"metric {metric!r}", f"one of {', '.join(directions)}", metric)
     return directions[metric]
 
 
@@ -390,8 +369,9 @@ def check_labels(labels: Tensor, loss: object, place: str) -> None:
         _refuse(values, outside, place, "labels in [0, 1] for BCEWithLogitsLoss", remedy)
 
 
-def check_classes(labels: Tensor, place: str, remedy: str = "smooth train labels alone") -> None:
+def check_classes(labels: Tensor, place: str) -> None:
     """Checks that labels are classes, which AUC, NE and calibration are defined for."""
+    remedy = "labels of train alone may be others"
     _refuse(labels, (labels != 0) & (labels != 1), place, "labels 0 or 1", remedy)
 
 
@@ -412,26 +392,23 @@ def check_candidates(queries: Tensor, k: int = max(RANKING_KS), place: str = "ra
 
 def check_batches(batches: Iterable[Batch], task: nn.Module, name: str) -> Iterator[Batch]:
     """The batches of a split, each after a check of its labels, dense features and weights."""
-    criterion = of_task.criterion if isinstance(of_task := task_of(task), LossTask) else None
+    task = task_of(task)
     for index, batch in enumerate(batches):
         place = f"{name} batch {index}"
         check_batch(batch, place)
-        if criterion is not None:
-            check_labels(batch.labels, criterion, place)
-            if name in ("selection", "test") and isinstance(criterion, nn.BCEWithLogitsLoss):
+        if isinstance(task, LossTask):
+            check_labels(batch.labels, task.criterion, place)
+            is_binary = isinstance(task.criterion, nn.BCEWithLogitsLoss)
+            if name in ("selection", "test") and (is_binary or isinstance(batch, RankingBatch)):
                 check_classes(batch.labels, place)
-            elif name in ("selection", "test") and isinstance(batch, RankingBatch):
-                check_classes(batch.labels, place, "mark relevant candidates by 1, others by 0")
         yield batch
 
 
 def check_outputs(outputs: object, place: str) -> None:
     """Checks that outputs are a tensor, or tensors by name."""
     if not isinstance(outputs, Tensor | Mapping):
-        requirement = "a tensor, or tensors by name, of the model"
-        raise TypeError(
-            describe(f"{place}, outputs", requirement, type(outputs).__name__, "return a dict")
-        )
+        kind, requirement = type(outputs).__name__, "a tensor, or tensors by name, of the model"
+        raise TypeError(describe(f"{place}, outputs", requirement, kind, "return a dict"))
 
 
 def check_predictions(task: Task, batch: Batch, outputs: Any, place: str) -> dict[str, Predictions]:

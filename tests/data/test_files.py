@@ -309,8 +309,8 @@ def test_single_files_are_put_read_listed_and_removed(
     assert urls.put_file(address, lambda path: path.write_bytes(b"123")) == 3
     assert (urls.file_size(address), urls.read_bytes(address)) == (3, b"123")
     assert "a" in urls.file_names(folder)
-    with urls.local_file(address) as local:
-        assert local.read_bytes() == b"123"
+    local = urls.fetch(address)
+    assert local.read_bytes() == b"123"
     for _ in range(2):
         urls.remove_file(address)
     assert urls.file_size(address) is None
