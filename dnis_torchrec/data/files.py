@@ -26,10 +26,8 @@ from torch import Tensor
 from dnis_torchrec.checks import check, describe
 
 NotNegative = Annotated[int, 0]
-Positive = Annotated[int, 1]
-"""Integers of at least so much."""
-PARTIAL = ".partial"
-"""Suffix of the name of a file or folder while it is being written."""
+Positive = Annotated[int, 1]  # integers of at least so much
+PARTIAL = ".partial"  # suffix of a name while the file or folder is being written
 
 _T = TypeVar("_T")
 _LARGEST = 2**63 - 1
@@ -49,7 +47,7 @@ def _partial_of(path: Path) -> Path:
 
 
 @contextmanager
-def write_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
+def write_whole(path: Path) -> Iterator[Path]:
     """Lends a path to write a file to, which takes the file's place once the block ends well."""
     new = _partial_of(Path(path))
     try:
@@ -57,8 +55,7 @@ def write_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
         mode = new.stat().st_mode & 0o777
         yield new
         os.chmod(new, mode)  # safetensors writes for the owner alone
-        if durable:
-            _flush(new)
+        _flush(new)
         os.replace(new, path)
     except OSError as error:
         if PARTIAL in str(error.filename):
@@ -140,9 +137,8 @@ def check_plain(folder: Path, place: str) -> None:
     for root, folders, names in os.walk(folder):
         for path in (Path(root, name) for name in sorted(folders + names)):
             is_plain = not path.is_symlink() and (path.is_file() or path.is_dir())
-            kind = "the link" if path.is_symlink() else "the special file"
-            inner = f"{kind} {path.relative_to(folder).as_posix()!r}"
-            check(is_plain, place, "plain files and folders in it", inner, "remove it")
+            name = repr(path.relative_to(folder).as_posix())
+            check(is_plain, place, "plain files and folders in it", name, "remove it")
 
 
 @contextmanager
@@ -157,9 +153,8 @@ def file_lock(path: Path) -> Iterator[str | None]:
             yield os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another one"
             return
         if os.fstat(descriptor).st_nlink == 1:  # else it is a second name of somebody's file
-            os.pwrite(
-                descriptor, f"process {os.getpid()} on {gethostname()}".ljust(127).encode(), 0
-            )
+            owner = f"process {os.getpid()} on {gethostname()}"
+            os.pwrite(descriptor, owner.ljust(127).encode(), 0)
         yield None
     finally:
         os.close(descriptor)

@@ -16,9 +16,6 @@ import pyarrow.csv as pv
 import pyarrow.dataset as ds
 import torch
 from fsspec import AbstractFileSystem
-from fsspec.implementations.local import LocalFileSystem
-from pyarrow.fs import FSSpecHandler, PyFileSystem
-from pyarrow.fs import LocalFileSystem as ArrowLocal
 from torch import Tensor
 from torchrec.datasets.utils import Batch
 
@@ -29,8 +26,7 @@ from dnis_torchrec.data.recipe import DataSplits
 from dnis_torchrec.data.urls import Address, storage
 from dnis_torchrec.ranks import rank_of, world_size_of
 
-WINDOW_SAMPLES = 1 << 17
-"""Samples that are shuffled together: more no longer fit a CPU's cache, and are read slower."""
+WINDOW_SAMPLES = 1 << 17  # are shuffled together: more would not fit a CPU's cache
 _READ_ROWS = 1 << 16
 _IDS = "integers, strings or bytes"
 _TEXTS = ("string", "binary", "large_string", "large_binary")
@@ -38,8 +34,7 @@ _TEXTS = ("string", "binary", "large_string", "large_binary")
 
 @dataclass(frozen=True, kw_only=True)
 class FileSchema:
-    """The meaning of every column of the files. Ids are hashed into rows 1 and up; row 0 is that of
-    missing ones."""
+    """The meaning of every column. Ids are hashed into rows 1 and up, missing ones into row 0."""
 
     label: str
     dense: tuple[str, ...] = ()  # a missing number is 0
@@ -51,14 +46,13 @@ class FileSchema:
     list_separator: str = "|"  # between the ids of a bag that is text; an empty piece is no id
 
     def __post_init__(self) -> None:
-        place = "FileSchema"
-        check(bool(self.num_embeddings), place, "a feature in single_id or multi_hot", "none")
+        check(
+            bool(self.num_embeddings), "FileSchema", "a feature in single_id or multi_hot", "none"
+        )
         twice = sorted(set(self.single_id) & set(self.multi_hot))
-        check(not twice, f"{place}.multi_hot", "features that single_id lacks", twice)
+        check(not twice, "FileSchema.multi_hot", "features that single_id lacks", twice)
         for name, rows in self.num_embeddings.items():
             check(1 < rows < 2**31, f"feature {name!r}", "num_embeddings in 2..2**31-1", rows)
-        for name in self.columns if self.text_columns else ():
-            check_known(f"{place}: column", name, self.text_columns)
 
     @property
     def num_embeddings(self) -> dict[str, int]:
@@ -86,14 +80,10 @@ class Part:
 
 
 WHOLE = Part(0.0, 1.0)
-"""All samples."""
 
 
 def cut(fractions: Sequence[float], *, seed: int = 0) -> tuple[Part, ...]:
     """Cuts all samples into disjoint parts; a hash alone decides where a sample goes."""
-    check(seed >= 0, "seed", "an integer >= 0", seed)
-    is_fit = min(fractions) > 0 and math.fsum(fractions) <= 1 + 1e-9
-    check(is_fit, "fractions", "numbers above 0, at most 1 together", fractions)
     ends = [math.fsum(fractions[: index + 1]) for index in range(len(fractions))]
     # Rounding must not leave the last samples without a part.
     ends = [1.0 if abs(end - 1) < 1e-9 else end for end in ends]
@@ -126,7 +116,6 @@ class FileSamples:
     ``.parquet`` and ``.pq`` are Parquet, all others CSV. None is held in memory."""
 
     def __init__(self, addresses: Sequence[Address], schema: FileSchema) -> None:
-        check(not isinstance(addresses, str), "addresses", "a list of them", repr(addresses))
         self.schema = schema
         self._chunks: list[_Chunk] = []
         for address in addresses:
@@ -149,9 +138,7 @@ class FileSamples:
         unit, row = ("row", 0) if is_parquet else ("line", 1 + (not self.schema.text_columns))
         num_chunks = len(self._chunks)
         try:
-            is_local = isinstance(files, LocalFileSystem)  # which pyarrow reads without Python
-            reader = ArrowLocal() if is_local else PyFileSystem(FSSpecHandler(files))
-            fragment = kind.make_fragment(name, filesystem=reader)
+            (fragment,) = ds.dataset(name, format=kind, filesystem=files).get_fragments()
             for column in self.schema.columns:
                 check_known(f"{place}: column", column, fragment.physical_schema.names)
             for part in fragment.split_by_row_group() if is_parquet else [fragment]:
@@ -203,8 +190,7 @@ class FileBatches:
     """Batches of one part of the samples of files; every rank reads its own share, as many batches
     as any other. Each iteration is the next epoch."""
 
-    is_split_over_ranks = True
-    """Told to `dnis_torchrec.data.over_ranks`, which would split it again otherwise."""
+    is_split_over_ranks = True  # else `over_ranks` would split it again
 
     def __init__(
         self,
@@ -334,8 +320,7 @@ def _tensor(column: pa.Array) -> Tensor:
 def _encode(
     table: pa.RecordBatch, schema: FileSchema, chunk: _Chunk, begin: int, rows: np.ndarray
 ) -> pa.Table:
-    """Rows of a table, which begins with row `begin` of a chunk: the columns label, dense,
-    single_id and multi_hot, as numbers, rows of embedding tables and lists of such rows."""
+    """Rows of a table that begins with row `begin` of a chunk: labels, dense features, ids."""
     table = pa.RecordBatch.from_pydict({name: _plain(table[name]) for name in schema.columns})
     is_slice = len(rows) == rows[-1] - rows[0] + 1
     table = table.slice(rows[0], len(rows)) if is_slice else table.take(pa.array(rows))
@@ -380,8 +365,7 @@ def _numbers(column: pa.Array, name: str, at: Callable[[int], str], default: flo
 
 
 def _ids(column: pa.Array, schema: FileSchema, name: str, where: str) -> pa.Array:
-    """Rows of a table, int32: one a sample; or lists of them, of lists, of text with a separator or
-    of one value a sample."""
+    """Rows of a table, int32: one a sample, or lists: of lists, of text, or of one value each."""
     is_single, num_embeddings = name in schema.single_id, schema.num_embeddings[name]
     if str(column.type) in _TEXTS and not is_single:
         column = _plain(pc.split_pattern(column, schema.list_separator))

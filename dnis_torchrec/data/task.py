@@ -26,25 +26,17 @@ from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.batches import CLEAN, RankingBatch, check_batch
 
 BINARY, REGRESSION, RANKING = "binary", "regression", "ranking"
-
-LOSS = "loss"
-"""Name of the loss among the metrics."""
-
-RANKING_KS = (1, 5, 10)
-"""Cut-offs of the ranking metrics."""
+LOSS = "loss"  # its name among the metrics
+RANKING_KS = (1, 5, 10)  # cut-offs of the ranking metrics
 _RANKING = [f"{name}@{k}" for k in reversed(RANKING_KS) for name in ("ndcg", "recall", "mrr")]
 METRICS: Mapping[str, Mapping[str, bool | None]] = {
     BINARY: {"auc": True, "logloss": False, "ne": False, "calibration": None},
     REGRESSION: {"mse": False},
     RANKING: dict.fromkeys(_RANKING, True),
 }
-"""Kind -> metric -> whether higher is better; None where neither is. The first one stands for the
-kind."""
-
-Outputs: TypeAlias = Tensor | Mapping[str, Any]
-"""What a model returns: a tensor with one row per sample, or such tensors by name."""
-SEQUENCES = (EmbeddingCollectionInterface, ShardedEmbeddingCollection)
-"""Collections that pool nothing."""
+"""Kind -> metric, the kind's own first -> whether higher is better; None where neither is."""
+Outputs: TypeAlias = Tensor | Mapping[str, Any]  # a row a sample; or such tensors by name
+SEQUENCES = (EmbeddingCollectionInterface, ShardedEmbeddingCollection)  # which pool nothing
 _COLLECTIONS = (
     EmbeddingBagCollectionInterface,
     ShardedEmbeddingBagCollection,
@@ -55,8 +47,7 @@ _COLLECTIONS = (
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """Predictions of one name, of the samples of a batch, with what they are judged by: all are
-    ``(B,)`` or ``(B, 1)``."""
+    """Predictions of one name and what they are judged by, ``(B,)`` or ``(B, 1)`` each."""
 
     values: Tensor
     labels: Tensor  # 0 or 1 where the kind is binary or a ranking
@@ -113,10 +104,8 @@ class Task(nn.Module):
             model: the recipe's, or what takes its place.
             batch: samples, on the model's device.
         """
-        outputs: Outputs = _taking_features(model)(
-            dense_features=batch.dense_features, sparse_features=batch.sparse_features
-        )
-        return outputs
+        call = cast(Callable[..., Outputs], _taking_features(model))
+        return call(dense_features=batch.dense_features, sparse_features=batch.sparse_features)
 
     def loss(self, batch: Batch, outputs: Any) -> Tensor:
         """Computes the loss of a batch, a scalar: a mean over samples, which may be weighted, since
@@ -130,9 +119,7 @@ class Task(nn.Module):
             batch: the samples, on the model's device.
             outputs: what `outputs` returned for this batch.
         """
-        raise NotImplementedError(
-            describe(f"task {type(self).__name__}", "a method 'loss'", "none")
-        )
+        raise NotImplementedError(f"task {type(self).__name__}: expected a method 'loss'")
 
     def predictions(self, batch: Batch, outputs: Any) -> Mapping[str, Predictions]:
         """Returns what is judged: for each name of `kinds` its predictions.
@@ -141,14 +128,11 @@ class Task(nn.Module):
             batch: the samples, on the model's device.
             outputs: what `outputs` returned for this batch.
         """
-        raise NotImplementedError(
-            describe(f"task {type(self).__name__}", "a method 'predictions'", "none")
-        )
+        raise NotImplementedError(f"task {type(self).__name__}: expected a method 'predictions'")
 
 
 def _taking_features(model: nn.Module) -> nn.Module:
-    """The module that takes dense and sparse features: the model, or the one that a wrapper for
-    training holds as ``model``, as TorchRec's DLRMTrain does."""
+    """The module that takes features: the model, or its ``model``, as TorchRec's DLRMTrain has."""
     for module in (model, getattr(model, "model", None)):
         with suppress(TypeError, AttributeError):
             forward = cast(nn.Module, module).forward
@@ -170,14 +154,12 @@ class LossTask(Task):
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """Predictions as ``(B,)``."""
-        predictions: Any = super().outputs(model, batch)
-        flat: Tensor = predictions.flatten()  # not squeeze: a batch of one sample stays a batch
-        return flat
+        # Not squeeze: a batch of one sample stays a batch.
+        return cast(Tensor, super().outputs(model, batch)).flatten()
 
     def loss(self, batch: Batch, outputs: Tensor) -> Tensor:
         """The criterion of predictions and labels."""
-        loss: Tensor = self.criterion(outputs, batch.labels.float())
-        return loss
+        return cast(Tensor, self.criterion(outputs, batch.labels.float()))
 
     def predictions(self, batch: Batch, outputs: Tensor) -> Mapping[str, Predictions]:
         """Predictions without a name."""
@@ -196,14 +178,13 @@ def task_of(loss: nn.Module | Callable[..., Tensor]) -> Task:
 
 def check_kinds(task: Task) -> None:
     """Checks what a recipe's task says of itself; to train and compress needs no kinds."""
-    place = f"task {type(task).__name__}"
-    check(bool(task.kinds), f"{place}.kinds", "at least one name with its kind", dict(task.kinds))
-    for name, kind in task.kinds.items():
+    place, kinds = f"task {type(task).__name__}", dict(task.kinds)
+    check(bool(kinds), f"{place}.kinds", "at least one name with its kind", kinds)
+    for name, kind in kinds.items():
         requirement = f"a kind of {', '.join(METRICS)}"
         check(kind in METRICS, f"{place}, prediction {name!r}", requirement, repr(kind))
     names = [name for name, _ in task.named_parameters()]
-    remedy = "hold in the model what learns: it is what is saved"
-    check(not names, place, "no weights of its own", names, remedy)
+    check(not names, place, "no weights of its own, as a model is what is saved", names)
 
 
 class TrainTask(nn.Module):
@@ -360,8 +341,8 @@ def direction_of(task: Task, metric: str) -> bool | None:
 
 def check_labels(labels: Tensor, loss: object, place: str) -> None:
     """Checks that there is one label per sample, and that it lies in the domain of the loss."""
-    remedy = "flatten them: a loss of (B,) and (B, 1) is one of B times B differences"
-    check(labels.dim() == 1, place, "labels of shape (B,)", tuple(labels.shape), remedy)
+    # A loss of (B,) and (B, 1) would be one of B times B differences.
+    check(labels.dim() == 1, place, "labels of shape (B,)", tuple(labels.shape), "flatten them")
     values = labels.float()
     _refuse(values, ~values.isfinite(), place, "finite labels", CLEAN)
     if isinstance(loss, nn.BCEWithLogitsLoss):

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 Address = str | os.PathLike[str]
-LAST_FILES = ("manifest.json", "run.json", "comparison.json", "compress.json")
-"""Files that say that a folder is whole: published after everything else."""
-
+LAST_FILES = ("manifest.json", "run.json", "compress.json")  # they say that a folder is whole
 _URL_OF: dict[Path, str] = {}
 
 
@@ -89,7 +87,7 @@ def put_file(address: Address, write: Callable[[Path], object]) -> int:
     if here is not None:
         from dnis_torchrec.data.files import write_whole  # loads torch, which --help needs not
 
-        with write_whole(here, durable=True) as file:
+        with write_whole(here) as file:
             write(file)
             return file.stat().st_size
     with _temporary_folder() as folder, storage(address) as (files, path):
