@@ -242,11 +242,11 @@ def _conform(value: Any, kind: Any, field: str) -> None:
         _require(isinstance(value, dict), field, "an object", value)
         members, needs, is_open = _members(kind) if origin is None else ({}, (), True)
         for name in needs:
-            _require(name in value, field, f"{name!r} in it", "none")
-        others = Any if origin is None else arguments[1]
+            _require(name in value, field, f"{name!r} in it", list(value))
+        rest = Any if origin is None else arguments[1]
         for name, member in value.items():
             _require(is_open or name in members, field, f"no more than {', '.join(members)}", name)
-            _conform(member, members.get(name, others), f"{field}.{name}".removeprefix("."))
+            _conform(member, members.get(name, rest), f"{field}.{name}".removeprefix("."))
     else:
         _require(_is_plain(value, kind), field, _WORDS.get(kind, "null"), value)
 

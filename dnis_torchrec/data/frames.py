@@ -352,10 +352,10 @@ def frame_of(source: Frame, columns: Iterable[Hashable]) -> pd.DataFrame:
 def _file(place: str, columns: list[Hashable]) -> pd.DataFrame:
     """The files of a folder one by one: a column may have another type in each."""
     path, remedy = Path(place), "mend it, or read it and give its frame"
-    requirement, ending = "a file that ends in .parquet or .csv", "".join(path.suffixes[-2:])
+    requirement, suffix = "a file that ends in .parquet or .csv", "".join(path.suffixes[-2:])
     is_fit = path.is_dir() or _FORMS.search(path.name) is not None
-    check(is_fit, place, requirement, ending or "no ending", remedy)
-    csv_files = sorted(path.glob("*.csv*")) if path.is_dir() else [path] * (".csv" in ending)
+    check(is_fit, place, requirement, suffix or "no ending", remedy)
+    csv_files = sorted(path.glob("*.csv*")) if path.is_dir() else [path] * (".csv" in suffix)
     source, kind = (list(map(str, csv_files)), _csv(columns)) if csv_files else (place, "parquet")
     frames = []
     try:
