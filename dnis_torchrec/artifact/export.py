@@ -32,8 +32,7 @@ from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
 
 if TYPE_CHECKING:
-    from dnis_torchrec.data.columns import Frame
-    from dnis_torchrec.data.frames import FrameEncoder
+    from dnis_torchrec.data.frames import Frame, FrameEncoder
 
 
 def export(

@@ -61,7 +61,7 @@ from dnis_torchrec.data.over_ranks import (
     samples_to_measure,
     split_over_ranks,
 )
-from dnis_torchrec.data.recipe import DataSplits, Recipe, build_recipe_again
+from dnis_torchrec.data.recipe import DataSplits, Recipe, build_recipe
 from dnis_torchrec.data.task import TrainTask, direction_of
 from dnis_torchrec.data.urls import url_of
 from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_size_of
@@ -361,7 +361,8 @@ def _recipe_of(settings: Any, record: Mapping[str, Any]) -> Recipe:
     """The recipe or table of a command, with what a run or an artifact records of it."""
     spec, columns = str(settings.recipe), record.get("columns")
     if not is_table(spec):
-        return build_recipe_again(spec, settings.data, record)
+        seed, dim = record.get("seed", 0), record.get("embedding_dim")
+        return build_recipe(spec, settings.data, seed=seed, embedding_dim=dim)
     columns = settings.columns if columns is None else columns
     check(columns is not None, "--label", f"the column of {spec} to predict", "none")
     conform(columns, TableColumns, "columns of the run")

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -22,39 +22,30 @@ SPLIT_RATIOS = (0.8, 0.05, 0.05, 0.1)
 """train, validation, selection, test: 8:1:1, with the middle part halved between the upper level
 and early stopping."""
 CLEAN = "clean the data"
+_B = TypeVar("_B", bound=Any)
 _IDS_FOR_LOOKUP = (torch.int64, torch.int32)
 
 
 @dataclasses.dataclass
 class WholeBatch(Batch):
-    """A batch that moves with all of its fields; TorchRec's own moves its three, each of which has
-    to be there."""
+    """A batch that moves with all of its fields; TorchRec's own has three, none of them missing."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         """The batch on a device."""
-        return self._each(lambda part: part.to(device, non_blocking=non_blocking))
+        return _changed(self, lambda part: part.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
         """The batch in page-locked memory."""
-        return self._each(lambda part: part.pin_memory())
+        return _changed(self, lambda part: part.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keeps the batch's memory until the stream has passed."""
-        self._each(lambda part: part.record_stream(stream))
-
-    def _each(self, change: Callable[[Any], Any]) -> Self:
-        parts = {
-            name: change(part)
-            for name, part in parts_of(self).items()
-            if isinstance(part, Tensor | KeyedJaggedTensor)
-        }
-        return dataclasses.replace(self, **parts)
+        _changed(self, lambda part: part.record_stream(stream))
 
 
 @dataclasses.dataclass
 class RankingBatch(WholeBatch):
-    """A batch of candidates to be ranked within their queries: a split of such batches is judged by
-    ranking metrics."""
+    """Candidates to be ranked within their queries: their split is judged by ranking metrics."""
 
     queries: Tensor
 
@@ -91,24 +82,22 @@ def features_of_samples(
 ) -> KeyedJaggedTensor:
     """Ids of one each, ``(B, F)``, then bags, then scalars as weighted bags."""
     batch_size, num_single = ids.shape
+    num_scalars = 0 if scalars is None else scalars.shape[1]
+    ones = torch.ones(batch_size, dtype=torch.int64)
+    lengths = [ones] * num_single + [bag.lengths for bag in bags] + [ones] * num_scalars
+    sizes = [batch_size] * num_single + [len(bag.values) for bag in bags]
     values = [ids.t().reshape(-1).long(), *(bag.values.long() for bag in bags)]
-    lengths = [torch.ones(num_single * batch_size, dtype=torch.int64)]
-    lengths += [bag.lengths for bag in bags]
-    length_per_key = [batch_size] * num_single + [len(bag.values) for bag in bags]
+    values.append(torch.arange(num_scalars).repeat_interleave(batch_size))
     weights = None
     if scalars is not None:
-        num_scalars = scalars.shape[1]
-        weights = torch.cat([torch.ones(sum(length_per_key)), scalars.t().reshape(-1)])
-        values.append(torch.arange(num_scalars).repeat_interleave(batch_size))
-        lengths.append(torch.ones(num_scalars * batch_size, dtype=torch.int64))
-        length_per_key += [batch_size] * num_scalars
+        weights = torch.cat([torch.ones(sum(sizes)), scalars.t().reshape(-1)])
     return KeyedJaggedTensor(
         keys=list(keys),
         values=torch.cat(values),
         weights=weights,
         lengths=torch.cat(lengths),
         stride=batch_size,
-        length_per_key=length_per_key,
+        length_per_key=sizes + [batch_size] * num_scalars,
     )
 
 
@@ -147,18 +136,7 @@ class InMemoryBatches:
     ) -> None:
         place, num_samples, bags = "InMemoryBatches", len(labels), dict(multi_hot or {})
         check(batch_size >= 1, f"{place}.batch_size", "an integer >= 1", batch_size)
-        shapes = {"dense": (dense, (num_samples, *dense.shape[1:2]))}
-        shapes["ids"] = (ids, (num_samples, len(feature_names)))
-        for name, (tensor, shape) in shapes.items():
-            size = tuple(tensor.shape)
-            check(size == shape and len(size) == 2, f"{place}.{name}", f"shape {shape}", size)
-        for name, of_feature in bags.items():
-            number = len(of_feature.lengths)
-            check(number == num_samples, f"feature {name!r}", f"{num_samples} bags", number)
-        fits = len(scalar_names) in (0, dense.shape[1])
-        check(fits, f"{place}.scalar_names", f"{dense.shape[1]} names, or none", len(scalar_names))
         keys = [*feature_names, *bags, *scalar_names]
-        check(len(set(keys)) == len(keys), f"{place}.feature_names", "distinct names", keys)
         self._dense, self._ids, self._labels = dense.float(), ids, labels.float()
         self._bags, self._keys, self._queries = tuple(bags.values()), keys, queries
         self._has_scalars = bool(scalar_names)
@@ -222,11 +200,9 @@ class LookupBatches(CutBatches):
 
 
 class BatchParts(CutBatches):
-    """The batches of a stream, each cut in the order of its samples into so many parts of equal
-    size (the last ones may be a sample smaller)."""
+    """The batches of a stream, each cut into so many parts of equal size, give or take a sample."""
 
     def __init__(self, batches: Iterable[Batch], num_parts: int, at_least: int = 1) -> None:
-        check(num_parts >= 1, "num_parts", "at least 1", num_parts)
         super().__init__(batches)
         self._num_parts, self._at_least = num_parts, at_least
 
@@ -249,24 +225,29 @@ class BatchParts(CutBatches):
 
 def slice_of(batch: Batch, first: int, last: int) -> Batch:
     """Samples ``first <= i < last`` of a batch."""
-    if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
-        requirement = "a dataclass, as TorchRec's Batch is"
-        raise TypeError(describe("batch", requirement, type(batch).__name__))
-    fields = {
-        part.name: getattr(batch, part.name) for part in dataclasses.fields(batch) if part.init
+    if not dataclasses.is_dataclass(batch):
+        raise TypeError(describe("batch", "a dataclass, as Batch is", type(batch).__name__))
+    return _changed(
+        batch,
+        lambda part: (
+            part[first:last] if isinstance(part, Tensor) else _slice_features(part, first, last)
+        ),
+    )
+
+
+def _changed(batch: _B, change: Callable[[Any], Any]) -> _B:
+    """A dataclass with what becomes of each of its tensors and KeyedJaggedTensors."""
+    parts = {
+        name: change(part)
+        for name, part in parts_of(batch).items()
+        if isinstance(part, Tensor | KeyedJaggedTensor)
     }
-    for name, value in fields.items():
-        if isinstance(value, KeyedJaggedTensor):
-            fields[name] = _slice_features(value, first, last)
-        elif isinstance(value, Tensor):
-            fields[name] = value[first:last]
-    return dataclasses.replace(batch, **fields)
+    return dataclasses.replace(batch, **parts)
 
 
 def _slice_features(features: KeyedJaggedTensor, first: int, last: int) -> KeyedJaggedTensor:
     if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-        requirement = "supported is one batch size for all features"
-        raise NotImplementedError(describe("batch", requirement, "several"))
+        raise NotImplementedError(describe("batch", "supported is one batch size", "several"))
     num_features, stride = len(features.keys()), features.stride()
     lengths = features.lengths().view(num_features, stride)[:, first:last]
     starts, offsets = torch.arange(num_features) * stride, features.offsets().cpu()
@@ -322,15 +303,14 @@ def features_of(batch: Batch) -> KeyedJaggedTensor:
     fields = ("dense_features", "sparse_features", "labels")
     bags = list(_bags_of(batch).values()) if all(hasattr(batch, name) for name in fields) else []
     if not bags:
-        requirement = "a batch with tensors as its dense_features, sparse_features and labels"
-        remedy = "make torchrec's Batch of it, or a WholeBatch, and give a Task: see docs/models.md"
+        requirement = "tensors as its dense_features, sparse_features and labels"
+        remedy = "make torchrec's Batch of it, or a WholeBatch: see docs/models.md"
         raise TypeError(describe("batch", requirement, type(batch).__name__, remedy))
     if len(bags) == 1:
         return bags[0]
     keys = [key for part in bags for key in part.keys()]  # noqa: SIM118
     twice = sorted({key for key in keys if keys.count(key) > 1})
-    remedy = "give them names of their own"
-    check(not twice, "batch", "features in one KeyedJaggedTensor each", twice, remedy)
+    check(not twice, "batch", "features in one KeyedJaggedTensor each", twice)
     parts = [
         KeyedJaggedTensor(part.keys(), part.values(), lengths=part.lengths(), stride=part.stride())
         for part in bags
@@ -338,11 +318,11 @@ def features_of(batch: Batch) -> KeyedJaggedTensor:
     return KeyedJaggedTensor.concat(parts)
 
 
-def parts_of(batch: Batch) -> dict[str, Any]:
+def parts_of(batch: Any) -> dict[str, Any]:
     """The fields of a batch by name."""
-    if dataclasses.is_dataclass(batch):
-        return {part.name: getattr(batch, part.name) for part in dataclasses.fields(batch)}
-    return dict(vars(batch))
+    if not dataclasses.is_dataclass(batch):
+        return dict(vars(batch))
+    return {part.name: getattr(batch, part.name) for part in dataclasses.fields(batch) if part.init}
 
 
 def _bags_of(batch: Batch) -> dict[str, KeyedJaggedTensor]:
@@ -355,12 +335,10 @@ def check_not_empty(batch: Batch, place: str) -> None:
 
 
 def check_batch(batch: Batch, place: str) -> None:
-    """Checks a batch before training: samples, ids and lengths of types that lookups take, and no
-    number that is not finite."""
+    """Checks a batch before training: ids and lengths that lookups take, finite numbers."""
     labels: object = getattr(batch, "labels", None)
     shape = tuple(labels.shape) if isinstance(labels, Tensor) else ()
-    requirement = "a tensor with one row for each sample"
-    check(bool(shape), f"{place}, labels", requirement, shape or "none")
+    check(bool(shape), f"{place}, labels", "a tensor with a row a sample", shape or "none")
     check_not_empty(batch, place)
     num_labels, remedy = shape[0], "leave incomplete samples out"
     requirement = f"{num_labels} samples, one for each label"

@@ -9,25 +9,15 @@ import os
 import re
 import shutil
 import types
+import typing
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from reprlib import repr as show
 from socket import gethostname
-from typing import (
-    Annotated,
-    Any,
-    NamedTuple,
-    NotRequired,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-    is_typeddict,
-)
+from typing import Annotated, Any, NamedTuple, NotRequired, TypeVar, get_args, get_origin
 from uuid import uuid4
 
 from safetensors import SafetensorError
@@ -36,13 +26,10 @@ from torch import Tensor
 from dnis_torchrec.checks import check, describe
 
 NotNegative = Annotated[int, 0]
-Positive = Annotated[int, 1]
-"""Integers of at least so much."""
-PARTIAL = ".partial"
-"""Suffix of the name of a file or folder while it is being written."""
+Positive = Annotated[int, 1]  # integers of at least so much
+PARTIAL = ".partial"  # suffix of a name while the file or folder is being written
 
 _T = TypeVar("_T")
-_Fault = tuple[str, str, str]
 _LARGEST = 2**63 - 1
 _WORDS = {str: "text", bool: "true or false", int: "an integer of 64 bits", float: "a number"}
 
@@ -60,7 +47,7 @@ def _partial_of(path: Path) -> Path:
 
 
 @contextmanager
-def write_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
+def write_whole(path: Path) -> Iterator[Path]:
     """Lends a path to write a file to, which takes the file's place once the block ends well."""
     new = _partial_of(Path(path))
     try:
@@ -68,8 +55,7 @@ def write_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
         mode = new.stat().st_mode & 0o777
         yield new
         os.chmod(new, mode)  # safetensors writes for the owner alone
-        if durable:
-            _flush(new)
+        _flush(new)
         os.replace(new, path)
     except OSError as error:
         if PARTIAL in str(error.filename):
@@ -131,15 +117,11 @@ def _check_target(target: Path, overwrite: bool, kind: FolderKind) -> None:
         return
     place, remedy = f"{kind.name} {str(target)!r}", "pass overwrite=True to replace it"
     check(overwrite, place, "a path that does not exist", "an existing one", remedy)
-    file = target / kind.manifest
-    is_ours = file.is_file() and not target.is_symlink()
-    if is_ours:
-        try:
+    file, is_ours = target / kind.manifest, False
+    if file.is_file() and not target.is_symlink():
+        with suppress(ValueError):
             is_ours = read_json(file, dict[str, Any]).get("format") == kind.format
-        except ValueError:
-            is_ours = False
-    remedy = "choose another path, or remove it first"
-    check(is_ours, place, f"an old {kind.name} to overwrite", "something else", remedy)
+    check(is_ours, place, f"an old {kind.name} to overwrite", "something else", "remove it first")
 
 
 def _flush(path: Path) -> None:
@@ -155,9 +137,8 @@ def check_plain(folder: Path, place: str) -> None:
     for root, folders, names in os.walk(folder):
         for path in (Path(root, name) for name in sorted(folders + names)):
             is_plain = not path.is_symlink() and (path.is_file() or path.is_dir())
-            kind = "the link" if path.is_symlink() else "the special file"
-            inner = f"{kind} {path.relative_to(folder).as_posix()!r}"
-            check(is_plain, place, "plain files and folders in it", inner, "remove it")
+            name = repr(path.relative_to(folder).as_posix())
+            check(is_plain, place, "plain files and folders in it", name, "remove it")
 
 
 @contextmanager
@@ -172,9 +153,8 @@ def file_lock(path: Path) -> Iterator[str | None]:
             yield os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another one"
             return
         if os.fstat(descriptor).st_nlink == 1:  # else it is a second name of somebody's file
-            os.pwrite(
-                descriptor, f"process {os.getpid()} on {gethostname()}".ljust(127).encode(), 0
-            )
+            owner = f"process {os.getpid()} on {gethostname()}"
+            os.pwrite(descriptor, owner.ljust(127).encode(), 0)
         yield None
     finally:
         os.close(descriptor)
@@ -214,66 +194,72 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
+class _Fault(ValueError):
+    """Field, requirement and value of what is of another type."""
+
+
 def conform(value: object, kind: Any, place: str, *, remedy: str = "") -> None:
     """Checks that a JSON value is of a type: what TypedDicts and dataclasses are made of."""
-    fault = _fault(value, kind, "")
-    if fault is not None:
-        field, requirement, value = fault
-        where = f"{place}, field {field}" if field else place
-        raise ValueError(describe(where, requirement, value, remedy))
     try:
+        _conform(value, kind, "")
         # Half a character, as an escape may be, has no UTF-8.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except _Fault as fault:
+        field, requirement, text = fault.args
+        where = f"{place}, field {field}" if field else place
+        raise ValueError(describe(where, requirement, text, remedy)) from None
     except (RecursionError, ValueError) as error:
         raise ValueError(describe(place, "JSON", str(error), remedy)) from error
 
 
-def _fault(value: Any, kind: Any, field: str) -> _Fault | None:
-    """Field, requirement and value of the first fault."""
+def _conform(value: Any, kind: Any, field: str) -> None:
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
-        return None
-    if origin in (Union, types.UnionType):
-        faults = [_fault(value, one, field) for one in arguments]
-        return None if None in faults else max(faults, key=lambda fault: len(fault[0]))  # type: ignore[index]
+        return
+    if origin in (typing.Union, types.UnionType):
+        faults = []
+        for one in arguments:
+            try:
+                return _conform(value, one, field)
+            except _Fault as fault:
+                faults.append(fault)
+        raise max(faults, key=lambda fault: len(fault.args[0]))
     if origin is Annotated:
-        is_enough = _is_plain(value, int) and value >= arguments[1]
-        return None if is_enough else (field, f"an integer >= {arguments[1]}", show(value))
-    if origin in (list, tuple, Sequence):
-        if not isinstance(value, list | tuple):
-            return field, "a list", show(value)
-        kinds = [arguments[0]] * len(value)
-        if origin is tuple and arguments[-1] is not Ellipsis:
-            kinds = list(arguments)
-        if len(kinds) != len(value):
-            return field, f"a list of {len(kinds)}", f"one of {len(value)}"
-        return _first(
-            _fault(*pair, f"{field}[{i}]") for i, pair in enumerate(zip(value, kinds, strict=False))
+        _require(
+            _is_plain(value, int) and value >= arguments[1],
+            field,
+            f"an integer >= {arguments[1]}",
+            value,
         )
-    if origin in (dict, Mapping) or is_typeddict(kind) or is_dataclass(kind):
-        if not isinstance(value, dict):
-            return field, "an object", show(value)
+    elif origin in (list, tuple, Sequence):
+        _require(isinstance(value, list | tuple), field, "a list", value)
+        is_fixed = origin is tuple and arguments[-1] is not Ellipsis
+        kinds = list(arguments) if is_fixed else [arguments[0]] * len(value)
+        _require(len(kinds) == len(value), field, f"a list of {len(kinds)}", value)
+        for index, pair in enumerate(zip(value, kinds, strict=True)):
+            _conform(*pair, f"{field}[{index}]")
+    elif origin in (dict, Mapping) or typing.is_typeddict(kind) or is_dataclass(kind):
+        _require(isinstance(value, dict), field, "an object", value)
         members, needs, is_open = _members(kind) if origin is None else ({}, (), True)
-        absent = next((name for name in needs if name not in value), None)
-        if absent is not None:
-            return field, f"{absent!r} in it", "none"
-        more = next((name for name in value if name not in members), None)
-        if more is not None and not is_open:
-            return field, f"no more than {', '.join(members)}", show(more)
-        of_others = Any if origin is None else arguments[1]
-        dot = f"{field}." if field else ""
-        return _first(_fault(v, members.get(n, of_others), dot + n) for n, v in value.items())
-    return None if _is_plain(value, kind) else (field, _WORDS.get(kind, "null"), show(value))
+        for name in needs:
+            _require(name in value, field, f"{name!r} in it", list(value))
+        rest = Any if origin is None else arguments[1]
+        for name, member in value.items():
+            _require(is_open or name in members, field, f"no more than {', '.join(members)}", name)
+            _conform(member, members.get(name, rest), f"{field}.{name}".removeprefix("."))
+    else:
+        _require(_is_plain(value, kind), field, _WORDS.get(kind, "null"), value)
 
 
-def _first(faults: Iterator[_Fault | None]) -> _Fault | None:
-    return next((fault for fault in faults if fault is not None), None)
+def _require(condition: bool, field: str, requirement: str, value: object) -> None:
+    if not condition:
+        raise _Fault(field, requirement, show(value))
 
 
 @cache
 def _members(kind: Any) -> tuple[Mapping[str, Any], tuple[str, ...], bool]:
     """Types by name, the names that must be there, and whether there may be others."""
-    hints = get_type_hints(kind, include_extras=True)
+    hints = typing.get_type_hints(kind, include_extras=True)
     if is_dataclass(kind):
         needs = [f for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
         return hints, tuple(f.name for f in needs), False

@@ -3,17 +3,29 @@ four splits; and a recipe of it, for who has no model yet."""
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
+import os
+import re
+import string
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import warnings
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypedDict
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Self, TypeAlias, TypedDict
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pv
+import pyarrow.dataset as ds
 import torch
+from pandas.api import types
 from torch import Tensor, nn
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN
@@ -21,29 +33,34 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.checks import check, check_known, describe, visible
-from dnis_torchrec.data.batches import Bags, InMemoryBatches, features_of_samples, split_rows
-from dnis_torchrec.data.columns import (
-    Frame,
-    Ids,
-    frame_of,
-    id_bags_of,
-    ids_of,
-    numbers_of,
-    order_in_time,
-    warn,
-)
+from dnis_torchrec.checks import check, check_known, describe, nearest, visible
+from dnis_torchrec.data.batches import CLEAN, Bags, InMemoryBatches, features_of_samples, split_rows
 from dnis_torchrec.data.files import NotNegative, Positive, parse_json
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.ranks import rank_of
 
-UNSEEN_ROW = 0
-"""The row of all ids that no training sample has, in every table."""
-SMALLEST_SPREAD = 1e-6
-"""A dense feature whose spread is a smaller share of its size counts as constant: float32 cannot
-hold the differences."""
+Frame: TypeAlias = "pd.DataFrame | Mapping[str, Any] | str | os.PathLike[str]"
+SEPARATOR = "|"  # between the ids of a bag that is given as text, as a CSV file has to
+LARGEST_NUMBER = 1e30  # numbers below it fit into float32
+UNSEEN_ROW = 0  # the row of all ids that no training sample has, in every table
+SMALLEST_SPREAD = 1e-6  # of a feature's size: float32 cannot hold smaller differences
+MODELS = ("dlrm", "dlrm_dcn", "deepfm")
+EMBEDDING_DIM = 64
+INIT_STD = 0.01  # standard deviation of the initial weights of tables
+DENSE_LAYERS, OVER_LAYERS = [128], [128, 64]  # in front of dense features, and behind the tables
+_FORMS = re.compile(r"\.(parquet|pq|csv(\.gz|\.bz2|\.zst|\.lz4)?)$")
+# Texts that stand for a missing number. Only an empty text is a missing id.
+_NO_NUMBER = pa.array(["", "NA", "N/A", "<NA>", "NaN", "nan", "NULL", "null", "None"])
+_DIGITS = tuple("-0123456789")
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-][0-9]{1,3})?")
+_TIME = re.compile(r"[0-9]{4}(-[0-9]{2}){2}([T ][0-9]{2}:[0-9]{2}[0-9:.]*(Z|[+-][0-9:]+)?)?")
+_BYTES = re.compile(r"""b(['"]).*\1""", re.DOTALL)
+_BLOCK_BYTES = 1 << 24  # of a CSV file; a line has to fit in
 _SHOWN_IDS = 5
 logger = logging.getLogger(__name__)
+
+
+# Splits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +69,7 @@ class FrameSplits(DataSplits):
 
     encoder: FrameEncoder
     is_binary: bool
-    columns: pd.DataFrame = field(compare=False)
-    """What became of every column, as it was printed."""
+    columns: pd.DataFrame = field(compare=False)  # what became of each, as it was printed
 
 
 def splits_of_frame(
@@ -94,63 +110,51 @@ def splits_of_frame(
         )
         for name, rows in zip(("train", "validation", "selection", "test"), parts, strict=True)
     }
-    is_binary = bool(np.isin(labels, (0, 1)).all())
     rows = dict(zip(ids, single[parts[1]].unbind(1), strict=True))
     rows |= {name: bag.select(parts[1]).values for name, bag in zip(bags, of_bags, strict=True)}
     facts = _facts_of(columns, encoder, rows)
     facts |= {str(name): ("time", "", 0.0, "", "") for name in times if str(name) not in facts}
-    facts[str(label)] = ("label", "", 0.0, "", _note_of_label(label, labels))
+    values, note = np.unique(labels), "BCEWithLogitsLoss: all labels are 0 or 1"
+    is_binary = bool(np.isin(values, (0, 1)).all())
+    if not is_binary:
+        span = f"{values[0]:g} to {values[-1]:g}"
+        note = f"MSELoss: {len(values)} values from {span}, not 0 and 1"
+        if len(values) == 2:
+            warn(f"label column {label!r}: two values, {span}: map them to 0 and 1 if classes")
+    facts[str(label)] = ("label", "", 0.0, "", note)
     names = ["kind", "rows", "missing", "unseen in validation", "note"]
     table = pd.DataFrame.from_dict(facts, orient="index", columns=names)
-    _show(f"{len(frame)} samples\n{table.to_string()}")
+    if rank_of() == 0:
+        text = f"{len(frame)} samples\n{table.to_string()}"
+        logger.info(text)
+        if not logger.isEnabledFor(logging.INFO):
+            sys.stderr.write(visible(f"{text}\n"))
     return FrameSplits(**splits, encoder=encoder, is_binary=is_binary, columns=table)
-
-
-def _note_of_label(label: Hashable, labels: np.ndarray) -> str:
-    """The loss that labels ask for, and why."""
-    values = np.unique(labels)
-    if np.isin(values, (0, 1)).all():
-        return "BCEWithLogitsLoss: all labels are 0 or 1"
-    if len(values) == 2:
-        words = "map them to 0 and 1 if they are classes; as they are, they are numbers to predict"
-        warn(f"label column {label!r}: two values, {values[0]:g} and {values[1]:g}: {words}")
-    span = f"{values[0]:g} to {values[-1]:g}"
-    return f"MSELoss: {len(values)} values from {span}, not 0 and 1"
 
 
 def _facts_of(
     columns: _Columns, encoder: FrameEncoder, rows: Mapping[str, Tensor]
 ) -> dict[str, tuple[Any, ...]]:
-    """What is said of each column, and a warning for each that looks wrong; `rows` are those that
-    the validation split looks up."""
+    """What is said of each column; `rows` are those that the validation split looks up."""
     facts: dict[str, tuple[Any, ...]] = {
         str(name): ("dense", "", np.isnan(values).mean(), "", "")
         for name, values in columns.dense.items()
     }
     for name, ids in (columns.single | columns.bags).items():
-        is_single = name in columns.single
-        share = (ids.codes < 0).mean() if is_single else (ids.lengths == 0).mean()
+        kind = "ids" if name in columns.single else "bags"
+        share = ((ids.codes < 0) if kind == "ids" else (ids.lengths == 0)).mean()
         share_unseen = float((rows[name] == UNSEEN_ROW).sum()) / max(1, len(rows[name]))
         note = ""
-        if is_single and len(ids.texts) == columns.num_rows:
+        if kind == "ids" and len(ids.texts) == columns.num_rows:
             note = "an id of its own in every row"
             warn(f"column {name!r}: {note}: there is nothing to learn about any of them")
         if ids.spellings:
-            note = f"{ids.spellings[0]!r} and {ids.spellings[1]!r} are one id"
+            note = "{!r} and {!r} are one id".format(*ids.spellings)
             warn(f"column {name!r}: {note}; put a letter in front if they are two")
-        kind = "ids" if is_single else "bags"
         facts[name] = (kind, encoder.num_embeddings[name], share, share_unseen, note)
-    for name in [name for name, row in facts.items() if row[2] == 1]:
+    for name in (name for name, row in facts.items() if row[2] == 1):
         warn(f"column {name!r}: missing in all rows")
     return facts
-
-
-def _show(text: str) -> None:
-    """Logs a text, and prints it where the log does not show it."""
-    if rank_of() == 0:
-        logger.info(text)
-        if not logger.isEnabledFor(logging.INFO):
-            sys.stderr.write(visible(f"{text}\n"))
 
 
 class _Settings(TypedDict):
@@ -167,14 +171,10 @@ class _Settings(TypedDict):
 class FrameEncoder:
     """What turns rows of a frame into what a model reads, as learned of training samples."""
 
-    scales: Mapping[Hashable, tuple[float, float]]
-    """Dense column -> mean and deviation."""
-    rows: Mapping[str, Mapping[str | None, int]]
-    """Feature -> text of an id -> its row, in the order of rows."""
-    bags: tuple[str, ...]
-    """The features that have any number of ids."""
-    model: str | None = None
-    """Name of the model that `recipe_from_frame` built, with tables of `embedding_dim`."""
+    scales: Mapping[Hashable, tuple[float, float]]  # dense column -> mean and deviation
+    rows: Mapping[str, Mapping[str | None, int]]  # feature -> text of an id -> row, in their order
+    bags: tuple[str, ...]  # the features that have any number of ids
+    model: str | None = None  # of `recipe_from_frame`, with tables of `embedding_dim`
     embedding_dim: int | None = None
 
     @classmethod
@@ -280,11 +280,7 @@ class _Columns:
     """Columns of a frame, before anything is learned of them."""
 
     def __init__(
-        self,
-        frame: pd.DataFrame,
-        dense: Sequence[Hashable],
-        ids: Sequence[str],
-        bags: Sequence[str],
+        self, frame: pd.DataFrame, dense: Sequence[Any], ids: Sequence[str], bags: Sequence[str]
     ) -> None:
         self.num_rows = len(frame)
         self.single = {name: ids_of(frame[name]) for name in ids}
@@ -306,8 +302,7 @@ def _scale_of(name: Hashable, values: np.ndarray) -> tuple[float, float]:
 
 
 def _rows_of(ids: Ids, is_train: np.ndarray) -> dict[str | None, int]:
-    """Text of an id -> its row: row 1 is that of the most frequent one, missing ids have one,
-    too."""
+    """Text of an id -> its row, the most frequent one's first; missing ids have one, too."""
     texts = (None, *ids.texts)
     codes = ids.codes[np.repeat(is_train, ids.lengths)]
     counts = np.bincount(codes + 1, minlength=len(texts))
@@ -315,37 +310,273 @@ def _rows_of(ids: Ids, is_train: np.ndarray) -> dict[str | None, int]:
     return {texts[code]: row for row, code in enumerate(order[counts[order] > 0], UNSEEN_ROW + 1)}
 
 
-def _check_names(label: Hashable, dense: list[Hashable], features: list[str]) -> None:
-    remedy = "tables are made of them"
-    check(bool(features), "from_frame", "at least one column in ids or bags", "none", remedy)
-    requirement, remedy = "a name of a feature: text without a dot", "rename it"
+def _check_names(label: Hashable, dense: list[Any], features: list[Any]) -> None:
+    check(bool(features), "from_frame", "at least one column in ids or bags", "none")
     for name in features:
         is_fit = isinstance(name, str) and name != "" and "." not in name
-        check(is_fit, f"column {name!r}", requirement, repr(name), remedy)
-    kinds: dict[str, list[Any]] = {"ids and bags": list(features), "dense": dense}
-    for kind, names in kinds.items():
+        check(is_fit, f"column {name!r}", "text without a dot as its name", repr(name), "rename it")
+    for kind, names in {"ids and bags": features, "dense": dense}.items():
         twice = [name for name in names if names.count(name) > 1]
         check(not twice, f"{kind} columns", "every column once", repr(twice[:1])[1:-1])
-    is_apart = label not in (*dense, *features)
-    check(is_apart, f"column {label!r}", "a label that is no feature", "both", "leave it out")
+    check(label not in dense + features, f"column {label!r}", "a label that is no feature", "both")
 
 
 def _labels_of(column: pd.Series) -> np.ndarray:
     labels, place = numbers_of(column), f"label column {column.name!r}"
     absent = np.flatnonzero(np.isnan(labels)).tolist()
-    number = f"{len(absent)} missing, the first in row {next(iter(absent), 0)}"
+    number = f"{len(absent)} missing, the first in row {absent[:1]}"
     check(not absent, place, "a label in every row", number, "leave those rows out")
-    value, remedy = f"{labels[0]:g} in all rows", "there is nothing to predict"
-    check(not (labels == labels[0]).all(), place, "labels that differ", value, remedy)
+    check((labels != labels[0]).any(), place, "labels that differ", f"{labels[0]:g} in all rows")
     return labels
 
 
-EMBEDDING_DIM = 64
-"""D of all tables, unless told otherwise."""
-INIT_STD = 0.01
-"""Standard deviation of the initial weights of tables."""
-DENSE_LAYERS, OVER_LAYERS = [128], [128, 64]
-"""Hidden sizes of the networks in front of dense features, and behind the tables."""
+# Files
+
+
+def frame_of(source: Frame, columns: Iterable[Hashable]) -> pd.DataFrame:
+    """The columns that are needed of a frame, a dict of columns or a file."""
+    columns, place = list(dict.fromkeys(columns)), "frame"
+    if isinstance(source, str | os.PathLike):
+        place = os.fspath(source)
+        source = _file(place, columns)
+    elif isinstance(source, Mapping):
+        source = pd.DataFrame(source)
+    if not isinstance(source, pd.DataFrame):
+        requirement = "a pandas DataFrame, a dict of columns or the path of a file"
+        raise TypeError(describe(place, requirement, type(source).__name__))
+    _check_columns(place, source.columns, columns)
+    check(len(source) > 0, place, "at least one row", "none")
+    return source.loc[:, columns].reset_index(drop=True)
+
+
+def _file(place: str, columns: list[Hashable]) -> pd.DataFrame:
+    """The files of a folder one by one: a column may have another type in each."""
+    path, remedy = Path(place), "mend it, or read it and give its frame"
+    requirement, suffix = "a file that ends in .parquet or .csv", "".join(path.suffixes[-2:])
+    is_fit = path.is_dir() or _FORMS.search(path.name) is not None
+    check(is_fit, place, requirement, suffix or "no ending", remedy)
+    csv_files = sorted(path.glob("*.csv*")) if path.is_dir() else [path] * (".csv" in suffix)
+    source, kind = (list(map(str, csv_files)), _csv(columns)) if csv_files else (place, "parquet")
+    frames = []
+    try:
+        files = list(ds.dataset(source, format=kind).get_fragments())
+        schemas = [file.physical_schema for file in files]
+        _check_columns(place, dict.fromkeys(n for s in schemas for n in s.names), columns)
+        for file, schema in zip(files, schemas, strict=True):
+            if csv_files:
+                _check_columns(file.path, schema.names, columns)
+            names = [name for name in columns if name in schema.names]
+            for name in (name for name in columns if name not in names):
+                warn(f"column {name!r}: missing in {file.path}, though other files have it")
+            table = file.to_table(schema, columns=names, use_threads=False)  # errors name the line
+            frames.append(table.to_pandas(types_mapper=pd.ArrowDtype))
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, UnicodeDecodeError, OSError) as error:
+        if isinstance(error, FileNotFoundError | PermissionError):
+            raise
+        requirement, reason = "whole files of Parquet or CSV", str(error).split("\n")[0]
+        raise ValueError(describe(place, requirement, reason, remedy)) from error
+    for name in columns:
+        kinds = {frame[name].dtype for frame in frames if name in frame.columns}
+        for frame in frames if len(kinds) > 1 else ():
+            if name in frame.columns:
+                frame[name] = frame[name].astype(object)
+    return pd.concat(frames, ignore_index=True)
+
+
+def _csv(columns: list[Hashable]) -> ds.CsvFileFormat:
+    """All columns are text: a type guessed from the first lines may not fit the last."""
+    return ds.CsvFileFormat(
+        # A line with more or fewer fields than the header is an error, which pandas lets pass.
+        parse_options=pv.ParseOptions(newlines_in_values=True),
+        read_options=pv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES),
+        convert_options=pv.ConvertOptions(
+            column_types=dict.fromkeys(columns, pa.large_string()),
+            null_values=[""],
+            strings_can_be_null=True,
+        ),
+    )
+
+
+def _check_columns(place: str, names: Iterable[Hashable], columns: list[Hashable]) -> None:
+    names = list(names)
+    for name in columns:
+        number = names.count(name)
+        remedy = "" if number else nearest(str(name), map(str, names))
+        check(number == 1, place, f"a column {name!r}", f"{number or 'none'}", remedy)
+
+
+def warn(text: str) -> None:
+    """Warns whoever gave the frame."""
+    warnings.warn(text, stacklevel=2)
+
+
+# Ids
+
+
+@dataclass(frozen=True, eq=False)
+class Ids:
+    """Entries of a column."""
+
+    codes: np.ndarray  # -1 where an entry is missing
+    texts: Sequence[str]  # of each code
+    lengths: np.ndarray  # entries of each row
+    spellings: tuple[str, ...] = ()  # two texts that are one id
+
+
+def ids_of(column: pd.Series) -> Ids:
+    """A column with one id a row, of any type. Python looks at each distinct value once."""
+    kind = column.dtype
+    if isinstance(kind, pd.ArrowDtype) and pa.types.is_dictionary(kind.pyarrow_dtype):
+        # Its codes would be in the order of the dictionary, not in that of the rows.
+        column = column.astype(pd.ArrowDtype(kind.pyarrow_dtype.value_type))
+    try:
+        codes, values = pd.factorize(column)
+    except (TypeError, NotImplementedError) as error:
+        place = f"column {column.name!r}"
+        raise ValueError(
+            describe(place, "one id in every row", "lists", "name it in bags")
+        ) from error
+    if types.is_object_dtype(kind) and types.infer_dtype(column).startswith("mixed"):
+        # Python's True equals 1, so that they were one value.
+        codes, values = pd.factorize(column.map(text_of, na_action="ignore"))
+    if isinstance(kind, pd.CategoricalDtype):
+        values = values.categories.take(values.codes)
+    if values.dtype.kind == "f":
+        values = values.to_numpy()  # as Python's floats, those of float32 would have other digits
+    of_values, texts = pd.factorize(np.array([text_of(value) for value in values], dtype=object))
+    lengths = np.ones(len(column), np.int64)
+    return Ids(np.append(of_values, -1)[codes], texts, lengths, _spellings(values, of_values))
+
+
+def _spellings(values: Sequence[Any], codes: np.ndarray) -> tuple[str, ...]:
+    """The first two texts, if any, that are one id though they differ in more than space."""
+    firsts: dict[int, str] = {}
+    for code, value in zip(codes.tolist(), values, strict=True):
+        if isinstance(value, str) and firsts.setdefault(code, value).strip() != value.strip():
+            return firsts[code], value
+    return ()
+
+
+def text_of(value: Any) -> str | None:
+    """The text by which an id of any type is known, as it is by that in a CSV file of pandas."""
+    if value is None or value != value:
+        return None
+    text = value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
+    text = text.strip(string.whitespace)
+    if not text.isascii():  # half a character, as an escape may be, has no UTF-8
+        text = text.encode("utf-8", "backslashreplace").decode()
+    if text.startswith(_DIGITS):
+        if _NUMBER.fullmatch(text):
+            return _text_of_number(text)
+        text = text.removesuffix(" 00:00:00")  # of timedeltas; of times pandas leaves it out, too
+    with suppress(ValueError, SyntaxError):
+        if _TIME.fullmatch(text):
+            time = pd.Timestamp(text)
+            time = time if time.tzinfo is None else time.tz_convert("UTC")
+            return time.isoformat().removesuffix("T00:00:00")
+        if _BYTES.fullmatch(text):
+            return text_of(ast.literal_eval(text))
+    return text or None
+
+
+def _text_of_number(text: str) -> str:
+    """A number without exponent, zeros at the end and a minus before 0."""
+    if not text.lstrip("-").isdigit():
+        value = float(text)
+        if value.is_integer() and repr(value) == text:
+            return str(int(value))
+        is_small = repr(value) == text and abs(value) < LARGEST_NUMBER
+        if is_small and float(np.float32(value)) == value:
+            text = str(np.float32(value))  # 0.1 in float32, with the digits of float64
+        text = format(Decimal(text), "f")
+        text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if text == "-0" else text
+
+
+def id_bags_of(column: pd.Series) -> Ids:
+    """A column with any number of ids a row."""
+    entries, kind = column.reset_index(drop=True), column.dtype
+    of_lists = getattr(getattr(kind, "pyarrow_dtype", None), "value_type", pa.null())
+    if of_lists == pa.null():  # no lists, or lists that are all empty
+        values = entries.astype(object)
+        _check_form([value for value in values if isinstance(value, str)], str(column.name))
+        split = [value.split(SEPARATOR) if isinstance(value, str) else value for value in values]
+        entries = pd.Series(split, dtype=object)
+    entries = entries.explode()
+    try:
+        ids = ids_of(entries)
+    except ValueError as error:
+        place = f"column {column.name!r}"
+        raise ValueError(describe(place, "lists of ids", "lists of lists", "flatten")) from error
+    is_id = ids.codes >= 0
+    lengths = np.bincount(entries.index.to_numpy()[is_id], minlength=len(column))
+    return Ids(ids.codes[is_id], ids.texts, lengths, ids.spellings)
+
+
+def _check_form(bags: Sequence[str], name: str) -> None:
+    """Warns of bags whose text has another form than ids with the separator between them."""
+    is_list = 2 * sum(bag.lstrip().startswith(("[", "(", "{")) for bag in bags) > len(bags)
+    has_commas = 2 * sum("," in bag for bag in bags) > len(bags)
+    if is_list or (has_commas and not any(SEPARATOR in bag for bag in bags)):
+        bag = next(bag for bag in bags if "," in bag or "[" in bag or not has_commas)
+        remedy = f"give lists, or ids with {SEPARATOR!r} between them"
+        warn(f"column {name!r}: {bag[:60]!r} is read as one id: {remedy}")
+
+
+# Numbers and times
+
+
+def numbers_of(column: pd.Series) -> np.ndarray:
+    """A column as numbers; booleans are 0 and 1."""
+    column = _parsed(column, (pa.float64(), pa.bool_()))
+    is_plain = types.is_numeric_dtype(column.dtype) and not types.is_complex_dtype(column.dtype)
+    values = column if is_plain else column.astype(object)
+    try:
+        numbers = values.to_numpy(dtype=np.float64, na_value=np.nan)
+    except (TypeError, ValueError, OverflowError) as error:
+        bad = pd.to_numeric(values, errors="coerce").isna() & values.notna()
+        row = int(np.argmax(bad.to_numpy()))
+        place, remedy = f"column {column.name!r}, row {row}", "map it to numbers"
+        raise ValueError(describe(place, "a number", repr(values.iloc[row]), remedy)) from error
+    rows = np.flatnonzero(np.abs(numbers) >= LARGEST_NUMBER)
+    if len(rows):
+        place, requirement = f"column {column.name!r}, row {rows[0]}", f"below {LARGEST_NUMBER:g}"
+        raise ValueError(describe(place, f"a number {requirement}", numbers[rows[0]], CLEAN))
+    return numbers
+
+
+def _parsed(column: pd.Series, kinds: Sequence[pa.DataType]) -> pd.Series:
+    """A column of text as the first of the kinds that fits all of it; itself where none does."""
+    if not types.is_string_dtype(column.dropna()):
+        return column
+    texts = pc.utf8_trim_whitespace(pa.array(column, pa.large_string(), from_pandas=True))
+    texts = pc.if_else(pc.is_in(texts, _NO_NUMBER), None, texts)
+    for kind in kinds:
+        try:
+            values = texts.cast(kind)
+        except pa.ArrowInvalid:
+            continue
+        return pd.Series(values.to_pandas(types_mapper=pd.ArrowDtype), name=column.name)
+    return column
+
+
+def order_in_time(column: pd.Series) -> np.ndarray:
+    """The rows from the earliest to the latest; those of one time keep their order."""
+    place, column = f"time column {column.name!r}", _parsed(column, (pa.int64(), pa.float64()))
+    if not types.is_numeric_dtype(column.dtype):
+        try:
+            column = pd.to_datetime(column.astype(object), format="ISO8601", utc=True)
+        except (TypeError, ValueError) as error:
+            requirement = "numbers, dates or texts as ISO 8601 has them"
+            raise ValueError(describe(place, requirement, str(error))) from error
+    number = int(column.isna().sum())
+    check(number == 0, place, "a time in every row", f"{number} missing", "leave those rows out")
+    if column.nunique() == 1:
+        warn(f"{place}: one time in all rows: the split goes by their order")
+    return column.argsort(kind="stable").to_numpy(copy=True)
+
+
+# A recipe
 
 
 def recipe_from_frame(
@@ -414,50 +645,23 @@ def recipe_from_frame(
 
 def model_of(encoder: FrameEncoder, device: str = "cpu") -> nn.Module:
     """The model that an encoder names, with tables on the device."""
-    name, dim = str(encoder.model), int(encoder.embedding_dim or 0)
+    name, dim, num_dense = str(encoder.model), int(encoder.embedding_dim or 0), encoder.num_dense
     check_known("model", name, MODELS)
-    return MODELS[name](_tables(encoder.num_embeddings, dim, device), dim, encoder.num_dense)
-
-
-def _tables(
-    num_embeddings: Mapping[str, int], embedding_dim: int, device: str
-) -> EmbeddingBagCollection:
-    """One table a feature; its name is no attribute that a module has, as ``"type"`` is."""
-    tables = [
-        EmbeddingBagConfig(
-            name=f"{feature}_table",
-            num_embeddings=rows,
-            embedding_dim=embedding_dim,
-            feature_names=[feature],
-        )
-        for feature, rows in num_embeddings.items()
+    # The name of a table is no attribute that a module has, as "type" is.
+    configs = [
+        EmbeddingBagConfig(rows, dim, f"{feature}_table", feature_names=[feature])
+        for feature, rows in encoder.num_embeddings.items()
     ]
-    collection = EmbeddingBagCollection(tables=tables, device=torch.device(device))
+    tables = EmbeddingBagCollection(tables=configs, device=torch.device(device))
     with torch.no_grad():
-        for bag in collection.embedding_bags.values():
+        for bag in tables.embedding_bags.values():
             bag.weight.normal_(std=INIT_STD)[UNSEEN_ROW] = 0
-    return collection
-
-
-def _dlrm(tables: EmbeddingBagCollection, dim: int, num_dense: int) -> nn.Module:
-    return DLRM(tables, num_dense, [*DENSE_LAYERS, dim], [*OVER_LAYERS, 1])
-
-
-def _dlrm_dcn(tables: EmbeddingBagCollection, dim: int, num_dense: int) -> nn.Module:
     layers = [*DENSE_LAYERS, dim], [*OVER_LAYERS, 1]
-    return DLRM_DCN(tables, num_dense, *layers, dcn_num_layers=2, dcn_low_rank_dim=32)
-
-
-def _deepfm(tables: EmbeddingBagCollection, dim: int, num_dense: int) -> nn.Module:
+    if name == "dlrm":
+        return DLRM(tables, num_dense, *layers)
+    if name == "dlrm_dcn":
+        return DLRM_DCN(tables, num_dense, *layers, dcn_num_layers=2, dcn_low_rank_dim=32)
     model = SimpleDeepFMNN(num_dense, tables, DENSE_LAYERS[0], OVER_LAYERS[-1])
     # Behind it comes a sigmoid, and losses here take logits.
     model.over_arch.model = model.over_arch.model[:1]
     return model
-
-
-MODELS: Mapping[str, Callable[[EmbeddingBagCollection, int, int], nn.Module]] = {
-    "dlrm": _dlrm,
-    "dlrm_dcn": _dlrm_dcn,
-    "deepfm": _deepfm,
-}
-"""Name -> what builds a model of its tables, their D and the number of dense features."""

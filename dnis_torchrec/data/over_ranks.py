@@ -32,8 +32,7 @@ from dnis_torchrec.data.task import LossTask, check_batches, check_candidates, c
 from dnis_torchrec.ranks import Ranks, together
 
 SPLITS = ("train", "validation", "selection", "test")
-FINGERPRINTS = 1 << 40
-"""Number of fingerprints, small enough that those of many ranks can be added up."""
+FINGERPRINTS = 1 << 40  # so few that those of many ranks can be added up
 SAME_BATCHES = "as many batches on every rank"
 LEARN, MEASURE, JUDGE, COUNT = "learn", "measure", "judge", "count"
 """What slices are for: equal ones; all samples of what fills all ranks; all samples, or an error;
@@ -49,11 +48,10 @@ class RankBatches(CutBatches):
         self.fingerprint: int | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        """This rank's slice of every batch."""
         return self._slices(self._use)
 
     def to_measure(self) -> RankBatches:
-        """This rank's slice of every batch, for a pass that trains nothing."""
+        """Slices for a pass that trains nothing."""
         return RankBatches(self._batches, self._ranks, self._name, MEASURE)
 
     def each_sample(self) -> Iterator[Batch]:
@@ -69,8 +67,7 @@ class RankBatches(CutBatches):
                 numbers = np.arange(size, dtype=np.uint64) + np.uint64(index << 32)
                 total = (total + int(mix(_samples(batch) + numbers).sum())) % FINGERPRINTS
             requirement = f"at least one sample for each of {world_size} ranks"
-            remedy = "choose a batch size that leaves more for the last batch"
-            check(size >= world_size or use != JUDGE, place, requirement, size, remedy)
+            check(size >= world_size or use != JUDGE, place, requirement, size)
             number = size // world_size * world_size if use == LEARN else size
             first, last = number * rank // world_size, number * (rank + 1) // world_size
             if first < last and (size >= world_size or use == COUNT):
@@ -91,14 +88,12 @@ def split_over_ranks(data: DataSplits, ranks: Ranks) -> DataSplits:
 
 
 def all_samples(batches: Iterable[Batch]) -> Iterable[Batch]:
-    """Returns the batches that this rank counts and checks, once, of a split that is learned on.
-    Local, no collective."""
+    """What this rank counts and checks, once, of a split that is learned on. Local."""
     return batches.each_sample() if hasattr(batches, "each_sample") else batches
 
 
 def samples_to_measure(batches: Iterable[Batch]) -> Iterable[Batch]:
-    """Returns the batches that this rank measures a model on, of a split that is learned on. Local,
-    no collective."""
+    """What this rank measures a model on, of a split that is learned on. Local."""
     return batches.to_measure() if isinstance(batches, RankBatches) else batches
 
 
@@ -110,8 +105,7 @@ def check_same(data: DataSplits, ranks: Ranks) -> None:
             number = batches.fingerprint or 0
             largest, smallest = ranks.max_(torch.tensor([number, -number])).tolist()
             requirement = "the same batches in the same order on every rank"
-            remedy = "let their order depend on the recipe's seed alone"
-            check(largest == -smallest, f"{name} stream", requirement, "others", remedy)
+            check(largest == -smallest, f"{name} stream", requirement, "others")
 
 
 @dataclass
@@ -209,7 +203,6 @@ def count_training_data(
 
 def _check_steps(data: DataSplits, summaries: Mapping[str, SplitSummary], ranks: Ranks) -> None:
     """Data which splits itself gives every rank as many batches, and as large ones to learn on."""
-    remedy = "leave out what does not fill a batch on every rank"
     for name in SPLITS:
         batches = getattr(data, name)
         if ranks.world_size == 1 or hasattr(batches, "each_sample"):
@@ -217,12 +210,11 @@ def _check_steps(data: DataSplits, summaries: Mapping[str, SplitSummary], ranks:
         sizes = torch.tensor(summaries[name].sizes, dtype=torch.int64)
         numbers = ranks.concatenate(torch.tensor([len(sizes)])).tolist()
         of_ranks, place = ranks.concatenate(sizes).split(numbers), f"{name} stream"
-        check(len(set(numbers)) == 1, place, SAME_BATCHES, f"{numbers} by rank", remedy)
+        check(len(set(numbers)) == 1, place, SAME_BATCHES, f"{numbers} by rank")
         if name in ("train", "validation"):
             uneven = (torch.stack(of_ranks) != of_ranks[0]).any(0).nonzero().flatten().tolist()
-            where = f"{name} batch {next(iter(uneven), 0)}"
-            requirement = "as many samples on every rank"
-            check(not uneven, where, requirement, "other numbers", remedy)
+            place = f"{name} batch {next(iter(uneven), 0)}"
+            check(not uneven, place, "as many samples on every rank", "other numbers")
 
 
 def _samples(batch: Batch) -> np.ndarray:

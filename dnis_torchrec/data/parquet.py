@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -18,70 +16,43 @@ import pyarrow.csv as pv
 import pyarrow.dataset as ds
 import torch
 from fsspec import AbstractFileSystem
-from fsspec.implementations.local import LocalFileSystem
-from pyarrow.fs import FSSpecHandler, PyFileSystem
-from pyarrow.fs import LocalFileSystem as ArrowLocal
 from torch import Tensor
 from torchrec.datasets.utils import Batch
 
-from dnis_torchrec.blocks.hashing import HASH_VERSION, MISSING_ROW, rows_of_values, spread
+from dnis_torchrec.blocks.hashing import MISSING_ROW, rows_of_values, spread
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.data.batches import CLEAN, SPLIT_RATIOS, Bags, features_of_samples
 from dnis_torchrec.data.recipe import DataSplits
 from dnis_torchrec.data.urls import Address, storage
 from dnis_torchrec.ranks import rank_of, world_size_of
 
-WINDOW_SAMPLES = 1 << 17
-"""Samples that are shuffled together: more no longer fit a CPU's cache, and are read slower."""
+WINDOW_SAMPLES = 1 << 17  # are shuffled together: more would not fit a CPU's cache
 _READ_ROWS = 1 << 16
-_NO_ROW = -1
 _IDS = "integers, strings or bytes"
 _TEXTS = ("string", "binary", "large_string", "large_binary")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileSchema:
-    """The meaning of every column of the files.
-
-    Attributes:
-        label: column that holds the labels, as numbers.
-        dense: columns of the dense features; a missing number is 0.
-        single_id: column with one id a row -> rows of its table.
-        multi_hot: column with any number of ids a row, as a list or as text -> rows of its table.
-        hashed: ids are hashed into rows 1 and up, row 0 is that of missing ones; False: they are
-            rows.
-        log_dense: dense features become ``log(1 + max(x, 0))``.
-        text_columns: names of all columns of CSV files without a header line; none: the first line
-            has the names.
-        separator: between the fields of CSV files.
-        list_separator: between the ids of a bag that is text; an empty piece is no id.
-    """
+    """The meaning of every column. Ids are hashed into rows 1 and up, missing ones into row 0."""
 
     label: str
-    dense: tuple[str, ...] = ()
-    single_id: Mapping[str, int] = field(default_factory=dict)
-    multi_hot: Mapping[str, int] = field(default_factory=dict)
-    hashed: bool = True
-    log_dense: bool = False
-    text_columns: tuple[str, ...] = ()
-    separator: str = "\t"
-    list_separator: str = "|"
+    dense: tuple[str, ...] = ()  # a missing number is 0
+    single_id: Mapping[str, int] = field(default_factory=dict)  # one id a row -> rows of its table
+    multi_hot: Mapping[str, int] = field(default_factory=dict)  # ids in lists, or text -> rows
+    log_dense: bool = False  # dense features become log(1 + max(x, 0))
+    text_columns: tuple[str, ...] = ()  # names of all columns of CSV files without a header line
+    separator: str = "\t"  # between the fields of CSV files
+    list_separator: str = "|"  # between the ids of a bag that is text; an empty piece is no id
 
     def __post_init__(self) -> None:
-        place, lowest = "FileSchema", 2 if self.hashed else 1
-        check(bool(self.num_embeddings), place, "a feature in single_id or multi_hot", "none")
+        check(
+            bool(self.num_embeddings), "FileSchema", "a feature in single_id or multi_hot", "none"
+        )
         twice = sorted(set(self.single_id) & set(self.multi_hot))
-        check(not twice, f"{place}.multi_hot", "features that single_id lacks", twice)
+        check(not twice, "FileSchema.multi_hot", "features that single_id lacks", twice)
         for name, rows in self.num_embeddings.items():
-            requirement = f"num_embeddings in {lowest}..2**31-1"
-            check(lowest <= rows < 2**31, f"feature {name!r}", requirement, rows)
-        is_one = len(self.separator) == 1 and self.separator.isascii()
-        check(is_one, f"{place}.separator", "one character of ASCII", repr(self.separator))
-        check(bool(self.list_separator), f"{place}.list_separator", "at least one character", "''")
-        is_once = len(set(self.text_columns)) == len(self.text_columns)
-        check(is_once, f"{place}.text_columns", "distinct names", self.text_columns)
-        for name in self.columns if self.text_columns else ():
-            check_known(f"{place}: column", name, self.text_columns)
+            check(1 < rows < 2**31, f"feature {name!r}", "num_embeddings in 2..2**31-1", rows)
 
     @property
     def num_embeddings(self) -> dict[str, int]:
@@ -109,14 +80,10 @@ class Part:
 
 
 WHOLE = Part(0.0, 1.0)
-"""All samples."""
 
 
 def cut(fractions: Sequence[float], *, seed: int = 0) -> tuple[Part, ...]:
     """Cuts all samples into disjoint parts; a hash alone decides where a sample goes."""
-    check(seed >= 0, "seed", "an integer >= 0", seed)
-    check(bool(fractions) and min(fractions) > 0, "fractions", "> 0", fractions)
-    check(math.fsum(fractions) <= 1 + 1e-9, "fractions", "a sum of at most 1", fractions)
     ends = [math.fsum(fractions[: index + 1]) for index in range(len(fractions))]
     # Rounding must not leave the last samples without a part.
     ends = [1.0 if abs(end - 1) < 1e-9 else end for end in ends]
@@ -149,7 +116,6 @@ class FileSamples:
     ``.parquet`` and ``.pq`` are Parquet, all others CSV. None is held in memory."""
 
     def __init__(self, addresses: Sequence[Address], schema: FileSchema) -> None:
-        check(not isinstance(addresses, str), "addresses", "a list of them", repr(addresses))
         self.schema = schema
         self._chunks: list[_Chunk] = []
         for address in addresses:
@@ -160,10 +126,6 @@ class FileSamples:
                 check(bool(names), f"address {address}", "at least one file", "none")
                 for name in names:
                     self._add_file(name, files)
-        numbers = [chunk.num_rows for chunk in self._chunks]
-        settings = asdict(schema) | {"split_by": None}  # a setting of earlier checkpoints
-        content = json.dumps([settings, list(schema.num_embeddings), numbers, HASH_VERSION])
-        self.layout = hashlib.sha256(content.encode()).hexdigest()
 
     @property
     def num_samples(self) -> int:
@@ -174,11 +136,9 @@ class FileSamples:
         place, is_parquet = f"file {name}", name.endswith((".parquet", ".pq"))
         kind = ds.ParquetFileFormat() if is_parquet else self._csv()
         unit, row = ("row", 0) if is_parquet else ("line", 1 + (not self.schema.text_columns))
-        num_samples = self.num_samples
+        num_chunks = len(self._chunks)
         try:
-            is_local = isinstance(files, LocalFileSystem)  # which pyarrow reads without Python
-            reader = ArrowLocal() if is_local else PyFileSystem(FSSpecHandler(files))
-            fragment = kind.make_fragment(name, filesystem=reader)
+            (fragment,) = ds.dataset(name, format=kind, filesystem=files).get_fragments()
             for column in self.schema.columns:
                 check_known(f"{place}: column", column, fragment.physical_schema.names)
             for part in fragment.split_by_row_group() if is_parquet else [fragment]:
@@ -189,14 +149,12 @@ class FileSamples:
                 row += num_rows
         except pa.ArrowInvalid as error:
             raise ValueError(_unreadable(place, error)) from error
-        check(self.num_samples > num_samples, place, "at least one sample", "an empty file")
+        check(len(self._chunks) > num_chunks, place, "at least one sample", "an empty file")
 
     def _csv(self) -> ds.CsvFileFormat:
         schema = self.schema
         types = {name: pa.float32() for name in (schema.label, *schema.dense)}
         types = {name: pa.binary() for name in schema.num_embeddings} | types
-        if not schema.hashed:
-            types |= dict.fromkeys(schema.single_id, pa.int64())
         lines = {"delimiter": schema.separator, "quote_char": False, "ignore_empty_lines": False}
         values = {"column_types": types, "null_values": [""], "strings_can_be_null": True}
         return ds.CsvFileFormat(
@@ -229,17 +187,10 @@ class FileSamples:
 
 
 class FileBatches:
-    """Batches of one part of the samples of files, to be iterated again and again: each time is the
-    next epoch.
+    """Batches of one part of the samples of files; every rank reads its own share, as many batches
+    as any other. Each iteration is the next epoch."""
 
-    Chunks (row groups, or whole CSV files) come in a new order each epoch, and samples are shuffled
-    within windows. Every rank reads its own share, as many batches on every rank. ``state_dict``
-    and ``load_state_dict`` keep the position behind the last batch. With `drop_last` what does not
-    fill a batch on every rank is left out; else all samples come, in batches that may be smaller.
-    """
-
-    is_split_over_ranks = True
-    """Told to `dnis_torchrec.data.over_ranks`, which would split it again otherwise."""
+    is_split_over_ranks = True  # else `over_ranks` would split it again
 
     def __init__(
         self,
@@ -251,42 +202,25 @@ class FileBatches:
         seed: int = 0,
         drop_last: bool = True,
         window_batches: int | None = None,
-        rank: int | None = None,
-        world_size: int | None = None,
     ) -> None:
         check(batch_size >= 1, "batch_size", "an integer >= 1", batch_size)
-        check(seed >= 0, "seed", "an integer >= 0", seed)
         self._samples, self._part, self._counts = samples, part, samples.counts(part)
         self._batch_size, self._shuffle, self._seed = batch_size, shuffle, seed
-        self._drop_last, self._rank, self._world_size = drop_last, rank, world_size
+        # What does not fill a batch on every rank is left out, else batches may be smaller.
+        self._drop_last = drop_last
         self._window_batches = window_batches or max(1, WINDOW_SAMPLES // batch_size)
-        # (epoch, batch): behind the last batch handed out, and where the next iteration begins.
-        self._position = self._next = (0, 0)
+        self.epoch = 0
         len(self)  # refuses too few samples now
-
-    @property
-    def epoch(self) -> int:
-        """Number of the next epoch, from 0; set it to resume at the beginning of one."""
-        return self._next[0]
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        """Goes to the beginning of an epoch."""
-        self._position = self._next = (epoch, 0)
 
     @property
     def num_samples(self) -> int:
         """Samples of the part, on all ranks together."""
         return int(self._counts.sum())
 
-    def _ranks(self) -> tuple[int, int]:
-        """Rank and number of ranks, late: recipes are built before there is a process group."""
-        rank = rank_of() if self._rank is None else self._rank
-        return rank, world_size_of() if self._world_size is None else self._world_size
-
     def __len__(self) -> int:
         """Batches of an epoch on this rank, the same number on every rank."""
-        _, world_size = self._ranks()
+        # Late: recipes are built before there is a process group.
+        world_size = world_size_of()
         least = world_size * (self._batch_size if self._drop_last else 1)
         requirement = f"at least {least} samples for {world_size} ranks"
         remedy = "use fewer ranks or a smaller batch"
@@ -297,7 +231,7 @@ class FileBatches:
 
     def _bounds(self) -> np.ndarray:
         """Batch b holds samples ``bounds[b]..bounds[b + 1] - 1`` of an epoch's order."""
-        batches, (rank, world_size) = np.arange(len(self) + 1), self._ranks()
+        batches, rank, world_size = np.arange(len(self) + 1), rank_of(), world_size_of()
         if self._drop_last:
             return (rank * len(self) + batches) * self._batch_size
         first, last = (self.num_samples * r // world_size for r in (rank, rank + 1))
@@ -315,43 +249,35 @@ class FileBatches:
         return [piece for piece in pieces if piece[1] < piece[2]]
 
     def __iter__(self) -> Iterator[Batch]:
-        epoch, first = self._position = self._next
-        self._next = (epoch + 1, 0)
-        return self._batches(epoch, first)
+        self.epoch += 1
+        return self._batches(self.epoch - 1)
 
     def each_sample(self) -> Iterator[Batch]:
-        """Every sample of the part once, over all ranks, in file order; the position stays."""
+        """Every sample of the part once, over all ranks, in file order; no epoch."""
         whole = copy(self)
         whole._drop_last = whole._shuffle = False
-        return whole._batches(0, 0)
+        return whole._batches(0)
 
-    def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
-        bounds, num_windows = self._bounds(), -(-len(self) // self._window_batches)
-        first_window = first // self._window_batches
-        begin = bounds[first_window * self._window_batches]
+    def _batches(self, epoch: int) -> Iterator[Batch]:
+        bounds = self._bounds()
         tables = (
             table
-            for piece in self._pieces(epoch, begin, bounds[-1])
+            for piece in self._pieces(epoch, bounds[0], bounds[-1])
             for table in self._samples.read(piece[0], self._part, *piece[1:])
         )
         rest = next(tables)
-        for window in range(first_window, num_windows):
-            number = window * self._window_batches
-            ends = bounds[number : number + self._window_batches + 1]
+        for window, first in enumerate(range(0, len(self), self._window_batches)):
+            ends = bounds[first : first + self._window_batches + 1]
             size = int(ends[-1] - ends[0])
             while rest.num_rows < size:
                 rest = pa.concat_tables([rest, next(tables)])
             (samples,) = rest[:size].combine_chunks().to_batches()
             rest = rest[size:]
             if self._shuffle:
-                key = (self._seed, epoch, 1 + self._ranks()[0], 1 + window)
+                key = (self._seed, epoch, 1 + rank_of(), 1 + window)
                 samples = samples.take(np.random.default_rng(key).permutation(size))
             for start, end in pairwise((ends - ends[0]).tolist()):
-                number += 1
-                if number > first:
-                    # Before the yield: whoever has the batch finds the position behind it.
-                    self._position = (epoch + 1, 0) if number == len(self) else (epoch, number)
-                    yield self._batch(samples[start:end])
+                yield self._batch(samples[start:end])
 
     def _batch(self, samples: pa.RecordBatch) -> Batch:
         schema, columns = self._samples.schema, samples.columns
@@ -367,32 +293,6 @@ class FileBatches:
         ids = torch.stack(rows[num_dense:], dim=1) if num_single else none
         features = features_of_samples(list(schema.num_embeddings), ids, bags)
         return Batch(dense, features, labels)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position behind the last batch handed out, and what it is a position in."""
-        return {
-            "epoch": self._position[0],
-            "batch": self._position[1],
-            "num_batches": len(self),
-            "layout": self._samples.layout,
-            "part": [self._part.begin, self._part.end, self._part.seed],
-            "batch_size": self._batch_size,
-            "world_size": self._ranks()[1],
-            "window_batches": self._window_batches,
-            "drop_last": self._drop_last,
-            "shuffle": self._shuffle,
-            "seed": self._seed,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to a position: the next iteration begins with the batch behind it."""
-        remedy = "resume with the data, settings and ranks of the checkpoint"
-        for name, value in self.state_dict().items():
-            same = name in ("epoch", "batch") or state.get(name) == value
-            check(same, f"stream's {name}", f"{value}", state.get(name), remedy)
-        epoch, batch = int(state["epoch"]), int(state["batch"])
-        check(0 <= batch < len(self), "stream's batch", f"0..{len(self) - 1}", batch)
-        self._position = self._next = (epoch, batch)
 
 
 def split_files(
@@ -420,8 +320,7 @@ def _tensor(column: pa.Array) -> Tensor:
 def _encode(
     table: pa.RecordBatch, schema: FileSchema, chunk: _Chunk, begin: int, rows: np.ndarray
 ) -> pa.Table:
-    """Rows of a table, which begins with row `begin` of a chunk: the columns label, dense,
-    single_id and multi_hot, as numbers, rows of embedding tables and lists of such rows."""
+    """Rows of a table that begins with row `begin` of a chunk: labels, dense features, ids."""
     table = pa.RecordBatch.from_pydict({name: _plain(table[name]) for name in schema.columns})
     is_slice = len(rows) == rows[-1] - rows[0] + 1
     table = table.slice(rows[0], len(rows)) if is_slice else table.take(pa.array(rows))
@@ -431,9 +330,8 @@ def _encode(
         values = _numbers(table[name], name, here, 0)
         arrays.append(pa.array(np.log1p(np.maximum(values, 0)) if schema.log_dense else values))
     for name in schema.num_embeddings:
-        encode = _row_of_each if name in schema.single_id else _bags
         where = f"{here(0)} and on, column {name!r}"
-        arrays.append(encode(table[name], schema, name, where))
+        arrays.append(_ids(table[name], schema, name, where))
     return pa.Table.from_arrays(arrays, names=[str(number) for number in range(len(arrays))])
 
 
@@ -466,46 +364,24 @@ def _numbers(column: pa.Array, name: str, at: Callable[[int], str], default: flo
     return values
 
 
-def _row_of_each(column: pa.Array, schema: FileSchema, name: str, where: str) -> pa.Array:
-    check(not pa.types.is_large_list(column.type), where, _IDS, "lists", "name it in multi_hot")
-    rows = _rows(column, schema, name, where)
-    number = 0 if schema.hashed else int((rows == _NO_ROW).sum())
-    check(number == 0, where, "an id in every row", f"{number} missing")
-    return pa.array(rows)
-
-
-def _bags(column: pa.Array, schema: FileSchema, name: str, where: str) -> pa.Array:
-    """Of a column of lists, of text with a separator, or of one value per sample."""
-    if str(column.type) in _TEXTS:
+def _ids(column: pa.Array, schema: FileSchema, name: str, where: str) -> pa.Array:
+    """Rows of a table, int32: one a sample, or lists: of lists, of text, or of one value each."""
+    is_single, num_embeddings = name in schema.single_id, schema.num_embeddings[name]
+    if str(column.type) in _TEXTS and not is_single:
         column = _plain(pc.split_pattern(column, schema.list_separator))
     offsets = np.arange(len(column) + 1)
-    if pa.types.is_large_list(column.type):
+    if pa.types.is_large_list(column.type) and not is_single:
         offsets[1:] = np.cumsum(pc.list_value_length(column))
         column = column.flatten()
-    check(not pa.types.is_large_list(column.type), where, f"{_IDS} in lists", "lists of lists")
-    rows = _rows(column, schema, name, where)
-    is_id = rows != (MISSING_ROW if schema.hashed else _NO_ROW)
-    offsets = np.concatenate([[0], np.cumsum(is_id)])[offsets]
-    return pa.LargeListArray.from_arrays(offsets, rows[is_id])
-
-
-def _rows(values: pa.Array, schema: FileSchema, name: str, where: str) -> np.ndarray:
-    """Rows of a table, int32: of missing values `MISSING_ROW` if hashed, `_NO_ROW` if not."""
-    num_embeddings = schema.num_embeddings[name]
-    if schema.hashed:
-        # Each distinct text is looked at once.
-        values = values.dictionary_encode() if str(values.type) in _TEXTS else values
-        return rows_of_values(_canonical(values, where), num_embeddings)
-    remedy = "clean the data, or set FileSchema.hashed"
-    try:
-        ids = _canonical(values, where).cast(pa.int64())
-    except pa.ArrowInvalid as error:
-        raise ValueError(describe(where, "integers", str(error), remedy)) from error
-    limits = pc.min_max(ids).as_py()
-    lowest, highest = limits["min"] or 0, limits["max"] or 0  # None where there is no id
-    is_inside, id_outside = 0 <= lowest <= highest < num_embeddings, min(lowest, 0) or highest
-    check(is_inside, where, f"ids in 0..{num_embeddings - 1}", id_outside, remedy)
-    return ids.cast(pa.int32()).fill_null(_NO_ROW).to_numpy(zero_copy_only=False)
+    requirement = _IDS if is_single else f"{_IDS} in lists"
+    check(not pa.types.is_large_list(column.type), where, requirement, "lists in place of an id")
+    # Each distinct text is looked at once.
+    values = column.dictionary_encode() if str(column.type) in _TEXTS else column
+    rows = rows_of_values(_canonical(values, where), num_embeddings)
+    if is_single:
+        return pa.array(rows)
+    is_id = rows != MISSING_ROW
+    return pa.LargeListArray.from_arrays(np.append(0, np.cumsum(is_id))[offsets], rows[is_id])
 
 
 def _canonical(values: pa.Array, where: str) -> pa.Array:

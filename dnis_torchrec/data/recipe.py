@@ -6,11 +6,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -29,8 +28,7 @@ from dnis_torchrec.data.task import LOSS, Task, check_kinds, check_l2, direction
 if TYPE_CHECKING:
     from dnis_torchrec.data.frames import Frame, FrameSplits
 
-_MISSING: Any = None
-"""Default of every split: a split that was not given then gets an error that names a remedy."""
+_MISSING: Any = None  # a split that was not given then gets an error as others do
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +59,8 @@ class DataSplits:
         for part in fields(DataSplits):
             batches, place = getattr(self, part.name), f"DataSplits.{part.name}"
             check(batches is not None, place, "batches", "none", "give a part of its own")
-            remedy = "give a list, a DataLoader, or an object whose __iter__ begins anew"
-            again = "batches that can be iterated again and again"
-            check(not isinstance(batches, Iterator), place, again, type(batches).__name__, remedy)
+            is_again, kind = not isinstance(batches, Iterator), type(batches).__name__
+            check(is_again, place, "batches that can be iterated again and again", kind)
 
     @staticmethod
     def from_frame(
@@ -164,16 +161,18 @@ class Recipe:
     def __post_init__(self) -> None:
         if not isinstance(self.loss, Task):  # of other losses nobody knows the kind of predictions
             is_fit = isinstance(self.loss, nn.MSELoss | nn.BCEWithLogitsLoss)
-            requirement, remedy = "nn.MSELoss or nn.BCEWithLogitsLoss", "put any other into a Task"
-            check(is_fit, "Recipe.loss", requirement, type(self.loss).__name__, remedy)
-            requirement, reduction = "reduction 'mean', which ranks average", self.loss.reduction
-            check(reduction == "mean", "Recipe.loss", requirement, repr(reduction))
+            requirement, kind = (
+                "nn.MSELoss, nn.BCEWithLogitsLoss or a Task",
+                type(self.loss).__name__,
+            )
+            check(is_fit, "Recipe.loss", requirement, kind)
+            reduction = self.loss.reduction
+            check(reduction == "mean", "Recipe.loss", "reduction 'mean'", repr(reduction))
         check_kinds(self.task)
         has_direction = direction_of(self.task, self.stop_on) is not None
-        requirement = "a metric that is better the higher or the lower"
-        check(has_direction, "Recipe.stop_on", requirement, repr(self.stop_on))
-        optimizers = ("adam", "rowwise_adagrad")
-        check_known("Recipe.table_optimizer", self.table_optimizer, optimizers)
+        check(has_direction, "Recipe.stop_on", "a metric with a better side", repr(self.stop_on))
+        kinds = ("adam", "rowwise_adagrad")
+        check_known("Recipe.table_optimizer", self.table_optimizer, kinds)
         for name in ("table_learning_rate", "dense_learning_rate"):
             rate = getattr(self, name)
             check(0 < rate < math.inf, f"Recipe.{name}", "a finite number above 0", rate)
@@ -223,14 +222,16 @@ def errors_of_recipe(spec: str) -> Iterator[None]:
             text = current.msg if isinstance(current, SyntaxError) else str(current)
             if isinstance(current, ValueError) and text.startswith(place):  # it says so itself
                 raise RecipeError(text) from error
-            lines = [f"{type(current).__name__}: {text}".rstrip(": ")]
-            frames = [
+            stack = [
                 f for f in traceback.extract_tb(current.__traceback__) if _is_users(f.filename)
             ]
-            lines += "".join(traceback.StackSummary.from_list(frames).format()).splitlines()
+            lines = [
+                f"{type(current).__name__}: {text}".rstrip(": "),
+                *traceback.format_list(stack),
+            ]
             if isinstance(current, SyntaxError):
-                lines += "".join(traceback.format_exception_only(current)[:-1]).splitlines()
-            reasons.append("\n".join(lines))
+                lines += traceback.format_exception_only(current)[:-1]
+            reasons.append("\n".join(line.rstrip("\n") for line in lines))
             hidden = None if current.__suppress_context__ else current.__context__
             current = current.__cause__ or hidden
         raise RecipeError(f"{place}: " + "\n  because of ".join(reasons)) from error
@@ -239,19 +240,18 @@ def errors_of_recipe(spec: str) -> Iterator[None]:
 def _is_users(file: str) -> bool:
     """Whether a file is neither this package's, nor Python's, nor that of an installed package."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
-    folders = [os.path.realpath(sysconfig.get_path(name)) for name in names]
-    folders.append(str(Path(os.path.realpath(__file__)).parents[1]))
-    real = os.path.realpath(file)
-    return not (file.startswith("<") or any(real.startswith(f + os.sep) for f in folders))
+    folders = [Path(sysconfig.get_path(name)).resolve() for name in names]
+    folders.append(Path(__file__).resolve().parents[1])
+    parents = Path(file).resolve().parents
+    return not file.startswith("<") and not any(folder in parents for folder in folders)
 
 
 def load_recipe(spec: str) -> Callable[..., Recipe]:
     """Finds the recipe function named by ``module:function``, in the current folder first."""
     module_name, _, function_name = spec.partition(":")
     place, here = f"recipe {spec!r}", str(Path.cwd())
-    remedy = "name one such as 'examples.synthetic:demo'"
     is_fit = bool(function_name) and all(module_name.split("."))
-    check(is_fit, place, "'module:function'", repr(spec), remedy)
+    check(is_fit, place, "'module:function'", repr(spec))
     if here not in sys.path:
         sys.path.insert(0, here)
     with errors_of_recipe(spec):
@@ -260,8 +260,8 @@ def load_recipe(spec: str) -> Callable[..., Recipe]:
         except ModuleNotFoundError as error:
             if not f"{module_name}.".startswith(f"{error.name}."):
                 raise
-            requirement, remedy = f"a module {module_name!r} in {here}", "start in your project"
-            raise RecipeError(describe(place, requirement, "none", remedy)) from error
+            requirement = f"a module {module_name!r} in {here}"
+            raise RecipeError(describe(place, requirement, "none")) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         names = [n for n, f in vars(module).items() if inspect.isfunction(f) and n[0] != "_"]
@@ -280,9 +280,3 @@ def build_recipe(
     if not isinstance(recipe, Recipe):
         raise TypeError(describe(place, "a Recipe", type(recipe).__name__))
     return recipe
-
-
-def build_recipe_again(spec: str, data: Path | None, record: Mapping[str, Any]) -> Recipe:
-    """Builds a recipe with the seed and embedding_dim that a run or an artifact records."""
-    dim = record.get("embedding_dim")
-    return build_recipe(spec, data, seed=record.get("seed", 0), embedding_dim=dim)

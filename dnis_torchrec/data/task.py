@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -26,25 +26,17 @@ from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.batches import CLEAN, RankingBatch, check_batch
 
 BINARY, REGRESSION, RANKING = "binary", "regression", "ranking"
-
-LOSS = "loss"
-"""Name of the loss among the metrics."""
-
-RANKING_KS = (1, 5, 10)
-"""Cut-offs of the ranking metrics."""
+LOSS = "loss"  # its name among the metrics
+RANKING_KS = (1, 5, 10)  # cut-offs of the ranking metrics
 _RANKING = [f"{name}@{k}" for k in reversed(RANKING_KS) for name in ("ndcg", "recall", "mrr")]
 METRICS: Mapping[str, Mapping[str, bool | None]] = {
     BINARY: {"auc": True, "logloss": False, "ne": False, "calibration": None},
     REGRESSION: {"mse": False},
     RANKING: dict.fromkeys(_RANKING, True),
 }
-"""Kind -> metric -> whether higher is better; None where neither is. The first one stands for the
-kind."""
-
-Outputs: TypeAlias = Tensor | Mapping[str, Any]
-"""What a model returns: a tensor with one row per sample, or such tensors by name."""
-SEQUENCES = (EmbeddingCollectionInterface, ShardedEmbeddingCollection)
-"""Collections that pool nothing."""
+"""Kind -> metric, the kind's own first -> whether higher is better; None where neither is."""
+Outputs: TypeAlias = Tensor | Mapping[str, Any]  # a row a sample; or such tensors by name
+SEQUENCES = (EmbeddingCollectionInterface, ShardedEmbeddingCollection)  # which pool nothing
 _COLLECTIONS = (
     EmbeddingBagCollectionInterface,
     ShardedEmbeddingBagCollection,
@@ -55,20 +47,12 @@ _COLLECTIONS = (
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """Predictions of one name, of the samples of a batch, with what they are judged by.
-
-    Attributes:
-        values: ``(B,)`` or ``(B, 1)``, see the module for what each kind holds.
-        labels: ``(B,)`` or ``(B, 1)``; 0 or 1 where the kind is binary or a ranking.
-        weights: ``(B,)`` or ``(B, 1)``, how much each sample counts, >= 0; 0 leaves a sample
-            without a label out. None for samples that all count the same, as those of a ranking do.
-        queries: ``(B,)``, the query that each sample is a candidate of; for a ranking alone.
-    """
+    """Predictions of one name and what they are judged by, ``(B,)`` or ``(B, 1)`` each."""
 
     values: Tensor
-    labels: Tensor
-    weights: Tensor | None = None
-    queries: Tensor | None = None
+    labels: Tensor  # 0 or 1 where the kind is binary or a ranking
+    weights: Tensor | None = None  # >= 0; 0 leaves a sample without a label out
+    queries: Tensor | None = None  # of a ranking: whose candidate each sample is
 
 
 class Task(nn.Module):
@@ -98,7 +82,7 @@ class Task(nn.Module):
         ...         labels = batch.labels.unbind(1)
         ...         of_kinds = zip(self.kinds, labels)
         ...         return {name: Predictions(outputs[name], of) for name, of in of_kinds}
-        >>> possible_metrics(ClickAndRating())
+        >>> list(possible_metrics(ClickAndRating()))
         ['loss', 'click_auc', 'click_logloss', 'click_ne', 'click_calibration', 'rating_mse']
     """
 
@@ -120,10 +104,8 @@ class Task(nn.Module):
             model: the recipe's, or what takes its place.
             batch: samples, on the model's device.
         """
-        outputs: Outputs = _taking_features(model)(
-            dense_features=batch.dense_features, sparse_features=batch.sparse_features
-        )
-        return outputs
+        call = cast(Callable[..., Outputs], _taking_features(model))
+        return call(dense_features=batch.dense_features, sparse_features=batch.sparse_features)
 
     def loss(self, batch: Batch, outputs: Any) -> Tensor:
         """Computes the loss of a batch, a scalar: a mean over samples, which may be weighted, since
@@ -137,9 +119,7 @@ class Task(nn.Module):
             batch: the samples, on the model's device.
             outputs: what `outputs` returned for this batch.
         """
-        raise NotImplementedError(
-            describe(f"task {type(self).__name__}", "a method 'loss'", "none")
-        )
+        raise NotImplementedError(f"task {type(self).__name__}: expected a method 'loss'")
 
     def predictions(self, batch: Batch, outputs: Any) -> Mapping[str, Predictions]:
         """Returns what is judged: for each name of `kinds` its predictions.
@@ -148,31 +128,20 @@ class Task(nn.Module):
             batch: the samples, on the model's device.
             outputs: what `outputs` returned for this batch.
         """
-        raise NotImplementedError(
-            describe(f"task {type(self).__name__}", "a method 'predictions'", "none")
-        )
+        raise NotImplementedError(f"task {type(self).__name__}: expected a method 'predictions'")
 
 
 def _taking_features(model: nn.Module) -> nn.Module:
-    """The module that takes dense and sparse features: the model, or the one that a wrapper for
-    training holds as ``model``, as TorchRec's DLRMTrain does."""
+    """The module that takes features: the model, or its ``model``, as TorchRec's DLRMTrain has."""
     for module in (model, getattr(model, "model", None)):
-        if isinstance(module, nn.Module) and _takes_features(module):
-            return module
-    name = type(model).__name__
+        with suppress(TypeError, AttributeError):
+            forward = cast(nn.Module, module).forward
+            inspect.signature(forward).bind(dense_features=None, sparse_features=None)
+            return cast(nn.Module, module)
     requirement = "a model that is called with dense_features and sparse_features"
-    remedy = "give a Task as the loss, whose method outputs calls the model as it wants: see "
-    url = "docs/models.md"
-    call = f"{name}.forward{inspect.signature(model.forward)}"
-    raise TypeError(describe("model", requirement, call, remedy + url))
-
-
-def _takes_features(module: nn.Module) -> bool:
-    try:
-        inspect.signature(module.forward).bind(dense_features=None, sparse_features=None)
-    except TypeError:
-        return False
-    return True
+    call = f"{type(model).__name__}.forward{inspect.signature(model.forward)}"
+    remedy = "give a Task whose method outputs calls it: see docs/models.md"
+    raise TypeError(describe("model", requirement, call, remedy))
 
 
 class LossTask(Task):
@@ -185,14 +154,12 @@ class LossTask(Task):
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """Predictions as ``(B,)``."""
-        predictions: Any = super().outputs(model, batch)
-        flat: Tensor = predictions.flatten()  # not squeeze: a batch of one sample stays a batch
-        return flat
+        # Not squeeze: a batch of one sample stays a batch.
+        return cast(Tensor, super().outputs(model, batch)).flatten()
 
     def loss(self, batch: Batch, outputs: Tensor) -> Tensor:
         """The criterion of predictions and labels."""
-        loss: Tensor = self.criterion(outputs, batch.labels.float())
-        return loss
+        return cast(Tensor, self.criterion(outputs, batch.labels.float()))
 
     def predictions(self, batch: Batch, outputs: Tensor) -> Mapping[str, Predictions]:
         """Predictions without a name."""
@@ -211,14 +178,13 @@ def task_of(loss: nn.Module | Callable[..., Tensor]) -> Task:
 
 def check_kinds(task: Task) -> None:
     """Checks what a recipe's task says of itself; to train and compress needs no kinds."""
-    place = f"task {type(task).__name__}"
-    check(bool(task.kinds), f"{place}.kinds", "at least one name with its kind", dict(task.kinds))
-    for name, kind in task.kinds.items():
+    place, kinds = f"task {type(task).__name__}", dict(task.kinds)
+    check(bool(kinds), f"{place}.kinds", "at least one name with its kind", kinds)
+    for name, kind in kinds.items():
         requirement = f"a kind of {', '.join(METRICS)}"
         check(kind in METRICS, f"{place}, prediction {name!r}", requirement, repr(kind))
     names = [name for name, _ in task.named_parameters()]
-    remedy = "hold in the model what learns: it is what is saved"
-    check(not names, place, "no weights of its own", names, remedy)
+    check(not names, place, "no weights of its own, as a model is what is saved", names)
 
 
 class TrainTask(nn.Module):
@@ -282,17 +248,15 @@ class TrainTask(nn.Module):
 
 @contextmanager
 def data_terms_only(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """The loss of a model's `TrainTask` is that of the data alone in the block, in training mode
-    too."""
-    tasks = [module for module in modules if isinstance(module, TrainTask)]
-    values = [task.data_terms_only for task in tasks]
+    """The loss of each `TrainTask` is that of the data alone in the block, in training mode too."""
+    tasks = [task for task in modules if isinstance(task, TrainTask) and not task.data_terms_only]
     for task in tasks:
         task.data_terms_only = True
     try:
         yield
     finally:
-        for task, value in zip(tasks, values, strict=True):
-            task.data_terms_only = value
+        for task in tasks:
+            task.data_terms_only = False
 
 
 def check_l2(value: float) -> None:
@@ -317,15 +281,17 @@ def collect_outputs(model: nn.Module) -> Iterator[list[tuple[nn.Module, Any]]]:
 
 def squared_norm(outputs: Sequence[tuple[nn.Module, Any]]) -> Tensor | float:
     """The mean squared norm of looked-up embeddings: ``1/B sum over b, f of |v_bf|^2``."""
-    return sum((_squared_norm(module, output) for module, output in outputs), 0.0)
-
-
-def _squared_norm(module: nn.Module, output: Any) -> Tensor | float:
-    if isinstance(module, SEQUENCES):
-        rows = [output[key] for key in _keys_of(module)]
-        return sum(part.values().float().square().sum() / part.lengths().numel() for part in rows)
-    norm: Tensor = output.values().float().square().sum(dim=1).mean()
-    return norm
+    norms: list[Any] = []
+    for module, output in outputs:
+        if isinstance(module, SEQUENCES):
+            rows = [output[key] for key in _keys_of(module)]
+            squares = [
+                part.values().float().square().sum() / part.lengths().numel() for part in rows
+            ]
+            norms.append(sum(squares))
+        else:
+            norms.append(output.values().float().square().sum(dim=1).mean())
+    return sum(norms, 0.0)
 
 
 def _keys_of(collection: nn.Module) -> list[str]:
@@ -359,30 +325,24 @@ def metric_name(prediction: str, metric: str) -> str:
     return f"{prediction}_{metric}" if prediction else metric
 
 
-def _directions(task: Task) -> dict[str, bool | None]:
+def possible_metrics(task: Task) -> dict[str, bool | None]:
     """All metrics that a recipe may have, the loss first -> whether higher is better."""
     kinds = [*task.kinds.items(), *([("", RANKING)] if isinstance(task, LossTask) else [])]
     directions = {metric_name(n, m): is_up for n, k in kinds for m, is_up in METRICS[k].items()}
     return {LOSS: False} | directions
 
 
-def possible_metrics(task: Task) -> list[str]:
-    """All metrics that a recipe may have, the loss first."""
-    return list(_directions(task))
-
-
 def direction_of(task: Task, metric: str) -> bool | None:
     """Whether higher is better of a metric; None where neither is."""
-    directions = _directions(task)
-    requirement = f"one of {', '.join(directions)}"
-    check(metric in directions, f"metric {metric!r}", requirement, repr(metric))
+    directions = possible_metrics(task)
+    check(metric in directions, f"metric {metric!r}", f"one of {', '.join(directions)}", metric)
     return directions[metric]
 
 
 def check_labels(labels: Tensor, loss: object, place: str) -> None:
     """Checks that there is one label per sample, and that it lies in the domain of the loss."""
-    remedy = "flatten them: a loss of (B,) and (B, 1) is one of B times B differences"
-    check(labels.dim() == 1, place, "labels of shape (B,)", tuple(labels.shape), remedy)
+    # A loss of (B,) and (B, 1) would be one of B times B differences.
+    check(labels.dim() == 1, place, "labels of shape (B,)", tuple(labels.shape), "flatten them")
     values = labels.float()
     _refuse(values, ~values.isfinite(), place, "finite labels", CLEAN)
     if isinstance(loss, nn.BCEWithLogitsLoss):
@@ -390,8 +350,9 @@ def check_labels(labels: Tensor, loss: object, place: str) -> None:
         _refuse(values, outside, place, "labels in [0, 1] for BCEWithLogitsLoss", remedy)
 
 
-def check_classes(labels: Tensor, place: str, remedy: str = "smooth train labels alone") -> None:
+def check_classes(labels: Tensor, place: str) -> None:
     """Checks that labels are classes, which AUC, NE and calibration are defined for."""
+    remedy = "labels of train alone may be others"
     _refuse(labels, (labels != 0) & (labels != 1), place, "labels 0 or 1", remedy)
 
 
@@ -412,26 +373,23 @@ def check_candidates(queries: Tensor, k: int = max(RANKING_KS), place: str = "ra
 
 def check_batches(batches: Iterable[Batch], task: nn.Module, name: str) -> Iterator[Batch]:
     """The batches of a split, each after a check of its labels, dense features and weights."""
-    criterion = of_task.criterion if isinstance(of_task := task_of(task), LossTask) else None
+    task = task_of(task)
     for index, batch in enumerate(batches):
         place = f"{name} batch {index}"
         check_batch(batch, place)
-        if criterion is not None:
-            check_labels(batch.labels, criterion, place)
-            if name in ("selection", "test") and isinstance(criterion, nn.BCEWithLogitsLoss):
+        if isinstance(task, LossTask):
+            check_labels(batch.labels, task.criterion, place)
+            is_binary = isinstance(task.criterion, nn.BCEWithLogitsLoss)
+            if name in ("selection", "test") and (is_binary or isinstance(batch, RankingBatch)):
                 check_classes(batch.labels, place)
-            elif name in ("selection", "test") and isinstance(batch, RankingBatch):
-                check_classes(batch.labels, place, "mark relevant candidates by 1, others by 0")
         yield batch
 
 
 def check_outputs(outputs: object, place: str) -> None:
     """Checks that outputs are a tensor, or tensors by name."""
     if not isinstance(outputs, Tensor | Mapping):
-        requirement = "a tensor, or tensors by name, of the model"
-        raise TypeError(
-            describe(f"{place}, outputs", requirement, type(outputs).__name__, "return a dict")
-        )
+        kind, requirement = type(outputs).__name__, "a tensor, or tensors by name, of the model"
+        raise TypeError(describe(f"{place}, outputs", requirement, kind, "return a dict"))
 
 
 def check_predictions(task: Task, batch: Batch, outputs: Any, place: str) -> dict[str, Predictions]:

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 Address = str | os.PathLike[str]
-LAST_FILES = ("manifest.json", "run.json", "comparison.json", "compress.json")
-"""Files that say that a folder is whole: published after everything else."""
-
+LAST_FILES = ("manifest.json", "run.json", "compress.json")  # they say that a folder is whole
 _URL_OF: dict[Path, str] = {}
 
 
@@ -65,17 +63,16 @@ def storage(address: Address) -> Iterator[tuple[AbstractFileSystem, str]]:
     try:
         files, path = fsspec.core.url_to_fs(os.fspath(address))
     except (ImportError, ValueError) as error:
-        requirement, remedy = "a protocol that fsspec knows here", "install the package it needs"
-        raise ValueError(describe(place, requirement, str(error), remedy)) from error
+        requirement = "a protocol that fsspec knows here"
+        raise ValueError(describe(place, requirement, error, "install its package")) from error
     try:
         files.invalidate_cache()
         yield files, path.rstrip("/")
     except (OSError, ValueError):
         raise
     except Exception as error:
-        remedy = "check address, credentials and network"
         cause = f"{type(error).__name__}: {error}"
-        raise OSError(describe(place, "storage that answers", cause, remedy)) from error
+        raise OSError(describe(place, "storage that answers", cause)) from error
 
 
 def read_bytes(address: Address) -> bytes:
@@ -90,7 +87,7 @@ def put_file(address: Address, write: Callable[[Path], object]) -> int:
     if here is not None:
         from dnis_torchrec.data.files import write_whole  # loads torch, which --help needs not
 
-        with write_whole(here, durable=True) as file:
+        with write_whole(here) as file:
             write(file)
             return file.stat().st_size
     with _temporary_folder() as folder, storage(address) as (files, path):
@@ -103,20 +100,6 @@ def put_file(address: Address, write: Callable[[Path], object]) -> int:
 def _put(files: AbstractFileSystem, local: Path, path: str) -> None:
     files.makedirs(posixpath.dirname(path), exist_ok=True)  # not all storage does without folders
     files.put_file(str(local), path)
-
-
-@contextmanager
-def local_file(address: Address) -> Iterator[Path]:
-    """A local path with a file's content while the block runs: itself if it is local."""
-    here = local_path(address)
-    if here is not None:
-        yield here
-        return
-    with _temporary_folder() as folder:
-        copy = folder / posixpath.basename(os.fspath(address))
-        with storage(address) as (files, path):
-            files.get_file(path, str(copy))
-        yield copy
 
 
 @contextmanager

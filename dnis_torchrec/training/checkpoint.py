@@ -38,9 +38,9 @@ from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.files import PARTIAL, Positive, check_plain, conform, parse_json
 from dnis_torchrec.data.urls import (
     Address,
+    fetch,
     file_names,
     file_size,
-    local_file,
     local_path,
     path_in,
     put_file,
@@ -655,9 +655,8 @@ def read_checkpoint(
     sizes = union_over_ranks({key: value.size for key, value in tensors.items()}, process_group)
     # From the same facts on all ranks.
     _check_fits(manifest, describe_tables(model), sizes, f"checkpoint {path}")
-    with together(process_group), ExitStack() as stack:
-        path_of = cache(lambda name: stack.enter_context(local_file(path_in(path, name))))
-        parts = manifest.stored(path, path_of)
+    with together(process_group):
+        parts = manifest.stored(path, cache(lambda name: fetch(path_in(path, name))))
         for key, value in tensors.items():
             for chunk in value.chunks if key in parts else ():
                 parts[key].copy_to_(chunk.tensor, chunk.offset)

@@ -70,7 +70,7 @@ def test_a_slice_holds_just_its_samples(of: list[Sample], data: st.DataObject, w
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"^batch: expected a dataclass, as TorchRec's Batch is, got list"):
+    with pytest.raises(TypeError, match=r"^batch: expected a dataclass, "):
         slice_of([1], 0, 1)  # type: ignore[arg-type]
     features = KeyedJaggedTensor(
         keys=["f", "g"],
@@ -78,7 +78,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
         lengths=torch.ones(3, dtype=torch.int64),
         stride_per_key_per_rank=[[1], [2]],
     )
-    with pytest.raises(NotImplementedError, match=r"^batch: supported is one batch size for all features, got several"):
+    with pytest.raises(NotImplementedError, match=r"^batch: supported is one batch size, got several"):
         slice_of(Batch(torch.zeros(2, 1), features, torch.zeros(2)), 0, 1)
 
 
@@ -128,11 +128,6 @@ def test_what_is_split_over_ranks_stays_so() -> None:
     assert isinstance(split.test, RankBatches)
     assert all_samples(own) is own
     assert split_over_ranks(data, Ranks()) is data
-
-
-def test_less_than_one_part_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_parts: expected at least 1, got 0"):
-        BatchParts([], 0)
 
 
 batches = st.lists(st.lists(samples, min_size=1, max_size=9), min_size=1, max_size=4)
@@ -227,7 +222,7 @@ def test_other_batches_on_another_rank_are_named() -> None:
     data = split_over_ranks(splits(of=SAMPLES), Talking(0, 2))
     for part in (data.train, data.validation, data.selection, data.test):
         list(part)
-    message = "^train stream: expected the same batches in the same order on every rank, got others; let their order"
+    message = "^train stream: expected the same batches in the same order on every rank, got others$"
     with pytest.raises(ValueError, match=message):
         check_same(data, Talking(0, 2))
     check_same(data, OneOf(0, 2))
@@ -379,6 +374,9 @@ WRONG: list[tuple[Callable[[Batch], Batch], str]] = [
         lambda b: changed(b, lengths=b.sparse_features.lengths().short()),
         r", feature 'user': expected int32 or int64 lengths, got torch.int16$",
     ),
+    (lambda b: changed(b, labels=b.labels * math.inf), ": expected finite labels, got (nan|inf)"),
+    (lambda b: changed(b, labels=b.labels.int() - 1), r": expected labels in \[0, 1\] .*, got -1.0"),
+    (lambda b: changed(b, labels=b.labels[:, None]), r": expected labels of shape \(B,\)"),
 ]
 
 

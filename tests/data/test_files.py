@@ -61,23 +61,6 @@ def test_an_error_names_the_file_itself(tmp_path: Path) -> None:
     assert raised.value.filename == str(tmp_path / "none" / "a")
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("error", [OSError("full"), KeyboardInterrupt()])
-def test_a_folder_that_breaks_off_stays_what_it_was(tmp_path: Path, overwrite: bool, error: BaseException) -> None:
-    with new_folder(tmp_path / "box", kind=KIND) as folder:
-        fill(folder, "old")
-    target = tmp_path / "box" if overwrite else tmp_path / "deep" / "box"
-    with pytest.raises(type(error)), new_folder(target, overwrite=overwrite, kind=KIND) as folder:
-        fill(folder, "new")
-        raise error
-    assert names_in(tmp_path) == ["box"]
-    assert (tmp_path / "box" / "content").read_text() == "old"
-    with new_folder(target, overwrite=overwrite, kind=KIND) as folder:
-        fill(folder, "new")
-    assert (target / "content").read_text() == "new"
-    assert names_in(target.parent) == ["box"]
-
-
 def test_a_folder_is_put_back_where_the_new_one_cannot_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with new_folder(tmp_path / "box", kind=KIND) as folder:
         fill(folder, "old")
@@ -149,7 +132,7 @@ def test_links_and_special_files_of_others_are_refused_at_any_depth(tmp_path: Pa
     (tmp_path / "deep" / "file").touch()
     check_plain(tmp_path, "folder")
     make(tmp_path / "deep" / "er" / "x")
-    with pytest.raises(ValueError, match=r"^folder: expected plain files and folders in it, got the .*'deep/er/x'"):
+    with pytest.raises(ValueError, match="^folder: expected plain files and folders in it, got 'deep/er/x'"):
         check_plain(tmp_path, "folder")
 
 
@@ -309,8 +292,8 @@ def test_single_files_are_put_read_listed_and_removed(
     assert urls.put_file(address, lambda path: path.write_bytes(b"123")) == 3
     assert (urls.file_size(address), urls.read_bytes(address)) == (3, b"123")
     assert "a" in urls.file_names(folder)
-    with urls.local_file(address) as local:
-        assert local.read_bytes() == b"123"
+    local = urls.fetch(address)
+    assert local.read_bytes() == b"123"
     for _ in range(2):
         urls.remove_file(address)
     assert urls.file_size(address) is None
