@@ -162,11 +162,6 @@ class PooledFeature:
             return (self.feature,)
         return tuple(f"{self.name}/b{s}" for s in range(self.num_blocks))
 
-    @property
-    def whole_key(self) -> str:
-        """The KJT key that the child reads if its lookups split bags for themselves."""
-        return self.name if self.is_multi_hot else self.feature
-
 
 class PooledPieces:
     """The pieces of a collection's outputs, in the form that `ops` reads (`select_pieces`)."""
