@@ -78,10 +78,7 @@ def assert_tables_hold_what_is_served(outcome: SearchOutcome) -> None:
             assert torch.equal(served[name], tables[name])
 
 
-@pytest.mark.parametrize(
-    ("kind", "optimizer"),
-    [("dlrm", "adam"), ("dlrm_dcn", "adam"), ("deepfm", "rowwise_adagrad")],
-)
+@pytest.mark.parametrize(("kind", "optimizer"), [("dlrm", "adam"), ("dlrm_dcn", "adam"), ("deepfm", "rowwise_adagrad")])
 def test_torchrecs_models_go_all_the_way_unmodified(gloo, tmp_path: Path, kind: str, optimizer: str) -> None:
     recipe, seen = make_recipe(kind, optimizer=optimizer), []
     outcome = found_by(recipe, tmp_path, SearchEvents(on_epoch=seen.append))
