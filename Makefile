@@ -71,9 +71,9 @@ demo: $(STAMP)
 # Bytecode and rewritten assertions are kept even where the environment says not to: each process would make them anew.
 test check: export PYTHONDONTWRITEBYTECODE :=
 # A file's tests stay in one process: they share the ranks that its fixtures spawn. Files of few tests may be the
-# slowest, so they do not wait until the end.
+# slowest, so they do not wait until the end. Three processes keep two cores busy where one of them waits for ranks.
 test: $(STAMP)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --quiet --durations=10 --numprocesses 2 \
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --quiet --durations=10 --numprocesses 3 \
 	    --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP) docs

@@ -16,6 +16,7 @@ from typing import Any
 
 import fsspec
 import pytest
+import typer
 from fsspec.implementations.local import LocalFileSystem
 
 ROOT = Path(__file__).parents[1]
@@ -51,6 +52,13 @@ def dnis(*arguments: object, folder: Path = ROOT) -> Done:
         except SystemExit as stop:
             code = int(stop.code or 0)
     return Done(code, out.getvalue(), err.getvalue())
+
+
+def commands() -> Mapping[str, Any]:
+    """Name -> a command of the program, as typer describes it."""
+    from dnis_torchrec.cli import app
+
+    return typer.main.get_command(app).commands
 
 
 @dataclass

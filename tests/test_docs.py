@@ -13,13 +13,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import typer
 import yaml
 from PIL import Image
 
-from dnis_torchrec.cli import app
 from docs import pictures, quality, rooms, site
-from tests.programs import ROOT, SHORT, blocks, dnis, shell_commands
+from tests.programs import ROOT, SHORT, blocks, commands, dnis, shell_commands
 
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
@@ -142,10 +140,10 @@ def test_the_recipe_is_searched(gloo, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def unknown_words(words: list[str]) -> list[str]:
     """The command and the options of a line that `dnis` does not have."""
-    commands = typer.main.get_command(app).commands
-    if words[0] not in commands:
+    known = commands()
+    if words[0] not in known:
         return [words[0]]
-    options = {"--help", *(name for part in commands[words[0]].params for name in (*part.opts, *part.secondary_opts))}
+    options = {"--help", *(name for part in known[words[0]].params for name in (*part.opts, *part.secondary_opts))}
     return [word for word in words[1:] if word.startswith("--") and word.split("=")[0] not in options]
 
 

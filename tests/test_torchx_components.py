@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
 from torchx.cli.argparse_util import ArgOnceAction, torchxconfig_run
 from torchx.cli.main import main as torchx
 from torchx.runner import get_runner
@@ -22,7 +21,7 @@ from torchx.specs import AppDef, AppState
 from torchx.specs.file_linter import validate
 from torchx.specs.finder import get_components
 
-from dnis_torchrec.cli import app
+from tests.programs import commands
 from torchx_components.dnis import benchmark, search, train
 
 COMPONENTS = ("train", "compress", "search", "export", "evaluate", "benchmark")
@@ -126,7 +125,7 @@ def test_torchx_accepts_every_signature_and_its_docstring(name: str, capsys: pyt
 def test_the_components_stand_beside_torchxs_own() -> None:
     names = set(get_components())
     assert {name for name in names if name.startswith("dnis.")} == {f"dnis.{name}" for name in COMPONENTS}
-    assert set(COMPONENTS) - {"benchmark"} <= set(typer.main.get_command(app).commands)
+    assert set(COMPONENTS) - {"benchmark"} <= set(commands())
     assert {"dist.ddp", "dist.spmd", "utils.echo", "utils.python", "utils.sh", "serve.torchserve"} <= names
 
 

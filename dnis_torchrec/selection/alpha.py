@@ -31,13 +31,8 @@ class Alpha(nn.Module):
         super().__init__()
         for dim, shape in shapes.items():
             self.register_buffer(f"dim{dim}", torch.ones(shape))
-        self._dims = tuple(shapes)
+        self.dims = tuple(shapes)
         self._hits: dict[int, Tensor] | None = None
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        """The embedding_dims that have an alpha."""
-        return self._dims
 
     def of(self, embedding_dim: int) -> Tensor:
         """alpha of the tables of one embedding_dim, ``(A, D)``."""
@@ -46,8 +41,8 @@ class Alpha(nn.Module):
     @property
     def begins(self) -> dict[int, int]:
         """embedding_dim -> where its alpha begins among all of them, flattened."""
-        sizes = [self.of(dim).numel() for dim in self._dims]
-        return {dim: sum(sizes[:index]) for index, dim in enumerate(self._dims)}
+        sizes = [self.of(dim).numel() for dim in self.dims]
+        return {dim: sum(sizes[:index]) for index, dim in enumerate(self.dims)}
 
     @property
     def is_upper(self) -> bool:
@@ -166,11 +161,6 @@ class PooledFeature:
         if not self.is_multi_hot:
             return (self.feature,)
         return tuple(f"{self.name}/b{s}" for s in range(self.num_blocks))
-
-    @property
-    def whole_key(self) -> str:
-        """The KJT key that the child reads if its lookups split bags for themselves."""
-        return self.name if self.is_multi_hot else self.feature
 
 
 class PooledPieces:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -172,7 +173,9 @@ def check_sharding_plan(
     lookups = _lookups_of_plan(model)
     for fqn in plan.plan:
         place = f"sharding plan, FQN {fqn!r}"
-        module = _submodule(model, fqn)
+        module: nn.Module | None = None
+        with suppress(AttributeError):
+            module = model.get_submodule(fqn)
         check(module is not None, place, "a module of the model", "none", nearest(fqn, lookups))
         kinds = EmbeddingBagCollection | FeatureProcessedEmbeddingBagCollection
         if not isinstance(module, kinds | EmbeddingCollection):
@@ -273,13 +276,6 @@ def shard_model(
     for wrapper in soft_selection_modules(result).values():
         read_by_name_(wrapper)
     return result
-
-
-def _submodule(model: nn.Module, fqn: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(fqn)
-    except AttributeError:
-        return None
 
 
 def _every_lookup(model: nn.Module) -> dict[str, nn.Module]:

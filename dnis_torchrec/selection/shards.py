@@ -361,17 +361,8 @@ def dense_parameters(model: nn.Module) -> int:
 
 
 def name_tables_apart_(model: nn.Module) -> dict[str, list[str]]:
-    """Renames tables of one name in several collections, by `table_key`. Local.
-
-    Keys of outputs, weights and all other names stay.
-
-    Returns:
-        Name of a table in its collection -> its names now, one of each collection that has it.
-
-    Raises:
-        NotImplementedError: for such tables in a sharded collection, or where their features are
-            read by several tables: there a table's name is part of an output's key.
-    """
+    """Renames tables of one name in several collections, and returns the names of each. Local."""
+    # Keys of outputs, weights and all other names stay.
     modules = collections(model)
     owners: dict[str, list[str]] = {}
     for fqn, module in modules.items():
@@ -404,6 +395,7 @@ def _rename_(fqn: str, module: nn.Module, name: str, key: str) -> None:
     if not isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
         limit = "supported are tables of one name in plain collections"
         raise NotImplementedError(describe(place, limit, type(module).__name__, remedy))
+    # where several tables read a feature, a table's name is part of an output's key
     readers = Counter(feature for config in configs.values() for feature in config.feature_names)
     several = [feature for feature in configs[name].feature_names if readers[feature] > 1]
     if several:

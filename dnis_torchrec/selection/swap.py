@@ -120,7 +120,11 @@ def prepare_(
     for fqn in fqns or ():
         check_known("FQN", fqn, plain)
     choice = {fqn: module for fqn, module in plain.items() if fqns is None or fqn in fqns}
-    _check_features(choice, multi_hot_features)
+    tables = [table for collection in choice.values() for table in table_configs_of(collection)]
+    check_distinct([table.name for table in tables], "over all wrapped collections")
+    features = {feature for table in tables for feature in table.feature_names}
+    for feature in multi_hot_features or ():
+        check_known("feature", feature, features)
     check_weights_apart(model, choice)
     check_remapping(model)
     alpha = Alpha(blocks.alpha_shapes)
@@ -219,14 +223,6 @@ def fold_(model: nn.Module) -> None:
     for wrapper in wrappers.values():
         for dim in wrapper.alpha.dims:
             wrapper.alpha.of(dim).fill_(1.0)
-
-
-def _check_features(choice: dict[str, Plain], multi_hot_features: list[str] | None) -> None:
-    tables = [table for collection in choice.values() for table in table_configs_of(collection)]
-    check_distinct([table.name for table in tables], "over all wrapped collections")
-    features = {feature for table in tables for feature in table.feature_names}
-    for feature in multi_hot_features or ():
-        check_known("feature", feature, features)
 
 
 def check_weights_apart(model: nn.Module, fqns: Collection[str] | None = None) -> None:

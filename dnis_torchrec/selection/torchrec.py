@@ -23,7 +23,6 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor as ShardedTensor
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec as EnumerableShardingSpec
-from torch.distributed.checkpoint.utils import _create_file_view as file_view  # noqa: F401 - torch has no public name for a part of a file
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbedding

@@ -259,7 +259,7 @@ class SoftSelectionEmbeddingBagCollection(SoftSelectionModule, EmbeddingBagColle
         # FBGEMM's CPU kernels learn a table that several keys read by a slower path.
         self.multiplies_tables = multiply_tables
         if self.bag_splitter is not None:
-            keys = {output.name: (output.whole_key,) for output in self.outputs}
+            keys = {o.name: (o.name if o.is_multi_hot else o.feature,) for o in self.outputs}
             self.embedding_bag_collection = self._read_by(self.embedding_bag_collection, keys)
 
     @property

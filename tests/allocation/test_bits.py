@@ -561,7 +561,7 @@ def compressed(shapes: list[tuple[int, int]], compression: float) -> tuple[Alloc
 
 @example(small=[(30, 32), (5, 16)], compression=8.0)
 @example(small=[(1, 1), (2, 3), (3, 16), (4, 2)], compression=20.0)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     small=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 32)), min_size=1, max_size=3),
     compression=st.floats(2, 16),

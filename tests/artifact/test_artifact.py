@@ -84,7 +84,7 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- round trips
 
 
-@settings(max_examples=15, phases=(Phase.explicit, Phase.generate), **MANY)
+@settings(max_examples=10, phases=(Phase.explicit, Phase.generate), **MANY)
 @given(cases(), st.integers(0, 999), st.sampled_from([280, 420, 700, 2_000_000_000]), st.booleans())
 def test_both_forms_serve_the_tables_in_any_number_of_files(
     tmp_path: Path, small_files: None, case: Case, seed: int, max_file_bytes: int, has_codes: bool

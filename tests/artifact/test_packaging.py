@@ -47,6 +47,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "serving"
 SIGNATURE = Signature(feature_names=("user", "genre"), num_dense=4, is_weighted=False)
 NOTHING = (torch.rand(3, 4), torch.zeros(0, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int32))
 
+QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.precompile_headers": False}
 needs_compiler = pytest.mark.skipif(not load_operator(), reason="no C++ compiler here")
 Inputs = tuple[Tensor, ...]
 
@@ -187,7 +188,7 @@ def test_batches_and_first_samples() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def quick_compiler() -> Iterator[None]:
     """The compiler does not optimise what calls the kernels: it would take three times as long."""
-    with torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"}):
+    with torch._inductor.config.patch(QUICK):
         yield
 
 

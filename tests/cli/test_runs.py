@@ -76,13 +76,22 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_table(tmp_path_factory.mktemp("table") / "clicks.csv")
 
 
-@pytest.mark.parametrize("steps", [3, 8, 14], ids=["first epoch", "second", "end of the third"])
-@pytest.mark.parametrize("is_table", [False, True], ids=["recipe", "table"])
-def test_a_resumed_training_leaves_the_same_files(gloo, table: Path, tmp_path: Path, steps: int, is_table) -> None:
-    """As one that nothing stopped: model, scheme and head, but for the folder's name in it."""
-    words = ("train", *((table, *ROLES) if is_table else ("tests.tiny:demo",)), "--epochs", 4)
-    done = dnis(*words, "--out", tmp_path / "whole")
+@pytest.fixture(scope="module", params=["recipe", "table"])
+def trained(
+    gloo, table: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[tuple, Path]:
+    """The words of a training, and the run of one that nothing stopped."""
+    out = tmp_path_factory.mktemp("trained") / "whole"
+    words = ("train", *((table, *ROLES) if request.param == "table" else ("tests.tiny:demo",)), "--epochs", 4)
+    done = dnis(*words, "--out", out)
     assert done.returncode == 0, done.stderr
+    return words, out
+
+
+@pytest.mark.parametrize("steps", [3, 8, 14], ids=["first epoch", "second", "end of the third"])
+def test_a_resumed_training_leaves_the_same_files(trained: tuple[tuple, Path], tmp_path: Path, steps: int) -> None:
+    """As one that nothing stopped: model, scheme and head, but for the folder's name in it."""
+    words, uninterrupted = trained
     with pytest.MonkeyPatch.context() as patch:
         stop_after(patch, steps)
         done = dnis(*words, "--out", tmp_path / "run")
@@ -94,7 +103,7 @@ def test_a_resumed_training_leaves_the_same_files(gloo, table: Path, tmp_path: P
     assert done.returncode == 0, done.stderr
     assert f"resumed after lower step {steps + 1}" in done.stderr
     assert "epoch 3, plain" in done.stderr
-    contents = [files_but_lock(tmp_path / name) for name in ("whole", "run")]
+    contents = [files_but_lock(folder) for folder in (uninterrupted, tmp_path / "run")]
     assert [*contents[0]] == [*contents[1]]
     heads, results = ([json.loads(of[name]) for of in contents] for name in ("run.json", "results.json"))
     assert heads[0].pop("commands") != heads[1].pop("commands")

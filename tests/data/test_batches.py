@@ -445,16 +445,18 @@ def test_ids_that_are_no_integers_are_refused_by_feature(dtype: torch.dtype) -> 
         for_lookup(batch)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.uint16])
-def test_ids_of_any_width_are_searched_and_evaluated_alike(gloo, tmp_path: Path, dtype: torch.dtype) -> None:
-    results = []
-    for recipe in (make_recipe(), everywhere(make_recipe(), narrow(dtype))):
-        folder = tmp_path / str(len(results))
-        torch.manual_seed(0)
-        outcome = search(recipe, 4.0, folder, CPU, settings=QUICK)
-        metrics = evaluate(TrainTask(outcome.model, recipe.loss), recipe.data.test, recipe.loss, CPU)
-        results.append((metrics, outcome.history, outcome.scheme.parameters))
-    assert results[0] == results[1]
+def searched(recipe: Recipe, folder: Path) -> tuple[object, ...]:
+    """Metrics, history and parameters of a search."""
+    torch.manual_seed(0)
+    outcome = search(recipe, 4.0, folder, CPU, settings=QUICK)
+    metrics = evaluate(TrainTask(outcome.model, recipe.loss), recipe.data.test, recipe.loss, CPU)
+    return metrics, outcome.history, outcome.scheme.parameters
+
+
+def test_ids_of_any_width_are_searched_and_evaluated_alike(gloo, tmp_path: Path) -> None:
+    expected = searched(make_recipe(), tmp_path / "int64")
+    for dtype in (torch.int8, torch.uint16):
+        assert searched(everywhere(make_recipe(), narrow(dtype)), tmp_path / str(dtype)) == expected, dtype
 
 
 class Weighted(nn.Module):
@@ -473,10 +475,9 @@ class Weighted(nn.Module):
         return self.over(self.embedding_bag_collection(sparse_features).values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_labels_and_weights_of_other_precisions_are_taken(gloo, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_labels_and_weights_of_other_precisions_are_taken(gloo, tmp_path: Path) -> None:
     results = []
-    for of_data in (torch.float32, dtype):
+    for of_data in (torch.float32, torch.bfloat16, torch.float64):
 
         def change(batch: Batch, of_data: torch.dtype = of_data) -> Batch:
             own = (torch.arange(batch.sparse_features.values().numel()) % 4 / 4 + 0.5).to(of_data)
@@ -484,11 +485,8 @@ def test_labels_and_weights_of_other_precisions_are_taken(gloo, tmp_path: Path, 
 
         torch.manual_seed(0)
         recipe = everywhere(dataclasses.replace(make_recipe(), model=Weighted()), change)
-        outcome = search(recipe, 4.0, tmp_path / str(of_data), CPU, settings=QUICK)
-        results.append(
-            (outcome.history, evaluate(TrainTask(outcome.model, recipe.loss), recipe.data.test, recipe.loss, CPU))
-        )
-    assert results[0] == results[1]
+        results.append(searched(recipe, tmp_path / str(of_data)))
+        assert results[-1] == results[0], of_data
 
 
 @given(st.sampled_from(INTEGERS), st.booleans(), st.booleans())

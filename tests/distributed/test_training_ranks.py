@@ -12,10 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dnis_torchrec.blocks.codes import decode_rows, encode_rows
-from dnis_torchrec.search.search import search
-from dnis_torchrec.training.settings import Saving
-from dnis_torchrec.training.weights import distributed_checkpoint
 from tests.distributed import training_scenarios as of
 from tests.distributed.harness import Part, Rank, RankResults, Results, joined, running_ranks
 from tests.distributed.model import CPU, assert_outcome, assert_same, blocks, tables, whole
@@ -155,7 +151,7 @@ def test_a_disk_that_is_full_on_one_rank(two: RankResults) -> None:
 def test_a_checkpoint_that_torch_saved_on_two_ranks_is_read_by_one(two: RankResults) -> None:
     part = two.part("checkpoints")
     for kind in of.SAVED_BY_TORCH:
-        before, stored = part[f"saved {kind}"][0], distributed_checkpoint(part.folder / f"saved {kind}")
+        before, stored = part[f"saved {kind}"][0], of.read_by_one(part.folder / f"saved {kind}")
         assert_same({name: tensor.whole() for name, tensor in stored.items()}, before)
 
 
@@ -164,7 +160,7 @@ def test_only_the_files_of_the_rows_asked_for_are_read(two: RankResults) -> None
     before, folder = part["saved row_wise"][0], part.folder / "saved row_wise without rank 1"
     shutil.copytree(part.folder / "saved row_wise", folder)
     (folder / "__1_0.distcp").unlink()  # the file of rank 1: rank 0 holds the first rows
-    stored = distributed_checkpoint(folder)
+    stored = of.read_by_one(folder)
     name = next(name for name in stored if "user.weight" in name)
     stored[name].copy_to_(first := torch.zeros(20, 8))
     assert first.equal(before[name][:20])
@@ -214,8 +210,8 @@ def test_the_first_rounding_is_that_of_whole_rows(codes: Part, kind: str) -> Non
     before, after = (whole([own[when] for own in parts]) for when in ("before", "after"))
     for name, table in of.scheme_with_feedback().tables.items():
         rows, nearest = table.routing.all_blocks(), replace(table.codes, feedback=None)
-        assert after[name].equal(decode_rows(encode_rows(before[name], rows, table.codes), rows, table.codes))
-        assert not after[name].equal(decode_rows(encode_rows(before[name], rows, nearest), rows, nearest))
+        assert after[name].equal(of.in_codes(before[name], rows, table.codes))
+        assert not after[name].equal(of.in_codes(before[name], rows, nearest))
     assert not any(own["has_feedback"] for own in parts)
 
 
@@ -281,7 +277,7 @@ def test_a_search_of_a_stream_is_one_search_and_resumes_where_it_was(two: RankRe
     assert steps == train.num_samples // (16 * 2)
     for own in (first, second):
         assert own["resumed"] == own["whole"]
-        assert own["outcome"].startswith("SearchInterrupted: epoch 3, lower step 38")
+        assert own["outcome"].startswith("SearchInterrupted: epoch 2, lower step 22")
     assert train.num_samples > 2 * 16 * steps  # an epoch leaves some out, counting none
     assert {int(rows.sum()) for name, rows in first["counts"].items() if name != "tags"} == {train.num_samples}
     assert_same(first["counts"], second["counts"])
@@ -291,6 +287,5 @@ def test_another_number_of_ranks_with_epochs_of_another_length_is_refused(gloo, 
     """Warm-up and ramp are counted in steps: they would end in the midst of an epoch, or twice."""
     part = two.part("data")
     assert part["search"]
-    recipe = of.recipe_of(part.folder / "clicks_0.tsv")
     with pytest.raises(ValueError, match="lower steps per epoch"):
-        search(recipe, of.SIZE, part.folder / "stopped", CPU, settings=of.STREAMED, saving=Saving(resume=True))
+        of.searched(part.folder / "clicks_0.tsv", part.folder / "stopped", resume=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dnis_torchrec.blocks.codes import ColumnCodes, decode_rows, encode_rows
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.batches import RankingBatch
 from dnis_torchrec.data.parquet import FileBatches, FileSamples, split_files
@@ -43,12 +45,13 @@ from dnis_torchrec.selection.on_shards import select_on_shards_
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, shard_model
 from dnis_torchrec.selection.swap import merge_, prepare_
 from dnis_torchrec.selection.wrapper import plain_state_dict, soft_selection_modules
-from dnis_torchrec.training.checkpoint import CheckpointFolder, CheckpointSaver, CheckpointWriteError
+from dnis_torchrec.training.checkpoint import CheckpointFolder, CheckpointSaver, CheckpointWriteError, StoredTensor
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.loop import SearchEvents, train_plainly
 from dnis_torchrec.training.rounded import HoldingOptimizer, RoundedTables
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.shard import shard
+from dnis_torchrec.training.weights import distributed_checkpoint
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import (
     CPU,
@@ -74,7 +77,7 @@ SAVED_AT, STEPS = 9, 12
 COLUMNS_DIE_AT = 5
 SAME = ("row_wise", "mixed", "grid_shard")
 """Shardings that a run goes on with as it was."""
-FOUR = {"table_wise": (SAVED_AT,), "mixed": (1, 2, 3, SAVED_AT)}
+FOUR = {"table_wise": (SAVED_AT,), "mixed": (1, 2, SAVED_AT)}
 """Shardings that four ranks go on with as they were -> steps that they were saved at.
 
 Around the first steps the buckets of DistributedDataParallel change.
@@ -243,6 +246,11 @@ def saved_by_torch(kind: str, at: Rank) -> Results:
     return before
 
 
+def read_by_one(folder: Path) -> Mapping[str, StoredTensor]:
+    """What a process alone finds in a folder that `saved_by_torch` has left."""
+    return distributed_checkpoint(folder)
+
+
 def checkpoints(folder_of_one: Path) -> dict[str, Scenario]:
     """Of two ranks, and of the run of one process."""
     results: dict[str, Scenario] = {f"{kind} to {kind}": partial(goes_on, kind, kind) for kind in SAME}
@@ -293,6 +301,11 @@ def settles(kind: str, at: Rank) -> Results:
     held = RoundedTables(model, scheme_with_feedback())
     has_feedback = held.scheme.tables["user"].feedback is not None
     return {"before": before, "after": tables_of(model), "has_feedback": has_feedback}
+
+
+def in_codes(weight: torch.Tensor, rows: torch.Tensor, codes: ColumnCodes) -> torch.Tensor:
+    """What whole rows become by their codes."""
+    return decode_rows(encode_rows(weight, rows, codes), rows, codes)
 
 
 def scheme_with_feedback() -> MixedDimensionScheme:
@@ -503,7 +516,15 @@ def recipe_of(file: Path) -> Recipe:
 
 def write_clicks(path: Path) -> Path:
     """The stream that `search_stream` reads."""
-    return write_text(path, [replace(sample, y=sample.y % 2) for sample in draw(600)])
+    return write_text(path, [replace(sample, y=sample.y % 2) for sample in draw(400)])
+
+
+def searched(file: Path, folder: Path, events: SearchEvents | None = None, *, resume: bool = False) -> list[Results]:
+    """The history of a search of data that splits itself."""
+    folder.mkdir(exist_ok=True)
+    saving = Saving(resume=resume)
+    outcome = search(recipe_of(file), SIZE, folder, CPU, settings=STREAMED, events=events, saving=saving)
+    return [asdict(record) for record in outcome.history]
 
 
 def search_stream(at: Rank) -> Results:
@@ -511,18 +532,11 @@ def search_stream(at: Rank) -> Results:
     own = write_clicks(at.folder / f"clicks_{at.rank}.tsv")
     seen: list[FrequencyCounts] = []
     events = SearchEvents(on_start=lambda steps, counts, blocks: seen.append(counts))
-
-    def history(name: str, events: SearchEvents, *, resume: bool = False) -> list[Results]:
-        folder = at.folder / name
-        folder.mkdir(exist_ok=True)
-        saving = Saving(resume=resume)
-        outcome = search(recipe_of(own), SIZE, folder, at.device, settings=STREAMED, events=events, saving=saving)
-        return [asdict(record) for record in outcome.history]
-
-    steps = itertools.count()
-    results: Results = {"whole": history("whole", events)}
-    results["outcome"] = outcome_of(lambda: history("stopped", SearchEvents(should_stop=lambda: next(steps) > 44)))
-    results["resumed"] = history("stopped", SearchEvents(), resume=True)
+    whole, stopped, steps = at.folder / "whole", at.folder / "stopped", itertools.count()
+    stop = SearchEvents(should_stop=lambda: next(steps) > 22)
+    results: Results = {"whole": searched(own, whole, events)}
+    results["outcome"] = outcome_of(lambda: searched(own, stopped, stop))
+    results["resumed"] = searched(own, stopped, resume=True)
     return results | {"counts": {name: rows[:] for name, rows in seen[0].counts.items()}}
 
 

@@ -700,7 +700,7 @@ def recipe(optimizer: str = "adam") -> Recipe:
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
 def test_a_search_ends_in_what_is_served(optimizer: str, tmp_path: Path, gloo: object) -> None:
     own = recipe(optimizer)
-    settings = SearchSettings(num_blocks=2, epochs=2, patience=2)
+    settings = SearchSettings(num_blocks=2, epochs=1, patience=1)
     outcome = search(own, 3.0, tmp_path / "run", CPU, settings=settings)
     assert {name: table.pooling for name, table in outcome.scheme.tables.items()} == {
         "item": "none",
@@ -718,7 +718,7 @@ def test_a_search_ends_in_what_is_served(optimizer: str, tmp_path: Path, gloo: o
 def test_two_tasks_and_a_table_left_alone(tmp_path: Path, gloo: object) -> None:
     both = {"model": two_outputs(), "loss": ClickAndRating(), "stop_on": "click_auc"}
     own = replace(recipe(), **both, leave_alone=("shop",))
-    settings = SearchSettings(num_blocks=2, epochs=2, patience=2)
+    settings = SearchSettings(num_blocks=2, epochs=1, patience=1)
     outcome = search(own, 1.6, tmp_path / "run", CPU, settings=settings)
     assert outcome.scheme.compression() >= 1.6
     assert set(outcome.scheme.tables["shop"].bits.flatten().tolist()) == {32}

@@ -78,10 +78,7 @@ def assert_tables_hold_what_is_served(outcome: SearchOutcome) -> None:
             assert torch.equal(served[name], tables[name])
 
 
-@pytest.mark.parametrize(
-    ("kind", "optimizer"),
-    [("dlrm", "adam"), ("dlrm", "rowwise_adagrad"), ("dlrm_dcn", "adam"), ("deepfm", "rowwise_adagrad")],
-)
+@pytest.mark.parametrize(("kind", "optimizer"), [("dlrm", "adam"), ("dlrm_dcn", "adam"), ("deepfm", "rowwise_adagrad")])
 def test_torchrecs_models_go_all_the_way_unmodified(gloo, tmp_path: Path, kind: str, optimizer: str) -> None:
     recipe, seen = make_recipe(kind, optimizer=optimizer), []
     outcome = found_by(recipe, tmp_path, SearchEvents(on_epoch=seen.append))
@@ -351,12 +348,11 @@ import torch
 from dnis_torchrec.search.settings import SearchSettings
 from tests.tiny import make_recipe
 
-SHORT = SearchSettings(num_blocks=3, epochs=1, patience=1)
-recipe = make_recipe()
-for _ in range(2):
-    torch.manual_seed(0)
-    print(dnis.search(recipe, compression=10, settings=SHORT))
-    assert not torch.distributed.is_initialized()
+torch.set_num_threads(1)
+recipe, settings = make_recipe(), SearchSettings(num_blocks=3, epochs=2, patience=2)
+torch.manual_seed(0)
+print(dnis.search(recipe, compression=10, settings=settings))
+assert not torch.distributed.is_initialized()
 """
 
 
@@ -367,17 +363,17 @@ def recipe() -> Recipe:
 
 @pytest.fixture(scope="module")
 def found(gloo, recipe: Recipe) -> SearchResult:
+    torch.manual_seed(0)
     return dnis.search(recipe, compression=10, settings=SHORT)
 
 
-def test_the_same_call_gives_the_same_twice_and_leaves_no_process_group() -> None:
+def test_the_same_call_gives_the_same_in_another_process_and_leaves_no_process_group(found: SearchResult) -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_A_GROUP], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) in (6, 8)  # with a word on what it gained, or without
-    assert lines[: len(lines) // 2] == lines[len(lines) // 2 :]
+    assert len(done.stdout.splitlines()) in (3, 4)  # with a word on what it gained, or without
+    assert done.stdout == f"{found}\n"
 
 
 def test_a_task_of_ones_own_is_judged_by_its_metrics(gloo) -> None:

@@ -59,26 +59,6 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-@given(sizes, sizes, sizes, sizes, seeds)
-def test_select_per_sample(batch_size: int, num_features: int, num_rows: int, dim: int, seed: int) -> None:
-    pooled, alpha = random(batch_size, num_features, dim, seed=seed), random(num_rows, dim, seed=seed + 1)
-    rows = torch.randint(num_rows, (batch_size, num_features), generator=torch.Generator().manual_seed(seed))
-    got = select_per_sample(pooled, alpha, rows)
-    for b in range(batch_size):
-        for f in range(num_features):
-            assert got[b, f].tolist() == [pooled[b, f, d].item() * alpha[rows[b, f], d].item() for d in range(dim)]
-
-
-@given(sizes, sizes, sizes, seeds)
-def test_select_per_block(batch_size: int, num_blocks: int, dim: int, seed: int) -> None:
-    pooled, alpha = random(batch_size, num_blocks, dim, seed=seed), random(num_blocks, dim, seed=seed + 1)
-    expected = torch.zeros(batch_size, dim, dtype=torch.float64)
-    for b in range(batch_size):
-        for s in range(num_blocks):
-            expected[b] += alpha[s] * pooled[b, s]
-    torch.testing.assert_close(select_per_block(pooled, alpha), expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_alpha_stays_float32_whatever_tables_put_out(dtype: torch.dtype) -> None:
     """Its gradient is summed in its own precision, as if the output of the tables had been cast before."""

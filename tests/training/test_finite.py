@@ -368,7 +368,7 @@ def test_a_search_flushes(watched: tuple[Recipe, Watched], tmp_path: Path) -> No
     recipe, batches = watched
     with process_group() as device:
         torch.set_flush_denormal(False)
-        search(recipe, 10, tmp_path, device, settings=SearchSettings(num_blocks=3, epochs=1))
+        search(recipe, 10, tmp_path, device, settings=SearchSettings(num_blocks=3, epochs=1, patience=1))
         assert not is_flushing()
     assert batches.seen[-3:] == [True] * 3
 
