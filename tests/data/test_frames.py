@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("columns")
 
 
-@settings(max_examples=200)
+@settings(max_examples=50)
 @given(st.data())
 def test_a_frame_its_csv_and_its_parquet_give_the_same_rows_and_labels(folder: Path, data: st.DataObject) -> None:
     kinds = data.draw(st.lists(st.sampled_from(sorted(IDS)), min_size=1, max_size=3))
