@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dnis_torchrec.data.batches import split_rows
 from dnis_torchrec.data.recipe import Recipe
 from examples.datasets.amazon_sports import PUBLISHER, load_amazon_sports
 from examples.datasets.text_files import require_folder
@@ -48,6 +47,15 @@ def fm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) ->
     )
 
 
+def fm_by_time(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """The same on splits by time: the latest reviews are those of test. Arguments and errors are those of `fm`."""
+
+    def build(tables: EmbeddingBagCollection, bias: float) -> nn.Module:
+        return FactorizationMachine(tables, initial_bias=bias)
+
+    return _clicks(data, "fm", build, seed, embedding_dim, is_by_time=True)
+
+
 def deepfm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
     """DeepFM, as its paper has it.
 
@@ -70,10 +78,12 @@ def _clicks(
     build: Callable[[EmbeddingBagCollection, float], nn.Module],
     seed: int,
     embedding_dim: int | None,
+    *,
+    is_by_time: bool = False,
 ) -> Recipe:
-    samples = load_amazon_sports(require_folder(data, f"examples.amazon_sports:{name}", PUBLISHER), seed=seed)
-    train_rows = split_rows(samples.labels.numel(), seed=seed, group_size=samples.group_size)[0]
-    bias = log_odds(samples.labels[train_rows])
+    folder = require_folder(data, f"examples.amazon_sports:{name}", PUBLISHER)
+    samples = load_amazon_sports(folder, seed=seed, is_by_time=is_by_time)
+    bias = log_odds(samples.labels[samples.rows_of_splits(seed)[0]])
 
     def model() -> nn.Module:
         return build(build_tables(samples.num_embeddings, embedding_dim or EMBEDDING_DIM, init_std=INIT_STD), bias)

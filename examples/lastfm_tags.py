@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dnis_torchrec.data.batches import split_rows
 from dnis_torchrec.data.recipe import Recipe
 from examples.datasets.tab_separated import load_tab_separated
 from examples.datasets.text_files import require_folder
@@ -47,6 +46,15 @@ def fm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) ->
     return _clicks(
         data, "fm", lambda tables, bias: FactorizationMachine(tables, initial_bias=bias), seed, embedding_dim
     )
+
+
+def fm_by_time(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """The same on splits by time: the latest tags are those of test. Arguments and errors are those of `fm`."""
+
+    def build(tables: EmbeddingBagCollection, bias: float) -> nn.Module:
+        return FactorizationMachine(tables, initial_bias=bias)
+
+    return _clicks(data, "fm", build, seed, embedding_dim, time="timestamp")
 
 
 def deepfm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -89,6 +97,8 @@ def _clicks(
     build: Callable[[EmbeddingBagCollection, float], nn.Module],
     seed: int,
     embedding_dim: int | None,
+    *,
+    time: str = "",
 ) -> Recipe:
     samples = load_tab_separated(
         require_folder(data, f"examples.lastfm_tags:{name}", PUBLISHER),
@@ -97,8 +107,9 @@ def _clicks(
         fields={name: name for name in ("user", "artist", "tag")},
         publisher=PUBLISHER,
         seed=seed,
+        time=time,
     )
-    bias = log_odds(samples.labels[split_rows(samples.labels.numel(), seed=seed)[0]])
+    bias = log_odds(samples.labels[samples.rows_of_splits(seed)[0]])
 
     def model() -> nn.Module:
         tables = build_tables(samples.num_embeddings, embedding_dim or EMBEDDING_DIM, init_std=INIT_STD)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dnis_torchrec.data.files import unshare, write_whole
-from dnis_torchrec.data.recipe import DataSplits, Recipe
+from dnis_torchrec.data.recipe import SPLITS, Recipe
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.selection.shards import TableShard, collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import unshard_
@@ -43,7 +43,7 @@ class Recipes:
                 self._of_dims[dim] = self._call(dim)
         recipe, data = self._of_dims[embedding_dim], self._of_dims[None].data
         # A stream counts its epochs, and what one training reads is its own.
-        streams = {part.name: copy.copy(getattr(data, part.name)) for part in fields(DataSplits)}
+        streams = {name: copy.copy(getattr(data, name)) for name in SPLITS}
         return replace(recipe, model=copy.deepcopy(recipe.model), data=replace(data, **streams))
 
 

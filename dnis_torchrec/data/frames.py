@@ -129,7 +129,9 @@ def splits_of_frame(
         logger.info(text)
         if not logger.isEnabledFor(logging.INFO):
             sys.stderr.write(visible(f"{text}\n"))
-    return FrameSplits(**splits, encoder=encoder, is_binary=is_binary, columns=table)
+    return FrameSplits(
+        **splits, is_by_time=time is not None, encoder=encoder, is_binary=is_binary, columns=table
+    )
 
 
 def _facts_of(

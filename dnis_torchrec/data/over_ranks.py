@@ -7,6 +7,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,11 +28,10 @@ from dnis_torchrec.data.batches import (
     for_lookup,
     slice_of,
 )
-from dnis_torchrec.data.recipe import DataSplits, Recipe
+from dnis_torchrec.data.recipe import SPLITS, DataSplits, Recipe
 from dnis_torchrec.data.task import LossTask, check_batches, check_candidates, check_task
 from dnis_torchrec.ranks import Ranks, together
 
-SPLITS = ("train", "validation", "selection", "test")
 FINGERPRINTS = 1 << 40  # so few that those of many ranks can be added up
 SAME_BATCHES = "as many batches on every rank"
 LEARN, MEASURE, JUDGE, COUNT = "learn", "measure", "judge", "count"
@@ -79,12 +79,12 @@ def split_over_ranks(data: DataSplits, ranks: Ranks) -> DataSplits:
     """The part of every split that this rank learns on and is judged on. Local, no collective."""
     if ranks.world_size == 1:
         return data
-    splits: dict[str, Iterable[Batch]] = {}
+    splits: dict[str, Any] = {}
     for name in SPLITS:
         batches, use = getattr(data, name), LEARN if name in ("train", "validation") else JUDGE
         is_split = getattr(batches, "is_split_over_ranks", False)
         splits[name] = batches if is_split else RankBatches(batches, ranks, name, use)
-    return DataSplits(**splits)
+    return replace(data, **splits)
 
 
 def all_samples(batches: Iterable[Batch]) -> Iterable[Batch]:

@@ -11,7 +11,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ from dnis_torchrec.data.task import LOSS, Task, check_kinds, check_l2, direction
 
 if TYPE_CHECKING:
     from dnis_torchrec.data.frames import Frame, FrameSplits
+
+SPLITS = ("train", "validation", "selection", "test")
 
 _MISSING: Any = None  # a split that was not given then gets an error as others do
 
@@ -45,6 +47,7 @@ class DataSplits:
         selection: early stopping and every other choice is made on it.
         test: reported, never chosen on. Batches of type `RankingBatch` are judged by ranking
             metrics.
+        is_by_time: whether each part is later than those before it: reports say so.
 
     Raises:
         ValueError: if a part is missing, or can be iterated once only.
@@ -54,10 +57,11 @@ class DataSplits:
     validation: Iterable[Batch] = _MISSING
     selection: Iterable[Batch] = _MISSING
     test: Iterable[Batch] = _MISSING
+    is_by_time: bool = False
 
     def __post_init__(self) -> None:
-        for part in fields(DataSplits):
-            batches, place = getattr(self, part.name), f"DataSplits.{part.name}"
+        for name in SPLITS:
+            batches, place = getattr(self, name), f"DataSplits.{name}"
             check(batches is not None, place, "batches", "none", "give a part of its own")
             is_again, kind = not isinstance(batches, Iterator), type(batches).__name__
             check(is_again, place, "batches that can be iterated again and again", kind)

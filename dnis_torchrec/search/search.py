@@ -6,7 +6,7 @@ import copy
 import logging
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -33,7 +33,7 @@ from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.batches import BatchParts, LookupBatches
 from dnis_torchrec.data.over_ranks import read_splits, samples_to_measure, split_over_ranks
-from dnis_torchrec.data.recipe import DataSplits, Recipe
+from dnis_torchrec.data.recipe import SPLITS, DataSplits, Recipe
 from dnis_torchrec.data.task import LOSS, TrainTask
 from dnis_torchrec.data.urls import Address
 from dnis_torchrec.ranks import Ranks, together, world_size_of
@@ -484,8 +484,7 @@ def search_once(
 
 def _from_its_epoch(data: DataSplits) -> DataSplits:
     """Streams of the search's own, which begin where those of the recipe stand."""
-    names = [part.name for part in fields(DataSplits)]
-    return replace(data, **{name: copy.copy(getattr(data, name)) for name in names})
+    return replace(data, **{name: copy.copy(getattr(data, name)) for name in SPLITS})
 
 
 def _log(recipe: Recipe, record: EpochRecord) -> None:

@@ -126,7 +126,7 @@ class Sequences:
             for number, rows in enumerate(measured, 1)
         )
         learnt = batches(*self.reviews(train), self.known_in(train), seed=4 * seed)
-        return DataSplits(train=learnt, validation=validation, selection=selection, test=test)
+        return DataSplits(train=learnt, validation=validation, selection=selection, test=test, is_by_time=True)
 
     def next_items(
         self, *, num_negatives: int, batch_size: int, seed: int, num_queries: int, num_ranked: int

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import describe
-from dnis_torchrec.data.batches import Bags, split_rows
+from dnis_torchrec.data.batches import Bags
 from examples.datasets.implicit import KnownPositives
 from examples.datasets.in_memory import Samples
 from examples.datasets.tab_separated import read_columns
@@ -37,8 +37,9 @@ class Reviews:
     num_embeddings: dict[str, int]
 
 
-def load_amazon_sports(folder: Path, *, seed: int) -> Samples:
-    """Loads every review with its negatives behind it: items that its user never reviewed, drawn uniformly."""
+def load_amazon_sports(folder: Path, *, seed: int, is_by_time: bool = False) -> Samples:
+    """Loads every review with its negatives behind it: items that its user never reviewed, drawn uniformly. The file is
+    in the order of time."""
     reviews = read_reviews(find_file(folder, [FILE], PUBLISHER))
     group_size = 1 + NUM_NEGATIVES
     users = reviews.users.repeat_interleave(group_size)
@@ -57,8 +58,9 @@ def load_amazon_sports(folder: Path, *, seed: int) -> Samples:
         multi_hot={ATTRIBUTES: reviews.attributes.select(items)},
         num_embeddings=reviews.num_embeddings,
         group_size=group_size,
+        is_by_time=is_by_time,
     )
-    return samples.sorted_by_frequency(split_rows(items.numel(), seed=seed, group_size=group_size)[0])
+    return samples.sorted_by_frequency(samples.rows_of_splits(seed)[0])
 
 
 @lru_cache(maxsize=1)

@@ -24,6 +24,13 @@ class Samples:
     num_embeddings: Mapping[str, int]
     scalar_names: tuple[str, ...] = ()
     group_size: int = 1
+    is_by_time: bool = False
+    """Whether samples stand in the order of time, and the latest ones are to be those of test."""
+
+    def rows_of_splits(self, seed: int) -> tuple[Tensor, ...]:
+        """Rows of train, validation, selection and test: at random, or one after the other."""
+        parts = split_rows(len(self.labels), seed=seed, group_size=self.group_size)
+        return torch.arange(len(self.labels)).split([len(part) for part in parts]) if self.is_by_time else parts
 
     def sorted_by_frequency(self, train_rows: Tensor) -> Samples:
         """The same samples with every table's rows numbered from the most to the least frequent."""
@@ -38,8 +45,8 @@ class Samples:
         return replace(self, ids=ids, multi_hot=multi_hot)
 
     def split(self, *, batch_size: int, seed: int) -> DataSplits:
-        """Splits the samples at random, 8:1:1, and serves them in batches."""
-        parts = split_rows(len(self.labels), seed=seed, group_size=self.group_size)
+        """Splits the samples 8:1:1 and serves them in batches."""
+        parts = self.rows_of_splits(seed)
         shuffled = (True, True, False, False)
         train, validation, selection, test = (
             InMemoryBatches(
@@ -56,7 +63,9 @@ class Samples:
             )
             for rows, shuffle in zip(parts, shuffled, strict=True)
         )
-        return DataSplits(train=train, validation=validation, selection=selection, test=test)
+        return DataSplits(
+            train=train, validation=validation, selection=selection, test=test, is_by_time=self.is_by_time
+        )
 
 
 def frequency_rank(ids: Tensor, num_embeddings: int) -> Tensor:

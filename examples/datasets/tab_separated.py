@@ -11,22 +11,24 @@ import pandas as pd
 import torch
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data.batches import split_rows
 from examples.datasets.in_memory import Samples
 from examples.datasets.text_files import find_file, number_rows
 
 
 def load_tab_separated(
-    folder: Path, name: str, *, label: str, fields: Mapping[str, str], publisher: str, seed: int
+    folder: Path, name: str, *, label: str, fields: Mapping[str, str], publisher: str, seed: int, time: str = ""
 ) -> Samples:
-    """Loads some columns of a file; the one dense feature, which torchrec's DLRM needs, is the constant 1."""
-    samples = _parse(find_file(folder, [name], publisher), label, tuple(fields.items()))
-    return samples.sorted_by_frequency(split_rows(samples.labels.numel(), seed=seed)[0])
+    """Loads some columns of a file; the one dense feature, which torchrec's DLRM needs, is the constant 1. Splits are
+    by the column `time`, or at random without one."""
+    samples = _parse(find_file(folder, [name], publisher), label, tuple(fields.items()), time)
+    return samples.sorted_by_frequency(samples.rows_of_splits(seed)[0])
 
 
 @lru_cache(maxsize=2)
-def _parse(path: Path, label: str, fields: tuple[tuple[str, str], ...]) -> Samples:
-    frame = read_columns(path, {label: np.float32} | {column: np.int64 for _, column in fields})
+def _parse(path: Path, label: str, fields: tuple[tuple[str, str], ...], time: str) -> Samples:
+    columns = [column for _, column in fields] + [time] * bool(time)
+    frame = read_columns(path, {label: np.float32} | dict.fromkeys(columns, np.int64))
+    frame = frame.sort_values(time, kind="stable") if time else frame
     codes = {feature: number_rows(frame[column]) for feature, column in fields}
     return Samples(
         dense=torch.ones(len(frame), 1),
@@ -34,6 +36,7 @@ def _parse(path: Path, label: str, fields: tuple[tuple[str, str], ...]) -> Sampl
         labels=torch.tensor(frame[label].to_numpy()),
         feature_names=tuple(codes),
         num_embeddings={name: num_rows for name, (_, num_rows) in codes.items()},
+        is_by_time=bool(time),
     )
 
 

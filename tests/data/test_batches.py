@@ -25,7 +25,6 @@ from dnis_torchrec.data.batches import BatchParts, LookupBatches, features_of, f
 from dnis_torchrec.data.over_ranks import (
     JUDGE,
     LEARN,
-    SPLITS,
     RankBatches,
     SplitSummary,
     all_samples,
@@ -35,7 +34,7 @@ from dnis_torchrec.data.over_ranks import (
     samples_to_measure,
     split_over_ranks,
 )
-from dnis_torchrec.data.recipe import DataSplits, Recipe
+from dnis_torchrec.data.recipe import SPLITS, DataSplits, Recipe
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.search import search as search_module
