@@ -139,7 +139,7 @@ BYTES_OF_PIECES = 1 << 30
 """
 PARTS_OF_BATCH = 32
 """Parts of a batch whose losses tell a lead from chance."""
-BLOCK_STRENGTHS, COLUMN_STRENGTHS = (0.0, 0.1, 0.3, 1.0), (0.03, 0.1, 0.3)
+BLOCK_STRENGTHS, COLUMN_STRENGTHS = (0.0, 0.1, 0.3, 1.0), (0.03, 0.1)
 """Choices of tau_b, and of tau_c above 0, rising."""
 MOST_ITERATIONS = 25
 ENOUGH_NATS = 0.3
@@ -394,10 +394,10 @@ class _Problem:
         return Gains(alpha, shift, best.loss, best.strengths)
 
     def _climb(self, options: Sequence[tuple[float, float]], start: _Option) -> _Option:
-        """The best of rising strengths: upwards from one in the middle while it gets better, and
-        downwards if the middle is no better. Each solution begins at the best one so far."""
-        best, middle = start, len(options) - 2
-        for places in (range(middle, len(options)), range(middle - 1, -1, -1)):
+        """The best of rising strengths: upwards from the third, or the last one, while it gets
+        better, or downwards if that is no better. Each begins at the best solution so far."""
+        best, first = start, min(2, len(options) - 1)
+        for places in (range(first, len(options)), range(first - 1, -1, -1)):
             for place in places:
                 option = self._try(options[place], best)
                 if option.loss >= best.loss:
