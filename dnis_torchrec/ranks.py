@@ -4,8 +4,8 @@ leaves nobody waiting, and exact sums over them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -55,13 +55,11 @@ def _gather_objects(local: _T, process_group: dist.ProcessGroup | None) -> list[
 
 def on_rank_zero(action: Callable[[], _T], process_group: dist.ProcessGroup | None = None) -> _T:
     """Runs something on rank 0 alone, and gives its result, or its error, to all ranks."""
-    box: list[_T | None] = [None]
+    result: Any = None
     with together(process_group):
         if rank_of(process_group) == 0:
-            box[0] = action()
-    if world_size_of(process_group) > 1:
-        dist.broadcast_object_list(box, group=process_group, group_src=0)
-    return box[0]  # type: ignore[return-value]
+            result = action()
+    return cast(_T, _gather_objects(result, process_group)[0])
 
 
 def union_over_ranks(
@@ -95,6 +93,10 @@ class Ranks:
         """Whether this is rank 0, which speaks and writes for all."""
         return self.rank == 0
 
+    def together(self) -> AbstractContextManager[None]:
+        """`together` of these ranks; this process alone has nobody to agree with."""
+        return nullcontext() if self.world_size == 1 else together(self.group)
+
     def share(self, count: int) -> tuple[int, int]:
         """The W-th part of ``0 .. count - 1`` that is this rank's: the first, and the one after the
         last."""
@@ -108,17 +110,19 @@ class Ranks:
         """Takes the maximum of every value over ranks, in place, likewise."""
         return self._reduce_(values, dist.ReduceOp.MAX)
 
-    def gather_texts(self, text: str) -> list[str]:
-        """Gives every rank the texts of all ranks, in their order: two all_gathers, and nothing to
-        unpickle."""
-        if self.world_size == 1:
-            return [text]
-        codes = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        return [bytes(of_rank.tolist()).decode() for of_rank in self._gather_uneven(codes)]
+    def gather(self, local: _T) -> list[_T]:
+        """Gives every rank what all ranks have, in their order: one all_gather_object."""
+        return [local] if self.world_size == 1 else _gather_objects(local, self.group)
 
     def concatenate(self, values: Tensor) -> Tensor:
         """Gives every rank the values of all ranks, in their order: two all_gathers."""
-        return values if self.world_size == 1 else torch.cat(self._gather_uneven(values))
+        if self.world_size == 1:
+            return values
+        sizes = [int(size) for size in self._gather(torch.tensor([values.numel()]))]
+        row = torch.zeros(max(*sizes, 1), dtype=values.dtype)
+        row[: values.numel()] = values
+        parts = zip(self._gather(row), sizes, strict=True)
+        return torch.cat([part[:size] for part, size in parts])
 
     def broadcast_(self, values: Tensor) -> Tensor:
         """Gives every rank the values of rank 0, in place: one broadcast."""
@@ -135,12 +139,6 @@ class Ranks:
                 dist.all_reduce(copy, operation, group=self.group)
                 piece.copy_(copy)
         return values
-
-    def _gather_uneven(self, values: Tensor) -> list[Tensor]:
-        sizes = [int(size) for size in self._gather(torch.tensor([values.numel()]))]
-        row = torch.zeros(max(*sizes, 1), dtype=values.dtype)
-        row[: values.numel()] = values
-        return [part[:size] for part, size in zip(self._gather(row), sizes, strict=True)]
 
     def _gather(self, values: Tensor) -> list[Tensor]:
         copy = values.to(self._device())

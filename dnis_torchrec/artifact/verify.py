@@ -3,7 +3,6 @@ thing that was checked: hashes, values of bags that break lookups, unknown ids, 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -13,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.artifact.card import CARD
 from dnis_torchrec.artifact.forms import Rows
 from dnis_torchrec.artifact.load import exact_rows, load, read_scheme
 from dnis_torchrec.artifact.manifest import MANIFEST, describe_file, read_manifest
-from dnis_torchrec.ranks import Ranks, together
+from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, is_gone
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
 from dnis_torchrec.serving.tables import torchrec_config
@@ -46,11 +45,6 @@ class Finding:
     status: str
     detail: str = ""
 
-    @property
-    def is_failure(self) -> bool:
-        """Returns whether this check failed, and the verification with it."""
-        return self.status == FAILED
-
 
 @dataclass(frozen=True)
 class Verification:
@@ -63,7 +57,7 @@ class Verification:
     @property
     def failures(self) -> list[Finding]:
         """Returns the checks that failed."""
-        return [item for item in self.findings if item.is_failure]
+        return [item for item in self.findings if item.status == FAILED]
 
     def to_json(self) -> dict[str, Any]:
         """Returns all fields, and ``"ok"``: true if no check failed."""
@@ -79,9 +73,9 @@ def verify(
     """Checks an artifact, on all ranks together; `measure` gives the test metrics of a form."""
     ranks = ranks or Ranks()
     manifest, findings = check_files(artifact, ranks)
-    if manifest is None or any(item.is_failure for item in findings):
+    if manifest is None or any(item.status == FAILED for item in findings):
         return Verification(str(artifact), tuple(findings))
-    with together(ranks.group):
+    with ranks.together():
         scheme, rows = read_scheme(artifact), exact_rows(artifact)
         rows = {name: cache(of_table) for name, of_table in rows.items()}
     names = sorted({table.collection for table in scheme.tables.values()})
@@ -104,24 +98,22 @@ def _judge(check: str, subject: str, good: bool, detail: str) -> Finding:
 
 def _over_ranks(checks: Sequence[Callable[[], list[Finding]]], ranks: Ranks) -> list[Finding]:
     """Runs each check on one of the ranks; every rank gets all results, in the checks' order."""
-    with together(ranks.group):
+    with ranks.together():
         numbers = range(ranks.rank, len(checks), ranks.world_size)
-        findings = {n: [asdict(item) for item in checks[n]()] for n in numbers}
-    of_all: dict[str, Any] = {}
-    for text in ranks.gather_texts(json.dumps(findings)):
-        of_all |= json.loads(text)
-    return [Finding(**fields) for n in range(len(checks)) for fields in of_all[str(n)]]
+        findings = {n: checks[n]() for n in numbers}
+    of_all = {n: items for of_rank in ranks.gather(findings) for n, items in of_rank.items()}
+    return [item for n in range(len(checks)) for item in of_all[n]]
 
 
 def check_files(artifact: Path, ranks: Ranks) -> tuple[dict[str, Any] | None, list[Finding]]:
     """Checks the manifest, then hashes every file that it lists; goes on after a bad one."""
     words = ""
-    with together(ranks.group):
+    with ranks.together():
         try:
             manifest = read_manifest(artifact)
         except ValueError as error:
             words = str(error)
-    words = next(filter(None, ranks.gather_texts(words)), "")
+    words = next(filter(None, ranks.gather(words)), "")
     if words:
         return None, [Finding("checksums", MANIFEST, FAILED, words)]
     files = [partial(_hash, artifact, name, entry) for name, entry in manifest["files"].items()]
@@ -220,14 +212,12 @@ def _summed(module: nn.Module) -> BagLookup:
     one."""
 
     def look_up(features: KeyedJaggedTensor) -> KeyedTensor:
-        sums = {}
-        for key, jagged_bags in module(features).items():
-            bags = torch.arange(jagged_bags.lengths().numel()).repeat_interleave(
-                jagged_bags.lengths()
-            )
-            zeros = torch.zeros(jagged_bags.lengths().numel(), jagged_bags.values().shape[1])
-            sums[key] = zeros.index_add(0, bags, jagged_bags.values())
-        return KeyedTensor.from_tensor_list(list(sums), list(sums.values()))
+        bags: dict[str, JaggedTensor] = module(features)
+        sums = [
+            torch.segment_reduce(part.values(), "sum", lengths=part.lengths(), initial=0)
+            for part in bags.values()
+        ]
+        return KeyedTensor.from_tensor_list(list(bags), sums)
 
     return look_up if isinstance(module, ServedEmbeddingCollection) else module
 

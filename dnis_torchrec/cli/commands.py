@@ -24,7 +24,7 @@ from dnis_torchrec.artifact.load import read_scheme
 from dnis_torchrec.artifact.manifest import read_manifest, write_manifest
 from dnis_torchrec.artifact.package import write_package
 from dnis_torchrec.artifact.verify import Verification, verify
-from dnis_torchrec.artifact.write import shared_folder, write_over_ranks
+from dnis_torchrec.artifact.write import shared_folder, write_artifact
 from dnis_torchrec.checks import check, describe, versions
 from dnis_torchrec.cli.narrow_rows import CUT_AXES, ROWS, columns_within, in_rows, table_bytes
 from dnis_torchrec.cli.progress import progress
@@ -579,7 +579,7 @@ def run_export(settings: ExportCommand) -> Path:
             for name, tensor in tables.items():
                 first, last = ranks.share(tensor.shape[0])
                 shards[name] = [TableShard(name, tensor.rows(first, last), first)]
-        return write_over_ranks(
+        return write_artifact(
             *(shards, scheme, settings.out, ranks),
             forms=settings.forms or None,
             dense_state=dense,

@@ -127,7 +127,7 @@ def forge(path: Path, name: str, change: Callable[[dict[str, Tensor]], object]) 
 
 def files_that_differ(path: Path) -> list[str]:
     """The files of an artifact that are not as its manifest says."""
-    return [finding.subject for finding in check_files(path, Ranks())[1] if finding.is_failure]
+    return [finding.subject for finding in check_files(path, Ranks())[1] if finding.status == "failed"]
 
 
 def flip(file: Path, position: int, bit: int = 0) -> None:

@@ -277,7 +277,7 @@ def test_commands_without_checkpoints_end_with_a_sentence_and_leave_nothing(
     def strike(*_: object, **__: object) -> None:
         signal.raise_signal(number)
 
-    monkeypatch.setattr(commands, "write_over_ranks", strike)
+    monkeypatch.setattr(commands, "write_artifact", strike)
     monkeypatch.setattr(RunFolder, "write_head", strike)
     handlers = [signal.getsignal(each) for each in signals.REQUESTS]
     for words in (("export", whole), ("train", "tests.tiny:demo", *SHORT)):  # the latter before its first step

@@ -30,7 +30,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from typer.testing import CliRunner
 
 from dnis_torchrec.artifact.export import export, load_model
-from dnis_torchrec.artifact.write import PackedFile
+from dnis_torchrec.artifact.write import FileOfRows
 from dnis_torchrec.cli import app, commands
 from dnis_torchrec.cli.commands import run_compress, run_evaluate, run_export, run_search, run_train
 from dnis_torchrec.cli.settings import CompressCommand, EvaluateCommand, ExportCommand, SearchCommand, TrainCommand
@@ -226,7 +226,7 @@ def refuse_jobs(file: Path, at: Rank) -> Results:
     dist.barrier()
     outcomes = {
         "weights": attempt(source=file.with_name("none.safetensors") if bad else file),
-        "write": attempt(PackedFile, "fill"),
+        "write": attempt(FileOfRows, "fill"),
         "serve": attempt(commands, "load_model"),
         "size": attempt(compression="900"),
         "other folders": attempt(out=f"apart{at.rank}/out"),
