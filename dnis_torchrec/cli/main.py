@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from dnis_torchrec.checks import check, describe_error, is_of_system, version
+from dnis_torchrec.checks import check, describe_error, is_of_system, version, visible
 from dnis_torchrec.cli.settings import (
     WRITTEN_FIRST,
     CompressCommand,
@@ -28,13 +27,12 @@ from dnis_torchrec.cli.settings import (
     is_table,
     number_of,
 )
-from dnis_torchrec.cli.terminal import PlainConsole, fail, guard_standard_error, say
+from dnis_torchrec.cli.terminal import fail, guard_standard_error, print_table, say
 from dnis_torchrec.data.urls import address_of
 from dnis_torchrec.training.settings import Ending, Stopped, exit_code
 
 ALONE = ("package", "report")
 """Commands that have no work for several ranks."""
-TABLE_WIDTH = 120
 
 app = typer.Typer(
     name="dnis",
@@ -98,16 +96,11 @@ def command(kind: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., 
                 out, recipe = values.get("out"), values.get("recipe")
                 # The first rank may make it before the others come here.
                 if out is not None and _is_first_rank():
-                    if hasattr(settings, "resume"):
-                        from dnis_torchrec.cli.run import RunFolder
-
-                        may_exist = settings.overwrite or settings.resume
-                        RunFolder.check_free(out, overwrite=may_exist, can_resume=True)
-                    else:
-                        is_free = settings.overwrite or not out.exists()
-                        place, remedy = f"folder {out}", "choose another --out, or --overwrite"
-                        requirement = "a folder that does not exist"
-                        check(is_free, place, requirement, "an existing one", remedy)
+                    may_exist = settings.overwrite or getattr(settings, "resume", False)
+                    place, remedy = f"folder {out}", "choose another --out, or --overwrite"
+                    requirement = "a folder that does not exist"
+                    is_free = may_exist or not out.exists()
+                    check(is_free, place, requirement, "an existing one", remedy)
                 if recipe is not None and not is_table(recipe):
                     from dnis_torchrec.data.recipe import load_recipe
 
@@ -228,22 +221,17 @@ def _print_results(results: Any, *lines: str) -> None:
     if _is_first_rank():
         from dnis_torchrec.report.rows import terminal_table
 
-        _print_table(terminal_table(results))
+        print_table(terminal_table(results))
         for line in (results.headline, *lines):
             say(line)
 
 
 def _print_findings(result: dict[str, Any]) -> None:
-    title = f"{result['artifact']}: what was checked"
+    title = visible(f"{result['artifact']}: what was checked")
     table = Table("check", "of", "result", "detail", title=title)
     for line in result["findings"]:
-        table.add_row(*(line[name] for name in ("check", "subject", "status", "detail")))
-    _print_table(table)
-
-
-def _print_table(table: Table) -> None:
-    """Prints a table as wide as the terminal, or `TABLE_WIDTH` where that is more."""
-    PlainConsole(max(TABLE_WIDTH, Console().width)).print(table)
+        table.add_row(*(visible(line[name]) for name in ("check", "subject", "status", "detail")))
+    print_table(table)
 
 
 def main() -> None:

@@ -100,13 +100,13 @@ FromOption = Annotated[
         **READ,
     ),
 ]
-EpochsOption = Annotated[int, typer.Option("--epochs", help="Epochs at most of plain training.")]
+EpochsOption = Annotated[
+    int, typer.Option("--epochs", min=1, help="Epochs at most of plain training.")
+]
 SeedOption = Annotated[
     int | None,
-    typer.Option("--seed", help="Of weights, splits and batch order: 0, or that of --from."),
+    typer.Option("--seed", min=0, help="Of weights, splits and batch order: 0, or that of --from."),
 ]
-
-
 ResumeOption = Annotated[
     bool, typer.Option("--resume", help="Go on with the run at --out, if there is one.")
 ]
@@ -144,7 +144,10 @@ class TableOptions:
         return roles if any(roles.values()) else None
 
     def check_table(self, recipe: str | None, data: Path | None, is_new: bool) -> None:
-        """Checks that a table has roles, unless a run has them, and nothing else has any."""
+        """Checks that data are there, that a table has roles, unless a run has them, and nothing
+        else has any."""
+        remedy = "without --data the recipe says what it needs"
+        check(data is None or data.is_dir(), f"--data {data}", "a folder", "none", remedy)
         if recipe is not None and is_table(recipe):
             check(data is None, "--data", f"nothing beside table {recipe}", data, "leave it out")
             is_there = "://" in recipe or Path(recipe).exists()
@@ -171,13 +174,12 @@ class TrainCommand(TableOptions):
     out: OutOption
     data: DataOption = None
     epochs: EpochsOption = EPOCHS
-    seed: Annotated[int, typer.Option(help="Of weights, splits and batch order.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, splits and batch order.")] = 0
     resume: ResumeOption = False
     overwrite: OverwriteOption = False
 
     def __post_init__(self) -> None:
         self.check_table(self.recipe, self.data, is_new=True)
-        _check_common(self.data, self.seed, self.epochs)
         _check_one_way(self.resume, self.overwrite)
 
 
@@ -201,7 +203,6 @@ class CompressCommand(TableOptions):
 
     def __post_init__(self) -> None:
         self.check_table(self.recipe, self.data, is_new=self.source is None)
-        _check_common(self.data, self.seed)
         loss, sizes = self.max_loss, self.compressions
         is_clear, value = bool(sizes) != (loss is not None), "both" if sizes else "neither"
         remedy = "say --compression 8,20,40, for example"
@@ -243,17 +244,14 @@ class SearchCommand(TableOptions):
     epochs: EpochsOption = EPOCHS
     seed: SeedOption = None
     checkpoint_every: Annotated[
-        int, typer.Option(help="Steps between checkpoints, beside those after an epoch.")
+        int, typer.Option(min=0, help="Steps between checkpoints, beside those after an epoch.")
     ] = 0
     resume: ResumeOption = False
     overwrite: OverwriteOption = False
 
     def __post_init__(self) -> None:
         self.check_table(self.recipe, self.data, is_new=self.source is None)
-        _check_common(self.data, self.seed, self.epochs)
         check_compression(self.compression, "--compression")
-        every = self.checkpoint_every
-        check(every >= 0, "--checkpoint-every", "an integer >= 0", every)
         _check_one_way(self.resume, self.overwrite)
 
 
@@ -303,7 +301,6 @@ class EvaluateCommand(TableOptions):
 
     def __post_init__(self) -> None:
         self.check_table(self.recipe, self.data, is_new=False)
-        _check_common(self.data)
         check(self.path.is_dir(), str(self.path), "a run or an artifact", "no such folder")
         is_clear = self.recipe is not None or self.verify
         check(is_clear, "--recipe", "the recipe of the model", "none", "name it")
@@ -311,7 +308,7 @@ class EvaluateCommand(TableOptions):
         if file is not None:
             check(file.parent.is_dir(), f"--json {file}", "an existing folder", file.parent)
             is_file = file.is_file() or not file.exists()  # a pipe or a device would be replaced
-            check(is_file, f"--json {file}", "a file", "something else", "name a file")
+            check(is_file, f"--json {file}", "a file", "something else")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,14 +328,6 @@ class PackageCommand(TableOptions):
 
     def __post_init__(self) -> None:
         self.check_table(self.recipe, self.data, is_new=False)
-        _check_common(self.data)
-
-
-def _check_common(data: Path | None, seed: int | None = None, epochs: int = EPOCHS) -> None:
-    remedy = "without --data the recipe says what it needs"
-    check(data is None or data.is_dir(), f"--data {data}", "a folder", "none", remedy)
-    check(seed is None or seed >= 0, "--seed", "an integer >= 0", seed)
-    check(epochs >= 1, "--epochs", "an integer >= 1", epochs)
 
 
 def _check_one_way(resume: bool, overwrite: bool) -> None:
