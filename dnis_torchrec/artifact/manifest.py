@@ -25,6 +25,8 @@ _FORMAT = "dnis-torchrec-artifact"
 _FORMAT_VERSION = "1.2"
 """Readers accept every minor version of their major one."""
 MANIFEST = "manifest.json"
+CARD = "MODEL_CARD.md"
+"""What an artifact is, for people; its owner may write more into it."""
 ENCODER = "encoder.arrow"
 """The file that turns rows of a data frame into what the model reads."""
 MAX_FILE_BYTES = 2_000_000_000
@@ -129,7 +131,7 @@ def describe_file(folder: Path, name: str) -> dict[str, Any]:
 
 def describe_tensors(folder: Path, name: str) -> dict[str, Any]:
     """Size, sha256 and tensors of a safetensors file, for the manifest."""
-    return describe_file(folder, name) | {"tensors": _header(folder / name, name)}
+    return describe_file(folder, name) | {"tensors": read_header(folder / name, name)}
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -234,7 +236,7 @@ def read_artifact_file(
     place = f"artifact {str(path)!r}, file {name!r}"
     check_known("file", name, manifest["files"])
     entry, file = manifest["files"][name], file_inside(Path(path), name, place)
-    header, tensors_listed = _header(file, place), entry.get("tensors")
+    header, tensors_listed = read_header(file, place), entry.get("tensors")
     requirement = f"tensors {reprlib.repr(tensors_listed)}"
     check(header == tensors_listed, place, requirement, reprlib.repr(header), _AGAIN)
     if verify:
@@ -262,7 +264,7 @@ def _check_sha256(file: Path, entry: Mapping[str, Any], place: str) -> None:
     check(digest == entry["sha256"], place, f"sha256 {entry['sha256']}", digest, _AGAIN)
 
 
-def _header(file: Path, place: str) -> dict[str, Any]:
+def read_header(file: Path, place: str) -> dict[str, Any]:
     """Dtype, shape and offset of every tensor of a safetensors file, from its header alone."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import struct
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,12 @@ from torch.nn.functional import pad
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.artifact.manifest import describe_file, file_inside, read_description
+from dnis_torchrec.artifact.manifest import (
+    describe_file,
+    file_inside,
+    read_description,
+    read_header,
+)
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.files import FolderKind, new_folder, unshare
 from dnis_torchrec.ops.build import LOOKUPS, fallback_libraries, find_compiler
@@ -339,15 +343,10 @@ def _compile(program: ExportedProgram, folder: Path) -> None:
 def _write_index(folder: Path, constants: Mapping[str, Tensor]) -> None:
     """Writes where each constant stands in its file, for loaders that read no JSON: lines of
     ``dtype offset bytes dims size .. size name``."""
-    with (folder / _CONSTANTS).open("rb") as stream:
-        (header_bytes,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(header_bytes))
     lines = []
-    for name in header.keys() & constants.keys():
-        first, last = header[name]["data_offsets"]
-        tensor = constants[name]
-        dtype, sizes = str(tensor.dtype).removeprefix("torch."), tensor.shape
-        fields = [dtype, 8 + header_bytes + first, last - first, len(sizes), *sizes, name]
+    for name, entry in read_header(folder / _CONSTANTS, _CONSTANTS).items():
+        sizes, num_bytes = entry["shape"], constants[name].nbytes
+        fields = [entry["dtype"], entry["offset"], num_bytes, len(sizes), *sizes, name]
         lines.append(" ".join(map(str, fields)))
     (folder / _INDEX).write_text("\n".join(sorted(lines)) + "\n", encoding="utf-8")
 

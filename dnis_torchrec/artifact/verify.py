@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.artifact.card import CARD
-from dnis_torchrec.artifact.forms import Rows
-from dnis_torchrec.artifact.load import exact_rows, load, read_scheme
-from dnis_torchrec.artifact.manifest import MANIFEST, describe_file, read_manifest
+from dnis_torchrec.artifact.load import Rows, exact_rows, load, read_scheme
+from dnis_torchrec.artifact.manifest import CARD, MANIFEST, describe_file, read_manifest
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, is_gone
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection

@@ -10,10 +10,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
@@ -21,11 +20,11 @@ from dnis_torchrec.allocation.axes import rotation_groups
 from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.artifact.export import export, load_model
 from dnis_torchrec.artifact.load import read_scheme
-from dnis_torchrec.artifact.manifest import read_manifest, write_manifest
+from dnis_torchrec.artifact.manifest import ENCODER, read_manifest, write_manifest
 from dnis_torchrec.artifact.package import write_package
 from dnis_torchrec.artifact.verify import Verification, verify
 from dnis_torchrec.artifact.write import shared_folder, write_artifact
-from dnis_torchrec.checks import check, describe, versions
+from dnis_torchrec.checks import check, versions
 from dnis_torchrec.cli.narrow_rows import CUT_AXES, ROWS, columns_within, in_rows, table_bytes
 from dnis_torchrec.cli.progress import progress
 from dnis_torchrec.cli.run import (
@@ -38,10 +37,9 @@ from dnis_torchrec.cli.run import (
     TRAIN_RUN,
     TRAINING,
     RunFolder,
-    RunWriteError,
     TableColumns,
+    fill_after_plain_training_,
     kind_of,
-    weights_after_plain_training,
 )
 from dnis_torchrec.cli.settings import (
     CompressCommand,
@@ -63,7 +61,7 @@ from dnis_torchrec.data.over_ranks import (
 )
 from dnis_torchrec.data.recipe import DataSplits, Recipe, build_recipe_again
 from dnis_torchrec.data.task import TrainTask, direction_of
-from dnis_torchrec.data.urls import url_of
+from dnis_torchrec.data.urls import put_file, url_of
 from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_size_of
 from dnis_torchrec.report.page import write_report
 from dnis_torchrec.report.rows import (
@@ -128,16 +126,9 @@ class _Judge:
         **more: Any,
     ) -> ResultRow:
         """The row of a model with these metrics."""
-        return ResultRow(
-            method=method,
-            metrics=metrics["test"],
-            selection=metrics["selection"],
-            num_bytes=num_bytes,
-            compression=compression,
-            seed=self.seed,
-            seconds=seconds,
-            **more,
-        )
+        splits: Any = {"metrics": metrics["test"], "selection": metrics["selection"]}
+        numbers: Any = {"num_bytes": num_bytes, "compression": compression, "seconds": seconds}
+        return ResultRow(method=method, seed=self.seed, **splits, **numbers, **more)
 
     def plain_rows(self, model: nn.Module, num_bytes: int) -> list[ResultRow]:
         """Rows of a plain model: as it is, and on one process in few bits a value."""
@@ -221,10 +212,9 @@ def _train(
     """The training itself; leaves a finished run with its row."""
     data, counts, fingerprints = read_splits(recipe, table_configs(recipe.model), Ranks.everyone())
     recipe = replace(recipe, data=data)
-    steps, train = 0, LookupBatches(data.train, "train")
+    train = LookupBatches(data.train, "train")
     epoch = getattr(train, "epoch", None)
-    for _ in train:
-        steps += 1
+    steps = sum(1 for _ in train)
     if epoch is not None:
         train.epoch = epoch  # counting the steps is no epoch of training
     scheme, saving = uncompressed_scheme(recipe.model), Saving(resume=settings.resume)
@@ -293,7 +283,7 @@ def run_compress(settings: CompressCommand) -> Results:
         seconds = time.monotonic() - begin
         head["configuration"] = {"sizes": settings.sizes}
         is_turned = bool(rotation_groups(model, recipe.leave_alone))
-        with _new_folder(out, overwrite, ranks) as folder:
+        with shared_folder(out, overwrite=overwrite, kind=RUN, ranks=ranks) as folder:
             for name, allocation in allocations.items():
                 begin = time.monotonic()
                 run = {key: head[key] for key in head if key != "commands"} | {
@@ -352,7 +342,7 @@ def _recipe_and_head(
     columns = past.get("columns", settings.columns)
     if columns is not None and is_table(settings.recipe):
         head["columns"] = columns
-    head["commands"] = [*past.get("commands", []), _command_line()]
+    head["commands"] = [*past.get("commands", []), shlex.join(["dnis", *sys.argv[1:]])]
     head |= {"notes": [], "versions": versions()}
     return _recipe_of(settings, {**past, **head}), head
 
@@ -431,13 +421,12 @@ def _begin_with_(model: nn.Module, source: Path | RunFolder) -> int | None:
     run = RunFolder(source) if isinstance(source, Path) else source
     head, place = run.read_head(), f"run folder {run.path}"
     if kind_of(head) == TRAIN_RUN:
-        weights, epochs = RunFolder.open(run.path).weights(), int(head["best_epoch"]) + 1
-    else:
-        check(kind_of(head) == SEARCH_RUN, place, "a model in it", "compressed ones")
-        weights, epochs = weights_after_plain_training(model, run, head)
-    check_state(model, weights, place)
-    fill_(model, weights)
-    return epochs
+        weights = RunFolder.open(run.path).weights()
+        check_state(model, weights, place)
+        fill_(model, weights)
+        return int(head["best_epoch"]) + 1
+    check(kind_of(head) == SEARCH_RUN, place, "a model in it", "compressed ones")
+    return fill_after_plain_training_(model, run, head)
 
 
 @contextmanager
@@ -461,7 +450,6 @@ def _run_folder(
             with together():
                 if rank_of() == 0 and run.status() != FINISHED:
                     run.write_head(TRAINING, head)
-                    run.announce()
             yield run
         except BaseException:
             if rank_of() == 0:
@@ -474,7 +462,7 @@ def _leave(run: RunFolder, head: Mapping[str, Any]) -> None:
     """Leaves a run to go on with, or what was there before if nothing was trained."""
     if run.status() == FINISHED:
         return
-    if run.has_checkpoint():
+    if CheckpointFolder(run.checkpoints).steps():
         run.write_head(INTERRUPTED, head)
         run.drop_replaced()
     else:
@@ -490,16 +478,15 @@ def _finish(
     recipe: Recipe,
 ) -> None:
     """Writes the model and the rows of a run that is over."""
-    try:
-        run.save_model(model, scheme)
-        run.save_encoder(encoder_of(recipe))
-        with together():
-            if rank_of() == 0:
-                write_results(run.path / RESULTS, results)
-                run.write_head(FINISHED, head)
-                run.drop_replaced()
-    except (OSError, SafetensorError) as error:
-        _refuse_to_write(run.path, error, "make room for it, then --resume")
+    encoder = encoder_of(recipe)
+    run.save_model(model, scheme)
+    with together():
+        if rank_of() == 0:
+            if encoder is not None:
+                put_file(run.path / ENCODER, lambda file: file.write_bytes(encoder.to_bytes()))
+            write_results(run.path / RESULTS, results)
+            run.write_head(FINISHED, head)
+            run.drop_replaced()
 
 
 def _search(
@@ -607,10 +594,7 @@ def run_evaluate(settings: EvaluateCommand) -> dict[str, Any]:
         model = recipe.model.to(device)
         if weights is not None:
             model = spread_filled(recipe.model, weights, device)
-        data = split_over_ranks(recipe.data, ranks)
-        task = TrainTask(get_unwrapped_module(model), recipe.task)
-        metrics = evaluate(task, data.test, recipe.task, device)
-        check_same(data, ranks)
+        metrics = _test_metrics(recipe, get_unwrapped_module(model), ranks, device)
     return {
         "path": str(path),
         "kind": "artifact" if is_artifact(path) else "run",
@@ -641,11 +625,17 @@ def served_metrics(
         recipe = make_recipe()
         load_model(recipe.model, artifact, form=form)
     with torch.inference_mode():
-        splits = split_over_ranks(recipe.data, ranks)
-        task = TrainTask(recipe.model, recipe.task)
-        metrics = evaluate(task, splits.test, recipe.task, torch.device("cpu"))
-        check_same(splits, ranks)
-        return metrics
+        return _test_metrics(recipe, recipe.model, ranks, torch.device("cpu"))
+
+
+def _test_metrics(
+    recipe: Recipe, model: nn.Module, ranks: Ranks, device: torch.device
+) -> dict[str, float]:
+    """Metrics on the test split, of which each rank has its samples."""
+    data = split_over_ranks(recipe.data, ranks)
+    metrics = evaluate(TrainTask(model, recipe.task), data.test, recipe.task, device)
+    check_same(data, ranks)
+    return metrics
 
 
 def run_package(settings: PackageCommand) -> None:
@@ -693,22 +683,3 @@ def is_run(path: Path) -> bool:
 def is_artifact(path: Path) -> bool:
     """Returns whether a folder is an artifact."""
     return (path / "manifest.json").is_file()
-
-
-def _command_line() -> str:
-    return shlex.join(["dnis", *sys.argv[1:]])
-
-
-@contextmanager
-def _new_folder(out: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
-    """A run's folder for all ranks to fill; it appears when it is complete."""
-    try:
-        with shared_folder(out, overwrite=overwrite, kind=RUN, ranks=ranks) as folder:
-            yield folder
-    except (OSError, SafetensorError) as error:
-        _refuse_to_write(out, error, "make room for it")
-
-
-def _refuse_to_write(out: Path, error: Exception, remedy: str) -> NoReturn:
-    requirement = "to write what the command made"
-    raise RunWriteError(describe(f"folder {out}", requirement, str(error), remedy)) from error

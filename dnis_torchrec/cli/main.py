@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -27,7 +25,7 @@ from dnis_torchrec.cli.settings import (
     is_table,
     number_of,
 )
-from dnis_torchrec.cli.terminal import fail, guard_standard_error, print_table, say
+from dnis_torchrec.cli.terminal import arguments, fail, guard_standard_error, print_table, say
 from dnis_torchrec.data.urls import address_of
 from dnis_torchrec.training.settings import Ending, Stopped, exit_code
 
@@ -73,15 +71,6 @@ def _before_any_command(
     with arguments():
         is_fit, remedy = world_size == 1 or command not in ALONE, "start it without torchrun"
         check(is_fit, f"dnis {command}", "one process", f"{world_size} ranks", remedy)
-
-
-@contextmanager
-def arguments() -> Iterator[None]:
-    """Errors inside the block are the caller's arguments': the command ends with exit code 2."""
-    try:
-        yield
-    except (NotImplementedError, OSError, ValueError) as error:
-        fail(error, 2)
 
 
 def command(kind: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
@@ -214,7 +203,7 @@ def report(
 
 def _is_first_rank() -> bool:
     """Returns whether this process speaks for a job of several ranks."""
-    return os.environ.get("RANK", "0") == "0"
+    return number_of("RANK", 0) == 0
 
 
 def _print_results(results: Any, *lines: str) -> None:
@@ -255,10 +244,8 @@ def _is_for_users(error: Exception) -> bool:
     """Returns whether a user can do something about an error."""
     if isinstance(error, ValueError | TypeError | NotImplementedError) or is_of_system(error):
         return True
-    from dnis_torchrec.cli.run import RunWriteError
     from dnis_torchrec.training.checkpoint import CheckpointWriteError
     from dnis_torchrec.training.loop import SearchInterrupted
     from dnis_torchrec.training.pipeline import NonFiniteError
 
-    kinds = (CheckpointWriteError, NonFiniteError, RunWriteError, SearchInterrupted)
-    return isinstance(error, kinds)
+    return isinstance(error, CheckpointWriteError | NonFiniteError | SearchInterrupted)

@@ -72,7 +72,7 @@ def progress(
 
     events = SearchEvents(should_stop=stop.is_requested)
     if rank_of() == 0:
-        shown = on_start, on_resume, on_phase, on_step, on_epoch
+        shown: tuple[Any, ...] = on_start, on_resume, on_phase, on_step, on_epoch
         events = replace(events, **{callback.__name__: callback for callback in shown})
     with bar, stop:
         yield events

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,10 +13,12 @@ from typing import Annotated, Any
 import typer
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.cli.terminal import fail
+from dnis_torchrec.cli.terminal import arguments
 from dnis_torchrec.data.urls import fetch, local_path, output, output_folder, url_of
 from dnis_torchrec.search.settings import check_compression
 
+WRITTEN_BY_RANKS = ("checkpoints/*", "model/*")
+"""Files of a run that every rank writes; rank 0 writes the others."""
 FORM_NAMES = ("packed", "mixed_dimension")
 EPOCHS = 60
 """Epochs at most of plain training, unless the user says another number."""
@@ -28,17 +30,16 @@ def number_of(variable: str, otherwise: int) -> int:
 
 
 def _read(value: str | None) -> Path | None:
-    return None if value is None else _local(value, lambda: fetch(value))
+    with arguments():
+        return None if value is None else fetch(value)
 
 
 def _write(context: typer.Context, value: str | None) -> Path | None:
     """The local folder; the context of the command publishes it when the command is over."""
-    if value is None:
-        return None
-
-    def prepare() -> Path:
-        from dnis_torchrec.cli.run import WRITTEN_BY_RANKS
-
+    with arguments():
+        path = None if value is None else local_path(value)
+        if value is None or path is not None:
+            return path
         job = f"{os.getpid()} {time.time_ns()}"
         if number_of("WORLD_SIZE", 1) > 1:
             # Ranks of one torchrun have it for a parent, also those that it starts again.
@@ -47,21 +48,11 @@ def _write(context: typer.Context, value: str | None) -> Path | None:
                 return output_folder(value, job)
         return context.with_resource(output(value, job, skip=WRITTEN_BY_RANKS))
 
-    return _local(value, prepare)
-
 
 def _write_first(context: typer.Context, values: Sequence[str]) -> list[Path]:
     """The first address is written to, the others are read."""
     paths = [_write(context, values[0]), *map(_read, values[1:])]
     return [path for path in paths if path is not None]
-
-
-def _local(value: str, prepare: Callable[[], Path]) -> Path:
-    """The local path of an address; a wrong address is a wrong argument, exit code 2."""
-    try:
-        return local_path(value) or prepare()
-    except (OSError, ValueError) as error:
-        fail(error, 2)
 
 
 # Text until the callback: a Path would swallow one of the two slashes of a URL.

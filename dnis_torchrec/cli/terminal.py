@@ -7,6 +7,8 @@ import logging
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from traceback import format_exception
 from typing import NoReturn
 
@@ -32,6 +34,15 @@ def fail(error: BaseException, code: int) -> NoReturn:
     """Says an error in one line on standard error and ends the command."""
     say(f"error: {describe_error(error)}", err=True)
     raise typer.Exit(code) from error
+
+
+@contextmanager
+def arguments() -> Iterator[None]:
+    """Errors inside the block are the caller's arguments': the command ends with exit code 2."""
+    try:
+        yield
+    except (NotImplementedError, OSError, ValueError) as error:
+        fail(error, 2)
 
 
 def print_table(table: Table) -> None:

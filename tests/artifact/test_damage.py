@@ -32,10 +32,9 @@ from typer.testing import CliRunner
 
 import dnis_torchrec as dnis
 from dnis_torchrec.artifact import verify as verification
-from dnis_torchrec.artifact.card import CARD
 from dnis_torchrec.artifact.export import load_model
 from dnis_torchrec.artifact.load import exact_rows, load, load_dense_state, read_scheme, serve
-from dnis_torchrec.artifact.manifest import SAFETENSORS_DTYPES, describe_file, read_manifest, write_manifest
+from dnis_torchrec.artifact.manifest import CARD, SAFETENSORS_DTYPES, describe_file, read_manifest, write_manifest
 from dnis_torchrec.artifact.verify import (
     Finding,
     Oracle,
