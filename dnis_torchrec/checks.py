@@ -60,15 +60,13 @@ def describe_error(error: BaseException) -> str:
 
 
 def is_of_system(error: BaseException) -> bool:
-    """Returns whether the operating system has refused something, in whatever error a library has
-    wrapped that."""
+    """Returns whether the operating system has refused something, whatever wraps its error."""
     text = str(error)
     return isinstance(error, OSError) or any(os.strerror(number) in text for number in _SYSTEM)
 
 
 def visible(text: str) -> str:
-    r"""A text as a terminal may show it: what would steer the terminal, or turn the text around,
-    becomes an escape."""
+    """A text as a terminal may show it: what would steer the terminal becomes an escape."""
     if text.isprintable():
         return text
     # Escaped as JSON does it, so that escaped JSON has the same meaning.

@@ -28,8 +28,7 @@ def world_size_of(process_group: dist.ProcessGroup | None = None) -> int:
 
 @contextmanager
 def together(process_group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Either all ranks come out of the block, or all raise: those without an error of their own
-    raise the first other."""
+    """All ranks come out of the block, or all raise: their own error, or the first other."""
     error: Exception | None = None
     try:
         yield
@@ -84,8 +83,7 @@ class Ranks:
 
     @staticmethod
     def everyone() -> Ranks:
-        """All processes of the run, whatever model they hold; this one alone where there is no
-        process group."""
+        """All processes of the run, or this one alone without a process group."""
         return Ranks(dist.group.WORLD if world_size_of() > 1 else None)
 
     @property
@@ -98,8 +96,7 @@ class Ranks:
         return nullcontext() if self.world_size == 1 else together(self.group)
 
     def share(self, count: int) -> tuple[int, int]:
-        """The W-th part of ``0 .. count - 1`` that is this rank's: the first, and the one after the
-        last."""
+        """The W-th part of ``0 .. count - 1`` for this rank: its begin and end."""
         return count * self.rank // self.world_size, count * (self.rank + 1) // self.world_size
 
     def sum_(self, values: Tensor) -> Tensor:

@@ -246,8 +246,7 @@ def load_predictor(path: Path | str, model: nn.Module | None = None) -> Predicto
 def _check_features(
     collection: nn.Module, scheme: MixedDimensionScheme, fqn: str, artifact: Path | str
 ) -> None:
-    """Refuses tables that read other features than the model's: the model would miss some, or take
-    one for another."""
+    """Refuses tables that read other features than the model's."""
     configs = table_configs_of(collection)
     of_model = {table_name(config.name, fqn): list(config.feature_names) for config in configs}
     tables = [table for table in scheme.tables.values() if table.collection == fqn]

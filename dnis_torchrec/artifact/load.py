@@ -83,7 +83,7 @@ def load(
     ways = (*UNKNOWN_IDS, MEAN)
     check(unknown_ids in ways, "unknown_ids", f"one of {ways}", repr(unknown_ids))
     form = None if form is None else form_named(form)
-    folder = _Folder.at(path)
+    folder = _Folder(path)
     form = form or (PACKED if PACKED in folder.manifest["forms"] else MIXED_DIMENSION)
     scheme = folder.collection(collection)
     shards = {name: folder.shards(table, form, verify) for name, table in scheme.tables.items()}
@@ -118,18 +118,18 @@ def serve(
 
 def read_scheme(path: Path | str) -> MixedDimensionScheme:
     """Reads the scheme of an artifact."""
-    return _Folder.at(path).scheme()
+    return _Folder(path).scheme()
 
 
 def exact_rows(path: Path | str) -> dict[str, Rows]:
     """The values of all tables, bit for bit, from whichever form the artifact holds."""
-    folder = _Folder.at(path)
+    folder = _Folder(path)
     return {name: folder.rows(table, True) for name, table in folder.scheme().tables.items()}
 
 
 def load_dense_state(path: Path | str) -> dict[str, Tensor]:
     """Reads the model's other weights; none of a model that is tables alone."""
-    return _Folder.at(path).tensors("dense_state")
+    return _Folder(path).tensors("dense_state")
 
 
 def _build(
@@ -154,21 +154,14 @@ def _build(
     return MeanForUnknownIds(scheme, module) if unknown_ids == MEAN else module
 
 
-@dataclass(frozen=True)
 class _Folder:
-    """An artifact that is being read."""
+    """An artifact that is being read, its manifest checked."""
 
-    path: Path | str
-    manifest: dict[str, Any]
-
-    @staticmethod
-    def at(path: Path | str) -> _Folder:
-        """The artifact in a folder, its manifest checked."""
-        return _Folder(path, read_manifest(path))
+    def __init__(self, path: Path | str) -> None:
+        self.path, self.manifest = path, read_manifest(path)
 
     def tensors(self, field: str) -> dict[str, Tensor]:
-        """The tensors of all files that a field of the manifest names. They are read as a whole, so
-        hashes cost little."""
+        """The tensors of all files that a field names, hashes compared: they are small."""
         tensors: dict[str, Tensor] = {}
         for name in self.manifest[field]:
             tensors |= read_artifact_file(self.path, self.manifest, name, verify=True)
@@ -305,8 +298,7 @@ def row_counts_of(table: TableScheme, first: int, last: int) -> Tensor:
 
 
 def packed_table(table: TableScheme, shards: Sequence[Shard]) -> PackedTable:
-    """The rows of a table as they are looked up: as they lie in their file, or those of several put
-    together."""
+    """The rows of a table as they are looked up, from one file or several."""
     codes, strides = table.codes, row_strides(table.codes.bits)
     parts: list[list[Tensor]] = []
     for shard in shards:
@@ -321,8 +313,7 @@ def packed_table(table: TableScheme, shards: Sequence[Shard]) -> PackedTable:
 
 
 def rows_of_packed(table: TableScheme, shards: Sequence[Shard]) -> Rows:
-    """The values of a table in bit fields, without its lookups: what the other form is made of, and
-    compared with."""
+    """The values of a table in bit fields, without its lookups."""
     table = table.with_float_codes()
     packed_rows = packed_table(table, shards)
     blocks = split_blocks(packed_rows.rows, packed_rows.row_counts, packed_rows.bits)
@@ -394,8 +385,7 @@ def _part(table: TableScheme, first: int, last: int) -> TableScheme:
 
 
 def _values_of_codes(table: TableScheme, rows: Rows) -> Rows:
-    """The values that the codes of a table's rows stand for: a table of codes has these values in
-    both forms."""
+    """The values that the codes of a table's rows stand for, which both forms have."""
     if not table.has_codes:
         return rows
 

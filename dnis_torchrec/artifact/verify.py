@@ -206,8 +206,7 @@ def check_form(
 
 
 def _summed(module: nn.Module) -> BagLookup:
-    """What a served EmbeddingCollection looks up, summed over each bag: comparable with any pooled
-    one."""
+    """What an EmbeddingCollection looks up, summed over each bag as a pooled one does."""
 
     def look_up(features: KeyedJaggedTensor) -> KeyedTensor:
         bags: dict[str, JaggedTensor] = module(features)

@@ -76,8 +76,7 @@ def write_artifact(
     overwrite: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
-    """Writes tables as an artifact: manifest, model card and safetensors files, nothing to
-    unpickle. A table is whole, or what this rank holds of it, or its bit fields (uint8)."""
+    """Writes tables as an artifact: each is whole, this rank's shards, or bit fields (uint8)."""
     ranks, path = ranks or Ranks(), Path(path)
     with ranks.together():
         check(bool(scheme.tables), "scheme", "a table", "none", "search and prune a model first")
@@ -86,7 +85,10 @@ def write_artifact(
         parts, bit_fields = _parts(tables, scheme)
         notes = _as_json(run or {})
         bit_files = _packed_files(scheme, max_file_bytes) if PACKED in forms else []
-    limit = _limit_of_blocks(parts, max_file_bytes, ranks)
+    limit = max_file_bytes
+    if ranks.world_size > 1:
+        largest = max((s.weight.nbytes for shards in parts.values() for s in shards), default=0)
+        limit = min(limit, max(_SMALLEST_FILE_BYTES, largest // _SHARE_OF_SHARD))
     with shared_folder(path, overwrite=overwrite, kind=ARTIFACT, ranks=ranks) as folder:
         spans = _spans(folder, scheme, parts, ranks)
         with ranks.together():
@@ -146,8 +148,7 @@ def _parts(
 
 
 def check_forms(forms: Sequence[str]) -> tuple[str, ...]:
-    """Checks that an artifact can be written in these forms, and spells them as they are spelt
-    now."""
+    """Checks forms that are to be written, and gives them their present names."""
     check(bool(forms), "forms", f"some of {FORMS}", "none")
     check(len(set(forms)) == len(forms), "forms", "each once", tuple(forms))
     return tuple(map(form_named, forms))
@@ -245,8 +246,7 @@ def _spans_of_columns(
 
 
 def count_values(table: TableScheme, first: int, last: int, rows: Rows) -> int:
-    """Counts the non-zero values of consecutive rows of a table, and checks that they can be stored
-    without loss; of a table of codes whatever is not retained is dropped, so nothing counts."""
+    """Counts non-zero values of consecutive rows, and refuses those that cannot be stored."""
     place, num_values = f"table {table.name!r}", 0
     no_block = torch.zeros(1, table.embedding_dim, dtype=torch.bool)
     columns = torch.cat([table.retained, no_block])
@@ -295,8 +295,7 @@ class FileOfRows(NamedTuple):
             file.truncate(len(self.header) + self.tensors["rows"].nbytes)
 
     def fill(self, folder: Path, first: int, last: int, rows: Rows) -> None:
-        """Writes those of some consecutive rows of the table that the file holds. Local; others may
-        write meanwhile."""
+        """Writes the rows of a span that the file holds. Local; others may write meanwhile."""
         table, begin, end = self.table, self.begin, self.end
         first, last = max(first, begin), min(last, end)
         if first >= last:
@@ -352,15 +351,6 @@ def files_of(
         yield FileOfRows(table, f"{stem}{suffix}.safetensors", begin, end, tensors)
 
 
-def _limit_of_blocks(
-    parts: Mapping[str, tuple[TableShard, ...]], max_file_bytes: int, ranks: Ranks
-) -> int:
-    """Bytes of a file of the mixed-dimension form."""
-    largest = max((s.weight.nbytes for shards in parts.values() for s in shards), default=0)
-    share = max(_SMALLEST_FILE_BYTES, largest // _SHARE_OF_SHARD)
-    return max_file_bytes if ranks.world_size == 1 else min(max_file_bytes, share)
-
-
 def _write_blocks(
     folder: Path, index: int, table: TableScheme, span: SpanOfRows, max_file_bytes: int
 ) -> Iterator[Entry]:
@@ -390,8 +380,7 @@ def _empty_rows(table: TableScheme, first: int, last: int) -> dict[str, Tensor]:
 def _write_group(
     folder: Path, stem: str, tensors: Mapping[str, Tensor], max_file_bytes: int
 ) -> Files:
-    """Writes tensors to as few files as hold them: ``<stem>.safetensors``, ``<stem>_1.safetensors``
-    and so on."""
+    """Writes tensors to as few files as hold them: ``<stem>``, ``<stem>_1`` and so on."""
     groups: list[dict[str, Tensor]] = []
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -422,7 +411,12 @@ def _merge(
     tables, on_disk = scheme.to_json(), dict.fromkeys(forms, 0)
     files: dict[str, Any] = {}
     for name, of_table in scheme.tables.items():
-        tables[name] |= {"blocks": _describe_blocks(of_table), "shards": {}}
+        rows, dims = of_table.routing.row_counts().tolist(), of_table.dims.tolist()
+        blocks = [
+            {"rows": rows[s], "embedding_dim": dims[s], "columns": of_table.columns(s).tolist()}
+            for s in range(of_table.num_blocks)
+        ]
+        tables[name] |= {"blocks": blocks, "shards": {}}
         for form in forms:
             of_form = sorted(shards[name][form], key=lambda pair: pair[0]["first_row"])
             covers = sum(shard["num_rows"] for shard, _ in of_form)
@@ -432,14 +426,6 @@ def _merge(
             files |= {shard["file"]: facts for shard, facts in of_form}
             on_disk[form] += sum(facts["bytes"] for _, facts in of_form)
     return {"forms": list(forms), "tables": tables, "bytes_on_disk": on_disk, "files": files}
-
-
-def _describe_blocks(table: TableScheme) -> list[dict[str, Any]]:
-    rows = table.routing.row_counts().tolist()
-    return [
-        {"rows": rows[s], "embedding_dim": int(table.dims[s]), "columns": table.columns(s).tolist()}
-        for s in range(table.routing.num_blocks)
-    ]
 
 
 def _write_rest(
@@ -465,8 +451,8 @@ def _write_rest(
         "files": of_scheme | dense | fields["files"],
     }
     if encoder:
-        size, limit = len(encoder), f"at most {max_file_bytes} bytes"
-        check(size <= max_file_bytes, "encoder", limit, size, "raise max_file_bytes")
+        size, requirement = len(encoder), f"at most {max_file_bytes} bytes"
+        check(size <= max_file_bytes, "encoder", requirement, size, "raise max_file_bytes")
         (folder / ENCODER).write_bytes(encoder)
         manifest["encoder"] = ENCODER
         manifest["files"] |= {ENCODER: describe_file(folder, ENCODER)}
@@ -553,8 +539,7 @@ def _row_of(table: TableScheme, form: str) -> tuple[str, ...]:
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """A table of Markdown. What stands in it was named by others: it can neither end a cell nor be
-    markup."""
+    """A table of Markdown, whose cells others have named: none ends early or is markup."""
     lines = [head, tuple("---" for _ in head), *(tuple(map(_plain, row)) for row in rows)]
     return "\n".join("|".join(["", *line, ""]) for line in lines)
 

@@ -89,13 +89,11 @@ from dnis_torchrec.selection.shards import TableShard, collections, dense_parame
 from dnis_torchrec.selection.swap import replace_, unshard_
 from dnis_torchrec.training.checkpoint import CheckpointFolder, StoredTensor, check_shared
 from dnis_torchrec.training.evaluate import evaluate, primary_metric
-from dnis_torchrec.training.loop import PLAIN, EpochRecord, Phase, Plan, StreamPipeline, TrainLoop
+from dnis_torchrec.training.loop import PLAIN, Phase, Plan, StreamPipeline, TrainLoop
 from dnis_torchrec.training.settings import Saving, TrainSettings
 from dnis_torchrec.training.shard import launched_ranks, process_group, shard
 from dnis_torchrec.training.weights import check_state, fill_, spread_filled, weights_for_
 
-MODEL_OF_TABLES = "dlrm"
-"""Model of `recipe_from_frame` where RECIPE is a table."""
 Metrics = Mapping[str, Mapping[str, float]]
 """Split -> metric -> value."""
 
@@ -142,8 +140,7 @@ class _Judge:
         return rows
 
     def cut_rows(self, model: nn.Module, compressions: Sequence[float]) -> list[ResultRow]:
-        """Rows of the first columns of turned tables, of each size the better of int8 and int4 on
-        the selection split."""
+        """Rows of the first columns of turned tables: of each size the better of int8 and int4."""
         tables, alone, rows = table_configs(model), self.recipe.leave_alone, []
         groups = rotation_groups(get_unwrapped_module(model), alone)
         to_turn = {table for group in groups for table in group.tables}
@@ -163,13 +160,7 @@ class _Judge:
                 rows.append(self.row(CUT_AXES, *best, num_bytes / best[1]))
         return rows
 
-    def results(
-        self,
-        rows: Sequence[ResultRow],
-        head: Mapping[str, Any],
-        history: Sequence[EpochRecord] = (),
-        blocks: Sequence[Mapping[str, Any]] = (),
-    ) -> Results:
+    def results(self, rows: Sequence[ResultRow], head: Mapping[str, Any], **more: Any) -> Results:
         """All that a report shows."""
         metric, is_higher_better = primary_metric(self.recipe.task, self.recipe.data.test)
         return Results(
@@ -177,11 +168,10 @@ class _Judge:
             rows=tuple(rows),
             primary_metric=metric,
             higher_is_better=is_higher_better,
-            history=tuple(asdict(record) for record in history),
-            blocks=tuple(blocks),
             notes=tuple(head["notes"]),
             commands=tuple(head["commands"]),
             versions=head["versions"],
+            **more,
         )
 
 
@@ -245,7 +235,7 @@ def _train(
         "metrics": metrics["test"],
     }
     module = get_unwrapped_module(model) if world_size_of() > 1 else unshard_(model)
-    results = judge.results([row], head, loop.history)
+    results = judge.results([row], head, history=tuple(map(asdict, loop.history)))
     _finish(run, cast(TrainTask, module).model, scheme, head, results, recipe)
     on_rank_zero(CheckpointFolder(run.checkpoints).remove)
 
@@ -358,7 +348,7 @@ def _recipe_of(settings: Any, record: Mapping[str, Any]) -> Recipe:
     is_same = settings.columns in (None, columns)
     check(is_same, f"table {spec}", f"the columns of the run, {columns}", settings.columns)
     identity = {"embedding_dim": record.get("embedding_dim"), "seed": record.get("seed", 0)}
-    return recipe_from_frame(spec, model=MODEL_OF_TABLES, **columns, **identity)
+    return recipe_from_frame(spec, model="dlrm", **columns, **identity)
 
 
 def _evaluate_served(judge: _Judge, model: nn.Module, artifact: Path) -> Metrics:
@@ -413,8 +403,7 @@ def _search_begin(settings: SearchCommand) -> tuple[Recipe, int | None, dict[str
 
 
 def _begin_with_(model: nn.Module, source: Path | RunFolder) -> int | None:
-    """Gives a model the weights of a file, or those that plain training of a run ended with;
-    returns the epochs behind them where they are known."""
+    """Fills a model with weights of a file or of plain training; returns their epochs, if known."""
     if isinstance(source, Path) and not is_run(source):
         fill_(model, weights_for_(model, source))
         return None
@@ -529,7 +518,8 @@ def _search(
         plain = _Judge(recipe, recipe.data, device, head["seed"])
         model, num_bytes = recipe.model.to(device), 4 * dense_parameters(recipe.model)
         rows += plain.plain_rows(model, num_bytes)
-    results = judge.results(rows, head, outcome.history, _block_rows(outcome))
+    more = {"history": tuple(map(asdict, outcome.history)), "blocks": _block_rows(outcome)}
+    results = judge.results(rows, head, **more)
     _finish(run, outcome.model, scheme, head, results, recipe)
 
 
@@ -652,13 +642,11 @@ def _block_rows(outcome: SearchOutcome) -> tuple[dict[str, Any], ...]:
     lines = []
     for name, table in outcome.scheme.tables.items():
         occurrences = outcome.blocks.occurrences[name].tolist()
-        bits = (32 * table.retained).double() if table.bits is None else table.bits.double()
-        for block, (rows, mean) in enumerate(
-            zip(table.routing.row_counts().tolist(), bits.mean(dim=1).tolist(), strict=True)
-        ):
+        bits = table.column_bits().double().mean(dim=1).tolist()
+        for block, rows in enumerate(table.routing.row_counts().tolist()):
             if rows:
-                line = {"table": name, "block": block, "rows": rows}
-                lines.append(line | {"occurrences": occurrences[block] / rows, "bits": mean})
+                line = {"table": name, "block": block, "rows": rows, "bits": bits[block]}
+                lines.append(line | {"occurrences": occurrences[block] / rows})
     return tuple(lines)
 
 

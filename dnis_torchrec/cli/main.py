@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -73,6 +74,13 @@ def _before_any_command(
         check(is_fit, f"dnis {command}", "one process", f"{world_size} ranks", remedy)
 
 
+def commands() -> ModuleType:
+    """What does the work; importing it takes seconds, which `--help` has not."""
+    from dnis_torchrec.cli import commands
+
+    return commands
+
+
 def command(kind: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
     """Makes a command whose options are the fields of its settings; checked before its work are
     settings, recipe and the place of the output."""
@@ -107,18 +115,14 @@ def command(kind: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., 
 def train(settings: TrainCommand) -> None:
     """Trains the plain model until its selection loss stops improving; writes a run. Ctrl-C saves
     and stops; the same command with --resume goes on, also after a crash."""
-    from dnis_torchrec.cli.commands import run_train
-
-    _print_results(run_train(settings), f"run: {address_of(settings.out)}")
+    _print_results(commands().run_train(settings), f"run: {address_of(settings.out)}")
 
 
 @command(CompressCommand)
 def compress(settings: CompressCommand) -> None:
     """Compresses a trained model, without a training step: bits for every column of every block of
     rows, by what they are worth to the loss. Writes an artifact a size, OUT/x8 for 8 times."""
-    from dnis_torchrec.cli.commands import run_compress
-
-    results, place = run_compress(settings), address_of(settings.out)
+    results, place = commands().run_compress(settings), address_of(settings.out)
     lines = [f"artifact: {place}/{name}" for name in settings.sizes]
     _print_results(results, *lines, f"report: {place}/report.html")
 
@@ -127,20 +131,15 @@ def compress(settings: CompressCommand) -> None:
 def search(settings: SearchCommand) -> None:
     """Searches: trains, lets columns die by what they are worth, spends bits on the others; writes
     a run. Ctrl-C saves and stops; the same command with --resume goes on, also after a crash."""
-    from dnis_torchrec.cli.commands import run_search
-
-    _print_results(run_search(settings), f"run: {address_of(settings.out)}")
+    _print_results(commands().run_search(settings), f"run: {address_of(settings.out)}")
 
 
 @command(ExportCommand)
 def export(settings: ExportCommand) -> None:
     """Exports a finished RUN as an artifact, ready to serve, or to train on."""
-    from dnis_torchrec.cli.commands import run_export
-    from dnis_torchrec.cli.run import RunFolder
-
     with arguments():
-        RunFolder.open(settings.run)
-    run_export(settings)
+        commands().RunFolder.open(settings.run)
+    commands().run_export(settings)
     if _is_first_rank():
         say(f"artifact: {address_of(settings.out)}")
 
@@ -148,17 +147,16 @@ def export(settings: ExportCommand) -> None:
 @command(EvaluateCommand)
 def evaluate(settings: EvaluateCommand) -> None:
     """Evaluates a run or an artifact on the test split, or verifies an artifact."""
-    from dnis_torchrec.cli import commands
     from dnis_torchrec.data.files import write_json
 
     if settings.verify:
-        verification = commands.run_verify(settings)
+        verification = commands().run_verify(settings)
         result, failures = verification.to_json(), verification.failures
     else:
         with arguments():
-            if not commands.is_artifact(settings.path):
-                commands.RunFolder.open(settings.path)
-        result, failures = commands.run_evaluate(settings), []
+            if not commands().is_artifact(settings.path):
+                commands().RunFolder.open(settings.path)
+        result, failures = commands().run_evaluate(settings), []
     if _is_first_rank():
         if settings.verify:
             _print_findings(result)
@@ -175,10 +173,8 @@ def evaluate(settings: EvaluateCommand) -> None:
 @command(PackageCommand)
 def package(settings: PackageCommand) -> None:
     """Packages the whole model of an artifact, compiled: inputs dense, values, lengths."""
-    from dnis_torchrec.cli.commands import run_package
-
     try:
-        run_package(settings)
+        commands().run_package(settings)
     except RuntimeError as error:  # no compiler, or a package that predicts something else
         fail(error, 1)
     say(f"package: {address_of(settings.out)}")
@@ -196,9 +192,7 @@ def report(
     ],
 ) -> None:
     """Writes report.html, one page that opens offline, into the first RUN, about all of them."""
-    from dnis_torchrec.cli.commands import run_report
-
-    _print_results(run_report(runs), f"report: {address_of(runs[0])}/report.html")
+    _print_results(commands().run_report(runs), f"report: {address_of(runs[0])}/report.html")
 
 
 def _is_first_rank() -> bool:

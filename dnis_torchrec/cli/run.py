@@ -247,8 +247,7 @@ class RunFolder:
 
 @torch.no_grad()
 def fill_after_plain_training_(model: nn.Module, run: RunFolder, head: Mapping[str, Any]) -> int:
-    """Gives a model the best weights of the phase that a search began with; returns the epochs
-    behind them."""
+    """Fills a model with what a search began with; returns the epochs behind it."""
     place, remedy = f"run folder {run.path}", "begin with a run of `dnis train`"
     folder = CheckpointFolder(run.checkpoints)
     latest = folder.latest()

@@ -69,15 +69,15 @@ RecipeArgument = Annotated[
         "folder of them.",
     ),
 ]
-RecipeOption = typer.Option("--recipe", metavar="RECIPE", help="Recipe or table of the model.")
+RecipeOption = typer.Option(metavar="RECIPE", help="Recipe or table of the model.")
 DataOption = Annotated[
     Path | None,
     typer.Option(
-        "--data", metavar="FOLDER", help="Data, a folder or a URL, where a recipe needs it.", **READ
+        metavar="FOLDER", help="Data, a folder or a URL, where a recipe needs it.", **READ
     ),
 ]
 OutOption = Annotated[
-    Path, typer.Option("--out", metavar="FOLDER", help="Folder to write, or its URL.", **WRITTEN)
+    Path, typer.Option(metavar="FOLDER", help="Folder to write, or its URL.", **WRITTEN)
 ]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what stands at --out.")]
 FromOption = Annotated[
@@ -91,12 +91,10 @@ FromOption = Annotated[
         **READ,
     ),
 ]
-EpochsOption = Annotated[
-    int, typer.Option("--epochs", min=1, help="Epochs at most of plain training.")
-]
+EpochsOption = Annotated[int, typer.Option(min=1, help="Epochs at most of plain training.")]
 SeedOption = Annotated[
     int | None,
-    typer.Option("--seed", min=0, help="Of weights, splits and batch order: 0, or that of --from."),
+    typer.Option(min=0, help="Of weights, splits and batch order: 0, or that of --from."),
 ]
 ResumeOption = Annotated[
     bool, typer.Option("--resume", help="Go on with the run at --out, if there is one.")
@@ -135,8 +133,7 @@ class TableOptions:
         return roles if any(roles.values()) else None
 
     def check_table(self, recipe: str | None, data: Path | None, is_new: bool) -> None:
-        """Checks that data are there, that a table has roles, unless a run has them, and nothing
-        else has any."""
+        """Checks data, and that a table, and nothing else, has roles of its own or of a run."""
         remedy = "without --data the recipe says what it needs"
         check(data is None or data.is_dir(), f"--data {data}", "a folder", "none", remedy)
         if recipe is not None and is_table(recipe):
@@ -295,11 +292,10 @@ class EvaluateCommand(TableOptions):
         check(self.path.is_dir(), str(self.path), "a run or an artifact", "no such folder")
         is_clear = self.recipe is not None or self.verify
         check(is_clear, "--recipe", "the recipe of the model", "none", "name it")
-        file = self.json_file
-        if file is not None:
-            check(file.parent.is_dir(), f"--json {file}", "an existing folder", file.parent)
-            is_file = file.is_file() or not file.exists()  # a pipe or a device would be replaced
-            check(is_file, f"--json {file}", "a file", "something else")
+        if self.json_file is not None:  # a pipe or a device would be replaced
+            file, place = self.json_file, f"--json {self.json_file}"
+            check(file.parent.is_dir(), place, "an existing folder", file.parent)
+            check(file.is_file() or not file.exists(), place, "a file", "something else")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,8 +46,7 @@ def arguments() -> Iterator[None]:
 
 
 def print_table(table: Table) -> None:
-    """Prints a table of visible texts, as wide as the terminal, or `TABLE_WIDTH` if that is more;
-    brackets and colons in a name are no markup."""
+    """Prints a table of visible texts, in which brackets and colons are no markup."""
     width = max(TABLE_WIDTH, Console().width)
     Console(width=width, markup=False, emoji=False).print(table)
 
