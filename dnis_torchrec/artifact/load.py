@@ -109,10 +109,7 @@ def serve(
     """Builds a serving module of one collection from its tables, without an artifact."""
     form, shards = form_named(form), {}
     for name, table in scheme.tables.items():
-        check_known("table", name, tables)
-        shape, weight = (table.num_embeddings, table.embedding_dim), tables[name].detach()
-        check(tuple(weight.shape) == shape, f"table {name!r}", f"shape {shape}", weight.shape)
-        shards[name] = [whole_shard(form, table, rows_of(weight))]
+        shards[name] = [whole_shard(form, table, rows_of(tables[name].detach()))]
     return _build(form, scheme, shards, device, unknown_ids)
 
 

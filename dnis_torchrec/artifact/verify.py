@@ -105,15 +105,11 @@ def _over_ranks(checks: Sequence[Callable[[], list[Finding]]], ranks: Ranks) -> 
 
 def check_files(artifact: Path, ranks: Ranks) -> tuple[dict[str, Any] | None, list[Finding]]:
     """Checks the manifest, then hashes every file that it lists; goes on after a bad one."""
-    words = ""
-    with ranks.together():
-        try:
+    try:
+        with ranks.together():
             manifest = read_manifest(artifact)
-        except ValueError as error:
-            words = str(error)
-    words = next(filter(None, ranks.gather(words)), "")
-    if words:
-        return None, [Finding("checksums", MANIFEST, FAILED, words)]
+    except ValueError as error:
+        return None, [Finding("checksums", MANIFEST, FAILED, str(error))]
     files = [partial(_hash, artifact, name, entry) for name, entry in manifest["files"].items()]
     findings = _over_ranks([*files, partial(_strangers, artifact, manifest)], ranks)
     return manifest, [_judge("checksums", MANIFEST, True, ""), *findings]
@@ -155,10 +151,18 @@ class Oracle:
     scheme: MixedDimensionScheme
     rows: Mapping[str, Rows]
 
-    @property
-    def is_weighted(self) -> bool:
-        """Whether bags have weights."""
-        return next(iter(self.scheme.tables.values())).is_weighted
+    def features(self, bags: FeatureBags) -> KeyedJaggedTensor:
+        """Bags as TorchRec takes them."""
+        is_weighted = next(iter(self.scheme.tables.values())).is_weighted
+        flat = [bag for of_feature in bags.values() for bag in of_feature]
+        entries = [entry for bag in flat for entry in bag]
+        return KeyedJaggedTensor(
+            keys=list(bags),
+            values=torch.tensor([row_id for row_id, _ in entries], dtype=torch.int64),
+            weights=torch.tensor([weight for _, weight in entries]) if is_weighted else None,
+            lengths=torch.tensor([len(bag) for bag in flat], dtype=torch.int32),
+            stride=len(next(iter(bags.values()))),
+        )
 
     def pool(self, bags: FeatureBags) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Output key -> pooled ``(B, D)`` in float64, and how far a form may be off, ``(B, 1)``."""
@@ -261,28 +265,14 @@ def _rows_of_features(
     return rows
 
 
-def keyed_jagged_tensor(bags: FeatureBags, *, is_weighted: bool) -> KeyedJaggedTensor:
-    """Bags as TorchRec takes them."""
-    flat = [bag for of_feature in bags.values() for bag in of_feature]
-    entries = [entry for bag in flat for entry in bag]
-    return KeyedJaggedTensor(
-        keys=list(bags),
-        values=torch.tensor([row_id for row_id, _ in entries], dtype=torch.int64),
-        weights=torch.tensor([weight for _, weight in entries]) if is_weighted else None,
-        lengths=torch.tensor([len(bag) for bag in flat], dtype=torch.int32),
-        stride=len(next(iter(bags.values()))),
-    )
-
-
 def compare(
     check: str, subject: str, module: BagLookup, oracle: Oracle, bags: FeatureBags
 ) -> Finding:
     """Compares what a module looks up with what the oracle does."""
     targets, limits = oracle.pool(bags)
-    features = keyed_jagged_tensor(bags, is_weighted=oracle.is_weighted)
     try:
         with torch.inference_mode():
-            values: Mapping[str, Tensor] = module(features).to_dict()
+            values: Mapping[str, Tensor] = module(oracle.features(bags)).to_dict()
     except (ValueError, RuntimeError, IndexError) as error:
         return Finding(check, subject, FAILED, f"{type(error).__name__}: {error}")
     if set(values) != set(targets):
@@ -304,7 +294,7 @@ def _check_refusal(subject: str, module: BagLookup, oracle: Oracle, bags: Featur
         one = {feature: of_feature[index : index + 1] for feature, of_feature in bags.items()}
         try:
             with torch.inference_mode():
-                module(keyed_jagged_tensor(one, is_weighted=oracle.is_weighted))
+                module(oracle.features(one))
         except (ValueError, RuntimeError, IndexError):
             continue
         ids = [row_id for row_id, _ in next(iter(one.values()))[0]]

@@ -214,11 +214,8 @@ def _pass_columns(folder: Path, index: int, shards: Sequence[TableShard]) -> Non
     """Writes column shards of a table, as plain float32, where the other ranks find them."""
     (folder / _COLUMNS).mkdir(exist_ok=True)
     for shard in shards:
-        numbers = (shard.first_row, shard.first_column, *shard.weight.shape)
-        name = f"{index}.{'.'.join(map(str, numbers))}"
-        with (folder / _COLUMNS / name).open("wb") as file:
-            for chunk, _, _ in shard.chunks():
-                chunk.float().cpu().contiguous().numpy().tofile(file)
+        name = f"{index}.{shard.first_row}.{shard.first_column}.npy"
+        np.save(folder / _COLUMNS / name, shard.weight.float().cpu().numpy())
 
 
 def _spans_of_columns(
@@ -231,15 +228,13 @@ def _spans_of_columns(
     def rows(begin: int, end: int) -> Tensor:
         chunk = torch.full((end - begin, table.embedding_dim), torch.nan)
         for file in files:
-            first_row, first_column, num_rows, width = map(int, file.name.split(".")[1:])
-            low, high = max(begin, first_row), min(end, first_row + num_rows)
+            first_row, first_column = map(int, file.name.split(".")[1:3])
+            part = np.load(file, mmap_mode="r")
+            low, high = max(begin, first_row), min(end, first_row + len(part))
             if low < high:
-                count, offset = (high - low) * width, 4 * (low - first_row) * width
-                values = np.fromfile(file, dtype=np.float32, count=count, offset=offset)
-                columns = slice(first_column, first_column + width)
-                chunk[low - begin : high - begin, columns] = torch.from_numpy(
-                    values.reshape(-1, width)
-                )
+                values = torch.from_numpy(part[low - first_row : high - first_row].copy())
+                columns = slice(first_column, first_column + part.shape[1])
+                chunk[low - begin : high - begin, columns] = values
         return chunk
 
     return [(first, last, rows)] if first < last else []

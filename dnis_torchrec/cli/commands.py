@@ -20,7 +20,7 @@ from dnis_torchrec.allocation.axes import rotation_groups
 from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.artifact.export import export, load_model
 from dnis_torchrec.artifact.load import read_scheme
-from dnis_torchrec.artifact.manifest import ENCODER, read_manifest, write_manifest
+from dnis_torchrec.artifact.manifest import ENCODER, MANIFEST, read_manifest, write_manifest
 from dnis_torchrec.artifact.package import write_package
 from dnis_torchrec.artifact.verify import Verification, verify
 from dnis_torchrec.artifact.write import shared_folder, write_artifact
@@ -547,7 +547,7 @@ def run_export(settings: ExportCommand) -> Path:
     """Exports a finished run as an artifact."""
     with launched_ranks() as ranks:
         with together(ranks.group):
-            run = RunFolder.open(settings.run)
+            run, encoder = RunFolder.open(settings.run), settings.run / ENCODER
             head, scheme = run.read_head(), run.scheme()
             tables, dense = run.tables_and_dense()
             names = ("recipe", "columns", "seed", "embedding_dim", "configuration", "versions")
@@ -561,18 +561,18 @@ def run_export(settings: ExportCommand) -> Path:
             forms=settings.forms or None,
             dense_state=dense,
             run=record,
-            encoder=run.encoder(),
+            encoder=encoder.read_bytes() if encoder.is_file() else b"",
             overwrite=settings.overwrite,
         )
 
 
 def run_evaluate(settings: EvaluateCommand) -> dict[str, Any]:
     """Evaluates a finished run, or an artifact dropped into its model, on the test split."""
-    path, spec = settings.path, str(settings.recipe)
+    path, is_artifact = settings.path, (settings.path / MANIFEST).is_file()
     with process_group() as device:
         weights, ranks = None, Ranks.everyone()
         with together():
-            if is_artifact(path):
+            if is_artifact:
                 head, scheme = read_manifest(path)["run"], read_scheme(path)
                 recipe = _recipe_of(settings, head)
                 load_model(recipe.model, path)
@@ -587,8 +587,8 @@ def run_evaluate(settings: EvaluateCommand) -> dict[str, Any]:
         metrics = _test_metrics(recipe, get_unwrapped_module(model), ranks, device)
     return {
         "path": str(path),
-        "kind": "artifact" if is_artifact(path) else "run",
-        "recipe": spec,
+        "kind": "artifact" if is_artifact else "run",
+        "recipe": str(settings.recipe),
         "seed": head.get("seed", 0),
         "compression": scheme.compression(),
         "parameters": scheme.parameters,
@@ -666,8 +666,3 @@ def run_report(folders: Sequence[Path]) -> Results:
 def is_run(path: Path) -> bool:
     """Returns whether `dnis` wrote a folder as a run."""
     return (path / "run.json").is_file()
-
-
-def is_artifact(path: Path) -> bool:
-    """Returns whether a folder is an artifact."""
-    return (path / "manifest.json").is_file()

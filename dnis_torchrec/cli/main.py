@@ -154,7 +154,7 @@ def evaluate(settings: EvaluateCommand) -> None:
         result, failures = verification.to_json(), verification.failures
     else:
         with arguments():
-            if not commands().is_artifact(settings.path):
+            if not (settings.path / "manifest.json").is_file():
                 commands().RunFolder.open(settings.path)
         result, failures = commands().run_evaluate(settings), []
     if _is_first_rank():

@@ -25,7 +25,7 @@ def progress(
     recipe: Recipe, on_save: Callable[[], None], epoch_samples: float = 1.0
 ) -> Iterator[SearchEvents]:
     """Shows a training; `on_save` is called after each epoch, whose state is saved."""
-    stop, loss_mean = _SearchStop(), EMA(0.02)
+    stop, loss_mean = StopRequest(), EMA(0.02)
     samples, words = {"epoch": epoch_samples, "step": 1.0}, {"phase": "", "epochs": ""}
     bar = tqdm(
         *(None, "reading the data"),
@@ -75,13 +75,8 @@ def progress(
         shown: tuple[Any, ...] = on_start, on_resume, on_phase, on_step, on_epoch
         events = replace(events, **{callback.__name__: callback for callback in shown})
     with bar, stop:
-        yield events
-
-
-class _SearchStop(StopRequest):
-    """Tells a training that was stopped which signal it was."""
-
-    def _leave(self, error: BaseException | None) -> None:
-        if isinstance(error, SearchInterrupted):
-            error.signal = self.number
-        super()._leave(error)
+        try:
+            yield events
+        except SearchInterrupted as error:
+            error.signal = stop.number
+            raise

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dnis_torchrec.allocation.axes import with_axes_
-from dnis_torchrec.artifact.manifest import ENCODER
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.files import (
     PARTIAL,
@@ -91,8 +90,7 @@ class RunFolder:
         if not path.exists() or (can_resume and _is_unused(path)):
             return
         is_run = (path / "run.json").is_file()
-        ways = ", --resume the run or --overwrite it" if can_resume else " or --overwrite it"
-        remedy = f"choose another --out{ways if is_run else ''}"
+        remedy = f"choose another --out{', or --overwrite' if is_run else ''}"
         place, requirement = f"run folder {path}", "a folder that does not exist"
         check(overwrite and is_run, place, requirement, "an existing one", remedy)
 
@@ -190,21 +188,15 @@ class RunFolder:
         ranks = ranks_of(*collections(model).values())
         with together(ranks.group):
             if rank_of() == 0:
-                self._save("scheme", unshare(scheme.to_tensors()))
+                tensors = unshare(scheme.to_tensors())
+                put_file(self.path / "scheme.safetensors", partial(save_file, tensors))
                 remove_model(self._address)
                 if ranks.world_size == 1:
                     state = model.state_dict().items()
-                    self._save("model", unshare({weight_name(name): part for name, part in state}))
+                    tensors = unshare({weight_name(name): part for name, part in state})
+                    put_file(self.path / "model.safetensors", partial(save_file, tensors))
         if ranks.world_size > 1:
             write_model(self._address, model, ranks)
-
-    def encoder(self) -> bytes:
-        """What reads raw rows; nothing where the recipe is not made of a table."""
-        file = self.path / ENCODER
-        return file.read_bytes() if file.is_file() else b""
-
-    def _save(self, name: str, tensors: dict[str, Tensor]) -> None:
-        put_file(self.path / f"{name}.safetensors", partial(save_file, tensors))
 
     def _load(self, name: str) -> dict[str, Tensor]:
         file = self.path / f"{name}.safetensors"

@@ -20,8 +20,6 @@ from dnis_torchrec.search.settings import check_compression
 WRITTEN_BY_RANKS = ("checkpoints/*", "model/*")
 """Files of a run that every rank writes; rank 0 writes the others."""
 FORM_NAMES = ("packed", "mixed_dimension")
-EPOCHS = 60
-"""Epochs at most of plain training, unless the user says another number."""
 
 
 def number_of(variable: str, otherwise: int) -> int:
@@ -73,7 +71,7 @@ RecipeOption = typer.Option(metavar="RECIPE", help="Recipe or table of the model
 DataOption = Annotated[
     Path | None,
     typer.Option(
-        metavar="FOLDER", help="Data, a folder or a URL, where a recipe needs it.", **READ
+        metavar="FOLDER", help="Folder of data, or its URL, if the recipe needs it.", **READ
     ),
 ]
 OutOption = Annotated[
@@ -161,14 +159,14 @@ class TrainCommand(TableOptions):
     recipe: RecipeArgument
     out: OutOption
     data: DataOption = None
-    epochs: EpochsOption = EPOCHS
+    epochs: EpochsOption = 60
     seed: Annotated[int, typer.Option(min=0, help="Of weights, splits and batch order.")] = 0
     resume: ResumeOption = False
     overwrite: OverwriteOption = False
 
     def __post_init__(self) -> None:
         self.check_table(self.recipe, self.data, is_new=True)
-        _check_one_way(self.resume, self.overwrite)
+        check(not (self.resume and self.overwrite), "--resume", "no --overwrite", "both")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +227,7 @@ class SearchCommand(TableOptions):
     source: FromOption = None
     data: DataOption = None
     compression: Annotated[float, typer.Option(help=f"{COMPRESSION_HELP}.")] = 20.0
-    epochs: EpochsOption = EPOCHS
+    epochs: EpochsOption = 60
     seed: SeedOption = None
     checkpoint_every: Annotated[
         int, typer.Option(min=0, help="Steps between checkpoints, beside those after an epoch.")
@@ -240,7 +238,7 @@ class SearchCommand(TableOptions):
     def __post_init__(self) -> None:
         self.check_table(self.recipe, self.data, is_new=self.source is None)
         check_compression(self.compression, "--compression")
-        _check_one_way(self.resume, self.overwrite)
+        check(not (self.resume and self.overwrite), "--resume", "no --overwrite", "both")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,11 +313,6 @@ class PackageCommand(TableOptions):
 
     def __post_init__(self) -> None:
         self.check_table(self.recipe, self.data, is_new=False)
-
-
-def _check_one_way(resume: bool, overwrite: bool) -> None:
-    is_clear, remedy = not (overwrite and resume), "give one of them"
-    check(is_clear, "--resume", "no --overwrite", "both", remedy)
 
 
 def _check_seen_by_ranks(out: Path) -> None:

@@ -18,10 +18,6 @@ from rich.table import Table
 
 from dnis_torchrec.checks import describe_error, is_of_system, visible
 
-TABLE_WIDTH = 120
-COMPILING = "dnis_torchrec.ops.build"
-"""Logger that tells when operators are compiled; importing its module would import torch."""
-
 _plain_warning, _show_any_error_of_thread = warnings.formatwarning, threading.excepthook
 
 
@@ -47,8 +43,7 @@ def arguments() -> Iterator[None]:
 
 def print_table(table: Table) -> None:
     """Prints a table of visible texts, in which brackets and colons are no markup."""
-    width = max(TABLE_WIDTH, Console().width)
-    Console(width=width, markup=False, emoji=False).print(table)
+    Console(width=max(120, Console().width), markup=False, emoji=False).print(table)
 
 
 def guard_standard_error() -> None:
@@ -56,7 +51,8 @@ def guard_standard_error() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_VisibleFormatter("%(levelname)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger(COMPILING).setLevel(logging.INFO)  # nobody should wonder what takes so long
+    # It tells that operators are compiled: nobody should wonder what takes so long.
+    logging.getLogger("dnis_torchrec.ops.build").setLevel(logging.INFO)
     warnings.formatwarning = lambda *parts, **more: visible(_plain_warning(*parts, **more))
     sys.excepthook = lambda *end: say("".join(format_exception(*end)), err=True)
     threading.excepthook = _show_error_of_thread
