@@ -17,7 +17,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec.cli import commands
 from dnis_torchrec.cli.commands import run_search, run_train
-from dnis_torchrec.cli.progress import _SearchStop
 from dnis_torchrec.cli.run import FINISHED, INTERRUPTED, RunFolder
 from dnis_torchrec.cli.settings import TrainCommand
 from dnis_torchrec.training import settings as signals
@@ -32,7 +31,7 @@ SEARCH = ("search", "tests.tiny:demo", "--compression", 4, *SHORT)
 def stop_after(patch: pytest.MonkeyPatch, steps: int) -> None:
     """As Ctrl-C in that step."""
     calls = iter(range(10**6))
-    patch.setattr(_SearchStop, "is_requested", lambda self: next(calls) == steps)
+    patch.setattr(signals.StopRequest, "is_requested", lambda self: next(calls) == steps)
 
 
 def full(*_: object, **__: object) -> None:
