@@ -72,8 +72,8 @@ def progress(
 
     events = SearchEvents(should_stop=stop.is_requested)
     if rank_of() == 0:
-        shown: tuple[Any, ...] = on_start, on_resume, on_phase, on_step, on_epoch
-        events = replace(events, **{callback.__name__: callback for callback in shown})
+        callbacks: tuple[Any, ...] = on_start, on_resume, on_phase, on_step, on_epoch
+        events = replace(events, **{callback.__name__: callback for callback in callbacks})
     with bar, stop:
         try:
             yield events

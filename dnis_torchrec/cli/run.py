@@ -255,8 +255,8 @@ def fill_after_plain_training_(model: nn.Module, run: RunFolder, head: Mapping[s
     with tables_named_apart(model), writing_to_tables(model):
         tensors = model_tensors(nn.ModuleDict({"model": model}))
         fit = {key: key in parts and parts[key].shape == tensors[key].size for key in tensors}
-        others, remedy = [key for key in fit if not fit[key]], "use the recipe and data of the run"
-        check(not others, place, "the recipe's model", f"another in {others[:3]}", remedy)
+        misfits, remedy = [key for key in fit if not fit[key]], "use the recipe and data of the run"
+        check(not misfits, place, "the recipe's model", f"another in {misfits[:3]}", remedy)
         for key, value in tensors.items():
             parts[key].copy_to_(value.chunks[0].tensor)
     epochs = head["configuration"].get("trained_epochs")
