@@ -16,21 +16,11 @@ if TYPE_CHECKING:
     from dnis_torchrec.data.recipe import DataSplits, Recipe
     from dnis_torchrec.data.task import Task, TrainTask
     from dnis_torchrec.search.loop import SearchLoop
-    from dnis_torchrec.search.pipeline import BilevelTrainPipeline as BilevelTrainPipeline
-    from dnis_torchrec.search.prune import Size as Size
     from dnis_torchrec.search.prune import prune
-    from dnis_torchrec.search.schedule import BilevelStream as BilevelStream
-    from dnis_torchrec.search.schedule import LevelSchedule as LevelSchedule
     from dnis_torchrec.search.search import SearchResult
     from dnis_torchrec.search.settings import SearchSettings
-    from dnis_torchrec.selection.plan import (
-        CpuEmbeddingBagCollectionSharder as CpuEmbeddingBagCollectionSharder,
-    )
     from dnis_torchrec.selection.plan import make_sharding_plan, shard_model
     from dnis_torchrec.selection.swap import merge_, prepare_
-    from dnis_torchrec.serving import (
-        MixedDimensionEmbeddingBagCollection as MixedDimensionEmbeddingBagCollection,
-    )
     from dnis_torchrec.serving.configs import embedding_configs
 
 __all__ = [

@@ -1,5 +1,4 @@
 """One wording for errors; and torch, torchrec and fbgemm that go together, without their noise.
-
 The Makefile runs this file before torch is there: it imports the standard library alone."""
 
 from __future__ import annotations
@@ -61,23 +60,18 @@ def describe_error(error: BaseException) -> str:
 
 
 def is_of_system(error: BaseException) -> bool:
-    """Returns whether the operating system has refused something, in whatever error a library has
-    wrapped that."""
+    """Returns whether the operating system has refused something, whatever wraps its error."""
     text = str(error)
     return isinstance(error, OSError) or any(os.strerror(number) in text for number in _SYSTEM)
 
 
 def visible(text: str) -> str:
-    r"""A text as a terminal may show it: what would steer the terminal, or turn the text around,
-    becomes an escape."""
+    """A text as a terminal may show it: what would steer the terminal becomes an escape."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in "\n\t" else _escape(ord(c)) for c in text)
-
-
-def _escape(code: int) -> str:
-    """Escapes a character as JSON does, so that escaped JSON has the same meaning."""
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    # Escaped as JSON does it, so that escaped JSON has the same meaning.
+    codes = ((c, f"\\u{ord(c):04x}" if ord(c) < 0x10000 else f"\\U{ord(c):08x}") for c in text)
+    return "".join(c if c.isprintable() or c in "\n\t" else code for c, code in codes)
 
 
 def check(condition: bool, place: str, requirement: str, value: object, remedy: str = "") -> None:
@@ -177,20 +171,14 @@ WARNINGS: tuple[tuple[str, str], ...] = (
     # The CPU build of fbgemm has no SSD tables.
     (r"\s*\S*\s*Failed to import. fbgemm_gpu", "fbgemm_gpu"),
     # torchrec imports fbgemm by its old module name and compiles with the old compiler.
-    (
-        r"\s*\S*\s*The Python module fbgemm_gpu\.split_table_batched_embeddings_ops is now",
-        "fbgemm_gpu",
-    ),
+    (r"\s*\S*\s*The Python module fbgemm_gpu\.split_table_batched_embeddings_ops", "fbgemm_gpu"),
     (r"`torch\.jit\.\w+` is deprecated", r"torch\.jit"),
     # torchx reads its components so, on Python 3.12.
     (r"ast\.Str is deprecated", r"torchx\.specs\.file_linter"),
     # torchrec pins this torchmetrics.
     (r"distutils Version classes are deprecated", "torchmetrics"),
     # The replacement that it names does not know torchrec's own optimizers.
-    (
-        r"This API is deprecated\. Please use Pytorch Distributed's _apply_optimizer",
-        r"torchrec\.optim",
-    ),
+    (r"This API is deprecated\. Please use Pytorch Distributed's _apply", r"torchrec\.optim"),
     # What DistributedModelParallel does by default: wrap in DDP, plan, keep ShardedTensors.
     (r"`broadcast_buffers` is deprecated", r"torchrec\.distributed"),
     (r"HeuristicalStorageReservation is known to cause issues", r"torchrec\.distributed\.planner"),
@@ -199,10 +187,7 @@ WARNINGS: tuple[tuple[str, str], ...] = (
     (r"`_get_pg_default_device` will be", r"torchrec\.distributed"),
     (r"Multiple backends are registered with this Process", r"torchrec\.distributed"),
     # Data-parallel tables on CPU; a test holds their gradients against the unsharded model's.
-    (
-        r"fbgemm..dense_embedding_codegen_lookup_function. an autograd kernel was not",
-        r"torch\.autograd",
-    ),
+    (r"fbgemm..dense_embedding_codegen_lookup_function. an autograd kernel", r"torch\.autograd"),
 )
 """Warnings about a dependency's own inside, which no user can act on: message, module."""
 

@@ -4,8 +4,8 @@ leaves nobody waiting, and exact sums over them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,7 @@ def world_size_of(process_group: dist.ProcessGroup | None = None) -> int:
 
 @contextmanager
 def together(process_group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Either all ranks come out of the block, or all raise: those without an error of their own
-    raise the first other."""
+    """All ranks come out of the block, or all raise: their own error, or the first other."""
     error: Exception | None = None
     try:
         yield
@@ -55,13 +54,11 @@ def _gather_objects(local: _T, process_group: dist.ProcessGroup | None) -> list[
 
 def on_rank_zero(action: Callable[[], _T], process_group: dist.ProcessGroup | None = None) -> _T:
     """Runs something on rank 0 alone, and gives its result, or its error, to all ranks."""
-    box: list[_T | None] = [None]
+    result: Any = None
     with together(process_group):
         if rank_of(process_group) == 0:
-            box[0] = action()
-    if world_size_of(process_group) > 1:
-        dist.broadcast_object_list(box, group=process_group, group_src=0)
-    return box[0]  # type: ignore[return-value]
+            result = action()
+    return cast(_T, _gather_objects(result, process_group)[0])
 
 
 def union_over_ranks(
@@ -86,8 +83,7 @@ class Ranks:
 
     @staticmethod
     def everyone() -> Ranks:
-        """All processes of the run, whatever model they hold; this one alone where there is no
-        process group."""
+        """All processes of the run, or this one alone without a process group."""
         return Ranks(dist.group.WORLD if world_size_of() > 1 else None)
 
     @property
@@ -95,9 +91,12 @@ class Ranks:
         """Whether this is rank 0, which speaks and writes for all."""
         return self.rank == 0
 
+    def together(self) -> AbstractContextManager[None]:
+        """`together` of these ranks; this process alone has nobody to agree with."""
+        return nullcontext() if self.world_size == 1 else together(self.group)
+
     def share(self, count: int) -> tuple[int, int]:
-        """The W-th part of ``0 .. count - 1`` that is this rank's: the first, and the one after the
-        last."""
+        """The W-th part of ``0 .. count - 1`` for this rank: its begin and end."""
         return count * self.rank // self.world_size, count * (self.rank + 1) // self.world_size
 
     def sum_(self, values: Tensor) -> Tensor:
@@ -108,17 +107,19 @@ class Ranks:
         """Takes the maximum of every value over ranks, in place, likewise."""
         return self._reduce_(values, dist.ReduceOp.MAX)
 
-    def gather_texts(self, text: str) -> list[str]:
-        """Gives every rank the texts of all ranks, in their order: two all_gathers, and nothing to
-        unpickle."""
-        if self.world_size == 1:
-            return [text]
-        codes = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        return [bytes(of_rank.tolist()).decode() for of_rank in self._gather_uneven(codes)]
+    def gather(self, local: _T) -> list[_T]:
+        """Gives every rank what all ranks have, in their order: one all_gather_object."""
+        return [local] if self.world_size == 1 else _gather_objects(local, self.group)
 
     def concatenate(self, values: Tensor) -> Tensor:
         """Gives every rank the values of all ranks, in their order: two all_gathers."""
-        return values if self.world_size == 1 else torch.cat(self._gather_uneven(values))
+        if self.world_size == 1:
+            return values
+        sizes = [int(size) for size in self._gather(torch.tensor([values.numel()]))]
+        row = torch.zeros(max(*sizes, 1), dtype=values.dtype)
+        row[: values.numel()] = values
+        parts = zip(self._gather(row), sizes, strict=True)
+        return torch.cat([part[:size] for part, size in parts])
 
     def broadcast_(self, values: Tensor) -> Tensor:
         """Gives every rank the values of rank 0, in place: one broadcast."""
@@ -135,12 +136,6 @@ class Ranks:
                 dist.all_reduce(copy, operation, group=self.group)
                 piece.copy_(copy)
         return values
-
-    def _gather_uneven(self, values: Tensor) -> list[Tensor]:
-        sizes = [int(size) for size in self._gather(torch.tensor([values.numel()]))]
-        row = torch.zeros(max(*sizes, 1), dtype=values.dtype)
-        row[: values.numel()] = values
-        return [part[:size] for part, size in zip(self._gather(row), sizes, strict=True)]
 
     def _gather(self, values: Tensor) -> list[Tensor]:
         copy = values.to(self._device())

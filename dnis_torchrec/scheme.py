@@ -157,8 +157,7 @@ class TableScheme:
         return replace(self, retained=retained, num_retained=area, **vars(codes))
 
     def with_new_rows(self) -> TableScheme:
-        """The same table with its rows of no block in the last block that retains a column, beside
-        those that are rare."""
+        """The same table, its rows of no block in the last block that retains a column."""
         with_columns = self.retained.any(dim=1).nonzero()
         new_rows = int(self.routing.row_counts(include_unassigned=True)[-1])
         if not new_rows or not with_columns.numel():
@@ -166,8 +165,7 @@ class TableScheme:
         return replace(self, routing=self.routing.with_unassigned_in(int(with_columns[-1])))
 
     def column_bits(self) -> Tensor:
-        """Bits of every column of every block, ``(S, D)`` uint8; float32 for all that is retained
-        where none are given."""
+        """Bits of every column of every block, ``(S, D)`` uint8; float32 where none are given."""
         return self.retained.to(torch.uint8) * FLOAT_BITS if self.bits is None else self.bits
 
     def with_float_codes(self) -> TableScheme:
@@ -289,8 +287,7 @@ class MixedDimensionScheme:
 
 
 def compression_of(dense_parameters: int, num_bytes: int) -> float:
-    """Bytes of the float32 tables over bytes served, at least one: tables of which nothing is left
-    may take none."""
+    """Bytes of the float32 tables over bytes served, at least one."""
     return 4 * dense_parameters / max(1, num_bytes)
 
 

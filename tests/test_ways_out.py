@@ -158,13 +158,13 @@ def test_an_artifact_alone_says_that_ids_are_passed_on(tmp_path: Path) -> None:
 
 def test_large_packed_tables_are_cut_into_files(tmp_path: Path) -> None:
     from dnis_torchrec.allocation.compress import served_collections
-    from dnis_torchrec.artifact.write import write_packed
+    from dnis_torchrec.artifact.write import write_artifact
 
     model = dlrm()
     result = dnis.compress(model, BATCHES, loss=BCE, compression=4)
     (module,) = served_collections(model).values()
     rows = module.bit_fields()
-    write_packed(rows, result.scheme, tmp_path / "cut", dense_state={}, max_file_bytes=1700)
+    write_artifact(rows, result.scheme, tmp_path / "cut", forms=["packed"], max_file_bytes=1700)
     assert len(list((tmp_path / "cut" / "packed").iterdir())) > 1
     served = dnis.load(tmp_path / "cut", verify=True)
     features = BATCHES[0].sparse_features

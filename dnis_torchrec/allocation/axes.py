@@ -635,7 +635,7 @@ def _local(value: object) -> Tensor | None:
 
 
 def _refuse(problem: str, ranks: Ranks) -> None:
-    for problems in filter(None, ranks.gather_texts(problem)):
+    for problems in filter(None, ranks.gather(problem)):
         raise NotImplementedError(problems)
 
 

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dnis_torchrec.allocation.axes import has_axes, with_axes_, without_axes_
 from dnis_torchrec.allocation.compress import served_collections
 from dnis_torchrec.artifact.load import load, load_dense_state, read_scheme
 from dnis_torchrec.artifact.manifest import read_encoder
-from dnis_torchrec.artifact.write import check_forms, write_over_ranks, write_packed
+from dnis_torchrec.artifact.write import check_forms, write_artifact
 from dnis_torchrec.blocks.counts import table_name
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
+from dnis_torchrec.scheme import PACKED, MixedDimensionScheme, TableScheme
 from dnis_torchrec.selection.shards import (
     TableShard,
     check_merged,
@@ -75,11 +75,13 @@ def export(
             retain, the encoder has another number of rows than a table, or something else stands at
             `path`; on all ranks alike.
     """
-    content = b"" if encoder is None else _bytes_of(encoder, scheme)
+    facts: dict[str, Any] = {"run": run, "overwrite": overwrite}
+    facts["encoder"] = b"" if encoder is None else _bytes_of(encoder, scheme)
     served_modules = served_collections(model)
     if served_modules:
-        facts: dict[str, Any] = {"run": run, "encoder": content, "overwrite": overwrite}
-        return _export_served(model, served_modules, scheme, Path(path), forms, facts)
+        rows = _bit_fields(model, served_modules, scheme, forms)
+        facts |= {"forms": (PACKED,), "dense_state": dense_state(model, served_modules)}
+        return write_artifact(rows, scheme, path, **facts)
     modules = collections(model)
     ranks = ranks_of(*modules.values())
     for fqn, module in modules.items():
@@ -99,17 +101,8 @@ def export(
         check_known("table", name, shards)
     remedy = "prune to a larger size"
     check(scheme.parameters > 0, "export", "a scheme that retains a value", "none", remedy)
-    return write_over_ranks(
-        shards,
-        scheme,
-        Path(path),
-        ranks,
-        forms=forms,
-        dense_state=dense_state(model),
-        run=run,
-        encoder=content,
-        overwrite=overwrite,
-    )
+    facts |= {"forms": forms, "dense_state": dense_state(model)}
+    return write_artifact(shards, scheme, path, ranks, **facts)
 
 
 def _bytes_of(encoder: FrameEncoder, scheme: MixedDimensionScheme) -> bytes:
@@ -122,45 +115,31 @@ def _bytes_of(encoder: FrameEncoder, scheme: MixedDimensionScheme) -> bytes:
     return encoder.to_bytes()
 
 
-def _export_served(
+def _bit_fields(
     model: nn.Module,
     served_modules: Mapping[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection],
     scheme: MixedDimensionScheme,
-    path: Path,
     forms: Sequence[str] | None,
-    facts: Mapping[str, Any],
-) -> Path:
-    """Writes a model whose tables are packed."""
+) -> dict[str, Tensor]:
+    """The rows of a model whose tables are packed, once they are known to be those of a scheme."""
     rest = collections(model)
     remedy = "compress the model as a whole"
     check(not rest, "export", "all collections packed, or none", f"{[*rest]} in float32", remedy)
     names_of_forms = (PACKED,) if forms is None else check_forms(forms)
     remedy = "leave forms out; load(path, form='mixed_dimension') makes the other one"
-    check(
-        names_of_forms == (PACKED,),
-        "forms",
-        "packed, which the tables are",
-        list(names_of_forms),
-        remedy,
-    )
-    tables = {
-        name: table
-        for module in served_modules.values()
-        for name, table in module.schemes().items()
-    }
-    rows = {
-        name: part
-        for module in served_modules.values()
-        for name, part in module.bit_fields().items()
-    }
+    is_packed, actual = names_of_forms == (PACKED,), list(names_of_forms)
+    check(is_packed, "forms", "packed, which the tables are", actual, remedy)
+    tables: dict[str, TableScheme] = {}
+    rows: dict[str, Tensor] = {}
+    for module in served_modules.values():
+        tables |= module.schemes()
+        rows |= module.bit_fields()
     own_scheme, remedy = MixedDimensionScheme(tables), "give the scheme that compress returned"
     is_own = own_scheme.to_json() == scheme.to_json() and all(
         tensor.equal(scheme.to_tensors()[name]) for name, tensor in own_scheme.to_tensors().items()
     )
     check(is_own, "scheme", "that of the model's tables", "another", remedy)
-    return write_packed(
-        rows, own_scheme, path, dense_state=dense_state(model, served_modules), **facts
-    )
+    return rows
 
 
 def load_model(model: nn.Module, path: Path | str, *, form: str | None = None) -> nn.Module:
@@ -266,8 +245,7 @@ def load_predictor(path: Path | str, model: nn.Module | None = None) -> Predicto
 def _check_features(
     collection: nn.Module, scheme: MixedDimensionScheme, fqn: str, artifact: Path | str
 ) -> None:
-    """Refuses tables that read other features than the model's: the model would miss some, or take
-    one for another."""
+    """Refuses tables that read other features than the model's."""
     configs = table_configs_of(collection)
     of_model = {table_name(config.name, fqn): list(config.feature_names) for config in configs}
     tables = [table for table in scheme.tables.values() if table.collection == fqn]

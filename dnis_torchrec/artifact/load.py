@@ -1,10 +1,11 @@
 """Reads artifacts back: the scheme, serving modules in either form, rows, the model's other
-weights."""
+weights. And the rows of a table in either form, as the tensors of a shard."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,9 @@ import torch
 from torch import Tensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
-from dnis_torchrec.artifact.forms import (
-    Rows,
-    Shard,
-    blocks_of_shards,
-    packed_table,
-    rows_of,
-    rows_of_blocks,
-    rows_of_packed,
-    whole_shard,
-)
 from dnis_torchrec.artifact.manifest import MANIFEST, read_artifact_file, read_manifest
+from dnis_torchrec.blocks.codes import decode_rows, encode_rows, row_strides, unpack_fields
+from dnis_torchrec.blocks.routing import ROWS_AT_A_TIME, RowRouting
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.scheme import (
     FORMS,
@@ -31,15 +24,25 @@ from dnis_torchrec.scheme import (
     MixedDimensionScheme,
     TableScheme,
     form_named,
+    rows_per_chunk,
 )
-from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
+from dnis_torchrec.serving.packed import (
+    PackedEmbeddingBagCollection,
+    PackedTable,
+    pack_rows,
+    split_blocks,
+)
 from dnis_torchrec.serving.sequences import (
     ServedEmbeddingCollection,
     is_unpooled,
     table_of_single_ids,
 )
 from dnis_torchrec.serving.tables import MEAN, UNKNOWN_IDS, MeanForUnknownIds
-from dnis_torchrec.serving.trainable import MixedDimensionEmbeddingBagCollection
+from dnis_torchrec.serving.trainable import MixedDimensionEmbeddingBagCollection, block_tables
+
+Rows = Callable[[int, int], Tensor]
+"""Dense rows of a table: ``rows(first, last)`` gives rows ``first <= i < last`` as ``(last - first,
+D)``."""
 
 
 def load(
@@ -80,7 +83,7 @@ def load(
     ways = (*UNKNOWN_IDS, MEAN)
     check(unknown_ids in ways, "unknown_ids", f"one of {ways}", repr(unknown_ids))
     form = None if form is None else form_named(form)
-    folder = _Folder.at(path)
+    folder = _Folder(path)
     form = form or (PACKED if PACKED in folder.manifest["forms"] else MIXED_DIMENSION)
     scheme = folder.collection(collection)
     shards = {name: folder.shards(table, form, verify) for name, table in scheme.tables.items()}
@@ -106,27 +109,24 @@ def serve(
     """Builds a serving module of one collection from its tables, without an artifact."""
     form, shards = form_named(form), {}
     for name, table in scheme.tables.items():
-        check_known("table", name, tables)
-        shape, weight = (table.num_embeddings, table.embedding_dim), tables[name].detach()
-        check(tuple(weight.shape) == shape, f"table {name!r}", f"shape {shape}", weight.shape)
-        shards[name] = [whole_shard(form, table, rows_of(weight))]
+        shards[name] = [whole_shard(form, table, rows_of(tables[name].detach()))]
     return _build(form, scheme, shards, device, unknown_ids)
 
 
 def read_scheme(path: Path | str) -> MixedDimensionScheme:
     """Reads the scheme of an artifact."""
-    return _Folder.at(path).scheme()
+    return _Folder(path).scheme()
 
 
 def exact_rows(path: Path | str) -> dict[str, Rows]:
     """The values of all tables, bit for bit, from whichever form the artifact holds."""
-    folder = _Folder.at(path)
+    folder = _Folder(path)
     return {name: folder.rows(table, True) for name, table in folder.scheme().tables.items()}
 
 
 def load_dense_state(path: Path | str) -> dict[str, Tensor]:
     """Reads the model's other weights; none of a model that is tables alone."""
-    return _Folder.at(path).tensors("dense_state")
+    return _Folder(path).tensors("dense_state")
 
 
 def _build(
@@ -151,21 +151,14 @@ def _build(
     return MeanForUnknownIds(scheme, module) if unknown_ids == MEAN else module
 
 
-@dataclass(frozen=True)
 class _Folder:
-    """An artifact that is being read."""
+    """An artifact that is being read, its manifest checked."""
 
-    path: Path | str
-    manifest: dict[str, Any]
-
-    @staticmethod
-    def at(path: Path | str) -> _Folder:
-        """The artifact in a folder, its manifest checked."""
-        return _Folder(path, read_manifest(path))
+    def __init__(self, path: Path | str) -> None:
+        self.path, self.manifest = path, read_manifest(path)
 
     def tensors(self, field: str) -> dict[str, Tensor]:
-        """The tensors of all files that a field of the manifest names. They are read as a whole, so
-        hashes cost little."""
+        """The tensors of all files that a field names, hashes compared: they are small."""
         tensors: dict[str, Tensor] = {}
         for name in self.manifest[field]:
             tensors |= read_artifact_file(self.path, self.manifest, name, verify=True)
@@ -235,3 +228,168 @@ class _Folder:
             )
             for shard in shards
         ]
+
+
+# ---- rows in either form
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Some consecutive rows of a table in one form, complete in themselves."""
+
+    place: str
+    first_row: int
+    num_rows: int
+    tensors: Mapping[str, Tensor]
+
+    def check(self, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Checks that the shard holds just these tensors."""
+        names, tensors, remedy = sorted(shapes), sorted(self.tensors), "export again"
+        check(tensors == names, self.place, reprlib.repr(names), reprlib.repr(tensors), remedy)
+        for name, shape in shapes.items():
+            tensor, requirement = self.tensors[name], f"{name!r} as {dtype} of shape {shape}"
+            fits = tensor.dtype == dtype and tuple(tensor.shape) == shape
+            actual = f"{tensor.dtype} {tuple(tensor.shape)}"
+            check(fits, self.place, requirement, actual, remedy)
+
+
+def rows_of(weight: Tensor) -> Rows:
+    """The rows of a dense table, as forms read them."""
+    return lambda first, last: weight[first:last]
+
+
+def chunks_of(table: TableScheme, rows: Rows, first: int, last: int) -> Iterator[Tensor]:
+    """Rows ``first <= i < last``, some thousand at a time."""
+    step = rows_per_chunk(table.embedding_dim)
+    for begin in range(first, last, step):
+        yield rows(begin, min(begin + step, last))
+
+
+def whole_shard(form: str, table: TableScheme, rows: Rows) -> Shard:
+    """A table in a form, in memory, as one shard."""
+    if form == PACKED:
+        chunks = chunks_of(table, rows, 0, table.num_embeddings)
+        counts = table.routing.row_counts()
+        tensors = {"rows": pack_rows(table.with_float_codes(), chunks, counts)}
+    else:
+        tensors = encode_blocks(table, rows, 0, table.num_embeddings)
+    place = f"table {table.name!r}, form {form!r}"
+    return Shard(place=place, first_row=0, num_rows=table.num_embeddings, tensors=tensors)
+
+
+# ---- bit fields
+
+
+def row_counts_of(table: TableScheme, first: int, last: int) -> Tensor:
+    """Counts the rows of every block among ``first <= i < last``."""
+    routing = table.routing
+    if (first, last) == (0, table.num_embeddings):
+        return routing.row_counts()
+    if routing.boundaries is not None:
+        return routing.boundaries.clamp(first, last).diff()
+    counts = torch.zeros(routing.num_blocks + 1, dtype=torch.int64)
+    for begin in range(first, last, ROWS_AT_A_TIME):
+        blocks = routing.block_of(torch.arange(begin, min(begin + ROWS_AT_A_TIME, last)))
+        counts += torch.bincount(blocks, minlength=len(counts))
+    return counts[:-1]
+
+
+def packed_table(table: TableScheme, shards: Sequence[Shard]) -> PackedTable:
+    """The rows of a table as they are looked up, from one file or several."""
+    codes, strides = table.codes, row_strides(table.codes.bits)
+    parts: list[list[Tensor]] = []
+    for shard in shards:
+        counts = row_counts_of(table, shard.first_row, shard.first_row + shard.num_rows)
+        shard.check(torch.uint8, {"rows": (int(counts @ strides),)})
+        parts.append(split_blocks(shard.tensors["rows"], counts, codes.bits))
+    rows = shards[0].tensors["rows"]
+    if len(shards) > 1:
+        by_block = zip(*parts, strict=True)
+        rows = torch.cat([part.flatten() for of_block in by_block for part in of_block])
+    return PackedTable.from_rows(table, rows, codes.scale, codes.shift)
+
+
+def rows_of_packed(table: TableScheme, shards: Sequence[Shard]) -> Rows:
+    """The values of a table in bit fields, without its lookups."""
+    table = table.with_float_codes()
+    packed_rows = packed_table(table, shards)
+    blocks = split_blocks(packed_rows.rows, packed_rows.row_counts, packed_rows.bits)
+
+    def rows(first: int, last: int) -> Tensor:
+        block, position = packed_rows.directory.locate(torch.arange(first, last))
+        fields = torch.zeros(last - first, table.embedding_dim, dtype=torch.int32)
+        for s in block.unique().tolist():
+            if s < len(blocks) and blocks[s].numel():
+                here = block == s
+                fields[here] = unpack_fields(blocks[s][position[here]], packed_rows.bits[s])
+        return decode_rows(fields, block, table.codes)
+
+    return rows
+
+
+# ---- a table per block
+
+
+def encode_blocks(table: TableScheme, rows: Rows, first: int, last: int) -> dict[str, Tensor]:
+    """Rows ``first <= i < last`` of a table as a float32 tensor per block."""
+    chunks = chunks_of(table, _values_of_codes(table, rows), first, last)
+    return {
+        f"b{s}": values for s, values in block_tables(_part(table, first, last), chunks).items()
+    }
+
+
+def blocks_of_shards(table: TableScheme, shards: Sequence[Shard]) -> dict[int, Tensor]:
+    """Every block's table: as it lies in its file, or the parts of several put together."""
+    parts: dict[int, list[Tensor]] = {s: [] for s in table.stored_blocks()}
+    for shard in shards:
+        last = shard.first_row + shard.num_rows
+        shapes = _part(table, shard.first_row, last).stored_blocks()
+        shard.check(torch.float32, {f"b{s}": shape for s, shape in shapes.items()})
+        for s in shapes:
+            parts[s].append(shard.tensors[f"b{s}"])
+    return {s: of_s[0] if len(of_s) == 1 else torch.cat(of_s) for s, of_s in parts.items()}
+
+
+def rows_of_blocks(table: TableScheme, shards: Sequence[Shard]) -> Rows:
+    """The values of a table that is stored block by block."""
+    blocks, positions = blocks_of_shards(table, shards), table.routing.positions()
+    starts = table.routing.row_counts().cumsum(0) - table.routing.row_counts()
+
+    def rows(first: int, last: int) -> Tensor:
+        of_rows = table.routing.block_of(torch.arange(first, last))
+        ids = torch.arange(first, last) if positions is None else positions[first:last].long()
+        values = torch.zeros(last - first, table.embedding_dim)
+        for s in of_rows.unique().tolist():
+            if s in blocks:
+                here = (of_rows == s).nonzero()
+                values[here, table.columns(s)] = blocks[s][ids[here.squeeze(1)] - starts[s]]
+        return values
+
+    return rows
+
+
+def _part(table: TableScheme, first: int, last: int) -> TableScheme:
+    """The scheme of some consecutive rows, as if they were a table."""
+    if (first, last) == (0, table.num_embeddings):
+        return table
+    blocks = table.routing.block_of(torch.arange(first, last))
+    fields: dict[str, Any] = {
+        "routing": RowRouting.from_map(blocks, table.routing.num_blocks),
+        "num_retained": 0,
+    }
+    fields |= dict.fromkeys(("bits", "scale", "shift", "feedback", "gain"))
+    return replace(table, num_embeddings=last - first, **fields)
+
+
+def _values_of_codes(table: TableScheme, rows: Rows) -> Rows:
+    """The values that the codes of a table's rows stand for, which both forms have."""
+    if not table.has_codes:
+        return rows
+
+    def values(first: int, last: int) -> Tensor:
+        blocks = table.routing.block_of(torch.arange(first, last))
+        chunk = rows(first, last).detach().cpu().float()
+        fields = encode_rows(chunk, blocks, table.codes, place=f"table {table.name!r}")
+        return decode_rows(fields, blocks, table.codes)
+
+    return values

@@ -25,6 +25,8 @@ _FORMAT = "dnis-torchrec-artifact"
 _FORMAT_VERSION = "1.2"
 """Readers accept every minor version of their major one."""
 MANIFEST = "manifest.json"
+CARD = "MODEL_CARD.md"
+"""What an artifact is, for people; its owner may write more into it."""
 ENCODER = "encoder.arrow"
 """The file that turns rows of a data frame into what the model reads."""
 MAX_FILE_BYTES = 2_000_000_000
@@ -124,12 +126,14 @@ def file_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 def describe_file(folder: Path, name: str) -> dict[str, Any]:
     """Size and sha256 of a file, for the manifest."""
-    return {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)}
+    with (folder / name).open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": digest}
 
 
 def describe_tensors(folder: Path, name: str) -> dict[str, Any]:
     """Size, sha256 and tensors of a safetensors file, for the manifest."""
-    return describe_file(folder, name) | {"tensors": _header(folder / name, name)}
+    return describe_file(folder, name) | {"tensors": read_header(folder / name, name)}
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -199,8 +203,7 @@ def read_description(
 
 
 def _spell_forms_(manifest: dict[str, Any], place: str) -> None:
-    """Gives the forms of a manifest of release 0.1.0 the names that they have since, and passes
-    over those that are gone."""
+    """Gives forms of release 0.1.0 their present names, and passes over those that are gone."""
     names = manifest["forms"]
     manifest["forms"] = [FORMS_OF_0_1.get(form, form) for form in names if not is_gone(form)]
     is_read, remedy = bool(manifest["forms"]) or not names, "dnis_torchrec 0.1.0 reads it"
@@ -229,12 +232,11 @@ def file_inside(folder: Path, name: str, place: str, remedy: str = "export again
 def read_artifact_file(
     path: Path | str, manifest: Mapping[str, Any], name: str, *, verify: bool = False
 ) -> dict[str, Tensor]:
-    """Maps one safetensors file into memory after checking that its header says what the manifest
-    says of it."""
+    """Maps a safetensors file into memory, once its header is as the manifest says."""
     place = f"artifact {str(path)!r}, file {name!r}"
     check_known("file", name, manifest["files"])
     entry, file = manifest["files"][name], file_inside(Path(path), name, place)
-    header, tensors_listed = _header(file, place), entry.get("tensors")
+    header, tensors_listed = read_header(file, place), entry.get("tensors")
     requirement = f"tensors {reprlib.repr(tensors_listed)}"
     check(header == tensors_listed, place, requirement, reprlib.repr(header), _AGAIN)
     if verify:
@@ -258,11 +260,11 @@ def read_encoder(path: Path | str) -> tuple[bytes, str]:
 
 
 def _check_sha256(file: Path, entry: Mapping[str, Any], place: str) -> None:
-    digest = _sha256(file)
+    digest = describe_file(file.parent, file.name)["sha256"]
     check(digest == entry["sha256"], place, f"sha256 {entry['sha256']}", digest, _AGAIN)
 
 
-def _header(file: Path, place: str) -> dict[str, Any]:
+def read_header(file: Path, place: str) -> dict[str, Any]:
     """Dtype, shape and offset of every tensor of a safetensors file, from its header alone."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -282,11 +284,6 @@ def _header(file: Path, place: str) -> dict[str, Any]:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         actual = f"header: {error}"
         raise ValueError(describe(place, "a safetensors file", actual, _AGAIN)) from error
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _with_digits(content: bytes, old: str, new: str) -> bytes:

@@ -6,10 +6,9 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import struct
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -22,7 +21,12 @@ from torch.nn.functional import pad
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.artifact.manifest import describe_file, file_inside, read_description
+from dnis_torchrec.artifact.manifest import (
+    describe_file,
+    file_inside,
+    read_description,
+    read_header,
+)
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.files import FolderKind, new_folder, unshare
 from dnis_torchrec.ops.build import LOOKUPS, fallback_libraries, find_compiler
@@ -109,8 +113,7 @@ class Signature:
         return inputs[: len(self.input_names)]
 
     def check_inputs(self, inputs: Sequence[Tensor]) -> None:
-        """Checks the inputs of a packaged model, which does not: it would read wrong ones as
-        something else."""
+        """Checks the inputs of a packaged model, which would read wrong ones as others."""
         names = self.input_names
         check(len(inputs) == len(names), "inputs", f"{names}", f"{len(inputs)} of them")
         batch_size, num_ids = inputs[0].shape[0], inputs[1].numel()
@@ -159,8 +162,7 @@ class FlatModel(nn.Module):
 
 
 class TransposedLinear(nn.Module):
-    """nn.Linear with its weight stored as (K, N), which is faster for batches as small as those of
-    serving: y = x W^T + b."""
+    """nn.Linear with its weight stored as (K, N), faster for the small batches of serving."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -184,8 +186,7 @@ def write_package(
     notes: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Packages a model whose collections serve compressed tables, and checks the package against
-    it before it appears; `batch` is one that it takes, `notes` go to package.json."""
+    """Packages a model that takes `batch`, and compares the package with it before it appears."""
     signature = Signature.of_batch(batch)
     model = model.eval()
     with torch.no_grad():
@@ -200,22 +201,31 @@ def write_package(
             "format_version": _FORMAT_VERSION,
             "kind": AOTI,
             "inputs": list(signature.input_names),
-            "feature_names": list(signature.feature_names),
-            "num_dense": signature.num_dense,
-            "is_weighted": signature.is_weighted,
+            **asdict(signature),
             "libraries": libraries,
             "max_difference": difference,
             "torch": str(torch.__version__),
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             **(notes or {}),
         }
-        write_package_json(folder, fields)
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        names = sorted(file.relative_to(folder).as_posix() for file in files)
+        fields["files"] = {name: describe_file(folder, name) for name in names}
+        text = json.dumps(fields, indent=2, allow_nan=False) + "\n"
+        (folder / _MANIFEST).write_text(text, encoding="utf-8")
     return Path(path)
 
 
 def load_package(path: Path | str) -> PackagedModel:
     """Loads a package. It runs the machine code in it: load only what you would run."""
-    folder, manifest = Path(path), read_package_json(path)
+    folder, again = Path(path), "package the model again"
+    place, _, manifest = read_description(folder, PACKAGE, _FORMAT_VERSION, _Package)
+    check(manifest["kind"] == AOTI, place, f"kind {AOTI!r}", repr(manifest["kind"]), again)
+    for name, entry in manifest["files"].items():
+        place = f"package {str(path)!r}, file {name!r}"
+        file_inside(folder, name, place, again)
+        for field, value in describe_file(folder, name).items():
+            check(value == entry[field], place, f"{field} {entry[field]}", value, again)
     signature = Signature(
         feature_names=tuple(manifest["feature_names"]),
         num_dense=manifest["num_dense"],
@@ -223,9 +233,8 @@ def load_package(path: Path | str) -> PackagedModel:
     )
     # what is loaded are files that package.json lists, whose places and content were checked
     for name in (_COMPILED, _CONSTANTS, *manifest["libraries"]):
-        place, remedy = f"package {str(path)!r}, {name!r}", "package the model again"
-        is_listed = name in manifest["files"]
-        check(is_listed, place, "one of the package's files", "another", remedy)
+        place, is_listed = f"package {str(path)!r}, {name!r}", name in manifest["files"]
+        check(is_listed, place, "one of the package's files", "another", again)
     with fallback_libraries([folder / library for library in manifest["libraries"]]):
         model = _load(folder)
 
@@ -293,28 +302,6 @@ def first_sample(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (dense[:1], parts[0], lengths[:, :1].contiguous(), *parts[1:])
 
 
-def write_package_json(folder: Path, fields: Mapping[str, Any]) -> None:
-    """Writes package.json, adding size and sha256 of every file that is there."""
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    names = sorted(file.relative_to(folder).as_posix() for file in files)
-    manifest = {**fields, "files": {name: describe_file(folder, name) for name in names}}
-    text = json.dumps(manifest, indent=2, allow_nan=False) + "\n"
-    (folder / _MANIFEST).write_text(text, encoding="utf-8")
-
-
-def read_package_json(path: Path | str) -> dict[str, Any]:
-    """Reads package.json and checks every file that it lists."""
-    folder, remedy = Path(path), "package the model again"
-    place, _, manifest = read_description(folder, PACKAGE, _FORMAT_VERSION, _Package)
-    check(manifest["kind"] == AOTI, place, f"kind {AOTI!r}", repr(manifest["kind"]), remedy)
-    for name, entry in manifest["files"].items():
-        place = f"package {str(path)!r}, file {name!r}"
-        file_inside(folder, name, place, remedy)
-        for field, value in describe_file(folder, name).items():
-            check(value == entry[field], place, f"{field} {entry[field]}", value, remedy)
-    return manifest
-
-
 def _compile(program: ExportedProgram, folder: Path) -> None:
     """Writes model.pt2, constants.safetensors and constants.index. Takes about half a minute."""
     if find_compiler() is None:
@@ -337,24 +324,17 @@ def _compile(program: ExportedProgram, folder: Path) -> None:
 
 
 def _write_index(folder: Path, constants: Mapping[str, Tensor]) -> None:
-    """Writes where each constant stands in its file, for loaders that read no JSON: lines of
-    ``dtype offset bytes dims size .. size name``."""
-    with (folder / _CONSTANTS).open("rb") as stream:
-        (header_bytes,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(header_bytes))
+    """Writes a line a constant: ``dtype offset bytes dims size .. size name``."""
     lines = []
-    for name in header.keys() & constants.keys():
-        first, last = header[name]["data_offsets"]
-        tensor = constants[name]
-        dtype, sizes = str(tensor.dtype).removeprefix("torch."), tensor.shape
-        fields = [dtype, 8 + header_bytes + first, last - first, len(sizes), *sizes, name]
+    for name, entry in read_header(folder / _CONSTANTS, _CONSTANTS).items():
+        sizes, num_bytes = entry["shape"], constants[name].nbytes
+        fields = [entry["dtype"], entry["offset"], num_bytes, len(sizes), *sizes, name]
         lines.append(" ".join(map(str, fields)))
     (folder / _INDEX).write_text("\n".join(sorted(lines)) + "\n", encoding="utf-8")
 
 
 def _copy_libraries(program: ExportedProgram, folder: Path) -> list[str]:
-    """Copies the libraries of operators that are not torch's own; returns their paths within the
-    package."""
+    """Copies the libraries of operators that torch lacks; returns their paths in the package."""
     if _OPERATORS_OF_US not in operator_libraries(program):
         return []
     library = LOOKUPS.build()
@@ -380,8 +360,7 @@ def _load(folder: Path) -> PackagedModel:
 
 @torch.inference_mode()
 def _check_equal(package: PackagedModel, model: nn.Module, inputs: Sequence[Tensor]) -> float:
-    """Compares predictions on a whole batch and on its first sample alone; returns the largest
-    difference."""
+    """Compares predictions on a batch and its first sample; returns the largest difference."""
     largest = 0.0
     for batch in (tuple(inputs), first_sample(inputs)):
         target, prediction = model(*batch), package(*batch)
@@ -396,8 +375,7 @@ def _check_equal(package: PackagedModel, model: nn.Module, inputs: Sequence[Tens
 
 
 def _without_fbgemm(program: ExportedProgram) -> ExportedProgram:
-    """A program that calls torch, which every server has, where it called FBGEMM for bags and
-    sequences; other operators stay."""
+    """A program that calls torch where it called FBGEMM for bags and sequences."""
     fbgemm = torch.ops.fbgemm  # which TorchRec has loaded
     in_torch: dict[Any, Callable[..., Any]] = {
         fbgemm.asynchronous_complete_cumsum.default: complete_cumsum,

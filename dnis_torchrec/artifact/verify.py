@@ -3,7 +3,6 @@ thing that was checked: hashes, values of bags that break lookups, unknown ids, 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -13,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.artifact.card import CARD
-from dnis_torchrec.artifact.forms import Rows
-from dnis_torchrec.artifact.load import exact_rows, load, read_scheme
-from dnis_torchrec.artifact.manifest import MANIFEST, describe_file, read_manifest
-from dnis_torchrec.ranks import Ranks, together
+from dnis_torchrec.artifact.load import Rows, exact_rows, load, read_scheme
+from dnis_torchrec.artifact.manifest import CARD, MANIFEST, describe_file, read_manifest
+from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, is_gone
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
 from dnis_torchrec.serving.tables import torchrec_config
@@ -46,11 +43,6 @@ class Finding:
     status: str
     detail: str = ""
 
-    @property
-    def is_failure(self) -> bool:
-        """Returns whether this check failed, and the verification with it."""
-        return self.status == FAILED
-
 
 @dataclass(frozen=True)
 class Verification:
@@ -63,7 +55,7 @@ class Verification:
     @property
     def failures(self) -> list[Finding]:
         """Returns the checks that failed."""
-        return [item for item in self.findings if item.is_failure]
+        return [item for item in self.findings if item.status == FAILED]
 
     def to_json(self) -> dict[str, Any]:
         """Returns all fields, and ``"ok"``: true if no check failed."""
@@ -79,9 +71,9 @@ def verify(
     """Checks an artifact, on all ranks together; `measure` gives the test metrics of a form."""
     ranks = ranks or Ranks()
     manifest, findings = check_files(artifact, ranks)
-    if manifest is None or any(item.is_failure for item in findings):
+    if manifest is None or any(item.status == FAILED for item in findings):
         return Verification(str(artifact), tuple(findings))
-    with together(ranks.group):
+    with ranks.together():
         scheme, rows = read_scheme(artifact), exact_rows(artifact)
         rows = {name: cache(of_table) for name, of_table in rows.items()}
     names = sorted({table.collection for table in scheme.tables.values()})
@@ -104,26 +96,20 @@ def _judge(check: str, subject: str, good: bool, detail: str) -> Finding:
 
 def _over_ranks(checks: Sequence[Callable[[], list[Finding]]], ranks: Ranks) -> list[Finding]:
     """Runs each check on one of the ranks; every rank gets all results, in the checks' order."""
-    with together(ranks.group):
+    with ranks.together():
         numbers = range(ranks.rank, len(checks), ranks.world_size)
-        findings = {n: [asdict(item) for item in checks[n]()] for n in numbers}
-    of_all: dict[str, Any] = {}
-    for text in ranks.gather_texts(json.dumps(findings)):
-        of_all |= json.loads(text)
-    return [Finding(**fields) for n in range(len(checks)) for fields in of_all[str(n)]]
+        findings = {n: checks[n]() for n in numbers}
+    of_all = {n: items for of_rank in ranks.gather(findings) for n, items in of_rank.items()}
+    return [item for n in range(len(checks)) for item in of_all[n]]
 
 
 def check_files(artifact: Path, ranks: Ranks) -> tuple[dict[str, Any] | None, list[Finding]]:
     """Checks the manifest, then hashes every file that it lists; goes on after a bad one."""
-    words = ""
-    with together(ranks.group):
-        try:
+    try:
+        with ranks.together():
             manifest = read_manifest(artifact)
-        except ValueError as error:
-            words = str(error)
-    words = next(filter(None, ranks.gather_texts(words)), "")
-    if words:
-        return None, [Finding("checksums", MANIFEST, FAILED, words)]
+    except ValueError as error:
+        return None, [Finding("checksums", MANIFEST, FAILED, str(error))]
     files = [partial(_hash, artifact, name, entry) for name, entry in manifest["files"].items()]
     findings = _over_ranks([*files, partial(_strangers, artifact, manifest)], ranks)
     return manifest, [_judge("checksums", MANIFEST, True, ""), *findings]
@@ -165,10 +151,18 @@ class Oracle:
     scheme: MixedDimensionScheme
     rows: Mapping[str, Rows]
 
-    @property
-    def is_weighted(self) -> bool:
-        """Whether bags have weights."""
-        return next(iter(self.scheme.tables.values())).is_weighted
+    def features(self, bags: FeatureBags) -> KeyedJaggedTensor:
+        """Bags as TorchRec takes them."""
+        is_weighted = next(iter(self.scheme.tables.values())).is_weighted
+        flat = [bag for of_feature in bags.values() for bag in of_feature]
+        entries = [entry for bag in flat for entry in bag]
+        return KeyedJaggedTensor(
+            keys=list(bags),
+            values=torch.tensor([row_id for row_id, _ in entries], dtype=torch.int64),
+            weights=torch.tensor([weight for _, weight in entries]) if is_weighted else None,
+            lengths=torch.tensor([len(bag) for bag in flat], dtype=torch.int32),
+            stride=len(next(iter(bags.values()))),
+        )
 
     def pool(self, bags: FeatureBags) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Output key -> pooled ``(B, D)`` in float64, and how far a form may be off, ``(B, 1)``."""
@@ -216,18 +210,15 @@ def check_form(
 
 
 def _summed(module: nn.Module) -> BagLookup:
-    """What a served EmbeddingCollection looks up, summed over each bag: comparable with any pooled
-    one."""
+    """What an EmbeddingCollection looks up, summed over each bag as a pooled one does."""
 
     def look_up(features: KeyedJaggedTensor) -> KeyedTensor:
-        sums = {}
-        for key, jagged_bags in module(features).items():
-            bags = torch.arange(jagged_bags.lengths().numel()).repeat_interleave(
-                jagged_bags.lengths()
-            )
-            zeros = torch.zeros(jagged_bags.lengths().numel(), jagged_bags.values().shape[1])
-            sums[key] = zeros.index_add(0, bags, jagged_bags.values())
-        return KeyedTensor.from_tensor_list(list(sums), list(sums.values()))
+        bags: dict[str, JaggedTensor] = module(features)
+        sums = [
+            torch.segment_reduce(part.values(), "sum", lengths=part.lengths(), initial=0)
+            for part in bags.values()
+        ]
+        return KeyedTensor.from_tensor_list(list(bags), sums)
 
     return look_up if isinstance(module, ServedEmbeddingCollection) else module
 
@@ -274,28 +265,14 @@ def _rows_of_features(
     return rows
 
 
-def keyed_jagged_tensor(bags: FeatureBags, *, is_weighted: bool) -> KeyedJaggedTensor:
-    """Bags as TorchRec takes them."""
-    flat = [bag for of_feature in bags.values() for bag in of_feature]
-    entries = [entry for bag in flat for entry in bag]
-    return KeyedJaggedTensor(
-        keys=list(bags),
-        values=torch.tensor([row_id for row_id, _ in entries], dtype=torch.int64),
-        weights=torch.tensor([weight for _, weight in entries]) if is_weighted else None,
-        lengths=torch.tensor([len(bag) for bag in flat], dtype=torch.int32),
-        stride=len(next(iter(bags.values()))),
-    )
-
-
 def compare(
     check: str, subject: str, module: BagLookup, oracle: Oracle, bags: FeatureBags
 ) -> Finding:
     """Compares what a module looks up with what the oracle does."""
     targets, limits = oracle.pool(bags)
-    features = keyed_jagged_tensor(bags, is_weighted=oracle.is_weighted)
     try:
         with torch.inference_mode():
-            values: Mapping[str, Tensor] = module(features).to_dict()
+            values: Mapping[str, Tensor] = module(oracle.features(bags)).to_dict()
     except (ValueError, RuntimeError, IndexError) as error:
         return Finding(check, subject, FAILED, f"{type(error).__name__}: {error}")
     if set(values) != set(targets):
@@ -317,7 +294,7 @@ def _check_refusal(subject: str, module: BagLookup, oracle: Oracle, bags: Featur
         one = {feature: of_feature[index : index + 1] for feature, of_feature in bags.items()}
         try:
             with torch.inference_mode():
-                module(keyed_jagged_tensor(one, is_weighted=oracle.is_weighted))
+                module(oracle.features(one))
         except (ValueError, RuntimeError, IndexError):
             continue
         ids = [row_id for row_id, _ in next(iter(one.values()))[0]]

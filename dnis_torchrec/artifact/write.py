@@ -8,10 +8,10 @@ import math
 import re
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dnis_torchrec.artifact.card import write_card
-from dnis_torchrec.artifact.forms import Rows, chunks_of, encode_blocks, row_counts_of
+from dnis_torchrec.artifact.load import Rows, chunks_of, encode_blocks, row_counts_of
 from dnis_torchrec.artifact.manifest import (
     ARTIFACT,
+    CARD,
     ENCODER,
     MAX_FILE_BYTES,
     RunOfArtifact,
@@ -35,9 +35,9 @@ from dnis_torchrec.artifact.manifest import (
     write_manifest,
 )
 from dnis_torchrec.blocks.codes import row_strides
-from dnis_torchrec.checks import check, check_known, describe, versions
+from dnis_torchrec.checks import check, check_known, describe, versions, visible
 from dnis_torchrec.data.files import FolderKind, conform, new_folder
-from dnis_torchrec.ranks import Ranks, together
+from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import (
     FORMS,
     MIXED_DIMENSION,
@@ -64,41 +64,10 @@ part of the largest shard, or 16 MiB."""
 
 
 def write_artifact(
-    tables: Mapping[str, Tensor],
+    tables: Mapping[str, Tensor | Sequence[TableShard]],
     scheme: MixedDimensionScheme,
     path: Path | str,
-    *,
-    forms: Sequence[str] | None = None,
-    dense_state: Mapping[str, Tensor] | None = None,
-    run: Mapping[str, Any] | None = None,
-    overwrite: bool = False,
-    max_file_bytes: int = MAX_FILE_BYTES,
-) -> Path:
-    """Writes tables that this process holds as an artifact. Local, no collective."""
-    for name, table in scheme.tables.items():
-        check_known("table", name, tables)
-        place, shape = f"table {name!r}", (table.num_embeddings, table.embedding_dim)
-        if not tables[name].is_floating_point():
-            raise TypeError(describe(place, "floating point values", tables[name].dtype))
-        check(tuple(tables[name].shape) == shape, place, f"shape {shape}", tables[name].shape)
-    return write_over_ranks(
-        {name: [TableShard(name, tables[name].detach(), 0)] for name in scheme.tables},
-        scheme,
-        Path(path),
-        Ranks(),
-        forms=forms,
-        dense_state=dense_state,
-        run=run,
-        overwrite=overwrite,
-        max_file_bytes=max_file_bytes,
-    )
-
-
-def write_over_ranks(
-    shards: Mapping[str, Sequence[TableShard]],
-    scheme: MixedDimensionScheme,
-    path: Path,
-    ranks: Ranks,
+    ranks: Ranks | None = None,
     *,
     forms: Sequence[str] | None = None,
     dense_state: Mapping[str, Tensor] | None = None,
@@ -107,29 +76,32 @@ def write_over_ranks(
     overwrite: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
-    """Writes tables that are spread over ranks as an artifact: manifest, model card and safetensors
-    files, nothing to unpickle."""
-    with together(ranks.group):
+    """Writes tables as an artifact: each is whole, this rank's shards, or bit fields (uint8)."""
+    ranks, path = ranks or Ranks(), Path(path)
+    with ranks.together():
         check(bool(scheme.tables), "scheme", "a table", "none", "search and prune a model first")
         forms = check_forms((scheme.form,) if forms is None else forms)
-        for name in scheme.tables:
-            check_known("table", name, shards)
         check_names({name: t.feature_names for name, t in scheme.tables.items()}, "scheme")
+        parts, bit_fields = _parts(tables, scheme)
         notes = _as_json(run or {})
         bit_files = _packed_files(scheme, max_file_bytes) if PACKED in forms else []
-    parts = {name: tuple(shards[name]) for name in scheme.tables}
-    limit = _limit_of_blocks(parts, max_file_bytes, ranks)
+    limit = max_file_bytes
+    if ranks.world_size > 1:
+        largest = max((s.weight.nbytes for shards in parts.values() for s in shards), default=0)
+        limit = min(limit, max(_SMALLEST_FILE_BYTES, largest // _SHARE_OF_SHARD))
     with shared_folder(path, overwrite=overwrite, kind=ARTIFACT, ranks=ranks) as folder:
         spans = _spans(folder, scheme, parts, ranks)
-        with together(ranks.group):
+        with ranks.together():
             for file in bit_files if ranks.is_first else ():
                 file.make(folder)
+                if file.table.name in bit_fields:
+                    file.copy(folder, bit_fields[file.table.name])
         entries: list[Entry] = []
-        with together(ranks.group):
+        with ranks.together():
             num_values = torch.zeros(len(scheme.tables), dtype=torch.int64)
             for index, (name, table) in enumerate(scheme.tables.items()):
-                num_values[index] = sum(count_values(table, *span) for span in spans[name])
-                for span in spans[name]:
+                for span in spans.get(name, ()):
+                    num_values[index] += count_values(table, *span)
                     if MIXED_DIMENSION in forms:
                         entries += _write_blocks(folder, index, table, span, limit)
                     for file in bit_files:
@@ -140,50 +112,43 @@ def write_over_ranks(
             requirement = f"at most num_retained={table.num_retained} values"
             remedy = "prune the table with this scheme first"
             check(count <= table.num_retained, f"table {table.name!r}", requirement, count, remedy)
-        with together(ranks.group):
+        with ranks.together():
             for file in bit_files[ranks.rank :: ranks.world_size]:
-                facts = describe_tensors(folder, file.rows.name)
-                entries.append((file.table.name, PACKED, file.rows.shard(), facts))
-        texts = ranks.gather_texts(json.dumps(entries))
-        with together(ranks.group):
+                facts = describe_tensors(folder, file.name)
+                entries.append((file.table.name, PACKED, file.shard(), facts))
+        of_ranks = ranks.gather(entries)
+        with ranks.together():
             if ranks.is_first:
                 shutil.rmtree(folder / _COLUMNS, ignore_errors=True)
-                entries = [entry for text in texts for entry in json.loads(text)]
-                fields = _merge(scheme, forms, entries)
+                fields = _merge(scheme, forms, [entry for of_rank in of_ranks for entry in of_rank])
                 _write_rest(
                     folder, scheme, fields, dense_state or {}, notes, encoder, max_file_bytes
                 )
     return path
 
 
-def write_packed(
-    rows: Mapping[str, Tensor],
-    scheme: MixedDimensionScheme,
-    path: Path,
-    *,
-    dense_state: Mapping[str, Tensor],
-    run: Mapping[str, Any] | None = None,
-    encoder: bytes = b"",
-    overwrite: bool = False,
-    max_file_bytes: int = MAX_FILE_BYTES,
-) -> Path:
-    """Writes tables of bit fields as they are served, bit for bit. Local, no collective."""
-    check_names({name: t.feature_names for name, t in scheme.tables.items()}, "scheme")
-    notes, entries = _as_json(run or {}), list[Entry]()
-    with new_folder(path, overwrite=overwrite, kind=ARTIFACT) as folder:
-        for file in _packed_files(scheme, max_file_bytes):
-            file.make(folder)
-            file.copy(folder, rows[file.table.name])
-            facts = describe_tensors(folder, file.rows.name)
-            entries.append((file.table.name, PACKED, file.rows.shard(), facts))
-        fields = _merge(scheme, (PACKED,), entries)
-        _write_rest(folder, scheme, fields, dense_state, notes, encoder, max_file_bytes)
-    return path
+def _parts(
+    tables: Mapping[str, Tensor | Sequence[TableShard]], scheme: MixedDimensionScheme
+) -> tuple[dict[str, tuple[TableShard, ...]], dict[str, Tensor]]:
+    """Shards of every table that this rank holds, and tables that are bit fields already."""
+    parts, bit_fields = {}, {}
+    for name, table in scheme.tables.items():
+        check_known("table", name, tables)
+        part, shape = tables[name], (table.num_embeddings, table.embedding_dim)
+        if not isinstance(part, Tensor):
+            parts[name] = tuple(part)
+        elif part.dtype == torch.uint8:
+            bit_fields[name] = part
+        else:
+            if not part.is_floating_point():
+                raise TypeError(describe(f"table {name!r}", "floating point values", part.dtype))
+            check(tuple(part.shape) == shape, f"table {name!r}", f"shape {shape}", part.shape)
+            parts[name] = (TableShard(name, part.detach()),)
+    return parts, bit_fields
 
 
 def check_forms(forms: Sequence[str]) -> tuple[str, ...]:
-    """Checks that an artifact can be written in these forms, and spells them as they are spelt
-    now."""
+    """Checks forms that are to be written, and gives them their present names."""
     check(bool(forms), "forms", f"some of {FORMS}", "none")
     check(len(set(forms)) == len(forms), "forms", "each once", tuple(forms))
     return tuple(map(form_named, forms))
@@ -195,16 +160,16 @@ def shared_folder(
 ) -> Iterator[Path]:
     """`new_folder` of rank 0, which all ranks fill: it appears once all have left without error."""
     with ExitStack() as stack:
-        name = ""
-        with together(ranks.group):
+        folder = path
+        with ranks.together():
             if ranks.is_first:
-                name = str(stack.enter_context(new_folder(path, overwrite=overwrite, kind=kind)))
-        folder = Path(ranks.gather_texts(name)[0])
-        with together(ranks.group):
+                folder = stack.enter_context(new_folder(path, overwrite=overwrite, kind=kind))
+        folder = ranks.gather(folder)[0]
+        with ranks.together():
             place, remedy = f"{kind.name} {str(path)!r}", "write to storage that all ranks see"
             check(folder.is_dir(), place, "to see the folder of rank 0", "none", remedy)
         yield folder
-        with together(ranks.group):
+        with ranks.together():
             stack.close()
 
 
@@ -219,18 +184,19 @@ def _spans(
 ) -> dict[str, list[SpanOfRows]]:
     """Rows of each table that this rank writes: of a table in several copies one rank writes all;
     of one that is cut by columns every rank the W-th part, once all have passed theirs."""
-    shapes = {name: (t.num_embeddings, t.embedding_dim) for name, t in scheme.tables.items()}
+    tables = {name: scheme.tables[name] for name in parts}
+    shapes = {name: (t.num_embeddings, t.embedding_dim) for name, t in tables.items()}
     copies = num_copies(parts, shapes, ranks)
     is_cut = torch.tensor(
         [any(s.weight.shape[1] < shapes[n][1] for s in parts[n]) for n in shapes], dtype=torch.int64
     )
     is_cut = ranks.max_(is_cut)
-    with together(ranks.group):
+    with ranks.together():
         for index, name in enumerate(shapes):
             if is_cut[index]:
                 _pass_columns(folder, index, parts[name])
     spans: dict[str, list[SpanOfRows]] = {}
-    for index, (name, table) in enumerate(scheme.tables.items()):
+    for index, (name, table) in enumerate(tables.items()):
         is_others = copies[name] > 1 and index % ranks.world_size != ranks.rank
         if is_cut[index]:
             spans[name] = _spans_of_columns(folder, index, table, ranks)
@@ -248,11 +214,8 @@ def _pass_columns(folder: Path, index: int, shards: Sequence[TableShard]) -> Non
     """Writes column shards of a table, as plain float32, where the other ranks find them."""
     (folder / _COLUMNS).mkdir(exist_ok=True)
     for shard in shards:
-        numbers = (shard.first_row, shard.first_column, *shard.weight.shape)
-        name = f"{index}.{'.'.join(map(str, numbers))}"
-        with (folder / _COLUMNS / name).open("wb") as file:
-            for chunk, _, _ in shard.chunks():
-                chunk.float().cpu().contiguous().numpy().tofile(file)
+        name = f"{index}.{shard.first_row}.{shard.first_column}.npy"
+        np.save(folder / _COLUMNS / name, shard.weight.float().cpu().numpy())
 
 
 def _spans_of_columns(
@@ -265,23 +228,20 @@ def _spans_of_columns(
     def rows(begin: int, end: int) -> Tensor:
         chunk = torch.full((end - begin, table.embedding_dim), torch.nan)
         for file in files:
-            first_row, first_column, num_rows, width = map(int, file.name.split(".")[1:])
-            low, high = max(begin, first_row), min(end, first_row + num_rows)
+            first_row, first_column = map(int, file.name.split(".")[1:3])
+            part = np.load(file, mmap_mode="r")
+            low, high = max(begin, first_row), min(end, first_row + len(part))
             if low < high:
-                count, offset = (high - low) * width, 4 * (low - first_row) * width
-                values = np.fromfile(file, dtype=np.float32, count=count, offset=offset)
-                columns = slice(first_column, first_column + width)
-                chunk[low - begin : high - begin, columns] = torch.from_numpy(values).view(
-                    -1, width
-                )
+                values = torch.from_numpy(part[low - first_row : high - first_row].copy())
+                columns = slice(first_column, first_column + part.shape[1])
+                chunk[low - begin : high - begin, columns] = values
         return chunk
 
     return [(first, last, rows)] if first < last else []
 
 
 def count_values(table: TableScheme, first: int, last: int, rows: Rows) -> int:
-    """Counts the non-zero values of consecutive rows of a table, and checks that they can be stored
-    without loss; of a table of codes whatever is not retained is dropped, so nothing counts."""
+    """Counts non-zero values of consecutive rows, and refuses those that cannot be stored."""
     place, num_values = f"table {table.name!r}", 0
     no_block = torch.zeros(1, table.embedding_dim, dtype=torch.bool)
     columns = torch.cat([table.retained, no_block])
@@ -304,9 +264,10 @@ def count_values(table: TableScheme, first: int, last: int, rows: Rows) -> int:
 
 
 class FileOfRows(NamedTuple):
-    """A file of consecutive rows of a table in one form: its path in the artifact, its rows, what
-    it holds."""
+    """A file of consecutive rows of a table in one form. Of bit fields one rank makes it, then all
+    fill it; their tensors here have no values."""
 
+    table: TableScheme
     name: str
     begin: int
     end: int
@@ -315,6 +276,45 @@ class FileOfRows(NamedTuple):
     def shard(self) -> dict[str, Any]:
         """The shard, as the manifest lists it."""
         return {"file": self.name, "first_row": self.begin, "num_rows": self.end - self.begin}
+
+    @property
+    def header(self) -> bytes:
+        """What stands before the values."""
+        return file_header("rows", self.tensors["rows"])
+
+    def make(self, folder: Path) -> None:
+        """Makes the file, as large as it is going to be. Local, for one rank."""
+        (folder / self.name).parent.mkdir(exist_ok=True)
+        with (folder / self.name).open("wb") as file:
+            file.write(self.header)
+            file.truncate(len(self.header) + self.tensors["rows"].nbytes)
+
+    def fill(self, folder: Path, first: int, last: int, rows: Rows) -> None:
+        """Writes the rows of a span that the file holds. Local; others may write meanwhile."""
+        table, begin, end = self.table, self.begin, self.end
+        first, last = max(first, begin), min(last, end)
+        if first >= last:
+            return
+        strides = row_strides(table.codes.bits)
+        sizes = row_counts_of(table, begin, end) * strides
+        offsets = row_counts_of(table, begin, first) * strides
+        at = (len(self.header) + sizes.cumsum(0) - sizes + offsets).tolist()
+        with (folder / self.name).open("r+b") as file:
+            for s, fields in packed_chunks(table, chunks_of(table, rows, first, last), first=first):
+                file.seek(at[s])
+                file.write(fields.contiguous().numpy().data)
+                at[s] += fields.nbytes
+
+    def copy(self, folder: Path, rows: Tensor) -> None:
+        """Writes those of a whole table's bit fields that the file holds."""
+        table, begin, end = self.table, self.begin, self.end
+        blocks = split_blocks(rows, table.routing.row_counts(), table.codes.bits)
+        starts = row_counts_of(table, 0, begin)
+        ends = starts + row_counts_of(table, begin, end)
+        with (folder / self.name).open("r+b") as file:
+            file.seek(len(self.header))
+            for block, start, stop in zip(blocks, starts.tolist(), ends.tolist(), strict=True):
+                file.write(block[start:stop].contiguous().numpy().data)
 
 
 def files_of(
@@ -336,26 +336,14 @@ def files_of(
     while spans:
         begin, end = spans.popleft()
         tensors = encode(begin, end)
-        num_bytes = file_bytes(tensors)
+        num_bytes, middle = file_bytes(tensors), (begin + end) // 2
         if num_bytes > max_file_bytes:
-            place, limit = f"table {table.name!r}, form {form!r}", f"{max_file_bytes} bytes"
-            check(
-                end - begin > 1, place, f"a row within {limit}", num_bytes, "raise max_file_bytes"
-            )
-            middle = (begin + end) // 2
+            place, requirement = f"table {table.name!r}", f"a row within {max_file_bytes} bytes"
+            check(middle > begin, place, requirement, num_bytes, "raise max_file_bytes")
             spans.extendleft([(middle, end), (begin, middle)])
             continue
         suffix = "" if (begin, end) == (0, table.num_embeddings) else f"_from_{begin}"
-        yield FileOfRows(f"{stem}{suffix}.safetensors", begin, end, tensors)
-
-
-def _limit_of_blocks(
-    parts: Mapping[str, tuple[TableShard, ...]], max_file_bytes: int, ranks: Ranks
-) -> int:
-    """Bytes of a file of the mixed-dimension form."""
-    largest = max((s.weight.nbytes for shards in parts.values() for s in shards), default=0)
-    share = max(_SMALLEST_FILE_BYTES, largest // _SHARE_OF_SHARD)
-    return max_file_bytes if ranks.world_size == 1 else min(max_file_bytes, share)
+        yield FileOfRows(table, f"{stem}{suffix}.safetensors", begin, end, tensors)
 
 
 def _write_blocks(
@@ -363,83 +351,31 @@ def _write_blocks(
 ) -> Iterator[Entry]:
     """Writes consecutive rows of a table in the mixed-dimension form."""
     first, last, rows = span
-
     encode = partial(encode_blocks, table, rows)
     for file in files_of(MIXED_DIMENSION, index, table, (first, last), encode, max_file_bytes):
         facts = write_artifact_file(folder, file.name, file.tensors)
         yield table.name, MIXED_DIMENSION, file.shard(), facts
 
 
-@dataclass(frozen=True)
-class PackedFile:
-    """A file of consecutive rows of a table in bit fields. One rank makes it, then all fill it."""
-
-    table: TableScheme
-    rows: FileOfRows
-
-    @property
-    def header(self) -> bytes:
-        """What stands before the values."""
-        return file_header("rows", self.rows.tensors["rows"])
-
-    def make(self, folder: Path) -> None:
-        """Makes the file, as large as it is going to be. Local, for one rank."""
-        (folder / self.rows.name).parent.mkdir(exist_ok=True)
-        with (folder / self.rows.name).open("wb") as file:
-            file.write(self.header)
-            file.truncate(len(self.header) + self.rows.tensors["rows"].nbytes)
-
-    def fill(self, folder: Path, first: int, last: int, rows: Rows) -> None:
-        """Writes those of some consecutive rows of the table that the file holds. Local; others may
-        write meanwhile."""
-        table, (_, begin, end, _) = self.table, self.rows
-        first, last = max(first, begin), min(last, end)
-        if first >= last:
-            return
-        strides = row_strides(table.codes.bits)
-        sizes = row_counts_of(table, begin, end) * strides
-        offsets = row_counts_of(table, begin, first) * strides
-        at = (len(self.header) + sizes.cumsum(0) - sizes + offsets).tolist()
-        with (folder / self.rows.name).open("r+b") as file:
-            for s, fields in packed_chunks(table, chunks_of(table, rows, first, last), first=first):
-                file.seek(at[s])
-                file.write(fields.contiguous().numpy().data)
-                at[s] += fields.nbytes
-
-    def copy(self, folder: Path, rows: Tensor) -> None:
-        """Writes those of a whole table's bit fields that the file holds."""
-        table, (_, begin, end, _) = self.table, self.rows
-        blocks = split_blocks(rows, table.routing.row_counts(), table.codes.bits)
-        starts = row_counts_of(table, 0, begin)
-        ends = starts + row_counts_of(table, begin, end)
-        with (folder / self.rows.name).open("r+b") as file:
-            file.seek(len(self.header))
-            for block, start, stop in zip(blocks, starts.tolist(), ends.tolist(), strict=True):
-                file.write(block[start:stop].contiguous().numpy().data)
-
-
-def _packed_files(scheme: MixedDimensionScheme, max_file_bytes: int) -> list[PackedFile]:
+def _packed_files(scheme: MixedDimensionScheme, max_file_bytes: int) -> list[FileOfRows]:
     """The files of all tables in bit fields, the same on every rank."""
-    files = []
+    files: list[FileOfRows] = []
     for index, table in enumerate(scheme.with_float_codes().tables.values()):
-        strides, span = row_strides(table.codes.bits), (0, table.num_embeddings)
-
-        def shape(
-            first: int, last: int, table: TableScheme = table, strides: Tensor = strides
-        ) -> dict[str, Tensor]:
-            size = int(row_counts_of(table, first, last) @ strides)
-            return {"rows": torch.empty(size, dtype=torch.uint8, device="meta")}
-
-        for file in files_of(PACKED, index, table, span, shape, max_file_bytes):
-            files.append(PackedFile(table, file))
+        span, encode = (0, table.num_embeddings), partial(_empty_rows, table)
+        files += files_of(PACKED, index, table, span, encode, max_file_bytes)
     return files
+
+
+def _empty_rows(table: TableScheme, first: int, last: int) -> dict[str, Tensor]:
+    """Consecutive rows of a table in bit fields, without their values."""
+    size = int(row_counts_of(table, first, last) @ row_strides(table.codes.bits))
+    return {"rows": torch.empty(size, dtype=torch.uint8, device="meta")}
 
 
 def _write_group(
     folder: Path, stem: str, tensors: Mapping[str, Tensor], max_file_bytes: int
 ) -> Files:
-    """Writes tensors to as few files as hold them: ``<stem>.safetensors``, ``<stem>_1.safetensors``
-    and so on."""
+    """Writes tensors to as few files as hold them: ``<stem>``, ``<stem>_1`` and so on."""
     groups: list[dict[str, Tensor]] = []
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -470,7 +406,12 @@ def _merge(
     tables, on_disk = scheme.to_json(), dict.fromkeys(forms, 0)
     files: dict[str, Any] = {}
     for name, of_table in scheme.tables.items():
-        tables[name] |= {"blocks": _describe_blocks(of_table), "shards": {}}
+        rows, dims = of_table.routing.row_counts().tolist(), of_table.dims.tolist()
+        blocks = [
+            {"rows": rows[s], "embedding_dim": dims[s], "columns": of_table.columns(s).tolist()}
+            for s in range(of_table.num_blocks)
+        ]
+        tables[name] |= {"blocks": blocks, "shards": {}}
         for form in forms:
             of_form = sorted(shards[name][form], key=lambda pair: pair[0]["first_row"])
             covers = sum(shard["num_rows"] for shard, _ in of_form)
@@ -480,14 +421,6 @@ def _merge(
             files |= {shard["file"]: facts for shard, facts in of_form}
             on_disk[form] += sum(facts["bytes"] for _, facts in of_form)
     return {"forms": list(forms), "tables": tables, "bytes_on_disk": on_disk, "files": files}
-
-
-def _describe_blocks(table: TableScheme) -> list[dict[str, Any]]:
-    rows = table.routing.row_counts().tolist()
-    return [
-        {"rows": rows[s], "embedding_dim": int(table.dims[s]), "columns": table.columns(s).tolist()}
-        for s in range(table.routing.num_blocks)
-    ]
 
 
 def _write_rest(
@@ -513,12 +446,13 @@ def _write_rest(
         "files": of_scheme | dense | fields["files"],
     }
     if encoder:
-        size, limit = len(encoder), f"at most {max_file_bytes} bytes"
-        check(size <= max_file_bytes, "encoder", limit, size, "raise max_file_bytes")
+        size, requirement = len(encoder), f"at most {max_file_bytes} bytes"
+        check(size <= max_file_bytes, "encoder", requirement, size, "raise max_file_bytes")
         (folder / ENCODER).write_bytes(encoder)
         manifest["encoder"] = ENCODER
         manifest["files"] |= {ENCODER: describe_file(folder, ENCODER)}
-    write_card(folder, scheme, manifest)
+    card = card_of(scheme, manifest)
+    (folder / CARD).write_text(card, encoding="utf-8", newline="\n")
     write_manifest(folder, manifest)
 
 
@@ -531,3 +465,80 @@ def _as_json(run: Mapping[str, Any]) -> Any:
         raise ValueError(describe("run", "values that JSON holds", str(error), remedy)) from error
     conform(content, RunOfArtifact, "run")
     return content
+
+
+# ---- the model card, which no reader looks at
+
+_LOAD = "`dnis_torchrec.load(path)` gives a module that takes the EmbeddingBagCollection's place."
+_PREDICT = (
+    "Its ids are rows, numbered anew: raw ids look other rows up without an error.\n"
+    "`encoder.arrow` has the row of every id. `dnis_torchrec.load_predictor(path)` reads raw rows."
+)
+
+_MARKS = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_{}[]()#+!|~$"})
+_TEXT = """\
+# Model card
+
+Embedding tables that dnis_torchrec made {times:.2f} times smaller: {num_bytes:,} bytes as served
+({form}), {dense:,} in float32.
+
+## Tables
+
+{tables}
+
+Blocks are rows of similar frequency, the most frequent first; bits are means over all dims.
+
+## Where it comes from
+
+{origin}
+
+## How to use it
+
+{use} Nothing in
+the folder is code.
+
+## To be written by the owner
+
+What the model is for, and what it is not for; whose data it was trained on, and from when; for whom
+it was seen to be worse. Nothing of this is known to the program that wrote the tables.
+"""
+
+
+def card_of(scheme: MixedDimensionScheme, manifest: Mapping[str, Any]) -> str:
+    """The text of the card."""
+    run = manifest["run"]
+    facts = {name: run.get(name) for name in ("recipe", "seed")} | dict(manifest["versions"])
+    facts |= {name: f"{value:.5g}" for name, value in (run.get("metrics") or {}).items()}
+    head = ("table", "features", "rows", "dims", "retained dims by block", "bits by block", "bytes")
+    return _TEXT.format(
+        times=scheme.compression(),
+        num_bytes=scheme.served_bytes(scheme.form),
+        form=scheme.form,
+        dense=4 * scheme.dense_parameters,
+        tables=_table(head, (_row_of(table, scheme.form) for table in scheme.tables.values())),
+        use=f"{_LOAD} {_PREDICT}" if "encoder" in manifest else _LOAD,
+        origin=_table(("what", "which"), ((n, str(v)) for n, v in facts.items() if v is not None)),
+    )
+
+
+def _row_of(table: TableScheme, form: str) -> tuple[str, ...]:
+    return (
+        table.name,
+        ", ".join(table.feature_names),
+        f"{table.num_embeddings:,}",
+        str(table.embedding_dim),
+        ", ".join(map(str, table.dims.tolist())),
+        ", ".join(f"{bits:.1f}" for bits in table.column_bits().float().mean(dim=1).tolist()),
+        f"{table.served_bytes(form):,}",
+    )
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A table of Markdown, whose cells others have named: none ends early or is markup."""
+    lines = [head, tuple("---" for _ in head), *(tuple(map(_plain, row)) for row in rows)]
+    return "\n".join("|".join(["", *line, ""]) for line in lines)
+
+
+def _plain(text: str) -> str:
+    one_line = " ".join(visible(text).split())
+    return escape(one_line, quote=False).translate(_MARKS)

@@ -10,10 +10,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
@@ -21,11 +20,11 @@ from dnis_torchrec.allocation.axes import rotation_groups
 from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.artifact.export import export, load_model
 from dnis_torchrec.artifact.load import read_scheme
-from dnis_torchrec.artifact.manifest import read_manifest, write_manifest
+from dnis_torchrec.artifact.manifest import ENCODER, MANIFEST, read_manifest, write_manifest
 from dnis_torchrec.artifact.package import write_package
 from dnis_torchrec.artifact.verify import Verification, verify
-from dnis_torchrec.artifact.write import shared_folder, write_over_ranks
-from dnis_torchrec.checks import check, describe, versions
+from dnis_torchrec.artifact.write import shared_folder, write_artifact
+from dnis_torchrec.checks import check, versions
 from dnis_torchrec.cli.narrow_rows import CUT_AXES, ROWS, columns_within, in_rows, table_bytes
 from dnis_torchrec.cli.progress import progress
 from dnis_torchrec.cli.run import (
@@ -38,10 +37,9 @@ from dnis_torchrec.cli.run import (
     TRAIN_RUN,
     TRAINING,
     RunFolder,
-    RunWriteError,
     TableColumns,
+    fill_after_plain_training_,
     kind_of,
-    weights_after_plain_training,
 )
 from dnis_torchrec.cli.settings import (
     CompressCommand,
@@ -63,7 +61,7 @@ from dnis_torchrec.data.over_ranks import (
 )
 from dnis_torchrec.data.recipe import DataSplits, Recipe, build_recipe
 from dnis_torchrec.data.task import TrainTask, direction_of
-from dnis_torchrec.data.urls import url_of
+from dnis_torchrec.data.urls import put_file, url_of
 from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_size_of
 from dnis_torchrec.report.page import write_report
 from dnis_torchrec.report.rows import (
@@ -91,13 +89,11 @@ from dnis_torchrec.selection.shards import TableShard, collections, dense_parame
 from dnis_torchrec.selection.swap import replace_, unshard_
 from dnis_torchrec.training.checkpoint import CheckpointFolder, StoredTensor, check_shared
 from dnis_torchrec.training.evaluate import evaluate, primary_metric
-from dnis_torchrec.training.loop import PLAIN, EpochRecord, Phase, Plan, StreamPipeline, TrainLoop
+from dnis_torchrec.training.loop import PLAIN, Phase, Plan, StreamPipeline, TrainLoop
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.shard import launched_ranks, process_group, shard
 from dnis_torchrec.training.weights import check_state, fill_, spread_filled, weights_for_
 
-MODEL_OF_TABLES = "dlrm"
-"""Model of `recipe_from_frame` where RECIPE is a table."""
 Metrics = Mapping[str, Mapping[str, float]]
 """Split -> metric -> value."""
 
@@ -128,16 +124,9 @@ class _Judge:
         **more: Any,
     ) -> ResultRow:
         """The row of a model with these metrics."""
-        return ResultRow(
-            method=method,
-            metrics=metrics["test"],
-            selection=metrics["selection"],
-            num_bytes=num_bytes,
-            compression=compression,
-            seed=self.seed,
-            seconds=seconds,
-            **more,
-        )
+        splits: Any = {"metrics": metrics["test"], "selection": metrics["selection"]}
+        numbers: Any = {"num_bytes": num_bytes, "compression": compression, "seconds": seconds}
+        return ResultRow(method=method, seed=self.seed, **splits, **numbers, **more)
 
     def plain_rows(self, model: nn.Module, num_bytes: int) -> list[ResultRow]:
         """Rows of a plain model: as it is, and on one process in few bits a value."""
@@ -151,8 +140,7 @@ class _Judge:
         return rows
 
     def cut_rows(self, model: nn.Module, compressions: Sequence[float]) -> list[ResultRow]:
-        """Rows of the first columns of turned tables, of each size the better of int8 and int4 on
-        the selection split."""
+        """Rows of the first columns of turned tables: of each size the better of int8 and int4."""
         tables, alone, rows = table_configs(model), self.recipe.leave_alone, []
         groups = rotation_groups(get_unwrapped_module(model), alone)
         to_turn = {table for group in groups for table in group.tables}
@@ -172,13 +160,7 @@ class _Judge:
                 rows.append(self.row(CUT_AXES, *best, num_bytes / best[1]))
         return rows
 
-    def results(
-        self,
-        rows: Sequence[ResultRow],
-        head: Mapping[str, Any],
-        history: Sequence[EpochRecord] = (),
-        blocks: Sequence[Mapping[str, Any]] = (),
-    ) -> Results:
+    def results(self, rows: Sequence[ResultRow], head: Mapping[str, Any], **more: Any) -> Results:
         """All that a report shows."""
         metric, is_higher_better = primary_metric(self.recipe.task, self.recipe.data.test)
         return Results(
@@ -186,11 +168,10 @@ class _Judge:
             rows=tuple(rows),
             primary_metric=metric,
             higher_is_better=is_higher_better,
-            history=tuple(asdict(record) for record in history),
-            blocks=tuple(blocks),
             notes=tuple(head["notes"]),
             commands=tuple(head["commands"]),
             versions=head["versions"],
+            **more,
         )
 
 
@@ -221,10 +202,9 @@ def _train(
     """The training itself; leaves a finished run with its row."""
     data, counts, fingerprints = read_splits(recipe, table_configs(recipe.model), Ranks.everyone())
     recipe = replace(recipe, data=data)
-    steps, train = 0, LookupBatches(data.train, "train")
+    train = LookupBatches(data.train, "train")
     epoch = getattr(train, "epoch", None)
-    for _ in train:
-        steps += 1
+    steps = sum(1 for _ in train)
     if epoch is not None:
         train.epoch = epoch  # counting the steps is no epoch of training
     scheme, saving = uncompressed_scheme(recipe.model), Saving(resume=settings.resume)
@@ -255,7 +235,7 @@ def _train(
         "metrics": metrics["test"],
     }
     module = get_unwrapped_module(model) if world_size_of() > 1 else unshard_(model)
-    results = judge.results([row], head, loop.history)
+    results = judge.results([row], head, history=tuple(map(asdict, loop.history)))
     _finish(run, cast(TrainTask, module).model, scheme, head, results, recipe)
     on_rank_zero(CheckpointFolder(run.checkpoints).remove)
 
@@ -293,7 +273,7 @@ def run_compress(settings: CompressCommand) -> Results:
         seconds = time.monotonic() - begin
         head["configuration"] = {"sizes": settings.sizes}
         is_turned = bool(rotation_groups(model, recipe.leave_alone))
-        with _new_folder(out, overwrite, ranks) as folder:
+        with shared_folder(out, overwrite=overwrite, kind=RUN, ranks=ranks) as folder:
             for name, allocation in allocations.items():
                 begin = time.monotonic()
                 run = {key: head[key] for key in head if key != "commands"} | {
@@ -352,7 +332,7 @@ def _recipe_and_head(
     columns = past.get("columns", settings.columns)
     if columns is not None and is_table(settings.recipe):
         head["columns"] = columns
-    head["commands"] = [*past.get("commands", []), _command_line()]
+    head["commands"] = [*past.get("commands", []), shlex.join(["dnis", *sys.argv[1:]])]
     head |= {"notes": [], "versions": versions()}
     return _recipe_of(settings, {**past, **head}), head
 
@@ -369,7 +349,7 @@ def _recipe_of(settings: Any, record: Mapping[str, Any]) -> Recipe:
     is_same = settings.columns in (None, columns)
     check(is_same, f"table {spec}", f"the columns of the run, {columns}", settings.columns)
     identity = {"embedding_dim": record.get("embedding_dim"), "seed": record.get("seed", 0)}
-    return recipe_from_frame(spec, model=MODEL_OF_TABLES, **columns, **identity)
+    return recipe_from_frame(spec, model="dlrm", **columns, **identity)
 
 
 def _evaluate_served(judge: _Judge, model: nn.Module, artifact: Path) -> Metrics:
@@ -424,21 +404,19 @@ def _search_begin(settings: SearchCommand) -> tuple[Recipe, int | None, dict[str
 
 
 def _begin_with_(model: nn.Module, source: Path | RunFolder) -> int | None:
-    """Gives a model the weights of a file, or those that plain training of a run ended with;
-    returns the epochs behind them where they are known."""
+    """Fills a model with weights of a file or of plain training; returns their epochs, if known."""
     if isinstance(source, Path) and not is_run(source):
         fill_(model, weights_for_(model, source))
         return None
     run = RunFolder(source) if isinstance(source, Path) else source
     head, place = run.read_head(), f"run folder {run.path}"
     if kind_of(head) == TRAIN_RUN:
-        weights, epochs = RunFolder.open(run.path).weights(), int(head["best_epoch"]) + 1
-    else:
-        check(kind_of(head) == SEARCH_RUN, place, "a model in it", "compressed ones")
-        weights, epochs = weights_after_plain_training(model, run, head)
-    check_state(model, weights, place)
-    fill_(model, weights)
-    return epochs
+        weights = RunFolder.open(run.path).weights()
+        check_state(model, weights, place)
+        fill_(model, weights)
+        return int(head["best_epoch"]) + 1
+    check(kind_of(head) == SEARCH_RUN, place, "a model in it", "compressed ones")
+    return fill_after_plain_training_(model, run, head)
 
 
 @contextmanager
@@ -462,7 +440,6 @@ def _run_folder(
             with together():
                 if rank_of() == 0 and run.status() != FINISHED:
                     run.write_head(TRAINING, head)
-                    run.announce()
             yield run
         except BaseException:
             if rank_of() == 0:
@@ -475,7 +452,7 @@ def _leave(run: RunFolder, head: Mapping[str, Any]) -> None:
     """Leaves a run to go on with, or what was there before if nothing was trained."""
     if run.status() == FINISHED:
         return
-    if run.has_checkpoint():
+    if CheckpointFolder(run.checkpoints).steps():
         run.write_head(INTERRUPTED, head)
         run.drop_replaced()
     else:
@@ -491,16 +468,15 @@ def _finish(
     recipe: Recipe,
 ) -> None:
     """Writes the model and the rows of a run that is over."""
-    try:
-        run.save_model(model, scheme)
-        run.save_encoder(encoder_of(recipe))
-        with together():
-            if rank_of() == 0:
-                write_results(run.path / RESULTS, results)
-                run.write_head(FINISHED, head)
-                run.drop_replaced()
-    except (OSError, SafetensorError) as error:
-        _refuse_to_write(run.path, error, "make room for it, then --resume")
+    encoder = encoder_of(recipe)
+    run.save_model(model, scheme)
+    with together():
+        if rank_of() == 0:
+            if encoder is not None:
+                put_file(run.path / ENCODER, lambda file: file.write_bytes(encoder.to_bytes()))
+            write_results(run.path / RESULTS, results)
+            run.write_head(FINISHED, head)
+            run.drop_replaced()
 
 
 def _search(
@@ -543,7 +519,8 @@ def _search(
         plain = _Judge(recipe, recipe.data, device, head["seed"])
         model, num_bytes = recipe.model.to(device), 4 * dense_parameters(recipe.model)
         rows += plain.plain_rows(model, num_bytes)
-    results = judge.results(rows, head, outcome.history, _block_rows(outcome))
+    more = {"history": tuple(map(asdict, outcome.history)), "blocks": _block_rows(outcome)}
+    results = judge.results(rows, head, **more)
     _finish(run, outcome.model, scheme, head, results, recipe)
 
 
@@ -571,7 +548,7 @@ def run_export(settings: ExportCommand) -> Path:
     """Exports a finished run as an artifact."""
     with launched_ranks() as ranks:
         with together(ranks.group):
-            run = RunFolder.open(settings.run)
+            run, encoder = RunFolder.open(settings.run), settings.run / ENCODER
             head, scheme = run.read_head(), run.scheme()
             tables, dense = run.tables_and_dense()
             names = ("recipe", "columns", "seed", "embedding_dim", "configuration", "versions")
@@ -580,23 +557,23 @@ def run_export(settings: ExportCommand) -> Path:
             for name, tensor in tables.items():
                 first, last = ranks.share(tensor.shape[0])
                 shards[name] = [TableShard(name, tensor.rows(first, last), first)]
-        return write_over_ranks(
+        return write_artifact(
             *(shards, scheme, settings.out, ranks),
             forms=settings.forms or None,
             dense_state=dense,
             run=record,
-            encoder=run.encoder(),
+            encoder=encoder.read_bytes() if encoder.is_file() else b"",
             overwrite=settings.overwrite,
         )
 
 
 def run_evaluate(settings: EvaluateCommand) -> dict[str, Any]:
     """Evaluates a finished run, or an artifact dropped into its model, on the test split."""
-    path, spec = settings.path, str(settings.recipe)
+    path, is_artifact = settings.path, (settings.path / MANIFEST).is_file()
     with process_group() as device:
         weights, ranks = None, Ranks.everyone()
         with together():
-            if is_artifact(path):
+            if is_artifact:
                 head, scheme = read_manifest(path)["run"], read_scheme(path)
                 recipe = _recipe_of(settings, head)
                 load_model(recipe.model, path)
@@ -608,14 +585,11 @@ def run_evaluate(settings: EvaluateCommand) -> dict[str, Any]:
         model = recipe.model.to(device)
         if weights is not None:
             model = spread_filled(recipe.model, weights, device)
-        data = split_over_ranks(recipe.data, ranks)
-        task = TrainTask(get_unwrapped_module(model), recipe.task)
-        metrics = evaluate(task, data.test, recipe.task, device)
-        check_same(data, ranks)
+        metrics = _test_metrics(recipe, get_unwrapped_module(model), ranks, device)
     return {
         "path": str(path),
-        "kind": "artifact" if is_artifact(path) else "run",
-        "recipe": spec,
+        "kind": "artifact" if is_artifact else "run",
+        "recipe": str(settings.recipe),
         "seed": head.get("seed", 0),
         "compression": scheme.compression(),
         "parameters": scheme.parameters,
@@ -642,11 +616,17 @@ def served_metrics(
         recipe = make_recipe()
         load_model(recipe.model, artifact, form=form)
     with torch.inference_mode():
-        splits = split_over_ranks(recipe.data, ranks)
-        task = TrainTask(recipe.model, recipe.task)
-        metrics = evaluate(task, splits.test, recipe.task, torch.device("cpu"))
-        check_same(splits, ranks)
-        return metrics
+        return _test_metrics(recipe, recipe.model, ranks, torch.device("cpu"))
+
+
+def _test_metrics(
+    recipe: Recipe, model: nn.Module, ranks: Ranks, device: torch.device
+) -> dict[str, float]:
+    """Metrics on the test split, of which each rank has its samples."""
+    data = split_over_ranks(recipe.data, ranks)
+    metrics = evaluate(TrainTask(model, recipe.task), data.test, recipe.task, device)
+    check_same(data, ranks)
+    return metrics
 
 
 def run_package(settings: PackageCommand) -> None:
@@ -663,13 +643,11 @@ def _block_rows(outcome: SearchOutcome) -> tuple[dict[str, Any], ...]:
     lines = []
     for name, table in outcome.scheme.tables.items():
         occurrences = outcome.blocks.occurrences[name].tolist()
-        bits = (32 * table.retained).double() if table.bits is None else table.bits.double()
-        for block, (rows, mean) in enumerate(
-            zip(table.routing.row_counts().tolist(), bits.mean(dim=1).tolist(), strict=True)
-        ):
+        bits = table.column_bits().double().mean(dim=1).tolist()
+        for block, rows in enumerate(table.routing.row_counts().tolist()):
             if rows:
-                line = {"table": name, "block": block, "rows": rows}
-                lines.append(line | {"occurrences": occurrences[block] / rows, "bits": mean})
+                line = {"table": name, "block": block, "rows": rows, "bits": bits[block]}
+                lines.append(line | {"occurrences": occurrences[block] / rows})
     return tuple(lines)
 
 
@@ -689,27 +667,3 @@ def run_report(folders: Sequence[Path]) -> Results:
 def is_run(path: Path) -> bool:
     """Returns whether `dnis` wrote a folder as a run."""
     return (path / "run.json").is_file()
-
-
-def is_artifact(path: Path) -> bool:
-    """Returns whether a folder is an artifact."""
-    return (path / "manifest.json").is_file()
-
-
-def _command_line() -> str:
-    return shlex.join(["dnis", *sys.argv[1:]])
-
-
-@contextmanager
-def _new_folder(out: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
-    """A run's folder for all ranks to fill; it appears when it is complete."""
-    try:
-        with shared_folder(out, overwrite=overwrite, kind=RUN, ranks=ranks) as folder:
-            yield folder
-    except (OSError, SafetensorError) as error:
-        _refuse_to_write(out, error, "make room for it")
-
-
-def _refuse_to_write(out: Path, error: Exception, remedy: str) -> NoReturn:
-    requirement = "to write what the command made"
-    raise RunWriteError(describe(f"folder {out}", requirement, str(error), remedy)) from error

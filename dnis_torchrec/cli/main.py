@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, get_type_hints
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from dnis_torchrec.checks import check, describe_error, is_of_system, version
+from dnis_torchrec.checks import check, describe_error, is_of_system, version, visible
 from dnis_torchrec.cli.settings import (
     WRITTEN_FIRST,
     CompressCommand,
@@ -28,13 +26,12 @@ from dnis_torchrec.cli.settings import (
     is_table,
     number_of,
 )
-from dnis_torchrec.cli.terminal import PlainConsole, fail, guard_standard_error, say
+from dnis_torchrec.cli.terminal import arguments, fail, guard_standard_error, print_table, say
 from dnis_torchrec.data.urls import address_of
 from dnis_torchrec.training.settings import Ending, Stopped, exit_code
 
 ALONE = ("package", "report")
 """Commands that have no work for several ranks."""
-TABLE_WIDTH = 120
 
 app = typer.Typer(
     name="dnis",
@@ -77,13 +74,11 @@ def _before_any_command(
         check(is_fit, f"dnis {command}", "one process", f"{world_size} ranks", remedy)
 
 
-@contextmanager
-def arguments() -> Iterator[None]:
-    """Errors inside the block are the caller's arguments': the command ends with exit code 2."""
-    try:
-        yield
-    except (NotImplementedError, OSError, ValueError) as error:
-        fail(error, 2)
+def commands() -> ModuleType:
+    """What does the work; importing it takes seconds, which `--help` has not."""
+    from dnis_torchrec.cli import commands
+
+    return commands
 
 
 def command(kind: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
@@ -98,16 +93,11 @@ def command(kind: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., 
                 out, recipe = values.get("out"), values.get("recipe")
                 # The first rank may make it before the others come here.
                 if out is not None and _is_first_rank():
-                    if hasattr(settings, "resume"):
-                        from dnis_torchrec.cli.run import RunFolder
-
-                        may_exist = settings.overwrite or settings.resume
-                        RunFolder.check_free(out, overwrite=may_exist, can_resume=True)
-                    else:
-                        is_free = settings.overwrite or not out.exists()
-                        place, remedy = f"folder {out}", "choose another --out, or --overwrite"
-                        requirement = "a folder that does not exist"
-                        check(is_free, place, requirement, "an existing one", remedy)
+                    may_exist = settings.overwrite or getattr(settings, "resume", False)
+                    place, remedy = f"folder {out}", "choose another --out, or --overwrite"
+                    requirement = "a folder that does not exist"
+                    is_free = may_exist or not out.exists()
+                    check(is_free, place, requirement, "an existing one", remedy)
                 if recipe is not None and not is_table(recipe):
                     from dnis_torchrec.data.recipe import load_recipe
 
@@ -125,18 +115,14 @@ def command(kind: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., 
 def train(settings: TrainCommand) -> None:
     """Trains the plain model until its selection loss stops improving; writes a run. Ctrl-C saves
     and stops; the same command with --resume goes on, also after a crash."""
-    from dnis_torchrec.cli.commands import run_train
-
-    _print_results(run_train(settings), f"run: {address_of(settings.out)}")
+    _print_results(commands().run_train(settings), f"run: {address_of(settings.out)}")
 
 
 @command(CompressCommand)
 def compress(settings: CompressCommand) -> None:
     """Compresses a trained model, without a training step: bits for every column of every block of
     rows, by what they are worth to the loss. Writes an artifact a size, OUT/x8 for 8 times."""
-    from dnis_torchrec.cli.commands import run_compress
-
-    results, place = run_compress(settings), address_of(settings.out)
+    results, place = commands().run_compress(settings), address_of(settings.out)
     lines = [f"artifact: {place}/{name}" for name in settings.sizes]
     _print_results(results, *lines, f"report: {place}/report.html")
 
@@ -145,20 +131,15 @@ def compress(settings: CompressCommand) -> None:
 def search(settings: SearchCommand) -> None:
     """Searches: trains, lets columns die by what they are worth, spends bits on the others; writes
     a run. Ctrl-C saves and stops; the same command with --resume goes on, also after a crash."""
-    from dnis_torchrec.cli.commands import run_search
-
-    _print_results(run_search(settings), f"run: {address_of(settings.out)}")
+    _print_results(commands().run_search(settings), f"run: {address_of(settings.out)}")
 
 
 @command(ExportCommand)
 def export(settings: ExportCommand) -> None:
     """Exports a finished RUN as an artifact, ready to serve, or to train on."""
-    from dnis_torchrec.cli.commands import run_export
-    from dnis_torchrec.cli.run import RunFolder
-
     with arguments():
-        RunFolder.open(settings.run)
-    run_export(settings)
+        commands().RunFolder.open(settings.run)
+    commands().run_export(settings)
     if _is_first_rank():
         say(f"artifact: {address_of(settings.out)}")
 
@@ -166,17 +147,16 @@ def export(settings: ExportCommand) -> None:
 @command(EvaluateCommand)
 def evaluate(settings: EvaluateCommand) -> None:
     """Evaluates a run or an artifact on the test split, or verifies an artifact."""
-    from dnis_torchrec.cli import commands
     from dnis_torchrec.data.files import write_json
 
     if settings.verify:
-        verification = commands.run_verify(settings)
+        verification = commands().run_verify(settings)
         result, failures = verification.to_json(), verification.failures
     else:
         with arguments():
-            if not commands.is_artifact(settings.path):
-                commands.RunFolder.open(settings.path)
-        result, failures = commands.run_evaluate(settings), []
+            if not (settings.path / "manifest.json").is_file():
+                commands().RunFolder.open(settings.path)
+        result, failures = commands().run_evaluate(settings), []
     if _is_first_rank():
         if settings.verify:
             _print_findings(result)
@@ -193,10 +173,8 @@ def evaluate(settings: EvaluateCommand) -> None:
 @command(PackageCommand)
 def package(settings: PackageCommand) -> None:
     """Packages the whole model of an artifact, compiled: inputs dense, values, lengths."""
-    from dnis_torchrec.cli.commands import run_package
-
     try:
-        run_package(settings)
+        commands().run_package(settings)
     except RuntimeError as error:  # no compiler, or a package that predicts something else
         fail(error, 1)
     say(f"package: {address_of(settings.out)}")
@@ -214,36 +192,29 @@ def report(
     ],
 ) -> None:
     """Writes report.html, one page that opens offline, into the first RUN, about all of them."""
-    from dnis_torchrec.cli.commands import run_report
-
-    _print_results(run_report(runs), f"report: {address_of(runs[0])}/report.html")
+    _print_results(commands().run_report(runs), f"report: {address_of(runs[0])}/report.html")
 
 
 def _is_first_rank() -> bool:
     """Returns whether this process speaks for a job of several ranks."""
-    return os.environ.get("RANK", "0") == "0"
+    return number_of("RANK", 0) == 0
 
 
 def _print_results(results: Any, *lines: str) -> None:
     if _is_first_rank():
         from dnis_torchrec.report.rows import terminal_table
 
-        _print_table(terminal_table(results))
+        print_table(terminal_table(results))
         for line in (results.headline, *lines):
             say(line)
 
 
 def _print_findings(result: dict[str, Any]) -> None:
-    title = f"{result['artifact']}: what was checked"
+    title = visible(f"{result['artifact']}: what was checked")
     table = Table("check", "of", "result", "detail", title=title)
     for line in result["findings"]:
-        table.add_row(*(line[name] for name in ("check", "subject", "status", "detail")))
-    _print_table(table)
-
-
-def _print_table(table: Table) -> None:
-    """Prints a table as wide as the terminal, or `TABLE_WIDTH` where that is more."""
-    PlainConsole(max(TABLE_WIDTH, Console().width)).print(table)
+        table.add_row(*(visible(line[name]) for name in ("check", "subject", "status", "detail")))
+    print_table(table)
 
 
 def main() -> None:
@@ -267,10 +238,8 @@ def _is_for_users(error: Exception) -> bool:
     """Returns whether a user can do something about an error."""
     if isinstance(error, ValueError | TypeError | NotImplementedError) or is_of_system(error):
         return True
-    from dnis_torchrec.cli.run import RunWriteError
     from dnis_torchrec.training.checkpoint import CheckpointWriteError
     from dnis_torchrec.training.loop import SearchInterrupted
     from dnis_torchrec.training.pipeline import NonFiniteError
 
-    kinds = (CheckpointWriteError, NonFiniteError, RunWriteError, SearchInterrupted)
-    return isinstance(error, kinds)
+    return isinstance(error, CheckpointWriteError | NonFiniteError | SearchInterrupted)

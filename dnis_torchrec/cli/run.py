@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 from uuid import uuid4
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dnis_torchrec.allocation.axes import with_axes_
-from dnis_torchrec.artifact.manifest import ENCODER
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.files import (
     PARTIAL,
@@ -29,25 +29,18 @@ from dnis_torchrec.data.files import (
     read_json,
     unshare,
 )
-from dnis_torchrec.data.frames import FrameEncoder
 from dnis_torchrec.data.urls import Address, fetch, path_in, put_file, remove_file
 from dnis_torchrec.ranks import rank_of, together
 from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme, TableScheme
 from dnis_torchrec.selection.shards import collections, ranks_of, tables_named_apart
+from dnis_torchrec.selection.torchrec import writing_to_tables
 from dnis_torchrec.training.checkpoint import CheckpointFolder, Manifest, StoredTensor
 from dnis_torchrec.training.loop import SearchValues
-from dnis_torchrec.training.weights import (
-    MODEL,
-    remove_model,
-    weight_name,
-    write_model,
-    written_model,
-)
+from dnis_torchrec.training.state import model_tensors
+from dnis_torchrec.training.weights import remove_model, weight_name, write_model, written_model
 
 FORMAT, FORMAT_VERSION = "dnis-torchrec-run", 1
 RUN = FolderKind("run", "run.json", FORMAT)
-WRITTEN_BY_RANKS = ("checkpoints/*", f"{MODEL}/*")
-"""Patterns of the files that every rank writes; rank 0 writes the others."""
 RESULTS = "results.json"
 TRAIN_RUN, SEARCH_RUN, COMPRESS_RUN = "trained", "searched", "compressed"
 """Kinds of run: of `dnis train`, of `dnis search`, and the artifacts of `dnis compress`."""
@@ -82,10 +75,6 @@ class _Head(TypedDict):
     metrics: NotRequired[dict[str, float]]
 
 
-class RunWriteError(RuntimeError):
-    """The results of a command could not be written; checkpoints are as they were."""
-
-
 class RunFolder:
     """The folder of a run. A file in it is written whole or not at all."""
 
@@ -101,8 +90,7 @@ class RunFolder:
         if not path.exists() or (can_resume and _is_unused(path)):
             return
         is_run = (path / "run.json").is_file()
-        ways = ", --resume the run or --overwrite it" if can_resume else " or --overwrite it"
-        remedy = f"choose another --out{ways if is_run else ''}"
+        remedy = f"choose another --out{', or --overwrite' if is_run else ''}"
         place, requirement = f"run folder {path}", "a folder that does not exist"
         check(overwrite and is_run, place, requirement, "an existing one", remedy)
 
@@ -154,10 +142,6 @@ class RunFolder:
         """Address of the checkpoints."""
         return path_in(self._address, "checkpoints")
 
-    def has_checkpoint(self) -> bool:
-        """Returns whether training got as far as its first checkpoint."""
-        return bool(CheckpointFolder(self.checkpoints).steps())
-
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Keeps other commands from writing this run."""
@@ -194,10 +178,8 @@ class RunFolder:
         head = {"format": FORMAT, "format_version": FORMAT_VERSION, "status": status, **fields}
         text = json.dumps(head, indent=1, allow_nan=False) + "\n"
         put_file(self.path / "run.json", lambda file: file.write_text(text, encoding="utf-8"))
-
-    def announce(self) -> None:
-        """Puts run.json at the URL at once: without it the checkpoints of ranks are nobody's."""
-        if self._url is not None:
+        if self._url is not None and status == TRAINING:
+            # At once: without it the checkpoints of ranks are nobody's.
             copy = partial(shutil.copyfile, self.path / "run.json")
             put_file(path_in(self._url, "run.json"), copy)
 
@@ -206,27 +188,15 @@ class RunFolder:
         ranks = ranks_of(*collections(model).values())
         with together(ranks.group):
             if rank_of() == 0:
-                self._save("scheme", unshare(scheme.to_tensors()))
+                tensors = unshare(scheme.to_tensors())
+                put_file(self.path / "scheme.safetensors", partial(save_file, tensors))
                 remove_model(self._address)
                 if ranks.world_size == 1:
                     state = model.state_dict().items()
-                    self._save("model", unshare({weight_name(name): part for name, part in state}))
+                    tensors = unshare({weight_name(name): part for name, part in state})
+                    put_file(self.path / "model.safetensors", partial(save_file, tensors))
         if ranks.world_size > 1:
             write_model(self._address, model, ranks)
-
-    def save_encoder(self, encoder: FrameEncoder | None) -> None:
-        """Writes what reads raw rows, where the recipe is made of a table; by rank 0."""
-        if encoder is not None and rank_of() == 0:
-            content = encoder.to_bytes()
-            put_file(self.path / ENCODER, lambda file: file.write_bytes(content))
-
-    def encoder(self) -> bytes:
-        """What reads raw rows, as a file has it; none of a recipe that is made of no table."""
-        file = self.path / ENCODER
-        return file.read_bytes() if file.is_file() else b""
-
-    def _save(self, name: str, tensors: dict[str, Tensor]) -> None:
-        put_file(self.path / f"{name}.safetensors", partial(save_file, tensors))
 
     def _load(self, name: str) -> dict[str, Tensor]:
         file = self.path / f"{name}.safetensors"
@@ -267,53 +237,30 @@ class RunFolder:
         return {name: weights[key] for name, key in keys.items()}, dense
 
 
-def weights_after_plain_training(
-    model: nn.Module, run: RunFolder, head: Mapping[str, Any]
-) -> tuple[dict[str, StoredTensor], int]:
-    """The best weights of the phase that a search began with, and the epochs behind them."""
-    with_axes_(model)  # as every search has them
-    place = f"run folder {run.path}"
-    remedy = "go on with --resume, or begin with a run of `dnis train`"
+@torch.no_grad()
+def fill_after_plain_training_(model: nn.Module, run: RunFolder, head: Mapping[str, Any]) -> int:
+    """Fills a model with what a search began with; returns the epochs behind it."""
+    place, remedy = f"run folder {run.path}", "begin with a run of `dnis train`"
     folder = CheckpointFolder(run.checkpoints)
     latest = folder.latest()
     check(latest is not None, place, "a search with checkpoints", "none", remedy)
     values = Manifest.read(str(latest)).values
-    conform(values, SearchValues, f"checkpoint {latest}, values", remedy="begin with another run")
+    conform(values, SearchValues, f"checkpoint {latest}, values", remedy=remedy)
     phases, steps_per_epoch = values["search"]["finished"], values["search"]["steps_per_epoch"]
     check(bool(phases), place, "plain training that is over", "one that is not", remedy)
     best = phases[0]["best"]
+    checkpoint = fetch(folder.path_of(best["step"]))
+    parts = Manifest.read(checkpoint).stored(checkpoint)
+    with_axes_(model)  # as every search has them, with tables named apart, in a `TrainTask`
+    with tables_named_apart(model), writing_to_tables(model):
+        tensors = model_tensors(nn.ModuleDict({"model": model}))
+        fit = {key: key in parts and parts[key].shape == tensors[key].size for key in tensors}
+        misfits, remedy = [key for key in fit if not fit[key]], "use the recipe and data of the run"
+        check(not misfits, place, "the recipe's model", f"another in {misfits[:3]}", remedy)
+        for key, value in tensors.items():
+            parts[key].copy_to_(value.chunks[0].tensor)
     epochs = head["configuration"].get("trained_epochs")
-    epochs = epochs or max(1, round(best["lower_step"] / steps_per_epoch))
-    with tables_named_apart(model):  # as every search has them
-        return _weights_in(model, fetch(folder.path_of(best["step"]))), int(epochs)
-
-
-def _weights_in(model: nn.Module, checkpoint: Path) -> dict[str, StoredTensor]:
-    """The weights of a model in a checkpoint of its search, of which nothing is read yet."""
-    tensors, state = Manifest.read(checkpoint).stored(checkpoint), model.state_dict()
-    # What several modules share stands in a checkpoint once, under one of its names.
-    keys: dict[int, str] = {}
-    for name, value in state.items():
-        if _key_in_checkpoint(name) in tensors:
-            keys[value.data_ptr() or id(value)] = _key_in_checkpoint(name)
-    weights = {}
-    for name, value in state.items():
-        key = keys.get(value.data_ptr() or id(value))
-        if key is not None:
-            tensor = tensors[key]
-            if not value.dim():  # a single number stands in a checkpoint as a tensor of one
-                tensor = StoredTensor.of(tensor.place, tensor.whole().view(()))
-            weights[weight_name(name)] = tensor
-    return weights
-
-
-def _key_in_checkpoint(name: str) -> str:
-    """The key of a parameter of a recipe's model, which stands in a `TrainTask` there."""
-    for part in (".embedding_bags.", ".embeddings."):
-        _, is_table, table = f".{name}".rpartition(part)
-        if is_table:
-            return f"table/{table.removesuffix('.weight')}"
-    return f"model/model.{name}"
+    return int(epochs or max(1, round(best["lower_step"] / steps_per_epoch)))
 
 
 def kind_of(head: Mapping[str, Any]) -> str:

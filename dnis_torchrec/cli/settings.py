@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,13 +13,13 @@ from typing import Annotated, Any
 import typer
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.cli.terminal import fail
+from dnis_torchrec.cli.terminal import arguments
 from dnis_torchrec.data.urls import fetch, local_path, output, output_folder, url_of
 from dnis_torchrec.search.settings import check_compression
 
+WRITTEN_BY_RANKS = ("checkpoints/*", "model/*")
+"""Files of a run that every rank writes; rank 0 writes the others."""
 FORM_NAMES = ("packed", "mixed_dimension")
-EPOCHS = 60
-"""Epochs at most of plain training, unless the user says another number."""
 
 
 def number_of(variable: str, otherwise: int) -> int:
@@ -28,17 +28,16 @@ def number_of(variable: str, otherwise: int) -> int:
 
 
 def _read(value: str | None) -> Path | None:
-    return None if value is None else _local(value, lambda: fetch(value))
+    with arguments():
+        return None if value is None else fetch(value)
 
 
 def _write(context: typer.Context, value: str | None) -> Path | None:
     """The local folder; the context of the command publishes it when the command is over."""
-    if value is None:
-        return None
-
-    def prepare() -> Path:
-        from dnis_torchrec.cli.run import WRITTEN_BY_RANKS
-
+    with arguments():
+        path = None if value is None else local_path(value)
+        if value is None or path is not None:
+            return path
         job = f"{os.getpid()} {time.time_ns()}"
         if number_of("WORLD_SIZE", 1) > 1:
             # Ranks of one torchrun have it for a parent, also those that it starts again.
@@ -47,21 +46,11 @@ def _write(context: typer.Context, value: str | None) -> Path | None:
                 return output_folder(value, job)
         return context.with_resource(output(value, job, skip=WRITTEN_BY_RANKS))
 
-    return _local(value, prepare)
-
 
 def _write_first(context: typer.Context, values: Sequence[str]) -> list[Path]:
     """The first address is written to, the others are read."""
     paths = [_write(context, values[0]), *map(_read, values[1:])]
     return [path for path in paths if path is not None]
-
-
-def _local(value: str, prepare: Callable[[], Path]) -> Path:
-    """The local path of an address; a wrong address is a wrong argument, exit code 2."""
-    try:
-        return local_path(value) or prepare()
-    except (OSError, ValueError) as error:
-        fail(error, 2)
 
 
 # Text until the callback: a Path would swallow one of the two slashes of a URL.
@@ -78,15 +67,15 @@ RecipeArgument = Annotated[
         "folder of them.",
     ),
 ]
-RecipeOption = typer.Option("--recipe", metavar="RECIPE", help="Recipe or table of the model.")
+RecipeOption = typer.Option(metavar="RECIPE", help="Recipe or table of the model.")
 DataOption = Annotated[
     Path | None,
     typer.Option(
-        "--data", metavar="FOLDER", help="Data, a folder or a URL, where a recipe needs it.", **READ
+        metavar="FOLDER", help="Folder of data, or its URL, if the recipe needs it.", **READ
     ),
 ]
 OutOption = Annotated[
-    Path, typer.Option("--out", metavar="FOLDER", help="Folder to write, or its URL.", **WRITTEN)
+    Path, typer.Option(metavar="FOLDER", help="Folder to write, or its URL.", **WRITTEN)
 ]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what stands at --out.")]
 FromOption = Annotated[
@@ -100,13 +89,11 @@ FromOption = Annotated[
         **READ,
     ),
 ]
-EpochsOption = Annotated[int, typer.Option("--epochs", help="Epochs at most of plain training.")]
+EpochsOption = Annotated[int, typer.Option(min=1, help="Epochs at most of plain training.")]
 SeedOption = Annotated[
     int | None,
-    typer.Option("--seed", help="Of weights, splits and batch order: 0, or that of --from."),
+    typer.Option(min=0, help="Of weights, splits and batch order: 0, or that of --from."),
 ]
-
-
 ResumeOption = Annotated[
     bool, typer.Option("--resume", help="Go on with the run at --out, if there is one.")
 ]
@@ -144,7 +131,9 @@ class TableOptions:
         return roles if any(roles.values()) else None
 
     def check_table(self, recipe: str | None, data: Path | None, is_new: bool) -> None:
-        """Checks that a table has roles, unless a run has them, and nothing else has any."""
+        """Checks data, and that a table, and nothing else, has roles of its own or of a run."""
+        remedy = "without --data the recipe says what it needs"
+        check(data is None or data.is_dir(), f"--data {data}", "a folder", "none", remedy)
         if recipe is not None and is_table(recipe):
             check(data is None, "--data", f"nothing beside table {recipe}", data, "leave it out")
             is_there = "://" in recipe or Path(recipe).exists()
@@ -170,15 +159,14 @@ class TrainCommand(TableOptions):
     recipe: RecipeArgument
     out: OutOption
     data: DataOption = None
-    epochs: EpochsOption = EPOCHS
-    seed: Annotated[int, typer.Option(help="Of weights, splits and batch order.")] = 0
+    epochs: EpochsOption = 60
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, splits and batch order.")] = 0
     resume: ResumeOption = False
     overwrite: OverwriteOption = False
 
     def __post_init__(self) -> None:
         self.check_table(self.recipe, self.data, is_new=True)
-        _check_common(self.data, self.seed, self.epochs)
-        _check_one_way(self.resume, self.overwrite)
+        check(not (self.resume and self.overwrite), "--resume", "no --overwrite", "both")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +189,6 @@ class CompressCommand(TableOptions):
 
     def __post_init__(self) -> None:
         self.check_table(self.recipe, self.data, is_new=self.source is None)
-        _check_common(self.data, self.seed)
         loss, sizes = self.max_loss, self.compressions
         is_clear, value = bool(sizes) != (loss is not None), "both" if sizes else "neither"
         remedy = "say --compression 8,20,40, for example"
@@ -240,21 +227,18 @@ class SearchCommand(TableOptions):
     source: FromOption = None
     data: DataOption = None
     compression: Annotated[float, typer.Option(help=f"{COMPRESSION_HELP}.")] = 20.0
-    epochs: EpochsOption = EPOCHS
+    epochs: EpochsOption = 60
     seed: SeedOption = None
     checkpoint_every: Annotated[
-        int, typer.Option(help="Steps between checkpoints, beside those after an epoch.")
+        int, typer.Option(min=0, help="Steps between checkpoints, beside those after an epoch.")
     ] = 0
     resume: ResumeOption = False
     overwrite: OverwriteOption = False
 
     def __post_init__(self) -> None:
         self.check_table(self.recipe, self.data, is_new=self.source is None)
-        _check_common(self.data, self.seed, self.epochs)
         check_compression(self.compression, "--compression")
-        every = self.checkpoint_every
-        check(every >= 0, "--checkpoint-every", "an integer >= 0", every)
-        _check_one_way(self.resume, self.overwrite)
+        check(not (self.resume and self.overwrite), "--resume", "no --overwrite", "both")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,15 +287,13 @@ class EvaluateCommand(TableOptions):
 
     def __post_init__(self) -> None:
         self.check_table(self.recipe, self.data, is_new=False)
-        _check_common(self.data)
         check(self.path.is_dir(), str(self.path), "a run or an artifact", "no such folder")
         is_clear = self.recipe is not None or self.verify
         check(is_clear, "--recipe", "the recipe of the model", "none", "name it")
-        file = self.json_file
-        if file is not None:
-            check(file.parent.is_dir(), f"--json {file}", "an existing folder", file.parent)
-            is_file = file.is_file() or not file.exists()  # a pipe or a device would be replaced
-            check(is_file, f"--json {file}", "a file", "something else", "name a file")
+        if self.json_file is not None:  # a pipe or a device would be replaced
+            file, place = self.json_file, f"--json {self.json_file}"
+            check(file.parent.is_dir(), place, "an existing folder", file.parent)
+            check(file.is_file() or not file.exists(), place, "a file", "something else")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,19 +313,6 @@ class PackageCommand(TableOptions):
 
     def __post_init__(self) -> None:
         self.check_table(self.recipe, self.data, is_new=False)
-        _check_common(self.data)
-
-
-def _check_common(data: Path | None, seed: int | None = None, epochs: int = EPOCHS) -> None:
-    remedy = "without --data the recipe says what it needs"
-    check(data is None or data.is_dir(), f"--data {data}", "a folder", "none", remedy)
-    check(seed is None or seed >= 0, "--seed", "an integer >= 0", seed)
-    check(epochs >= 1, "--epochs", "an integer >= 1", epochs)
-
-
-def _check_one_way(resume: bool, overwrite: bool) -> None:
-    is_clear, remedy = not (overwrite and resume), "give one of them"
-    check(is_clear, "--resume", "no --overwrite", "both", remedy)
 
 
 def _check_seen_by_ranks(out: Path) -> None:

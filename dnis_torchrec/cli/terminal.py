@@ -6,21 +6,17 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Iterator
-from types import TracebackType
-from typing import Any, NoReturn, TextIO
+from contextlib import contextmanager
+from traceback import format_exception
+from typing import NoReturn
 
 import typer
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
-from rich.text import Text
+from rich.console import Console
+from rich.table import Table
 
 from dnis_torchrec.checks import describe_error, is_of_system, visible
-
-COMPILING = "dnis_torchrec.ops.build"
-"""Logger that tells when operators are compiled; importing its module would import torch."""
 
 _plain_warning, _show_any_error_of_thread = warnings.formatwarning, threading.excepthook
 
@@ -36,23 +32,18 @@ def fail(error: BaseException, code: int) -> NoReturn:
     raise typer.Exit(code) from error
 
 
-class PlainConsole(Console):
-    """Standard output, where brackets and colons in a name are no markup."""
+@contextmanager
+def arguments() -> Iterator[None]:
+    """Errors inside the block are the caller's arguments': the command ends with exit code 2."""
+    try:
+        yield
+    except (NotImplementedError, OSError, ValueError) as error:
+        fail(error, 2)
 
-    def __init__(self, width: int | None = None) -> None:
-        super().__init__(width=width, file=sys.stdout, markup=False, emoji=False)
 
-    def render_str(self, text: str, **settings: Any) -> Text:
-        """Renders a text with control characters made visible; rich measures lines by it, too."""
-        return super().render_str(visible(text), **settings)
-
-    def render(
-        self, renderable: RenderableType, options: ConsoleOptions | None = None
-    ) -> Iterator[Segment]:
-        """Renders with control characters made visible; rich adds its own colours and controls
-        after this."""
-        for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+def print_table(table: Table) -> None:
+    """Prints a table of visible texts, in which brackets and colons are no markup."""
+    Console(width=max(120, Console().width), markup=False, emoji=False).print(table)
 
 
 def guard_standard_error() -> None:
@@ -60,26 +51,16 @@ def guard_standard_error() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_VisibleFormatter("%(levelname)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger(COMPILING).setLevel(logging.INFO)  # nobody should wonder what takes so long
-    warnings.formatwarning = _format_warning
-    sys.excepthook = _show_error
+    # It tells that operators are compiled: nobody should wonder what takes so long.
+    logging.getLogger("dnis_torchrec.ops.build").setLevel(logging.INFO)
+    warnings.formatwarning = lambda *parts, **more: visible(_plain_warning(*parts, **more))
+    sys.excepthook = lambda *end: say("".join(format_exception(*end)), err=True)
     threading.excepthook = _show_error_of_thread
 
 
 class _VisibleFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
-
-
-def _format_warning(*parts: Any, **more: Any) -> str:
-    return visible(_plain_warning(*parts, **more))
-
-
-def _show_error(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    stream: TextIO = sys.stderr
-    stream.write(visible("".join(traceback.format_exception(kind, error, trace))))
 
 
 def _show_error_of_thread(end: threading.ExceptHookArgs) -> None:

@@ -25,11 +25,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import dnis_torchrec as dnis
 from dnis_torchrec.artifact import manifest as manifests
 from dnis_torchrec.artifact import write
-from dnis_torchrec.artifact.card import CARD, card_of
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.artifact.load import load, load_dense_state, read_scheme, serve
-from dnis_torchrec.artifact.manifest import read_manifest
-from dnis_torchrec.artifact.write import write_artifact
+from dnis_torchrec.artifact.manifest import CARD, read_manifest
+from dnis_torchrec.artifact.write import card_of, write_artifact
 from dnis_torchrec.blocks.codes import WIDTHS
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data import files

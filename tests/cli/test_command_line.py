@@ -19,12 +19,11 @@ from types import NoneType
 from typing import get_args, get_type_hints
 
 import pytest
-from rich.table import Table
 from typer.models import OptionInfo
 
 from dnis_torchrec.checks import describe_error, is_of_system, visible
 from dnis_torchrec.cli import app, terminal
-from dnis_torchrec.cli.main import ALONE, _print_table
+from dnis_torchrec.cli.main import ALONE, _print_findings
 from dnis_torchrec.cli.settings import TableOptions
 from tests.programs import ROOT, dnis
 from tests.test_architecture import sources
@@ -235,10 +234,8 @@ def test_names_of_others_do_not_steer_the_terminal(tmp_path: Path, capsys: pytes
     assert SHOWN in of_path.stderr
     for text in (done.stdout, of_path.stderr):
         assert all(character.isprintable() or character == "\n" for character in text)
-    table = Table(EVIL, title=EVIL)
-    table.add_row(EVIL)
-    _print_table(table)
-    assert capsys.readouterr().out.count(SHOWN) == 3
+    _print_findings({"artifact": EVIL, "findings": [{"check": "", "subject": EVIL, "status": "", "detail": "x"}]})
+    assert capsys.readouterr().out.count(SHOWN) == 2
 
 
 def write_results_of(method: str, folder: Path) -> Path:
@@ -273,7 +270,7 @@ def test_logs_warnings_and_tracebacks_do_not_steer_the_terminal(monkeypatch: pyt
 
 
 PRINTERS = {"print", "echo", "secho", "Console", "print_exc", "print_exception"}
-ALLOWED = {"dnis_torchrec/cli/terminal.py": PRINTERS, "dnis_torchrec/cli/main.py": {"Console"}}
+ALLOWED = {"dnis_torchrec/cli/terminal.py": PRINTERS}
 
 
 def unguarded(path: str, source: str) -> list[str]:
@@ -286,10 +283,7 @@ def unguarded(path: str, source: str) -> list[str]:
             owner = ast.unparse(node.func.value) if is_attribute else ""
             of_bar = name == "write" and owner in ("bar", "tqdm", "sys.stderr", "sys.stdout")
             is_plain = of_bar and not ast.unparse(node.args[0]).startswith("visible(")
-            is_printer = (
-                name in PRINTERS - ALLOWED.get(path, set())
-                and owner != "PlainConsole(max(TABLE_WIDTH, Console().width))"
-            )
+            is_printer = name in PRINTERS - ALLOWED.get(path, set())
             if (is_plain and path not in ALLOWED) or is_printer:
                 calls.append(f"{path}:{node.lineno} {ast.unparse(node)[:60]}")
     return calls

@@ -17,8 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec.cli import commands
 from dnis_torchrec.cli.commands import run_search, run_train
-from dnis_torchrec.cli.progress import _SearchStop
-from dnis_torchrec.cli.run import FINISHED, INTERRUPTED, RunFolder, RunWriteError
+from dnis_torchrec.cli.run import FINISHED, INTERRUPTED, RunFolder
 from dnis_torchrec.cli.settings import TrainCommand
 from dnis_torchrec.training import settings as signals
 from dnis_torchrec.training.loop import SearchInterrupted, TrainLoop
@@ -32,7 +31,7 @@ SEARCH = ("search", "tests.tiny:demo", "--compression", 4, *SHORT)
 def stop_after(patch: pytest.MonkeyPatch, steps: int) -> None:
     """As Ctrl-C in that step."""
     calls = iter(range(10**6))
-    patch.setattr(_SearchStop, "is_requested", lambda self: next(calls) == steps)
+    patch.setattr(signals.StopRequest, "is_requested", lambda self: next(calls) == steps)
 
 
 def full(*_: object, **__: object) -> None:
@@ -134,11 +133,11 @@ def test_a_result_that_cannot_be_written_can_be_resumed(
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, "save_model", full)
-        with pytest.raises(RunWriteError):
+        with pytest.raises(OSError):
             run_search(quick_search(out))
     with monkeypatch.context() as patch:
         patch.setattr(commands, "write_results", full)
-        with pytest.raises(RunWriteError):
+        with pytest.raises(OSError):
             run_search(quick_search(out, resume=True))
     assert RunFolder(out).status() == INTERRUPTED
     run_search(quick_search(out, resume=True))
@@ -225,7 +224,7 @@ def test_a_training_that_fails_leaves_what_was_there_or_a_run_to_resume(
     assert files_but_lock(out) == before
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, "save_model", full)
-        with pytest.raises(RunWriteError):
+        with pytest.raises(OSError):
             run_train(replace(settings, overwrite=True))
     assert RunFolder(out).status() == INTERRUPTED
     run_train(replace(settings, resume=True))
@@ -286,7 +285,7 @@ def test_commands_without_checkpoints_end_with_a_sentence_and_leave_nothing(
     def strike(*_: object, **__: object) -> None:
         signal.raise_signal(number)
 
-    monkeypatch.setattr(commands, "write_over_ranks", strike)
+    monkeypatch.setattr(commands, "write_artifact", strike)
     monkeypatch.setattr(RunFolder, "write_head", strike)
     handlers = [signal.getsignal(each) for each in signals.REQUESTS]
     for words in (("export", whole), ("train", "tests.tiny:demo", *SHORT)):  # the latter before its first step

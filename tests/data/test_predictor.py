@@ -16,8 +16,7 @@ import pytest
 import torch
 
 import dnis_torchrec as dnis
-from dnis_torchrec.artifact.card import CARD
-from dnis_torchrec.artifact.manifest import ENCODER, read_manifest
+from dnis_torchrec.artifact.manifest import CARD, ENCODER, read_manifest
 from dnis_torchrec.artifact.verify import FAILED, verify
 from dnis_torchrec.data.frames import MODELS, FrameEncoder
 

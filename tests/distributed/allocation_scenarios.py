@@ -25,7 +25,7 @@ from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.allocation.curvature import Curvature, curvature, curvature_of_read_tables
 from dnis_torchrec.artifact import export as export_module
 from dnis_torchrec.artifact.export import export
-from dnis_torchrec.artifact.write import write_over_ranks
+from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.over_ranks import LEARN, RankBatches
@@ -212,7 +212,7 @@ def allocated(model: nn.Module, compression: float = 3) -> MixedDimensionScheme:
 def exported(model: nn.Module, folder: Path) -> None:
     """Artifacts with one file a table, and with several."""
     export(model, allocated(model), folder / "packed")
-    with patch.object(export_module, "write_over_ranks", partial(write_over_ranks, max_file_bytes=FILE_BYTES)):
+    with patch.object(export_module, "write_artifact", partial(write_artifact, max_file_bytes=FILE_BYTES)):
         export(model, allocated(model, 1.1), folder / "files")
 
 

@@ -30,7 +30,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from typer.testing import CliRunner
 
 from dnis_torchrec.artifact.export import export, load_model
-from dnis_torchrec.artifact.write import PackedFile
+from dnis_torchrec.artifact.write import FileOfRows
 from dnis_torchrec.cli import app, commands
 from dnis_torchrec.cli.commands import run_compress, run_evaluate, run_export, run_search, run_train
 from dnis_torchrec.cli.settings import CompressCommand, EvaluateCommand, ExportCommand, SearchCommand, TrainCommand
@@ -226,7 +226,7 @@ def refuse_jobs(file: Path, at: Rank) -> Results:
     dist.barrier()
     outcomes = {
         "weights": attempt(source=file.with_name("none.safetensors") if bad else file),
-        "write": attempt(PackedFile, "fill"),
+        "write": attempt(FileOfRows, "fill"),
         "serve": attempt(commands, "load_model"),
         "size": attempt(compression="900"),
         "other folders": attempt(out=f"apart{at.rank}/out"),
@@ -516,8 +516,8 @@ def test_an_artifact_is_written_to_the_same_bytes_and_verified_alike(
 
 REFUSED = {
     "weights": ("ValueError", "none.safetensors", 1),
-    "write": ("RunWriteError", "No space left", None),
-    "serve": ("RunWriteError", "No space left", None),
+    "write": ("OSError", "No space left", None),
+    "serve": ("OSError", "No space left", None),
     "size": ("ValueError", "compression", None),
     "other folders": ("ValueError", "folder ", 1),
     "a folder that stands": ("ValueError", "stands", 0),
