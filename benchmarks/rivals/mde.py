@@ -10,12 +10,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollectionInterface
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from benchmarks.rivals.gains import SplitByBlock
 from benchmarks.rivals.mixed import Blocks, pack, widths_of, zero_dropped_
 from benchmarks.rivals.rows import TRAINED_MULTIPLE
+from benchmarks.rivals.shared_rows import Substitute
 from benchmarks.rivals.task import Served, Task, UnmetError, best_of, check_pooled, train
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ops.batches import jagged_by_key
@@ -130,7 +131,7 @@ def project_(model: nn.Module, dims: Dims, routings: Mapping[str, RowRouting], r
         replace_(model, collection, ProjectedTables(collection, dims, routings, rows))
 
 
-class ProjectedTables(EmbeddingBagCollectionInterface):
+class ProjectedTables(Substitute):
     """Looks up the bags of every block apart, and multiplies each sum by its block's projection."""
 
     def __init__(
@@ -140,9 +141,7 @@ class ProjectedTables(EmbeddingBagCollectionInterface):
         routings: Mapping[str, RowRouting],
         rows: Mapping[str, Tensor],
     ) -> None:
-        super().__init__()
-        self._tables = list(collection.embedding_bag_configs())
-        self._is_weighted = collection.is_weighted()
+        super().__init__(collection)
         reads, inner = {}, []
         for table in self._tables:
             keys = {f"{feature}@{table.name}": (feature, table.name) for feature in table.feature_names}
@@ -158,14 +157,6 @@ class ProjectedTables(EmbeddingBagCollectionInterface):
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Looks bags up."""
         return self.project(self.tables(self.split(features)), features)
-
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Configs of the collection that this one takes the place of."""
-        return self._tables
-
-    def is_weighted(self) -> bool:
-        """Whether bags carry weights of samples."""
-        return self._is_weighted
 
 
 class Project(nn.Module):

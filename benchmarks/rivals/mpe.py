@@ -62,18 +62,11 @@ class Groups:
         widths = torch.tensor(WIDTHS)
         return sum(self.rows[name][:, None] * -(-dim * widths // 8) for name, dim in self.dims.items())
 
-    def other_bytes(self, width_of_group: Tensor | None = None) -> int:
-        """Bytes of steps, offsets and directories, of any widths if none are given."""
-        total = 0
-        for name, dim in self.dims.items():
-            widths = torch.arange(GROUPS) % len(WIDTHS) if width_of_group is None else width_of_group
-            total += NUMBER_BYTES * (len(WIDTHS) - 1 + dim) + directory(widths[self.group_of[name]]).nbytes
-        return total
-
-    def num_bytes(self, width_of_group: Tensor) -> int:
-        """All bytes that are served."""
-        codes = self.code_bytes().gather(1, width_of_group[:, None]).sum()
-        return int(codes) + self.other_bytes(width_of_group)
+    def other_bytes(self) -> int:
+        """Bytes of steps, offsets and directories, however widths differ."""
+        widths = torch.arange(GROUPS) % len(WIDTHS)
+        directories = sum(directory(widths[of]).nbytes for of in self.group_of.values())
+        return directories + sum(NUMBER_BYTES * (len(WIDTHS) - 1 + dim) for dim in self.dims.values())
 
 
 def directory(width_of_row: Tensor) -> Tensor:

@@ -78,7 +78,23 @@ def short_name(table: str, part: int, index: int) -> str:
     return f"{table}_part{part}_{index}"
 
 
-class ShortTables(EmbeddingBagCollectionInterface):
+class Substitute(EmbeddingBagCollectionInterface):
+    """A collection that takes the place of another: its configs are those of that one."""
+
+    def __init__(self, collection: EmbeddingBagCollection) -> None:
+        super().__init__()
+        self._tables, self._is_weighted = collection.embedding_bag_configs(), collection.is_weighted()
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """Configs of the tables that are gone."""
+        return self._tables
+
+    def is_weighted(self) -> bool:
+        """Whether bags carry weights of samples."""
+        return self._is_weighted
+
+
+class ShortTables(Substitute):
     """Looks bags up in short tables.
 
     Args:
@@ -92,9 +108,7 @@ class ShortTables(EmbeddingBagCollectionInterface):
         parts: Mapping[str, Parts],
         combine: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
-        super().__init__()
-        self._tables = list(collection.embedding_bag_configs())
-        self._is_weighted = collection.is_weighted()
+        super().__init__(collection)
         self.short = {
             short_name(table.name, part, index): (table, short)
             for table in self._tables
@@ -126,14 +140,6 @@ class ShortTables(EmbeddingBagCollectionInterface):
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Looks bags up."""
         return self.compose(self.tables(self.share_rows(features)))
-
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Configs of the collection that this one takes the place of."""
-        return self._tables
-
-    def is_weighted(self) -> bool:
-        """Whether bags carry weights of samples."""
-        return self._is_weighted
 
 
 class Compose(nn.Module):
