@@ -31,6 +31,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from benchmarks.rivals import gains
 from benchmarks.rivals.cells import KEY, SHUFFLED, SORTED, Cell, run_cell
 from benchmarks.rivals.methods import METHODS
@@ -103,22 +105,14 @@ def label(line: Mapping[str, Any]) -> str:
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Means over seeds, a row a method and size."""
-    rows: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
-    for line in lines:
-        if "metrics" in line:
-            rows.setdefault((label(line), line["size"] or 0.0), []).append(line)
-    texts = []
-    for (name, size), group in sorted(rows.items(), key=lambda item: (item[0][1], item[0][0])):
-        means = {
-            metric: sum(line["metrics"][metric] for line in group) / len(group)
-            for metric in group[0]["metrics"]
-            if all(metric in line["metrics"] for line in group)
-        }
-        times = sum(line["compression"] for line in group) / len(group)
-        shown = "  ".join(f"{metric} {value:.4f}" for metric, value in means.items())
-        texts.append(f"{name:28}{size or '':>6} {times:9.2f}x  {shown}  ({len(group)} seeds)")
-    return "\n".join(texts)
+    """Means over seeds, a row a size and method."""
+    rows = [
+        {"size": line["size"] or 1.0, "method": label(line), "compression": line["compression"], **line["metrics"]}
+        for line in lines
+        if "metrics" in line
+    ]
+    groups = pd.DataFrame(rows, columns=None if rows else ["size", "method"]).groupby(["size", "method"])
+    return groups.mean().assign(seeds=groups.size()).to_string(float_format="{:.4f}".format)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

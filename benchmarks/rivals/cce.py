@@ -12,18 +12,10 @@ import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from benchmarks.rivals import shared_rows
 from benchmarks.rivals.product_quantisation import Pointers, k_means, pointer_bytes
 from benchmarks.rivals.rows import TRAINED_MULTIPLE, round_rows_
-from benchmarks.rivals.shared_rows import (
-    Parts,
-    RowOf,
-    ShortTable,
-    ShortTables,
-    short_bytes,
-    short_name,
-    shorten_,
-    table_bytes,
-)
+from benchmarks.rivals.shared_rows import Parts, RowOf, ShortTable, ShortTables, short_name, table_bytes
 from benchmarks.rivals.task import (
     Served,
     Task,
@@ -109,7 +101,7 @@ def _train(task: Task, parts: int, rows: int) -> Served:
     is_read = {table: 1 - counts.never_seen(table).float() for table in weights}
     short = {table: hashed(weight, parts, rows, generator) for table, weight in weights.items()}
     model: nn.Module = recipe.model
-    shorten_(model, short)
+    shared_rows.shorten_(model, short)
     epochs = max(1, (plain(task)[1] + 1) // (CLUSTERINGS + 1))
     for _ in range(CLUSTERINGS):
         part = replace(task, max_epochs=epochs, with_validation=False)
@@ -118,4 +110,6 @@ def _train(task: Task, parts: int, rows: int) -> Served:
             cluster_(tables, is_read, generator)
     model, _ = train(task, replace(task.build(None), model=model), starts_trained=True)
     round_rows_(model, task.precision)
-    return Served(model=model, num_bytes=short_bytes(short, task.precision), settings={"parts": parts, "rows": rows})
+    return Served(
+        model=model, num_bytes=shared_rows.short_bytes(short, task.precision), settings={"parts": parts, "rows": rows}
+    )

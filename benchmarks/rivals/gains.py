@@ -54,19 +54,14 @@ def with_gains(task: Task, served: Served) -> Served:
 
 @torch.no_grad()
 def _outputs(task: Task, model: nn.Module, batch: object) -> Tensor:
-    recipe = task.build(None)
-    _, (_, outputs) = TrainTask(model, recipe.task)(batch)
+    _, (_, outputs) = TrainTask(model, task.build(None).task)(batch)
     parts = outputs.values() if isinstance(outputs, Mapping) else [outputs]
     return torch.cat([part.float().flatten() for part in parts])
 
 
 class SplitByBlock(nn.Module):
-    """Bags of S times B samples: those of a batch by the block of their ids, block by block. A module
-    of its own, which TorchRec's tracer takes whole.
-
-    Args:
-        reads: key of the result -> the feature, and the table whose blocks count.
-    """
+    """Bags of S times B samples: those of a batch by the block of their ids, block by block. ``reads`` says of each key
+    the feature, and the table whose blocks count. A module of its own, which TorchRec's tracer takes whole."""
 
     def __init__(self, reads: Mapping[str, tuple[str, str]], routings: Mapping[str, RowRouting]) -> None:
         super().__init__()
@@ -102,15 +97,8 @@ class SplitByBlock(nn.Module):
 
 
 class BlockGains(nn.Module):
-    """Multiplies what a served collection gives by a factor for the block of every id.
-
-    Args:
-        tables: looks bags up, in whatever form.
-        collection: that of the recipe, whose place it has.
-
-    Attributes:
-        factors: table -> one for every block.
-    """
+    """Multiplies what served tables give by a factor for the block of every id; `collection` is the recipe's, whose
+    place they have."""
 
     def __init__(self, tables: nn.Module, collection: nn.Module, routings: Mapping[str, RowRouting]) -> None:
         super().__init__()

@@ -23,26 +23,19 @@ WIDTHS = tuple(range(7))
 """Bits of a value."""
 GROUPS = 128
 EPOCHS, TRIALS = 3, 6
-"""Epochs of a search, and searches: the weight of the penalty is sought as a root, in powers of two."""
+"""Epochs of a search, and searches: between two weights of the penalty the next is their geometric mean."""
 FIRST_WEIGHT, FACTOR = 1e-3, 16.0
 TRAVEL = 20.0
 """Learning rate times steps: how far Adam can move a logit over a search."""
-NUMBER_BYTES = 4
-"""Of a step or an offset."""
 
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Rows of all tables in one order of frequency, cut into groups of one size.
-
-    Attributes:
-        group_of: table -> the group of every row.
-        rows: table -> rows of every group.
-    """
+    """Rows of all tables in one order of frequency, cut into groups of one size."""
 
     task: Task
-    group_of: Mapping[str, Tensor]
-    rows: Mapping[str, Tensor]
+    group_of: Mapping[str, Tensor]  # table -> the group of every row
+    rows: Mapping[str, Tensor]  # table -> rows of every group
     dims: Mapping[str, int]
 
     @staticmethod
@@ -66,7 +59,7 @@ class Groups:
         """Bytes of steps, offsets and directories, however widths differ."""
         widths = torch.arange(GROUPS) % len(WIDTHS)
         directories = sum(directory(widths[of]).nbytes for of in self.group_of.values())
-        return directories + sum(NUMBER_BYTES * (len(WIDTHS) - 1 + dim) for dim in self.dims.values())
+        return directories + sum(4 * (len(WIDTHS) - 1 + dim) for dim in self.dims.values())
 
 
 def directory(width_of_row: Tensor) -> Tensor:
@@ -96,13 +89,8 @@ def quantise(values: Tensor, step: Tensor, offset: Tensor, width: int) -> Tensor
 
 
 class MixedPrecision(Reparametrisation):
-    """Tables of which the model reads the mean, by their groups' distributions, over all widths.
-
-    Args:
-        bits_weight: of the mean bits of a value in the loss.
-        rates: of logits, and of steps and offsets.
-        width_of_group: fixed widths in place of distributions.
-    """
+    """Tables of which the model reads the mean over all widths, by the distributions of their groups, or at fixed
+    widths. ``bits_weight`` is that of mean bits in the loss; ``rates`` are of logits, and of steps and offsets."""
 
     def __init__(
         self,

@@ -22,16 +22,11 @@ from dnis_torchrec.selection.swap import replace_
 
 @dataclass(frozen=True, eq=False)
 class ShortTable:
-    """A table of fewer rows than there are ids.
-
-    Attributes:
-        rows_of: ids -> rows.
-        index_bytes: what it reads for that.
-    """
+    """A table of fewer rows than there are ids."""
 
     rows: Tensor
-    rows_of: nn.Module
-    index_bytes: int = 0
+    rows_of: nn.Module  # ids -> rows
+    index_bytes: int = 0  # that it reads for that
 
 
 Parts = Sequence[Sequence[ShortTable]]
@@ -95,12 +90,7 @@ class Substitute(EmbeddingBagCollectionInterface):
 
 
 class ShortTables(Substitute):
-    """Looks bags up in short tables.
-
-    Args:
-        parts: table -> what takes its place.
-        combine: how sums of the short tables of one part become one.
-    """
+    """Looks bags up in short tables; `combine` makes one of the sums of those of a part."""
 
     def __init__(
         self,

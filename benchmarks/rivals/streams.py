@@ -63,11 +63,7 @@ def _joined(train: Iterable[Batch], validation: Iterable[Batch]) -> Iterable[Bat
 
 
 class RenumberedBatches(CutBatches):
-    """Batches whose ids have other numbers.
-
-    Args:
-        rows: feature -> the new number of every id.
-    """
+    """Batches whose ids have other numbers: feature -> the new one of every id."""
 
     def __init__(self, batches: Iterable[Batch], rows: Mapping[str, Tensor]) -> None:
         super().__init__(batches)
