@@ -320,6 +320,17 @@ def test_mpe_serves_what_it_says_in_the_bytes_that_it_says(is_sorted: bool) -> N
     assert found.nbytes == (12 * 7 if is_sorted else RecordLayout(7).num_bytes(300))
 
 
+def test_mpe_takes_the_likeliest_widths_and_uses_the_bytes_up() -> None:
+    generator = torch.Generator().manual_seed(0)
+    log_p = torch.randn(128, 7, generator=generator, dtype=torch.float64).log_softmax(1)
+    costs = torch.arange(7) * torch.randint(5, 20, (128, 1), generator=generator)
+    likeliest = int(costs.gather(1, log_p.argmax(1, keepdim=True)).sum())
+    assert torch.equal(mpe.widths_within(log_p, costs, likeliest), log_p.argmax(1))
+    for spare in (likeliest // 3, 3 * likeliest // 2):
+        num_bytes = int(costs.gather(1, mpe.widths_within(log_p, costs, spare)[:, None]).sum())
+        assert 0.97 * spare <= num_bytes <= spare
+
+
 # --- gains ------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.rivals.int4_qat import Reparametrisation
-from benchmarks.rivals.nis import most_probable_within
 from benchmarks.rivals.task import Served, Task, UnmetError, best_of, counts_of, plain, shards_of, train
 from dnis_torchrec.blocks.codes import pack_fields, unpack_fields
 from dnis_torchrec.blocks.routing import RowDirectory, RowRouting
@@ -173,8 +172,7 @@ def _train(
 
 
 def search_widths(groups: Groups) -> Tensor:
-    """The likeliest width of every group within the task's bytes: of the search whose likeliest widths
-    come nearest to them without a limit."""
+    """The likeliest width of every group within the task's bytes, of the search that comes nearest to them."""
     task, costs = groups.task, groups.code_bytes()
     spare = task.num_bytes - groups.other_bytes()
     if spare < int(costs[:, 1].min()):
@@ -189,7 +187,17 @@ def search_widths(groups: Groups) -> Tensor:
             best = distance, log_p
         low, high = (weight, high) if excess > 1 else (low, weight)
         weight = (low * high) ** 0.5 if low and high < float("inf") else (high / FACTOR if not low else low * FACTOR)
-    return torch.tensor(most_probable_within(list(best[1]), list(costs), spare))
+    return widths_within(best[1], costs, spare)
+
+
+def widths_within(log_p: Tensor, costs: Tensor, spare: int) -> Tensor:
+    """The likeliest widths, where a byte is worth as much to all groups as lets them use the bytes up."""
+    low, high, shares = -1e6, 1e6, costs / costs.max()
+    for _ in range(60):
+        worth = (low + high) / 2
+        widths = (log_p + worth * shares).argmax(1, keepdim=True)
+        low, high = (worth, high) if int(costs.gather(1, widths).sum()) <= spare else (low, worth)
+    return (log_p + low * shares).argmax(1)
 
 
 def encode(values: Tensor, width_of_row: Tensor, steps: Tensor, offset: Tensor) -> dict[str, Tensor]:
