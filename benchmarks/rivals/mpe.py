@@ -118,8 +118,8 @@ class MixedPrecision(Reparametrisation):
     def _shares(self) -> Tensor:
         return self.logits.softmax(1) if self._fixed is None else self._fixed
 
-    def _read(self, name: str, values: Tensor) -> Tensor:
-        share, total = self._shares()[self._groups.group_of[name]], torch.zeros_like(values)
+    def _read(self, name: str, values: Tensor, rows: Tensor | slice = slice(None)) -> Tensor:
+        share, total = self._shares()[self._groups.group_of[name][rows]], torch.zeros_like(values)
         for width in WIDTHS[1:]:
             if bool(share[:, width].any()):
                 rounded = quantise(values, self.steps[name][width - 1], self.offsets[name], width)
@@ -129,19 +129,20 @@ class MixedPrecision(Reparametrisation):
     @torch.enable_grad()
     def before_step(self) -> None:
         """Gradients of all that learns, by those of what the model reads."""
-        values = {name: self.values[name].detach().requires_grad_() for name in self.tables}
         size = sum(int(self._groups.rows[name].sum()) * dim for name, dim in self._groups.dims.items())
         of_group = sum(self._groups.rows[name] * dim for name, dim in self._groups.dims.items()) / size
         loss = self._bits_weight * (of_group[:, None] * self._shares() * torch.tensor(WIDTHS)).sum()
+        leaves = {}
         for name, weight in self.tables.items():
             if weight.grad is not None:
-                loss = loss + (self._read(name, values[name]) * weight.grad).sum()
+                rows = weight.grad.any(1).nonzero()[:, 0]  # others have no part in the loss
+                leaves[name] = rows, self.values[name][rows].requires_grad_()
+                loss = loss + (self._read(name, leaves[name][1], rows) * weight.grad[rows]).sum()
         self._adam.zero_grad()
         if loss.requires_grad:
             loss.backward()
-        for name, weight in self.tables.items():
-            if weight.grad is not None and values[name].grad is not None:
-                weight.grad.copy_(values[name].grad)
+        for name, (rows, values) in leaves.items():
+            self.tables[name].grad[rows] = 0.0 if values.grad is None else values.grad
         self._adam.step()
         with torch.no_grad():
             for step in self.steps.values():
