@@ -47,30 +47,15 @@ class Ratio:
         return self.quartiles[0] <= other.quartiles[1] and other.quartiles[0] <= self.quartiles[1]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """One ratio beside the committed one."""
-
-    name: str
-    committed: Ratio | None
-    measured: Ratio | None
-
-    @property
-    def tolerance(self) -> float:
-        """Share of the smaller of the two ratios."""
-        return next(share for end, share in TOLERANCES.items() if self.name.endswith(end))
-
-    @property
-    def verdict(self) -> str:
-        """``"moved +30 %"`` beyond tolerance and quartiles, ``"new"``, ``"gone"``, or nothing."""
-        if self.measured is None:
-            return "gone"
-        if self.committed is None:
-            return "new"
-        low, high = sorted((self.measured.value, self.committed.value))
-        if high <= low * (1 + self.tolerance) or self.measured.overlaps(self.committed):
-            return ""
-        return f"moved {self.measured.value / self.committed.value - 1:+.0%}"
+def verdict(name: str, committed: Ratio | None, measured: Ratio | None) -> str:
+    """``"moved +30 %"`` beyond tolerance and quartiles, ``"new"``, ``"gone"``, or nothing."""
+    if measured is None or committed is None:
+        return "gone" if measured is None else "new"
+    low, high = sorted((measured.value, committed.value))
+    tolerance = next(share for end, share in TOLERANCES.items() if name.endswith(end))
+    if high <= low * (1 + tolerance) or measured.overlaps(committed):
+        return ""
+    return f"moved {measured.value / committed.value - 1:+.0%}"
 
 
 def ratios_of(benchmark: str, rows: Sequence[dict[str, Any]]) -> dict[str, Ratio]:
@@ -79,35 +64,27 @@ def ratios_of(benchmark: str, rows: Sequence[dict[str, Any]]) -> dict[str, Ratio
     Ratios that are bounds (see `against_naive`) say how long one waited: of them, only that they are bounds would be
     worth comparing, so they are left out too.
     """
-    found = {}
+    ratios = {}
     for row in rows:
         for name, value in row.items():
             is_bound = name.startswith("time_") and row.get("is_bound", False)
             if name.endswith("_ratio") and value is not None and not is_bound:
                 quartiles = row.get(f"{name.removesuffix('_ratio')}_quartiles")
-                found[f"{benchmark} {row.get('shape', row.get('num_rows'))} {name}"] = Ratio(
-                    value=value, quartiles=quartiles
-                )
-    return found
+                key = f"{benchmark} {row.get('shape', row.get('num_rows'))} {name}"
+                ratios[key] = Ratio(value=value, quartiles=quartiles)
+    return ratios
 
 
-def compare(committed: dict[str, Ratio], measured: dict[str, Ratio]) -> list[Comparison]:
-    """Every ratio of either side, in the order of the committed ones, new ones last."""
-    return [
-        Comparison(name=name, committed=committed.get(name), measured=measured.get(name))
-        for name in dict.fromkeys([*committed, *measured])
-    ]
-
-
-def table(comparisons: Sequence[Comparison]) -> str:
-    """The comparison as text."""
-    width = max([len(comparison.name) for comparison in comparisons], default=0)
+def table(committed: dict[str, Ratio], measured: dict[str, Ratio]) -> str:
+    """The comparison as text: every ratio of either side, in the order of the committed ones, new ones last."""
+    names = list(dict.fromkeys([*committed, *measured]))
+    width = max(map(len, names), default=0)
     lines = [f"{'ratio':{width}}  {'committed':>22}  {'measured':>22}"]
-    for comparison in comparisons:
-        shown = f"{_shown(comparison.committed):>22}  {_shown(comparison.measured):>22}"
-        lines.append(f"{comparison.name:{width}}  {shown}  {comparison.verdict}".rstrip())
-    moved = sum(comparison.verdict.startswith("moved") for comparison in comparisons)
-    lines.append(f"{moved} moved beyond tolerance and quartiles")
+    verdicts = [verdict(name, committed.get(name), measured.get(name)) for name in names]
+    for name, text in zip(names, verdicts, strict=True):
+        shown = f"{_shown(committed.get(name)):>22}  {_shown(measured.get(name)):>22}"
+        lines.append(f"{name:{width}}  {shown}  {text}".rstrip())
+    lines.append(f"{sum(text.startswith('moved') for text in verdicts)} moved beyond tolerance and quartiles")
     return "\n".join(lines)
 
 
@@ -144,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("no committed ratios yet: --update writes them")
     elif note:
         print(f"committed: {note}")
-    print(table(compare(committed, measured)))
+    print(table(committed, measured))
     if arguments.update:
         write(COMMITTED, arguments.note, measured)
 

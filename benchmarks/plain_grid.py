@@ -8,31 +8,30 @@ the tables' rate, and after it that of everything else, walks by factors of thre
 step gains `LEAST_GAIN`. If a rate has changed, L2 walks on from where it stood. Dropout is the model's own, in the
 recipe's function, and stays as it is.
 
-Every run is a line of ``FOLDER/plain_grid.jsonl``, written when it ends: a run that stands there is not repeated.
+Every run is a line of ``FOLDER/plain_grid.jsonl``, written when it ends: a run that stands there is not repeated. Its
+loss and metric are those of the best epoch on the selection split, null if it diverged.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 import torch
 
-from dnis_torchrec.data.files import parse_json
+from benchmarks.rivals.task import Recipes, Task, train
 from dnis_torchrec.data.recipe import build_recipe
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.training.evaluate import evaluate, primary_metric
-from dnis_torchrec.training.loop import train_plainly
 from dnis_torchrec.training.pipeline import NonFiniteError
-from dnis_torchrec.training.shard import process_group, shard
+from dnis_torchrec.training.shard import process_group
 
 LADDER = (0.0, 0.001, 0.003, 0.01, 0.02, 0.03, 0.06, 0.1, 0.2, 0.3, 0.6, 1.0)
 """Values of L2, each a step from its neighbours."""
@@ -43,6 +42,9 @@ RATE_FACTORS = (1 / 3, 3.0)
 LEAST_GAIN = 2e-4
 """Loss that another rate has to gain: less is noise, and slow rates make all trainings of a recipe longer."""
 FILE = "plain_grid.jsonl"
+
+Run = dict[str, Any]
+"""A line of the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,36 +60,20 @@ class Point:
         return replace(self, **{name: float(f"{factor * getattr(self, name):.3g}")})
 
 
-class Run(TypedDict):
-    """A line of the file; loss and metric are those of the best epoch on the selection split, None if it diverged."""
-
-    recipe: str
-    embedding_dim: int
-    embedding_l2: float
-    table_learning_rate: float
-    dense_learning_rate: float
-    max_epochs: int
-    selection_loss: float | None
-    metric: str
-    selection_metric: float | None
-    best_epoch: int
-    epochs: int
-    seconds: float
-
-
 class Grid:
     """The runs of one recipe at one D, those of the file among them."""
 
     def __init__(self, spec: str, data: Path | None, embedding_dim: int, max_epochs: int, file: Path) -> None:
-        self._spec, self._embedding_dim, self._max_epochs, self._file = spec, embedding_dim, max_epochs, file
-        self._recipe = build_recipe(spec, data, seed=0, embedding_dim=embedding_dim)
-        own = (spec, embedding_dim, max_epochs)
-        self.runs = [run for run in read_runs(file) if (run["recipe"], run["embedding_dim"], run["max_epochs"]) == own]
+        self._build = Recipes(lambda _: build_recipe(spec, data, seed=0, embedding_dim=embedding_dim))
+        self._file = file
+        self._head = {"recipe": spec, "embedding_dim": embedding_dim, "max_epochs": max_epochs}
+        self.runs = [run for run in read_runs(file) if self._head.items() <= run.items()]
 
     @property
     def start(self) -> Point:
         """The recipe's own rates, without L2."""
-        tables, dense = self._recipe.table_learning_rate, self._recipe.dense_learning_rate
+        recipe = self._build(None)
+        tables, dense = recipe.table_learning_rate, recipe.dense_learning_rate
         return Point(embedding_l2=0.0, table_learning_rate=tables, dense_learning_rate=dense)
 
     def loss(self, point: Point) -> float:
@@ -97,52 +83,32 @@ class Grid:
 
     def run(self, point: Point) -> Run:
         """The run of a point, from the file if it stands there."""
-        wanted = asdict(point).items()
-        found = next((run for run in self.runs if wanted <= run.items()), None)
-        if found is None:
-            found = self._train(point)
-            with self._file.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps(found, allow_nan=False) + "\n")
-            self.runs.append(found)
-            print(line_of(found), flush=True)
-        return found
+        for run in self.runs:
+            if asdict(point).items() <= run.items():
+                return run
+        run = self._train(point)
+        with self._file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(run, allow_nan=False) + "\n")
+        self.runs.append(run)
+        print(line_of(run), flush=True)
+        return run
 
     def _train(self, point: Point) -> Run:
-        own = self._recipe
-        train = copy.copy(own.data.train)  # each run begins with the first epoch's order
-        recipe = replace(own, data=replace(own.data, train=train), **asdict(point))
+        recipe, started = replace(self._build(None), **asdict(point)), time.monotonic()
         metric, _ = primary_metric(recipe.loss, recipe.data.selection)
-        run = Run(
-            recipe=self._spec,
-            embedding_dim=self._embedding_dim,
-            embedding_l2=point.embedding_l2,
-            table_learning_rate=point.table_learning_rate,
-            dense_learning_rate=point.dense_learning_rate,
-            max_epochs=self._max_epochs,
-            selection_loss=None,
-            metric=metric,
-            selection_metric=None,
-            best_epoch=-1,
-            epochs=0,
-            seconds=0.0,
-        )
-        started = time.monotonic()
+        run = self._head | asdict(point) | {"selection_loss": None, "metric": metric, "selection_metric": None}
+        run |= {"best_epoch": -1, "epochs": 0}
         with process_group() as device:
-            torch.manual_seed(0)
-            task = TrainTask(copy.deepcopy(recipe.model), recipe.loss, embedding_l2=recipe.embedding_l2)
-            model, optimizer = shard(task, recipe, device)
+            rules = {"max_epochs": self._head["max_epochs"], "patience": SearchSettings.patience}
             try:
-                trained = train_plainly(
-                    model, optimizer, recipe, device, max_epochs=self._max_epochs, patience=SearchSettings.patience
-                )
-                metrics = evaluate(model, recipe.data.selection, recipe.loss, device)
+                model, training = train(Task(build=self._build, device=device, **rules), recipe)
+                metrics = evaluate(TrainTask(model, recipe.loss), recipe.data.selection, recipe.loss, device)
             except NonFiniteError as error:
                 print(error, flush=True)
             else:
-                run["selection_loss"], run["selection_metric"] = trained.selection_loss, metrics[metric]
-                run["best_epoch"], run["epochs"] = trained.best_epoch, len(trained.history)
-        run["seconds"] = round(time.monotonic() - started, 1)
-        return run
+                run |= {"selection_loss": training.selection_loss, "selection_metric": metrics[metric]}
+                run |= {"best_epoch": training.best_epoch, "epochs": len(training.history)}
+        return run | {"seconds": round(time.monotonic() - started, 1)}
 
 
 def choose(loss: Callable[[Point], float], start: Point) -> Point:
@@ -164,13 +130,9 @@ def _walk_rate(loss: Callable[[Point], float], at: Point, name: str) -> Point:
 
 def _walk_l2(loss: Callable[[Point], float], at: Point, first: Sequence[float]) -> Point:
     """Tries neighbours on the ladder until both of the best are worse; of equals the smaller L2 is better."""
-
-    def loss_of(l2: float) -> float:
-        return loss(replace(at, embedding_l2=l2))
-
     tried = set(first)
     while True:
-        best = min(sorted(tried), key=loss_of)
+        best = min(sorted(tried), key=lambda l2: loss(replace(at, embedding_l2=l2)))
         place = LADDER.index(best)
         lacking = [l2 for l2 in LADDER[max(place - 1, 0) : place + 2] if l2 not in tried]
         if not lacking:
@@ -180,27 +142,19 @@ def _walk_l2(loss: Callable[[Point], float], at: Point, first: Sequence[float]) 
 
 def read_runs(file: Path) -> list[Run]:
     """The runs of a file, none if there is none."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    return [parse_json(line, Run, f"{file}, line {number}") for number, line in enumerate(lines, start=1)]
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
 
 
 HEAD = "recipe | D | L2 | table rate | dense rate | selection loss | metric | best epoch | epochs | seconds"
 
 
-def line_of(run: Run) -> str:
+def line_of(run: Mapping[str, Any]) -> str:
     """A run as a line of a table under `HEAD`."""
-    loss, metric = (
-        "-" if found is None else f"{found:.5f}" for found in (run["selection_loss"], run["selection_metric"])
-    )
+    loss, metric = ("-" if run[name] is None else f"{run[name]:.5f}" for name in ("selection_loss", "selection_metric"))
     rates = f"{run['table_learning_rate']:g} | {run['dense_learning_rate']:g}"
     length = f"{run['best_epoch']} | {run['epochs']} | {run['seconds']:.0f}"
     point = f"{run['recipe']} | {run['embedding_dim']} | {run['embedding_l2']:g} | {rates}"
     return f"{point} | {loss} | {run['metric']} {metric} | {length}"
-
-
-def dims(text: str) -> list[int]:
-    """Embedding dims with commas between them."""
-    return [int(part) for part in text.split(",")]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -209,14 +163,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="module:function")
     parser.add_argument("--data", type=Path, help="folder of the recipes' data")
     parser.add_argument("--out", type=Path, required=True, help="folder of the file of runs")
-    parser.add_argument("--dims", type=dims, default=[64, 8], help="D, commas between them (default 64,8)")
+    parser.add_argument("--dims", default="64,8", help="D, commas between them (default 64,8)")
     parser.add_argument("--epochs", type=int, default=SearchSettings.epochs, help="at most, of a run")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     arguments.out.mkdir(parents=True, exist_ok=True)
     tables = []
     for recipe in arguments.recipes:
-        for dim in arguments.dims:
+        for dim in map(int, arguments.dims.split(",")):
             grid = Grid(recipe, arguments.data, dim, arguments.epochs, arguments.out / FILE)
             chosen = grid.run(choose(grid.loss, grid.start))
             tables.append((grid.runs, chosen))

@@ -19,8 +19,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from dnis_torchrec.report.page import COMPRESSION
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-RIVALS = BENCHMARKS / "rate_distortion_2cpu_2026-11-26.md"
-SUITED = BENCHMARKS / "search_2cpu_2026-11-27.md"
+RIVALS = BENCHMARKS / "rate_distortion_2cpu_2026-11-27.md"
+COMPRESSED = BENCHMARKS / "compress_2cpu_2026-11-28.md"
 
 COMPRESS, UNIFORM, CUT, ROWS = "#0b5cad", "#c2410c", "#6b7280", "#0f766e"
 SIZES = (1, 4, 8, 20, 40, 64)
@@ -52,29 +52,23 @@ def table_under(page: str, heading: str) -> list[dict[str, str]]:
     return [dict(zip(names, row, strict=True)) for row in values]
 
 
-def measured(page: str, heading: str, method: str, metric: str) -> Points:
-    """Sizes of one method, each in the precision that the selection split prefers.
+def measured(page: str, heading: str, model: str, method: str) -> Points:
+    """What a row of a table says of every compression; a column is named by its own, if it is not that of the model.
 
     Args:
-        page: that of rivals.
-        heading: of the model's section.
-        method: as its column says.
-        metric: name of the column.
+        page: Markdown.
+        heading: how the line before the table begins.
+        model: how its first column begins; rows below that have an empty one belong to it.
+        method: as its second column says.
     """
-    rows = [row for row in table_under(page, heading) if row["method"] == method]
-    starred = {row["asked for"] for row in rows if row["precision"].endswith("*")}
-    kept = [row for row in rows if row["precision"].endswith("*") or row["asked for"] not in starred]
-    return sorted((float(row["compression"]), float(row[metric])) for row in kept)
-
-
-def suited_fm(page: str) -> Points:
-    """FM at the L2 and rate that suit it, uncompressed and compressed.
-
-    Args:
-        page: that of searches.
-    """
-    rows = table_under(page, "FM with the L2")
-    return [(1.0 if row["FM"] == "uncompressed" else float(row["FM"].split()[0]), float(row["AUC"])) for row in rows]
+    name = ""
+    for row in table_under(page, heading):
+        first, second, *rest = row.items()
+        name = first[1] or name
+        if name.startswith(model) and second[1] == method:
+            cells = [(column.split()[0], cell.strip("*").split()) for column, cell in rest]
+            return [(1.0 if c == "uncompressed" else float(c), float(cell[0].strip("*"))) for c, cell in cells if cell]
+    raise ValueError(f"no row {method!r} of {model!r}")
 
 
 def _line(axis: Axes, points: Iterable[tuple[float, float]], label: str, color: str, style: str = "-o") -> None:
@@ -102,24 +96,18 @@ def draw(path: Path) -> None:
     Args:
         path: of the picture.
     """
-    rivals, suited = RIVALS.read_text(encoding="utf-8"), SUITED.read_text(encoding="utf-8")
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9.6, 3.9))
-    section = "## MF, MSE"
-    plain = measured(rivals, section, "uncompressed", "mse")
-    _line(left, plain + measured(rivals, section, "compress", "mse"), "compress", COMPRESS)
-    _line(left, plain + measured(rivals, section, "row-wise", "mse"), "int8 rows, int4 rows", ROWS, "--s")
-    _line(left, plain + measured(rivals, section, "uniform", "mse"), "smaller D, best precision", UNIFORM, "-^")
-    _line(left, plain + measured(rivals, section, "cut axes", "mse"), "first principal axes", CUT, ":v")
-    left.set_ylim(0.7155, 0.755)
+    rivals, compressed = RIVALS.read_text(encoding="utf-8"), COMPRESSED.read_text(encoding="utf-8")
+    figure, axes = pyplot.subplots(1, 2, figsize=(9.6, 3.9))
+    for axis, model in zip(axes, ("MF on ratings", "FM on clicks"), strict=True):
+        same, smaller = "## From the same trained model", "## A smaller D"
+        _line(axis, measured(compressed, "Means of seeds", model, "learnt"), "compress", COMPRESS)
+        _line(axis, measured(rivals, same, model, "int8, int4 rows"), "int8 rows, int4 rows", ROWS, "--s")
+        _line(axis, measured(rivals, smaller, model, "smaller D"), "smaller D, best precision, seed 0", UNIFORM, "-^")
+        _line(axis, measured(rivals, same, model, "cut axes"), "first principal axes", CUT, ":v")
+    left, right = axes
+    left.set_ylim(0.708, 0.745)
     _dress(left, "MF on ratings", "test MSE (low is better)")
-    section = "## FM on clicks"
-    plain = measured(rivals, section, "uncompressed", "auc")
-    _line(right, suited_fm(suited), "L2 .02, rate .001: compress", COMPRESS)
-    _line(right, plain + measured(rivals, section, "compress", "auc"), "L2 .01: compress", COMPRESS, "--o")
-    _line(
-        right, plain + measured(rivals, section, "uniform", "auc"), "L2 .01: smaller D, best precision", UNIFORM, "-^"
-    )
-    right.set_ylim(0.8065, 0.8205)
+    right.set_ylim(0.8065, 0.8215)
     _dress(right, "FM on clicks", "test AUC (high is better)")
     figure.tight_layout()
     figure.savefig(path, dpi=130)

@@ -195,10 +195,13 @@ def test_the_searching_notebook_runs(gloo, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_pictures_are_drawn_from_what_was_measured(tmp_path: Path) -> None:
-    rivals, suited = (page.read_text(encoding="utf-8") for page in (quality.RIVALS, quality.SUITED))
-    assert quality.measured(rivals, "## MF, MSE", "compress", "mse")[-1] == (64.24, 0.7270)
-    assert quality.measured(rivals, "## MF, MSE", "uniform", "mse")[0] == (8.0, 0.7183)  # int4, which selection prefers
-    assert quality.suited_fm(suited)[0] == (1.0, 0.8199)
+    rivals, compressed = (page.read_text(encoding="utf-8") for page in (quality.RIVALS, quality.COMPRESSED))
+    learnt = quality.measured(compressed, "Means of seeds", "FM on clicks", "learnt")
+    assert learnt[:2] == [(1.0, 0.8197), (8.0, 0.8208)]
+    smaller = quality.measured(rivals, "## A smaller D", "MF on ratings", "smaller D")
+    assert smaller[-1] == (64.0, 0.7845)  # the test metric, not that of the selection split behind it
+    with pytest.raises(ValueError, match="no row 'rows'"):
+        quality.measured(rivals, "## A smaller D", "MF on ratings", "rows")
     quality.draw(tmp_path / "quality.png")
     with Image.open(tmp_path / "quality.png") as new, Image.open(DOCS / "quality.png") as kept:
         assert new.size == kept.size

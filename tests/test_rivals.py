@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,15 +14,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchrec.inference.modules import quantize_embeddings
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.rivals import __main__ as runner
-from benchmarks.rivals import cells, mde, nis, pep, random_search, rows, shared_rows, single_values, task
+from benchmarks.rivals import (
+    cce,
+    cells,
+    gains,
+    mde,
+    mpe,
+    nis,
+    pep,
+    random_search,
+    rows,
+    shared_rows,
+    single_values,
+    streams,
+    task,
+)
+from benchmarks.rivals import product_quantisation as pq
 from benchmarks.rivals.methods import METHODS, Method
 from benchmarks.rivals.mixed import Blocks, mixed_scheme, put_in_place, uncompressed_scheme, zero_dropped_
 from benchmarks.rivals.task import Recipes, Served, Task, UnmetError, best_of, shards_of
+from dnis_torchrec.blocks.counts import count_frequencies
+from dnis_torchrec.blocks.routing import RecordLayout, RowRouting
+from dnis_torchrec.data.recipe import DataSplits
+from dnis_torchrec.selection.shards import collections
 from tests.tiny import EMBEDDING_DIM, ROWS, make_recipe
 
 DENSE_BYTES = 4 * EMBEDDING_DIM * sum(ROWS.values())
@@ -48,12 +68,22 @@ def packed_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ == "PackedEmbeddingBagCollection"]
 
 
-def stored_bytes(model: nn.Module, method: Method, precision: str) -> int:
+def stored_bytes(served: Served, method: Method, precision: str) -> int:
     """Bytes of what a served model holds, counted from its own tensors and not from a formula."""
+    model = served.model
+    if method is METHODS["mpe"]:
+        return mpe_bytes(model, torch.tensor(served.settings["widths"]))
     total = sum(module.table_bytes() for module in packed_of(model))
+    for module in model.modules():
+        if isinstance(module, shared_rows.ShortTables):
+            for name, rows_of in module.share_rows.rows_of.items():
+                if isinstance(rows_of, pq.Pointers) and name.endswith("_0"):  # those of a helper are a hash
+                    bits = (module.tables.embedding_bags[name].num_embeddings - 1).bit_length()
+                    total += -(-len(rows_of.pointers) * bits // 8)
     total += sum(p.nbytes for name, p in model.named_parameters() if ".matrices." in name)
     for weight in tables_of(model).values():
-        weight = weight[:, : int(weight.abs().sum(0).count_nonzero())].contiguous()
+        if not any(isinstance(module, shared_rows.ShortTables) for module in model.modules()):
+            weight = weight[:, : int(weight.abs().sum(0).count_nonzero())].contiguous()
         if method.precisions == single_values.VALUE_PRECISIONS:
             total += sum(part.nbytes for part in single_values.encode(weight, precision).values())
         elif precision == "fp32":
@@ -63,6 +93,20 @@ def stored_bytes(model: nn.Module, method: Method, precision: str) -> int:
             missing = -weight.shape[1] % (16 // bits)
             weight = torch.cat([weight, weight[:, -1:].expand(-1, missing)], dim=1)
             total += torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(weight, bits).nbytes
+    return total
+
+
+def mpe_bytes(model: nn.Module, width_of_group: Tensor) -> int:
+    """The same, where rows have a bit width by their group."""
+    total, groups = 0, mpe.Groups.of(make_task())
+    for name, weight in tables_of(model).items():
+        widths = width_of_group[groups.group_of[name]]
+        total += mpe.directory(widths).nbytes + 4 * (6 + EMBEDDING_DIM)
+        for width in widths.unique().tolist():
+            rows_of_width = weight[widths == width]
+            total += len(rows_of_width) * -(-width * EMBEDDING_DIM // 8)
+            assert all(len(column.unique()) <= 1 << width for column in rows_of_width.T)
+            assert width or not rows_of_width.any()
     return total
 
 
@@ -78,7 +122,7 @@ CASES = [
 def test_bytes_are_those_of_what_is_served_and_within_the_size(gloo, name: str, precision: str, size: float) -> None:
     method, cell = METHODS[name], make_task(size, precision=precision)
     served = method.run(cell)
-    assert served.num_bytes == stored_bytes(served.model, method, precision)
+    assert served.num_bytes == stored_bytes(served, method, precision)
     if method.has_size:
         assert served.num_bytes <= cell.num_bytes
     batch = next(iter(cell.build(None).data.test))
@@ -150,30 +194,253 @@ def naive_pooled(collection: EmbeddingBagCollection, features: KeyedJaggedTensor
     return torch.cat(parts, dim=1)
 
 
+def naive_short(module: shared_rows.ShortTables, combine) -> Callable[[str, int], Tensor]:
+    """(table, id) -> its vector, part by part of the columns and short table by short table."""
+    rows_of, bags = module.share_rows.rows_of, module.tables.embedding_bags
+
+    def row(table: str, index: int) -> Tensor:
+        parts: dict[str, Tensor] = {}
+        for name, (config, _) in module.short.items():
+            if config.name == table:
+                part, vector = (
+                    name[: name.rindex("_")],
+                    bags[name].weight.detach()[int(rows_of[name](torch.tensor(index)))],
+                )
+                parts[part] = combine(parts[part], vector) if part in parts else vector
+        return torch.cat(list(parts.values()))
+
+    return row
+
+
 def test_hash_reads_the_row_of_the_remainder(gloo) -> None:
     recipe = make_recipe()
     plain = collection_of(recipe.model)
-    module = shared_rows.ShortTables(plain, {"user": (7, 0), "genre": (12, 0)})
+    weights = tables_of(recipe.model)
+    parts = {name: shared_rows.partition(weights[name], rows, 0) for name, rows in {"user": 7, "genre": 12}.items()}
+    module = shared_rows.ShortTables(plain, parts, torch.mul)
     features = next(iter(recipe.data.train)).sparse_features
-    weights = {name: bag.weight.detach() for name, bag in module.tables.embedding_bags.items()}
-    expected = naive_pooled(plain, features, lambda t, i: weights[t][i % len(weights[t])])
+    expected = naive_pooled(plain, features, lambda t, i: weights[t][i % {"user": 7, "genre": 12}[t]])
     torch.testing.assert_close(module(features).values(), expected)
 
 
 def test_qr_multiplies_pooled_remainders_by_pooled_quotients_and_begins_as_hash(gloo) -> None:
     recipe = make_recipe()
-    plain = collection_of(recipe.model)
-    rows_of = {"user": (8, 5), "genre": (12, 0)}
-    module = shared_rows.ShortTables(plain, rows_of)
-    quotients = module.tables.embedding_bags["user_quotient"].weight
+    weights = tables_of(recipe.model)
+    parts = {n: shared_rows.partition(weights[n], *r) for n, r in {"user": (8, 5), "genre": (12, 0)}.items()}
+    module = shared_rows.ShortTables(collection_of(recipe.model), parts, torch.mul)
+    quotients = module.tables.embedding_bags[shared_rows.short_name("user", 0, 1)].weight
     assert bool((quotients == 1).all())
     assert quotients.shape == (5, EMBEDDING_DIM)
     torch.nn.init.normal_(quotients)
     features = next(iter(recipe.data.train)).sparse_features
-    first = module.tables.embedding_bags["user"].weight
     ids = features["user"].values()
-    expected = first[ids % 8] * quotients[ids // 8]
+    expected = weights["user"][ids % 8] * quotients[ids // 8]
     torch.testing.assert_close(module(features)["user"], expected)
+
+
+def test_tables_of_few_distinct_sub_vectors_are_quantised_without_an_error(gloo) -> None:
+    generator, width = torch.Generator().manual_seed(0), 2
+    model = make_recipe().model
+    for weight in tables_of(model).values():
+        codewords = torch.randn(EMBEDDING_DIM // width, 8, width, generator=generator)
+        picks = [(torch.arange(len(weight)) * (2 * part + 1)) % 8 for part in range(len(codewords))]
+        weight.copy_(torch.cat([rows[pick] for rows, pick in zip(codewords, picks, strict=True)], dim=1))
+    features = next(iter(make_recipe().data.test)).sparse_features
+    expected = collection_of(model)(features).values()
+    parts = {n: pq.quantise(w, torch.ones(len(w)), width, 3, generator) for n, w in tables_of(model).items()}
+    shared_rows.shorten_(model, parts)
+    (module,) = (m for m in model.modules() if isinstance(m, shared_rows.ShortTables))
+    torch.testing.assert_close(module(features).values(), expected)
+    pointers = sum(-(-rows * 3 // 8) for rows in ROWS.values()) * EMBEDDING_DIM // width
+    assert shared_rows.short_bytes(parts, "fp32") == pointers + 2 * 8 * EMBEDDING_DIM * 4
+
+
+def test_centres_stand_where_rows_are_read() -> None:
+    generator = torch.Generator().manual_seed(0)
+    points = torch.cat([torch.randn(50, 3, generator=generator) + 9, torch.randn(50, 3, generator=generator) - 9])
+    weights = torch.cat([torch.ones(50), torch.full((50,), 10.0)])
+    centres, nearest = pq.k_means(points, weights, 2, generator)
+    assert torch.equal(nearest, torch.cdist(points, centres).argmin(1))
+    assert len(nearest[:50].unique()) == len(nearest[50:].unique()) == 1
+    for group in (slice(50), slice(50, None)):
+        torch.testing.assert_close(centres[nearest[group][0]], points[group].mean(0))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_cce_adds_up_clusters_and_helpers_and_keeps_what_few_vectors_say(gloo, parts: int) -> None:
+    generator, recipe = torch.Generator().manual_seed(0), make_recipe()
+    plain, weights = collection_of(recipe.model), tables_of(recipe.model)
+    short = {name: cce.hashed(weight, parts, 7, generator) for name, weight in weights.items()}
+    module = shared_rows.ShortTables(plain, short, torch.add)
+    for bag in module.tables.embedding_bags.values():
+        torch.nn.init.normal_(bag.weight, generator=generator)
+    features = next(iter(recipe.data.train)).sparse_features
+    expected = naive_pooled(plain, features, naive_short(module, torch.add))
+    torch.testing.assert_close(module(features).values(), expected)
+    for name in module.tables.embedding_bags:
+        if name.startswith("user"):  # 7 clusters hold 7 helpers' rows where all ids point at one row of clusters
+            module.share_rows.rows_of[name].pointers.fmod_(1 if name.endswith("_0") else 7)
+    expected = module(features).values()
+    cce.cluster_(module, {name: torch.ones(rows) for name, rows in ROWS.items()}, generator)
+    torch.testing.assert_close(module(features).values(), expected)
+    helpers = [bag.weight for name, bag in module.tables.embedding_bags.items() if name.endswith("_1")]
+    assert len(helpers) == parts  # genre has no more rows than what would take its place
+    assert not any(bool(helper.any()) for helper in helpers)
+    assert shared_rows.short_bytes(short, "fp32") == sum(
+        cce._bytes(table, parts, 7, "fp32") for table in plain.embedding_bag_configs()
+    )
+
+
+def test_mpe_rounds_to_levels_around_an_offset_and_learns_by_lsq() -> None:
+    values = torch.tensor([-2.0, -0.3, 0.2, 0.9, 5.0], requires_grad=True)
+    step, offset = torch.tensor(1.0, requires_grad=True), torch.tensor(0.0, requires_grad=True)
+    rounded = mpe.quantise(values, step, offset, 2)
+    assert rounded.tolist() == [-1.5, -0.5, 0.5, 0.5, 1.5]
+    rounded.sum().backward()
+    assert values.grad.tolist() == [0.5, 1, 1, 1, 0] or values.grad.tolist() == [1, 1, 1, 1, 0]
+    assert float(step.grad) == pytest.approx(sum([0.5, -0.2, 0.3, -0.4, 1.5]), abs=0.51 * 2)
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_mpe_serves_what_it_says_in_the_bytes_that_it_says(is_sorted: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    widths = torch.randint(7, (300,), generator=generator)
+    widths = widths.sort(descending=True).values if is_sorted else widths
+    steps, offset = torch.rand(6, generator=generator) + 0.1, torch.randn(5, generator=generator)
+    values = torch.randn(300, 5, generator=generator)
+    expected = torch.zeros(300, 5)
+    for width in range(1, 7):
+        expected[widths == width] = mpe.quantise(values, steps[width - 1], offset, width)[widths == width]
+    parts = mpe.encode(expected, widths, steps, offset)
+    torch.testing.assert_close(mpe.decode(parts, widths), expected)
+    codes = sum(int((widths == width).sum()) * -(-width * 5 // 8) for width in range(1, 7))
+    found = mpe.directory(widths)
+    assert sum(part.nbytes for part in parts.values()) == codes + found.nbytes + 4 * 6 + 4 * 5
+    assert found.nbytes == (12 * 7 if is_sorted else RecordLayout(7).num_bytes(300))
+
+
+def test_mpe_takes_the_likeliest_widths_and_uses_the_bytes_up() -> None:
+    generator = torch.Generator().manual_seed(0)
+    log_p = torch.randn(128, 7, generator=generator, dtype=torch.float64).log_softmax(1)
+    costs = torch.arange(7) * torch.randint(5, 20, (128, 1), generator=generator)
+    likeliest = int(costs.gather(1, log_p.argmax(1, keepdim=True)).sum())
+    assert torch.equal(mpe.widths_within(log_p, costs, likeliest), log_p.argmax(1))
+    for spare in (likeliest // 3, 3 * likeliest // 2):
+        num_bytes = int(costs.gather(1, mpe.widths_within(log_p, costs, spare)[:, None]).sum())
+        assert 0.97 * spare <= num_bytes <= spare
+
+
+# --- gains ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["dlrm", "shared"])
+def test_gains_multiply_what_the_ids_of_a_block_stand_for(gloo, kind: str) -> None:
+    torch.manual_seed(0)
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=30, embedding_dim=4, feature_names=features, pooling=pooling)
+        for name, features, pooling in (
+            ("s", ["f", "g"], PoolingType.SUM),
+            ("t", ["g"] if kind == "shared" else ["h"], PoolingType.MEAN),
+        )
+    ]
+    plain = EmbeddingBagCollection(tables)
+    routings = {name: RowRouting.from_map(torch.randint(3, (30,)), 3) for name in "st"}
+    module = gains.BlockGains(plain, plain, routings)
+    features = KeyedJaggedTensor(["f", "g", "h"], torch.randint(30, (90,)), lengths=torch.randint(1, 3, (60,)).mul(1))
+    total = int(features.lengths().sum())
+    features = KeyedJaggedTensor(["f", "g", "h"], torch.randint(30, (total,)), lengths=features.lengths())
+    torch.testing.assert_close(module(features).values(), plain(features).values())
+    assert module(features).keys() == plain(features).keys()
+    for factor in module.factors.values():
+        torch.nn.init.normal_(factor)
+    bags = plain.embedding_bags
+
+    def row(table: str, index: int) -> Tensor:
+        return (module.factors[table][routings[table].all_blocks()[index]] * bags[table].weight[index]).detach()
+
+    torch.testing.assert_close(module(features).values(), naive_pooled(plain, features, row))
+
+
+@pytest.mark.parametrize("method", ["hash", "compress", "pq", "uniform"])
+def test_a_served_model_takes_gains(gloo, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def solve(cell: Task, model: nn.Module, wrappers) -> None:
+        assert next(iter(gains.held_out(cell))) is not None
+        for wrapper in wrappers:
+            for factor in wrapper.factors.values():
+                factor.data.fill_(0.5)
+
+    monkeypatch.setattr(gains, "solve", solve)
+    cell = make_task(1.5)
+    served = METHODS[method].run(cell)
+    recipe = cell.build(None)
+    (fqn,), features = collections(recipe.model), next(iter(recipe.data.test)).sparse_features
+    old = served.model.get_submodule(fqn)(features).values()
+    other = gains.with_gains(cell, served)
+    torch.testing.assert_close(other.model.get_submodule(fqn)(features).values(), 0.5 * old)
+    assert other.num_bytes == served.num_bytes
+    assert set(other.settings["gains"]) == set(ROWS)
+
+
+def test_gains_scale_rows_of_sequences() -> None:
+    table = EmbeddingConfig(name="t", num_embeddings=9, embedding_dim=4, feature_names=["f"])
+    plain, routing = EmbeddingCollection([table]), RowRouting.from_map(torch.arange(9) % 3, 3)
+    module = gains.BlockGains(plain, plain, {"t": routing})
+    torch.nn.init.normal_(module.factors["t"])
+    features = KeyedJaggedTensor(["f"], torch.tensor([0, 4, 8, 2]), lengths=torch.tensor([3, 1]))
+    expected = plain(features)["f"].values() * module.factors["t"][torch.tensor([0, 1, 2, 2])].unsqueeze(1)
+    torch.testing.assert_close(module(features)["f"].values(), expected)
+
+
+# --- streams, and rates that fall -------------------------------------------------------------------
+
+
+def test_shuffled_ids_are_the_same_samples_in_another_order_of_rows(gloo) -> None:
+    recipe, shuffled = make_recipe(), streams.shuffle_ids(make_recipe(), 3)
+    counts = [
+        count_frequencies([b.sparse_features for b in of.data.train], task.table_configs(of.model)).counts
+        for of in (recipe, shuffled)
+    ]
+    for name, rows_of in {"user": 40, "genre": 12}.items():
+        order = torch.randperm(rows_of, generator=torch.Generator().manual_seed(0))
+        assert not torch.equal(counts[0][name], counts[1][name])
+        assert torch.equal(counts[0][name].sort().values, counts[1][name].sort().values)
+        assert len(order) == rows_of
+    for split in ("train", "validation", "selection", "test"):
+        parts = zip(getattr(recipe.data, split), getattr(shuffled.data, split), strict=True)
+        for batch, other in parts:
+            for name in ROWS:
+                new = shuffled.data.train.rows[name][batch.sparse_features[name].values()]
+                assert torch.equal(other.sparse_features[name].values(), new)
+            assert torch.equal(batch.labels, other.labels)
+    joined = streams.train_on_validation(shuffled).data.train
+    assert len(list(joined)) == len(list(recipe.data.train)) + len(list(recipe.data.validation))
+
+
+def test_training_on_validation_takes_the_best_number_of_epochs_without_a_stop(
+    gloo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, real = [], task.train_plainly
+
+    def spy(model, stepper, recipe, device, **rules):
+        calls.append((sum(len(b.labels) for b in recipe.data.train), rules["max_epochs"], rules["patience"]))
+        return real(model, stepper, recipe, device, **rules)
+
+    monkeypatch.setattr(task, "train_plainly", spy)
+    cell = make_task(with_validation=True, max_epochs=3)
+    _, training = task.train(cell, cell.build(None))
+    data = cell.build(None).data
+    sizes = [sum(len(b.labels) for b in split) for split in (data.train, data.validation)]
+    assert calls == [(sizes[0], 3, 1), (sum(sizes), training.best_epoch + 1, None)]
+    assert len(training.history) == training.best_epoch + 1
+
+
+def test_rates_fall_and_never_lose_by_selection(gloo, tmp_path: Path) -> None:
+    cell = make_task(2.0, max_epochs=3, cache=tmp_path / "seed0.safetensors")
+    whole, falling = rows.dense(cell), METHODS["falling-rates"].run(cell)
+    losses = [task.loss_on_selection(cell, served.model) for served in (whole, falling)]
+    assert losses[1] <= losses[0]
+    assert falling.num_bytes == DENSE_BYTES
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["seed0+falling.safetensors", "seed0.safetensors"]
 
 
 # --- mixed dimensions -------------------------------------------------------------------------------
@@ -396,7 +663,7 @@ def test_cells_are_lines_and_run_once(
     monkeypatch.setattr(runner.multiprocessing, "get_context", lambda _: forks)
     out = tmp_path / "rows.jsonl"
     argv = ["tests.tiny:demo", "--sizes", "3,5000", "--methods", "uniform", "--seeds", "0", "--max-epochs", "1"]
-    argv += ["--with-validation", "--out", str(out)]
+    argv += ["--ids", "shuffled", "--embedding-dim", "8", "--out", str(out)]
     assert runner.main(argv) == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(line["method"], line["size"]) for line in lines] == [
@@ -408,6 +675,7 @@ def test_cells_are_lines_and_run_once(
     assert lines[1]["bytes"] <= DENSE_BYTES / 3
     assert lines[1]["precision"] in rows.ROW_PRECISIONS
     assert lines[0].keys() == lines[1].keys()
+    assert {(line["ids"], line["embedding_dim"]) for line in lines} == {("shuffled", 8)}
     assert "no D in fp32" in lines[2]["reason"]
     text = out.read_text()
     out.write_text(text + '{"recipe": "tests.ti')  # a line that was cut short
@@ -416,10 +684,26 @@ def test_cells_are_lines_and_run_once(
     assert "uniform" in capsys.readouterr().out
 
 
-def test_learning_methods_never_train_on_validation() -> None:
-    arguments = runner.parse(["m:f", "--with-validation", "--out", "x.jsonl"])
-    found = {cell.method: cell.with_validation for cell in runner.cells_of(arguments)}
-    assert {name for name, joins in found.items() if not joins} == {n for n, m in METHODS.items() if m.learns}
+def test_rows_on_validation_and_with_gains_come_second_and_never_to_methods_that_learn_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    argv = ["m:f", "--train-on", "validation", "--gains", "--sizes", "3", "--seeds", "0", "--out", "x.jsonl"]
+    with pytest.raises(SystemExit):  # nothing solves gains yet
+        runner.parse(argv)
+    monkeypatch.setattr(gains, "solve", lambda *_: None)
+    ways: dict[str, list[tuple[bool, bool]]] = {}
+    for cell in runner.cells_of(runner.parse(argv)):
+        ways.setdefault(cell.method, []).append((cell.with_validation, cell.gains))
+    every = [(False, False), (False, True), (True, False), (True, True)]
+    assert ways == {name: every[:1] if method.learns else every for name, method in METHODS.items()}
+
+
+def test_a_recipe_says_how_it_is_split() -> None:
+    frame = {"user": list("abcd") * 10, "day": list(range(40)), "liked": [0, 1] * 20}
+    for time, kind in (("day", "time"), (None, "random")):
+        data = DataSplits.from_frame(frame, label="liked", ids=["user"], time=time, batch_size=8)
+        assert cells.split_of(replace(make_recipe(), data=data)) == kind
+    assert cells.split_of(make_recipe()) is None
 
 
 def test_tables_to_leave_alone_are_left_or_refused(gloo, tmp_path: Path) -> None:
@@ -429,15 +713,7 @@ def test_tables_to_leave_alone_are_left_or_refused(gloo, tmp_path: Path) -> None
         served = METHODS[name].run(Task(build=build, size=1.5, precision="int8", max_epochs=1))
         assert served.num_bytes >= 4 * EMBEDDING_DIM * ROWS["genre"]
     cell = cells.Cell(
-        recipe="r",
-        data=None,
-        method="uniform",
-        size=2.0,
-        seed=0,
-        with_validation=False,
-        rules={},
-        precisions=("fp32",),
-        weights=tmp_path,
+        recipe="r", data=None, method="uniform", size=2.0, seed=0, rules={}, precisions=("fp32",), weights=tmp_path
     )
     with pytest.raises(UnmetError, match="cannot be left alone"):
         cells.measure(cell, Task(build=build, size=2.0))

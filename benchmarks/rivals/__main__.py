@@ -1,18 +1,23 @@
 """Runs methods x sizes x seeds of a recipe; a line of JSON a cell.
 
     python -m benchmarks.rivals RECIPE --data D --sizes 8,20 --methods uniform,mde,search --seeds 0,1,2
-        [--jobs 2] [--precisions fp32,int8,int4] [--with-validation] --out F.jsonl
+        [--jobs 2] [--precisions fp32,int8,int4] [--train-on validation] [--ids shuffled] [--embedding-dim 16]
+        [--gains] --out F.jsonl
 
 Every method has the same bytes to serve, trains by the same rules on the same data, chooses on the
 selection split and is measured on the test split as it is served. Where a method can serve in
 several precisions, each is run at the same bytes, and the best on the selection split counts. The
 plain model is trained once a seed, and lies beside F.jsonl in F.weights; ``seconds`` of a line are
-those behind it. With ``--with-validation`` methods that learn nothing on the validation split train
-on it, too, so that none wins by data.
+those behind it. With ``--train-on validation`` methods that learn nothing on the validation split get
+a second row: what they train is trained anew on it, too, for the number of epochs that was best, so
+that none wins by data. With ``--gains`` every model but ours gets a second row with a gain for every
+table and block, which fold into scales and take no byte. ``--ids shuffled`` renumbers the ids of every
+table first: most recipes number them by frequency, so that whoever keeps frequent rows finds them free.
 
 Cells that stand in the file are not run again; those that crashed are not in it. A line has
-``recipe, method, seed, size, precision, bytes, compression, metrics, selection_loss, settings,
-trials, seconds, with_validation``, or ``reason`` where a method has nothing of so few bytes.
+``recipe, embedding_dim, ids, split, method, seed, size, with_validation, gains, precision, bytes,
+compression, metrics, selection_loss, settings, trials, seconds``, or ``reason`` where a method has
+nothing of so few bytes; ``split`` is ``random`` or ``time`` where the recipe says so.
 """
 
 from __future__ import annotations
@@ -26,14 +31,16 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rivals.cells import Cell, run_cell
+import pandas as pd
+
+from benchmarks.rivals import gains
+from benchmarks.rivals.cells import KEY, SHUFFLED, SORTED, Cell, run_cell
 from benchmarks.rivals.methods import METHODS
 
 
 def cells_of(arguments: argparse.Namespace) -> list[Cell]:
     """All cells, seed by seed, the uncompressed model first."""
     rules = {name: getattr(arguments, name) for name in ("max_epochs", "patience", "trials")}
-    names = dict.fromkeys(["dense", *arguments.methods])
     return [
         Cell(
             recipe=arguments.recipe,
@@ -41,13 +48,18 @@ def cells_of(arguments: argparse.Namespace) -> list[Cell]:
             method=name,
             size=size,
             seed=seed,
-            with_validation=arguments.with_validation and not METHODS[name].learns,
+            with_validation=with_validation,
+            gains=has_gains,
+            ids=arguments.ids,
+            embedding_dim=arguments.embedding_dim,
             rules=rules,
             precisions=tuple(arguments.precisions),
-            weights=arguments.out.with_suffix(".weights") / arguments.recipe.replace(":", "."),
+            weights=arguments.out.with_suffix(".weights"),
         )
         for seed in arguments.seeds
-        for name in names
+        for name in dict.fromkeys(["dense", *arguments.methods])
+        for with_validation in sorted({False, arguments.train_on == "validation" and not METHODS[name].learns})
+        for has_gains in sorted({False, arguments.gains and not METHODS[name].learns})
         for size in (arguments.sizes if METHODS[name].has_size else [None])
     ]
 
@@ -61,20 +73,19 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 def run(cells: Sequence[Cell], out: Path, jobs: int) -> int:
     """Runs the cells that a file lacks, and adds their lines; how many crashed."""
-    names = ("recipe", "method", "size", "seed", "with_validation")
     lines = lines_of(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    there = {tuple(line[name] for name in names) for line in lines}
+    there = {tuple(line[name] for name in KEY) for line in lines}
     todo, crashes = [cell for cell in cells if cell.key not in there], 0
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         # The plain models first: others begin with them, and none is to be trained twice.
-        first = [cell for cell in todo if cell.method == "dense"]
-        for part in (first, [cell for cell in todo if cell.method != "dense"]):
+        first = [cell for cell in todo if cell.method == "dense" and not cell.gains]
+        for part in (first, [cell for cell in todo if cell not in first]):
             futures = {pool.submit(run_cell, cell): cell for cell in part}
             for future in as_completed(futures):
                 cell = futures[future]
-                name = f"{cell.method} {cell.size or ''} seed {cell.seed}"
+                name = f"{label(vars(cell))} {cell.size or ''} seed {cell.seed}"
                 try:
                     line = future.result()
                 except Exception:
@@ -88,23 +99,20 @@ def run(cells: Sequence[Cell], out: Path, jobs: int) -> int:
     return crashes
 
 
+def label(line: Mapping[str, Any]) -> str:
+    """A method, and what it was given."""
+    return line["method"] + "+validation" * line["with_validation"] + "+gains" * line["gains"]
+
+
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Means over seeds, a row a method and size."""
-    rows: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
-    for line in lines:
-        if "metrics" in line:
-            rows.setdefault((line["method"], line["size"] or 0.0), []).append(line)
-    texts = []
-    for (method, size), group in sorted(rows.items(), key=lambda item: (item[0][1], item[0][0])):
-        means = {
-            name: sum(line["metrics"][name] for line in group) / len(group)
-            for name in group[0]["metrics"]
-            if all(name in line["metrics"] for line in group)
-        }
-        times = sum(line["compression"] for line in group) / len(group)
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in means.items())
-        texts.append(f"{method:20}{size or '':>6} {times:9.2f}x  {shown}  ({len(group)} seeds)")
-    return "\n".join(texts)
+    """Means over seeds, a row a size and method."""
+    rows = [
+        {"size": line["size"] or 1.0, "method": label(line), "compression": line["compression"], **line["metrics"]}
+        for line in lines
+        if "metrics" in line
+    ]
+    groups = pd.DataFrame(rows, columns=None if rows else ["size", "method"]).groupby(["size", "method"])
+    return groups.mean().assign(seeds=groups.size()).to_string(float_format="{:.4f}".format)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -118,7 +126,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=_list_of(int), default=[0, 1, 2])
     parser.add_argument("--methods", type=_list_of(str), default=names, help=", ".join(names))
     parser.add_argument("--precisions", type=_list_of(str), default=["fp32", "int8", "int4"])
-    parser.add_argument("--with-validation", action="store_true")
+    parser.add_argument("--train-on", choices=["train", "validation"], default="train")
+    parser.add_argument("--ids", choices=[SORTED, SHUFFLED], default=SORTED)
+    parser.add_argument("--embedding-dim", type=int, help="in place of the recipe's own")
+    parser.add_argument("--gains", action="store_true")
     parser.add_argument("--max-epochs", type=int, default=60)
     parser.add_argument("--patience", type=int, default=3)
     parser.add_argument("--trials", type=int, help="of methods that choose among several")
@@ -127,6 +138,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.methods) - set(names):
         parser.error(f"--methods: expected some of {', '.join(names)}, got {sorted(unknown)}")
+    if arguments.gains and gains.solve is None:
+        parser.error("--gains: nothing solves them yet (benchmarks/rivals/gains.py)")
     if min(arguments.sizes) <= 1:
         parser.error(f"--sizes: expected compressions above 1, got {arguments.sizes}")
     return arguments

@@ -10,14 +10,20 @@ from typing import Any
 
 import torch
 
+from benchmarks.rivals.gains import with_gains
 from benchmarks.rivals.methods import METHODS
-from benchmarks.rivals.streams import train_on_validation
+from benchmarks.rivals.streams import shuffle_ids
 from benchmarks.rivals.task import Recipes, Served, Task, UnmetError, loss_on_selection, plain
 from dnis_torchrec.checks import versions
-from dnis_torchrec.data.recipe import build_recipe
+from dnis_torchrec.data.recipe import Recipe, build_recipe
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.shard import process_group
+
+SORTED, SHUFFLED = "sorted", "shuffled"
+"""Ids as the recipe has them, most often by falling frequency; and in no order."""
+KEY = ("recipe", "embedding_dim", "ids", "method", "size", "seed", "with_validation", "gains")
+"""Names by which a line is told from others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +35,10 @@ class Cell:
     method: str
     size: float | None
     seed: int
-    with_validation: bool
+    with_validation: bool = False
+    gains: bool = False
+    ids: str = SORTED
+    embedding_dim: int | None = None
     rules: Mapping[str, Any]
     precisions: tuple[str, ...]
     weights: Path
@@ -37,28 +46,39 @@ class Cell:
     @property
     def key(self) -> tuple[object, ...]:
         """By which a line is told from others."""
-        return self.recipe, self.method, self.size, self.seed, self.with_validation
+        return tuple(getattr(self, name) for name in KEY)
 
     def task(self, device: torch.device) -> Task:
         """The task of the method."""
-        build = Recipes(lambda dim: build_recipe(self.recipe, self.data, seed=self.seed, embedding_dim=dim))
-        suffix = "+validation" if self.with_validation else ""
+        recipes = Recipes(
+            lambda dim: build_recipe(self.recipe, self.data, seed=self.seed, embedding_dim=dim or self.embedding_dim)
+        )
+        is_sorted = self.ids == SORTED
+        names = [f"{self.recipe.replace(':', '.')}", f"{self.embedding_dim or ''}", "" if is_sorted else SHUFFLED]
+        file = f"seed{self.seed}{'+validation' * self.with_validation}.safetensors"
         return Task(
-            build=(lambda dim: train_on_validation(build(dim))) if self.with_validation else build,
-            build_for_search=build,
+            build=recipes if is_sorted else lambda dim: shuffle_ids(recipes(dim), self.seed),
+            with_validation=self.with_validation,
             size=self.size or 1.0,
             seed=self.seed,
             device=device,
-            cache=self.weights / f"seed{self.seed}{suffix}.safetensors",
+            cache=self.weights / "-".join(filter(None, names)) / file,
             **self.rules,
         )
+
+
+def split_of(recipe: Recipe) -> str | None:
+    """Whether a recipe's samples are split at random or by time; None where it does not say."""
+    columns = getattr(recipe.data, "columns", None)
+    if columns is None:
+        return None
+    return "time" if (columns["kind"] == "time").any() else "random"
 
 
 def run_cell(cell: Cell) -> dict[str, Any]:
     """The line of a cell."""
     torch.set_num_threads(1)
-    head = {"recipe": cell.recipe, "method": cell.method, "size": cell.size, "seed": cell.seed}
-    head |= {"with_validation": cell.with_validation, **cell.rules, "versions": versions()}
+    head = {name: getattr(cell, name) for name in KEY} | {**cell.rules, "versions": versions()}
     with process_group() as device:
         task = cell.task(device)
         try:
@@ -90,10 +110,14 @@ def measure(cell: Cell, task: Task) -> dict[str, Any]:
     if best is None:
         raise UnmetError("; ".join(reasons))
     loss, precision, served = best
+    if cell.gains:
+        served = with_gains(task, served)
+        loss = loss_on_selection(task, served.model)
     seconds = time.monotonic() - start
     whole = TrainTask(served.model, recipe.task)
     metrics = evaluate(whole, recipe.data.test, recipe.task, task.device)
     return {
+        "split": split_of(recipe),
         "precision": precision,
         "bytes": served.num_bytes,
         "compression": task.dense_bytes / max(1, served.num_bytes),

@@ -10,13 +10,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollectionInterface
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from benchmarks.rivals.gains import SplitByBlock
 from benchmarks.rivals.mixed import Blocks, pack, widths_of, zero_dropped_
 from benchmarks.rivals.rows import TRAINED_MULTIPLE
+from benchmarks.rivals.shared_rows import Substitute
 from benchmarks.rivals.task import Served, Task, UnmetError, best_of, check_pooled, train
-from dnis_torchrec.blocks.routing import RowRouter, RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ops.batches import jagged_by_key
 from dnis_torchrec.selection.shards import collections
 from dnis_torchrec.selection.swap import replace_
@@ -129,7 +131,7 @@ def project_(model: nn.Module, dims: Dims, routings: Mapping[str, RowRouting], r
         replace_(model, collection, ProjectedTables(collection, dims, routings, rows))
 
 
-class ProjectedTables(EmbeddingBagCollectionInterface):
+class ProjectedTables(Substitute):
     """Looks up the bags of every block apart, and multiplies each sum by its block's projection."""
 
     def __init__(
@@ -139,71 +141,22 @@ class ProjectedTables(EmbeddingBagCollectionInterface):
         routings: Mapping[str, RowRouting],
         rows: Mapping[str, Tensor],
     ) -> None:
-        super().__init__()
-        self._tables = list(collection.embedding_bag_configs())
-        self._is_weighted = collection.is_weighted()
-        self.split_bags = SplitBags(self._tables, routings)
-        inner = []
+        super().__init__(collection)
+        reads, inner = {}, []
         for table in self._tables:
-            blocks = range(routings[table.name].num_blocks)
-            features = [f"{feature}@{s}" for feature in table.feature_names for s in blocks]
+            keys = {f"{feature}@{table.name}": (feature, table.name) for feature in table.feature_names}
+            reads |= keys
             # A mean is a sum over the length of the whole bag, which no block knows.
-            inner.append(replace(table, feature_names=features, pooling=PoolingType.SUM))
-        device = collection.device
-        weighted = self._is_weighted
-        self.tables = EmbeddingBagCollection(inner, is_weighted=weighted, device=device)
-        bags = self.tables.embedding_bags
+            inner.append(replace(table, feature_names=list(keys), pooling=PoolingType.SUM))
+        self.split = SplitByBlock(reads, routings)
+        self.tables = EmbeddingBagCollection(inner, is_weighted=self._is_weighted, device=collection.device)
         for name, bag in collection.embedding_bags.items():
-            bags[name].weight.data.copy_(bag.weight.data)
-        names = collection._embedding_names
-        self.project = Project(self._tables, names, dims, rows)
+            self.tables.embedding_bags[name].weight.data.copy_(bag.weight.data)
+        self.project = Project(self._tables, collection._embedding_names, dims, rows)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Looks bags up."""
-        return self.project(self.tables(self.split_bags(features)), features)
-
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Configs of the collection that this one takes the place of."""
-        return self._tables
-
-    def is_weighted(self) -> bool:
-        """Whether bags carry weights of samples."""
-        return self._is_weighted
-
-
-class SplitBags(nn.Module):
-    """A key for every block of every feature: a module of its own, which TorchRec's tracer takes
-    whole."""
-
-    def __init__(self, tables: list[EmbeddingBagConfig], routings: Mapping[str, RowRouting]) -> None:
-        super().__init__()
-        self._features = [(f, i) for i, t in enumerate(tables) for f in t.feature_names]
-        self._numbers = [routings[table.name].num_blocks for table in tables]
-        self.routers = nn.ModuleList(RowRouter(routings[table.name]) for table in tables)
-
-    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Splits a batch. Rows of no block are zero, and stay with the last one."""
-        bags, weights = jagged_by_key(features), features.weights_or_none()
-        keys, ids, lengths, factors = [], [], [], []
-        for feature, index in self._features:
-            bag, number = bags[feature], self._numbers[index]
-            block = self.routers[index](bag.values()).clamp(max=number - 1)
-            sample = torch.arange(len(bag.lengths()), device=block.device)
-            sample = sample.repeat_interleave(bag.lengths())
-            for s in range(number):
-                here = block == s
-                keys.append(f"{feature}@{s}")
-                ids.append(bag.values()[here])
-                lengths.append(torch.bincount(sample[here], minlength=len(bag.lengths())))
-                if weights is not None:
-                    factors.append(bag.weights()[here])
-        return KeyedJaggedTensor(
-            keys=keys,
-            values=torch.cat(ids),
-            lengths=torch.cat(lengths),
-            weights=torch.cat(factors) if factors else None,
-            stride=features.stride(),
-        )
+        return self.project(self.tables(self.split(features)), features)
 
 
 class Project(nn.Module):
@@ -220,22 +173,16 @@ class Project(nn.Module):
             nn.init.xavier_uniform_(matrix)
         outputs = [(table, feature) for table in tables for feature in table.feature_names]
         self._outputs = [
-            (name, feature, dims.names(table.name), table.pooling == PoolingType.MEAN, table)
+            (name, feature, dims.names(table.name), table.pooling == PoolingType.MEAN, table.name)
             for name, (table, feature) in zip(names, outputs, strict=True)
         ]
-        counts: dict[str, int] = {}
-        for _, feature in outputs:
-            counts[feature] = counts.get(feature, 0) + 1
-        self._shares = {feature for feature, number in counts.items() if number > 1}
 
     def forward(self, pooled: KeyedTensor, features: KeyedJaggedTensor) -> KeyedTensor:
         """Projects."""
         by_key, bags, results = pooled.to_dict(), jagged_by_key(features), []
         for _, feature, blocks, is_mean, table in self._outputs:
-            total = None
-            for s, block in enumerate(blocks):
-                key = f"{feature}@{s}"
-                part = by_key[f"{key}@{table.name}" if feature in self._shares else key]
+            total, sums = None, by_key[f"{feature}@{table}"]
+            for block, part in zip(blocks, sums.split(features.stride()), strict=False):
                 if block in self.matrices:
                     matrix = self.matrices[block]
                     part = part[:, : matrix.shape[0]] @ matrix

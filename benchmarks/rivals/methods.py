@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from benchmarks.rivals import mde, nis, ours, paper, pep, random_search, rows, shared_rows, single_values
+from benchmarks.rivals import falling_rates, mde, nis, ours, paper, pep, random_search, rows, shared_rows, single_values
+from benchmarks.rivals import product_quantisation as pq
+from benchmarks.rivals.cce import cce
 from benchmarks.rivals.int4_qat import int4_qat
+from benchmarks.rivals.mpe import mpe
 from benchmarks.rivals.rows import ROW_PRECISIONS
 from benchmarks.rivals.single_values import VALUE_PRECISIONS
 from benchmarks.rivals.task import Served, Task
@@ -41,6 +44,10 @@ METHODS = {
     "int4-qat": Method(int4_qat, ("int4",)),
     "hash": Method(shared_rows.hash_rows),
     "qr": Method(shared_rows.quotient_remainder),
+    "cce": Method(cce),
+    "pq": Method(pq.product_quantisation),
+    "pq-trained": Method(pq.trained_codewords),
+    "mpe": Method(mpe, ("codes",)),
     "random": Method(random_search.random_search),
     "mde": Method(mde.mde),
     "nis-se": Method(nis.nis_se),
@@ -50,6 +57,8 @@ METHODS = {
     "pep": Method(pep.pep, VALUE_PRECISIONS),
     "dnis-paper": Method(paper.first_order, VALUE_PRECISIONS, learns=True),
     "dnis-unrolled": Method(paper.unrolled, VALUE_PRECISIONS, learns=True),
+    "falling-rates": Method(falling_rates.falling_rates, ("fp32",), leaves=True, has_size=False),
+    "falling-rates+compress": Method(falling_rates.compressed, ("codes",), learns=True, leaves=True),
     "compress": Method(ours.compress, ("codes",), learns=True, leaves=True),
     "search": Method(ours.search, ("codes",), learns=True, leaves=True),
 }

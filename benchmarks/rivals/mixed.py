@@ -11,14 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.rivals.rows import BITS
-from benchmarks.rivals.task import Served, Task, shards_of, train
+from benchmarks.rivals.task import Served, Task, counts_of, shards_of, train
 from dnis_torchrec.allocation.compress import packed_collections
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.codes import ColumnCodes, fit_codes
-from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.blocks.routing import RowRouting
-from dnis_torchrec.data.batches import features_of
-from dnis_torchrec.data.over_ranks import all_samples
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.prune import uncompressed_scheme
@@ -40,8 +37,7 @@ class Blocks:
     @staticmethod
     def of(task: Task) -> Blocks:
         """Counts the training split."""
-        samples = (features_of(batch) for batch in all_samples(task.build(None).data.train))
-        counts = count_frequencies(samples, task.tables())
+        counts = counts_of(task)
         blocks = blocks_from_counts(counts, task.tables())
         routings = {}
         for name, routing in blocks.routings.items():

@@ -230,7 +230,7 @@ def _run(task: Task, *, is_single: bool) -> Served:
     blocks = Blocks.of(task)
     grid = make_grid(blocks, is_single=is_single)
     # Weights that a choice is judged by never train on the validation split.
-    controller = train_controller(task, (task.build_for_search or task.build)(None), grid)
+    controller = train_controller(task, task.build(None), grid)
     masks = trim(choose(grid, controller.log_probabilities().detach()), blocks)
     dims = {table: " ".join(map(str, mask.sum(1).tolist())) for table, mask in masks.items()}
     return train_mixed(blocks, task.build(None), masks, dims=dims)

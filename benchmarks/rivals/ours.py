@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from benchmarks.rivals.mixed import put_in_place
 from benchmarks.rivals.task import Served, Task, UnmetError, plain
@@ -17,7 +18,12 @@ from dnis_torchrec.search.settings import SearchSettings
 
 def compress(task: Task) -> Served:
     """The uncompressed model with its tables in codes; scales learn on the validation split."""
-    recipe, (model, _) = task.build(None), plain(task)
+    return in_codes(task, plain(task)[0])
+
+
+def in_codes(task: Task, model: nn.Module) -> Served:
+    """A trained model with its tables in codes."""
+    recipe = task.build(None)
     try:
         result = compress_(
             model.eval(),

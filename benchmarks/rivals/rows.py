@@ -10,12 +10,9 @@ import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from benchmarks.rivals.task import Served, Task, UnmetError, best_of, plain, shards_of, train
+from benchmarks.rivals.task import Served, Task, UnmetError, best_of, counts_of, plain, shards_of, train
 from dnis_torchrec.allocation.axes import rotate_, rotation_groups, with_axes_
-from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.cli.narrow_rows import rounded_rows, table_bytes
-from dnis_torchrec.data.batches import features_of
-from dnis_torchrec.data.over_ranks import all_samples
 from dnis_torchrec.selection.shards import table_configs
 
 BITS = {"fp32": 32, "int8": 8, "int4": 4}
@@ -135,8 +132,7 @@ def _turn(task: Task) -> nn.Module:
     others = {table.name for table in table_configs(model)} - axes
     if others:
         raise UnmetError(f"tables may not be turned: {', '.join(sorted(others))}")
-    samples = (features_of(batch) for batch in all_samples(task.build(None).data.train))
-    rotate_(model, count_frequencies(samples, table_configs(model)))
+    rotate_(model, counts_of(task))
     return model
 
 

@@ -8,10 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from benchmarks.rivals.task import Served, Task, UnmetError, plain, shards_of, train
-from dnis_torchrec.blocks.counts import count_frequencies
-from dnis_torchrec.data.batches import features_of
-from dnis_torchrec.data.over_ranks import all_samples
+from benchmarks.rivals.task import Served, Task, UnmetError, counts_of, plain, shards_of, train
 
 VALUE_BYTES = {"fp32": 4, "fp16": 2, "int8": 1}
 VALUE_PRECISIONS = tuple(VALUE_BYTES)
@@ -72,8 +69,7 @@ def values_within(task: Task) -> int:
 def drop_unseen_(task: Task, model: nn.Module) -> None:
     """Zeroes rows that training never reads; any other value that starts at zero becomes the
     smallest float."""
-    samples = (features_of(batch) for batch in all_samples(task.build(None).data.train))
-    counts = count_frequencies(samples, task.tables())
+    counts = counts_of(task)
     for shard in shards_of(model):
         shard.weight.masked_fill_(shard.weight == 0, torch.finfo(shard.weight.dtype).tiny)
         shard.weight[counts.never_seen(shard.table).to(shard.weight.device)] = 0

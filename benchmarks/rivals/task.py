@@ -14,7 +14,11 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
+from benchmarks.rivals.streams import train_on_validation
+from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
+from dnis_torchrec.data.batches import features_of
 from dnis_torchrec.data.files import unshare, write_whole
+from dnis_torchrec.data.over_ranks import all_samples
 from dnis_torchrec.data.recipe import SPLITS, Recipe
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.selection.shards import TableShard, collections, local_shards, table_configs
@@ -53,8 +57,8 @@ class Task:
 
     Attributes:
         build: embedding_dim -> a fresh recipe; None for the recipe's own.
-        build_for_search: the same for weights that learn beside choices made on the validation
-            split, where `build` trains on that split, too.
+        with_validation: a model that was trained is trained anew on the validation samples, too, for
+            as many epochs as were best, without an early stop.
         size: bytes of the float32 tables over bytes served.
         cache: file of the plain model's weights, which methods that begin with it share.
         trials: of methods that choose among several; None for their own number.
@@ -69,7 +73,7 @@ class Task:
     patience: int = 3
     trials: int | None = None
     cache: Path | None = None
-    build_for_search: Callable[[int | None], Recipe] | None = None
+    with_validation: bool = False
 
     def tables(self, embedding_dim: int | None = None) -> list[EmbeddingBagConfig]:
         """The tables of the recipe at an embedding_dim."""
@@ -106,29 +110,52 @@ def shards_of(model: nn.Module) -> list[TableShard]:
     return [s for module in collections(model).values() for s in local_shards(module)]
 
 
+def counts_of(task: Task) -> FrequencyCounts:
+    """How often training reads every row."""
+    samples = (features_of(batch) for batch in all_samples(task.build(None).data.train))
+    return count_frequencies(samples, task.tables())
+
+
 def check_pooled(model: nn.Module) -> None:
     """Refuses models of sequences, which a method does not know."""
     if any(isinstance(module, EmbeddingCollection) for module in collections(model).values()):
         raise UnmetError("tables of sequences are not supported")
 
 
-def train(
+def train(task: Task, recipe: Recipe, *, starts_trained: bool = False, **rules: Any) -> tuple[nn.Module, PlainTraining]:
+    """Trains to the best epoch on the selection split, then on the validation split, too, if the task
+    wants that; the plain model.
+
+    Args:
+        starts_trained: the state at the beginning may be the best.
+        rules: of `_fit`.
+    """
+    start = copy.deepcopy(recipe.model) if task.with_validation else None
+    model, result = _fit(task, recipe, task.max_epochs, starts_trained=starts_trained, **rules)
+    if start is None or result.best_epoch < 0:
+        return model, result
+    joined = train_on_validation(replace(recipe, model=start, data=task.build(None).data))
+    return _fit(task, joined, result.best_epoch + 1, **rules | {"patience": None})
+
+
+def _fit(
     task: Task,
     recipe: Recipe,
+    max_epochs: int,
     *,
     masks: bool = False,
     stepper: Callable[[nn.Module, Any], Any] | None = None,
     starts_trained: bool = False,
     events: SearchEvents | None = None,
-    patience: int | None = None,
+    patience: int | None = -1,
 ) -> tuple[nn.Module, PlainTraining]:
-    """Trains to the best epoch on the selection split; the plain model.
+    """One training.
 
     Args:
         masks: values that are zero stay so.
         stepper: (sharded model, its optimizer) -> what steps in the optimizer's place; tables are
             then replicated, so that it sees their gradients.
-        starts_trained: the state at the beginning may be the best.
+        patience: in epochs, the task's if it is -1; None ends with the last epoch, not the best.
     """
     torch.manual_seed(task.seed)
     whole = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
@@ -138,8 +165,8 @@ def train(
         optimizer if stepper is None else stepper(model, optimizer),
         recipe,
         task.device,
-        max_epochs=task.max_epochs,
-        patience=patience or task.patience,
+        max_epochs=max_epochs,
+        patience=task.patience if patience == -1 else patience,
         rule=ValueMask(model) if masks else None,
         starts_trained=starts_trained,
         events=events or SearchEvents(),
@@ -153,17 +180,26 @@ BEST_EPOCH = "best_epoch"
 
 def plain(task: Task) -> tuple[nn.Module, int]:
     """The uncompressed model, trained once for all methods that begin with it, and its best epoch."""
-    recipe = task.build(None)
-    if task.cache is not None and task.cache.is_file():
-        tensors = load_file(task.cache)
+    return keep(task, "", lambda: train(task, task.build(None)))
+
+
+def keep(task: Task, name: str, make: Callable[[], tuple[nn.Module, PlainTraining]]) -> tuple[nn.Module, int]:
+    """A model that a cell before this one has made, or makes it; and its best epoch.
+
+    Args:
+        name: of the model, behind that of the plain model's file.
+    """
+    file = None if task.cache is None else task.cache.with_name(f"{task.cache.stem}{name}.safetensors")
+    if file is not None and file.is_file():
+        model, tensors = task.build(None).model, load_file(file)
         best_epoch = int(tensors.pop(BEST_EPOCH))
-        recipe.model.load_state_dict(tensors)
-        return recipe.model, best_epoch
-    model, training = train(task, recipe)
-    if task.cache is not None:
-        task.cache.parent.mkdir(parents=True, exist_ok=True)
+        model.load_state_dict(tensors)
+        return model, best_epoch
+    model, training = make()
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
         tensors = unshare(model.state_dict()) | {BEST_EPOCH: torch.tensor(training.best_epoch)}
-        with write_whole(task.cache) as unfinished:
+        with write_whole(file) as unfinished:
             save_file(tensors, unfinished)
     return model, training.best_epoch
 

@@ -34,9 +34,13 @@ from dnis_torchrec.ranks import rank_of, together
 from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme, TableScheme
 from dnis_torchrec.selection.shards import collections, ranks_of, tables_named_apart
 from dnis_torchrec.selection.torchrec import writing_to_tables
-from dnis_torchrec.training.checkpoint import CheckpointFolder, Manifest, StoredTensor
+from dnis_torchrec.training.checkpoint import (
+    CheckpointFolder,
+    Manifest,
+    StoredTensor,
+    model_tensors,
+)
 from dnis_torchrec.training.loop import SearchValues
-from dnis_torchrec.training.state import model_tensors
 from dnis_torchrec.training.weights import remove_model, weight_name, write_model, written_model
 
 FORMAT, FORMAT_VERSION = "dnis-torchrec-run", 1
