@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import heapq
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from operator import itemgetter
 from typing import Protocol, runtime_checkable
 
@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.data.batches import CutBatches, parts_of
 from dnis_torchrec.data.over_ranks import all_samples
-from dnis_torchrec.data.recipe import DataSplits, Recipe
+from dnis_torchrec.data.recipe import SPLITS, Recipe
 from dnis_torchrec.selection.shards import table_configs
 
 
@@ -102,6 +102,6 @@ def shuffle_ids(recipe: Recipe, seed: int) -> Recipe:
         for feature in table.feature_names:
             if rows.setdefault(feature, order_of_size[size]) is not order_of_size[size]:
                 raise ValueError(f"feature {feature!r}: tables of one size expected, so that ids can be shuffled")
-    parts = {part.name: getattr(recipe.data, part.name) for part in fields(DataSplits)}
+    parts = {name: getattr(recipe.data, name) for name in SPLITS}
     splits = {name: RenumberedBatches(batches, rows) for name, batches in parts.items()}
     return replace(recipe, data=replace(recipe.data, **splits))
