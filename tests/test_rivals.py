@@ -40,7 +40,6 @@ from benchmarks.rivals.mixed import Blocks, mixed_scheme, put_in_place, uncompre
 from benchmarks.rivals.task import Recipes, Served, Task, UnmetError, best_of, shards_of
 from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.blocks.routing import RecordLayout, RowRouting
-from dnis_torchrec.data.recipe import DataSplits
 from dnis_torchrec.selection.shards import collections
 from tests.tiny import EMBEDDING_DIM, ROWS, make_recipe
 
@@ -359,6 +358,21 @@ def test_gains_multiply_what_the_ids_of_a_block_stand_for(gloo, kind: str) -> No
         return (module.factors[table][routings[table].all_blocks()[index]] * bags[table].weight[index]).detach()
 
     torch.testing.assert_close(module(features).values(), naive_pooled(plain, features, row))
+    torch.testing.assert_close(module.whole_tables()(features).values(), plain(features).values())
+
+
+def test_gains_of_a_rival_are_solved_on_samples_that_it_was_not_trained_on(gloo) -> None:
+    """Rows of a hundred times their values: held-out samples take some of that back."""
+    cell = make_task(1.5)
+    served = METHODS["hash"].run(cell)
+    for collection in collections(cell.build(None).model):
+        tables = served.model.get_submodule(collection)
+        with torch.no_grad():
+            for parameter in tables.parameters():
+                parameter.mul_(100)
+    other = gains.with_gains(cell, served)
+    factors = torch.cat([torch.tensor(part) for part in other.settings["gains"].values()])
+    assert float(factors.mean()) < 0.9
 
 
 @pytest.mark.parametrize("method", ["hash", "compress", "pq", "uniform"])
@@ -369,7 +383,7 @@ def test_a_served_model_takes_gains(gloo, monkeypatch: pytest.MonkeyPatch, metho
             for factor in wrapper.factors.values():
                 factor.data.fill_(0.5)
 
-    monkeypatch.setattr(gains, "solve", solve)
+    monkeypatch.setattr(gains, "_solve_", solve)
     cell = make_task(1.5)
     served = METHODS[method].run(cell)
     recipe = cell.build(None)
@@ -684,26 +698,13 @@ def test_cells_are_lines_and_run_once(
     assert "uniform" in capsys.readouterr().out
 
 
-def test_rows_on_validation_and_with_gains_come_second_and_never_to_methods_that_learn_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rows_on_validation_and_with_gains_come_second_and_never_to_methods_that_learn_there() -> None:
     argv = ["m:f", "--train-on", "validation", "--gains", "--sizes", "3", "--seeds", "0", "--out", "x.jsonl"]
-    with pytest.raises(SystemExit):  # nothing solves gains yet
-        runner.parse(argv)
-    monkeypatch.setattr(gains, "solve", lambda *_: None)
     ways: dict[str, list[tuple[bool, bool]]] = {}
     for cell in runner.cells_of(runner.parse(argv)):
         ways.setdefault(cell.method, []).append((cell.with_validation, cell.gains))
     every = [(False, False), (False, True), (True, False), (True, True)]
     assert ways == {name: every[:1] if method.learns else every for name, method in METHODS.items()}
-
-
-def test_a_recipe_says_how_it_is_split() -> None:
-    frame = {"user": list("abcd") * 10, "day": list(range(40)), "liked": [0, 1] * 20}
-    for time, kind in (("day", "time"), (None, "random")):
-        data = DataSplits.from_frame(frame, label="liked", ids=["user"], time=time, batch_size=8)
-        assert cells.split_of(replace(make_recipe(), data=data)) == kind
-    assert cells.split_of(make_recipe()) is None
 
 
 def test_tables_to_leave_alone_are_left_or_refused(gloo, tmp_path: Path) -> None:

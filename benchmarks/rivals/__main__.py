@@ -33,7 +33,6 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.rivals import gains
 from benchmarks.rivals.cells import KEY, SHUFFLED, SORTED, Cell, run_cell
 from benchmarks.rivals.methods import METHODS
 
@@ -138,8 +137,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.methods) - set(names):
         parser.error(f"--methods: expected some of {', '.join(names)}, got {sorted(unknown)}")
-    if arguments.gains and gains.solve is None:
-        parser.error("--gains: nothing solves them yet (benchmarks/rivals/gains.py)")
     if min(arguments.sizes) <= 1:
         parser.error(f"--sizes: expected compressions above 1, got {arguments.sizes}")
     return arguments

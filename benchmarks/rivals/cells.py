@@ -15,7 +15,7 @@ from benchmarks.rivals.methods import METHODS
 from benchmarks.rivals.streams import shuffle_ids
 from benchmarks.rivals.task import Recipes, Served, Task, UnmetError, loss_on_selection, plain
 from dnis_torchrec.checks import versions
-from dnis_torchrec.data.recipe import Recipe, build_recipe
+from dnis_torchrec.data.recipe import build_recipe
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.shard import process_group
@@ -67,14 +67,6 @@ class Cell:
         )
 
 
-def split_of(recipe: Recipe) -> str | None:
-    """Whether a recipe's samples are split at random or by time; None where it does not say."""
-    columns = getattr(recipe.data, "columns", None)
-    if columns is None:
-        return None
-    return "time" if (columns["kind"] == "time").any() else "random"
-
-
 def run_cell(cell: Cell) -> dict[str, Any]:
     """The line of a cell."""
     torch.set_num_threads(1)
@@ -117,7 +109,7 @@ def measure(cell: Cell, task: Task) -> dict[str, Any]:
     whole = TrainTask(served.model, recipe.task)
     metrics = evaluate(whole, recipe.data.test, recipe.task, task.device)
     return {
-        "split": split_of(recipe),
+        "split": "time" if recipe.data.is_by_time else "random",
         "precision": precision,
         "bytes": served.num_bytes,
         "compression": task.dense_bytes / max(1, served.num_bytes),

@@ -3,30 +3,30 @@ fold into the scales of rows or tables, and take no byte."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import PoolingType
-from torchrec.modules.embedding_modules import get_embedding_names_by_table
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection, get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from benchmarks.rivals.task import Served, Task, UnmetError, counts_of
+from dnis_torchrec.allocation.gains import LossSample, output_bias
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.routing import RowRouter, RowRouting
 from dnis_torchrec.data.batches import for_lookup
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.ops.batches import jagged_by_key
+from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.selection.shards import collections, is_pooled, table_configs_of
 from dnis_torchrec.selection.swap import replace_
 
-Held = Sequence["BlockGains"]
-solve: Callable[[Task, nn.Module, Held], None] | None = None
-"""Sets the factors of a frozen model's `BlockGains` by the samples of `held_out`; none does yet."""
 
-
-def held_out(task: Task) -> object:
+def held_out(task: Task) -> Iterable[Batch]:
     """Samples that the model was not trained on."""
     data = task.build(None).data
     return data.selection if task.with_validation else data.validation
@@ -46,10 +46,33 @@ def with_gains(task: Task, served: Served) -> Served:
     new = _outputs(task, model, batch)
     if not torch.allclose(old, new, rtol=1e-3, atol=1e-4):
         raise UnmetError("bags are no sums of what their ids stand for, which gains could multiply")
-    assert solve is not None
-    solve(task, model, wrappers)
+    _solve_(task, model, wrappers)
     factors = {name: factor.tolist() for wrapper in wrappers for name, factor in wrapper.factors.items()}
     return replace(served, model=model, settings=served.settings | {"gains": factors})
+
+
+def _solve_(task: Task, model: nn.Module, wrappers: Sequence[BlockGains]) -> None:
+    """Sets factors, and the output bias, by the solver of `compress`: on the same model with whole tables of the rows
+    that it serves."""
+    recipe, plain = task.build(None), copy.deepcopy(model)
+    originals = {id(w): fqn for fqn, w in model.named_modules() if isinstance(w, BlockGains)}
+    for wrapper in wrappers:
+        twin = plain.get_submodule(originals[id(wrapper)])
+        plain = replace_(plain, twin, wrapper.whole_tables())
+    tables = [table for collection in collections(plain).values() for table in table_configs_of(collection)]
+    blocks = blocks_from_counts(counts_of(task), tables, leave_alone=recipe.leave_alone)
+    batch = for_lookup(next(iter(recipe.data.selection)))
+    bias = output_bias(plain, batch, recipe.task, Ranks())
+    sample = LossSample(plain, held_out(task), blocks, loss=recipe.task, is_held_out=True, bias=bias)
+    every = {
+        table.name: torch.ones(blocks.routings[table.name].num_blocks, table.embedding_dim).bool() for table in tables
+    }
+    gains = sample.fit(every, of_columns=False)
+    for wrapper in wrappers:
+        for name, factor in wrapper.factors.items():
+            factor.data.copy_(gains.alpha[name][:, 0])
+    if bias is not None:
+        bias.shift_(model, gains.shift)
 
 
 @torch.no_grad()
@@ -65,7 +88,7 @@ class SplitByBlock(nn.Module):
 
     def __init__(self, reads: Mapping[str, tuple[str, str]], routings: Mapping[str, RowRouting]) -> None:
         super().__init__()
-        self._reads = dict(reads)
+        self._reads, self.features = dict(reads), list(reads)
         self._numbers = {table: routings[table].num_blocks for _, table in reads.values()}
         self.num_blocks = max(self._numbers.values())
         self.routers = nn.ModuleDict({table: RowRouter(routings[table]) for table in self._numbers})
@@ -116,6 +139,24 @@ class BlockGains(nn.Module):
         for reads in turns[1:]:
             reads |= {feature: read for feature, read in turns[0].items() if feature not in reads}
         self.turns = nn.ModuleList(SplitByBlock(reads, routings) for reads in turns)
+
+    @torch.no_grad()
+    def whole_tables(self) -> nn.Module:
+        """A plain collection of the rows that are served."""
+        rows, configs = {}, []
+        for name, (_, feature, config) in self._outputs.items():
+            if config.name not in rows:
+                sizes = {key: config.num_embeddings * (key == feature) for key in self.turns[0].features}
+                lengths = torch.cat([torch.full((config.num_embeddings,), int(size > 0)) for size in sizes.values()])
+                ids = torch.arange(config.num_embeddings)
+                output = self.tables(KeyedJaggedTensor(list(sizes), ids, lengths=lengths))[name]
+                rows[config.name] = output if isinstance(output, Tensor) else output.values()
+                configs.append(replace(config, embedding_dim=rows[config.name].shape[1]))
+        kind = EmbeddingBagCollection if self._is_pooled else EmbeddingCollection
+        collection = kind(tables=configs)
+        for name, table in (collection.embedding_bags if self._is_pooled else collection.embeddings).items():
+            table.weight.data.copy_(rows[name])
+        return collection
 
     def pieces(self, features: KeyedJaggedTensor) -> dict[str, Tensor]:
         """Output -> ``(S, B, D)``, what the ids of every block add to it, without their factors."""
