@@ -4,10 +4,8 @@ and ids in no order."""
 from __future__ import annotations
 
 import copy
-import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from operator import itemgetter
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -16,28 +14,9 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.data.batches import CutBatches, parts_of
-from dnis_torchrec.data.over_ranks import all_samples
+from dnis_torchrec.data.over_ranks import JoinedBatches, all_samples
 from dnis_torchrec.data.recipe import SPLITS, Recipe
 from dnis_torchrec.selection.shards import table_configs
-
-
-class InterleavedBatches:
-    """Several streams as one: every batch of each, spread evenly over the epoch."""
-
-    def __init__(self, *streams: Iterable[Batch]) -> None:
-        self._streams = streams
-        self._lengths: list[int] = []
-
-    def __iter__(self) -> Iterator[Batch]:
-        if not self._lengths:
-            self._lengths = [sum(1 for _ in stream) for stream in self._streams]
-        placed = (_placed(stream, length) for stream, length in zip(self._streams, self._lengths, strict=True))
-        return map(itemgetter(1), heapq.merge(*placed, key=itemgetter(0)))
-
-
-def _placed(stream: Iterable[Batch], length: int) -> Iterator[tuple[float, Batch]]:
-    """(place in the epoch, in (0, 1), batch) for every batch."""
-    return (((index + 0.5) / length, batch) for index, batch in enumerate(stream))
 
 
 @runtime_checkable
@@ -59,7 +38,7 @@ def train_on_validation(recipe: Recipe) -> Recipe:
 def _joined(train: Iterable[Batch], validation: Iterable[Batch]) -> Iterable[Batch]:
     if isinstance(train, RenumberedBatches) and isinstance(validation, RenumberedBatches):
         return RenumberedBatches(_joined(train.batches, validation.batches), train.rows)
-    return train.joined_with(validation) if isinstance(train, JoinsItself) else InterleavedBatches(train, validation)
+    return train.joined_with(validation) if isinstance(train, JoinsItself) else JoinedBatches(train, validation)
 
 
 class RenumberedBatches(CutBatches):

@@ -54,6 +54,7 @@ from dnis_torchrec.data.batches import LookupBatches
 from dnis_torchrec.data.files import conform
 from dnis_torchrec.data.frames import FrameEncoder, FrameSplits, recipe_from_frame
 from dnis_torchrec.data.over_ranks import (
+    JoinedBatches,
     check_same,
     read_splits,
     samples_to_measure,
@@ -182,8 +183,19 @@ def run_train(settings: TrainCommand) -> Results:
     """Trains the plain model of a recipe and writes a run; goes on with one if asked to."""
     with process_group() as device:
         with together():
-            recipe, head = _recipe_and_head(settings, {})
+            past = dict[str, Any]()
+            if settings.refit is not None:
+                past = RunFolder.open(settings.refit).read_head()
+                is_plain = past.get("kind") == TRAIN_RUN and not past.get("refit")
+                check(is_plain, "--refit", "a run of `dnis train`", str(settings.refit))
+                best, seed = int(past["best_epoch"]), int(past["seed"])
+                settings = replace(settings, epochs=best + 1, seed=seed)
+            recipe, head = _recipe_and_head(settings, past)
             recipe = with_tables_apart(recipe)
+            if past:
+                joined = JoinedBatches(recipe.data.train, recipe.data.validation)
+                recipe = replace(recipe, data=replace(recipe.data, train=joined))
+                head["refit"] = True
             configuration = {"epochs": settings.epochs, "embedding_l2": recipe.embedding_l2}
             head |= {"kind": TRAIN_RUN, "configuration": configuration}
         with _run_folder(settings, head) as run:
@@ -215,7 +227,8 @@ def _train(
     stream = BilevelStream(train, data.validation, LevelSchedule(warm_up_steps=None))
     with progress(recipe, run.drop_replaced, counts.num_samples) as events:
         model.train()
-        most, patience = settings.epochs * steps, SearchSettings().patience
+        patience = None if settings.refit else SearchSettings().patience
+        most = settings.epochs * steps
         plan = Plan(Phase(name=PLAIN, steps=most, patience=patience))
         loop = TrainLoop(
             *(StreamPipeline(model, optimizer, device), stream, recipe, plan),
@@ -264,7 +277,7 @@ def run_compress(settings: CompressCommand) -> Results:
             samples_to_measure(data.train),
             loss=recipe.task,
             counts=counts,
-            held_out=samples_to_measure(data.validation),
+            held_out=samples_to_measure(data.selection if head["refit"] else data.validation),
             leave_alone=recipe.leave_alone,
         )
         if ranks.world_size == 1:
@@ -333,7 +346,7 @@ def _recipe_and_head(
     if columns is not None and is_table(settings.recipe):
         head["columns"] = columns
     head["commands"] = [*past.get("commands", []), shlex.join(["dnis", *sys.argv[1:]])]
-    head |= {"notes": [], "versions": versions()}
+    head |= {"notes": [], "versions": versions(), "refit": bool(past.get("refit"))}
     return _recipe_of(settings, {**past, **head}), head
 
 
@@ -392,6 +405,7 @@ def _search_begin(settings: SearchCommand) -> tuple[Recipe, int | None, dict[str
         is_apart = source.resolve() != settings.out.resolve()
         place, requirement = "--from", "another folder than --out"
         check(is_apart, place, requirement, str(source), "choose another --out")
+    check(not past.get("refit"), "--from", "a model that validation has not trained", "a refit")
     recipe, head = _recipe_and_head(settings, past)
     configuration = asdict(SearchSettings(epochs=settings.epochs))
     configuration |= {"compression": settings.compression, "embedding_l2": recipe.embedding_l2}

@@ -160,12 +160,19 @@ class TrainCommand(TableOptions):
     out: OutOption
     data: DataOption = None
     epochs: EpochsOption = 60
+    refit: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Train anew on train and validation, for as many epochs as were best in RUN.",
+        ),
+    ] = None
     seed: Annotated[int, typer.Option(min=0, help="Of weights, splits and batch order.")] = 0
     resume: ResumeOption = False
     overwrite: OverwriteOption = False
 
     def __post_init__(self) -> None:
-        self.check_table(self.recipe, self.data, is_new=True)
+        self.check_table(self.recipe, self.data, is_new=self.refit is None)
         check(not (self.resume and self.overwrite), "--resume", "no --overwrite", "both")
 
 

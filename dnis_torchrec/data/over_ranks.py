@@ -3,10 +3,13 @@ the data before anything is trained, which counts and checks it."""
 
 from __future__ import annotations
 
+import heapq
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -37,6 +40,33 @@ SAME_BATCHES = "as many batches on every rank"
 LEARN, MEASURE, JUDGE, COUNT = "learn", "measure", "judge", "count"
 """What slices are for: equal ones; all samples of what fills all ranks; all samples, or an error;
 all samples, however few, where some ranks may get fewer batches."""
+
+
+class JoinedBatches(CutBatches):
+    """The batches of train, and those of validation spread evenly among them. Local."""
+
+    def __init__(self, train: Iterable[Batch], validation: Iterable[Batch]) -> None:
+        super().__init__(train)
+        self._validation, self._sizes = validation, list[int]()
+        self.is_split_over_ranks = getattr(train, "is_split_over_ranks", False)
+
+    def __iter__(self) -> Iterator[Batch]:
+        parts, epoch = (self._batches, self._validation), getattr(self, "epoch", None)
+        self._sizes = self._sizes or [sum(1 for _ in part) for part in parts]
+        for part in parts:
+            if epoch is not None and hasattr(part, "epoch"):
+                part.epoch = epoch  # counting is no epoch, and a resumed run has the same order
+        placed = (_placed(part, size) for part, size in zip(parts, self._sizes, strict=True))
+        return map(itemgetter(1), heapq.merge(*placed, key=itemgetter(0)))
+
+    def each_sample(self) -> Iterator[Batch]:
+        """All samples of both."""
+        return chain.from_iterable(map(all_samples, (self._batches, self._validation)))
+
+
+def _placed(batches: Iterable[Batch], number: int) -> Iterator[tuple[float, Batch]]:
+    """(place in the epoch, in (0, 1), batch) for every batch."""
+    return (((index + 0.5) / number, batch) for index, batch in enumerate(batches))
 
 
 class RankBatches(CutBatches):
