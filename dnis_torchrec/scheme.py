@@ -9,6 +9,7 @@ from typing import Any, NotRequired, TypedDict, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dnis_torchrec.blocks.codes import FLOAT_BITS, ColumnCodes, check_widths, is_coded, row_strides
 from dnis_torchrec.blocks.counts import table_name
@@ -157,13 +158,18 @@ class TableScheme:
         return replace(self, retained=retained, num_retained=area, **vars(codes))
 
     def with_new_rows(self) -> TableScheme:
-        """The same table with its rows of no block in the last block that retains a column, beside
-        those that are rare."""
-        with_columns = self.retained.any(dim=1).nonzero()
-        new_rows = int(self.routing.row_counts(include_unassigned=True)[-1])
-        if not new_rows or not with_columns.numel():
+        """The same table with its rows of no block, or of one that retains no column, in the last
+        block that retains one, beside those that are rare."""
+        stored = self.retained.any(dim=1)
+        if not bool(stored.any()):
             return self
-        return replace(self, routing=self.routing.with_unassigned_in(int(with_columns[-1])))
+        last, numbers = int(stored.nonzero()[-1]), torch.arange(self.num_blocks + 1)
+        targets = torch.where(pad(stored, (0, 1)), numbers, last)
+        routing = self.routing.with_blocks(targets)
+        area = int((routing.row_counts() * self.dims).sum())
+        return replace(
+            self, routing=routing, num_retained=self.num_retained + area - self.block_area
+        )
 
     def column_bits(self) -> Tensor:
         """Bits of every column of every block, ``(S, D)`` uint8; float32 for all that is retained
@@ -187,12 +193,11 @@ class TableScheme:
         """Bytes that lookups of this table read in a form, index bytes counted."""
         if form_named(form) != PACKED:
             return self.file_bytes(form) + self.block_index_bytes()
-        bits, rows = self.column_bits().long(), self.routing.row_counts()
+        bits = self.column_bits().long()
         if not bool(bits.any()):
             return 0
         scales = COLUMN_SCALE_BYTES * int(is_coded(bits).sum())
-        index = packed_index_bytes(self.routing, self.embedding_dim, rows)
-        return int(rows @ row_strides(bits)) + scales + index
+        return self.file_bytes(form) + scales + packed_index_bytes(self.routing, bits)
 
     def file_bytes(self, form: str) -> int:
         """Bytes of this table's values in an artifact: all else is in the scheme."""
@@ -207,9 +212,9 @@ class TableScheme:
         return 2 * num_columns + routing_bytes(self.routing)
 
 
-def packed_index_bytes(routing: RowRouting, embedding_dim: int, rows: Tensor | None = None) -> int:
-    """One byte of bits for every column of a block, and the row directory."""
-    return routing.num_blocks * embedding_dim + directory_bytes(routing, rows)
+def packed_index_bytes(routing: RowRouting, bits: Tensor) -> int:
+    """One byte of bits for every column of every block, and the row directory."""
+    return bits.numel() + directory_bytes(routing, (bits > 0).any(dim=1))
 
 
 @dataclass(frozen=True)

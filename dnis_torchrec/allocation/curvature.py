@@ -458,7 +458,7 @@ def curvature(
         >>> weight = model.tables.embedding_bags["t"].weight.data
         >>> _ = weight.copy_(torch.tensor([[1.0, 2.0], [0.0, 3.0]]))
         >>> counts = FrequencyCounts({"t": torch.tensor([2, 1])}, {"f": 1}, 3)
-        >>> blocks = blocks_from_counts(counts, [table], num_blocks=2)
+        >>> blocks = blocks_from_counts(counts, [table], num_blocks=2, least_rows=1)
         >>> batch = Batch(torch.zeros(2, 1), features, labels=torch.tensor([3.0, 3.0]))
         >>> found = curvature(model, [batch], blocks, loss=nn.MSELoss())
         >>> found, found.curvature["t"].tolist()

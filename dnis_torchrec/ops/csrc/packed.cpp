@@ -45,8 +45,9 @@ constexpr int64_t QUAD_BYTES = 16;    // that hold the fields of four columns
 constexpr int64_t READABLE_BYTES =
     WINDOW_BYTES + QUAD_BYTES + 4;  // that reading some window may touch
 
-// A rank directory, see blocks/row_directory.py.
+// Rank and sparse directories, see blocks/routing.py.
 constexpr int64_t ROWS_PER_START = 1 << 16, START_BYTES = 8, COUNT_BYTES = 2;
+constexpr int64_t ROWS_PER_SET = 1 << 10, SET_BYTES = 24, HEAD_BYTES = 8;
 
 constexpr int64_t log_rows_per_record(int64_t num_planes) {
   return num_planes < 3 ? 7 : num_planes > 6 ? 10 : 4 + num_planes;
@@ -100,7 +101,7 @@ struct Block {
   int64_t stride;  // bytes of a row
 };
 
-enum class Directory { NONE, SORTED, RANKS };
+enum class Directory { NONE, SORTED, RANKS, SPARSE };
 
 struct Table {
   const Block* blocks;  // (K,)
@@ -109,17 +110,21 @@ struct Table {
   Directory kind;
   int64_t num_blocks;
   int64_t num_embeddings;
+  const uint8_t* sets;     // of a sparse directory: a record for each ROWS_PER_SET rows
+  const uint8_t* groups;   // and a byte of each group of eight rows that has a stored one
+  int64_t num_groups;
+  int64_t num_ranked;      // rows that have ranks: those of the table, or those that are stored
+  int64_t ranked_blocks;
   const uint8_t* records;
   int64_t record_bytes;
   int64_t num_planes;
 
-  const uint8_t* record_of(int64_t row) const {
-    return records + (row >> log_rows_per_record(num_planes)) * record_bytes;
-  }
-  // Asks memory for the record of a row, if that is one and has one.
+  // Asks memory for the first record that finds a row, if that is one and has one.
   void prefetch(int64_t row) const {
-    if (kind != Directory::RANKS || row < 0 || row >= num_embeddings) return;
-    const uint8_t* record = record_of(row);
+    if (row < 0 || row >= num_embeddings) return;
+    if (kind == Directory::SPARSE) __builtin_prefetch(sets + row / ROWS_PER_SET * SET_BYTES);
+    if (kind != Directory::RANKS) return;
+    const uint8_t* record = records + (row >> log_rows_per_record(num_planes)) * record_bytes;
     for (int64_t byte = 0; byte < record_bytes; byte += LINE) __builtin_prefetch(record + byte);
   }
 };
@@ -239,29 +244,57 @@ const Tensor& tensor_at(const std::vector<Tensor>& tensors, int64_t index) {
   return tensor;
 }
 
+// Takes the ranks of some rows; returns the bytes that they have to fill.
+int64_t set_ranks(Table& table, const uint8_t* ranks, int64_t num_rows, int64_t num_blocks) {
+  table.directory = ranks;
+  table.num_ranked = num_rows;
+  table.ranked_blocks = num_blocks;
+  while (int64_t{1} << table.num_planes < num_blocks) ++table.num_planes;
+  const int64_t per_record = rows_per_record(table.num_planes);
+  table.record_bytes = COUNT_BYTES * num_blocks + table.num_planes * per_record / 8;
+  const int64_t num_starts = (num_rows + ROWS_PER_START - 1) / ROWS_PER_START;
+  const int64_t num_records = (num_rows + per_record - 1) / per_record;
+  const int64_t start_bytes = START_BYTES * num_blocks * num_starts;
+  table.records = ranks + start_bytes;
+  return start_bytes + num_records * table.record_bytes;
+}
+
 void set_directory(Table& table, const Tensor& directory) {
-  table.directory = static_cast<const uint8_t*>(directory.const_data_ptr());
-  if (directory.scalar_type() == ScalarType::Long) {
+  const uint8_t* bytes = static_cast<const uint8_t*>(directory.const_data_ptr());
+  const ScalarType dtype = directory.scalar_type();
+  if (dtype == ScalarType::Long) {
     check(directory.numel() == table.num_blocks, "tables",
         "a boundary for each block and the rows of none");
+    table.directory = bytes;
     table.kind = Directory::SORTED;
     return;
   }
-  check(directory.scalar_type() == ScalarType::Byte, "tables", "directories of int64 or uint8");
+  check(dtype == ScalarType::Byte || dtype == ScalarType::Int, "tables",
+      "directories of int64, uint8 or int32");
   check(table.num_blocks >= 2 && table.num_blocks <= 256, "table_layout",
-      "2 to 256 blocks beside a rank directory");
-  table.kind = Directory::RANKS;
-  while (int64_t{1} << table.num_planes < table.num_blocks) ++table.num_planes;
-  const int64_t per_record = rows_per_record(table.num_planes);
-  table.record_bytes = COUNT_BYTES * table.num_blocks + table.num_planes * per_record / 8;
+      "2 to 256 blocks beside a directory");
   const int64_t limit = std::numeric_limits<int64_t>::max() / 4096;  // so that nothing overflows
   check(table.num_embeddings <= limit, "table_layout", "fewer rows");
-  const int64_t num_starts = (table.num_embeddings + ROWS_PER_START - 1) / ROWS_PER_START;
-  const int64_t num_records = (table.num_embeddings + per_record - 1) / per_record;
-  const int64_t start_bytes = START_BYTES * table.num_blocks * num_starts;
-  const bool fits = directory.numel() == start_bytes + num_records * table.record_bytes;
+  int64_t num_bytes;
+  if (dtype == ScalarType::Byte) {
+    table.kind = Directory::RANKS;
+    num_bytes = set_ranks(table, bytes, table.num_embeddings, table.num_blocks);
+  } else {
+    table.kind = Directory::SPARSE;
+    const bool has_head = directory.numel() > 1;
+    const int64_t num_rows = has_head ? read<int32_t>(bytes, 0) : -1;
+    table.num_groups = has_head ? read<int32_t>(bytes, 1) : -1;
+    check(num_rows >= 0 && table.num_groups >= 0, "tables", "counts ahead of a sparse directory");
+    table.sets = bytes + HEAD_BYTES;
+    const int64_t num_sets = (table.num_embeddings + ROWS_PER_SET - 1) / ROWS_PER_SET;
+    const int64_t first_group = HEAD_BYTES + num_sets * SET_BYTES;
+    table.groups = bytes + first_group;
+    num_bytes = first_group + 8 * ((table.num_groups + 7) / 8 + 1);
+    const int64_t of_ranks = set_ranks(table, bytes + num_bytes, num_rows, table.num_blocks - 1);
+    num_bytes += table.num_planes > 0 ? (of_ranks + 3) / 4 * 4 : 0;
+  }
+  const bool fits = directory.numel() * directory.element_size() == num_bytes;
   check(fits, "tables", "a record of the directory for all rows");
-  table.records = table.directory + start_bytes;
 }
 
 // Fields of a table: N, its first block, K, its rows and its directory among the tensors (-1:
