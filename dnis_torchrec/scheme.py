@@ -160,11 +160,11 @@ class TableScheme:
     def with_new_rows(self) -> TableScheme:
         """The same table with its rows of no block, or of one that retains no column, in the last
         block that retains one, beside those that are rare."""
-        stored = self.retained.any(dim=1)
-        if not bool(stored.any()):
+        has_columns = self.retained.any(dim=1)
+        if not bool(has_columns.any()):
             return self
-        last, numbers = int(stored.nonzero()[-1]), torch.arange(self.num_blocks + 1)
-        targets = torch.where(pad(stored, (0, 1)), numbers, last)
+        last, numbers = int(has_columns.nonzero()[-1]), torch.arange(self.num_blocks + 1)
+        targets = torch.where(pad(has_columns, (0, 1)), numbers, last)
         routing = self.routing.with_blocks(targets)
         area = int((routing.row_counts() * self.dims).sum())
         return replace(

@@ -151,8 +151,8 @@ class Allocation:
         return sizes_as_html(self.scheme, self._captions())
 
     def _captions(self) -> list[str]:
-        starved = f"At this size rows of {self.starved_share:.1%} of the lookups read as zeros."
-        return [repr(self), starved] if self.starved_share >= LEAST_STARVED else [repr(self)]
+        sentence = f"At this size rows of {self.starved_share:.1%} of the lookups read as zeros."
+        return [repr(self)] + [sentence] * (self.starved_share >= LEAST_STARVED)
 
 
 def allocate(
@@ -362,15 +362,16 @@ class _Problem:
             guess = torch.zeros(len(worth), dtype=torch.bool)
             guess[order[: -(-len(order) * count // GUESSES)]] = True
             prices = [self._directory(t, guess) for t in range(len(self.tables))]
-            fixed, extra = torch.tensor([p[0] for p in prices]), torch.cat([p[1] for p in prices])
-            if previous is None or not torch.cat([fixed, extra]).equal(previous):
-                num_bytes = torch.cat(
-                    [self.options.num_bytes[:, :1], self.options.num_bytes[:, 1:] + extra[:, None]],
-                    dim=1,
-                )
+            of_tables, extra = (
+                torch.tensor([p for p, _ in prices]),
+                torch.cat([e for _, e in prices]),
+            )
+            if previous is None or not torch.cat([of_tables, extra]).equal(previous):
+                num_bytes = self.options.num_bytes.clone()
+                num_bytes[:, 1:] += extra[:, None]
                 path = Path.of(replace(self.options, num_bytes=num_bytes))
-                yield Purse(path, self.table_of_block, fixed)
-            previous = torch.cat([fixed, extra])
+                yield Purse(path, self.table_of_block, of_tables)
+            previous = torch.cat([of_tables, extra])
 
     def _directory(self, number: int, guess: Tensor) -> tuple[int, Tensor]:
         """What a table pays beside its codes if these blocks have bytes, and each other for its."""

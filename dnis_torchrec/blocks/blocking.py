@@ -118,8 +118,8 @@ def blocks_from_counts(
     for table in tables:
         name, num_rows = table.name, table.num_embeddings
         size = 1 if name in leave_alone else num_blocks
-        counted = _blocks_of(counts.counts[name], size, least_rows)
-        routing, occurrences[name], seen_rows[name] = counted
+        parts = _blocks_of(counts.counts[name], size, least_rows)
+        routing, occurrences[name], seen_rows[name] = parts
         if name in leave_alone:  # never-seen rows stay where they are, so no map is needed
             routing = RowRouting(num_rows, 1, boundaries=torch.tensor([0, num_rows]))
         routings[name] = routing

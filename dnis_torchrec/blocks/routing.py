@@ -294,6 +294,8 @@ class RecordLayout:
 ROWS_PER_GROUP, GROUPS_PER_RECORD, RECORD_INTS = 8, 128, 6
 """Of a sparse directory: rows of a byte, bytes that a record tells of, and its int32."""
 MOST_BLOCKS_OF_SETS = 62
+IDS_AT_A_TIME = 1 << 14
+"""Ids that torch's own operators find at a time in a sparse directory: some KB each."""
 
 
 @dataclass(frozen=True)
@@ -343,8 +345,10 @@ def _layout_of(
     """The blocks that a directory names, the last of them for rows that are not stored; its bytes;
     its layout where a sparse one is the smallest."""
     rows, num_rows = routing.row_counts() * is_stored, routing.num_embeddings
-    stored, num_stored = rows.nonzero().flatten().tolist(), int(rows.sum())
-    blocks = (*stored, routing.num_blocks) if num_stored < num_rows or not stored else (*stored,)
+    numbers, num_stored = rows.nonzero().flatten().tolist(), int(rows.sum())
+    if num_stored < num_rows or not numbers:
+        numbers = [*numbers, routing.num_blocks]
+    blocks = tuple(numbers)
     if len(blocks) == 1:
         return blocks, 0, None
     if routing.boundaries is not None:
@@ -353,7 +357,7 @@ def _layout_of(
     num_bytes = RecordLayout(len(blocks)).num_bytes(num_rows)
     if blocks[-1] == routing.num_blocks <= MOST_BLOCKS_OF_SETS and num_stored < 2**31:
         num_groups = routing.num_groups(rows > 0)
-        sparse = SparseLayout(num_rows, num_stored, num_groups, len(stored))
+        sparse = SparseLayout(num_rows, num_stored, num_groups, len(blocks) - 1)
         if sparse.num_bytes < num_bytes:
             return blocks, sparse.num_bytes, sparse
     return blocks, num_bytes, None
@@ -438,7 +442,8 @@ class RowDirectory:
             block = torch.bucketize(ids, self.directory[1:].contiguous(), right=True)
             return block, ids - self.directory[block]
         if self.is_sparse:
-            place, position = self._locate_stored(ids)
+            parts = [self._locate_stored(part) for part in ids.split(IDS_AT_A_TIME)]
+            place, position = (torch.cat(part) for part in zip(*parts, strict=True))
         else:
             layout = RecordLayout(len(self.blocks))
             place, position = _locate_by_rank(self.directory, self.num_embeddings, layout, ids)
@@ -455,15 +460,16 @@ class RowDirectory:
         bits = records[:, 8:, None] >> torch.arange(8, dtype=torch.uint8, device=ids.device) & 1
         bits = bits.flatten(1)
         is_there = bits.gather(1, group[:, None])[:, 0] > 0
-        before = bits.long() * (torch.arange(GROUPS_PER_RECORD, device=ids.device) < group[:, None])
-        number = before.cumsum(1) - before  # of each group before the row's, among those with bits
-        counts = _BITS_OF_BYTE.to(ids.device)[groups.long()]
+        is_ahead = torch.arange(GROUPS_PER_RECORD, device=ids.device) < group[:, None]
+        bits &= is_ahead
+        number = groups_before[:, None] + bits.cumsum(1) - bits  # of each group with a bit
         last = max(layout.num_groups - 1, 0)  # a damaged directory may say more
-        counted = counts[(groups_before[:, None] + number).clamp(0, last)] * before
-        byte = groups[(groups_before + before.sum(1)).clamp(0, last)].long()
-        inside = _BITS_OF_BYTE.to(ids.device)[byte & (1 << row) - 1]
+        bits_of_byte = _BITS_OF_BYTE.to(ids.device)
+        rows_ahead = bits_of_byte[groups[number.clamp(0, last)].long()] * bits
+        byte = groups[(groups_before + bits.sum(1)).clamp(0, last)].long()
         is_there &= (byte >> row & 1) > 0
-        position = (rows_before + counted.sum(1) + inside).clamp(0, max(layout.num_stored - 1, 0))
+        position = rows_before + rows_ahead.sum(1) + bits_of_byte[byte & (1 << row) - 1]
+        position = position.clamp(0, max(layout.num_stored - 1, 0))
         place = torch.zeros_like(ids)
         if layout.num_blocks > 1:
             of_blocks = RecordLayout(layout.num_blocks)
@@ -568,18 +574,18 @@ def _sparse_directory(routing: RowRouting, blocks: tuple[int, ...], layout: Spar
     for rows, of_rows in routing.blocks_of_all():  # chunks begin at multiples of a record
         here = places[of_rows].to(torch.uint8)
         is_stored = pad(here < layout.num_blocks, (0, -len(here) % per_record))
-        stored = here[here < layout.num_blocks]
-        of_stored[num_rows : num_rows + len(stored)] = stored
+        hot = here[here < layout.num_blocks]
+        of_stored[num_rows : num_rows + len(hot)] = hot
         bytes_of_groups = _bytes_of(is_stored)
         has_rows = bytes_of_groups > 0
         full = bytes_of_groups[has_rows]
         groups[num_groups : num_groups + len(full)] = full
         counts = torch.stack([is_stored.view(-1, per_record).sum(1), has_rows.view(-1, 128).sum(1)])
-        before = counts.cumsum(1) - counts + torch.tensor([[num_rows], [num_groups]])
+        first = counts.cumsum(1) - counts + torch.tensor([[num_rows], [num_groups]])
         of_chunk = records[rows.start // per_record :][: counts.shape[1]]
-        of_chunk[:, :2] = before.T
+        of_chunk[:, :2] = first.T
         of_chunk[:, 2:] = _bytes_of(has_rows).view(torch.int32).view(-1, RECORD_INTS - 2)
-        num_rows, num_groups = num_rows + len(stored), num_groups + len(full)
+        num_rows, num_groups = num_rows + len(hot), num_groups + len(full)
     if layout.num_blocks > 1:
         routing_of_stored = RowRouting(layout.num_stored, layout.num_blocks, block_of_row=of_stored)
         ranks = _rank_directory(routing_of_stored, tuple(range(layout.num_blocks)))

@@ -52,40 +52,6 @@ class Feature(NamedTuple):
     layer: int
 
 
-def find_rows_(
-    places: Tensor,
-    fault: Tensor,
-    ids: Tensor,
-    offsets: Tensor,
-    features: Tensor,
-    block_layout: Tensor,
-    sizes: tuple[int, int, int],
-    directory: Directory,
-    *,
-    checks_ids: bool,
-) -> None:
-    """Finds the rows of all ids of some features. Local; the GPU alone waits for it."""
-    _search_kernel[(batches_triton.triton.cdiv(sizes[2], BAGS_PER_SEGMENT), len(features))](
-        ids,
-        offsets,
-        features,
-        block_layout,
-        places,
-        fault,
-        *sizes,
-        checks_ids=checks_ids,
-        kind=directory.kind,
-        num_planes=directory.num_planes,
-        rows_per_record=directory.rows_per_record,
-        rows_per_start=ROWS_PER_START,
-        fields_per_feature=len(Feature._fields),
-        bags_per_segment=BAGS_PER_SEGMENT,
-        ids_per_step=IDS_PER_STEP,
-        group_bits=GROUP_BITS,
-        num_warps=WARPS_PER_SEARCH,
-    )
-
-
 def _count_of_bits(bits):  # type: ignore[no-untyped-def]
     """Bits that are set in each of some numbers below 2^16."""
     bits = bits - ((bits >> 1) & 0x5555)
@@ -194,10 +160,8 @@ def _segment_of_bags(  # type: ignore[no-untyped-def]  # as above
     offsets, feature, segment, num_ids, num_bags, batch_size, bags_per_segment: tl.constexpr
 ):
     """Where the ids of a segment begin and end, and whether that can be: where not, both are 0."""
-    first, last = (
-        segment * bags_per_segment,
-        tl.minimum((segment + 1) * bags_per_segment, batch_size),
-    )
+    first = segment * bags_per_segment
+    last = tl.minimum(first + bags_per_segment, batch_size)
     bags = offsets + tl.load(feature + 6) * batch_size
     begin, end = tl.load(bags + first).to(tl.int64), tl.load(bags + last).to(tl.int64)
     is_sound = (begin >= 0) & (begin <= end) & (end <= num_ids)
@@ -238,11 +202,8 @@ def _find_rows(  # type: ignore[no-untyped-def]  # as above
         offsets, feature, segment, num_ids, num_bags, batch_size, bags_per_segment
     )
     bad, layer = tl.where(is_sound, 0, 1), places + tl.load(feature + 10) * num_ids
-    of_blocks, num_rows, num_blocks = (
-        blocks + tl.load(feature + 4) * 4,
-        tl.load(feature + 3),
-        tl.load(feature + 5),
-    )
+    num_rows, num_blocks = tl.load(feature + 3), tl.load(feature + 5)
+    of_blocks = blocks + tl.load(feature + 4) * 4
     for first in range(begin, end, ids_per_step):
         position = first + tl.arange(0, ids_per_step)
         is_id = position < end
@@ -254,10 +215,8 @@ def _find_rows(  # type: ignore[no-untyped-def]  # as above
         )
         is_block = is_row & (block >= 0) & (block < num_blocks)
         of_block = of_blocks + block * 4
-        first_byte, size = (
-            tl.load(of_block, mask=is_block, other=0),
-            tl.load(of_block + 1, mask=is_block, other=0),
-        )
+        first_byte = tl.load(of_block, mask=is_block, other=0)
+        size = tl.load(of_block + 1, mask=is_block, other=0)
         stride = tl.load(of_block + 2, mask=is_block, other=0)
         group = tl.load(of_block + 3, mask=is_block, other=-1)
         exists = is_block & ((group < 0) | ((within >= 0) & (within < size)))
@@ -297,55 +256,48 @@ def triton_packed_embedding_bag(
     if batch_size == 0:
         return out
     num_keys, num_features = (offsets.numel() - 1) // batch_size, len(feature_layout)
-    check(
-        keys is not None or num_keys == num_features,
-        "offsets",
-        "bags for each feature",
-        f"those of {num_keys} keys",
-    )
-    check(
-        len(groups) <= 1 << GROUP_BITS,
-        "tables",
-        f"at most {1 << GROUP_BITS:,} groups of columns",
-        len(groups),
-    )
+    fits = keys is not None or num_keys == num_features
+    check(fits, "offsets", "bags for each feature", f"those of {num_keys} keys")
+    limit = f"at most {1 << GROUP_BITS:,} groups of columns"
+    check(len(groups) <= 1 << GROUP_BITS, "tables", limit, len(groups))
     launches = _launches(
         tuple((table.data_ptr(), table.dtype) for table in tables),
         tuple(map(tuple, feature_layout.tolist())),
         tuple(map(tuple, table_layout.tolist())),
         tuple(range(num_features) if keys is None else keys),
     )
-    check_keys([feature.key for features in launches.values() for feature in features], num_keys)
-    layers = 1 + max(
-        (feature.layer for features in launches.values() for feature in features), default=0
-    )
+    every = [feature for features in launches.values() for feature in features]
+    check_keys([feature.key for feature in every], num_keys)
+    layers = 1 + max((feature.layer for feature in every), default=0)
     places = torch.empty(layers, ids.numel(), dtype=torch.int64, device=ids.device)
     fault = torch.zeros(1, dtype=torch.int32, device=ids.device)
     block_layout, columns = block_layout.to(ids.device), _column_constants(groups, ids.device)
     sizes = (ids.numel(), offsets.numel() - 1, batch_size)
     for directory, features in launches.items():
         of_features = on_device(features, ids.device)
-        find_rows_(
-            places,
-            fault,
+        num_segments = batches_triton.triton.cdiv(batch_size, BAGS_PER_SEGMENT)
+        _search_kernel[(num_segments, len(features))](
             ids,
             offsets,
             of_features,
             block_layout,
-            sizes,
-            directory,
+            places,
+            fault,
+            *sizes,
             checks_ids=not zero_unknown,
+            **directory._asdict(),
+            rows_per_start=ROWS_PER_START,
+            fields_per_feature=len(Feature._fields),
+            bags_per_segment=BAGS_PER_SEGMENT,
+            ids_per_step=IDS_PER_STEP,
+            group_bits=GROUP_BITS,
+            num_warps=WARPS_PER_SEARCH,
         )
         columns_per_program, programs_per_bag = column_programs(
             [feature.embedding_dim for feature in features]
         )
-        _kernel[
-            (
-                batches_triton.triton.cdiv(batch_size, BAGS_PER_PROGRAM),
-                len(features),
-                programs_per_bag,
-            )
-        ](
+        num_programs = batches_triton.triton.cdiv(batch_size, BAGS_PER_PROGRAM)
+        _kernel[(num_programs, len(features), programs_per_bag)](
             places,
             offsets,
             places if per_sample_weights is None else per_sample_weights,
