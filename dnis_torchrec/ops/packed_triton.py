@@ -106,10 +106,10 @@ def _row_among_stored(directory, row, is_row, num_rows):  # type: ignore[no-unty
     byte, place = tl.load(address, mask=is_stored, other=0).to(tl.int32), (row % 8).to(tl.int32)
     rank += _count(byte & (((place * 0 + 1) << place) - 1))
     for start in range(0, 128, 32):
-        number = start + tl.arange(0, 32)
-        address = (of_row[:, None] + number[None, :]).to(tl.pointer_type(tl.uint8))
-        is_before = is_stored[:, None] & (number[None, :] < before[:, None])
-        rank += tl.sum(_count(tl.load(address, mask=is_before, other=0).to(tl.int32)), axis=1)
+        step = start + tl.arange(0, 32)
+        bytes_ahead = (of_row[:, None] + step[None, :]).to(tl.pointer_type(tl.uint8))
+        is_ahead = is_stored[:, None] & (step[None, :] < before[:, None])
+        rank += tl.sum(_count(tl.load(bytes_ahead, mask=is_ahead, other=0).to(tl.int32)), axis=1)
     is_stored = is_stored & (((byte >> place) & 1) != 0) & (rank >= 0) & (rank < num_stored)
     ranks = groups + ((num_groups + 7) // 8 + 1) * 8
     return is_stored, tl.where(is_stored, rank, 0).to(tl.int64), num_stored, ranks

@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
 from dnis_torchrec import prepare_
+from dnis_torchrec.allocation import energies as energies_module
 from dnis_torchrec.allocation.bits import Allocation, allocate, retained_columns
 from dnis_torchrec.allocation.compress import packed_collections
 from dnis_torchrec.allocation.curvature import Curvature
@@ -397,6 +398,44 @@ def test_cold_blocks_take_no_byte_and_read_as_zeros(dim: int) -> None:
     bags = KeyedJaggedTensor(["f", "g"], torch.tensor([ROWS - 1, 0]), lengths=torch.tensor([1, 0, 0, 1]))
     assert not served(bags)["f"].any()
     assert served.bit_fields()["new"].numel() == int((rows * row_strides(bits))[:-1].sum())
+
+
+@pytest.mark.parametrize(("dim", "range_of_columns"), [(16, 1.0), (16, 2.0**-10), (64, 2.0**-10)])
+def test_few_rows_of_shuffled_ids_can_be_served_in_a_200th(dim: int, range_of_columns: float) -> None:
+    """A tenth of 100,000 rows is read. Loss grows with the compression, and at once by no more than the bits that go:
+    four times for each bit of a value."""
+    config = EmbeddingBagConfig(name="t", num_embeddings=100_000, embedding_dim=dim, feature_names=["f"])
+    counted = torch.zeros(100_000, dtype=torch.int64)
+    counted[torch.randperm(100_000, generator=torch.Generator().manual_seed(0))[:10_000]] = 10**6 // torch.arange(
+        1, 10_001
+    )
+    counts = FrequencyCounts({"t": counted}, {"f": 1}, 100)
+    blocks = blocks_from_counts(counts, [config])
+    assert blocks.seen_rows["t"].tolist() == [1428, 1429, 1428, 1429, 1428, 1429, 1429, 0]
+    widths = energies_module.BITS
+    worth = blocks.occurrences["t"][:, None] * range_of_columns ** (2 * torch.arange(dim).double() / dim)
+    energy = torch.tensor([4.0**-k for k in widths], dtype=torch.float64).expand(*worth.shape, -1)
+    ones = torch.ones(*worth.shape, len(widths))
+    energies = RoundingEnergies(widths, {"t": TableEnergies(energy=energy, scale=ones, shift=ones.short())})
+    collection, curvature = EmbeddingBagCollection(tables=[config]), Curvature({"t": 0 * worth}, {"t": worth}, 100, 0.1)
+    losses, bits = [], []
+    for compression in (40, 60, 100, 150, 200):
+        found = allocate(collection, blocks, counts, curvature, compression=compression, energies=energies)
+        table = found.scheme.tables["t"]
+        assert compression <= found.compression < 1.1 * compression
+        assert packed_index_bytes(table.routing, table.bits) <= 0.15 * 100_000 + table.bits.numel()
+        is_starved = ~table.retained.any(1) & (blocks.seen_rows["t"] > 0)
+        share = float(blocks.occurrences["t"][is_starved].sum() / counted.sum())
+        assert found.starved_share == pytest.approx(share)
+        assert ("of the lookups read as zeros" in str(found)) == (share > 0)
+        losses.append(found.predicted_loss_increase)
+        bits.append(8 * found.num_bytes / (10_000 * dim))
+    assert losses == sorted(losses)
+    jumps = [more / less for less, more in pairwise(losses)]
+    assert all(
+        jump < max(10, 1.2 * 4 ** (more - less)) for jump, (more, less) in zip(jumps, pairwise(bits), strict=True)
+    )
+    assert dim == 16 or max(jumps) < 10
 
 
 def test_columns_that_stay_in_a_search_are_none_in_cold_blocks() -> None:
