@@ -37,6 +37,7 @@ class Planted(nn.Module):
         self.tables.embedding_bags["t"].weight.data = weight
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """A prediction for each sample."""
         del dense_features
         values = self.tables(sparse_features).to_dict()
         return (values["f"] * values["g"]).sum(1)

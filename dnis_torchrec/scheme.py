@@ -9,7 +9,6 @@ from typing import Any, NotRequired, TypedDict, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from dnis_torchrec.blocks.codes import FLOAT_BITS, ColumnCodes, check_widths, is_coded, row_strides
 from dnis_torchrec.blocks.counts import table_name
@@ -160,16 +159,11 @@ class TableScheme:
     def with_new_rows(self) -> TableScheme:
         """The same table with its rows of no block, or of one that retains no column, in the last
         block that retains one, beside those that are rare."""
-        has_columns = self.retained.any(dim=1)
-        if not bool(has_columns.any()):
+        if not bool(self.retained.any()):
             return self
-        last, numbers = int(has_columns.nonzero()[-1]), torch.arange(self.num_blocks + 1)
-        targets = torch.where(pad(has_columns, (0, 1)), numbers, last)
-        routing = self.routing.with_blocks(targets)
-        area = int((routing.row_counts() * self.dims).sum())
-        return replace(
-            self, routing=routing, num_retained=self.num_retained + area - self.block_area
-        )
+        routing = self.routing.with_rows_in(self.retained.any(dim=1))
+        num_new = int((routing.row_counts() * self.dims).sum()) - self.block_area
+        return replace(self, routing=routing, num_retained=self.num_retained + num_new)
 
     def column_bits(self) -> Tensor:
         """Bits of every column of every block, ``(S, D)`` uint8; float32 for all that is retained

@@ -32,12 +32,11 @@ from dnis_torchrec.allocation.spending import (
     widths_of,
 )
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.blocks.codes import FLOAT_BITS, ColumnCodes, feedback_of, is_coded, row_strides
+from dnis_torchrec.blocks.codes import FLOAT_BITS, ColumnCodes, feedback_of
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.blocks.routing import directory_bytes
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.scheme import (
-    COLUMN_SCALE_BYTES,
     PACKED,
     MixedDimensionScheme,
     TableScheme,
@@ -94,8 +93,6 @@ def _sizes(scheme: MixedDimensionScheme) -> list[_Size]:
 GUESSES = 8
 """Guesses which blocks will have bytes, by which directories are priced: the eighth that is worth
 most a row, two eighths, and so on."""
-LEAST_STARVED = 0.001
-"""Share of the lookups from which on an allocation says that it starves rows."""
 LEAST_CODED_ROWS, SMALL_SHARE, USUAL_COMPRESSION = 5, 0.1, 20.0
 """A column of fewer rows takes less as fp16 than in codes of 8 bits: such tables stay float32 where
 all of them together take at most this share of the bytes, or of those at the usual compression."""
@@ -152,7 +149,7 @@ class Allocation:
 
     def _captions(self) -> list[str]:
         sentence = f"At this size rows of {self.starved_share:.1%} of the lookups read as zeros."
-        return [repr(self)] + [sentence] * (self.starved_share >= LEAST_STARVED)
+        return [repr(self)] + [sentence] * (self.starved_share > 0)
 
 
 def allocate(
@@ -261,10 +258,8 @@ def retained_columns(
         loss = worth[name].double().cpu().clamp(min=0) * has_rows
         losses[name] = torch.stack([loss, torch.zeros_like(loss)], 2)
     problem = _Problem.of(rest, blocks, losses, torch.tensor([0, bits]))
-    base, dense = (
-        sum(table.served_bytes(PACKED) for table in left_alone.values()),
-        sum(map(_dense_bytes, tables)),
-    )
+    base = sum(table.served_bytes(PACKED) for table in left_alone.values())
+    dense = sum(map(_dense_bytes, tables))
     spent = problem.within(compression, dense, base)
     columns = {name: width > 0 for name, width in problem.bits_of(spent).items()}
     return columns | {name: table.retained for name, table in left_alone.items()}
@@ -407,15 +402,12 @@ class _Problem:
         return self.options.loss.gather(1, spent.row_bytes[:, None])[:, 0]
 
     def _num_bytes(self, spent: Spent) -> int:
-        """Bytes of all tables that have any."""
-        total = 0
+        """Bytes of all tables that have any; at most so many where float32 stands among codes."""
+        num_bytes = int(self.options.num_bytes.gather(1, spent.row_bytes[:, None]).sum())
         for name, bits in self.bits_of(spent).items():
             if bool(bits.any()):
-                routing = self.blocks.routings[name]
-                total += COLUMN_SCALE_BYTES * int(is_coded(bits).sum())
-                total += int(routing.row_counts() @ row_strides(bits))
-                total += packed_index_bytes(routing, bits)
-        return total
+                num_bytes += packed_index_bytes(self.blocks.routings[name], bits)
+        return num_bytes
 
     def within_loss(self, max_loss: float, loss_of: Callable[[Spent], float]) -> Spent:
         """The fewest bytes along the path that are predicted to cost no more loss than this."""
@@ -433,12 +425,8 @@ class _Problem:
 
     def bits_of(self, spent: Spent) -> dict[str, Tensor]:
         """Table -> ``(S, D)``, the bits that the bytes have bought."""
-        index = widths_of(
-            self.steps,
-            self.options,
-            spent.row_bytes,
-            max(t.config.embedding_dim for t in self.tables),
-        )
+        widest = max(table.config.embedding_dim for table in self.tables)
+        index = widths_of(self.steps, self.options, spent.row_bytes, widest)
         sizes = [self.blocks.routings[table.config.name].num_blocks for table in self.tables]
         return {
             table.config.name: of_table[:, : table.config.embedding_dim].contiguous()
@@ -451,9 +439,8 @@ class _Problem:
         """Returns the scheme and codes that the bytes have bought."""
         codes = {name: energies.codes(name, bits) for name, bits in self.bits_of(spent).items()}
         for name in couplings.keys() & codes.keys():
-            codes[name] = replace(
-                codes[name], feedback=feedback_of(couplings[name], codes[name].bits)
-            )
+            feedback = feedback_of(couplings[name], codes[name].bits)
+            codes[name] = replace(codes[name], feedback=feedback)
         schemes = {
             table.config.name: replace(
                 _scheme_of(table, self.blocks, codes[table.config.name]),
@@ -482,13 +469,8 @@ def _predicted_losses(
     """Table -> ``(S, D, K)`` float64: H / 2 times the energy of every width; 0 in blocks without
     rows."""
     absent = sorted(set(bits) - set(energies.bits))
-    check(
-        not absent,
-        "energies",
-        f"those of {bits} bits",
-        f"none of {absent}",
-        "measure them with these bits",
-    )
+    remedy = "measure them with these bits"
+    check(not absent, "energies", f"those of {bits} bits", f"none of {absent}", remedy)
     index = [energies.bits.index(width) for width in bits]
     losses = {}
     for table in tables:
@@ -532,12 +514,8 @@ def _scheme_of(table: BlockedTable, blocks: RowBlocks, codes: ColumnCodes) -> Ta
 
 def _check_sizes(sizes: Mapping[str, float | None]) -> None:
     options = {name: value for name, value in sizes.items() if value is not None}
-    check(
-        len(options) == 1,
-        "size",
-        f"exactly one of {', '.join(sizes)}",
-        ", ".join(options) or "none",
-    )
+    actual = ", ".join(options) or "none"
+    check(len(options) == 1, "size", f"exactly one of {', '.join(sizes)}", actual)
     for name, value in options.items():
         check(math.isfinite(value) and value > 0, name, "a finite number above 0", value)
 

@@ -167,12 +167,14 @@ class RowRouting:
             block_of_row[rows] = blocks.masked_fill(is_dropped[rows], self.num_blocks)
         return RowRouting(self.num_embeddings, self.num_blocks, block_of_row=block_of_row)
 
-    def with_blocks(self, targets: Tensor) -> RowRouting:
-        """The same routing with the rows of block s in block ``targets[s]``, ``(S + 1,)``: the last
-        is "no block"."""
+    def with_rows_in(self, is_home: Tensor) -> RowRouting:
+        """The same routing with all rows in these blocks, ``(S,)``: those of none and of others are
+        in the last of them."""
+        last = int(is_home.nonzero()[-1])
+        targets = torch.where(pad(is_home, (0, 1)), torch.arange(self.num_blocks + 1), last)
         if self.boundaries is not None and bool((targets.diff() >= 0).all()):
-            rows = torch.zeros_like(targets).index_add(0, targets, self._row_counts)
-            ends = torch.cat([self.boundaries[:1], rows[:-1].cumsum(0)])
+            sizes = torch.zeros_like(targets).index_add(0, targets, self._row_counts)
+            ends = torch.cat([self.boundaries[:1], sizes[:-1].cumsum(0)])
             return RowRouting(self.num_embeddings, self.num_blocks, boundaries=ends)
         block_of_row = torch.empty(self.num_embeddings, dtype=_map_dtype(self.num_blocks))
         for rows, blocks in self.blocks_of_all():

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -548,6 +549,7 @@ def turned(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         return found
 
     monkeypatch.setattr(search_module, "rotate_", watched)
+    monkeypatch.setattr(search_module, "blocks_from_counts", partial(blocks_from_counts, least_rows=1))
     return seen
 
 

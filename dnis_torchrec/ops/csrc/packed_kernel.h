@@ -46,10 +46,9 @@ inline int64_t rank_of_stored(const Table& table, int64_t row, bool& is_sound) {
   const uint64_t byte = groups[before], row_bit = uint64_t{1} << row % 8;
   if ((byte & row_bit) == 0) return -1;
   int64_t rank = read<uint32_t>(record, 0) + __builtin_popcountll(byte & (row_bit - 1));
-  for (int64_t left = before; left > 0; left -= 8, groups += 8) {
-    const uint64_t mask = left >= 8 ? ~uint64_t{0} : (uint64_t{1} << 8 * left) - 1;
-    rank += __builtin_popcountll(read<uint64_t>(groups, 0) & mask);
-  }
+  for (; before >= 8; before -= 8, groups += 8)
+    rank += __builtin_popcountll(read<uint64_t>(groups, 0));
+  rank += __builtin_popcountll(read<uint64_t>(groups, 0) & ((uint64_t{1} << 8 * before) - 1));
   is_sound = rank < table.num_ranked;
   return is_sound ? rank : -1;
 }
