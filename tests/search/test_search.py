@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -532,7 +531,7 @@ def run(
 ) -> SearchOutcome:
     """A search of a second."""
     recipe, saving = factorization_machine(optimizer), Saving(resume=resume)
-    return search(recipe, 10, folder, CPU, settings=SHORT_OF_SEARCH_ROTATION, events=events, saving=saving)
+    return search(recipe, 20, folder, CPU, settings=SHORT_OF_SEARCH_ROTATION, events=events, saving=saving)
 
 
 @pytest.fixture
@@ -549,7 +548,6 @@ def turned(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         return found
 
     monkeypatch.setattr(search_module, "rotate_", watched)
-    monkeypatch.setattr(search_module, "blocks_from_counts", partial(blocks_from_counts, least_rows=1))
     return seen
 
 
