@@ -157,12 +157,13 @@ class TableScheme:
         return replace(self, retained=retained, num_retained=area, **vars(codes))
 
     def with_new_rows(self) -> TableScheme:
-        """The same table, its rows of no block in the last block that retains a column."""
-        with_columns = self.retained.any(dim=1).nonzero()
-        new_rows = int(self.routing.row_counts(include_unassigned=True)[-1])
-        if not new_rows or not with_columns.numel():
+        """The same table with its rows of no block, or of one that retains no column, in the last
+        block that retains one, beside those that are rare."""
+        if not bool(self.retained.any()):
             return self
-        return replace(self, routing=self.routing.with_unassigned_in(int(with_columns[-1])))
+        routing = self.routing.with_rows_in(self.retained.any(dim=1))
+        num_new = int((routing.row_counts() * self.dims).sum()) - self.block_area
+        return replace(self, routing=routing, num_retained=self.num_retained + num_new)
 
     def column_bits(self) -> Tensor:
         """Bits of every column of every block, ``(S, D)`` uint8; float32 where none are given."""
@@ -185,12 +186,11 @@ class TableScheme:
         """Bytes that lookups of this table read in a form, index bytes counted."""
         if form_named(form) != PACKED:
             return self.file_bytes(form) + self.block_index_bytes()
-        bits, rows = self.column_bits().long(), self.routing.row_counts()
+        bits = self.column_bits().long()
         if not bool(bits.any()):
             return 0
         scales = COLUMN_SCALE_BYTES * int(is_coded(bits).sum())
-        index = packed_index_bytes(self.routing, self.embedding_dim, rows)
-        return int(rows @ row_strides(bits)) + scales + index
+        return self.file_bytes(form) + scales + packed_index_bytes(self.routing, bits)
 
     def file_bytes(self, form: str) -> int:
         """Bytes of this table's values in an artifact: all else is in the scheme."""
@@ -205,9 +205,9 @@ class TableScheme:
         return 2 * num_columns + routing_bytes(self.routing)
 
 
-def packed_index_bytes(routing: RowRouting, embedding_dim: int, rows: Tensor | None = None) -> int:
-    """One byte of bits for every column of a block, and the row directory."""
-    return routing.num_blocks * embedding_dim + directory_bytes(routing, rows)
+def packed_index_bytes(routing: RowRouting, bits: Tensor) -> int:
+    """One byte of bits for every column of every block, and the row directory."""
+    return bits.numel() + directory_bytes(routing, (bits > 0).any(dim=1))
 
 
 @dataclass(frozen=True)

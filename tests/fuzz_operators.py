@@ -102,9 +102,12 @@ def of_bags(ids: list[Entry], lengths: list[int]) -> list[list[Entry]]:
 
 
 def draw_block_table(random: Random, name: str) -> TableScheme:
-    """A table of blocks, whose rows stand by block or do not."""
+    """A table of blocks, whose rows stand by block or do not, or of which few have a block."""
     num_rows, num_blocks, dim = random.randint(1, 12), random.choice([1, 3, 40]), random.choice([1, 5, 16, 33])
     blocks = [random.randint(0, num_blocks) for _ in range(num_rows)]
+    if random.random() < 0.3:
+        blocks += [num_blocks] * random.randint(1000, 1100)
+        random.shuffle(blocks)
     routing = RowRouting.from_map(torch.tensor(sorted(blocks) if random.random() < 0.5 else blocks), num_blocks)
     retained = torch.rand(num_blocks, dim) < random.random()
     readers, pooling = tuple("fg"[: random.randint(1, 2)]), random.choice(["sum", "mean"])

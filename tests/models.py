@@ -105,7 +105,7 @@ def counts() -> FrequencyCounts:
 def blocks(dims: dict[str, int] | None = None) -> RowBlocks:
     """Blocks of all three tables."""
     configs = [config for name in ROWS for config in tables(name, dim=(dims or {}).get(name, 8))]
-    return blocks_from_counts(counts(), configs, num_blocks=3)
+    return blocks_from_counts(counts(), configs, num_blocks=3, least_rows=1)
 
 
 @contextmanager
@@ -306,7 +306,9 @@ def sequence_counts() -> FrequencyCounts:
 
 def sequence_blocks() -> RowBlocks:
     """Three blocks of each table, by default with rows of alpha of its own."""
-    return blocks_from_counts(sequence_counts(), [as_bags(table) for table in sequence_tables()], num_blocks=3)
+    return blocks_from_counts(
+        sequence_counts(), [as_bags(table) for table in sequence_tables()], num_blocks=3, least_rows=1
+    )
 
 
 def sequences(*, prepared: bool = True, need_indices: bool = False) -> nn.ModuleDict:
@@ -436,7 +438,7 @@ def blocks_of(model: nn.Module, batches: list[Batch], num_blocks: int = 2) -> Ro
     """Blocks of all tables of a plain model, from counts of the batches."""
     tables = table_configs(model)
     counted = count_frequencies([batch.sparse_features for batch in batches], tables)
-    return blocks_from_counts(counted, tables, num_blocks=num_blocks)
+    return blocks_from_counts(counted, tables, num_blocks=num_blocks, least_rows=1)
 
 
 @torch.no_grad()
@@ -681,7 +683,7 @@ POSITION_BATCHES = [position_batch(seed) for seed in range(5)]
 def position_blocks() -> RowBlocks:
     """The blocks of both tables."""
     counts = dnis.count_frequencies((own.sparse_features for own in POSITION_BATCHES), configs())
-    return dnis.blocks_from_counts(counts, configs(), num_blocks=3)
+    return dnis.blocks_from_counts(counts, configs(), num_blocks=3, least_rows=1)
 
 
 def prepared(net: nn.Module, *, alpha_from: float = 1.0) -> nn.Module:

@@ -80,15 +80,29 @@ def elementwise_keep_reference(tables: Sequence[Tensor], num_keep: int) -> list[
     return [mask.view(table.shape) for mask, table in zip(kept, tables, strict=True)]
 
 
-def blocks_reference(counts: Sequence[int], num_blocks: int) -> list[int]:
-    """Block of every row: sorts the rows by descending count (ties in row order), walks down and cuts."""
-    order = sorted(range(len(counts)), key=lambda row: (-counts[row], row))
-    starts = {k * len(order) // num_blocks for k in range(num_blocks)}
+def blocks_reference(counts: Sequence[int], num_blocks: int, least_rows: int) -> list[int]:
+    """Block of every row: sorts the rows by descending count (ties in row order), walks down and cuts. Rows that are
+    never seen, if they are enough for a block and others are seen, are the last one."""
+    order, seen = sorted(range(len(counts)), key=lambda row: (-counts[row], row)), sum(count > 0 for count in counts)
+    is_apart = num_blocks > 1 and seen > 0 and len(counts) - seen >= least_rows
+    end = seen if is_apart else len(counts)
+    while num_blocks - is_apart > 1 and end < least_rows * (num_blocks - is_apart):
+        num_blocks -= 1
+    starts = {k * end // (num_blocks - is_apart) for k in range(num_blocks - is_apart)} | ({end} if is_apart else set())
     blocks, block = [0] * len(counts), -1
     for position, row in enumerate(order):
         block += position in starts
         blocks[row] = block
     return blocks
+
+
+def places_reference(blocks: Sequence[int], is_stored: Sequence[bool]) -> list[tuple[int, int] | None]:
+    """Block of every row and its position there, counted one by one; None for rows of which nothing is stored."""
+    counts, places = [0] * (len(is_stored) + 1), []
+    for block in blocks:
+        places.append((block, counts[block]) if block < len(is_stored) and is_stored[block] else None)
+        counts[block] += 1
+    return places
 
 
 def rounded_reference(values: Sequence[float], scale: float, shift: int, bits: int) -> list[int]:

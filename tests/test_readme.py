@@ -50,7 +50,7 @@ def run(gloo, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, An
 
 
 def test_its_own_data_are_compressed_and_its_loop_searches(run: dict[str, Any]) -> None:
-    assert 20 <= run["compressed"].compression < 21
+    assert 20 <= run["compressed"].compression < 22  # a byte more for a block of 250 rows is a twelfth
     assert run["served"].sparse_arch.embedding_bag_collection.table_bytes() == run["compressed"].num_bytes
     assert run["found"].scheme.compression("packed") >= 20
     plain, batch = run["plain"], run["train"][0]

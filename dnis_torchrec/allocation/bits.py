@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
@@ -32,11 +32,11 @@ from dnis_torchrec.allocation.spending import (
     widths_of,
 )
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.blocks.codes import FLOAT_BITS, ColumnCodes, feedback_of, is_coded
+from dnis_torchrec.blocks.codes import FLOAT_BITS, ColumnCodes, feedback_of
 from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.blocks.routing import directory_bytes
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.scheme import (
-    COLUMN_SCALE_BYTES,
     PACKED,
     MixedDimensionScheme,
     TableScheme,
@@ -90,13 +90,9 @@ def _sizes(scheme: MixedDimensionScheme) -> list[_Size]:
     ]
 
 
-COLD_COLUMNS, COLD_BITS = 4, 2
-"""Columns of a cold block, and their bits, at least: a byte of a row."""
-
-
-LEAST_ROWS = 64
-"""Rows of a block at least. A column of a block takes 5 bytes beside its codes, scale, shift and
-width: two thirds of a bit a value then."""
+GUESSES = 8
+"""Guesses which blocks will have bytes, by which directories are priced: the eighth that is worth
+most a row, two eighths, and so on."""
 LEAST_CODED_ROWS, SMALL_SHARE, USUAL_COMPRESSION = 5, 0.1, 20.0
 """A column of fewer rows takes less as fp16 than in codes of 8 bits: such tables stay float32 where
 all of them together take at most this share of the bytes, or of those at the usual compression."""
@@ -122,12 +118,14 @@ class Allocation:
         num_bytes: bytes served, of all tables together.
         output_shift: see `Prediction`: `dnis_torchrec.compress` has added it, `Measured.shifted`
             adds it.
+        starved_share: of the lookups in training, those of rows that are worth bytes and get none.
     """
 
     scheme: MixedDimensionScheme
     predicted_loss_increase: float
     num_bytes: int
     output_shift: float = 0.0
+    starved_share: float = 0.0
 
     @property
     def compression(self) -> float:
@@ -143,11 +141,15 @@ class Allocation:
 
     def __str__(self) -> str:
         """The whole, and a line for each table."""
-        return "\n".join([repr(self), *sizes_as_text(self.scheme)])
+        return "\n".join([*self._captions(), *sizes_as_text(self.scheme)])
 
     def _repr_html_(self) -> str:
         """The same for a notebook."""
-        return sizes_as_html(self.scheme, [repr(self)])
+        return sizes_as_html(self.scheme, self._captions())
+
+    def _captions(self) -> list[str]:
+        sentence = f"At this size rows of {self.starved_share:.1%} of the lookups read as zeros."
+        return [repr(self)] + [sentence] * (self.starved_share > 0)
 
 
 def allocate(
@@ -221,10 +223,8 @@ def retained_columns(
         loss = worth[name].double().cpu().clamp(min=0) * has_rows
         losses[name] = torch.stack([loss, torch.zeros_like(loss)], 2)
     problem = _Problem.of(rest, blocks, losses, torch.tensor([0, bits]))
-    base, dense = (
-        sum(table.served_bytes(PACKED) for table in left_alone.values()),
-        sum(map(_dense_bytes, tables)),
-    )
+    base = sum(table.served_bytes(PACKED) for table in left_alone.values())
+    dense = sum(map(_dense_bytes, tables))
     spent = problem.within(compression, dense, base)
     columns = {name: width > 0 for name, width in problem.bits_of(spent).items()}
     return columns | {name: table.retained for name, table in left_alone.items()}
@@ -290,10 +290,10 @@ class _Problem:
     tables: list[BlockedTable]
     blocks: RowBlocks
     bits: Tensor
+    rows: Tensor
+    table_of_block: Tensor
     steps: ColumnSteps
     options: RowOptions
-    purse: Purse
-    cold: Tensor
 
     @staticmethod
     def of(
@@ -306,62 +306,92 @@ class _Problem:
         by_bits = torch.cat(
             [pad(part, (0, 0, 0, widest - part.shape[1])) for part in loss.values()]
         )
-        cold = _cold_widths(tables, blocks, widest, bits)
-        paid_for = by_bits.gather(
-            2, cold[..., None]
-        )  # of cold blocks, so that nothing below it is bought
-        by_bits = torch.where(torch.arange(len(bits)) < cold[..., None], paid_for, by_bits)
         rows = torch.cat([routing.row_counts() for routing in routings])
         steps = column_steps(by_bits, rows, bits)
         options = row_options(steps, by_bits[..., 0].sum(1), rows)
-        overhead = [
-            packed_index_bytes(r, table.config.embedding_dim)
-            for r, table in zip(routings, tables, strict=True)
-        ]
         num_blocks = torch.tensor([routing.num_blocks for routing in routings])
         table_of_block = torch.arange(len(tables)).repeat_interleave(num_blocks)
-        cold_bytes = _cold_bytes(bits[cold], rows, waste=7 * bool((bits == FLOAT_BITS).any()))
-        purse = Purse(
-            Path.of(options),
-            table_of_block,
-            torch.tensor(overhead).index_add(0, table_of_block, cold_bytes),
-        )
-        return _Problem(tables, blocks, bits, steps, options, purse, cold)
+        return _Problem(tables, blocks, bits, rows, table_of_block, steps, options)
+
+    def purses(self) -> Iterator[Purse]:
+        """Prices of directories, by guesses which blocks will have bytes. A table pays for that of
+        its guess, and each block beyond for what its rows add: what comes true is exact."""
+        worth, previous = self.options.loss[:, 0] / self.rows.clamp(min=1), None
+        order = worth.argsort(descending=True, stable=True)[: int((worth > 0).sum())]
+        for count in range(GUESSES, 0, -1):
+            guess = torch.zeros(len(worth), dtype=torch.bool)
+            guess[order[: -(-len(order) * count // GUESSES)]] = True
+            prices = [self._directory(t, guess) for t in range(len(self.tables))]
+            of_tables, extra = (
+                torch.tensor([p for p, _ in prices]),
+                torch.cat([e for _, e in prices]),
+            )
+            if previous is None or not torch.cat([of_tables, extra]).equal(previous):
+                num_bytes = self.options.num_bytes.clone()
+                num_bytes[:, 1:] += extra[:, None]
+                path = Path.of(replace(self.options, num_bytes=num_bytes))
+                yield Purse(path, self.table_of_block, of_tables)
+            previous = torch.cat([of_tables, extra])
+
+    def _directory(self, number: int, guess: Tensor) -> tuple[int, Tensor]:
+        """What a table pays beside its codes if these blocks have bytes, and each other for its."""
+        config = self.tables[number].config
+        routing, here = self.blocks.routings[config.name], guess[self.table_of_block == number]
+        base, each = directory_bytes(routing, here), torch.eye(len(here), dtype=torch.bool)
+        extra = [
+            0 if has_bytes else max(0, directory_bytes(routing, here | one) - base)
+            for has_bytes, one in zip(here.tolist(), each, strict=True)
+        ]
+        return base + len(here) * config.embedding_dim, torch.tensor(extra)
 
     def within(self, compression: float, dense: int, base: int) -> Spent:
         """The most that a compression of all tables buys, beside the bytes of those left alone."""
-        spent = self.purse.spend(_bytes_at(compression, dense) - base)
-        if not bool(spent.row_bytes.any()):
-            smallest = spent.smallest + base
-            most = math.floor(100 * dense / smallest) / 100  # more digits could not be met
+        budget, bought, smallest = _bytes_at(compression, dense) - base, [], []
+        for purse in self.purses():
+            spent, excess = purse.spend(budget), 0
+            smallest += [spent.smallest]
+            while bool(spent.row_bytes.any()) and (over := self._num_bytes(spent) - budget) > 0:
+                excess += over  # many blocks beyond the guess share a directory of longer numbers
+                spent = purse.spend(budget - excess)
+            if bool(spent.row_bytes.any()):
+                bought.append(spent)
+        if not bought:
+            # more digits could not be met
+            most = math.floor(100 * dense / (min(smallest) + base)) / 100
             requirement = f"at most {most:.2f} for these tables and blocks"
             check(False, "compression", requirement, compression)
-        return spent
+        return min(bought, key=lambda spent: float(self._losses(spent).sum()))
+
+    def _losses(self, spent: Spent) -> Tensor:
+        """What each block loses."""
+        return self.options.loss.gather(1, spent.row_bytes[:, None])[:, 0]
+
+    def _num_bytes(self, spent: Spent) -> int:
+        """Bytes of all tables that have any; at most so many where float32 stands among codes."""
+        num_bytes = int(self.options.num_bytes.gather(1, spent.row_bytes[:, None]).sum())
+        for name, bits in self.bits_of(spent).items():
+            if bool(bits.any()):
+                num_bytes += packed_index_bytes(self.blocks.routings[name], bits)
+        return num_bytes
 
     def within_loss(self, max_loss: float, loss_of: Callable[[Spent], float]) -> Spent:
         """The fewest bytes along the path that are predicted to cost no more loss than this."""
-        first = self.purse.first
-        most, least = (loss_of(first(count)) for count in (0, len(self.purse.path.block)))
+        purse = next(self.purses())
+        first, num_steps = purse.first, len(purse.path.block)
+        most, least = (loss_of(first(count)) for count in (0, num_steps))
         remedy = "allow more loss, or offer more bits"
         check(
             max_loss >= least, "max_loss", f"at least {least:.3g} for these bits", max_loss, remedy
         )
         requirement = f"less than {most:.3g}, which dropping all tables is predicted to cost"
         check(max_loss < most, "max_loss", requirement, max_loss)
-        counts = range(len(self.purse.path.block) + 1)
+        counts = range(num_steps + 1)
         return first(bisect_left(counts, -max_loss, key=lambda count: -loss_of(first(count))))
 
     def bits_of(self, spent: Spent) -> dict[str, Tensor]:
         """Table -> ``(S, D)``, the bits that the bytes have bought."""
-        index = widths_of(
-            self.steps,
-            self.options,
-            spent.row_bytes,
-            max(t.config.embedding_dim for t in self.tables),
-        )
-        is_open = torch.zeros(len(self.tables), dtype=torch.bool)
-        is_open[self.purse.table_of_block[spent.row_bytes > 0]] = True
-        index = torch.maximum(index, self.cold * is_open[self.purse.table_of_block][:, None])
+        widest = max(table.config.embedding_dim for table in self.tables)
+        index = widths_of(self.steps, self.options, spent.row_bytes, widest)
         sizes = [self.blocks.routings[table.config.name].num_blocks for table in self.tables]
         return {
             table.config.name: of_table[:, : table.config.embedding_dim].contiguous()
@@ -374,9 +404,8 @@ class _Problem:
         """Returns the scheme and codes that the bytes have bought."""
         codes = {name: energies.codes(name, bits) for name, bits in self.bits_of(spent).items()}
         for name in couplings.keys() & codes.keys():
-            codes[name] = replace(
-                codes[name], feedback=feedback_of(couplings[name], codes[name].bits)
-            )
+            feedback = feedback_of(couplings[name], codes[name].bits)
+            codes[name] = replace(codes[name], feedback=feedback)
         schemes = {
             table.config.name: replace(
                 _scheme_of(table, self.blocks, codes[table.config.name]),
@@ -384,35 +413,15 @@ class _Problem:
             )
             for table in self.tables
         }
-        loss = self.options.loss.gather(1, spent.row_bytes[:, None])
+        names = [table.config.name for table in self.tables]
+        lookups = torch.cat([self.blocks.occurrences[name] for name in names])
+        is_starved = (spent.row_bytes == 0) & (self.options.loss[:, 0] > 0)
         return Allocation(
             scheme=MixedDimensionScheme(schemes),
-            predicted_loss_increase=max(0.0, float(loss.sum())),
+            predicted_loss_increase=max(0.0, float(self._losses(spent).sum())),
             num_bytes=sum(table.served_bytes(PACKED) for table in schemes.values()),
+            starved_share=float(lookups[is_starved].sum() / lookups.sum().clamp(min=1)),
         )
-
-
-def _cold_widths(
-    tables: list[BlockedTable], blocks: RowBlocks, widest: int, bits: Tensor
-) -> Tensor:
-    """``(A, D)`` int64, indices among `bits`: above 0 for the first columns of blocks whose rows
-    training never saw."""
-    columns = []
-    for config in (table.config for table in tables):
-        is_cold = (blocks.routings[config.name].row_counts() > 0) & (
-            blocks.seen_rows[config.name] == 0
-        )
-        num_columns = min(COLD_COLUMNS, config.embedding_dim // 8)
-        columns.append(is_cold[:, None] & (torch.arange(widest) < num_columns))
-    enough = min(int((bits < COLD_BITS).sum()), len(bits) - 1)
-    return torch.cat(columns) * enough
-
-
-def _cold_bytes(cold_bits: Tensor, rows: Tensor, *, waste: int) -> Tensor:
-    """``(A,)`` int64, what the columns of cold blocks take at most, as `row_options` counts what a
-    float32 wastes."""
-    num_bits = cold_bits + waste * (cold_bits > 0)
-    return rows * -(-num_bits.sum(1) // 8) + COLUMN_SCALE_BYTES * is_coded(cold_bits).sum(1)
 
 
 def _predicted_losses(
@@ -425,13 +434,8 @@ def _predicted_losses(
     """Table -> ``(S, D, K)`` float64: H / 2 times the energy of every width; 0 in blocks without
     rows."""
     absent = sorted(set(bits) - set(energies.bits))
-    check(
-        not absent,
-        "energies",
-        f"those of {bits} bits",
-        f"none of {absent}",
-        "measure them with these bits",
-    )
+    remedy = "measure them with these bits"
+    check(not absent, "energies", f"those of {bits} bits", f"none of {absent}", remedy)
     index = [energies.bits.index(width) for width in bits]
     losses = {}
     for table in tables:
@@ -475,12 +479,8 @@ def _scheme_of(table: BlockedTable, blocks: RowBlocks, codes: ColumnCodes) -> Ta
 
 def _check_sizes(sizes: Mapping[str, float | None]) -> None:
     options = {name: value for name, value in sizes.items() if value is not None}
-    check(
-        len(options) == 1,
-        "size",
-        f"exactly one of {', '.join(sizes)}",
-        ", ".join(options) or "none",
-    )
+    actual = ", ".join(options) or "none"
+    check(len(options) == 1, "size", f"exactly one of {', '.join(sizes)}", actual)
     for name, value in options.items():
         check(math.isfinite(value) and value > 0, name, "a finite number above 0", value)
 

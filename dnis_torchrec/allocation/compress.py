@@ -16,7 +16,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dnis_torchrec.allocation.axes import has_axes, rotate_, turn_back_, with_axes_, without_axes_
-from dnis_torchrec.allocation.bits import LEAST_ROWS, Allocation, allocate
+from dnis_torchrec.allocation.bits import Allocation, allocate
 from dnis_torchrec.allocation.curvature import (
     Curvature,
     Loss,
@@ -149,9 +149,9 @@ def compress(
     EmbeddingCollection a ServedEmbeddingCollection of packed tables; both serve and do not train.
     All tables share one budget. They are turned first where that is known to change no prediction
     (`with_axes_`, `rotation_groups`); frozen ones keep their axes, and are compressed as all others
-    are. A table that no batch reads is worth nothing and may be dropped; rows of others that no
-    batch reads keep a few narrow columns (`dnis_torchrec.allocation.bits.COLD_COLUMNS`), to
-    learn in where training goes on (`MixedDimensionEmbeddingBagCollection.from_tables`).
+    are. A table that no batch reads is worth nothing and may be dropped, as the rows of others that
+    no batch reads: they take no byte and read as zeros; where training goes on they have a place to
+    learn in (`MixedDimensionEmbeddingBagCollection.from_tables`).
 
     Local, no collective; needs no process group. A model in DistributedModelParallel on one process
     becomes plain inside it. Of a model that is spread over ranks, use `measure_` and `export`.
@@ -252,8 +252,8 @@ def measure_(
     """Turns a model's tables into their axes and measures what every column of every block is
     worth.
 
-    Rows are put into blocks by frequency, each table by itself; those never seen stay in the last
-    block, so that nothing is zeroed for being new.
+    Rows are put into blocks by frequency, each table by itself; those never seen have a block of
+    their own.
 
     `counts` are those of all training data, and of the batches if None; `num_samples` of the
     batches, or all if None, are measured on; `bits` are the widths to measure.
@@ -288,9 +288,7 @@ def measure_(
         if counts is None:
             read = (features(batch) for batch in batches)
             counts = count_over_ranks(read, tables, process_group=ranks.group)
-        blocks = blocks_from_counts(
-            counts, tables, num_blocks=num_blocks, least_rows=LEAST_ROWS, leave_alone=leave_alone
-        )
+        blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, leave_alone=leave_alone)
         had_axes = has_axes(get_unwrapped_module(model).state_dict())
         with_axes_(model)
         axes_change = AxesChange(model, counts, leave_alone, had_axes, [])

@@ -54,10 +54,8 @@ def lower_hull(rate: Tensor, loss: Tensor) -> Tensor:
                 corners.gather(1, place[:, None]) for place in (top, (top - 1).clamp(min=0))
             )
             rate_last, loss_last = rate.gather(1, last)[:, 0], loss.gather(1, last)[:, 0]
-            rate_before, loss_before = (
-                rate.gather(1, previous)[:, 0],
-                loss.gather(1, previous)[:, 0],
-            )
+            rate_before = rate.gather(1, previous)[:, 0]
+            loss_before = loss.gather(1, previous)[:, 0]
             steeper = (loss_before - loss_last) * (rate_here - rate_last) <= (
                 loss_last - loss_here
             ) * (rate_last - rate_before)
@@ -66,11 +64,8 @@ def lower_hull(rate: Tensor, loss: Tensor) -> Tensor:
                 break
             top = top - drop.long()
         top = top + better.long()
-        corners.scatter_(
-            1,
-            top[:, None],
-            torch.where(better, point, corners.gather(1, top[:, None])[:, 0])[:, None],
-        )
+        corner = torch.where(better, point, corners.gather(1, top[:, None])[:, 0])
+        corners.scatter_(1, top[:, None], corner[:, None])
     is_corner = torch.arange(num_points) <= top[:, None]
     corner = torch.zeros(num_rows, num_points, dtype=torch.bool)
     return corner.scatter_(1, torch.where(is_corner, corners, 0), True)

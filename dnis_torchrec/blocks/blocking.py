@@ -15,6 +15,10 @@ from dnis_torchrec.blocks.counts import FrequencyCounts, count_chunks
 from dnis_torchrec.blocks.routing import MAX_NUM_BLOCKS, RowRouting
 from dnis_torchrec.checks import check, check_known
 
+LEAST_ROWS = 250
+"""Rows of a block, at least. What a column of a block takes beside its codes, 5 bytes for scale,
+shift and width, is then at most a tenth of them: 250 codes of .2 bytes, at 20 times."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowBlocks:
@@ -67,10 +71,11 @@ def blocks_from_counts(
     tables: Sequence[EmbeddingBagConfig],
     *,
     num_blocks: int = NUM_BLOCKS,
-    least_rows: int = 1,
+    least_rows: int = LEAST_ROWS,
     leave_alone: Collection[str] = (),
 ) -> RowBlocks:
-    """Cuts the rows of every table, sorted by descending frequency, into blocks of equal size.
+    """Cuts the rows of every table, sorted by descending frequency, into blocks of equal size; rows
+    that never occur into one of their own.
 
     Takes a byte per row (two from 256 blocks on) and a few MB, beside the counts. Local and
     deterministic: equal counts give equal blocks on all ranks.
@@ -80,7 +85,7 @@ def blocks_from_counts(
         tables: the tables to block, as ``embedding_bag_configs()`` gives them.
         num_blocks: S of every table, at most 65,535.
         least_rows: rows of a block, at least: a table of fewer rows than S of them gets fewer
-            blocks, and one in any case.
+            blocks, and one in any case; fewer rows that never occur stay in the last of the others.
         leave_alone: names of tables that must not be touched: one block each, whose alpha stays 1.
 
     Returns:
@@ -95,7 +100,8 @@ def blocks_from_counts(
         >>> table = EmbeddingBagConfig(
         ...     name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"]
         ... )
-        >>> blocks_from_counts(counts, [table], num_blocks=2).routings["t"].boundaries.tolist()
+        >>> blocks = blocks_from_counts(counts, [table], num_blocks=2, least_rows=1)
+        >>> blocks.routings["t"].boundaries.tolist()
         [0, 2, 4]
     """
     check(1 <= num_blocks <= MAX_NUM_BLOCKS, "num_blocks", f"1..{MAX_NUM_BLOCKS}", num_blocks)
@@ -111,8 +117,9 @@ def blocks_from_counts(
     seen_rows: dict[str, Tensor] = {}
     for table in tables:
         name, num_rows = table.name, table.num_embeddings
-        size = 1 if name in leave_alone else min(num_blocks, max(1, num_rows // least_rows))
-        routing, occurrences[name], seen_rows[name] = _blocks_of(counts.counts[name], size)
+        size = 1 if name in leave_alone else num_blocks
+        parts = _blocks_of(counts.counts[name], size, least_rows)
+        routing, occurrences[name], seen_rows[name] = parts
         if name in leave_alone:  # never-seen rows stay where they are, so no map is needed
             routing = RowRouting(num_rows, 1, boundaries=torch.tensor([0, num_rows]))
         routings[name] = routing
@@ -138,6 +145,7 @@ class _FrequencyOrder:
             both = torch.cat([sizes, sizes_of_more])
             sizes = torch.zeros_like(values).index_add_(0, run, both)
         self._frequencies = values
+        self.num_unseen = int(sizes[values == 0].sum())
         ends = sizes.flip(0).cumsum(0)
         self._next = torch.cat([torch.zeros(1, dtype=torch.int64), ends[:-1]])
 
@@ -152,11 +160,17 @@ class _FrequencyOrder:
         return places
 
 
-def _blocks_of(counts: Tensor, num_blocks: int) -> tuple[RowRouting, Tensor, Tensor]:
+def _blocks_of(
+    counts: Tensor, most_blocks: int, least_rows: int
+) -> tuple[RowRouting, Tensor, Tensor]:
     """Puts the rows of a table into blocks; also returns each block's occurrences and number of
     seen rows."""
     num_rows, order = counts.numel(), _FrequencyOrder(counts)
-    starts = torch.arange(num_blocks) * num_rows // num_blocks
+    has_cold_block = most_blocks > 1 and least_rows <= order.num_unseen < num_rows
+    end = num_rows - order.num_unseen if has_cold_block else num_rows
+    size = min(most_blocks - has_cold_block, max(1, end // least_rows))
+    starts = torch.arange(size + has_cold_block) * end // size
+    num_blocks = len(starts)
     block_of_row = torch.empty(num_rows, dtype=torch.uint8 if num_blocks < 256 else torch.uint16)
     rows, occurrences, seen_rows = torch.zeros(3, num_blocks, dtype=torch.int64)
     in_order, last, first = True, torch.zeros(2, 1, dtype=torch.int64), 0

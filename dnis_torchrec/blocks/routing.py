@@ -10,6 +10,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from dnis_torchrec.checks import check
 
@@ -100,6 +101,28 @@ class RowRouting:
         return self._row_counts if include_unassigned else self._row_counts[: self.num_blocks]
 
     @cached_property
+    def _block_sets(self) -> tuple[Tensor, Tensor]:
+        """Sets of blocks that the rows of groups have, as bits, and how many groups have each:
+        walks all rows, but once."""
+        sets, sizes = torch.zeros(2, 0, dtype=torch.int64)
+        for _, blocks in self.blocks_of_all():
+            bits = pad(1 << blocks, (0, -len(blocks) % ROWS_PER_GROUP)).view(-1, ROWS_PER_GROUP)
+            while bits.shape[1] > 1:
+                first, second = bits.chunk(2, dim=1)
+                bits = first | second
+            more, sizes_of_more = bits.flatten().unique(return_counts=True)
+            sets, index = torch.cat([sets, more]).unique(return_inverse=True)
+            both = torch.cat([sizes, sizes_of_more])
+            sizes = torch.zeros_like(sets).index_add_(0, index, both)
+        return sets, sizes
+
+    def num_groups(self, is_stored: Tensor) -> int:
+        """Groups of eight rows that have one of some blocks, ``(S,)``; S is 62 at most."""
+        sets, sizes = self._block_sets
+        mask = int((is_stored.long() << torch.arange(self.num_blocks)).sum())
+        return int(sizes[sets & mask != 0].sum())
+
+    @cached_property
     def _row_counts(self) -> Tensor:
         """``(S + 1,)``: walks all rows, but once."""
         if self.boundaries is not None:
@@ -144,18 +167,18 @@ class RowRouting:
             block_of_row[rows] = blocks.masked_fill(is_dropped[rows], self.num_blocks)
         return RowRouting(self.num_embeddings, self.num_blocks, block_of_row=block_of_row)
 
-    def with_unassigned_in(self, block: int) -> RowRouting:
-        """The same routing with the rows of "no block" moved to one."""
-        if self.boundaries is not None and block == self.num_blocks - 1:
-            ends = torch.tensor([self.num_embeddings])
-            return RowRouting(
-                self.num_embeddings,
-                self.num_blocks,
-                boundaries=torch.cat([self.boundaries[:-1], ends]),
-            )
+    def with_rows_in(self, is_home: Tensor) -> RowRouting:
+        """The same routing with all rows in these blocks, ``(S,)``: those of none and of others are
+        in the last of them."""
+        last = int(is_home.nonzero()[-1])
+        targets = torch.where(pad(is_home, (0, 1)), torch.arange(self.num_blocks + 1), last)
+        if self.boundaries is not None and bool((targets.diff() >= 0).all()):
+            sizes = torch.zeros_like(targets).index_add(0, targets, self._row_counts)
+            ends = torch.cat([self.boundaries[:1], sizes[:-1].cumsum(0)])
+            return RowRouting(self.num_embeddings, self.num_blocks, boundaries=ends)
         block_of_row = torch.empty(self.num_embeddings, dtype=_map_dtype(self.num_blocks))
         for rows, blocks in self.blocks_of_all():
-            block_of_row[rows] = blocks.masked_fill(blocks == self.num_blocks, block)
+            block_of_row[rows] = targets[blocks]
         return RowRouting(self.num_embeddings, self.num_blocks, block_of_row=block_of_row)
 
     def to_tensors(self) -> dict[str, Tensor]:
@@ -270,24 +293,82 @@ class RecordLayout:
         return self.start_bytes(num_rows) + self.record_bytes * -(-num_rows // self.rows_per_record)
 
 
-def directory_bytes(routing: RowRouting, rows_of_blocks: Tensor | None = None) -> int:
-    """Returns the bytes of a directory, which says where every row stands."""
-    blocks = len(_blocks_with_rows(routing))
-    if rows_of_blocks is not None:
-        blocks = int((rows_of_blocks > 0).sum()) + int(
-            int(rows_of_blocks.sum()) < routing.num_embeddings
-        )
-    if blocks == 1:
-        return 0
+ROWS_PER_GROUP, GROUPS_PER_RECORD, RECORD_INTS = 8, 128, 6
+"""Of a sparse directory: rows of a byte, bytes that a record tells of, and its int32."""
+MOST_BLOCKS_OF_SETS = 62
+IDS_AT_A_TIME = 1 << 14
+"""Ids that torch's own operators find at a time in a sparse directory: some KB each."""
+
+
+@dataclass(frozen=True)
+class SparseLayout:
+    """Layout of a sparse directory, in int32: M and G, a record of every 1,024 rows, a byte of each
+    of G groups of eight rows that have a stored one, and a rank directory of the M stored rows.
+
+    A record says how many stored rows and groups stand before it, and which of its groups have any.
+    """
+
+    num_rows: int
+    num_stored: int
+    num_groups: int
+    num_blocks: int
+
+    @property
+    def num_records(self) -> int:
+        """Records of all rows."""
+        return -(-self.num_rows // (ROWS_PER_GROUP * GROUPS_PER_RECORD))
+
+    @property
+    def first_group(self) -> int:
+        """The first byte of the groups, from that of the directory."""
+        return 4 * (2 + RECORD_INTS * self.num_records)
+
+    @property
+    def first_rank(self) -> int:
+        """The first byte of the rank directory, so far that eight groups are read at a time."""
+        return self.first_group + 8 * (1 + -(-self.num_groups // 8))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a directory."""
+        ranks = RecordLayout(self.num_blocks).num_bytes(self.num_stored)
+        return self.first_rank + (4 * -(-ranks // 4) if self.num_blocks > 1 else 0)
+
+
+def directory_bytes(routing: RowRouting, is_stored: Tensor) -> int:
+    """Returns the bytes of a directory, which says where every row of the blocks stands whose rows
+    take bytes, ``(S,)``."""
+    return _layout_of(routing, is_stored)[1]
+
+
+def _layout_of(
+    routing: RowRouting, is_stored: Tensor
+) -> tuple[tuple[int, ...], int, SparseLayout | None]:
+    """The blocks that a directory names, the last of them for rows that are not stored; its bytes;
+    its layout where a sparse one is the smallest."""
+    rows, num_rows = routing.row_counts() * is_stored, routing.num_embeddings
+    numbers, num_stored = rows.nonzero().flatten().tolist(), int(rows.sum())
+    if num_stored < num_rows or not numbers:
+        numbers = [*numbers, routing.num_blocks]
+    blocks = tuple(numbers)
+    if len(blocks) == 1:
+        return blocks, 0, None
     if routing.boundaries is not None:
-        return routing.boundaries.nbytes
-    return RecordLayout(blocks).num_bytes(routing.num_embeddings)
+        return blocks, routing.boundaries.nbytes, None
+    _check_count(routing.num_blocks)
+    num_bytes = RecordLayout(len(blocks)).num_bytes(num_rows)
+    if blocks[-1] == routing.num_blocks <= MOST_BLOCKS_OF_SETS and num_stored < 2**31:
+        num_groups = routing.num_groups(rows > 0)
+        sparse = SparseLayout(num_rows, num_stored, num_groups, len(blocks) - 1)
+        if sparse.num_bytes < num_bytes:
+            return blocks, sparse.num_bytes, sparse
+    return blocks, num_bytes, None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowDirectory:
-    """Directory that finds the block of every row of a table, and its place there; see the
-    module."""
+    """Directory that finds the block of every row of a table, and its place there: boundaries
+    (int64), ranks (uint8) or a sparse one (int32)."""
 
     num_embeddings: int
     num_blocks: int
@@ -310,6 +391,11 @@ class RowDirectory:
             return
         if count > 1:
             _check_count(self.num_blocks)
+        if self.is_sparse:
+            size = self._sparse_layout.num_bytes if self.directory.numel() > 1 and count > 1 else -1
+            requirement = f"{size} bytes for {self.num_embeddings} rows of {count} blocks"
+            check(self.directory.nbytes == size, place, requirement, value)
+            return
         size = RecordLayout(count).num_bytes(self.num_embeddings) if count > 1 else 0
         fits = self.directory.dtype == torch.uint8 and tuple(self.directory.shape) == (size,)
         check(fits, place, f"{size} bytes for {self.num_embeddings} rows of {count} blocks", value)
@@ -319,14 +405,26 @@ class RowDirectory:
         """Whether `directory` holds boundaries."""
         return self.directory.dtype == torch.int64
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether `directory` holds stored rows alone."""
+        return self.directory.dtype == torch.int32
+
+    @property
+    def _sparse_layout(self) -> SparseLayout:
+        num_stored, num_groups = self.directory[:2].tolist()
+        return SparseLayout(self.num_embeddings, num_stored, num_groups, len(self.blocks) - 1)
+
     @classmethod
-    def of(cls, routing: RowRouting) -> RowDirectory:
-        """Builds the directory, a chunk of rows at a time."""
-        blocks = _blocks_with_rows(routing)
-        if len(blocks) == 1:
+    def of(cls, routing: RowRouting, is_stored: Tensor) -> RowDirectory:
+        """Builds the directory of the rows of some blocks, ``(S,)``, a chunk of rows at a time."""
+        blocks, num_bytes, sparse = _layout_of(routing, is_stored)
+        if num_bytes == 0:
             directory = torch.empty(0, dtype=torch.uint8)
         elif routing.boundaries is not None:
             directory = routing.boundaries
+        elif sparse is not None:
+            directory = _sparse_directory(routing, blocks, sparse)
         else:
             directory = _rank_directory(routing, blocks)
         return cls(
@@ -338,48 +436,77 @@ class RowDirectory:
 
     def locate(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Blocks and positions of rows, with torch's own operators; memory about a record for each
-        id."""
+        id. The position of a row that is not stored says nothing."""
         ids = ids.long()
         if len(self.blocks) == 1:
             return torch.full_like(ids, self.blocks[0]), ids
         if self.is_sorted:
             block = torch.bucketize(ids, self.directory[1:].contiguous(), right=True)
             return block, ids - self.directory[block]
-        layout = RecordLayout(len(self.blocks))
-        first = layout.start_bytes(self.num_embeddings)
-        starts = self.directory[:first].clone().view(torch.int64).view(-1, layout.num_blocks)
-        records = self.directory[first:].view(-1, layout.record_bytes)[
-            ids // layout.rows_per_record
-        ]
-        counts, planes = records.tensor_split([COUNT_BYTES * layout.num_blocks], dim=1)
-        planes = planes.reshape(len(ids), layout.num_planes, layout.rows_per_record // 8)
-        row = ids % layout.rows_per_record
-        byte = planes.gather(2, (row // 8).view(-1, 1, 1).expand(-1, layout.num_planes, 1)).squeeze(
-            2
-        )
-        bits = byte >> (row % 8).unsqueeze(1).to(torch.uint8) & 1
-        place = (bits.long() << torch.arange(layout.num_planes, device=ids.device)).sum(1)
-        place = place.clamp(max=layout.num_blocks - 1)  # a damaged directory may say more
-        same = _all_of(planes ^ (bits - 1).unsqueeze(2))
-        bytes_before = torch.arange(layout.rows_per_record // 8, device=ids.device) - (
-            row // 8
-        ).unsqueeze(1)
-        last = ((1 << row % 8) - 1).unsqueeze(1)
-        same &= torch.where(bytes_before < 0, 255, torch.where(bytes_before == 0, last, 0)).to(
-            torch.uint8
-        )
-        rank = _BITS_OF_BYTE.to(ids.device)[same.long()].sum(1, dtype=torch.int64)
-        at = (COUNT_BYTES * place).unsqueeze(1) + torch.arange(COUNT_BYTES, device=ids.device)
-        low, high = counts.gather(1, at).long().unbind(1)
-        count = low + (high << 8)
-        block = torch.tensor(self.blocks, device=ids.device)[place]
-        return block, starts[ids // ROWS_PER_START, place] + count + rank
+        if self.is_sparse:
+            parts = [self._locate_stored(part) for part in ids.split(IDS_AT_A_TIME)]
+            place, position = (torch.cat(part) for part in zip(*parts, strict=True))
+        else:
+            layout = RecordLayout(len(self.blocks))
+            place, position = _locate_by_rank(self.directory, self.num_embeddings, layout, ids)
+        return torch.tensor(self.blocks, device=ids.device)[place], position
+
+    def _locate_stored(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of a sparse directory: the last place is that of rows that are not stored."""
+        layout, data = self._sparse_layout, self.directory.view(torch.uint8)
+        groups, ranks = data[layout.first_group : layout.first_rank], data[layout.first_rank :]
+        records = data[8 : layout.first_group].view(-1, 4 * RECORD_INTS)
+        records = records[ids // (ROWS_PER_GROUP * GROUPS_PER_RECORD)]
+        rows_before, groups_before = records[:, :8].clone().view(torch.int32).long().unbind(1)
+        group, row = ids // ROWS_PER_GROUP % GROUPS_PER_RECORD, ids % ROWS_PER_GROUP
+        bits = records[:, 8:, None] >> torch.arange(8, dtype=torch.uint8, device=ids.device) & 1
+        bits = bits.flatten(1)
+        is_there = bits.gather(1, group[:, None])[:, 0] > 0
+        is_ahead = torch.arange(GROUPS_PER_RECORD, device=ids.device) < group[:, None]
+        bits &= is_ahead
+        number = groups_before[:, None] + bits.cumsum(1) - bits  # of each group with a bit
+        last = max(layout.num_groups - 1, 0)  # a damaged directory may say more
+        bits_of_byte = _BITS_OF_BYTE.to(ids.device)
+        rows_ahead = bits_of_byte[groups[number.clamp(0, last)].long()] * bits
+        byte = groups[(groups_before + bits.sum(1)).clamp(0, last)].long()
+        is_there &= (byte >> row & 1) > 0
+        position = rows_before + rows_ahead.sum(1) + bits_of_byte[byte & (1 << row) - 1]
+        position = position.clamp(0, max(layout.num_stored - 1, 0))
+        place = torch.zeros_like(ids)
+        if layout.num_blocks > 1:
+            of_blocks = RecordLayout(layout.num_blocks)
+            place, position = _locate_by_rank(ranks, layout.num_stored, of_blocks, position)
+        return torch.where(is_there, place, layout.num_blocks), position
 
 
-def _blocks_with_rows(routing: RowRouting) -> tuple[int, ...]:
-    if routing.boundaries is None:
-        _check_count(routing.num_blocks)
-    return tuple(routing.row_counts(include_unassigned=True).nonzero().flatten().tolist())
+def _locate_by_rank(
+    directory: Tensor, num_rows: int, layout: RecordLayout, ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Which of the blocks of a rank directory rows have, and where they stand in it."""
+    first = layout.start_bytes(num_rows)
+    starts = directory[:first].clone().view(torch.int64).view(-1, layout.num_blocks)
+    num_records = -(-num_rows // layout.rows_per_record)
+    records = directory[first : first + layout.record_bytes * num_records]
+    records = records.view(-1, layout.record_bytes)[ids // layout.rows_per_record]
+    counts, planes = records.tensor_split([COUNT_BYTES * layout.num_blocks], dim=1)
+    planes = planes.reshape(len(ids), layout.num_planes, layout.rows_per_record // 8)
+    row = ids % layout.rows_per_record
+    byte = planes.gather(2, (row // 8).view(-1, 1, 1).expand(-1, layout.num_planes, 1)).squeeze(2)
+    bits = byte >> (row % 8).unsqueeze(1).to(torch.uint8) & 1
+    place = (bits.long() << torch.arange(layout.num_planes, device=ids.device)).sum(1)
+    place = place.clamp(max=layout.num_blocks - 1)  # a damaged directory may say more
+    same = _all_of(planes ^ (bits - 1).unsqueeze(2))
+    bytes_before = torch.arange(layout.rows_per_record // 8, device=ids.device) - (
+        row // 8
+    ).unsqueeze(1)
+    last = ((1 << row % 8) - 1).unsqueeze(1)
+    same &= torch.where(bytes_before < 0, 255, torch.where(bytes_before == 0, last, 0)).to(
+        torch.uint8
+    )
+    rank = _BITS_OF_BYTE.to(ids.device)[same.long()].sum(1, dtype=torch.int64)
+    at = (COUNT_BYTES * place).unsqueeze(1) + torch.arange(COUNT_BYTES, device=ids.device)
+    low, high = counts.gather(1, at).long().unbind(1)
+    return place, starts[ids // ROWS_PER_START, place] + low + (high << 8) + rank
 
 
 def _check_count(num_blocks: int) -> None:
@@ -407,8 +534,7 @@ def _rank_directory(routing: RowRouting, blocks: tuple[int, ...]) -> Tensor:
     first = layout.start_bytes(num_rows)
     starts = directory[:first].view(torch.int64).view(-1, layout.num_blocks)
     records = directory[first:].view(-1, layout.record_bytes)
-    place_of_block = torch.zeros(routing.num_blocks + 1, dtype=torch.int64)
-    place_of_block[torch.tensor(blocks)] = torch.arange(layout.num_blocks)
+    place_of_block = _places_of(routing, blocks)
     rows_before = torch.zeros(layout.num_blocks, dtype=torch.int64)
     for rows, of_rows in routing.blocks_of_all():  # chunks begin at multiples of ROWS_PER_START
         places = place_of_block[of_rows]
@@ -429,6 +555,50 @@ def _rank_directory(routing: RowRouting, blocks: tuple[int, ...]) -> Tensor:
         )
         rows_before += counts[-1]
     return directory
+
+
+def _places_of(routing: RowRouting, blocks: tuple[int, ...]) -> Tensor:
+    """The place of each block, ``(S + 1,)``; the last one for those that are not named."""
+    places = torch.full((routing.num_blocks + 1,), len(blocks) - 1)
+    places[torch.tensor(blocks)] = torch.arange(len(blocks))
+    return places
+
+
+def _sparse_directory(routing: RowRouting, blocks: tuple[int, ...], layout: SparseLayout) -> Tensor:
+    directory = torch.zeros(layout.num_bytes // 4, dtype=torch.int32)
+    directory[:2] = torch.tensor([layout.num_stored, layout.num_groups])
+    data, places = directory.view(torch.uint8), _places_of(routing, blocks)
+    records = directory[2 : layout.first_group // 4].view(-1, RECORD_INTS)
+    groups = data[layout.first_group : layout.first_rank]
+    of_stored = torch.empty(layout.num_stored, dtype=torch.uint8)
+    per_record = ROWS_PER_GROUP * GROUPS_PER_RECORD
+    num_rows = num_groups = 0
+    for rows, of_rows in routing.blocks_of_all():  # chunks begin at multiples of a record
+        here = places[of_rows].to(torch.uint8)
+        is_stored = pad(here < layout.num_blocks, (0, -len(here) % per_record))
+        hot = here[here < layout.num_blocks]
+        of_stored[num_rows : num_rows + len(hot)] = hot
+        bytes_of_groups = _bytes_of(is_stored)
+        has_rows = bytes_of_groups > 0
+        full = bytes_of_groups[has_rows]
+        groups[num_groups : num_groups + len(full)] = full
+        counts = torch.stack([is_stored.view(-1, per_record).sum(1), has_rows.view(-1, 128).sum(1)])
+        first = counts.cumsum(1) - counts + torch.tensor([[num_rows], [num_groups]])
+        of_chunk = records[rows.start // per_record :][: counts.shape[1]]
+        of_chunk[:, :2] = first.T
+        of_chunk[:, 2:] = _bytes_of(has_rows).view(torch.int32).view(-1, RECORD_INTS - 2)
+        num_rows, num_groups = num_rows + len(hot), num_groups + len(full)
+    if layout.num_blocks > 1:
+        routing_of_stored = RowRouting(layout.num_stored, layout.num_blocks, block_of_row=of_stored)
+        ranks = _rank_directory(routing_of_stored, tuple(range(layout.num_blocks)))
+        data[layout.first_rank : layout.first_rank + len(ranks)] = ranks
+    return directory
+
+
+def _bytes_of(bits: Tensor) -> Tensor:
+    """Bytes of eight bits each, the lowest first."""
+    eights = bits.view(-1, 8).to(torch.uint8)
+    return (eights << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
 
 
 def _counts_of_records(places: Tensor, layout: RecordLayout) -> Tensor:

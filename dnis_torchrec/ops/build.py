@@ -219,7 +219,7 @@ def once(function: Callable[[], bool]) -> Callable[[], bool]:
 LOOKUPS = NativeLibrary(
     name="packed",
     place="packed lookup",
-    sources=(CSRC / "packed.cpp", CSRC / "packed_kernel.h", CSRC / "fused_bags.h"),
+    sources=(CSRC / "packed.cpp", CSRC / "packed_kernel.h"),
     without="lookups run on torch's operators, many times slower",
     instruction_set_function="dnis_instruction_set",
 )

@@ -166,7 +166,7 @@ def _rows_of_table(
 
     num_rows, first_block, num_blocks, of_rows, of_directory = fields
     directory = rows.new_empty(0, dtype=torch.uint8) if of_directory < 0 else tables[of_directory]
-    num_known = num_blocks - 1 if directory.dtype == torch.int64 else num_blocks
+    num_known = num_blocks - (directory.dtype == torch.int64)
     directory_of_rows = RowDirectory(
         num_embeddings=num_rows,
         num_blocks=num_known,

@@ -20,7 +20,7 @@ from dnis_torchrec.ops.packed import COLUMNS_PER_GROUP, GROUP_FIELDS
 if batches_triton.triton is not None:
     import triton.language as tl
 
-NO_DIRECTORY, SORTED, RANKS = 0, 1, 2
+NO_DIRECTORY, SORTED, RANKS, SPARSE = 0, 1, 2, 3
 BAGS_PER_SEGMENT, IDS_PER_STEP, WARPS_PER_SEARCH = 64, 128, 4
 """Bags whose ids, side by side in memory, one program takes, and how many ids at a time."""
 GROUP_BITS = 24
@@ -41,7 +41,6 @@ class Feature(NamedTuple):
 
     rows: int
     directory: int
-    records: int
     record_bytes: int
     num_rows: int
     first_block: int
@@ -51,40 +50,6 @@ class Feature(NamedTuple):
     embedding_dim: int
     is_mean: int
     layer: int
-
-
-def find_rows_(
-    places: Tensor,
-    fault: Tensor,
-    ids: Tensor,
-    offsets: Tensor,
-    features: Tensor,
-    block_layout: Tensor,
-    sizes: tuple[int, int, int],
-    directory: Directory,
-    *,
-    checks_ids: bool,
-) -> None:
-    """Finds the rows of all ids of some features. Local; the GPU alone waits for it."""
-    _search_kernel[(batches_triton.triton.cdiv(sizes[2], BAGS_PER_SEGMENT), len(features))](
-        ids,
-        offsets,
-        features,
-        block_layout,
-        places,
-        fault,
-        *sizes,
-        checks_ids=checks_ids,
-        kind=directory.kind,
-        num_planes=directory.num_planes,
-        rows_per_record=directory.rows_per_record,
-        rows_per_start=ROWS_PER_START,
-        fields_per_feature=len(Feature._fields),
-        bags_per_segment=BAGS_PER_SEGMENT,
-        ids_per_step=IDS_PER_STEP,
-        group_bits=GROUP_BITS,
-        num_warps=WARPS_PER_SEARCH,
-    )
 
 
 def _count_of_bits(bits):  # type: ignore[no-untyped-def]
@@ -117,6 +82,39 @@ def _place_in_record(  # type: ignore[no-untyped-def]  # as above
     return block, tl.sum(_count(same), axis=1)
 
 
+def _row_among_stored(directory, row, is_row, num_rows):  # type: ignore[no-untyped-def]  # as above
+    """Whether each row is stored by a sparse directory, how many stored ones stand before it, and
+    where their ranks begin."""
+    head = directory.to(tl.pointer_type(tl.int32))
+    num_stored, num_groups = tl.load(head), tl.load(head + 1)
+    record = directory + 8 + row // 1024 * 24
+    of_record = record.to(tl.pointer_type(tl.int32))
+    rank = tl.load(of_record, mask=is_row, other=0)
+    first = tl.load(of_record + 1, mask=is_row, other=0)
+    group, number = (row // 8 % 128).to(tl.int32), tl.arange(0, 8)
+    address = ((record + 8)[:, None] + number[None, :] * 2).to(tl.pointer_type(tl.uint16))
+    bits = tl.load(address, mask=is_row[:, None], other=0).to(tl.int32)
+    offset = group[:, None] - number[None, :] * 16
+    inside = tl.minimum(tl.maximum(offset, 0), 16)
+    before = tl.sum(_count(bits & (((inside * 0 + 1) << inside) - 1)), axis=1)
+    word = tl.sum(tl.where((offset >= 0) & (offset < 16), bits, 0), axis=1)
+    is_stored = is_row & (((word >> (group % 16)) & 1) != 0)
+    is_stored = is_stored & (first >= 0) & (first < num_groups - before)
+    groups = directory + 8 + (num_rows + 1023) // 1024 * 24
+    of_row = groups + first
+    address = (of_row + before).to(tl.pointer_type(tl.uint8))
+    byte, place = tl.load(address, mask=is_stored, other=0).to(tl.int32), (row % 8).to(tl.int32)
+    rank += _count(byte & (((place * 0 + 1) << place) - 1))
+    for start in range(0, 128, 32):
+        step = start + tl.arange(0, 32)
+        bytes_ahead = (of_row[:, None] + step[None, :]).to(tl.pointer_type(tl.uint8))
+        is_ahead = is_stored[:, None] & (step[None, :] < before[:, None])
+        rank += tl.sum(_count(tl.load(bytes_ahead, mask=is_ahead, other=0).to(tl.int32)), axis=1)
+    is_stored = is_stored & (((byte >> place) & 1) != 0) & (rank >= 0) & (rank < num_stored)
+    ranks = groups + ((num_groups + 7) // 8 + 1) * 8
+    return is_stored, tl.where(is_stored, rank, 0).to(tl.int64), num_stored, ranks
+
+
 def _where_rows_stand(  # type: ignore[no-untyped-def]  # as above
     feature,
     row,
@@ -127,7 +125,7 @@ def _where_rows_stand(  # type: ignore[no-untyped-def]  # as above
     rows_per_start: tl.constexpr,
 ):
     """The block of each row, and its position there."""
-    block, position, num_blocks = (row * 0).to(tl.int32), row, tl.load(feature + 6)
+    block, position, num_blocks = (row * 0).to(tl.int32), row, tl.load(feature + 5)
     if kind == 1:
         bounds = tl.load(feature + 1).to(tl.pointer_type(tl.int64))
         first = row * 0
@@ -137,17 +135,24 @@ def _where_rows_stand(  # type: ignore[no-untyped-def]  # as above
             block += tl.where(bound <= row, 1, 0)
             first = tl.where(bound <= row, tl.maximum(first, bound), first)
         position = row - first
-    if kind == 2:
-        record = tl.load(feature + 2) + row // rows_per_record * tl.load(feature + 3)
+    if kind >= 2:
+        ranks, is_ranked, num_rows = tl.load(feature + 1), is_row, tl.load(feature + 3)
+        if kind == 3:
+            num_blocks -= 1  # the last one is of rows that are not stored
+            is_ranked, position, num_rows, ranks = _stored(ranks, row, is_row, num_rows)
+        row = position
+    if num_planes > 0:
+        starts = (num_rows + rows_per_start - 1) // rows_per_start
+        record = ranks + starts * num_blocks * 8 + row // rows_per_record * tl.load(feature + 2)
         place = (row % rows_per_record).to(tl.int32)
-        block, rank = _place(record, place, is_row, num_blocks, num_planes, rows_per_record)
-        is_block = is_row & (block < num_blocks)
-        starts = (
-            tl.load(feature + 1).to(tl.pointer_type(tl.int64)) + row // rows_per_start * num_blocks
-        )
+        block, rank = _place(record, place, is_ranked, num_blocks, num_planes, rows_per_record)
+        is_block = is_ranked & (block < num_blocks)
+        starts = ranks.to(tl.pointer_type(tl.int64)) + row // rows_per_start * num_blocks
         start = tl.load(starts + block, mask=is_block, other=0)
         count = tl.load((record + 2 * block).to(tl.pointer_type(tl.uint16)), mask=is_block, other=0)
         position = start + count.to(tl.int64) + rank
+    if kind == 3:
+        block = tl.where(is_ranked, block, num_blocks)
     return block, position
 
 
@@ -155,18 +160,17 @@ def _segment_of_bags(  # type: ignore[no-untyped-def]  # as above
     offsets, feature, segment, num_ids, num_bags, batch_size, bags_per_segment: tl.constexpr
 ):
     """Where the ids of a segment begin and end, and whether that can be: where not, both are 0."""
-    first, last = (
-        segment * bags_per_segment,
-        tl.minimum((segment + 1) * bags_per_segment, batch_size),
-    )
-    bags = offsets + tl.load(feature + 7) * batch_size
+    first = segment * bags_per_segment
+    last = tl.minimum(first + bags_per_segment, batch_size)
+    bags = offsets + tl.load(feature + 6) * batch_size
     begin, end = tl.load(bags + first).to(tl.int64), tl.load(bags + last).to(tl.int64)
     is_sound = (begin >= 0) & (begin <= end) & (end <= num_ids)
     is_sound = is_sound & (tl.load(offsets) == 0) & (tl.load(offsets + num_bags) == num_ids)
     return tl.where(is_sound, begin, 0), tl.where(is_sound, end, 0), is_sound
 
 
-_count, _place, _locate = (jit(_count_of_bits), jit(_place_in_record), jit(_where_rows_stand))
+_count, _place, _stored = jit(_count_of_bits), jit(_place_in_record), jit(_row_among_stored)
+_locate = jit(_where_rows_stand)
 segment_of_bags = jit(_segment_of_bags)
 
 
@@ -197,12 +201,9 @@ def _find_rows(  # type: ignore[no-untyped-def]  # as above
     begin, end, is_sound = segment_of_bags(
         offsets, feature, segment, num_ids, num_bags, batch_size, bags_per_segment
     )
-    bad, layer = tl.where(is_sound, 0, 1), places + tl.load(feature + 11) * num_ids
-    of_blocks, num_rows, num_blocks = (
-        blocks + tl.load(feature + 5) * 4,
-        tl.load(feature + 4),
-        tl.load(feature + 6),
-    )
+    bad, layer = tl.where(is_sound, 0, 1), places + tl.load(feature + 10) * num_ids
+    num_rows, num_blocks = tl.load(feature + 3), tl.load(feature + 5)
+    of_blocks = blocks + tl.load(feature + 4) * 4
     for first in range(begin, end, ids_per_step):
         position = first + tl.arange(0, ids_per_step)
         is_id = position < end
@@ -214,10 +215,8 @@ def _find_rows(  # type: ignore[no-untyped-def]  # as above
         )
         is_block = is_row & (block >= 0) & (block < num_blocks)
         of_block = of_blocks + block * 4
-        first_byte, size = (
-            tl.load(of_block, mask=is_block, other=0),
-            tl.load(of_block + 1, mask=is_block, other=0),
-        )
+        first_byte = tl.load(of_block, mask=is_block, other=0)
+        size = tl.load(of_block + 1, mask=is_block, other=0)
         stride = tl.load(of_block + 2, mask=is_block, other=0)
         group = tl.load(of_block + 3, mask=is_block, other=-1)
         exists = is_block & ((group < 0) | ((within >= 0) & (within < size)))
@@ -257,55 +256,48 @@ def triton_packed_embedding_bag(
     if batch_size == 0:
         return out
     num_keys, num_features = (offsets.numel() - 1) // batch_size, len(feature_layout)
-    check(
-        keys is not None or num_keys == num_features,
-        "offsets",
-        "bags for each feature",
-        f"those of {num_keys} keys",
-    )
-    check(
-        len(groups) <= 1 << GROUP_BITS,
-        "tables",
-        f"at most {1 << GROUP_BITS:,} groups of columns",
-        len(groups),
-    )
+    fits = keys is not None or num_keys == num_features
+    check(fits, "offsets", "bags for each feature", f"those of {num_keys} keys")
+    limit = f"at most {1 << GROUP_BITS:,} groups of columns"
+    check(len(groups) <= 1 << GROUP_BITS, "tables", limit, len(groups))
     launches = _launches(
-        tuple((table.data_ptr(), table.dtype == torch.int64) for table in tables),
+        tuple((table.data_ptr(), table.dtype) for table in tables),
         tuple(map(tuple, feature_layout.tolist())),
         tuple(map(tuple, table_layout.tolist())),
         tuple(range(num_features) if keys is None else keys),
     )
-    check_keys([feature.key for features in launches.values() for feature in features], num_keys)
-    layers = 1 + max(
-        (feature.layer for features in launches.values() for feature in features), default=0
-    )
+    every = [feature for features in launches.values() for feature in features]
+    check_keys([feature.key for feature in every], num_keys)
+    layers = 1 + max((feature.layer for feature in every), default=0)
     places = torch.empty(layers, ids.numel(), dtype=torch.int64, device=ids.device)
     fault = torch.zeros(1, dtype=torch.int32, device=ids.device)
     block_layout, columns = block_layout.to(ids.device), _column_constants(groups, ids.device)
     sizes = (ids.numel(), offsets.numel() - 1, batch_size)
     for directory, features in launches.items():
         of_features = on_device(features, ids.device)
-        find_rows_(
-            places,
-            fault,
+        num_segments = batches_triton.triton.cdiv(batch_size, BAGS_PER_SEGMENT)
+        _search_kernel[(num_segments, len(features))](
             ids,
             offsets,
             of_features,
             block_layout,
-            sizes,
-            directory,
+            places,
+            fault,
+            *sizes,
             checks_ids=not zero_unknown,
+            **directory._asdict(),
+            rows_per_start=ROWS_PER_START,
+            fields_per_feature=len(Feature._fields),
+            bags_per_segment=BAGS_PER_SEGMENT,
+            ids_per_step=IDS_PER_STEP,
+            group_bits=GROUP_BITS,
+            num_warps=WARPS_PER_SEARCH,
         )
         columns_per_program, programs_per_bag = column_programs(
             [feature.embedding_dim for feature in features]
         )
-        _kernel[
-            (
-                batches_triton.triton.cdiv(batch_size, BAGS_PER_PROGRAM),
-                len(features),
-                programs_per_bag,
-            )
-        ](
+        num_programs = batches_triton.triton.cdiv(batch_size, BAGS_PER_PROGRAM)
+        _kernel[(num_programs, len(features), programs_per_bag)](
             places,
             offsets,
             places if per_sample_weights is None else per_sample_weights,
@@ -359,7 +351,7 @@ def _column_constants(groups: Tensor, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _launches(
-    tables: tuple[tuple[int, bool], ...],
+    tables: tuple[tuple[int, torch.dtype], ...],
     feature_layout: tuple[tuple[int, ...], ...],
     table_layout: tuple[tuple[int, ...], ...],
     keys: tuple[int, ...],
@@ -369,17 +361,16 @@ def _launches(
     launches: dict[Directory, list[Feature]] = defaultdict(list)
     for index, (table, first_column, embedding_dim, is_mean) in enumerate(feature_layout):
         num_rows, first_block, num_blocks, of_rows, of_directory = table_layout[table]
-        kind, layout, start = NO_DIRECTORY, RecordLayout(2), 0
+        kind, num_ranked, start = NO_DIRECTORY, 1, 0
         if of_directory >= 0:
-            start, is_sorted = tables[of_directory]
-            kind = SORTED if is_sorted else RANKS
-        if kind == RANKS:
-            layout = RecordLayout(num_blocks)
+            start, dtype = tables[of_directory]
+            kind = {torch.int64: SORTED, torch.int32: SPARSE}.get(dtype, RANKS)
+            num_ranked = {RANKS: num_blocks, SPARSE: num_blocks - 1}.get(kind, 1)
+        layout = RecordLayout(num_ranked)
         launches[Directory(kind, layout.num_planes, layout.rows_per_record)].append(
             Feature(
                 rows=tables[of_rows][0] if of_rows >= 0 else 0,
                 directory=start,
-                records=start + layout.start_bytes(num_rows),
                 record_bytes=layout.record_bytes,
                 num_rows=num_rows,
                 first_block=first_block,
@@ -414,7 +405,7 @@ def _bags_of_program(  # type: ignore[no-untyped-def]
     bag = tl.broadcast_to(
         (first + tl.arange(0, bags_per_program))[:, None], (bags_per_program, columns_per_program)
     )
-    place = offsets + tl.load(feature + 7) * batch_size + tl.minimum(bag, batch_size - 1)
+    place = offsets + tl.load(feature + 6) * batch_size + tl.minimum(bag, batch_size - 1)
     begin, end = tl.load(place).to(tl.int64), tl.load(place + 1).to(tl.int64)
     is_sound = (begin >= lowest) & (begin <= end) & (end <= highest) & is_segment
     length = tl.where(is_sound & (bag < batch_size), end - begin, 0).to(tl.int32)
@@ -513,11 +504,11 @@ def _pool_bags(  # type: ignore[no-untyped-def]  # as above
     bad = tl.max(tl.max(tl.where(is_sound, 0, 1), axis=1), axis=0)
     tl.store(fault, 1, mask=bad != 0)
     column = tl.program_id(2) * columns_per_program + tl.arange(0, columns_per_program)
-    is_column = (column < tl.load(feature + 9))[None, :]
+    is_column = (column < tl.load(feature + 8))[None, :]
     lanes = columns + 2 * column[None, :]  # groups follow one another: their columns do, too
-    rows, here = tl.load(feature), places + tl.load(feature + 11) * num_ids + begin
+    rows, here = tl.load(feature), places + tl.load(feature + 10) * num_ids + begin
     if is_one_block:  # then rows differ in nothing but their bytes, and constants are loaded once
-        group = tl.load(blocks + tl.load(feature + 5) * 4 + 3)
+        group = tl.load(blocks + tl.load(feature + 4) * 4 + 3)
         constants = lanes + 2 * group * columns_per_group
         low_of_all = tl.load(constants, mask=is_column & (group >= 0), other=0)
         high_of_all = tl.load(constants + 1, mask=is_column & (group >= 0), other=0)
@@ -539,10 +530,10 @@ def _pool_bags(  # type: ignore[no-untyped-def]  # as above
         if has_weights:
             value *= tl.load(weights + begin + step, mask=place >= 0, other=0.0)
         sums += value
-    count = tl.where(tl.load(feature + 10) != 0, tl.maximum(length, 1), 1).to(
+    count = tl.where(tl.load(feature + 9) != 0, tl.maximum(length, 1), 1).to(
         tl.float32
     )  # MEAN divides
-    to = out + bag * width + tl.load(feature + 8) + column[None, :]
+    to = out + bag * width + tl.load(feature + 7) + column[None, :]
     tl.store(to, tl.div_rn(sums, count), mask=(bag < batch_size) & is_column)
 
 

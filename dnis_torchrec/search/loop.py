@@ -78,7 +78,7 @@ class SearchLoop:
         >>> tables = [EmbeddingBagConfig(name="t", feature_names=["f"], **shape)]
         >>> counts = count_frequencies([features], tables)
         >>> model = DLRM(EmbeddingBagCollection(tables=tables), 2, [8], [8, 1])
-        >>> model = prepare_(model, blocks_from_counts(counts, tables, num_blocks=2))
+        >>> model = prepare_(model, blocks_from_counts(counts, tables, num_blocks=2, least_rows=1))
         >>> task = TrainTask(model, nn.BCEWithLogitsLoss())
         >>> sharded = DistributedModelParallel(task, device=torch.device("cpu"))
         >>> adam = KeyedOptimizerWrapper(dict(sharded.named_parameters()), torch.optim.Adam)

@@ -100,7 +100,8 @@ def prepare_(
         ... )
         >>> model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table])})
         >>> counts = FrequencyCounts({"t": torch.tensor([3, 2, 1, 0])}, {"f": 1}, 6)
-        >>> type(prepare_(model, blocks_from_counts(counts, [table], num_blocks=2))["ebc"]).__name__
+        >>> blocks = blocks_from_counts(counts, [table])
+        >>> type(prepare_(model, blocks)["ebc"]).__name__
         'SoftSelectionEmbeddingBagCollection'
         >>> type(merge_(model)["ebc"]).__name__
         'EmbeddingBagCollection'

@@ -101,7 +101,7 @@ class PackedTable:
         is_code = is_coded(bits)
         return cls(
             bits=bits,
-            directory=RowDirectory.of(table.routing),
+            directory=RowDirectory.of(table.routing, (bits > 0).any(dim=1)),
             rows=rows,
             scales=scale[is_code].bfloat16(),
             shifts=shift[is_code].to(torch.int16),

@@ -382,9 +382,10 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
         """Builds the module from dense tables that were merged and pruned; only retained parts are
         copied.
 
-        It is to train on, so rows of no block, as those that the counts never saw, have a place in
-        the last block that retains a column, and learn once they turn up. They begin as TorchRec's
-        rows do, uniform within 1 / sqrt(N).
+        It is to train on, so rows of no block, or of one that retains no column, as those that the
+        counts never saw, have a place in the last block that retains one, and learn once they turn
+        up. Rows of no block begin as TorchRec's rows do, uniform within 1 / sqrt(N), the others
+        with the values that they have.
 
         Args:
             scheme: the tables of one collection.
@@ -392,8 +393,7 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
             device: where the blocks' tables go.
             dim_multiple: every width is a multiple of this, see the class.
             unknown_ids: ``"error"`` or ``"zero"`` for ids that are no rows.
-            new_rows: False gives rows of no block no place, as in exported tables: they are zero
-                for good.
+            new_rows: False gives such rows no place, as in exported tables: they are zero for good.
 
         Raises:
             ValueError: if a table is missing or has another shape.

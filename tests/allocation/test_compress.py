@@ -175,7 +175,7 @@ def test_several_sizes_share_what_was_measured_and_the_model_stays(monkeypatch: 
 
 
 def test_every_row_has_a_block_and_counts_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LEAST_ROWS", 1)
+    monkeypatch.setattr(module, "blocks_from_counts", partial(module.blocks_from_counts, least_rows=1))
     counted = measure_(trained(), BATCHES, loss=nn.MSELoss())
     given = measure_(trained(), BATCHES, loss=nn.MSELoss(), counts=counted.counts)
     for name, (rows, _) in ROWS.items():
@@ -324,7 +324,7 @@ def _table(rows: int, dim: int) -> tuple[EmbeddingBagCollection, FrequencyCounts
     config = EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=dim, feature_names=["f"])
     torch.manual_seed(0)
     counts = FrequencyCounts({"t": _skewed(rows)}, {"f": 1}, 1000)
-    blocks = blocks_from_counts(counts, [config], num_blocks=2)
+    blocks = blocks_from_counts(counts, [config], num_blocks=2, least_rows=1)
     return EmbeddingBagCollection(tables=[config]), counts, blocks
 
 

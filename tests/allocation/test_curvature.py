@@ -115,7 +115,7 @@ def make_blocks(case: Case) -> RowBlocks:
     drawn["a"] = drawn["a"].sort(descending=True).values
     counts = FrequencyCounts(drawn, dict(zip(LENGTHS, case.lengths, strict=True)), 60)
     configs = [config(name, case) for name in ROWS]
-    blocks = blocks_from_counts(counts, configs, num_blocks=case.num_blocks)
+    blocks = blocks_from_counts(counts, configs, num_blocks=case.num_blocks, least_rows=1)
     if not case.unassigned:
         return blocks
     dropped = {name: torch.arange(rows) >= rows - case.unassigned for name, rows in ROWS.items()}
@@ -379,7 +379,9 @@ def test_a_model_that_looks_untrained_is_told(
 ) -> None:
     model, batches = trained(steps)
     tables = [config for own in collections(model).values() for config in own.embedding_bag_configs()]
-    blocks = blocks_from_counts(count_frequencies([b.sparse_features for b in batches], tables), tables, num_blocks=3)
+    blocks = blocks_from_counts(
+        count_frequencies([b.sparse_features for b in batches], tables), tables, num_blocks=3, least_rows=1
+    )
     with caplog.at_level(logging.WARNING):
         curvature(model, batches, blocks, loss=BCE)
     assert (caplog.messages == []) is looks_trained

@@ -229,7 +229,7 @@ def test_a_prepared_model_is_turned_like_a_plain_one() -> None:
     model = build("wide_deep")
     configs = model.embedding_bag_collection.embedding_bag_configs()
     counts, kjt = counts_of(model), features_of(model)
-    blocks = blocks_from_counts(counts, configs, num_blocks=3)
+    blocks = blocks_from_counts(counts, configs, num_blocks=3, least_rows=1)
     sharded = shard_as(prepare_(model, blocks), "table_wise")
     predicted = sharded(torch.zeros(BATCH_SIZE, 0), kjt).detach()
     assert len(rotate_(sharded, counts, optimizer_of(sharded, sgd))) == 2
@@ -330,7 +330,7 @@ def test_a_frozen_table_is_not_turned_nor_what_would_turn_with_it(name: str, sea
     assert all("movie" not in tables for tables in groups)
     before, features = frozen.detach().clone(), features_of(model)
     if searched:
-        prepare_(model, blocks_from_counts(counts, module.embedding_bag_configs(), num_blocks=2))
+        prepare_(model, blocks_from_counts(counts, module.embedding_bag_configs(), num_blocks=2, least_rows=1))
     expected = model(dense_features=torch.zeros(BATCH_SIZE, 1), sparse_features=features)
     sharded = shard_model(model, CPU)
     optimizer = KeyedOptimizerWrapper(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -24,7 +24,7 @@ from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.blocks import NUM_BLOCKS
 from dnis_torchrec.blocks import counts as counts_module
 from dnis_torchrec.blocks import routing as routing_module
-from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.blocking import LEAST_ROWS, RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.codes import (
     DIAGONAL_SHARE,
     TABLE_SHARE,
@@ -114,7 +114,7 @@ def counts_of(counts: Counts) -> FrequencyCounts:
 
 
 def blocks_of(counts: Counts, **options) -> RowBlocks:
-    return blocks_from_counts(counts_of(counts), tables_of(counts), **options)
+    return blocks_from_counts(counts_of(counts), tables_of(counts), **{"least_rows": 1} | options)
 
 
 @st.composite
@@ -125,18 +125,18 @@ def cases(draw) -> tuple[Counts, int]:
     return counts, draw(st.integers(1, 6))
 
 
-@given(cases(), st.integers(1, 14))
-def test_blocks_of_every_row(case, rows_at_a_time: int) -> None:
+@given(cases(), st.integers(1, 14), st.integers(1, 5))
+def test_blocks_of_every_row(case, rows_at_a_time: int, least_rows: int) -> None:
     """However many rows are looked at together; by boundaries where rows stand in the order of their blocks, those
     never seen last, else one byte per row."""
     counts, num_blocks = case
     with patch.object(counts_module, "ROWS_AT_A_TIME", rows_at_a_time):
-        blocks = blocks_of(counts, num_blocks=num_blocks)
+        blocks = blocks_of(counts, num_blocks=num_blocks, least_rows=least_rows)
     assert list(blocks.routings) == list(counts)
     assert blocks.embedding_dims == {name: DIMS[name] for name in counts}
     assert blocks.max_bag_lengths == counts_of(counts).max_bag_lengths
     for name, rows in counts.items():
-        routing, of_row = blocks.routings[name], reference.blocks_reference(rows, min(num_blocks, len(rows)))
+        routing, of_row = blocks.routings[name], reference.blocks_reference(rows, num_blocks, least_rows)
         assert routing.all_blocks().tolist() == of_row
         members = [[c for c, b in zip(rows, of_row, strict=True) if b == s] for s in range(routing.num_blocks)]
         assert blocks.occurrences[name].tolist() == [sum(member) for member in members]
@@ -180,6 +180,11 @@ def test_many_blocks_take_a_wider_map() -> None:
 
 def test_one_default_everywhere() -> None:
     assert blocks_of({"a": list(range(300))}).routings["a"].num_blocks == NUM_BLOCKS
+    for seen, unseen, num_blocks in [(499, 0, 1), (500, 0, 2), (1999, 249, 8), (5000, 250, 8), (600, 250, 3)]:
+        counts = {"a": [1] * seen + [0] * unseen}
+        default = blocks_from_counts(counts_of(counts), tables_of(counts)).routings["a"]
+        assert default.num_blocks == num_blocks
+        assert default.row_counts()[-1] == unseen or unseen < LEAST_ROWS
     assert measure_.__kwdefaults__["num_blocks"] == SearchSettings.num_blocks == NUM_BLOCKS
 
 
@@ -195,7 +200,7 @@ def test_one_default_everywhere() -> None:
 )
 def test_what_does_not_fit_is_refused(counts: Counts, tables: Counts, options: dict, place: str) -> None:
     with pytest.raises(ValueError, match=f"^{place}"):
-        blocks_from_counts(counts_of(counts), tables_of(tables), **options)
+        blocks_from_counts(counts_of(counts), tables_of(tables), **options, least_rows=1)
 
 
 def row_by_row(routing: RowRouting) -> list[int]:
@@ -271,8 +276,14 @@ ENDS, MAP = torch.tensor([0, 4]), torch.zeros(4, dtype=torch.uint8)
         (lambda: RowRouting(4, 2, block_of_row=MAP[:3]), "one block for each of 4 rows"),
         (lambda: RowRouting.from_map(torch.tensor([0, -1]), 2), r"block_of_row: expected values in 0\.\.2"),
         (lambda: RowRouting.from_map(torch.tensor([0, 3]), 2), r"block_of_row: expected values in 0\.\.2"),
-        (lambda: directory_bytes(RowRouting.from_map(torch.arange(300), 300)), "at most 255 blocks, got 300"),
-        (lambda: RowDirectory.of(RowRouting.from_map(torch.arange(300), 300)), "at most 255 blocks, got 300"),
+        (
+            lambda: directory_bytes(RowRouting.from_map(torch.arange(300), 300), torch.ones(300).bool()),
+            "at most 255 blocks, got 300",
+        ),
+        (
+            lambda: RowDirectory.of(RowRouting.from_map(torch.arange(300), 300), torch.ones(300).bool()),
+            "at most 255 blocks, got 300",
+        ),
         (lambda: directory(blocks=(1, 0)), "blocks: expected rising numbers in 0..2"),
         (lambda: directory(blocks=(0, 3)), "blocks: expected rising numbers in 0..2"),
         (lambda: directory(blocks=()), "blocks: expected rising numbers in 0..2"),
@@ -307,16 +318,73 @@ def test_a_large_table_takes_a_byte_or_two_per_row(
     assert num_rows * bytes_per_row <= taken.peak < num_rows * (bytes_per_row + 1)
 
 
-def check_against_count(routing: RowRouting) -> None:
-    """Block and position of every row, counted."""
-    blocks, counts = row_by_row(routing), Counter[int]()
-    directory = RowDirectory.of(routing)
-    places = zip(*(part.tolist() for part in directory.locate(torch.arange(len(blocks)))), strict=True)
-    for row, (block, position) in enumerate(places):
-        assert block == blocks[row]
-        assert block == routing.num_blocks or position == counts[blocks[row]]
-        counts[blocks[row]] += 1
-    assert directory.directory.nbytes == directory_bytes(routing)
+def check_against_count(routing: RowRouting, is_stored: list[bool] | None = None) -> RowDirectory:
+    """Block and position of every stored row, counted; no stored block for the others."""
+    stored = [True] * routing.num_blocks if is_stored is None else is_stored
+    directory = RowDirectory.of(routing, torch.tensor(stored))
+    blocks, positions = (part.tolist() for part in directory.locate(torch.arange(routing.num_embeddings)))
+    expected = reference.places_reference(row_by_row(routing), stored)
+    for block, position, place in zip(blocks, positions, expected, strict=True):
+        assert place == (block, position) if place else block == len(stored) or not stored[block]
+    assert directory.directory.nbytes == directory_bytes(routing, torch.tensor(stored))
+    return directory
+
+
+@given(routing=reference.routings(max_rows=40, max_blocks=5), data=st.data())
+def test_finds_every_row_whose_block_is_stored(routing: RowRouting, data: st.DataObject) -> None:
+    check_against_count(routing, [data.draw(st.booleans()) for _ in range(routing.num_blocks)])
+
+
+HOT_ROWS = {
+    "none": [],
+    "all": range(3000),
+    "one": [1700],
+    "the first": [0],
+    "the last": [2999],
+    "a run of a record and more": range(1000, 2100),
+    "one of each group": range(5, 3000, 8),
+    "one of each record": range(7, 3000, 1024),
+    "a tenth": [row * 7919 % 3000 for row in range(300)],
+}
+
+
+@pytest.mark.parametrize("num_hot", [1, 2, 7])
+@pytest.mark.parametrize("hot", HOT_ROWS.values(), ids=HOT_ROWS.keys())
+def test_a_sparse_directory_finds_hot_rows_wherever_they_stand(hot: Iterable[int], num_hot: int) -> None:
+    for num_rows in (3000, 2048):
+        rows = torch.tensor([row for row in hot if row < num_rows], dtype=torch.int64)
+        of_row = torch.full((num_rows,), num_hot)
+        of_row[rows] = rows * 31 % num_hot
+        routing = RowRouting.from_map(of_row, num_hot + 1)
+        found = check_against_count(routing, [True] * num_hot + [False])
+        assert found.is_sparse == (0 < len(rows) < num_rows)
+
+
+def test_a_directory_of_few_hot_rows_takes_little() -> None:
+    """.15 bytes a row where nine of ten are cold; and never more than that of all rows."""
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(100_000, generator=generator)
+    of_row = torch.full((100_000,), 7)
+    of_row[order[:10_000]] = torch.arange(10_000) * 7 // 10_000
+    routing, every = RowRouting.from_map(of_row, 8), torch.ones(8, dtype=torch.bool)
+    assert directory_bytes(routing, every) / 100_000 == pytest.approx(0.5, abs=0.01)
+    for num_stored in range(9):
+        found = check_against_count(routing, [s < num_stored for s in range(8)])
+        assert found.directory.nbytes <= 15_000 or num_stored == 8
+        assert found.directory.nbytes <= directory_bytes(routing, every)
+
+
+@pytest.mark.parametrize("column", range(6))
+def test_a_damaged_sparse_directory_leads_nowhere_else(column: int) -> None:
+    of_row = torch.arange(3000) % 97 > 0
+    found = RowDirectory.of(RowRouting.from_map(of_row, 2), torch.tensor([True, False]))
+    for value in (-1, -(2**31), 2**31 - 1):
+        directory = found.directory.clone()
+        directory[2:20].view(-1, 6)[:, column] = value
+        blocks, positions = replace(found, directory=directory).locate(torch.arange(3000))
+        assert set(blocks.tolist()) <= {0, 2}
+        assert int(positions.min()) >= 0
+        assert int(positions.max()) < int((~of_row).sum())
 
 
 @given(
@@ -340,7 +408,10 @@ def test_counts_go_on_behind_65536_rows_and_from_chunk_to_chunk(
     monkeypatch.setattr(routing_module, "ROWS_AT_A_TIME", 1 << 17)
     torch.manual_seed(0)
     routing = RowRouting.from_map(torch.randint(num_blocks + 1, (150_001,)), num_blocks)
-    directory, order = RowDirectory.of(routing), torch.argsort(routing.all_blocks(), stable=True)
+    directory, order = (
+        RowDirectory.of(routing, torch.ones(routing.num_blocks, dtype=torch.bool)),
+        torch.argsort(routing.all_blocks(), stable=True),
+    )
     positions = torch.empty_like(order)
     counts = routing.row_counts(include_unassigned=True)
     positions[order] = torch.arange(len(order)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
@@ -361,16 +432,16 @@ def test_size_of_records(num_blocks: int, planes: int, rows: int, num_bytes: int
 
 def test_size_by_kind_of_routing() -> None:
     all_in_one = [RowRouting(9, 3, boundaries=torch.tensor([0, 9, 9, 9])), RowRouting.from_map(torch.full((9,), 2), 3)]
-    assert [directory_bytes(routing) for routing in all_in_one] == [0, 0]
-    assert directory_bytes(RowRouting(9, 3, boundaries=torch.tensor([0, 2, 9, 9]))) == 32
-    assert directory_bytes(RowRouting.from_map(torch.tensor([0, 1] * 100), 2)) == 16 + 2 * 20
+    assert [directory_bytes(routing, torch.ones(3).bool()) for routing in all_in_one] == [0, 0]
+    assert directory_bytes(RowRouting(9, 3, boundaries=torch.tensor([0, 2, 9, 9])), torch.ones(3).bool()) == 32
+    assert directory_bytes(RowRouting.from_map(torch.tensor([0, 1] * 100), 2), torch.ones(2).bool()) == 16 + 2 * 20
 
 
 def test_memory_of_a_large_table_is_that_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing_module, "ROWS_AT_A_TIME", 1 << 16)
     routing = RowRouting.from_map(torch.randint(8, (1 << 21,)), 8)
     with AllocatedPeak([routing.block_of_row]) as allocated:
-        directory = RowDirectory.of(routing)
+        directory = RowDirectory.of(routing, torch.ones(routing.num_blocks, dtype=torch.bool))
     assert allocated.peak < directory.directory.nbytes + 80 * (1 << 16)
 
 

@@ -161,7 +161,7 @@ def counts() -> FrequencyCounts:
 
 def blocks() -> RowBlocks:
     """Three over every table."""
-    return blocks_from_counts(counts(), tables(), num_blocks=3)
+    return blocks_from_counts(counts(), tables(), num_blocks=3, least_rows=1)
 
 
 def net(drawn: str) -> nn.Module:

@@ -111,7 +111,7 @@ def blocks() -> RowBlocks:
     counts = {name: torch.randint(0, 30, (rows,), generator=generator) for name, rows in ROWS.items()}
     counts["user"] = torch.arange(ROWS["user"], 0, -1)
     longest = {f"{name}_id": MULTI_HOT.get(name, 1) for name in ROWS}
-    return blocks_from_counts(FrequencyCounts(counts, longest, 100), tables(), num_blocks=NUM_BLOCKS)
+    return blocks_from_counts(FrequencyCounts(counts, longest, 100), tables(), num_blocks=NUM_BLOCKS, least_rows=1)
 
 
 def make_half(stream: str, step: int, half: int, size: int = HALF) -> list[dict]:

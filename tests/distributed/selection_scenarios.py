@@ -307,7 +307,7 @@ def managed_task(model_of: str) -> TrainTask:
     """A prepared model whose remapping has learnt ids before."""
     model, tables = models.trained(models.zch, MANAGED[model_of]), [models.USERS, models.ITEMS]
     counts = count_frequencies([remap(model, own.sparse_features) for own in models.BATCHES], tables)
-    prepare_(model, blocks_from_counts(counts, tables, num_blocks=4))
+    prepare_(model, blocks_from_counts(counts, tables, num_blocks=4, least_rows=1))
     return TrainTask(model, nn.MSELoss())
 
 
@@ -414,7 +414,7 @@ def narrow_steps(kind: str | None, at: Rank | None = None) -> Results:
     """A few steps: fused kernels step the tables that they take, whatever is left gets an optimizer."""
     model, kernels = NarrowNet(), {}
     counts = count_frequencies([narrow_batch(step, (0, 1)) for step in range(3)], table_configs(model))
-    model = prepare_(model, blocks_from_counts(counts, table_configs(model), num_blocks=2))
+    model = prepare_(model, blocks_from_counts(counts, table_configs(model), num_blocks=2, least_rows=1))
     if at is not None:
         kinds = constraints_of(dict.fromkeys(NARROW, kind) if kind in SHARDED_AS else {})
         sharders = default_sharders({"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": NARROW_RATE})

@@ -6,8 +6,9 @@ import os
 import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -253,14 +254,17 @@ def of_case(case: Case, seed: int) -> list[Any]:
     return calls[0]
 
 
-def of_blocks(num_blocks: int, dim: int, *, weighted: bool = False) -> list[Any]:
-    """Arguments for bags over one table of so many blocks, in no order."""
+def of_blocks(num_blocks: int, dim: int, *, weighted: bool = False, stored_share: float = 1.0) -> list[Any]:
+    """Arguments for bags over one table of so many blocks, in no order; other rows have none."""
     torch.manual_seed(num_blocks)
-    routing = RowRouting.from_map(torch.randint(num_blocks + 1, (1_500,)), num_blocks)
+    of_row = torch.randint(num_blocks + 1, (1_500,))
+    of_row[torch.rand(1_500) > stored_share] = num_blocks
+    routing = RowRouting.from_map(of_row, num_blocks)
     scheme = table_scheme("t", routing, torch.ones(num_blocks, dim).bool(), pooling="mean", is_weighted=weighted)
     scheme, stored, _ = packed(scheme, Random(num_blocks))
     module = PackedEmbeddingBagCollection(MixedDimensionScheme({"t": scheme}), {"t": stored})
     offsets, ids = torch.tensor([0, 3, 3, 4, 9, 20, 21, 22, 22, 25, 30]), torch.randint(1_500, (30,))
+    ids[::2] = (of_row < num_blocks).nonzero().squeeze(1)[-15:]
     weights = torch.randn(30) if weighted else None
     layout = list(module.outputs.buffers())
     return [ids, offsets, weights, list(module.tables.buffers()), *layout, None, 10, dim, False]
@@ -280,6 +284,37 @@ def test_takes_directories_of_any_size(way: Any, num_blocks: int, dim: int) -> N
     for weighted in (False, True):
         arguments = of_blocks(num_blocks, dim, weighted=weighted)
         assert way(arguments).equal(look_up(arguments))
+
+
+@pytest.mark.parametrize("way", [by_torch, *KERNELS])
+@pytest.mark.parametrize(("num_blocks", "dim", "share"), [(1, 5, 0.03), (3, 17, 0.06), (7, 5, 0.1), (20, 4, 0.1)])
+def test_takes_sparse_directories(way: Any, num_blocks: int, dim: int, share: float) -> None:
+    for weighted in (False, True):
+        arguments = of_blocks(num_blocks, dim, weighted=weighted, stored_share=share)
+        assert torch.int32 in [table.dtype for table in arguments[PLACES["tables"]]]
+        assert way(arguments).equal(look_up(arguments))
+
+
+@needs_compiler
+@pytest.mark.parametrize("limit", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize(("first", "step"), [(0, 10**6), (1, 10**6), *((2 + column, 6) for column in range(6))])
+def test_damaged_sparse_directories_lead_nowhere_else(limit: str, first: int, step: int) -> None:
+    """Refused, or other rows of the table: a sanitizer would see what is read outside."""
+    widest = LOOKUPS.instruction_set()
+    LOOKUPS.instruction_set(limit=limit)
+    try:
+        for num_blocks, value in product((1, 7), (0, -1, 2**31 - 1, -(2**31))):
+            arguments = of_blocks(num_blocks, 5, stored_share=0.1)
+            (place,) = (i for i, table in enumerate(arguments[3]) if table.dtype == torch.int32)
+            arguments[3][place] = arguments[3][place].clone()
+            arguments[3][place][first : 14 if step == 6 else None : step] = value
+            with suppress(ValueError):
+                assert look_up(arguments).isfinite().all()
+            if first == 2 and value < 0:
+                with pytest.raises(ValueError, match=EXIST):
+                    look_up(arguments)
+    finally:
+        LOOKUPS.instruction_set(limit=widest)
 
 
 def test_constants_are_made_once_and_anew_where_groups_have_changed() -> None:
@@ -337,14 +372,14 @@ def test_features_without_bags() -> None:
 @needs_triton
 @needs_compilation
 @pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize(("kind", "num_planes"), [(0, 1), (1, 1), (2, 3)])
+@pytest.mark.parametrize(("kind", "num_planes"), [(0, 0), (1, 0), (2, 3), (3, 0), (3, 3)])
 def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(kind: int, num_planes: int, is_weighted: bool) -> None:
     pointers = {"ids": "i64", "places": "i64", "offsets": "i64", "weights": "fp32", "features": "i64"}
     pointers |= {"blocks": "i64", "columns": "i32", "fault": "i32", "out": "fp32"}
     numbers = dict.fromkeys(["num_ids", "num_bags", "batch_size", "width"], "i32")
     constants = {"has_weights": is_weighted, "checks_ids": True, "kind": kind, "num_planes": num_planes}
     constants |= {"rows_per_record": 128, "rows_per_start": 1 << 16, "columns_per_group": 16, "group_bits": 24}
-    constants |= {"fields_per_feature": 12, "bags_per_segment": 64, "ids_per_step": 128, "is_one_block": kind == 0}
+    constants |= {"fields_per_feature": 11, "bags_per_segment": 64, "ids_per_step": 128, "is_one_block": kind == 0}
     constants |= {"bags_per_program": packed_triton.BAGS_PER_PROGRAM, "columns_per_program": 64}
     types = {name: f"*{kind}" for name, kind in pointers.items()} | numbers
     for kernel, num_warps in (

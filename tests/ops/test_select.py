@@ -488,7 +488,7 @@ def mixed_collection(longest: int = 3) -> tuple[SoftSelectionEmbeddingBagCollect
     generator = torch.Generator().manual_seed(2)
     counts = {table.name: torch.randint(1, 9, (table.num_embeddings,), generator=generator) for table in tables}
     blocks = blocks_from_counts(
-        FrequencyCounts(counts, {"one": 1, "two": longest, "many": longest}, 9), tables, num_blocks=3
+        FrequencyCounts(counts, {"one": 1, "two": longest, "many": longest}, 9), tables, num_blocks=3, least_rows=1
     )
     lengths = torch.tensor([3, 0, 1, 1, 0, 1, 2, 1, 0], dtype=torch.int32).clamp(max=longest)
     ids = torch.randint(7, (int(lengths.sum()),), generator=generator)

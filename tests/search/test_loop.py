@@ -275,7 +275,7 @@ class Ramped:
         ]
         counts = {name: torch.arange(rows, 0, -1) for name, (rows, _) in SIZES.items()}
         frequencies = FrequencyCounts(counts, dict.fromkeys(SIZES, 1), 100)
-        self.blocks: RowBlocks = blocks_from_counts(frequencies, configs, num_blocks=2)
+        self.blocks: RowBlocks = blocks_from_counts(frequencies, configs, num_blocks=2, least_rows=1)
         self.model = EmbeddingBagCollection(tables=configs)
         alpha = Alpha(self.blocks.alpha_shapes)
         self.optimizer = AlphaOptimizer(alpha, self.blocks)
@@ -315,7 +315,7 @@ class Ramped:
                 rows = routing.row_counts().tolist()
                 counts = columns.sum(1).tolist()
                 own = [n * math.ceil(k * COUNTED_BITS / 8) + 4 * k for n, k in zip(rows, counts, strict=True)]
-                total += sum(own) + packed_index_bytes(routing, columns.shape[1])
+                total += sum(own) + packed_index_bytes(routing, columns)
         return total
 
 
@@ -430,7 +430,7 @@ def sharded_for_a_loop() -> tuple[nn.Module, KeyedOptimizerWrapper, RowBlocks]:
     recipe = make_recipe()
     tables = table_configs(recipe.model)
     counts = count_frequencies((batch.sparse_features for batch in batches_of(range(6))), tables)
-    blocks = blocks_from_counts(counts, tables, num_blocks=2)
+    blocks = blocks_from_counts(counts, tables, num_blocks=2, least_rows=1)
     task = TrainTask(prepare_(recipe.model, blocks), recipe.loss)
     model = DistributedModelParallel(task, device=CPU)
     return model, KeyedOptimizerWrapper(dict(model.named_parameters()), lambda p: torch.optim.Adam(p, lr=0.01)), blocks

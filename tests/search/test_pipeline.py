@@ -72,7 +72,9 @@ HIT = torch.tensor([True, True, True])
 def make_blocks(counts: Sequence[int] = tuple(range(60, 0, -1))) -> RowBlocks:
     """Three blocks of equally many rows, the most frequent ones first."""
     table = EmbeddingBagConfig(name="t", num_embeddings=len(counts), embedding_dim=DIM, feature_names=["f"])
-    return blocks_from_counts(FrequencyCounts({"t": torch.tensor(counts)}, {"f": 1}, 100), [table], num_blocks=3)
+    return blocks_from_counts(
+        FrequencyCounts({"t": torch.tensor(counts)}, {"f": 1}, 100), [table], num_blocks=3, least_rows=1
+    )
 
 
 def make_optimizer(
@@ -195,7 +197,7 @@ def sharded(recipe: Recipe) -> tuple[DistributedModelParallel, Any]:
     """The prepared model of a recipe in training, and its optimizer."""
     tables = table_configs(recipe.model)
     counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
-    blocks = blocks_from_counts(counts, tables, num_blocks=3)
+    blocks = blocks_from_counts(counts, tables, num_blocks=3, least_rows=1)
     model, optimizer = shard(TrainTask(prepare_(recipe.model, blocks), recipe.loss), recipe, CPU)
     return model.train(), optimizer
 
@@ -292,7 +294,7 @@ def test_equals_a_hand_written_loop_without_sharding(gloo) -> None:
     plain = make_recipe()
     tables = table_configs(plain.model)
     counts = count_frequencies((batch.sparse_features for batch in plain.data.train), tables)
-    blocks = blocks_from_counts(counts, tables, num_blocks=3)
+    blocks = blocks_from_counts(counts, tables, num_blocks=3, least_rows=1)
     task = TrainTask(prepare_(plain.model, blocks), plain.loss)
     optimizer = torch.optim.Adam(task.parameters(), lr=1e-2)
     wrapper = task.model.sparse_arch.embedding_bag_collection
@@ -798,7 +800,7 @@ def prepared_task(own: Recipe, model: nn.Module | None = None) -> TrainTask:
     model = interest() if model is None else model
     tables = table_configs(model)
     counts = count_frequencies([batch.sparse_features for batch in own.data.train], tables)
-    return TrainTask(prepare_(model, blocks_from_counts(counts, tables, num_blocks=2)), own.loss)
+    return TrainTask(prepare_(model, blocks_from_counts(counts, tables, num_blocks=2, least_rows=1)), own.loss)
 
 
 def states(model: nn.Module) -> dict[str, Tensor]:

@@ -52,7 +52,7 @@ def cases(draw, dims: tuple[int, ...] = (1, 2, 3)) -> Case:
         values = st.sampled_from([-0.75, -0.5, 0.0, 0.25, 0.5, 1.0]) if dim <= 3 else st.just(0.5)
         weights[name] = torch.tensor(draw(st.lists(values, min_size=rows * dim, max_size=rows * dim))).view(rows, dim)
     counted = FrequencyCounts(counts, {"fa": 1, "fb": 1}, 9)
-    blocks = blocks_from_counts(counted, tables, num_blocks=draw(st.integers(1, 3)))
+    blocks = blocks_from_counts(counted, tables, num_blocks=draw(st.integers(1, 3)), least_rows=1)
     model = nn.ModuleDict({config.name: EmbeddingBagCollection(tables=[config]) for config in tables})
     for name, weight in weights.items():
         table_of(model, name).copy_(weight)
@@ -170,7 +170,7 @@ def simple(counts: tuple[int, ...] = (4, 3, 2, 0), dim: int = 2, num_blocks: int
     model = EmbeddingBagCollection(tables=[config])
     model.embedding_bags["a"].weight.detach().fill_(1.0)
     counted = FrequencyCounts({"a": torch.tensor(counts)}, {"f": 1}, 9)
-    return model, blocks_from_counts(counted, [config], num_blocks=num_blocks), counted
+    return model, blocks_from_counts(counted, [config], num_blocks=num_blocks, least_rows=1), counted
 
 
 def least_size(rows: int, dim: int, num_columns: int, num_blocks: int = 2) -> Size:

@@ -34,7 +34,7 @@ THIRD = Phase(name="third", steps=25, patience=1, starts_best=True)
 
 
 def blocks_of(counts, tables) -> RowBlocks:
-    return blocks_from_counts(counts, tables, num_blocks=3)
+    return blocks_from_counts(counts, tables, num_blocks=3, least_rows=1)
 
 
 @dataclass

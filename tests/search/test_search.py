@@ -507,8 +507,8 @@ def test_it_is_one_block_of_rows_as_they_stand() -> None:
     tables = table_configs(recipe.model)
     counts = count_training_data(recipe.data, recipe.loss, tables)
     counts.counts[ALONE][3] = 0  # a row that was never seen, among others
-    blocks = blocks_from_counts(counts, tables, num_blocks=3, leave_alone=[ALONE])
-    plain = blocks_from_counts(counts, tables, num_blocks=3)
+    blocks = blocks_from_counts(counts, tables, num_blocks=3, leave_alone=[ALONE], least_rows=1)
+    plain = blocks_from_counts(counts, tables, num_blocks=3, least_rows=1)
     assert blocks.routings[ALONE].boundaries.tolist() == [0, ROWS[ALONE]]
     assert int(blocks.seen_rows[ALONE]) == int((counts.counts[ALONE] > 0).sum())
     assert torch.equal(blocks.occurrences["user"], plain.occurrences["user"])
@@ -529,7 +529,7 @@ def run(
 ) -> SearchOutcome:
     """A search of a second."""
     recipe, saving = factorization_machine(optimizer), Saving(resume=resume)
-    return search(recipe, 10, folder, CPU, settings=SHORT_OF_SEARCH_ROTATION, events=events, saving=saving)
+    return search(recipe, 20, folder, CPU, settings=SHORT_OF_SEARCH_ROTATION, events=events, saving=saving)
 
 
 @pytest.fixture

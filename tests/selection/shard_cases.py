@@ -89,7 +89,7 @@ def make_model(weighted: bool, *, names: Collection[str] = ROWS) -> nn.Module:
     rows_of = {table.name: table.num_embeddings for table in configs}
     counts = FrequencyCounts({n: torch.randint(0, 9, (rows,)) for n, rows in rows_of.items()}, LENGTHS, 30)
     model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=configs, is_weighted=weighted)})
-    prepared = prepare_(model, blocks_from_counts(counts, configs, num_blocks=3))
+    prepared = prepare_(model, blocks_from_counts(counts, configs, num_blocks=3, least_rows=1))
     for dim in prepared["ebc"].alpha.dims:
         prepared["ebc"].alpha.of(dim).uniform_(0.1, 1)
     return prepared

@@ -265,7 +265,7 @@ def test_two_dimensional_parallelism_is_refused_before_any_collective(
     recipe = make_recipe()
     tables = table_configs(recipe.model)
     counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
-    model = TwoDimensional(prepare_(recipe.model, blocks_from_counts(counts, tables, num_blocks=2)))
+    model = TwoDimensional(prepare_(recipe.model, blocks_from_counts(counts, tables, num_blocks=2, least_rows=1)))
     for collective in ("all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier"):
         monkeypatch.setattr(dist, collective, lambda *_, **__: pytest.fail("a collective"))
     with pytest.raises(NotImplementedError, match=r"supported is DistributedModelParallel.*DMPCollection \(2D parall"):
@@ -317,7 +317,7 @@ def test_a_collection_that_has_two_names_stays_one(gloo, kind: type[nn.Module], 
     unsharded.load_state_dict(model.state_dict())
     if searched:
         tables = table_configs(model)
-        prepare_(model, blocks_from_counts(count_frequencies([features], tables), tables, num_blocks=2))
+        prepare_(model, blocks_from_counts(count_frequencies([features], tables), tables, num_blocks=2, least_rows=1))
     sharders = [CpuEmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.5})]
     sharded = shard_by(model, "table_wise", sharders)
     optimizer = torch.optim.SGD(unsharded.parameters(), lr=0.5)
@@ -356,7 +356,7 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def counted(model: Model) -> tuple[FrequencyCounts, RowBlocks]:
     counts = count_frequencies([remap(model, own.sparse_features) for own in BATCHES], TABLES)
-    return counts, blocks_from_counts(counts, TABLES, num_blocks=4)
+    return counts, blocks_from_counts(counts, TABLES, num_blocks=4, least_rows=1)
 
 
 @KINDS
@@ -547,7 +547,7 @@ def blocks_of(model: SequenceModel) -> RowBlocks:
             for row in rows:
                 expected["user" if feature == "user" else "item"][row] += 1
     assert {name: of_table.tolist() for name, of_table in counts.counts.items()} == expected
-    return blocks_from_counts(counts, SEQUENCE_TABLES, num_blocks=4)
+    return blocks_from_counts(counts, SEQUENCE_TABLES, num_blocks=4, least_rows=1)
 
 
 def test_a_wrapped_model_keeps_its_ids_and_comes_back() -> None:

@@ -283,7 +283,7 @@ def test_what_cannot_be_moved_selects_behind_the_collection(gloo: dist.ProcessGr
         torch.testing.assert_close(own(features).values(), expected, atol=1e-6, rtol=0)
     single = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=tables())})
     counts = FrequencyCounts({name: torch.ones(rows, dtype=torch.int64) for name, rows in ROWS.items()}, {}, 30)
-    prepare_(single, blocks_from_counts(counts, tables(), num_blocks=3), multi_hot_features=[])
+    prepare_(single, blocks_from_counts(counts, tables(), num_blocks=3, least_rows=1), multi_hot_features=[])
     assert isinstance(
         select_on_shards_(shard_scenario(single, "table_wise", gloo)).module["ebc"].selection, SelectPooled
     )
@@ -356,7 +356,9 @@ def test_small_tables_are_multiplied(
     recipe = make_recipe(optimizer=optimizer)
     tables = table_configs(recipe.model)
     counts = count_frequencies([batch.sparse_features for batch in recipe.data.train], tables)
-    task = TrainTask(prepare_(recipe.model, blocks_from_counts(counts, tables, num_blocks=2)), recipe.loss)
+    task = TrainTask(
+        prepare_(recipe.model, blocks_from_counts(counts, tables, num_blocks=2, least_rows=1)), recipe.loss
+    )
     model, _ = shard_for_training(task, recipe, CPU, is_replicated=replicated, batch_size=batch_size)
     if not isinstance(kernels_of(model)[0].forward, ShardSelection):
         select_on_shards_(model)
@@ -371,7 +373,9 @@ def test_training_finds_the_same_either_way(gloo: dist.ProcessGroup) -> None:
         recipe = make_recipe()
         tables = table_configs(recipe.model)
         counts = count_frequencies([batch.sparse_features for batch in recipe.data.train], tables)
-        task = TrainTask(prepare_(recipe.model, blocks_from_counts(counts, tables, num_blocks=2)), recipe.loss)
+        task = TrainTask(
+            prepare_(recipe.model, blocks_from_counts(counts, tables, num_blocks=2, least_rows=1)), recipe.loss
+        )
         model, optimizer = shard_for_training(task, recipe, CPU, batch_size=batch_size)
         pipeline = BilevelTrainPipeline(model.train(), optimizer, CPU, alpha_averaging=0.9)
         pipeline.alpha_optimizer.learning_rate = 0.05
@@ -392,7 +396,7 @@ COUNTS = FrequencyCounts({"t": torch.arange(12, 0, -1)}, {"f": 3}, 30)
 
 
 def one_blocks() -> RowBlocks:
-    return blocks_from_counts(COUNTS, [TABLE], num_blocks=3)
+    return blocks_from_counts(COUNTS, [TABLE], num_blocks=3, least_rows=1)
 
 
 def one_table(*, weighted: bool = False) -> EmbeddingBagCollection:
@@ -587,7 +591,7 @@ def test_modules_that_only_call_a_collection_are_supported(gloo: dist.ProcessGro
 
 def test_a_subclass_is_searched_like_the_plain_collection(gloo: dist.ProcessGroup) -> None:
     """TorchRec's sharders take no subclasses: the wrapper looks up in a plain one."""
-    single_id = blocks_from_counts(FrequencyCounts(COUNTS.counts, {"f": 1}, 30), [TABLE], num_blocks=3)
+    single_id = blocks_from_counts(FrequencyCounts(COUNTS.counts, {"f": 1}, 30), [TABLE], num_blocks=3, least_rows=1)
     model = prepare_(nn.ModuleDict({"e": Named(tables=[TABLE])}), single_id)
     features = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 11]), lengths=torch.tensor([1, 1]))
     expected = model["e"](features).values()

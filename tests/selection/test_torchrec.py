@@ -86,7 +86,7 @@ def bags(keys: tuple[str, ...] = KEYS, *, longest: int = 1, weighted: bool = Fal
 
 def prepared_by_name(model: nn.Module, longest: int) -> nn.Module:
     counts = count_frequencies([bags(longest=longest)], tables())
-    return prepare_(model, blocks_from_counts(counts, tables(), num_blocks=3))
+    return prepare_(model, blocks_from_counts(counts, tables(), num_blocks=3, least_rows=1))
 
 
 def collection(*, weighted: bool = False) -> nn.ModuleDict:
@@ -318,7 +318,7 @@ def adam_with_decay(model: nn.Module) -> KeyedOptimizerWrapper:
 
 def prepared_net(net: FrozenNet, batches: list[Batch]) -> FrozenNet:
     counts = count_frequencies((batch.sparse_features for batch in batches), TWO_TABLES)
-    return prepare_(net, blocks_from_counts(counts, TWO_TABLES, num_blocks=3))
+    return prepare_(net, blocks_from_counts(counts, TWO_TABLES, num_blocks=3, least_rows=1))
 
 
 def warm_up(model: nn.Module) -> WarmupOptimizer:

@@ -319,7 +319,9 @@ def cases(draw):
         )
         for table in tables
     }
-    blocks = blocks_from_counts(FrequencyCounts(counts, longest, 10), tables, num_blocks=draw(st.integers(1, 3)))
+    blocks = blocks_from_counts(
+        FrequencyCounts(counts, longest, 10), tables, num_blocks=draw(st.integers(1, 3)), least_rows=1
+    )
     if draw(st.booleans()):
         blocks = SharedBlocks(**vars(blocks))
     order = draw(st.permutations(FEATURES))
@@ -406,7 +408,9 @@ def simple(max_bag_length: int = 1, **table_fields):
     fields = dict(name="movie", num_embeddings=4, embedding_dim=2, feature_names=["movie"]) | table_fields
     table = EmbeddingBagConfig(**fields)
     counts = FrequencyCounts({table.name: torch.tensor([4, 3, 2, 1])}, {"movie": max_bag_length}, 10)
-    return table, blocks_from_counts(counts, [EmbeddingBagConfig(**(fields | {"num_embeddings": 4}))], num_blocks=2)
+    return table, blocks_from_counts(
+        counts, [EmbeddingBagConfig(**(fields | {"num_embeddings": 4}))], num_blocks=2, least_rows=1
+    )
 
 
 def test_an_upper_level_backward_cannot_reach_a_table() -> None:

@@ -196,7 +196,7 @@ def test_bytes_are_those_of_the_form() -> None:
     scheme = replace(table_scheme("t", routing, bits > 0), bits=bits)
     rows = torch.zeros(334 * 6 + 333 * 1, dtype=torch.uint8)
     stored = PackedTable.from_rows(scheme, rows, torch.ones(3, 4), torch.zeros(3, 4))
-    expected = 334 * 6 + 333 * 1 + 4 * 4 + 3 * 4 + directory_bytes(routing)
+    expected = 334 * 6 + 333 * 1 + 4 * 4 + 3 * 4 + directory_bytes(routing, torch.tensor([True, True, False]))
     assert stored.num_bytes == expected
     module = PackedEmbeddingBagCollection(MixedDimensionScheme({"t": scheme}), {"t": stored})
     assert module.table_bytes() == expected

@@ -416,7 +416,9 @@ def searched(order: torch.Tensor) -> tuple[MixedDimensionScheme, dict[str, torch
     model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[TABLE])})
     seen, new = order[:SEEN].tolist(), order[SEEN:].tolist()
     counts = count_frequencies([bags_of(seen[: SEEN // 2] + seen)], [TABLE])
-    scheme = prune(model, blocks_from_counts(counts, [TABLE], num_blocks=4), counts, size=Size(compression=2))
+    scheme = prune(
+        model, blocks_from_counts(counts, [TABLE], num_blocks=4, least_rows=1), counts, size=Size(compression=2)
+    )
     return scheme, {"t": model["ebc"].embedding_bags["t"].weight.detach()}, seen, new
 
 
@@ -466,8 +468,10 @@ def test_they_go_to_the_last_block_that_retains_a_column(routing: RowRouting, da
     retained = torch.tensor(keeps).unsqueeze(1).expand(-1, 3)
     wider = table_scheme("t", routing, retained).with_new_rows()
     last = max((s for s, keep in enumerate(keeps) if keep), default=routing.num_blocks)
-    expected = [last if block == routing.num_blocks else block for block in routing.all_blocks().tolist()]
+    blocks = routing.all_blocks().tolist()
+    expected = [block if block < len(keeps) and keeps[block] else last for block in blocks] if any(keeps) else blocks
     assert wider.routing.all_blocks().tolist() == expected
+    assert wider.num_retained == wider.block_area
 
 
 RETAINED = torch.tensor([[1, 1, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1]], dtype=torch.bool)

@@ -351,7 +351,7 @@ def test_the_gradient_is_that_of_the_equation(
     alpha = {name: torch.ones(6, DIM, dtype=torch.float64) for name in READS}
     if is_selected:
         counts = count_frequencies([batch.sparse_features], configs)
-        blocks = blocks_from_counts(counts, configs, num_blocks=2)
+        blocks = blocks_from_counts(counts, configs, num_blocks=2, least_rows=1)
         prepare_(model, blocks, multi_hot_features=["watched", "wanted", "tag"])
         (wrapper,) = soft_selection_modules(model).values()
         wrapper.alpha.of(DIM).uniform_(0, 1)
@@ -418,7 +418,7 @@ def test_a_pipeline_steps_as_the_bare_model_does(gloo, optimizer: str, is_prepar
         if is_prepared:
             configs = table_configs(recipe.model)
             counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), configs)
-            prepare_(recipe.model, blocks_from_counts(counts, configs, num_blocks=3))
+            prepare_(recipe.model, blocks_from_counts(counts, configs, num_blocks=3, least_rows=1))
             for wrapper in soft_selection_modules(recipe.model).values():
                 wrapper.alpha.of(8).uniform_(0.2, 1, generator=torch.Generator().manual_seed(1))
         model, rest = shard(TrainTask(recipe.model, recipe.loss, embedding_l2=L2), recipe, CPU)
@@ -443,7 +443,7 @@ def test_upper_steps_use_the_loss_of_the_data_alone(gloo, monkeypatch: pytest.Mo
     recipe = make_recipe()
     configs = table_configs(recipe.model)
     counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), configs)
-    prepare_(recipe.model, blocks_from_counts(counts, configs, num_blocks=3))
+    prepare_(recipe.model, blocks_from_counts(counts, configs, num_blocks=3, least_rows=1))
     penalised: list[bool] = []
     forward = TrainTask.forward
 
@@ -519,7 +519,7 @@ def counts() -> FrequencyCounts:
 
 def blocks() -> RowBlocks:
     """Blocks of alpha, for tables of D = 8."""
-    return blocks_from_counts(counts(), configs(), num_blocks=2)
+    return blocks_from_counts(counts(), configs(), num_blocks=2, least_rows=1)
 
 
 def step_(model: nn.Module, optimizer: torch.optim.Optimizer | None, held: RoundedTables, seed: int) -> None:

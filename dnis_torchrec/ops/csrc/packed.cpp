@@ -34,7 +34,55 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr const char* OPERATOR = "packed_embedding_bag";
-#include "fused_bags.h"
+constexpr int64_t WINDOW = 64;              // ids whose rows are asked of memory ahead of their use
+constexpr int64_t ROWS_PER_THREAD = 4'096;  // rows and bags that outweigh waking a thread
+
+// int32 or int64, as they come.
+struct Integers {
+  const void* data = nullptr;
+  bool is_wide = false;
+
+  int64_t operator[](int64_t index) const {
+    return is_wide ? static_cast<const int64_t*>(data)[index]
+                   : static_cast<const int32_t*>(data)[index];
+  }
+};
+
+struct Bags {
+  Integers ids;          // (I,)
+  Integers offsets;      // (keys * B + 1,)
+  const float* weights;  // (I,) or null
+  float* out;            // (B, width)
+  int64_t num_ids;
+  int64_t num_keys;
+  int64_t batch_size;
+  int64_t width;
+  bool zero_unknown;
+};
+
+void check(bool condition, const char* argument, const char* requirement) {
+  if (!condition) {
+    throw std::invalid_argument(
+        std::string(OPERATOR) + ": " + argument + ": expected " + requirement);
+  }
+}
+
+Integers integers(const Tensor& tensor, const char* argument) {
+  const ScalarType dtype = tensor.scalar_type();
+  check(dtype == ScalarType::Long || dtype == ScalarType::Int, argument, "int32 or int64");
+  check(tensor.dim() == 1 && tensor.is_contiguous(), argument, "one contiguous dimension");
+  return {tensor.const_data_ptr(), dtype == ScalarType::Long};
+}
+
+constexpr const char* RISING = "them to rise from 0 to the number of ids";
+
+// Checks where offsets begin and end, and tells of how many keys they are.
+int64_t count_keys(const Integers& offsets, int64_t count, int64_t num_ids, int64_t batch_size) {
+  check(count > 0 && offsets[0] == 0 && offsets[count - 1] == num_ids, "offsets", RISING);
+  const int64_t num_keys = batch_size == 0 ? 0 : (count - 1) / batch_size;
+  check(num_keys * batch_size == count - 1, "offsets", "batch_size bags of every key");
+  return num_keys;
+}
 
 constexpr int64_t LINE = 64;          // bytes of a cache line
 constexpr int64_t BAGS_AHEAD = 16;    // whose outputs are asked of memory
@@ -45,8 +93,9 @@ constexpr int64_t QUAD_BYTES = 16;    // that hold the fields of four columns
 constexpr int64_t READABLE_BYTES =
     WINDOW_BYTES + QUAD_BYTES + 4;  // that reading some window may touch
 
-// A rank directory, see blocks/row_directory.py.
+// Rank and sparse directories, see blocks/routing.py.
 constexpr int64_t ROWS_PER_START = 1 << 16, START_BYTES = 8, COUNT_BYTES = 2;
+constexpr int64_t ROWS_PER_SET = 1 << 10, SET_BYTES = 24, HEAD_BYTES = 8;
 
 constexpr int64_t log_rows_per_record(int64_t num_planes) {
   return num_planes < 3 ? 7 : num_planes > 6 ? 10 : 4 + num_planes;
@@ -100,7 +149,7 @@ struct Block {
   int64_t stride;  // bytes of a row
 };
 
-enum class Directory { NONE, SORTED, RANKS };
+enum class Directory { NONE, SORTED, RANKS, SPARSE };
 
 struct Table {
   const Block* blocks;  // (K,)
@@ -109,17 +158,21 @@ struct Table {
   Directory kind;
   int64_t num_blocks;
   int64_t num_embeddings;
+  const uint8_t* sets;     // of a sparse directory: a record for each ROWS_PER_SET rows
+  const uint8_t* groups;   // and a byte of each group of eight rows that has a stored one
+  int64_t num_groups;
+  int64_t num_ranked;      // rows that have ranks: those of the table, or those that are stored
+  int64_t ranked_blocks;
   const uint8_t* records;
   int64_t record_bytes;
   int64_t num_planes;
 
-  const uint8_t* record_of(int64_t row) const {
-    return records + (row >> log_rows_per_record(num_planes)) * record_bytes;
-  }
-  // Asks memory for the record of a row, if that is one and has one.
+  // Asks memory for the first record that finds a row, if that is one and has one.
   void prefetch(int64_t row) const {
-    if (kind != Directory::RANKS || row < 0 || row >= num_embeddings) return;
-    const uint8_t* record = record_of(row);
+    if (row < 0 || row >= num_embeddings) return;
+    if (kind == Directory::SPARSE) __builtin_prefetch(sets + row / ROWS_PER_SET * SET_BYTES);
+    if (kind != Directory::RANKS) return;
+    const uint8_t* record = records + (row >> log_rows_per_record(num_planes)) * record_bytes;
     for (int64_t byte = 0; byte < record_bytes; byte += LINE) __builtin_prefetch(record + byte);
   }
 };
@@ -130,8 +183,6 @@ struct Feature {
   int64_t first_column;  // of the output
   int64_t embedding_dim;
   bool is_mean;
-
-  void prefetch(int64_t row) const { table->prefetch(row); }
 };
 
 struct Row {
@@ -219,6 +270,80 @@ const InstructionSet* widest_instruction_set(const std::string& limit) {
 
 std::atomic<const InstructionSet*> instruction_set{widest_instruction_set("avx512")};
 
+// Checks the offsets of keys that no feature reads; kernels check the others, bag by bag, as they
+// come to them. Each begins where the one before it ends: if all rise, what one bag holds is part
+// of no other.
+void check_unread(const std::vector<Feature>& features, const Bags& bags) {
+  bool is_each_read = static_cast<int64_t>(features.size()) == bags.num_keys;
+  for (size_t f = 0; is_each_read && f < features.size(); ++f)
+    is_each_read = features[f].key == static_cast<int64_t>(f);
+  if (is_each_read) return;  // the usual case, without taking memory
+  std::vector<bool> is_read(static_cast<size_t>(bags.num_keys));
+  for (const Feature& feature : features) is_read[feature.key] = true;
+  for (int64_t key = 0; key < bags.num_keys; ++key) {
+    if (is_read[key]) continue;
+    bool rises = true;
+    for (int64_t bag = key * bags.batch_size; bag < (key + 1) * bags.batch_size; ++bag)
+      rises &= bags.offsets[bag] <= bags.offsets[bag + 1];
+    check(rises, "offsets", RISING);
+  }
+}
+
+// What the bags of a batch hold; `out` is for the caller to set.
+Bags read_bags(const Tensor& ids, const Tensor& offsets,
+    const std::optional<Tensor>& per_sample_weights, int64_t batch_size, int64_t width,
+    bool zero_unknown) {
+  check(batch_size >= 0 && width >= 0, "batch_size and width", "none below 0");
+  Bags bags{};
+  bags.ids = integers(ids, "ids");
+  bags.num_ids = ids.numel();
+  bags.offsets = integers(offsets, "offsets");
+  bags.num_keys = count_keys(bags.offsets, offsets.numel(), bags.num_ids, batch_size);
+  bags.batch_size = batch_size;
+  bags.width = width;
+  bags.zero_unknown = zero_unknown;
+  if (per_sample_weights) {
+    const bool fits = per_sample_weights->scalar_type() == ScalarType::Float &&
+                      per_sample_weights->is_contiguous() &&
+                      per_sample_weights->numel() == bags.num_ids;
+    check(fits, "per_sample_weights", "one contiguous float32 for each id");
+    bags.weights = static_cast<const float*>(per_sample_weights->const_data_ptr());
+  }
+  return bags;
+}
+
+// Asks memory for what tells where the first rows of a feature stand.
+void prefetch_first(const Feature& feature, const Bags& bags) {
+  const int64_t first_bag = feature.key * bags.batch_size, begin = bags.offsets[first_bag];
+  const int64_t end = std::min(bags.offsets[first_bag + bags.batch_size], bags.num_ids);
+  if (begin < 0 || begin >= end) return;
+  for (int64_t at = begin; at < begin + std::min(WINDOW, end - begin); ++at)
+    feature.table->prefetch(bags.ids[at]);
+}
+
+// Gives the columns of the output out: features take them one after the other, so that each is
+// written, and by one alone.
+struct Columns {
+  int64_t width;
+  int64_t next = 0;
+
+  void take(int64_t first_column, int64_t embedding_dim) {
+    const bool fits = first_column == next && embedding_dim >= 0 && embedding_dim <= width - next &&
+                      embedding_dim <= std::numeric_limits<int32_t>::max();
+    check(fits, "feature_layout",
+        "columns within the output, those of one feature behind those of another");
+    next += embedding_dim;
+  }
+};
+
+Tensor empty_output(int64_t batch_size, int64_t width) {
+  const int64_t sizes[] = {batch_size, width}, strides[] = {width, 1};
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      2, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
 // Rows of an integer table of so many columns, on the CPU.
 template <typename Integer>
 const Integer* table_rows(const Tensor& tensor, const char* argument, int64_t columns) {
@@ -239,29 +364,57 @@ const Tensor& tensor_at(const std::vector<Tensor>& tensors, int64_t index) {
   return tensor;
 }
 
+// Takes the ranks of some rows; returns the bytes that they have to fill.
+int64_t set_ranks(Table& table, const uint8_t* ranks, int64_t num_rows, int64_t num_blocks) {
+  table.directory = ranks;
+  table.num_ranked = num_rows;
+  table.ranked_blocks = num_blocks;
+  while (int64_t{1} << table.num_planes < num_blocks) ++table.num_planes;
+  const int64_t per_record = rows_per_record(table.num_planes);
+  table.record_bytes = COUNT_BYTES * num_blocks + table.num_planes * per_record / 8;
+  const int64_t num_starts = (num_rows + ROWS_PER_START - 1) / ROWS_PER_START;
+  const int64_t num_records = (num_rows + per_record - 1) / per_record;
+  const int64_t start_bytes = START_BYTES * num_blocks * num_starts;
+  table.records = ranks + start_bytes;
+  return start_bytes + num_records * table.record_bytes;
+}
+
 void set_directory(Table& table, const Tensor& directory) {
-  table.directory = static_cast<const uint8_t*>(directory.const_data_ptr());
-  if (directory.scalar_type() == ScalarType::Long) {
+  const uint8_t* bytes = static_cast<const uint8_t*>(directory.const_data_ptr());
+  const ScalarType dtype = directory.scalar_type();
+  if (dtype == ScalarType::Long) {
     check(directory.numel() == table.num_blocks, "tables",
         "a boundary for each block and the rows of none");
+    table.directory = bytes;
     table.kind = Directory::SORTED;
     return;
   }
-  check(directory.scalar_type() == ScalarType::Byte, "tables", "directories of int64 or uint8");
+  check(dtype == ScalarType::Byte || dtype == ScalarType::Int, "tables",
+      "directories of int64, uint8 or int32");
   check(table.num_blocks >= 2 && table.num_blocks <= 256, "table_layout",
-      "2 to 256 blocks beside a rank directory");
-  table.kind = Directory::RANKS;
-  while (int64_t{1} << table.num_planes < table.num_blocks) ++table.num_planes;
-  const int64_t per_record = rows_per_record(table.num_planes);
-  table.record_bytes = COUNT_BYTES * table.num_blocks + table.num_planes * per_record / 8;
+      "2 to 256 blocks beside a directory");
   const int64_t limit = std::numeric_limits<int64_t>::max() / 4096;  // so that nothing overflows
   check(table.num_embeddings <= limit, "table_layout", "fewer rows");
-  const int64_t num_starts = (table.num_embeddings + ROWS_PER_START - 1) / ROWS_PER_START;
-  const int64_t num_records = (table.num_embeddings + per_record - 1) / per_record;
-  const int64_t start_bytes = START_BYTES * table.num_blocks * num_starts;
-  const bool fits = directory.numel() == start_bytes + num_records * table.record_bytes;
+  int64_t num_bytes;
+  if (dtype == ScalarType::Byte) {
+    table.kind = Directory::RANKS;
+    num_bytes = set_ranks(table, bytes, table.num_embeddings, table.num_blocks);
+  } else {
+    table.kind = Directory::SPARSE;
+    const bool has_head = directory.numel() > 1;
+    const int64_t num_rows = has_head ? read<int32_t>(bytes, 0) : -1;
+    table.num_groups = has_head ? read<int32_t>(bytes, 1) : -1;
+    check(num_rows >= 0 && table.num_groups >= 0, "tables", "counts ahead of a sparse directory");
+    table.sets = bytes + HEAD_BYTES;
+    const int64_t num_sets = (table.num_embeddings + ROWS_PER_SET - 1) / ROWS_PER_SET;
+    const int64_t first_group = HEAD_BYTES + num_sets * SET_BYTES;
+    table.groups = bytes + first_group;
+    num_bytes = first_group + 8 * ((table.num_groups + 7) / 8 + 1);
+    const int64_t of_ranks = set_ranks(table, bytes + num_bytes, num_rows, table.num_blocks - 1);
+    num_bytes += table.num_planes > 0 ? (of_ranks + 3) / 4 * 4 : 0;
+  }
+  const bool fits = directory.numel() * directory.element_size() == num_bytes;
   check(fits, "tables", "a record of the directory for all rows");
-  table.records = table.directory + start_bytes;
 }
 
 // Fields of a table: N, its first block, K, its rows and its directory among the tensors (-1:
@@ -331,7 +484,7 @@ std::vector<Feature> make_features(const Tensor& layout, const Tensor& block_lay
     const int64_t key = keys ? (*keys)[f] : static_cast<int64_t>(f);
     check(table >= 0 && table < static_cast<int64_t>(tables.size()), "feature_layout",
         "tables that exist");
-    columns.take(first_column, embedding_dim, "feature_layout");
+    columns.take(first_column, embedding_dim);
     check(key >= 0 && key < num_keys, "offsets", "bags for each feature");
     const int64_t num_groups = (embedding_dim + LANES - 1) / LANES,
                   first = table_fields[TABLE_FIELDS * table + 1];
@@ -341,7 +494,7 @@ std::vector<Feature> make_features(const Tensor& layout, const Tensor& block_lay
     }
     features[f] = {&tables[table], key, first_column, embedding_dim, fields[3] != 0};
   }
-  columns.check_all_taken("feature_layout");
+  check(columns.next == width, "feature_layout", "columns for the whole output");
   return features;
 }
 
@@ -363,6 +516,44 @@ std::string describe(const Fault& fault, size_t feature, const Feature& fields, 
   }
 }
 
+// Pools every bag of every feature. Bags are spread over torch's threads where there is enough to
+// do; each writes its own part of the output, so the result does not depend on how many threads
+// there are. Of several faults the one that comes first is described and thrown.
+void pool_all(const std::vector<Feature>& features, const Bags& bags) {
+  check_unread(features, bags);
+  const auto pool = instruction_set.load()->pool;
+  const int64_t num_bags = static_cast<int64_t>(features.size()) * bags.batch_size;
+  std::mutex mutex;
+  Fault fault;
+  size_t faulty = features.size();
+  const auto pool_range = [&](int64_t begin, int64_t end) {
+    for (int64_t next = begin; next < end;) {
+      const int64_t f = next / bags.batch_size, first_bag = next - f * bags.batch_size;
+      const int64_t last_bag = std::min(bags.batch_size, first_bag + end - next);
+      const size_t feature = static_cast<size_t>(f);
+      if (feature + 1 < features.size()) prefetch_first(features[feature + 1], bags);
+      const Fault found = pool(features[f], bags, first_bag, last_bag);
+      if (found.kind != Fault::NONE) {
+        const std::lock_guard<std::mutex> guard(mutex);
+        if (feature < faulty || (feature == faulty && found.position < fault.position)) {
+          fault = found;
+          faulty = feature;
+        }
+      }
+      next += last_bag - first_bag;
+    }
+  };
+  if (num_bags + bags.num_ids < 2 * ROWS_PER_THREAD) {
+    pool_range(0, num_bags);
+  } else {
+    const int64_t rows_per_bag = 1 + bags.num_ids / num_bags;
+    torch::stable::parallel_for(
+        0, num_bags, std::max<int64_t>(1, ROWS_PER_THREAD / rows_per_bag), pool_range);
+  }
+  if (fault.kind != Fault::NONE)
+    throw std::invalid_argument(describe(fault, faulty, features[faulty], bags));
+}
+
 Tensor packed_embedding_bag(const Tensor& ids, const Tensor& offsets,
     const std::optional<Tensor>& per_sample_weights, const std::vector<Tensor>& tables,
     const Tensor& feature_layout, const Tensor& table_layout, const Tensor& block_layout,
@@ -376,10 +567,7 @@ Tensor packed_embedding_bag(const Tensor& ids, const Tensor& offsets,
       feature_layout, block_layout, table_layout, groups, made, keys, bags.num_keys, width);
   Tensor out = empty_output(batch_size, width);
   bags.out = static_cast<float*>(out.mutable_data_ptr());
-  const auto ahead = [&](int64_t f) {
-    if (f + 1 < static_cast<int64_t>(features.size())) prefetch_first(features[f + 1], bags);
-  };
-  pool_all(features, bags, instruction_set.load()->pool, ahead, describe);
+  pool_all(features, bags);
   return out;
 }
 

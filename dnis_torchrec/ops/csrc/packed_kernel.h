@@ -30,6 +30,29 @@ inline int64_t rank_in_record(const uint8_t* planes, int64_t place, int64_t& blo
   return before;
 }
 
+// How many stored rows stand before a row, by a sparse directory; -1 if it is not stored itself, or
+// else the directory makes no sense.
+inline int64_t rank_of_stored(const Table& table, int64_t row, bool& is_sound) {
+  const uint8_t* record = table.sets + row / ROWS_PER_SET * SET_BYTES;
+  const int64_t group = row / 8 % 128, word = group / 64;
+  const uint64_t bits = read<uint64_t>(record + 8, word), bit = uint64_t{1} << group % 64;
+  if ((bits & bit) == 0) return -1;
+  int64_t before = __builtin_popcountll(bits & (bit - 1));
+  if (word > 0) before += __builtin_popcountll(read<uint64_t>(record + 8, 0));
+  const int64_t first = read<uint32_t>(record, 1);
+  is_sound = first + before < table.num_groups;
+  if (!is_sound) return -1;
+  const uint8_t* groups = table.groups + first;
+  const uint64_t byte = groups[before], row_bit = uint64_t{1} << row % 8;
+  if ((byte & row_bit) == 0) return -1;
+  int64_t rank = read<uint32_t>(record, 0) + __builtin_popcountll(byte & (row_bit - 1));
+  for (; before >= 8; before -= 8, groups += 8)
+    rank += __builtin_popcountll(read<uint64_t>(groups, 0));
+  rank += __builtin_popcountll(read<uint64_t>(groups, 0) & ((uint64_t{1} << 8 * before) - 1));
+  is_sound = rank < table.num_ranked;
+  return is_sound ? rank : -1;
+}
+
 // Where a row stands, or false if the directory makes no sense: which of the table's blocks, and
 // which row of that.
 template <Directory kind, int64_t num_planes>
@@ -45,14 +68,23 @@ inline bool locate(const Table& table, int64_t row, int64_t& block, int64_t& pos
     }
     position =
         static_cast<int64_t>(static_cast<uint64_t>(row) - read<uint64_t>(table.directory, block));
-  } else if constexpr (kind == Directory::RANKS) {
+  }
+  if constexpr (kind == Directory::SPARSE) {
+    bool is_sound = true;
+    position = rank_of_stored(table, row, is_sound);
+    if (position < 0) block = table.num_blocks - 1;  // that of rows of which nothing is stored
+    if (position < 0) return is_sound;
+    row = position;
+  }
+  if constexpr (num_planes > 0) {
     const uint8_t* record =
         table.records + (row >> log_rows_per_record(num_planes)) * table.record_bytes;
-    const uint8_t* planes = record + COUNT_BYTES * table.num_blocks;
+    const uint8_t* planes = record + COUNT_BYTES * table.ranked_blocks;
     const int64_t place = row & (rows_per_record(num_planes) - 1);
     const int64_t before = rank_in_record<num_planes>(planes, place, block);
-    if (__builtin_expect(block >= table.num_blocks, 0)) return false;
-    const uint64_t start = read<uint64_t>(table.directory, (row >> 16) * table.num_blocks + block);
+    if (__builtin_expect(block >= table.ranked_blocks, 0)) return false;
+    const uint64_t start =
+        read<uint64_t>(table.directory, (row >> 16) * table.ranked_blocks + block);
     position =
         static_cast<int64_t>(start + read<uint16_t>(record, block) + static_cast<uint64_t>(before));
   }
@@ -269,30 +301,24 @@ struct RowsAhead {
       return find_by<Directory::NONE, 0>(last_id, table, bags, fault);
     if (table.kind == Directory::SORTED)
       return find_by<Directory::SORTED, 0>(last_id, table, bags, fault);
-    switch (table.num_planes) {
-      case 1:
-        return find_by<Directory::RANKS, 1>(last_id, table, bags, fault);
-      case 2:
-        return find_by<Directory::RANKS, 2>(last_id, table, bags, fault);
-      case 3:
-        return find_by<Directory::RANKS, 3>(last_id, table, bags, fault);
-      case 4:
-        return find_by<Directory::RANKS, 4>(last_id, table, bags, fault);
-      case 5:
-        return find_by<Directory::RANKS, 5>(last_id, table, bags, fault);
-      case 6:
-        return find_by<Directory::RANKS, 6>(last_id, table, bags, fault);
-      case 7:
-        return find_by<Directory::RANKS, 7>(last_id, table, bags, fault);
-      default:
-        return find_by<Directory::RANKS, 8>(last_id, table, bags, fault);
+    if (table.kind == Directory::RANKS)
+      return find_by_planes<Directory::RANKS>(last_id, table, bags, fault);
+    find_by_planes<Directory::SPARSE>(last_id, table, bags, fault);
+  }
+
+  template <Directory kind, int64_t num_planes = 8>
+  void find_by_planes(int64_t last_id, const Table& table, const Bags& bags, Fault& fault) {
+    if constexpr (num_planes > 0) {
+      if (table.num_planes < num_planes)
+        return find_by_planes<kind, num_planes - 1>(last_id, table, bags, fault);
     }
+    find_by<kind, num_planes>(last_id, table, bags, fault);
   }
 
   template <Directory kind, int64_t num_planes>
   void find_by(int64_t last_id, const Table& table, const Bags& bags, Fault& fault) {
     for (int64_t at = first; at < last; ++at) {
-      if (kind == Directory::RANKS && at + WINDOW < last_id) table.prefetch(bags.ids[at + WINDOW]);
+      if (kind >= Directory::RANKS && at + WINDOW < last_id) table.prefetch(bags.ids[at + WINDOW]);
       find_row<kind, num_planes>(rows[at - first], table, bags, at, fault);
     }
   }
