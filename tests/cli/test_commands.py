@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dnis_torchrec.allocation.compress import Measured
 from dnis_torchrec.artifact.export import load_predictor
 from dnis_torchrec.artifact.manifest import read_manifest
 from dnis_torchrec.cli import commands
@@ -18,8 +20,9 @@ from dnis_torchrec.cli.run import RunFolder
 from dnis_torchrec.cli.settings import CompressCommand, EvaluateCommand, ExportCommand, TrainCommand
 from dnis_torchrec.report.rows import COMPRESS, SEARCH, UNCOMPRESSED, Results
 from dnis_torchrec.search.search import _Finish
+from dnis_torchrec.training.loop import TrainLoop
 from tests.programs import SHORT, dnis
-from tests.tiny import ROLES, files_of, quick_search, write_table
+from tests.tiny import ROLES, demo, files_of, quick_search, write_table
 
 DEMO = "tests.tiny:demo"
 
@@ -127,6 +130,39 @@ def test_what_stood_there_stays_until_all_is_whole(
     with pytest.raises(OSError):
         run_compress(settings)
     assert files_of(tmp_path) == before
+
+
+def test_a_refit_trains_on_validation_too_and_gains_come_from_selection(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, held_out, train, measure = [], [], commands.TrainLoop, commands.measure_
+
+    def note_steps(*arguments: Any, **options: Any) -> TrainLoop:
+        steps.append(options["steps_per_epoch"])
+        return train(*arguments, **options)
+
+    def note_samples(*arguments: Any, **options: Any) -> Measured:
+        held_out.append(torch.cat([batch.labels for batch in options["held_out"]]))
+        return measure(*arguments, **options)
+
+    monkeypatch.setattr(commands, "TrainLoop", note_steps)
+    monkeypatch.setattr(commands, "measure_", note_samples)
+    run_train(TrainCommand(recipe=DEMO, out=tmp_path / "refit", refit=trained))
+    heads = [RunFolder.open(path).read_head() for path in (trained, tmp_path / "refit")]
+    assert [head["refit"] for head in heads] == [False, True]
+    data, epochs = demo(None).data, len(RunFolder.open(tmp_path / "refit").read_head()["metrics"])
+    assert steps == [sum(1 for _ in data.train) + sum(1 for _ in data.validation)]
+    assert epochs
+    history = json.loads((tmp_path / "refit" / "results.json").read_text())["history"]
+    assert len(history) == heads[0]["best_epoch"] + 1
+    run_compress(CompressCommand(recipe=DEMO, source=tmp_path / "refit", out=tmp_path / "small", compression="2"))
+    assert held_out[0].equal(torch.cat([batch.labels for batch in data.selection]))
+    for command in (
+        lambda: run_train(TrainCommand(recipe=DEMO, out=tmp_path / "again", refit=tmp_path / "refit")),
+        lambda: run_search(quick_search(tmp_path / "search", source=tmp_path / "refit")),
+    ):
+        with pytest.raises(ValueError, match="refit"):
+            command()
 
 
 @pytest.mark.parametrize("size", [{"compression": "9e9"}, {"compression": "2", "seed": 1}])

@@ -25,6 +25,7 @@ from dnis_torchrec.data.batches import BatchParts, LookupBatches, features_of, f
 from dnis_torchrec.data.over_ranks import (
     JUDGE,
     LEARN,
+    JoinedBatches,
     RankBatches,
     SplitSummary,
     all_samples,
@@ -66,6 +67,27 @@ def test_a_slice_holds_just_its_samples(of: list[Sample], data: st.DataObject, w
     assert sliced.sparse_features.stride() == last - first
     assert sliced.sparse_features.lengths().is_contiguous()  # as collectives want it
     assert to_samples(sliced) == of[first:last]
+
+
+def test_train_and_validation_are_joined_in_the_same_order_whenever_an_epoch_begins() -> None:
+    frame = {
+        "user": [row % 9 for row in range(200)],
+        "liked": [0.0, 1.0] * 100,
+        "age": [float(age) for age in range(200)],
+    }
+    data, other = (DataSplits.from_frame(frame, label="liked", ids=["user"], dense=["age"], batch_size=4) for _ in "ab")
+    joined = JoinedBatches(data.train, data.validation)
+    sizes = [sum(1 for _ in part) for part in (data.train, data.validation)]
+    joined.epoch = 0
+    epochs = [[batch.dense_features for batch in joined] for _ in range(2)]
+    assert [len(epoch) for epoch in epochs] == [sum(sizes)] * 2
+    assert not torch.cat(epochs[0]).equal(torch.cat(epochs[1]))
+    resumed = JoinedBatches(other.train, other.validation)
+    resumed.epoch = 1
+    assert torch.cat([batch.dense_features for batch in resumed]).equal(torch.cat(epochs[1]))
+    every = sorted(torch.cat([batch.dense_features for batch in all_samples(joined)]).flatten().tolist())
+    parts = [batch.dense_features for part in (data.train, data.validation) for batch in part]
+    assert every == sorted(torch.cat(parts).flatten().tolist())
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

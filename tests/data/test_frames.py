@@ -372,6 +372,7 @@ class TestSplits:
     )
     def test_the_latest_are_those_of_test(self, times: Any) -> None:
         splits = DataSplits.from_frame(a_frame(day=times), label="clicked", ids=["user"], time="day")
+        assert splits.is_by_time
         assert sorted(rows_of(splits, "test")) == list(range(10))
         assert sorted(rows_of(splits, "selection")) == list(range(10, 15))
         assert sorted(rows_of(splits, "train")) == list(range(20, 100))
