@@ -7,13 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from dnis_torchrec.allocation.axes import rotation_groups
@@ -55,6 +55,7 @@ from dnis_torchrec.data.files import conform
 from dnis_torchrec.data.frames import FrameEncoder, FrameSplits, recipe_from_frame
 from dnis_torchrec.data.over_ranks import (
     JoinedBatches,
+    SeenSamples,
     check_same,
     read_splits,
     samples_to_measure,
@@ -99,6 +100,10 @@ Metrics = Mapping[str, Mapping[str, float]]
 """Split -> metric -> value."""
 
 
+SEEN, NEW = "seen", "new"
+BY_TIME = "Splits are by time: the loss of later samples may rise by twice what is predicted."
+
+
 @dataclass(frozen=True)
 class _Judge:
     """Evaluates models on a recipe's data, and turns the metrics into rows of results."""
@@ -107,12 +112,22 @@ class _Judge:
     data: DataSplits
     device: torch.device
     seed: int
+    counts: Mapping[str, Tensor]
+    notes: list[str] = field(default_factory=list)
 
     def evaluate(self, model: nn.Module) -> Metrics:
         """Metrics on selection and test."""
         module, loss = get_unwrapped_module(model), self.recipe.task
         task = module if isinstance(module, TrainTask) else TrainTask(module, loss)
-        splits = {"selection": self.data.selection, "test": self.data.test}
+        splits: dict[str, Any] = {"selection": self.data.selection, "test": self.data.test}
+        if self.data.is_by_time and world_size_of() == 1:
+            tables = table_configs(self.recipe.model)
+            parts = {
+                name: SeenSamples(self.data.test, self.counts, tables, are_seen=name == SEEN)
+                for name in (SEEN, NEW)
+            }
+            if all(any(True for _ in part) for part in parts.values()):
+                splits |= parts
         return {name: evaluate(task, part, loss, self.device) for name, part in splits.items()}
 
     def row(
@@ -127,6 +142,12 @@ class _Judge:
         """The row of a model with these metrics."""
         splits: Any = {"metrics": metrics["test"], "selection": metrics["selection"]}
         numbers: Any = {"num_bytes": num_bytes, "compression": compression, "seconds": seconds}
+        if NEW in metrics and method in (UNCOMPRESSED, COMPRESS, SEARCH):
+            seen, new = (metrics[name]["loss"] for name in (SEEN, NEW))
+            self.notes.append(
+                f"{method}, {compression:.3g} times smaller: loss {seen:.4f} of test samples whose "
+                f"rows training has seen, {new:.4f} of the others."
+            )
         return ResultRow(method=method, seed=self.seed, **splits, **numbers, **more)
 
     def plain_rows(self, model: nn.Module, num_bytes: int) -> list[ResultRow]:
@@ -169,7 +190,7 @@ class _Judge:
             rows=tuple(rows),
             primary_metric=metric,
             higher_is_better=is_higher_better,
-            notes=tuple(head["notes"]),
+            notes=(*head["notes"], *[BY_TIME] * self.data.is_by_time, *self.notes),
             commands=tuple(head["commands"]),
             versions=head["versions"],
             **more,
@@ -239,7 +260,7 @@ def _train(
         )
         loop.run()
     seconds = loop.seconds_before + time.monotonic() - begin
-    judge = _Judge(recipe, data, device, settings.seed)
+    judge = _Judge(recipe, data, device, settings.seed, counts.counts)
     metrics = judge.evaluate(model)
     row = judge.row(UNCOMPRESSED, metrics, 4 * scheme.parameters, seconds=seconds)
     head = head | {
@@ -269,7 +290,7 @@ def run_compress(settings: CompressCommand) -> Results:
         data, counts, _ = read_splits(recipe, tables, ranks)
         num_bytes = 4 * dense_parameters(recipe.model)
         model = spread_filled(recipe.model, weights, device)
-        judge = _Judge(recipe, data, device, head["seed"])
+        judge = _Judge(recipe, data, device, head["seed"], counts.counts)
         rows = judge.plain_rows(model, num_bytes)
         begin = time.monotonic()
         measurement = measure_(
@@ -514,7 +535,7 @@ def _search(
         )
         seconds = outcome.seconds_before + time.monotonic() - begin
     data = split_over_ranks(recipe.data, Ranks.everyone())
-    judge = _Judge(recipe, data, device, head["seed"])
+    judge = _Judge(recipe, data, device, head["seed"], outcome.counts.counts)
     metrics, scheme = judge.evaluate(outcome.model), outcome.scheme
     size = scheme.served_bytes(PACKED), scheme.compression(PACKED)
     rows = [judge.row(SEARCH, metrics, *size, seconds)]
@@ -530,7 +551,7 @@ def _search(
         recipe = _recipe_of(settings, head)
         _begin_with_(recipe.model, settings.source or run)
         recipe = with_tables_apart(recipe)
-        plain = _Judge(recipe, recipe.data, device, head["seed"])
+        plain = _Judge(recipe, recipe.data, device, head["seed"], outcome.counts.counts)
         model, num_bytes = recipe.model.to(device), 4 * dense_parameters(recipe.model)
         rows += plain.plain_rows(model, num_bytes)
     more = {"history": tuple(map(asdict, outcome.history)), "blocks": _block_rows(outcome)}

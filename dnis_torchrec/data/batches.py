@@ -235,6 +235,25 @@ def slice_of(batch: Batch, first: int, last: int) -> Batch:
     )
 
 
+def samples_where(batch: Batch, keeps: Tensor) -> Batch:
+    """The samples of a batch for which a bool of each says so."""
+
+    def of_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        bags = keeps.repeat(len(features.keys()))
+        ids, weights = bags.repeat_interleave(features.lengths()), features.weights_or_none()
+        return KeyedJaggedTensor(
+            keys=features.keys(),
+            values=features.values()[ids],
+            weights=None if weights is None else weights[ids],
+            lengths=features.lengths()[bags],
+            stride=int(keeps.sum()),
+        )
+
+    return _changed(
+        batch, lambda part: part[keeps] if isinstance(part, Tensor) else of_features(part)
+    )
+
+
 def _changed(batch: _B, change: Callable[[Any], Any]) -> _B:
     """A dataclass with what becomes of each of its tensors and KeyedJaggedTensors."""
     parts = {

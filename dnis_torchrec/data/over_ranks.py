@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -29,6 +29,7 @@ from dnis_torchrec.data.batches import (
     check_not_empty,
     features_of,
     for_lookup,
+    samples_where,
     slice_of,
 )
 from dnis_torchrec.data.recipe import SPLITS, DataSplits, Recipe
@@ -62,6 +63,33 @@ class JoinedBatches(CutBatches):
     def each_sample(self) -> Iterator[Batch]:
         """All samples of both."""
         return chain.from_iterable(map(all_samples, (self._batches, self._validation)))
+
+
+class SeenSamples:
+    """The samples of batches whose rows training has all seen, or else all others. Local."""
+
+    def __init__(
+        self,
+        batches: Iterable[Batch],
+        counts: Mapping[str, Tensor],
+        tables: Sequence[EmbeddingBagConfig],
+        *,
+        are_seen: bool,
+    ) -> None:
+        self._batches, self._counts, self._are_seen = batches, counts, are_seen
+        self._tables = {feature: table.name for table in tables for feature in table.feature_names}
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self._batches:
+            is_seen = torch.ones(len(batch.labels), dtype=torch.bool)
+            for feature, bag in features_of(batch).to_dict().items():
+                if feature in self._tables:
+                    is_new = self._counts[self._tables[feature]][bag.values().long()] == 0
+                    of_ids = torch.arange(len(is_seen)).repeat_interleave(bag.lengths())
+                    is_seen[of_ids[is_new]] = False
+            part = samples_where(batch, is_seen == self._are_seen)
+            if len(part.labels):
+                yield part
 
 
 def _placed(batches: Iterable[Batch], number: int) -> Iterator[tuple[float, Batch]]:

@@ -21,12 +21,13 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.counts import count_frequencies
-from dnis_torchrec.data.batches import BatchParts, LookupBatches, features_of, for_lookup, slice_of
+from dnis_torchrec.data.batches import BatchParts, LookupBatches, features_of, for_lookup, samples_where, slice_of
 from dnis_torchrec.data.over_ranks import (
     JUDGE,
     LEARN,
     JoinedBatches,
     RankBatches,
+    SeenSamples,
     SplitSummary,
     all_samples,
     check_same,
@@ -88,6 +89,27 @@ def test_train_and_validation_are_joined_in_the_same_order_whenever_an_epoch_beg
     every = sorted(torch.cat([batch.dense_features for batch in all_samples(joined)]).flatten().tolist())
     parts = [batch.dense_features for part in (data.train, data.validation) for batch in part]
     assert every == sorted(torch.cat(parts).flatten().tolist())
+
+
+@given(st.lists(samples, min_size=1, max_size=9), st.data(), st.booleans())
+def test_samples_are_chosen_one_by_one(of: list[Sample], data: st.DataObject, weighted: bool) -> None:
+    keeps = data.draw(st.lists(st.booleans(), min_size=len(of), max_size=len(of)).filter(any))
+    chosen = samples_where(to_batch(of, weighted=weighted), torch.tensor(keeps))
+    assert to_samples(chosen) == [sample for sample, keep in zip(of, keeps, strict=True) if keep]
+
+
+@given(st.lists(samples, min_size=1, max_size=9), st.data())
+def test_samples_are_seen_where_training_has_seen_all_their_rows(of: list[Sample], data: st.DataObject) -> None:
+    rows = 1 + max([0, *(row for _, _, bags in of for bag in bags for row in bag)])
+    counts = {name: torch.tensor(data.draw(st.lists(st.integers(0, 1), min_size=rows, max_size=rows))) for name in "ab"}
+    tables = [
+        EmbeddingBagConfig(name=n, num_embeddings=rows, embedding_dim=4, feature_names=[f]) for n, f in ("af", "bg")
+    ]
+    is_seen = [all(counts[n][row] for n, bag in zip("ab", bags, strict=True) for row in bag) for _, _, bags in of]
+    for are_seen in (True, False):
+        part = SeenSamples([to_batch(of)], counts, tables, are_seen=are_seen)
+        expected = [sample for sample, seen in zip(of, is_seen, strict=True) if seen == are_seen]
+        assert [sample for batch in part for sample in to_samples(batch)] == expected
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
