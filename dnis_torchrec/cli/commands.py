@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.allocation.axes import rotation_groups
 from dnis_torchrec.allocation.compress import measure_
@@ -113,6 +114,7 @@ class _Judge:
     device: torch.device
     seed: int
     counts: Mapping[str, Tensor]
+    tables: Sequence[EmbeddingBagConfig]
     notes: list[str] = field(default_factory=list)
 
     def evaluate(self, model: nn.Module) -> Metrics:
@@ -121,9 +123,8 @@ class _Judge:
         task = module if isinstance(module, TrainTask) else TrainTask(module, loss)
         splits: dict[str, Any] = {"selection": self.data.selection, "test": self.data.test}
         if self.data.is_by_time and world_size_of() == 1:
-            tables = table_configs(self.recipe.model)
             parts = {
-                name: SeenSamples(self.data.test, self.counts, tables, are_seen=name == SEEN)
+                name: SeenSamples(self.data.test, self.counts, self.tables, are_seen=name == SEEN)
                 for name in (SEEN, NEW)
             }
             if all(any(True for _ in part) for part in parts.values()):
@@ -233,7 +234,8 @@ def _train(
     device: torch.device,
 ) -> None:
     """The training itself; leaves a finished run with its row."""
-    data, counts, fingerprints = read_splits(recipe, table_configs(recipe.model), Ranks.everyone())
+    tables = table_configs(recipe.model)
+    data, counts, fingerprints = read_splits(recipe, tables, Ranks.everyone())
     recipe = replace(recipe, data=data)
     train = LookupBatches(data.train, "train")
     epoch = getattr(train, "epoch", None)
@@ -260,7 +262,7 @@ def _train(
         )
         loop.run()
     seconds = loop.seconds_before + time.monotonic() - begin
-    judge = _Judge(recipe, data, device, settings.seed, counts.counts)
+    judge = _Judge(recipe, data, device, settings.seed, counts.counts, tables)
     metrics = judge.evaluate(model)
     row = judge.row(UNCOMPRESSED, metrics, 4 * scheme.parameters, seconds=seconds)
     head = head | {
@@ -290,7 +292,7 @@ def run_compress(settings: CompressCommand) -> Results:
         data, counts, _ = read_splits(recipe, tables, ranks)
         num_bytes = 4 * dense_parameters(recipe.model)
         model = spread_filled(recipe.model, weights, device)
-        judge = _Judge(recipe, data, device, head["seed"], counts.counts)
+        judge = _Judge(recipe, data, device, head["seed"], counts.counts, tables)
         rows = judge.plain_rows(model, num_bytes)
         begin = time.monotonic()
         measurement = measure_(
@@ -535,7 +537,8 @@ def _search(
         )
         seconds = outcome.seconds_before + time.monotonic() - begin
     data = split_over_ranks(recipe.data, Ranks.everyone())
-    judge = _Judge(recipe, data, device, head["seed"], outcome.counts.counts)
+    rows_read = outcome.counts.counts, table_configs(outcome.model)
+    judge = _Judge(recipe, data, device, head["seed"], *rows_read)
     metrics, scheme = judge.evaluate(outcome.model), outcome.scheme
     size = scheme.served_bytes(PACKED), scheme.compression(PACKED)
     rows = [judge.row(SEARCH, metrics, *size, seconds)]
@@ -551,7 +554,7 @@ def _search(
         recipe = _recipe_of(settings, head)
         _begin_with_(recipe.model, settings.source or run)
         recipe = with_tables_apart(recipe)
-        plain = _Judge(recipe, recipe.data, device, head["seed"], outcome.counts.counts)
+        plain = _Judge(recipe, recipe.data, device, head["seed"], *rows_read)
         model, num_bytes = recipe.model.to(device), 4 * dense_parameters(recipe.model)
         rows += plain.plain_rows(model, num_bytes)
     more = {"history": tuple(map(asdict, outcome.history)), "blocks": _block_rows(outcome)}

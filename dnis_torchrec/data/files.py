@@ -137,7 +137,8 @@ def check_plain(folder: Path, place: str) -> None:
     for root, folders, names in os.walk(folder):
         for path in (Path(root, name) for name in sorted(folders + names)):
             is_plain = not path.is_symlink() and (path.is_file() or path.is_dir())
-            name = repr(path.relative_to(folder).as_posix())
+            kind = "the link " if path.is_symlink() else ""
+            name = f"{kind}{path.relative_to(folder).as_posix()!r}"
             check(is_plain, place, "plain files and folders in it", name, "remove it")
 
 

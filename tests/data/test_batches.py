@@ -107,7 +107,7 @@ def test_samples_are_seen_where_training_has_seen_all_their_rows(of: list[Sample
     ]
     is_seen = [all(counts[n][row] for n, bag in zip("ab", bags, strict=True) for row in bag) for _, _, bags in of]
     for are_seen in (True, False):
-        part = SeenSamples([to_batch(of)], counts, tables, are_seen=are_seen)
+        part = SeenSamples([to_batch(of, weighted=False)], counts, tables, are_seen=are_seen)
         expected = [sample for sample, seen in zip(of, is_seen, strict=True) if seen == are_seen]
         assert [sample for batch in part for sample in to_samples(batch)] == expected
 
