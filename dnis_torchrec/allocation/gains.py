@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import cast
 
 import numpy as np
 import torch
@@ -256,7 +257,9 @@ class LossSample:
         rows: dict[str, list[Tensor]] = {name: [] for name in shapes}
         of_batch = features or (lambda batch: remap(model, features_of(batch)))
         floats = sum(part.floats_per_sample for part in self._of)
-        num_samples = min(num_samples, self._ranks.world_size * BYTES_OF_PIECES // (4 * floats))
+        num_samples = min(
+            num_samples, self._ranks.world_size * max(1, BYTES_OF_PIECES // (4 * floats))
+        )
         at_a_time = min(SAMPLES_AT_A_TIME, samples_within(num_outputs))
         parts = loss, self._ranks, num_samples, at_a_time
         stream = list(first_batches(batches, *parts))
@@ -342,6 +345,7 @@ class _Recorded:
 
     batch: Batch
     place: str
+    bounds: list[tuple[int, int]]
     calls: Mapping[int, list[tuple[Lookup, list[Pieces]]]]
 
 
@@ -362,7 +366,7 @@ class _Problem:
     ) -> None:
         self._model, self._loss, self._of, self._ranks = model, loss, of, ranks
         self._layout, self._phi, self._moves_shift = layout, phi, moves_shift
-        self._device = device_of(model)
+        self._device, self._is_void = device_of(model), cast(Tensor | None, None)
         read_by_name_(model, refuse_weights=None)
         records = [self._record(*sample) for sample in samples]
         self._all = [part for part, _ in records]
@@ -377,6 +381,8 @@ class _Problem:
     def gains(self, *, of_columns: bool) -> Gains:
         """The solution at the strengths that are best for the other half, if they are ahead."""
         none = torch.zeros(self._layout.size, dtype=torch.float64)
+        old = self._judge((0.0, 0.0), [none, none])
+        self._is_void = old.losses[:, 1].isnan()  # a mean over samples that all weigh nothing
         old = self._judge((0.0, 0.0), [none, none])
         if not all(self._halves):
             return Gains(self._layout.alpha(none), 0.0, old.loss, (0.0, 0.0))
@@ -400,7 +406,7 @@ class _Problem:
         for places in (range(first, len(options)), range(first - 1, -1, -1)):
             for place in places:
                 option = self._try(options[place], best)
-                if option.loss >= best.loss:
+                if not option.loss < best.loss:  # NaN is no better
                     break
                 best = option
             if best is not start:
@@ -415,6 +421,8 @@ class _Problem:
         """What each half has taught, judged by the other."""
         halves = zip(self._halves, points[::-1], strict=True)
         losses = torch.cat([self._part_losses(half, point) for half, point in halves])
+        if self._is_void is not None:
+            losses[self._is_void] = 0.0
         return _Option(strengths, points, losses, mean_of(losses, self._ranks))
 
     def _record(self, batch: Batch, place: str) -> tuple[_Recorded, Tensor]:
@@ -441,7 +449,8 @@ class _Problem:
             of_blocks += [bends[:, 0].sum().view(1), bends[:, 0]]
             of_columns.append(bends[:, 1:].flatten())
         of_shift = second.sum().view(1).cpu()
-        return _Recorded(batch, place, calls), torch.cat([*of_blocks, of_shift, *of_columns])
+        recorded = _Recorded(batch, place, _bounds_of(batch), calls)
+        return recorded, torch.cat([*of_blocks, of_shift, *of_columns])
 
     def _outputs(self, part: _Recorded, alpha: Mapping[str, Tensor], shift: Tensor) -> Outputs:
         """What the model returns with other alpha. Local."""
@@ -523,16 +532,26 @@ class _Problem:
         }
         shift = self._layout.shift(values).float().to(self._device)
         for part in batches:
-            size = len(part.batch.labels)
             outputs = self._outputs(part, alpha, shift)
-            bounds = torch.linspace(0, size, min(PARTS_OF_BATCH, size) + 1).round().long().tolist()
-            for first, last in pairwise(bounds):
-                batch = slice_of(part.batch, first, last)
-                loss = mean_loss(
-                    rows_of_outputs(outputs, slice(first, last)), batch, self._loss, part.place
-                )
-                losses.append(torch.tensor([[last - first, float(loss)]], dtype=torch.float64))
+            for first, last in part.bounds:
+                batch, rows = part.batch, outputs
+                if len(part.bounds) > 1:
+                    batch = slice_of(batch, first, last)
+                    rows = rows_of_outputs(outputs, slice(first, last))
+                loss = float(mean_loss(rows, batch, self._loss, part.place))
+                losses.append(torch.tensor([[last - first, loss]], dtype=torch.float64))
         return torch.cat(losses)
+
+
+def _bounds_of(batch: Batch) -> list[tuple[int, int]]:
+    """Parts of a batch; the whole one where it cannot be cut."""
+    size = len(batch.labels)
+    try:
+        slice_of(batch, 0, size)
+    except (TypeError, NotImplementedError):
+        return [(0, size)]
+    bounds = torch.linspace(0, size, min(PARTS_OF_BATCH, size) + 1).round().long().tolist()
+    return list(pairwise(bounds))
 
 
 def _minimise(

@@ -251,6 +251,20 @@ def test_nothing_is_gained_where_labels_are_chance() -> None:
     assert all(bool((part == 1).all()) for part in gains.alpha.values())
 
 
+def test_samples_that_a_loss_leaves_out_count_for_nothing() -> None:
+    def known(z: Tensor, y: Tensor) -> Tensor:
+        return BCE(z[y >= 0], y[y >= 0])
+
+    held_out = click_case(4)
+    for own in held_out:
+        own.labels[:100] = -1  # whole parts of a batch
+    measured = measure_(trained(), click_case(2), loss=known, held_out=held_out)
+    every = {name: torch.ones(part.shape).bool() for name, part in measured.curvature.curvature.items()}
+    gains = measured.sample.fit(every)
+    assert gains.strengths[0] > 0
+    assert gains.loss < 0.6
+
+
 def test_frozen_tables_gain_nothing() -> None:
     model = trained()
     model.pairs.embedding_bags.user.weight.requires_grad_(False)
