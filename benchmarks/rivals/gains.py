@@ -14,6 +14,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection, get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from benchmarks.rivals.shared_rows import side_by_side
 from benchmarks.rivals.task import Served, Task, UnmetError, counts_of
 from dnis_torchrec.allocation.gains import LossSample, output_bias
 from dnis_torchrec.blocks.blocking import blocks_from_counts
@@ -183,11 +184,7 @@ class BlockGains(nn.Module):
         for name, piece in self.pieces(features).items():
             factor = self.factors[self._outputs[name][2].name]
             outputs.append(torch.einsum("s,sbd->bd", factor, piece[: len(factor)]))
-        return KeyedTensor(
-            keys=list(self._outputs),
-            length_per_key=[output.shape[1] for output in outputs],
-            values=torch.cat(outputs, dim=1),
-        )
+        return side_by_side(list(self._outputs), outputs)
 
     def _sequences(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         bags, outputs = jagged_by_key(features), self.tables(features)
