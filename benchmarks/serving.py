@@ -40,6 +40,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.files import output_file
+from benchmarks.gpu.timing import wait_for
 from dnis_torchrec.artifact.load import exact_rows, read_scheme
 from dnis_torchrec.artifact.load import serve as serve_tables
 from dnis_torchrec.artifact.manifest import read_manifest
@@ -305,12 +306,6 @@ def measure(case: Case, batch_size: int, pooling: int, rounds: int) -> tuple[str
                 if index >= 0:
                     times[name].append(1e6 * seconds / per_turn)
     return baseline, times
-
-
-def wait_for(device: torch.device) -> None:
-    """Until everything that was asked of a GPU is done; a CPU has done it already."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def check_equal(case: Case) -> None:

@@ -617,11 +617,7 @@ def joined(batches: list[Batch]) -> Batch:
 
 
 def check_served_as_exported(model: Model, scheme: MixedDimensionScheme, folder: Path, bare: Model) -> Model:
-    """An artifact dropped into a bare model maps raw ids, those without a row too, and predicts as the codes do.
-
-    Returns:
-        The model with the artifact.
-    """
+    """An artifact dropped into a bare model maps raw ids, those without a row too, and predicts as the codes do."""
     served = bare.eval()
     load_model(served, export(model, scheme, folder))
     later = [*BATCHES, *NEW]

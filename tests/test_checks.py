@@ -9,14 +9,8 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from dnis_torchrec import checks
 from dnis_torchrec.checks import (
@@ -126,22 +120,3 @@ def test_only_the_named_warnings_and_log_lines_are_silenced(caplog: pytest.LogCa
             logging.getLogger(logger or None).warning("%s, and more", begin)
             logging.getLogger("somebody.else").warning(begin)
     assert caplog.messages == [begin for _, begin in LOGS]
-
-
-class _DataParallelSharder(EmbeddingBagCollectionSharder):
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        return ["data_parallel"]
-
-
-def test_data_parallel_tables_have_the_gradients_of_the_unsharded_ones(gloo: dist.ProcessGroup) -> None:
-    """What the silenced warning about fbgemm's autograd kernel leaves open."""
-    config = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=20, feature_names=["f"])
-    plain = EmbeddingBagCollection(tables=[config])
-    module = nn.Sequential(EmbeddingBagCollection(tables=[config]))
-    sharded = DistributedModelParallel(module, device=torch.device("cpu"), sharders=[_DataParallelSharder()])
-    sharded.load_state_dict({f"0.{name}": value for name, value in plain.state_dict().items()})
-    features = KeyedJaggedTensor(keys=["f"], values=torch.randint(20, (24,)), lengths=torch.tensor([4, 0, 8, 12]))
-    for model in (plain, sharded):
-        (model(features).values() * torch.arange(16.0).view(4, 4)).sum().backward()
-    (expected,), (actual,) = plain.parameters(), sharded.parameters()
-    torch.testing.assert_close(actual.grad, expected.grad)

@@ -59,13 +59,7 @@ READS = {"user": ROWS["user"], "item": ROWS["item"], "genre": ROWS["genre"]} | d
 
 
 def make_batch(seed: int, *, is_weighted: bool = False, is_rated: bool = False) -> AnyBatch:
-    """Bags of all features.
-
-    Args:
-        seed: of the batch.
-        is_weighted: whether the model's only features have weights.
-        is_rated: whether a second column of labels holds ratings.
-    """
+    """Bags of all features; a second column of labels may hold ratings."""
     generator = torch.Generator().manual_seed(seed)
     lengths = {name: torch.randint(low, high + 1, (SIZE,), generator=generator) for name, (low, high) in BAGS.items()}
     ids = [
@@ -178,21 +172,13 @@ def multi_task() -> nn.Module:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of model that goes through.
-
-    Attributes:
-        build: makes one.
-        task: name of the page's task, or "" where the page's loss does.
-        is_weighted: see `make_batch`.
-        leave_alone: tables that are not touched.
-        labels: of batches by data group; () where batches are TorchRec's.
-    """
+    """A kind of model that goes through."""
 
     build: Callable[[], nn.Module]
-    task: str = ""
+    task: str = ""  # of the page; "" where its loss does
     is_weighted: bool = False
     leave_alone: tuple[str, ...] = ()
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()  # of batches by data group; () where batches are TorchRec's
 
 
 def _items() -> EmbeddingCollection:

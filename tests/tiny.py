@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,20 +122,25 @@ class Sigmoidless(nn.Module):
         return torch.logit(self.model(dense_features, sparse_features), eps=1e-6)
 
 
+def splits_of(make: Callable[[int, int], Batch], test: list[Batch]) -> DataSplits:
+    """The splits, which depend on nothing but the seeds of batches."""
+    return DataSplits(
+        train=Repeatable([make(64, s) for s in range(10)]),
+        validation=Repeatable([make(64, 100 + s) for s in range(3)]),
+        selection=Repeatable([make(64, 200 + s) for s in range(2)]),
+        test=Repeatable(test),
+    )
+
+
 def make_recipe(
     kind: str = "dlrm", *, seed: int = 0, embedding_dim: int | None = None, optimizer: str = "adam"
 ) -> Recipe:
-    """The recipe; the splits depend on nothing but the batch seeds."""
+    """The recipe."""
     torch.manual_seed(seed)
     model = make_model(kind, embedding_dim or EMBEDDING_DIM)
     return Recipe(
         model=Sigmoidless(model) if kind == "deepfm" else model,
-        data=DataSplits(
-            train=Repeatable([make_batch(64, s) for s in range(10)]),
-            validation=Repeatable([make_batch(64, 100 + s) for s in range(3)]),
-            selection=Repeatable([make_batch(64, 200 + s) for s in range(2)]),
-            test=Repeatable([make_batch(64, 300 + s) for s in range(2)]),
-        ),
+        data=splits_of(make_batch, [make_batch(64, 300 + s) for s in range(2)]),
         loss=nn.BCEWithLogitsLoss(),
         table_optimizer=optimizer,
         table_learning_rate=1e-2,
@@ -222,14 +227,9 @@ def two_sided(size: int, seed: int, *, empty_bags: bool = True) -> TwoSidedBatch
 
 
 def tasks_make_recipe(*, seed: int = 0, embedding_dim: int | None = None, **fields: Any) -> Recipe:
-    """The recipe; the splits depend on nothing but the batch seeds."""
+    """The recipe of two tasks."""
     torch.manual_seed(seed)
-    data = DataSplits(
-        train=Repeatable([two_sided(64, s) for s in range(10)]),
-        validation=Repeatable([two_sided(64, 100 + s) for s in range(3)]),
-        selection=Repeatable([two_sided(64, 200 + s) for s in range(2)]),
-        test=Repeatable([two_sided(64, 300), two_sided(63, 301)]),
-    )
+    data = splits_of(two_sided, [two_sided(64, 300), two_sided(63, 301)])
     given = {"loss": ClickAndRating(), "table_learning_rate": 1e-2, "dense_learning_rate": 1e-2, "embedding_l2": 1e-3}
     return Recipe(model=TwoTasks(embedding_dim or EMBEDDING_DIM), data=data, **(given | fields))
 
@@ -276,14 +276,7 @@ RECIPES = {"tests.tiny:demo": demo, "tests.tiny:deepfm": deepfm, "tests.tiny:tab
 def write_tiny_artifact(
     path: Path, *, recipe: str = "tests.tiny:demo", forms: tuple[str, ...] = ("mixed_dimension",), codes: bool = False
 ) -> Path:
-    """Prunes a recipe's model at random, or gives it codes at random, evaluates it, and exports it.
-
-    Args:
-        path: folder to make.
-        recipe: one of `RECIPES`.
-        forms: of the tables.
-        codes: give every column bits, and export what the tables were before they were rounded.
-    """
+    """Prunes a recipe's model at random, or gives it codes, evaluates it, and exports it as it was not rounded yet."""
     built = RECIPES[recipe](None, seed=0)
     (fqn, collection), *_ = collections(built.model).items()
     schemes, tables = {}, {}
@@ -502,14 +495,7 @@ def contents(batch: Batch) -> dict[int, dict[str, object]]:
 
 
 class AllocatedPeak(TorchDispatchMode):
-    """The most bytes that tensors made inside the block held at one time; temporaries within one operator not counted.
-
-    Args:
-        known: tensors whose memory was there before.
-
-    Attributes:
-        peak: bytes.
-    """
+    """The most bytes that tensors made inside the block held at one time, but for temporaries within one operator."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()

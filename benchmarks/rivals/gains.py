@@ -14,6 +14,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection, get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from benchmarks.rivals.shared_rows import side_by_side
 from benchmarks.rivals.task import Served, Task, UnmetError, counts_of
 from dnis_torchrec.allocation.gains import LossSample, output_bias
 from dnis_torchrec.blocks.blocking import blocks_from_counts
@@ -55,10 +56,9 @@ def _solve_(task: Task, model: nn.Module, wrappers: Sequence[BlockGains]) -> Non
     """Sets factors, and the output bias, by the solver of `compress`: on the same model with whole tables of the rows
     that it serves."""
     recipe, plain = task.build(None), copy.deepcopy(model)
-    originals = {id(w): fqn for fqn, w in model.named_modules() if isinstance(w, BlockGains)}
-    for wrapper in wrappers:
-        twin = plain.get_submodule(originals[id(wrapper)])
-        plain = replace_(plain, twin, wrapper.whole_tables())
+    for fqn, wrapper in model.named_modules():
+        if isinstance(wrapper, BlockGains):
+            plain = replace_(plain, plain.get_submodule(fqn), wrapper.whole_tables())
     tables = [table for collection in collections(plain).values() for table in table_configs_of(collection)]
     blocks = blocks_from_counts(counts_of(task), tables, leave_alone=recipe.leave_alone)
     batch = for_lookup(next(iter(recipe.data.selection)))
@@ -158,36 +158,23 @@ class BlockGains(nn.Module):
             table.weight.data.copy_(rows[name])
         return collection
 
-    def pieces(self, features: KeyedJaggedTensor) -> dict[str, Tensor]:
-        """Output -> ``(S, B, D)``, what the ids of every block add to it, without their factors."""
-        size, bags, pooled = features.stride(), jagged_by_key(features), []
-        for split in self.turns:
-            parts = split(features)
-            lengths = {key: bag.lengths().view(-1, size) for key, bag in jagged_by_key(parts).items()}
-            pooled.append((self.tables(parts).to_dict(), lengths))
-        pieces = {}
-        for name, (turn, feature, config) in self._outputs.items():
-            outputs, lengths = pooled[turn]
-            piece = outputs[name].reshape(-1, size, outputs[name].shape[1])
-            if config.pooling == PoolingType.MEAN:  # of a block's ids alone, so far
-                share = lengths[feature] / bags[feature].lengths().clamp(min=1)
-                piece = piece * share.unsqueeze(2)
-            pieces[name] = piece
-        return pieces
-
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor | dict[str, JaggedTensor]:
         """Looks bags up, or sequences."""
         if not self._is_pooled:
             return self._sequences(features)
-        outputs = []
-        for name, piece in self.pieces(features).items():
-            factor = self.factors[self._outputs[name][2].name]
+        size, bags, turns, outputs = features.stride(), jagged_by_key(features), [], []
+        for split in self.turns:
+            parts = split(features)
+            lengths = {key: bag.lengths().view(-1, size) for key, bag in jagged_by_key(parts).items()}
+            turns.append((self.tables(parts).to_dict(), lengths))
+        for name, (turn, feature, config) in self._outputs.items():
+            of_blocks, lengths = turns[turn]
+            piece = of_blocks[name].reshape(-1, size, of_blocks[name].shape[1])
+            if config.pooling == PoolingType.MEAN:  # of a block's ids alone, so far
+                piece = piece * (lengths[feature] / bags[feature].lengths().clamp(min=1)).unsqueeze(2)
+            factor = self.factors[config.name]
             outputs.append(torch.einsum("s,sbd->bd", factor, piece[: len(factor)]))
-        return KeyedTensor(
-            keys=list(self._outputs),
-            length_per_key=[output.shape[1] for output in outputs],
-            values=torch.cat(outputs, dim=1),
-        )
+        return side_by_side(list(self._outputs), outputs)
 
     def _sequences(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         bags, outputs = jagged_by_key(features), self.tables(features)

@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from benchmarks.rivals.gains import SplitByBlock
 from benchmarks.rivals.mixed import Blocks, pack, widths_of, zero_dropped_
 from benchmarks.rivals.rows import TRAINED_MULTIPLE
-from benchmarks.rivals.shared_rows import Substitute
+from benchmarks.rivals.shared_rows import Substitute, side_by_side
 from benchmarks.rivals.task import Served, Task, UnmetError, best_of, check_pooled, train
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ops.batches import jagged_by_key
@@ -190,8 +190,4 @@ class Project(nn.Module):
             if is_mean:
                 total = total / bags[feature].lengths().clamp(min=1).unsqueeze(1)
             results.append(total)
-        return KeyedTensor(
-            keys=[name for name, *_ in self._outputs],
-            length_per_key=[result.shape[1] for result in results],
-            values=torch.cat(results, dim=1),
-        )
+        return side_by_side([name for name, *_ in self._outputs], results)

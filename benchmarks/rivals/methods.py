@@ -16,19 +16,12 @@ from benchmarks.rivals.task import Served, Task
 
 
 class Method(NamedTuple):
-    """A method, and what holds for it.
-
-    Attributes:
-        precisions: in which it can serve; of several the best on the selection split counts.
-        learns: on the validation split, which then cannot be training data, too.
-        leaves: tables of `Recipe.leave_alone` alone; others do not apply to such a recipe.
-        has_size: False for what is the same at every size.
-    """
+    """A method, and what holds for it."""
 
     run: Callable[[Task], Served]
-    precisions: tuple[str, ...] = ROW_PRECISIONS
-    learns: bool = False
-    leaves: bool = False
+    precisions: tuple[str, ...] = ROW_PRECISIONS  # of several the best on the selection split counts
+    learns: bool = False  # on the validation split, which then cannot be training data, too
+    leaves: bool = False  # tables of `Recipe.leave_alone` alone; others do not apply to such a recipe
     has_size: bool = True
 
 

@@ -98,13 +98,9 @@ def mixed_scheme(
     routings: Mapping[str, RowRouting],
     masks: Mapping[str, Tensor],
     bits: int,
-    rows: Mapping[str, Tensor] | None = None,
+    rows: Mapping[str, Tensor] | None = None,  # that scales are fitted to; none where bytes alone are asked for
 ) -> MixedDimensionScheme:
-    """The scheme of tables whose blocks keep these columns in so many bits.
-
-    Args:
-        rows: table -> its values, to which scales are fitted; none where bytes alone are asked for.
-    """
+    """The scheme of tables whose blocks keep these columns in so many bits."""
     tables = {}
     for name, table in whole.tables.items():
         mask, routing = masks[name], routings[name]

@@ -65,7 +65,8 @@ def directory(width_of_row: Tensor) -> Tensor:
     """What finds the codes of a row: a rank directory, or runs of rows of one width (first row, first
     place, width), whichever takes less."""
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), width_of_row.diff().nonzero()[:, 0] + 1])
-    ranks = RowDirectory.of(RowRouting.from_map(width_of_row, len(WIDTHS))).directory
+    routing = RowRouting.from_map(width_of_row, len(WIDTHS))
+    ranks = RowDirectory.of(routing, torch.ones(len(WIDTHS), dtype=torch.bool)).directory
     runs = torch.zeros(len(starts), 3, dtype=torch.int32)
     runs[:, 0], runs[:, 2] = starts, width_of_row[starts]
     for width in WIDTHS:

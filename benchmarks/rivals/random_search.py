@@ -20,8 +20,8 @@ def random_search(task: Task) -> Served:
     for _ in range(task.trials or TRIALS):
         dims = random_dims(blocks, generator)
         masks = blocks.masks(dims, blocks.blocks.embedding_dims)
-        told = {name: " ".join(map(str, dim.tolist())) for name, dim in dims.items()}
-        trials.append(partial(_train, blocks, masks, told))
+        settings = {name: " ".join(map(str, dim.tolist())) for name, dim in dims.items()}
+        trials.append(partial(_train, blocks, masks, settings))
     return best_of(task, trials)
 
 

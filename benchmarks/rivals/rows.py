@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
@@ -71,25 +72,17 @@ def no_embeddings(task: Task) -> Served:
 
 
 def largest_dim(task: Task, *, follows: bool = True) -> int:
-    """The largest embedding_dim within a task's bytes.
-
-    Args:
-        follows: the recipe is built at that width; else its own tables are cut.
-    """
+    """The largest embedding_dim within a task's bytes, of a recipe that follows it, or of its own tables, cut."""
     multiple = max(1, 16 // BITS[task.precision])
     dims = list(range(multiple, task.dim + 1, multiple))
 
-    def fits(dim: int) -> bool:
-        tables = task.tables(dim) if follows else task.tables()
-        return rows_bytes(tables, task.precision, dim) <= task.num_bytes
+    def num_bytes(dim: int) -> int:
+        return rows_bytes(task.tables(dim if follows else None), task.precision, dim)
 
-    low, high = 0, len(dims)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if fits(dims[middle]) else (low, middle)
-    if not low:
+    number = bisect_right(dims, task.num_bytes, key=num_bytes)
+    if not number:
         raise UnmetError(f"no D in {task.precision} comes to {task.num_bytes} bytes")
-    return dims[low - 1]
+    return dims[number - 1]
 
 
 def uniform_at(task: Task, dim: int) -> Served:

@@ -132,6 +132,11 @@ class ShortTables(Substitute):
         return self.compose(self.tables(self.share_rows(features)))
 
 
+def side_by_side(keys: list[str], outputs: list[Tensor]) -> KeyedTensor:
+    """What a collection of bags gives back."""
+    return KeyedTensor(keys, [output.shape[1] for output in outputs], torch.cat(outputs, dim=1))
+
+
 class Compose(nn.Module):
     """Combines the sums of every part of the columns, and puts the parts side by side."""
 
@@ -150,11 +155,7 @@ class Compose(nn.Module):
                     part = self._combine(part, by_key[key])
                 of_parts.append(part)
             outputs.append(torch.cat(of_parts, dim=1))
-        return KeyedTensor(
-            keys=list(self._keys_of),
-            length_per_key=[output.shape[1] for output in outputs],
-            values=torch.cat(outputs, dim=1),
-        )
+        return side_by_side(list(self._keys_of), outputs)
 
 
 def shorten_(

@@ -53,27 +53,18 @@ class Recipes:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One cell: a recipe, a size, a seed, and the rules of every training.
+    """One cell: a recipe, a size, a seed, and the rules of every training."""
 
-    Attributes:
-        build: embedding_dim -> a fresh recipe; None for the recipe's own.
-        with_validation: a model that was trained is trained anew on the validation samples, too, for
-            as many epochs as were best, without an early stop.
-        size: bytes of the float32 tables over bytes served.
-        cache: file of the plain model's weights, which methods that begin with it share.
-        trials: of methods that choose among several; None for their own number.
-    """
-
-    build: Callable[[int | None], Recipe]
-    size: float = 1.0
+    build: Callable[[int | None], Recipe]  # embedding_dim, None for the recipe's own -> a fresh recipe
+    size: float = 1.0  # bytes of the float32 tables over bytes served
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     precision: str = "fp32"
     max_epochs: int = 60
     patience: int = 3
-    trials: int | None = None
-    cache: Path | None = None
-    with_validation: bool = False
+    trials: int | None = None  # of methods that choose among several; None for their own number
+    cache: Path | None = None  # the plain model's weights, which methods that begin with it share
+    with_validation: bool = False  # train anew on validation samples, too, for as many epochs as were best
 
     def tables(self, embedding_dim: int | None = None) -> list[EmbeddingBagConfig]:
         """The tables of the recipe at an embedding_dim."""
@@ -124,18 +115,13 @@ def check_pooled(model: nn.Module) -> None:
 
 def train(task: Task, recipe: Recipe, *, starts_trained: bool = False, **rules: Any) -> tuple[nn.Module, PlainTraining]:
     """Trains to the best epoch on the selection split, then on the validation split, too, if the task
-    wants that; the plain model.
-
-    Args:
-        starts_trained: the state at the beginning may be the best.
-        rules: of `_fit`.
-    """
+    wants that; the plain model. `rules` are those of `_fit`."""
     start = copy.deepcopy(recipe.model) if task.with_validation else None
     model, result = _fit(task, recipe, task.max_epochs, starts_trained=starts_trained, **rules)
     if start is None or result.best_epoch < 0:
         return model, result
-    joined = train_on_validation(replace(recipe, model=start, data=task.build(None).data))
-    return _fit(task, joined, result.best_epoch + 1, **rules | {"patience": None})
+    both = train_on_validation(replace(recipe, model=start, data=task.build(None).data))
+    return _fit(task, both, result.best_epoch + 1, **rules | {"patience": None})
 
 
 def _fit(
@@ -143,20 +129,14 @@ def _fit(
     recipe: Recipe,
     max_epochs: int,
     *,
-    masks: bool = False,
+    masks: bool = False,  # values that are zero stay so
+    # (sharded model, its optimizer) -> what steps in its place, and sees the gradients of tables
     stepper: Callable[[nn.Module, Any], Any] | None = None,
-    starts_trained: bool = False,
+    starts_trained: bool = False,  # the state at the beginning may be the best
     events: SearchEvents | None = None,
-    patience: int | None = -1,
+    patience: int | None = -1,  # in epochs, the task's if it is -1; None ends with the last epoch, not the best
 ) -> tuple[nn.Module, PlainTraining]:
-    """One training.
-
-    Args:
-        masks: values that are zero stay so.
-        stepper: (sharded model, its optimizer) -> what steps in the optimizer's place; tables are
-            then replicated, so that it sees their gradients.
-        patience: in epochs, the task's if it is -1; None ends with the last epoch, not the best.
-    """
+    """One training."""
     torch.manual_seed(task.seed)
     whole = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
     model, optimizer = shard(whole, recipe, task.device, is_replicated=stepper is not None)
@@ -184,11 +164,7 @@ def plain(task: Task) -> tuple[nn.Module, int]:
 
 
 def keep(task: Task, name: str, make: Callable[[], tuple[nn.Module, PlainTraining]]) -> tuple[nn.Module, int]:
-    """A model that a cell before this one has made, or makes it; and its best epoch.
-
-    Args:
-        name: of the model, behind that of the plain model's file.
-    """
+    """A model that a cell before this one has made, or makes it; and its best epoch."""
     file = None if task.cache is None else task.cache.with_name(f"{task.cache.stem}{name}.safetensors")
     if file is not None and file.is_file():
         model, tensors = task.build(None).model, load_file(file)

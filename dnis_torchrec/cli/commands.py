@@ -216,8 +216,8 @@ def run_train(settings: TrainCommand) -> Results:
             recipe, head = _recipe_and_head(settings, past)
             recipe = with_tables_apart(recipe)
             if past:
-                joined = JoinedBatches(recipe.data.train, recipe.data.validation)
-                recipe = replace(recipe, data=replace(recipe.data, train=joined))
+                both = JoinedBatches(recipe.data.train, recipe.data.validation)
+                recipe = replace(recipe, data=replace(recipe.data, train=both))
                 head["refit"] = True
             configuration = {"epochs": settings.epochs, "embedding_l2": recipe.embedding_l2}
             head |= {"kind": TRAIN_RUN, "configuration": configuration}

@@ -57,8 +57,8 @@ class JoinedBatches(CutBatches):
         for part in parts:
             if epoch is not None and hasattr(part, "epoch"):
                 part.epoch = epoch  # counting is no epoch, and a resumed run has the same order
-        placed = (_placed(part, size) for part, size in zip(parts, self._sizes, strict=True))
-        return map(itemgetter(1), heapq.merge(*placed, key=itemgetter(0)))
+        streams = (_with_places(part, size) for part, size in zip(parts, self._sizes, strict=True))
+        return map(itemgetter(1), heapq.merge(*streams, key=itemgetter(0)))
 
     def each_sample(self) -> Iterator[Batch]:
         """All samples of both."""
@@ -92,7 +92,7 @@ class SeenSamples:
                 yield part
 
 
-def _placed(batches: Iterable[Batch], number: int) -> Iterator[tuple[float, Batch]]:
+def _with_places(batches: Iterable[Batch], number: int) -> Iterator[tuple[float, Batch]]:
     """(place in the epoch, in (0, 1), batch) for every batch."""
     return (((index + 0.5) / number, batch) for index, batch in enumerate(batches))
 

@@ -96,19 +96,19 @@ def _row_among_stored(directory, row, is_row, num_rows):  # type: ignore[no-unty
     bits = tl.load(address, mask=is_row[:, None], other=0).to(tl.int32)
     offset = group[:, None] - number[None, :] * 16
     inside = tl.minimum(tl.maximum(offset, 0), 16)
-    before = tl.sum(_count(bits & (((inside * 0 + 1) << inside) - 1)), axis=1)
+    num_ahead = tl.sum(_count(bits & (((inside * 0 + 1) << inside) - 1)), axis=1)
     word = tl.sum(tl.where((offset >= 0) & (offset < 16), bits, 0), axis=1)
     is_stored = is_row & (((word >> (group % 16)) & 1) != 0)
-    is_stored = is_stored & (first >= 0) & (first < num_groups - before)
+    is_stored = is_stored & (first >= 0) & (first < num_groups - num_ahead)
     groups = directory + 8 + (num_rows + 1023) // 1024 * 24
     of_row = groups + first
-    address = (of_row + before).to(tl.pointer_type(tl.uint8))
+    address = (of_row + num_ahead).to(tl.pointer_type(tl.uint8))
     byte, place = tl.load(address, mask=is_stored, other=0).to(tl.int32), (row % 8).to(tl.int32)
     rank += _count(byte & (((place * 0 + 1) << place) - 1))
     for start in range(0, 128, 32):
         step = start + tl.arange(0, 32)
         bytes_ahead = (of_row[:, None] + step[None, :]).to(tl.pointer_type(tl.uint8))
-        is_ahead = is_stored[:, None] & (step[None, :] < before[:, None])
+        is_ahead = is_stored[:, None] & (step[None, :] < num_ahead[:, None])
         rank += tl.sum(_count(tl.load(bytes_ahead, mask=is_ahead, other=0).to(tl.int32)), axis=1)
     is_stored = is_stored & (((byte >> place) & 1) != 0) & (rank >= 0) & (rank < num_stored)
     ranks = groups + ((num_groups + 7) // 8 + 1) * 8

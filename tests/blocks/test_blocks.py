@@ -172,12 +172,6 @@ def test_a_large_table_takes_a_byte_per_row(monkeypatch: pytest.MonkeyPatch) -> 
     assert 2 * 70_000 <= taken.peak < 2 * 70_000 * 1.8
 
 
-def test_many_blocks_take_a_wider_map() -> None:
-    routing = blocks_of({"a": list(range(300))}, num_blocks=300).routings["a"]
-    assert routing.block_of_row.dtype == torch.uint16
-    assert routing.all_blocks().tolist() == list(range(300))[::-1]
-
-
 def test_one_default_everywhere() -> None:
     assert blocks_of({"a": list(range(300))}).routings["a"].num_blocks == NUM_BLOCKS
     for seen, unseen, num_blocks in [(499, 0, 1), (500, 0, 2), (1999, 249, 8), (5000, 250, 8), (600, 250, 3)]:

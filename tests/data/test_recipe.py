@@ -17,7 +17,6 @@ from torchrec.datasets.utils import Batch
 from dnis_torchrec.data.recipe import DataSplits, Recipe, load_recipe
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.search.settings import SearchSettings
-from tests.models import BATCH_SIZE, NUM_DENSE, dlrm, features
 from tests.programs import SHORT, Done, dnis
 
 SPLITS = ("train", "validation", "selection", "test")
@@ -101,15 +100,6 @@ def test_train_task(keep_dim: bool, batch_size: int, loss: nn.Module) -> None:
     assert torch.equal(detached, value.detach())
     assert torch.equal(predictions, expected)
     assert not predictions.requires_grad
-
-
-def test_train_task_of_a_torchrec_model() -> None:
-    model = dlrm()
-    batch = Batch(torch.randn(BATCH_SIZE, NUM_DENSE), features(), torch.ones(BATCH_SIZE))
-    value, (_, predictions) = TrainTask(model, nn.MSELoss())(batch)
-    expected = model(batch.dense_features, batch.sparse_features)[:, 0]
-    torch.testing.assert_close(predictions, expected)
-    torch.testing.assert_close(value, (expected - 1).square().mean())
 
 
 @pytest.fixture

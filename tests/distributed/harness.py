@@ -34,33 +34,20 @@ Results = dict[str, Any]
 
 @dataclass(frozen=True)
 class Rank:
-    """Where a scenario runs.
-
-    Attributes:
-        rank: its number.
-        world_size: how many there are.
-        folder: a folder that all ranks see.
-        process_group: of all ranks, of this scenario alone.
-        device: this rank's GPU on nccl, else the CPU.
-    """
+    """Where a scenario runs."""
 
     rank: int
     world_size: int
-    folder: Path
-    process_group: dist.ProcessGroup
-    device: torch.device
+    folder: Path  # that all ranks see
+    process_group: dist.ProcessGroup  # of all ranks, of this scenario alone
+    device: torch.device  # this rank's GPU on nccl, else the CPU
 
 
 Scenario = Callable[[Rank], Results]
 
 
 class RankResults:
-    """What all ranks reported. The first look at it waits for them: until then a test's own process may do its part.
-
-    Attributes:
-        folder: the folder that all ranks see.
-        world_size: how many there are.
-    """
+    """What all ranks reported. The first look at it waits for them: until then a test's own process may do its part."""
 
     def __init__(self, context: mp.ProcessContext, folder: Path, world_size: int) -> None:
         self.folder = folder
@@ -123,20 +110,9 @@ def running_ranks(
     folder: Path,
     *,
     backend: str = "gloo",
-    local_world_size: int | None = None,
+    local_world_size: int | None = None,  # ranks that take themselves for those of one host
 ) -> Iterator[RankResults]:
-    """Starts ranks that run the scenarios in the order given; none is left behind at the end of the block.
-
-    Args:
-        world_size: number of processes; on nccl, at most the GPUs at hand.
-        scenarios: name -> what every rank runs.
-        folder: existing and empty; the scenarios may write to it too.
-        backend: ``"gloo"`` on CPUs, ``"nccl"`` on GPUs.
-        local_world_size: ranks that take themselves for those of one host; all of them if None.
-
-    Yields:
-        name -> one result per rank.
-    """
+    """Starts ranks that run the scenarios in the order given; none is left behind at the end of the block."""
     # A server that has imported everything forks ranks in no time; CUDA may not be forked, and what is to run on CPUs
     # is to see no GPU.
     start_method = "spawn" if backend == "nccl" else "forkserver"

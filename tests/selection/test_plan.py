@@ -347,7 +347,9 @@ def test_a_fused_kernel_for_a_table_too_narrow_for_it_is_refused(gloo: dist.Proc
 
 TABLES = [USERS, ITEMS]
 Kind = Callable[[], ManagedCollisionModule]
-KINDS = pytest.mark.parametrize("kind", [zch, mpzch, StandIn])
+KINDS = pytest.mark.parametrize(
+    ("kind", "model_of"), [(zch, Model), (mpzch, Model), (StandIn, Model), (zch, SequenceModel)]
+)
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -360,8 +362,8 @@ def counted(model: Model) -> tuple[FrequencyCounts, RowBlocks]:
 
 
 @KINDS
-def test_counts_are_of_the_rows_that_the_collection_is_called_with(kind: Kind) -> None:
-    model = trained(kind)
+def test_counts_are_of_the_rows_that_the_collection_is_called_with(kind: Kind, model_of: type[Model]) -> None:
+    model = trained(kind, model_of)
     before = state_of(model)
     expected = {table.name: [0] * MANAGED_ROWS for table in TABLES}
     for own in BATCHES:
@@ -377,33 +379,31 @@ def test_counts_are_of_the_rows_that_the_collection_is_called_with(kind: Kind) -
 
 
 @KINDS
-def test_a_wrapped_model_predicts_and_learns_as_the_plain_one_and_comes_back(kind: Kind) -> None:
-    model, plain = trained(kind), trained(kind)
+def test_a_wrapped_model_predicts_and_learns_as_the_plain_one_and_comes_back(kind: Kind, model_of: type[Model]) -> None:
+    model, plain = trained(kind, model_of), trained(kind, model_of)
     prepare_(model, counted(model)[1])
-    wrapper = model.tables._embedding_module
-    assert isinstance(wrapper, SoftSelectionEmbeddingBagCollection)
+    wrapper, collection = model.tables._embedding_module, plain.tables._embedding_module
+    is_pooled = model_of is Model
+    assert type(wrapper) is (SoftSelectionEmbeddingBagCollection if is_pooled else SoftSelectionEmbeddingCollection)
     for own in (model, plain):
         for part in BATCHES[:2]:
             own(part.dense_features, part.sparse_features).square().mean().backward()
     torch.testing.assert_close(predictions(model), predictions(plain))
-    weights = [
-        (wrapper.embedding_bags[name].weight.grad, plain.tables._embedding_module.embedding_bags[name].weight.grad)
-        for name in ("user", "item")
-    ]
-    for found, expected in weights:
-        torch.testing.assert_close(found, expected)
+    for weight, expected in zip(wrapper.parameters(), collection.parameters(), strict=True):
+        torch.testing.assert_close(weight.grad, expected.grad)
     with torch.no_grad():
         wrapper.alpha.of(16).uniform_(0.5, 1)
     before = predictions(model)
     assert not torch.allclose(before, predictions(plain), atol=1e-3)
     merged = merge_(model)
     assert merged is model
-    assert type(model.tables._embedding_module) is EmbeddingBagCollection
+    assert type(model.tables._embedding_module) is (EmbeddingBagCollection if is_pooled else EmbeddingCollection)
     torch.testing.assert_close(predictions(model), before)
 
 
-def test_rows_keep_their_ids_while_the_model_is_prepared() -> None:
-    model = trained()
+@pytest.mark.parametrize("model_of", [Model, SequenceModel])
+def test_rows_keep_their_ids_while_the_model_is_prepared(model_of: type[Model]) -> None:
+    model = trained(zch, model_of)
     prepare_(model, counted(model)[1])
     before = state_of(model)
     model.train()
@@ -441,24 +441,22 @@ def test_a_row_that_is_evicted_and_reused_begins_in_the_cold_block() -> None:
 
 
 @KINDS
-def test_compressed_tables_are_those_of_remapped_rows(kind: Kind) -> None:
-    model, counts = trained(kind), counted(trained(kind))[0]
-    measured = measure_(trained(kind), BATCHES, loss=nn.MSELoss())
+def test_compressed_tables_are_those_of_remapped_rows(tmp_path: Path, kind: Kind, model_of: type[Model]) -> None:
+    """And an artifact of them maps raw ids as the model did."""
+    model, given, counts = trained(kind, model_of), trained(kind, model_of), counted(trained(kind, model_of))[0]
+    measured = measure_(given, BATCHES, loss=nn.MSELoss())
     assert all(torch.equal(own, counts.counts[name]) for name, own in measured.counts.counts.items())
     before = predictions(model)
     found = compress(model, BATCHES, loss=nn.MSELoss(), compression=4)
-    assert isinstance(model.tables._embedding_module, PackedEmbeddingBagCollection)
+    kind_of_tables = PackedEmbeddingBagCollection if model_of is Model else ServedEmbeddingCollection
+    assert isinstance(model.tables._embedding_module, kind_of_tables)
     assert found.compression >= 4
     assert float((predictions(model) - before).std() / before.std()) < 0.2
     assert {table.collection for table in found.scheme.tables.values()} == {"tables._embedding_module"}
-
-
-@KINDS
-def test_an_artifact_maps_raw_ids_as_the_model_did(tmp_path: Path, kind: Kind) -> None:
-    model = trained(kind)
-    scheme = measure_(model, BATCHES, loss=nn.MSELoss()).allocate(compression=4).scheme
-    served = check_served_as_exported(model, scheme, tmp_path / "artifact", Model(kind))
-    assert isinstance(served.tables._embedding_module, PackedEmbeddingBagCollection)
+    scheme = measured.allocate(compression=4).scheme
+    served = check_served_as_exported(given, scheme, tmp_path / "artifact", model_of(kind))
+    assert isinstance(served.tables._embedding_module, kind_of_tables)
+    torch.testing.assert_close(predictions(model), predictions(served) + found.output_shift)
 
 
 def test_a_pruned_model_is_exported_exactly(tmp_path: Path) -> None:
@@ -530,53 +528,3 @@ def test_a_model_that_is_the_module_itself() -> None:
     assert type(prepared) is ManagedCollisionEmbeddingBagCollection
     assert isinstance(prepared._managed_collision_collection, ManagedCollisionCollection)
     assert type(merge_(prepared)._embedding_module) is EmbeddingBagCollection
-
-
-SEQUENCE_TABLES = [USERS, ITEMS]
-
-
-def sequences() -> SequenceModel:
-    return trained(zch, SequenceModel)
-
-
-def blocks_of(model: SequenceModel) -> RowBlocks:
-    counts = count_frequencies([remap(model, own.sparse_features) for own in BATCHES], SEQUENCE_TABLES)
-    expected = {table.name: [0] * MANAGED_ROWS for table in SEQUENCE_TABLES}
-    for own in BATCHES:
-        for feature, rows in rows_of(model, own.sparse_features).items():
-            for row in rows:
-                expected["user" if feature == "user" else "item"][row] += 1
-    assert {name: of_table.tolist() for name, of_table in counts.counts.items()} == expected
-    return blocks_from_counts(counts, SEQUENCE_TABLES, num_blocks=4, least_rows=1)
-
-
-def test_a_wrapped_model_keeps_its_ids_and_comes_back() -> None:
-    model, plain = sequences(), sequences()
-    prepare_(model, blocks_of(model))
-    wrapper = model.tables._embedding_module
-    assert isinstance(wrapper, SoftSelectionEmbeddingCollection)
-    before = rows_of(model, BATCHES[0].sparse_features)
-    predictions(model.train(), NEW)  # remapping stands still
-    assert rows_of(model, BATCHES[0].sparse_features) == before
-    torch.testing.assert_close(predictions(model.eval()), predictions(plain))
-    with torch.no_grad():
-        wrapper.alpha.of(16).uniform_(0.5, 1)
-    soft = predictions(model)
-    assert not torch.allclose(soft, predictions(plain), atol=1e-3)
-    assert merge_(model) is model
-    assert type(model.tables._embedding_module) is EmbeddingCollection
-    torch.testing.assert_close(predictions(model), soft)
-    predictions(model.train(), NEW)
-    assert rows_of(model.eval(), NEW[0].sparse_features) != rows_of(plain, NEW[0].sparse_features)  # it goes on
-
-
-def test_compressed_exported_and_served_it_maps_raw_ids_as_the_model_did(tmp_path: Path) -> None:
-    model, given = sequences(), sequences()
-    scheme = measure_(model, BATCHES, loss=nn.MSELoss()).allocate(compression=4).scheme
-    served = check_served_as_exported(model, scheme, tmp_path / "artifact", SequenceModel(zch))
-    assert isinstance(served.tables._embedding_module, ServedEmbeddingCollection)
-    before = predictions(given)
-    found = compress(given, BATCHES, loss=nn.MSELoss(), compression=4)
-    assert found.compression >= 4
-    torch.testing.assert_close(predictions(given), predictions(served) + found.output_shift)
-    assert float((predictions(given) - before).std() / before.std()) < 0.2

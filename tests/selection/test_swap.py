@@ -169,19 +169,14 @@ def test_the_mode_survives(training: bool) -> None:
     assert {module.training for module in merge_(prepared).modules()} == {training}
 
 
-def test_only_the_named_collections_are_wrapped() -> None:
+@pytest.mark.parametrize("sharding_type", [None, "table_wise"])
+def test_only_the_named_collections_are_wrapped(gloo, sharding_type: str | None) -> None:
     model = TwoCollections()
+    expected = predict(model)
     prepare_(model, blocks_for(model), fqns=["module.second"])
     assert list(soft_selection_modules(model)) == ["module.second"]
     assert type(model.first) is EmbeddingBagCollection
-    assert type(merge_(model).module["second"]) is EmbeddingBagCollection
-
-
-def test_what_was_not_wrapped_is_plain_after_merging_a_sharded_model(gloo) -> None:
-    model = TwoCollections()
-    expected = predict(model)
-    sharded = shard_as(prepare_(model, blocks_for(model), fqns=["module.second"]), "table_wise")
-    merged = merge_(sharded)
+    merged = merge_(model if sharding_type is None else shard_as(model, sharding_type))
     assert {type(module) for module in collections(merged).values()} == {EmbeddingBagCollection}
     torch.testing.assert_close(predict(merged), expected, atol=1e-6, rtol=0)
 
@@ -273,36 +268,32 @@ def blocks_of_rows(**rows: int) -> RowBlocks:
     return blocks_from_counts(FrequencyCounts(counts, {}, 1), configs)
 
 
-def without_movie() -> RowBlocks:
-    return blocks_of_rows(user=12, genre=7)
-
-
-def short_movie() -> RowBlocks:
-    return blocks_of_rows(user=12, genre=7, movie=4)
+WITHOUT_MOVIE = {"user": 12, "genre": 7}
+SHORT_MOVIE = WITHOUT_MOVIE | {"movie": 4}
 
 
 @pytest.mark.parametrize(
-    ("build", "blocks", "error", "place", "options"),
+    ("build", "rows", "error", "place", "options"),
     [
         (TwoCollections, None, ValueError, "FQN 'fisrt'", {"fqns": ["first", "fisrt"]}),
         (TwoCollections, None, ValueError, "FQN 'over'", {"fqns": ["over"]}),
         (TwoCollections, None, ValueError, "fqns", {"fqns": []}),
         (TwoCollections, None, ValueError, "feature 'gerne_id'", {"multi_hot_features": ["gerne_id"]}),
-        (lambda: nn.Linear(1, 1), without_movie, ValueError, "prepare_", {}),
-        (TwoCollections, without_movie, ValueError, "table 'movie'", {}),
-        (TwoCollections, short_movie, ValueError, "table 'movie'", {}),
-        (lambda: nn.ModuleDict({"one": collection(), "two": collection()}), short_movie, ValueError, "table names", {}),
-        (lambda: prepare_(dlrm(), blocks_for(dlrm())), short_movie, RuntimeError, "prepare_", {}),
-        (lambda: shard_as(dlrm(), "table_wise"), short_movie, RuntimeError, "FQN ", {}),
+        (lambda: nn.Linear(1, 1), WITHOUT_MOVIE, ValueError, "prepare_", {}),
+        (TwoCollections, WITHOUT_MOVIE, ValueError, "table 'movie'", {}),
+        (TwoCollections, SHORT_MOVIE, ValueError, "table 'movie'", {}),
+        (lambda: nn.ModuleDict({"one": collection(), "two": collection()}), SHORT_MOVIE, ValueError, "table names", {}),
+        (lambda: prepare_(dlrm(), blocks_for(dlrm())), SHORT_MOVIE, RuntimeError, "prepare_", {}),
+        (lambda: shard_as(dlrm(), "table_wise"), SHORT_MOVIE, RuntimeError, "FQN ", {}),
     ],
 )
 @pytest.mark.usefixtures("gloo")
 def test_what_cannot_be_prepared(
-    build: Callable[[], nn.Module], blocks: Callable[[], RowBlocks] | None, error: type, place: str, options: dict
+    build: Callable[[], nn.Module], rows: dict[str, int] | None, error: type, place: str, options: dict
 ) -> None:
     """Found in the second collection, too, before the first is wrapped."""
     model = build()
-    check_refused(model, blocks_for(model) if blocks is None else blocks(), error, place, **options)
+    check_refused(model, blocks_of_rows(**rows) if rows else blocks_for(model), error, place, **options)
 
 
 def test_what_was_never_prepared_cannot_be_merged() -> None:

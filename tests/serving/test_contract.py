@@ -21,7 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.artifact.load import serve
 from dnis_torchrec.blocks.routing import RowRouting
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving import MeanForUnknownIds, MixedDimensionEmbeddingBagCollection, ServedEmbeddingCollection
 from dnis_torchrec.serving.sequences import table_of_single_ids
 from tests.reference import pruned, table_scheme
@@ -458,8 +458,3 @@ def test_wrappers_of_models(form: str, values: str) -> None:
     trained = DLRMTrain(dlrm(pair(form, tables=SHARED)[1]))
     _, (_, logits, _) = trained(Batch(torch.rand(5, 6), features, torch.ones(5)))
     assert logits.shape == (5,)
-
-
-def test_a_model_without_tables_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one table"):
-        MixedDimensionEmbeddingBagCollection(MixedDimensionScheme(dict[str, TableScheme]()))

@@ -115,15 +115,17 @@ def test_no_samples_give_an_output_of_none(form: str, compiled: bool) -> None:
     assert {name: value.shape for name, value in pooled.to_dict().items()} == {"f": (0, 5), "g": (0, 5)}
 
 
-def test_more_blocks_than_are_counted() -> None:
-    """Beyond 32 blocks the operator searches them; 300 do not fit into a byte."""
+@pytest.mark.parametrize(("num_rows", "num_blocks", "dim"), [(900, 300, 5), (20, 3, 137)])
+def test_more_blocks_than_are_counted_and_wide_rows(num_rows: int, num_blocks: int, dim: int) -> None:
+    """Beyond 32 blocks the operator searches them; 300 do not fit into a byte. 137 is no multiple of its 16 columns."""
     generator = torch.Generator().manual_seed(0)
-    routing = RowRouting.from_map(torch.randint(0, 301, (900,), generator=generator), 300)
-    retained = torch.rand(300, 5, generator=generator) < 0.5
-    weight = pruned(torch.randn(900, 5, generator=generator), routing, retained)
+    routing = RowRouting.from_map(torch.randint(0, num_blocks + 1, (num_rows,), generator=generator), num_blocks)
+    shares = torch.linspace(0.98, 0.02, num_blocks).unsqueeze(1)
+    retained = torch.rand(num_blocks, dim, generator=generator) < shares
+    weight = pruned(torch.randn(num_rows, dim, generator=generator), routing, retained)
     scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained)})
     module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, {"t": weight}, new_rows=False)
-    bags = keyed_jagged_tensor({"f": [[(row, 1.0)] for row in range(900)]})
+    bags = keyed_jagged_tensor({"f": [[(row, 1.0)] for row in range(num_rows)]})
     with torch.inference_mode():
         assert module(bags).values().equal(weight)
     torch.testing.assert_close(module(bags).values(), weight)
@@ -230,28 +232,12 @@ def test_weights_are_ignored_where_unweighted() -> None:
     torch.testing.assert_close(out.values(), tables["t"][[3]])
 
 
-def batch_sizes_that_vary() -> KeyedJaggedTensor:
-    lengths = torch.tensor([1, 1, 1])
-    return KeyedJaggedTensor(["f", "g"], torch.tensor([1, 2, 3]), lengths=lengths, stride_per_key_per_rank=[[2], [1]])
-
-
 def of_two_collections() -> MixedDimensionScheme:
     other = table_scheme("u", SORTED, torch.ones(3, 5, dtype=torch.bool), collection="other")
     return MixedDimensionScheme({**one_table()[0].tables, "u": other})
 
 
 REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (
-        lambda: trainable(feature_names=("movie",))[0](keyed_jagged_tensor({"moive": [[(3, 1.0)]]})),
-        ValueError,
-        "feature 'movie'.*did you mean 'moive'",
-    ),
-    (
-        lambda: trainable(is_weighted=True)[0](keyed_jagged_tensor({"f": [[(3, 1.0)]]})),
-        ValueError,
-        "expected per-sample weights",
-    ),
-    (lambda: trainable()[0](batch_sizes_that_vary()), NotImplementedError, "one batch size for all features"),
     (lambda: MixedDimensionEmbeddingBagCollection(of_two_collections()), ValueError, "the tables of one collection"),
     (lambda: MixedDimensionEmbeddingBagCollection(MixedDimensionScheme()), ValueError, "at least one table"),
     (lambda: MixedDimensionEmbeddingBagCollection.from_tables(one_table()[0], {}), ValueError, "table 't': expected a"),
@@ -385,19 +371,6 @@ def test_unknown_ids_give_zero_and_count(case: Case, compiled: bool, unknown: li
         pooled = module(with_unknown_ids(case, unknown)).to_dict()
     for name, expected in expected_with_unknown(case, len(unknown)).items():
         torch.testing.assert_close(pooled[name], expected, rtol=1e-5, atol=1e-5)
-
-
-def test_masks_of_wide_rows() -> None:
-    """D beyond 64, and not a multiple of the operator's 16 columns."""
-    torch.manual_seed(0)
-    routing = RowRouting(20, 3, boundaries=torch.tensor([0, 4, 10, 20]))
-    retained = torch.rand(3, 137) < torch.tensor([0.9, 0.3, 0.02]).unsqueeze(1)
-    weight = pruned(torch.randn(20, 137), routing, retained)
-    scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained)})
-    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, {"t": weight}, new_rows=False)
-    bags = keyed_jagged_tensor({"f": [[(row, 1.0)] for row in range(20)]})
-    with torch.no_grad():
-        assert module(bags).values().equal(weight)
 
 
 ROWS, SEEN = 40, 25
