@@ -361,9 +361,9 @@ def test_links_among_checkpoints_are_named(tmp_path: Path, name: str) -> None:
     if planted.exists():
         planted.rename(outside / "moved")
     planted.symlink_to(outside / "moved")
-    with pytest.raises(ValueError, match=f"plain files .* got '{name}'"):
+    with pytest.raises(ValueError, match=f"plain files .* got the link '{name}'"):
         folder.latest()
-    with pytest.raises(CheckpointWriteError, match=f"plain files .* got '{name}'"):
+    with pytest.raises(CheckpointWriteError, match=f"plain files .* got the link '{name}'"):
         write_checkpoint(folder, 2, numbers(2), None)
     if name.endswith("manifest.json"):
         refused(folder.path_of(1), numbers(0), "plain files .* got 'manifest.json'")
