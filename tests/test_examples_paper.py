@@ -308,7 +308,7 @@ def test_blocks_are_cut_over_all_tables_of_a_dimension() -> None:
     for dim in {table.embedding_dim for table in tables}:
         names = [table.name for table in tables if table.embedding_dim == dim]
         of_rows = [int(count) for name in names for count in counts.counts[name]]
-        expected = blocks_reference(of_rows, 3)
+        expected = blocks_reference([count + 1 for count in of_rows], 3, 1)  # never seen rows are not apart
         assert [b for name in names for b in blocks.routings[name].all_blocks().tolist()] == expected
         assert {blocks.first_alpha_row(name) for name in names} == {0}
 

@@ -366,7 +366,7 @@ def test_links_among_checkpoints_are_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointWriteError, match=f"plain files .* got the link '{name}'"):
         write_checkpoint(folder, 2, numbers(2), None)
     if name.endswith("manifest.json"):
-        refused(folder.path_of(1), numbers(0), "plain files .* got 'manifest.json'")
+        refused(folder.path_of(1), numbers(0), "plain files .* got the link 'manifest.json'")
 
 
 def stored_in(tensor: torch.Tensor, cuts: list[list[int]]) -> StoredTensor:
