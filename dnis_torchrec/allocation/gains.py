@@ -449,8 +449,8 @@ class _Problem:
             of_blocks += [bends[:, 0].sum().view(1), bends[:, 0]]
             of_columns.append(bends[:, 1:].flatten())
         of_shift = second.sum().view(1).cpu()
-        recorded = _Recorded(batch, place, _bounds_of(batch), calls)
-        return recorded, torch.cat([*of_blocks, of_shift, *of_columns])
+        record = _Recorded(batch, place, _bounds_of(batch), calls)
+        return record, torch.cat([*of_blocks, of_shift, *of_columns])
 
     def _outputs(self, part: _Recorded, alpha: Mapping[str, Tensor], shift: Tensor) -> Outputs:
         """What the model returns with other alpha. Local."""

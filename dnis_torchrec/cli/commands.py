@@ -144,11 +144,11 @@ class _Judge:
         splits: Any = {"metrics": metrics["test"], "selection": metrics["selection"]}
         numbers: Any = {"num_bytes": num_bytes, "compression": compression, "seconds": seconds}
         if NEW in metrics and method in (UNCOMPRESSED, COMPRESS, SEARCH):
-            seen, new = (metrics[name]["loss"] for name in (SEEN, NEW))
+            of_seen, of_new = (metrics[name]["loss"] for name in (SEEN, NEW))
             size = f", {compression:.3g} times smaller" if compression > 1 else ""
             self.notes.append(
-                f"{method}{size}: loss {seen:.4f} of test samples whose rows training has seen, "
-                f"{new:.4f} of the others."
+                f"{method}{size}: loss {of_seen:.4f} of test samples whose rows training has seen, "
+                f"{of_new:.4f} of the others."
             )
         return ResultRow(method=method, seed=self.seed, **splits, **numbers, **more)
 
