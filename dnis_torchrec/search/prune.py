@@ -178,7 +178,7 @@ def prune(
         >>> table = EmbeddingBagConfig(
         ...     name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"]
         ... )
-        >>> counts = FrequencyCounts({"t": torch.tensor([3, 2, 1, 0])}, {"f": 1}, 6)
+        >>> counts = FrequencyCounts({"t": torch.tensor([3, 2, 1, 1])}, {"f": 1}, 7)
         >>> blocks = blocks_from_counts(counts, [table], num_blocks=2, least_rows=1)
         >>> ebc = EmbeddingBagCollection(tables=[table])
         >>> prune(ebc, blocks, counts, size=Size(compression=2)).parameters
