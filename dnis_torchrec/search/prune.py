@@ -181,8 +181,8 @@ def prune(
         >>> counts = FrequencyCounts({"t": torch.tensor([3, 2, 1, 1])}, {"f": 1}, 7)
         >>> blocks = blocks_from_counts(counts, [table], num_blocks=2, least_rows=1)
         >>> ebc = EmbeddingBagCollection(tables=[table])
-        >>> prune(ebc, blocks, counts, size=Size(compression=2)).parameters
-        1
+        >>> prune(ebc, blocks, counts, size=Size(compression=1.6)).parameters
+        2
     """
     tables, ranks = _pruned_tables(model, blocks, counts)
     if size.embedding_bytes is not None:
