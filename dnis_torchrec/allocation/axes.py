@@ -25,7 +25,6 @@ from dnis_torchrec.selection.shards import (
     collections,
     frozen_tables_of,
     local_shards,
-    num_copies,
     ranks_of,
     table_configs_of,
 )
@@ -554,19 +553,6 @@ def _second_moment(
             weights = counts.counts[table][chunk.rows].to(chunk.values) / of_table.copies
             moment = moment + (chunk.values.T @ (chunk.values * weights[:, None])).cpu()
     return ranks.sum_(moment / counts.num_samples)
-
-
-def _copies(
-    shards_here: Sequence[TableShard],
-    dims: Mapping[str, int],
-    counts: FrequencyCounts,
-    ranks: Ranks,
-) -> dict[str, int]:
-    """On how many ranks each value of a table is held, see `num_copies`."""
-    shards = {table: [shard for shard in shards_here if shard.table == table] for table in dims}
-    return num_copies(
-        shards, {table: (counts.counts[table].numel(), dim) for table, dim in dims.items()}, ranks
-    )
 
 
 def _principal_axes(moment: Tensor) -> Tensor:

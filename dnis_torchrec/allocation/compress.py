@@ -24,7 +24,6 @@ from dnis_torchrec.allocation.curvature import (
     curvature_of_read_tables,
     device_of,
     evaluating,
-    on_all,
     outputs_of,
     predictions_of,
 )
@@ -275,11 +274,11 @@ def measure_(
         check(bool(result), "model", "an embedding collection in it", "none")
         ranks = ranks_of(*result.values())
         tables = [table for collection in result.values() for table in table_configs_of(collection)]
-        with on_all(ranks):
+        with ranks.together():
             check_left_alone(leave_alone, [table.name for table in tables], "leave_alone")
             check_weights_apart(model)
             _check_finite(model)
-        with on_all(ranks):
+        with ranks.together():
             first = next(iter(batches), None)
             check(first is not None, "batches", "at least one batch", "none")
             features_of(cast(Batch, first))
@@ -467,7 +466,7 @@ def _check_finite(model: nn.Module) -> None:
 
 def _check_unchanged(old: Tensor, new: Tensor, ranks: Ranks) -> None:
     """Checks that the predictions of a batch did not change when the tables were turned."""
-    with on_all(ranks):
+    with ranks.together():
         change, largest = float((new - old).abs().max()), float(old.abs().max())
         if change > UNCHANGED * largest:
             requirement = (

@@ -51,7 +51,6 @@ from dnis_torchrec.allocation.curvature import (
     evaluating,
     first_batches,
     mean_loss,
-    on_all,
     outputs_of,
     predictions_of,
     samples_within,
@@ -267,7 +266,7 @@ class LossSample:
             bends = reference.at.second.diagonal(dim1=1, dim2=2).clone()  # not (B, T, T) of all
             reference = reference._replace(at=replace(reference.at, second=bends))
             self._samples.append(_Sample(batch, place, reference))
-            with on_all(self._ranks):
+            with self._ranks.together():
                 for name, ids in _ids_by_table(of_batch(batch), tables, place).items():
                     rows[name].append(ids)
         self._rows = {
