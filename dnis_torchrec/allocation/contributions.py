@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -264,19 +264,19 @@ def watching(of: Sequence[WatchedCollection]) -> Iterator[list[Lookup]]:
 
 @contextmanager
 def answering(
-    of: Sequence[WatchedCollection], answers: Mapping[int, Iterator[Any]]
+    of: Sequence[WatchedCollection], answers: Mapping[int, Sequence[Any]]
 ) -> Iterator[None]:
-    """Lets collections answer their calls from iterators, by ``id`` of their `WatchedCollection`,
-    inside the ``with`` block."""
+    """Lets collections answer their calls, one after the other, by ``id`` of their
+    `WatchedCollection`."""
     with ExitStack() as stack:
         for blocks in of:
-            forward = partial(_next, answers[id(blocks)])
-            stack.enter_context(_forward_as(blocks.collection, forward))
+            stack.enter_context(_forward_as(blocks.collection, _in_turn(answers[id(blocks)])))
         yield
 
 
-def _next(answers: Iterator[Any], features: KeyedJaggedTensor) -> Any:
-    return next(answers)
+def _in_turn(answers: Sequence[Any]) -> Callable[[KeyedJaggedTensor], Any]:
+    rest = iter(answers)
+    return lambda _: next(rest)
 
 
 @contextmanager
