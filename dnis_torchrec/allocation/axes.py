@@ -25,7 +25,6 @@ from dnis_torchrec.selection.shards import (
     collections,
     frozen_tables_of,
     local_shards,
-    num_copies,
     ranks_of,
     table_configs_of,
 )
@@ -87,29 +86,24 @@ def check_groups(groups: Sequence[RotationGroup], embedding_dims: Mapping[str, i
     twice = sorted({table for table in names if names.count(table) > 1})
     check(not twice, "rotation groups", "every table in one group at most", twice)
     for group in groups:
-        _check_group(group, embedding_dims)
-
-
-def _check_group(group: RotationGroup, embedding_dims: Mapping[str, int]) -> None:
-    place = f"rotation group {group.tables}"
-    for table in group.tables:
-        check_known("table", table, embedding_dims)
-    dims = {embedding_dims[table] for table in group.tables}
-    check(
-        len(dims) == 1, place, "tables of one embedding_dim", sorted(dims), "make a group for each"
-    )
-    for table, readers in group.readers.items():
-        check(table in group.tables, place, "readers of its own tables", repr(table))
-        for reader in readers:
-            _check_width(reader, max(dims), f"{place}, reader of {table!r}")
-    for columns in group.along:
-        _check_width(columns, max(dims), f"{place}, along")
-    if group.product is not None:
-        is_pair = len(group.tables) == 2 and not group.turning()
-        check(is_pair, place, "two tables without readers beside a product", list(group.tables))
-        outputs = group.product.weight.shape[0]
-        check(outputs == 1, f"{place}, product", "a layer with one output", outputs)
-        _check_width(group.product, max(dims), f"{place}, product")
+        place, remedy = f"rotation group {group.tables}", "make a group for each"
+        for table in group.tables:
+            check_known("table", table, embedding_dims)
+        dims = {embedding_dims[table] for table in group.tables}
+        check(len(dims) == 1, place, "tables of one embedding_dim", sorted(dims), remedy)
+        for table, readers in group.readers.items():
+            check(table in group.tables, place, "readers of its own tables", repr(table))
+            for reader in readers:
+                _check_width(reader, max(dims), f"{place}, reader of {table!r}")
+        for columns in group.along:
+            _check_width(columns, max(dims), f"{place}, along")
+        if group.product is not None:
+            is_pair = len(group.tables) == 2 and not group.turning()
+            requirement = "two tables without readers beside a product"
+            check(is_pair, place, requirement, list(group.tables))
+            outputs = group.product.weight.shape[0]
+            check(outputs == 1, f"{place}, product", "a layer with one output", outputs)
+            _check_width(group.product, max(dims), f"{place}, product")
 
 
 def _check_width(columns: LinearReader | WeightedProduct, dim: int, place: str) -> None:
@@ -118,6 +112,8 @@ def _check_width(columns: LinearReader | WeightedProduct, dim: int, place: str) 
 
 
 KnownModel: TypeAlias = dlrm.DLRM | deepfm.SimpleDeepFMNN
+_Part: TypeAlias = tuple[nn.Module, tuple[type[nn.Module], ...]]
+"""A module that is read or changed, and the types that it may have."""
 
 AXES = "axes"
 """Name of the buffers that `with_axes_` adds."""
@@ -154,29 +150,11 @@ class DirectedFactorizationMachine(nn.Module):
 
 
 def with_axes_(model: nn.Module) -> nn.Module:
-    """Adds buffers to TorchRec's DLRM and SimpleDeepFMNN, so that their tables can be turned.
+    """Adds a buffer to TorchRec's DLRM and SimpleDeepFMNN, so that their tables can be turned.
     Local, no collective.
 
-    Predictions stay as they are, and so do the names of all weights; a buffer called ``axes`` comes
-    to the state_dict. A model that has it already, or needs none, is left as it is: so a fresh
-    model takes the dense weights of a turned one.
-
-    Args:
-        model: sharded or not, changed in place; any module inside it may be one of TorchRec's
-            models.
-
-    Returns:
-        `model`.
-
-    Example:
-        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
-        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
-        >>> table = EmbeddingBagConfig(
-        ...     name="t", num_embeddings=5, embedding_dim=8, feature_names=["f"]
-        ... )
-        >>> model = with_axes_(dlrm.DLRM(EmbeddingBagCollection(tables=[table]), 3, [4, 8], [4, 1]))
-        >>> [name for name in model.state_dict() if name.endswith("axes")]
-        ['dense_arch.model._mlp.turn.axes']
+    Predictions stay as they are, and so do the names of all weights. A model that has it already
+    or needs none is left as it is: so a fresh model takes the dense weights of a turned one.
     """
     for match in _known_models(get_unwrapped_module(model)):
         interaction = match.inter_arch
@@ -204,16 +182,15 @@ def has_axes(names: Iterable[str]) -> bool:
     return any(name.rpartition(".")[2] == AXES for name in names)
 
 
-def known_groups(model: nn.Module) -> list[RotationGroup]:
-    """Finds the groups of TorchRec's own models inside a model, see the table at the top. Local, no
-    collective."""
+def _known_groups(model: nn.Module) -> list[RotationGroup]:
+    """Finds the groups of TorchRec's own models inside a model. Local, no collective."""
     ids = {id(collection) for collection in collections(model).values()}
-    match = [
-        problems
-        for problems in _known_models(get_unwrapped_module(model))
-        if id(_collection_of(problems)) in ids
+    return [
+        group
+        for match in _known_models(get_unwrapped_module(model))
+        if id(_collection_of(match)) in ids
+        for group in _groups_of(match)
     ]
-    return [group for problems in match for group in _groups_of(problems)]
 
 
 def _groups_of(match: KnownModel) -> list[RotationGroup]:
@@ -231,12 +208,8 @@ def _groups_of(match: KnownModel) -> list[RotationGroup]:
         return []
     reader = _first_linear(_layers_of_over_arch(match))
     along = (LinearReader(weight=turn.axes), LinearReader(weight=reader.weight))
-    return [
-        RotationGroup(
-            tables=tuple(table.name for table in table_configs_of(_collection_of(match))),
-            along=along,
-        )
-    ]
+    tables = tuple(table.name for table in table_configs_of(_collection_of(match)))
+    return [RotationGroup(tables=tables, along=along)]
 
 
 def _groups_of_tables(
@@ -259,22 +232,21 @@ def _known_models(root: nn.Module) -> Iterator[KnownModel]:
     else has."""
     repeats = _shared(root)
     for module in list(root.modules()):
-        if isinstance(module, Rotatable) or not isinstance(
-            module, dlrm.DLRM | deepfm.SimpleDeepFMNN
-        ):
+        if isinstance(module, Rotatable):
             continue
-        parts = (
-            _parts_of_dlrm(module) if isinstance(module, dlrm.DLRM) else _parts_of_deepfm(module)
-        )
-        if all(_computes_as(part, kinds) for part, kinds in parts) and not repeats & _own_parts(
-            module
-        ):
+        if isinstance(module, dlrm.DLRM):
+            parts = _parts_of_dlrm(module)
+        elif isinstance(module, deepfm.SimpleDeepFMNN):
+            parts = _parts_of_deepfm(module)
+        else:
+            continue
+        is_plain = all(_computes_as(part, kinds) for part, kinds in parts)
+        if is_plain and not repeats & _own_parts(module):
             yield module
 
 
-def _parts_of_dlrm(model: dlrm.DLRM) -> Iterator[tuple[nn.Module, tuple[type[nn.Module], ...]]]:
-    """Yields every module of a DLRM that is read or changed, from outside to inside, and the types
-    that it may have."""
+def _parts_of_dlrm(model: dlrm.DLRM) -> Iterator[_Part]:
+    """Yields the parts of a DLRM, from outside to inside."""
     yield model, (dlrm.DLRM,)
     yield model.sparse_arch, (dlrm.SparseArch,)
     yield model.inter_arch, (dlrm.InteractionArch, dlrm.InteractionProjectionArch)
@@ -289,7 +261,7 @@ def _parts_of_dlrm(model: dlrm.DLRM) -> Iterator[tuple[nn.Module, tuple[type[nn.
             yield from _parts_of_mlp(branch.model)
 
 
-def _parts_of_mlp(mlp: Any) -> Iterator[tuple[nn.Module, tuple[type[nn.Module], ...]]]:
+def _parts_of_mlp(mlp: Any) -> Iterator[_Part]:
     yield mlp, (MLP,)
     layers = perceptrons_of(mlp)
     yield layers, (nn.Sequential,)
@@ -297,9 +269,7 @@ def _parts_of_mlp(mlp: Any) -> Iterator[tuple[nn.Module, tuple[type[nn.Module], 
     yield linear_of(layers[0]), (nn.Linear,)
 
 
-def _parts_of_deepfm(
-    model: deepfm.SimpleDeepFMNN,
-) -> Iterator[tuple[nn.Module, tuple[type[nn.Module], ...]]]:
+def _parts_of_deepfm(model: deepfm.SimpleDeepFMNN) -> Iterator[_Part]:
     """The same of a SimpleDeepFMNN, whose dense output stays as it is."""
     yield model, (deepfm.SimpleDeepFMNN,)
     yield model.sparse_arch, (deepfm.SparseArch,)
@@ -311,15 +281,11 @@ def _parts_of_deepfm(
 
 
 def _computes_as(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Returns whether a module computes as one of TorchRec's or torch's own classes, and not as a
-    subclass does."""
-    is_one = isinstance(module, kinds) and any(
-        type(module).forward is kind.forward for kind in kinds
-    )
-    is_patched = "forward" in vars(module) or bool(
-        module._forward_hooks or module._forward_pre_hooks
-    )
-    return is_one and not is_patched and not is_parametrized(module)
+    """Whether a module computes as one of TorchRec's or torch's classes, not as a subclass does."""
+    is_one = isinstance(module, kinds)
+    is_one = is_one and any(type(module).forward is kind.forward for kind in kinds)
+    has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
+    return is_one and not (has_hooks or "forward" in vars(module) or is_parametrized(module))
 
 
 def _shared(root: nn.Module) -> set[int]:
@@ -380,35 +346,25 @@ SQUARED_STATES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
 def rotation_groups(model: nn.Module, leave_alone: Collection[str] = ()) -> list[RotationGroup]:
     """Finds the groups of tables that can be turned in a model. Local, no collective."""
     modules = get_unwrapped_module(model).modules()
-    groups = [
-        group
-        for module in modules
-        if isinstance(module, Rotatable)
-        for group in module.rotation_groups()
-    ]
-    groups += known_groups(model)
+    rotatable = [module for module in modules if isinstance(module, Rotatable)]
+    groups = [group for module in rotatable for group in module.rotation_groups()]
+    groups += _known_groups(model)
     check_groups(groups, _embedding_dims(model))
-    frozen = {
-        table for module in collections(model).values() for table in frozen_tables_of(module)
-    } | {*leave_alone}
-    return [group for group in groups if not _holds_frozen(group, frozen)]
+    still = {*leave_alone}.union(*map(frozen_tables_of, collections(model).values()))
+    return [group for group in groups if not _holds_frozen(group, still)]
 
 
-def _holds_frozen(group: RotationGroup, frozen_tables: set[str]) -> bool:
+def _holds_frozen(group: RotationGroup, still: set[str]) -> bool:
     layers = [layer for layer in group.layers() if isinstance(layer, nn.Parameter)]
-    return bool(frozen_tables & set(group.tables)) or not all(
-        layer.requires_grad for layer in layers
-    )
+    return bool(still & set(group.tables)) or not all(layer.requires_grad for layer in layers)
 
 
 def _embedding_dims(model: nn.Module) -> dict[str, int]:
     """Table -> D."""
-    modules = collections(model).values()
-    return {
-        config.name: config.embedding_dim
-        for module in modules
-        for config in table_configs_of(module)
-    }
+    configs = [
+        table for module in collections(model).values() for table in table_configs_of(module)
+    ]
+    return {config.name: config.embedding_dim for config in configs}
 
 
 @torch.no_grad()
@@ -433,16 +389,10 @@ def rotate_(
         turns = [shard.weight for shard in shards if shard.table in tables]
         turns += [layer for group in groups for layer in group.layers()]
         _refuse(_split_rows(shards, set(tables), dims) or _unknown_state(turns, states), ranks)
-    rows = whole_rows(
-        shards, {table: (counts.counts[table].numel(), dims[table]) for table in tables}, ranks
-    )
+    shapes = {table: (counts.counts[table].numel(), dims[table]) for table in tables}
+    rows = whole_rows(shards, shapes, ranks)
     with writing_to_tables(model):
-        return [
-            _rotate_group_(
-                group, {table: rows[table] for table in group.tables}, counts, ranks, states
-            )
-            for group in groups
-        ]
+        return [_rotate_group_(group, rows, counts, ranks, states) for group in groups]
 
 
 def _say_what_stays(dims: Mapping[str, int], turns: Sequence[str], ranks: Ranks) -> None:
@@ -461,6 +411,7 @@ def _rotate_group_(
     ranks: Ranks,
     states: Mapping[int, Mapping[str, Tensor]],
 ) -> Tensor:
+    rows = {table: rows[table] for table in group.tables}
     dim = rows[group.tables[0]].shape[1]
     shards = [shard for of_table in rows.values() for shard in of_table.shards]
     if group.product is not None:
@@ -556,19 +507,6 @@ def _second_moment(
     return ranks.sum_(moment / counts.num_samples)
 
 
-def _copies(
-    shards_here: Sequence[TableShard],
-    dims: Mapping[str, int],
-    counts: FrequencyCounts,
-    ranks: Ranks,
-) -> dict[str, int]:
-    """On how many ranks each value of a table is held, see `num_copies`."""
-    shards = {table: [shard for shard in shards_here if shard.table == table] for table in dims}
-    return num_copies(
-        shards, {table: (counts.counts[table].numel(), dim) for table, dim in dims.items()}, ranks
-    )
-
-
 def _principal_axes(moment: Tensor) -> Tensor:
     """Eigenvectors as columns, by falling eigenvalue; the largest component of each is positive."""
     axes = torch.linalg.eigh(moment).eigenvectors.flip(1)
@@ -582,9 +520,8 @@ def _rotate_columns_(weights: Tensor, rotation: Tensor) -> None:
 
 def _turn_states_(states: Sequence[tuple[str, Tensor]], rotation: Tensor, columns: slice) -> None:
     for name, state in states:
-        _rotate_columns_(
-            state[:, columns], rotation if name in LINEAR_STATES else rotation.square()
-        )
+        of_state = rotation if name in LINEAR_STATES else rotation.square()
+        _rotate_columns_(state[:, columns], of_state)
 
 
 def _states_by_storage(
@@ -592,15 +529,11 @@ def _states_by_storage(
 ) -> dict[int, dict[str, Tensor]]:
     """Address of a parameter's storage -> its optimizer states, of fused optimizers and of the
     other one."""
-    problems = {}
-    for parameter, state in [
-        *optimizer.state.items(),
-        *_fused_states(cast(DistributedModelParallel, model)),
-    ]:
-        problems[parameter.data_ptr()] = {
-            name: value for name, value in state.items() if isinstance(value, Tensor)
-        }
-    return problems
+    fused = _fused_states(cast(DistributedModelParallel, model))
+    return {
+        parameter.data_ptr(): {n: value for n, value in state.items() if isinstance(value, Tensor)}
+        for parameter, state in [*optimizer.state.items(), *fused]
+    }
 
 
 def _fused_states(model: DistributedModelParallel) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
@@ -608,22 +541,12 @@ def _fused_states(model: DistributedModelParallel) -> Iterator[tuple[Tensor, dic
     torch.optim has."""
     for key, state in model.fused_optimizer.state.items():
         weight = _local(key)
-        if weight is not None:
-            whole = [
-                each
-                for each in map(_local, state.values())
-                if each is not None and each.shape == weight.shape
-            ]
-            yield (
-                weight,
-                dict(
-                    zip(
-                        ("exp_avg", "exp_avg_sq") if len(whole) > 1 else ("sum",),
-                        whole,
-                        strict=False,
-                    )
-                ),
-            )
+        if weight is None:
+            continue
+        states = [part for part in map(_local, state.values()) if part is not None]
+        states = [part for part in states if part.shape == weight.shape]
+        names = ("exp_avg", "exp_avg_sq") if len(states) > 1 else ("sum",)
+        yield weight, dict(zip(names, states, strict=False))
 
 
 def _local(value: object) -> Tensor | None:
@@ -635,32 +558,29 @@ def _local(value: object) -> Tensor | None:
 
 
 def _refuse(problem: str, ranks: Ranks) -> None:
-    for problems in filter(None, ranks.gather(problem)):
-        raise NotImplementedError(problems)
+    for of_rank in filter(None, ranks.gather(problem)):
+        raise NotImplementedError(of_rank)
 
 
 def _split_rows(
-    shards_here: Sequence[TableShard], tables: set[str], embedding_dims: Mapping[str, int]
+    shards: Sequence[TableShard], tables: set[str], embedding_dims: Mapping[str, int]
 ) -> str:
     """Names a table of which this rank holds parts of rows, if there is one."""
-    for shard in shards_here:
-        if shard.table in tables and shard.weight.shape[1] != embedding_dims[shard.table]:
-            value = f"{shard.weight.shape[1]} of its {embedding_dims[shard.table]} columns"
-            remedy = "shard it by rows or as a whole, or leave it alone"
-            return describe(
-                f"table {shard.table!r}",
-                "supported to turn are shards of whole rows",
-                value,
-                remedy,
-            )
+    requirement = "supported to turn are shards of whole rows"
+    remedy = "shard it by rows or as a whole, or leave it alone"
+    for shard in shards:
+        width = shard.weight.shape[1]
+        if shard.table in tables and width != embedding_dims[shard.table]:
+            value = f"{width} of its {embedding_dims[shard.table]} columns"
+            return describe(f"table {shard.table!r}", requirement, value, remedy)
     return ""
 
 
 def _unknown_state(weights: Sequence[Tensor], states: Mapping[int, Mapping[str, Tensor]]) -> str:
     """Names an optimizer state that nobody knows how to turn, if there is one."""
-    for weight in weights:
-        for name, _ in _states_like(weight, states):
-            if name not in LINEAR_STATES | SQUARED_STATES:
-                requirement = f"supported to turn are {sorted(LINEAR_STATES | SQUARED_STATES)}"
-                return describe("optimizer state", requirement, repr(name), "leave its table alone")
-    return ""
+    names = LINEAR_STATES | SQUARED_STATES
+    unknown = [n for weight in weights for n, _ in _states_like(weight, states) if n not in names]
+    if not unknown:
+        return ""
+    requirement, remedy = f"supported to turn are {sorted(names)}", "leave its table alone"
+    return describe("optimizer state", requirement, repr(unknown[0]), remedy)

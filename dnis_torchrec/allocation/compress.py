@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from dnis_torchrec.allocation.curvature import (
     curvature_of_read_tables,
     device_of,
     evaluating,
-    on_all,
     outputs_of,
     predictions_of,
 )
@@ -51,6 +50,8 @@ from dnis_torchrec.selection.swap import ON_RANKS, check_weights_apart, replace_
 from dnis_torchrec.selection.torchrec_inputs import managed_collisions, remap
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection, PackedTable, pack_rows
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection, table_of_single_ids
+
+ServedModule: TypeAlias = PackedEmbeddingBagCollection | ServedEmbeddingCollection
 
 ROUNDING = 1e-3
 """By how much a table's largest value may have grown since its bits were allocated."""
@@ -115,10 +116,7 @@ class Measured:
         change."""
         with tables_named_apart(self.model):
             return allocate(
-                self.model,
-                self.blocks,
-                self.counts,
-                self.curvature,
+                *(self.model, self.blocks, self.counts, self.curvature),
                 compression=compression,
                 max_loss=max_loss,
                 bits=self.energies.bits,
@@ -232,9 +230,8 @@ def _check_answers(model: nn.Module, batch: Batch, loss: Loss | Task) -> None:
     except AttributeError as error:
         requirement = "a model that reads its tables through lookups alone"
         remedy = "let it call the collection; the model is as it was"
-        raise NotImplementedError(
-            describe(type(model).__name__, requirement, str(error), remedy)
-        ) from error
+        text = describe(type(model).__name__, requirement, str(error), remedy)
+        raise NotImplementedError(text) from error
 
 
 def measure_(
@@ -251,9 +248,6 @@ def measure_(
 ) -> Measured:
     """Turns a model's tables into their axes and measures what every column of every block is
     worth.
-
-    Rows are put into blocks by frequency, each table by itself; those never seen have a block of
-    their own.
 
     `counts` are those of all training data, and of the batches if None; `num_samples` of the
     batches, or all if None, are measured on; `bits` are the widths to measure.
@@ -275,11 +269,11 @@ def measure_(
         check(bool(result), "model", "an embedding collection in it", "none")
         ranks = ranks_of(*result.values())
         tables = [table for collection in result.values() for table in table_configs_of(collection)]
-        with on_all(ranks):
+        with ranks.together():
             check_left_alone(leave_alone, [table.name for table in tables], "leave_alone")
             check_weights_apart(model)
             _check_finite(model)
-        with on_all(ranks):
+        with ranks.together():
             first = next(iter(batches), None)
             check(first is not None, "batches", "at least one batch", "none")
             features_of(cast(Batch, first))
@@ -301,15 +295,11 @@ def measure_(
                 model, batches, blocks, loss=loss, num_samples=num_samples, num_outputs=old.shape[1]
             )
             energies = rounding_energies(model, blocks, counts, bits=bits)
-            samples, is_held_out = (batches, False) if held_out is None else (held_out, True)
-            bias = output_bias(model, batch, loss, ranks)
             sample = LossSample(
-                model,
-                samples,
-                blocks,
+                *(model, batches if held_out is None else held_out, blocks),
                 loss=loss,
-                is_held_out=is_held_out,
-                bias=bias,
+                is_held_out=held_out is not None,
+                bias=output_bias(model, batch, loss, ranks),
                 num_outputs=old.shape[1],
                 features=features,
             )
@@ -331,36 +321,32 @@ def _features_read(
         return remap(model, features_of(batch))
 
     def as_read(batch: Batch) -> KeyedJaggedTensor:
-        bags, bags_given = dict[str, JaggedTensor](), features_of(batch)
-        for features in _bags_at(modules, model, batch, loss):
-            for key, bag in copy.copy(features).to_dict().items():
-                is_one = key not in bags or bags[key].values().equal(bag.values())
+        bags = dict[str, JaggedTensor]()
+        for key, bag in _bags_at(modules, model, batch, loss):
+            if key in bags and not bags[key].values().equal(bag.values()):
                 limit = "supported are features that all collections read as the same rows"
-                if not is_one:
-                    raise NotImplementedError(describe(f"feature {key!r}", limit, "others"))
-                bags[key] = bag
-        parts = list(bags.values())
+                raise NotImplementedError(describe(f"feature {key!r}", limit, "others"))
+            bags[key] = bag
         return KeyedJaggedTensor(
             list(bags),
-            torch.cat([part.values() for part in parts]),
-            lengths=torch.cat([part.lengths() for part in parts]),
-            stride=bags_given.stride(),
+            torch.cat([bag.values() for bag in bags.values()]),
+            lengths=torch.cat([bag.lengths() for bag in bags.values()]),
+            stride=features_of(batch).stride(),
         )
 
     if not all(isinstance(module, kinds) for module in modules) or managed_collisions(model):
         return as_given
     bags_given = copy.copy(features_of(batch)).to_dict()
-    for features in _bags_at(modules, model, batch, loss):
-        for key, bag in copy.copy(features).to_dict().items():
-            if key not in bags_given or not bags_given[key].values().equal(bag.values()):
-                return as_read
+    for key, bag in _bags_at(modules, model, batch, loss):
+        if key not in bags_given or not bags_given[key].values().equal(bag.values()):
+            return as_read
     return as_given
 
 
 def _bags_at(
     modules: Sequence[nn.Module], model: nn.Module, batch: Batch, loss: Loss | Task
-) -> list[KeyedJaggedTensor]:
-    """What each of some collections is called with."""
+) -> list[tuple[str, JaggedTensor]]:
+    """The bags that some collections are called with, by feature."""
     bags = list[KeyedJaggedTensor]()
     hooks = [m.register_forward_pre_hook(lambda _, inputs: bags.append(inputs[0])) for m in modules]
     try:
@@ -369,42 +355,24 @@ def _bags_at(
     finally:
         for hook in hooks:
             hook.remove()
-    return bags
+    return [bag for features in bags for bag in copy.copy(features).to_dict().items()]
 
 
-def served_collections(
-    model: nn.Module,
-) -> dict[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection]:
+def served_collections(model: nn.Module) -> dict[str, ServedModule]:
     """The collections of bit fields in a model by FQN, the outermost of each. Local."""
-    served_modules: dict[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection] = {}
+    served_modules: dict[str, ServedModule] = {}
     for fqn, module in get_unwrapped_module(model).named_modules():
-        is_served = isinstance(module, PackedEmbeddingBagCollection | ServedEmbeddingCollection)
+        is_served = isinstance(module, ServedModule)
         if is_served and not any(fqn.startswith(f"{outer}.") for outer in served_modules):
             served_modules[fqn] = module
     return served_modules
 
 
-def packed_collections(
-    model: nn.Module, scheme: MixedDimensionScheme
-) -> dict[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection]:
-    """The collections of a model as tables of bit fields, ready to take their places. Local; the
-    model does not change.
-
-    A table is read once, a chunk of rows at a time.
-
-    Args:
-        model: plain, its tables as they were when bits were allocated.
-        scheme: the scheme of an `Allocation`: columns and bits of every table.
-
-    Returns:
-        FQN -> what serves the collection.
-
-    Raises:
-        ValueError: for NaN or infinity in a table, values beyond those that bits were allocated
-            for, a table without a scheme, or a scheme without bits.
-        NotImplementedError: for a sharded model, which `export` writes instead.
+def packed_collections(model: nn.Module, scheme: MixedDimensionScheme) -> dict[str, ServedModule]:
+    """The collections of a plain model by FQN as tables of bit fields, ready to take their places.
+    The model does not change; a table is read once, a chunk of rows at a time. Local.
     """
-    replacement: dict[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection] = {}
+    replacement: dict[str, ServedModule] = {}
     for fqn, collection in _plain_collections(model).items():
         tables, rows = dict[str, TableScheme](), dict[str, PackedTable]()
         weights = {shard.table: shard.weight for shard in local_shards(collection)}
@@ -416,10 +384,8 @@ def packed_collections(
             rows[key] = _packed_table(tables[key], weights[config.name])
         of_collection = MixedDimensionScheme(tables)
         if isinstance(collection, EmbeddingCollection):
-            modules = {
-                name: PackedEmbeddingBagCollection(table_of_single_ids(table), rows)
-                for name, table in tables.items()
-            }
+            single = {name: table_of_single_ids(table) for name, table in tables.items()}
+            modules = {n: PackedEmbeddingBagCollection(of, rows) for n, of in single.items()}
             replacement[fqn] = ServedEmbeddingCollection(of_collection, modules)
         else:
             replacement[fqn] = PackedEmbeddingBagCollection(of_collection, rows)
@@ -432,9 +398,8 @@ def _plain_collections(model: nn.Module) -> dict[str, EmbeddingBagCollection | E
         if not isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
             requirement = "supported is a plain embedding collection"
             remedy = f"{ON_RANKS} if it is sharded, merge_(model) if it is prepared"
-            raise NotImplementedError(
-                describe(f"FQN {fqn!r}", requirement, type(collection).__name__, remedy)
-            )
+            kind = type(collection).__name__
+            raise NotImplementedError(describe(f"FQN {fqn!r}", requirement, kind, remedy))
         plain[fqn] = collection
     return plain
 
@@ -453,9 +418,8 @@ def _packed_table(table: TableScheme, weight: Tensor) -> PackedTable:
 
 def _check_finite(model: nn.Module) -> None:
     """Axes of a table with NaN would be NaN in all of its rows."""
-    for shard in (
-        shard for collection in collections(model).values() for shard in local_shards(collection)
-    ):
+    modules = collections(model).values()
+    for shard in (shard for module in modules for shard in local_shards(module)):
         for chunk, rows, _ in shard.chunks():
             bad = (~chunk.isfinite()).nonzero()
             if len(bad):
@@ -467,13 +431,9 @@ def _check_finite(model: nn.Module) -> None:
 
 def _check_unchanged(old: Tensor, new: Tensor, ranks: Ranks) -> None:
     """Checks that the predictions of a batch did not change when the tables were turned."""
-    with on_all(ranks):
+    with ranks.together():
         change, largest = float((new - old).abs().max()), float(old.abs().max())
-        if change > UNCHANGED * largest:
-            requirement = (
-                f"predictions to stay within {UNCHANGED * largest:.3g} when tables are turned"
-            )
-            remedy = "correct the model's rotation_groups"
-            raise RuntimeError(
-                describe("rotation", requirement, f"a change by {change:.3g}", remedy)
-            )
+        if change > (most := UNCHANGED * largest):
+            requirement = f"predictions to stay within {most:.3g} when tables are turned"
+            value, remedy = f"a change by {change:.3g}", "correct the model's rotation_groups"
+            raise RuntimeError(describe("rotation", requirement, value, remedy))

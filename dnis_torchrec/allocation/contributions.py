@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -81,125 +81,94 @@ class Apart:
     lengths: Mapping[str, Tensor]
 
 
-class WatchedCollection:
-    """Base of a model's collection and the blocks of its tables, pooled or not."""
+class _Blocks:
+    """A collection of a model, and the blocks of its tables."""
 
-    collection: nn.Module
-    outputs: tuple[PooledFeature, ...]
-    num_slots: int
-    floats_per_sample: int
-
-    def note(self, features: KeyedJaggedTensor, output: Any) -> Lookup:
-        """Records a call of the collection; a leaf that requires a gradient replaces its output."""
-        raise NotImplementedError
-
-    def block_by_block(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Splits every bag into one bag per block, so that the collection pools each block alone.
-
-        Only called if `num_slots` is not 0."""
-        raise NotImplementedError
-
-    def pieces(self, lookup: Lookup, apart: Apart | None) -> Iterator[Pieces]:
-        """Yields what the blocks of every feature add to the output. No collective."""
-        raise NotImplementedError
-
-    def output_of(self, lookup: Lookup, values: Mapping[str, Tensor]) -> Any:
-        """Returns an output like the one recorded, with other values by name."""
-        raise NotImplementedError
-
-    def entries(
-        self, lookup: Lookup, apart: Apart | None, gradient: Tensor
-    ) -> Iterator[tuple[str, Entries]]:
-        """Yields every feature's contributions to the loss, by sample and block. No collective."""
-        raise NotImplementedError
-
-    def reads(self, lookup: Lookup, gradient: Tensor) -> Iterator[tuple[str, Reads]]:
-        """Yields which blocks every feature reads, and the gradient there. No collective."""
-        raise NotImplementedError
-
-
-class CollectionBlocks(WatchedCollection):
-    """A pooled collection of a model, and the blocks of its tables."""
-
-    def __init__(self, collection: nn.Module, blocks: RowBlocks, device: torch.device) -> None:
+    def __init__(
+        self,
+        collection: nn.Module,
+        blocks: RowBlocks,
+        device: torch.device,
+        multi_hot: Collection[str] | None,
+    ) -> None:
         tables = table_configs_of(collection)
         check_blocks(tables, blocks)
-        multi_hot = None
-        if isinstance(collection, SoftSelectionEmbeddingBagCollection):
-            multi_hot = {output.feature for output in collection.outputs if output.is_multi_hot}
         self.collection = collection
         self.outputs = pooled_features(tables, blocks, multi_hot)
         self._routers = {
             table.name: RowRouter(blocks.routings[table.name]).to(device) for table in tables
         }
+
+
+class CollectionBlocks(_Blocks):
+    """A pooled collection of a model, and the blocks of its tables."""
+
+    def __init__(self, collection: nn.Module, blocks: RowBlocks, device: torch.device) -> None:
+        multi_hot = None
+        if isinstance(collection, SoftSelectionEmbeddingBagCollection):
+            multi_hot = {output.feature for output in collection.outputs if output.is_multi_hot}
+        super().__init__(collection, blocks, device, multi_hot)
         self._features = list(dict.fromkeys(output.feature for output in self.outputs))
-        of_feature = {
-            feature: [
-                output
-                for output in self.outputs
-                if output.is_multi_hot and output.feature == feature
-            ]
-            for feature in self._features
-        }
         self._first_slot: dict[str, int] = {}
-        keys_of = {}
-        for feature, outputs in of_feature.items():
-            keys_of[feature] = [key for output in outputs for key in output.block_keys]
-            for output in outputs:
-                self._first_slot[output.name] = keys_of[feature].index(output.block_keys[0])
-        self.num_slots = max(map(len, keys_of.values()))
-        splits = [
-            FeatureSplit(
-                feature=output.feature,
-                keys=output.block_keys,
-                routing=blocks.routings[output.table],
-            )
-            for outputs in of_feature.values()
-            for output in outputs
-        ]
-        self.floats_per_sample = (self.num_slots + 2) * sum(
+        splits, slots = [], []
+        for feature in self._features:
+            keys = list[str]()
+            for output in self.outputs:
+                if output.is_multi_hot and output.feature == feature:
+                    self._first_slot[output.name] = len(keys)
+                    keys += output.block_keys
+                    routing = blocks.routings[output.table]
+                    splits.append(
+                        FeatureSplit(feature=feature, keys=output.block_keys, routing=routing)
+                    )
+            slots.append(len(keys))
+        self._num_slots = max(slots)
+        self.floats_per_sample = (self._num_slots + 2) * sum(
             output.embedding_dim for output in self.outputs
         )
         self._splitter = BagSplitter(splits).to(device)
-        self._rows_of_slots = self._place_keys(list(keys_of.values())).to(device)
+        # the splitter's bag for each slot; bag 0 is empty, for slots that a feature does not need
+        sizes, nth = torch.tensor(slots)[:, None], torch.arange(self._num_slots)
+        bags = 1 + sizes.cumsum(0) - sizes + nth
+        self._bag_of_slot = bags.where(nth < sizes, 0).flatten().to(device)
 
-    def _place_keys(self, keys_of_features: Sequence[Sequence[str]]) -> Tensor:
-        """Returns which of the splitter's bags fills each slot of each feature.
+    def apart(self, lookup: Lookup) -> Apart | None:
+        """Looks bags up again, one bag a block; None if no feature is multi-hot. Distributed."""
+        if not self._num_slots:
+            return None
+        bags = self._block_by_block(lookup.features)
+        look_up: Callable[[KeyedJaggedTensor], KeyedTensor] = self.collection
+        if isinstance(self.collection, SoftSelectionFeatureProcessedEmbeddingBagCollection):
+            look_up = self.collection.look_up_processed
+        sums = _wait(look_up(bags)).to_dict()
+        return Apart(sums, {feature: bag.lengths() for feature, bag in jagged_by_key(bags).items()})
 
-        Bag 0 is empty: it fills the slots that a feature does not need."""
-        rows, first = torch.zeros(len(keys_of_features), self.num_slots, dtype=torch.int64), 1
-        for row, keys in zip(rows, keys_of_features, strict=True):
-            row[: len(keys)] = torch.arange(first, first + len(keys))
-            first += len(keys)
-        return rows.flatten()
-
-    def block_by_block(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    def _block_by_block(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Splits every bag of a multi-hot feature into one bag per block.
 
         A batch of B samples becomes one of ``num_slots * B``: slot 0 of all samples comes first."""
         batch_size, split = features.stride(), self._splitter(features)
         lengths = split.lengths().view(-1, batch_size)
-        lengths = torch.cat([lengths.new_zeros(1, batch_size), lengths])[self._rows_of_slots]
+        lengths = torch.cat([lengths.new_zeros(1, batch_size), lengths])[self._bag_of_slot]
         return KeyedJaggedTensor(
             keys=self._features,
             values=split.values(),
             weights=split.weights_or_none(),
             lengths=lengths.flatten(),
-            stride=self.num_slots * batch_size,
+            stride=self._num_slots * batch_size,
         )
 
     def note(self, features: KeyedJaggedTensor, output: KeyedTensor) -> Lookup:
-        """Records a call of the collection; a leaf that requires a gradient replaces its output."""
+        """Records a call; a leaf that requires a gradient replaces its output."""
         leaf = output.values().detach().requires_grad_()
-        return Lookup(
-            self, features, KeyedTensor(output.keys(), output.length_per_key(), leaf), leaf
-        )
+        sums = KeyedTensor(output.keys(), output.length_per_key(), leaf)
+        return Lookup(self, features, sums, leaf)
 
     def entries(
         self, lookup: Lookup, apart: Apart | None, gradient: Tensor
     ) -> Iterator[tuple[str, Entries]]:
         """Yields every feature's contributions to the loss, by sample and block. No collective."""
-        slopes = {output.name: of_output for output, of_output in self._slopes(lookup, gradient)}
+        slopes = self._slopes(lookup, gradient)
         for part in self.pieces(lookup, apart):
             of_rows = slopes[part.name]
             if not part.is_whole or len(part.rows) < part.num_rows:  # else it needs no copy
@@ -226,36 +195,30 @@ class CollectionBlocks(WatchedCollection):
         """Yields which blocks every feature reads, and the gradient there. No collective."""
         bags, batch_size = jagged_by_key(lookup.features), lookup.features.stride()
         of_samples = torch.arange(batch_size, device=gradient.device)
-        for output, slopes in self._slopes(lookup, gradient):
+        slopes = self._slopes(lookup, gradient)
+        for output in self.outputs:
             of_feature = bags[output.feature]
             lengths, blocks = of_feature.lengths(), self._routers[output.table](of_feature.values())
             is_in_block = blocks < output.num_blocks
             places = blocks * batch_size + of_samples.repeat_interleave(lengths)
             places, counts = places[is_in_block].unique(return_counts=True)
             samples = places % batch_size
-            times = counts.double() / (
-                lengths[samples].double().square() if output.divides else 1.0
-            )
-            yield (
-                output.table,
-                Reads(samples, places // batch_size, times, slopes.index_select(1, samples)),
-            )
+            times = counts.double()
+            if output.divides:
+                times = times / lengths[samples].double().square()
+            of_samples_read = slopes[output.name].index_select(1, samples)
+            yield output.table, Reads(samples, places // batch_size, times, of_samples_read)
 
-    def _slopes(self, lookup: Lookup, gradient: Tensor) -> Iterator[tuple[PooledFeature, Tensor]]:
-        """Yields every output with the gradient of its columns, ``(T, B, D)``."""
-        sums: KeyedTensor = lookup.output
-        widths = sums.length_per_key()
-        columns = dict(zip(sums.keys(), gradient.split(widths, dim=2), strict=True))
-        for output in self.outputs:
-            yield output, columns[output.name]
+    def _slopes(self, lookup: Lookup, gradient: Tensor) -> dict[str, Tensor]:
+        """Output -> the gradient of its columns, ``(T, B, D)``."""
+        widths = lookup.output.length_per_key()
+        return dict(zip(lookup.output.keys(), gradient.split(widths, dim=2), strict=True))
 
     def _of_one_id(self, output: PooledFeature, bags: JaggedTensor, sums: Tensor) -> Pieces:
         lengths = bags.lengths()
         place, longest = f"table {output.table!r}, feature {output.feature!r}", int(lengths.max())
-        remedy = "make the blocks from counts of data that has such bags"
-        check(
-            longest <= 1, place, "bags of at most one id, as counted", f"a bag of {longest}", remedy
-        )
+        requirement, remedy = "bags of at most one id, as counted", "count data that has such bags"
+        check(longest <= 1, place, requirement, f"a bag of {longest}", remedy)
         samples, blocks = lengths.nonzero().squeeze(1), self._routers[output.table](bags.values())
         is_in_block = blocks < output.num_blocks
         samples, blocks, size = samples[is_in_block], blocks[is_in_block], len(sums)
@@ -270,9 +233,8 @@ class CollectionBlocks(WatchedCollection):
         samples, blocks = read % batch_size, read // batch_size
         sums = apart.sums[output.name][slots][read]
         if output.divides:
-            share = (
-                lengths[read].double() / bags.lengths()[samples]
-            )  # the mean of a block's ids, of the whole bag
+            # the mean of a block's ids, of the whole bag
+            share = lengths[read].double() / bags.lengths()[samples]
             sums = sums * share.to(sums.dtype).unsqueeze(1)
         return Pieces(output.name, output.table, samples, blocks, sums, batch_size)
 
@@ -285,17 +247,6 @@ class Lookup:
     features: KeyedJaggedTensor
     output: Any
     leaf: Tensor
-
-    def apart(self) -> Apart | None:
-        """Looks the bags up again, one bag per block; returns None if no feature is multi-hot."""
-        if not self.of.num_slots:
-            return None
-        bags = self.of.block_by_block(self.features)
-        look_up: Callable[[KeyedJaggedTensor], KeyedTensor] = self.of.collection
-        if isinstance(self.of.collection, SoftSelectionFeatureProcessedEmbeddingBagCollection):
-            look_up = self.of.collection.look_up_processed
-        sums = _wait(look_up(bags)).to_dict()
-        return Apart(sums, {feature: bag.lengths() for feature, bag in jagged_by_key(bags).items()})
 
 
 @contextmanager
@@ -313,19 +264,19 @@ def watching(of: Sequence[WatchedCollection]) -> Iterator[list[Lookup]]:
 
 @contextmanager
 def answering(
-    of: Sequence[WatchedCollection], answers: Mapping[int, Iterator[Any]]
+    of: Sequence[WatchedCollection], answers: Mapping[int, Sequence[Any]]
 ) -> Iterator[None]:
-    """Lets collections answer their calls from iterators, by ``id`` of their `WatchedCollection`,
-    inside the ``with`` block."""
+    """Lets collections answer their calls, one after the other, by ``id`` of their
+    `WatchedCollection`."""
     with ExitStack() as stack:
         for blocks in of:
-            forward = partial(_next, answers[id(blocks)])
-            stack.enter_context(_forward_as(blocks.collection, forward))
+            stack.enter_context(_forward_as(blocks.collection, _in_turn(answers[id(blocks)])))
         yield
 
 
-def _next(answers: Iterator[Any], features: KeyedJaggedTensor) -> Any:
-    return next(answers)
+def _in_turn(answers: Sequence[Any]) -> Callable[[KeyedJaggedTensor], Any]:
+    rest = iter(answers)
+    return lambda _: next(rest)
 
 
 @contextmanager
@@ -398,25 +349,19 @@ def watched_collection(
     return kind(collection, blocks, device)
 
 
-class SequenceBlocks(WatchedCollection):
-    """An EmbeddingCollection of a model, and the blocks of its tables; see `watched_collection`."""
-
-    num_slots = 0
+class SequenceBlocks(_Blocks):
+    """An EmbeddingCollection of a model, and the blocks of its tables."""
 
     def __init__(self, collection: nn.Module, blocks: RowBlocks, device: torch.device) -> None:
-        tables = table_configs_of(collection)
-        check_blocks(tables, blocks)
-        self.collection = collection
-        self.outputs = pooled_features(tables, blocks, ())
-        self._routers = {
-            table.name: RowRouter(blocks.routings[table.name]).to(device) for table in tables
-        }
+        super().__init__(collection, blocks, device, ())
         ids = sum(blocks.max_bag_lengths.get(output.feature, 1) for output in self.outputs)
         self.floats_per_sample = max(1, 3 * ids * self.outputs[0].embedding_dim)
 
+    def apart(self, lookup: Lookup) -> None:
+        """Every id stands apart already."""
+
     def note(self, features: KeyedJaggedTensor, output: Mapping[str, JaggedTensor]) -> Lookup:
-        """A call of the collection, its output replaced by views of a leaf that requires a
-        gradient."""
+        """Records a call; views of a leaf that requires a gradient replace its output."""
         bags_of = [output[feature.name] for feature in self.outputs]
         leaf = torch.cat([bag.values().detach() for bag in bags_of]).requires_grad_()
         parts = leaf.split([len(bag.values()) for bag in bags_of])
@@ -433,11 +378,9 @@ class SequenceBlocks(WatchedCollection):
     ) -> Iterator[tuple[str, Entries]]:
         """Yields every feature's contributions to the loss, by sample and block. No collective."""
         batch_size = lookup.features.stride()
-        for table, samples, blocks, values, slopes in self._ids(lookup, gradient):
-            yield (
-                table,
-                one_of_each(blocks * batch_size + samples, (values * slopes).double(), batch_size),
-            )
+        for part, samples, slopes in self._ids(lookup, gradient):
+            worth = (part.values * slopes).double()
+            yield part.table, one_of_each(part.blocks * batch_size + samples, worth, batch_size)
 
     def pieces(self, lookup: Lookup, apart: Apart | None) -> Iterator[Pieces]:
         """Yields what the blocks of every feature add to the output. No collective."""
@@ -446,9 +389,8 @@ class SequenceBlocks(WatchedCollection):
             values = lookup.output[output.name].values().detach()
             blocks = self._routers[output.table](bags[output.feature].values())
             rows = (blocks < output.num_blocks).nonzero().squeeze(1)
-            yield Pieces(
-                *(output.name, output.table, rows, blocks[rows], values[rows]), len(values)
-            )
+            feature = output.name, output.table
+            yield Pieces(*feature, rows, blocks[rows], values[rows], len(values))
 
     def output_of(self, lookup: Lookup, values: Mapping[str, Tensor]) -> dict[str, JaggedTensor]:
         """Returns an output like the one recorded, with other values by name."""
@@ -459,29 +401,22 @@ class SequenceBlocks(WatchedCollection):
 
     def reads(self, lookup: Lookup, gradient: Tensor) -> Iterator[tuple[str, Reads]]:
         """Yields which blocks every feature reads, and the gradient there. No collective."""
-        for table, samples, blocks, _, slopes in self._ids(lookup, gradient):
-            yield (
-                table,
-                Reads(samples, blocks, torch.ones_like(blocks, dtype=torch.float64), slopes),
-            )
+        for part, samples, slopes in self._ids(lookup, gradient):
+            ones = torch.ones_like(part.blocks, dtype=torch.float64)
+            yield part.table, Reads(samples, part.blocks, ones, slopes)
 
-    def _ids(
-        self, lookup: Lookup, gradient: Tensor
-    ) -> Iterator[tuple[str, Tensor, Tensor, Tensor, Tensor]]:
-        """Of every feature: table; sample and block of each id that has one; embeddings, and the
-        gradient in them."""
-        bags, of_samples = (
-            jagged_by_key(lookup.features),
-            torch.arange(lookup.features.stride(), device=gradient.device),
+    def _ids(self, lookup: Lookup, gradient: Tensor) -> Iterator[tuple[Pieces, Tensor, Tensor]]:
+        """Of every feature: the ids that have a block, their samples, and the gradient in them."""
+        bags, batch_size = jagged_by_key(lookup.features), lookup.features.stride()
+        of_samples = torch.arange(batch_size, device=gradient.device)
+        slopes = gradient.split(
+            [bags[output.feature].values().numel() for output in self.outputs], 1
         )
-        of_features = [bags[output.feature] for output in self.outputs]
-        sizes = [part.values().numel() for part in of_features]
-        parts = zip(lookup.leaf.detach().split(sizes), gradient.split(sizes, dim=1), strict=True)
-        for output, part, (values, slopes) in zip(self.outputs, of_features, parts, strict=True):
-            samples, blocks = (
-                of_samples.repeat_interleave(part.lengths()),
-                self._routers[output.table](part.values()),
-            )
-            is_in_block = blocks < output.num_blocks
-            here = samples[is_in_block], blocks[is_in_block]
-            yield output.table, *here, values[is_in_block], slopes[:, is_in_block]
+        parts = zip(self.outputs, self.pieces(lookup, None), slopes, strict=True)
+        for output, part, of_output in parts:
+            samples = of_samples.repeat_interleave(bags[output.feature].lengths())[part.rows]
+            yield part, samples, of_output[:, part.rows]
+
+
+WatchedCollection: TypeAlias = CollectionBlocks | SequenceBlocks
+"""A model's collection and the blocks of its tables, pooled or not."""

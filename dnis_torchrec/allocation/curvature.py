@@ -6,8 +6,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, count, pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -34,7 +35,7 @@ from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.batches import check_batch, for_lookup, slice_of
 from dnis_torchrec.data.over_ranks import SAME_BATCHES
 from dnis_torchrec.data.task import LossTask, Outputs, Task, TrainTask, check_labels, check_outputs
-from dnis_torchrec.ranks import Ranks, together
+from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.selection.shards import collections, ranks_of, table_configs_of
 from dnis_torchrec.selection.torchrec import read_by_name_
 
@@ -64,18 +65,11 @@ def loss_derivatives(loss: Loss, predictions: Tensor, labels: Tensor) -> LossDer
     y = _labels_of(z, labels)
     value = _of(loss, z, y)
     _check_finite(value, _place(loss))
-    mean, twice = (
-        float(of.detach()) for of in (value, _of(loss, torch.cat([z, z]), torch.cat([y, y])))
-    )
+    of_all_twice = _of(loss, torch.cat([z, z]), torch.cat([y, y]))
+    mean, twice = float(value.detach()), float(of_all_twice.detach())
     is_mean = math.isclose(mean, twice, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
-    remedy = "give it reduction='mean'"
-    check(
-        is_mean,
-        _place(loss),
-        "a mean over the samples",
-        f"{mean:g}, and {twice:g} of every sample twice",
-        remedy,
-    )
+    both = f"{mean:g}, and {twice:g} of every sample twice"
+    check(is_mean, _place(loss), "a mean over the samples", both, "give it reduction='mean'")
     return _derivatives(value, z, _place(loss), RELATIVE)
 
 
@@ -88,13 +82,10 @@ def _derivatives(value: Tensor, z: Tensor, place: str, tolerance: float) -> Loss
     probe = torch.arange(1, z.numel() + 1, dtype=z.dtype, device=z.device).cos().view_as(z)
     cross = _derive((first * probe).sum(), z, place)
     vector = torch.einsum("ntu,nt->nu", second, probe)
-    apart = torch.allclose(
-        cross, vector, tolerance, tolerance * float(vector.abs().max()) + ABSOLUTE
-    )
+    margin = tolerance * float(vector.abs().max()) + ABSOLUTE
+    apart = torch.allclose(cross, vector, tolerance, margin)
     check(apart, place, "a mean of the losses of single samples", "one in which samples meet")
-    return LossDerivatives(
-        loss=float(value.detach()), first=first.detach().double(), second=second.double()
-    )
+    return LossDerivatives(float(value.detach()), first.detach().double(), second.double())
 
 
 @torch.enable_grad()
@@ -119,28 +110,15 @@ def task_derivatives(
         and part.is_floating_point()
         and part.shape[:1] == batch.labels.shape[:1]
     }
-    value, remedy = (
-        loss_at(leaves),
-        "take what comes from the model from the outputs in its method 'loss'",
-    )
+    value, requirement = loss_at(leaves), "a loss that depends on the outputs"
     _check_finite(value, place)
-    check(
-        value.requires_grad,
-        place,
-        "a loss that depends on the outputs",
-        f"constants {list(by_name)}",
-        remedy,
-    )
+    remedy = "take what comes from the model from the outputs in its method 'loss'"
+    check(value.requires_grad, place, requirement, f"constants {list(by_name)}", remedy)
     gradients = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
     used = [name for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
     columns = [by_name[name].reshape(len(batch.labels), -1) for name in used]
     whole = torch.cat(columns, dim=1)
-    finite = whole.isfinite()
-    if not bool(finite.all()):
-        remedy = "take weights of a model whose training did not diverge"
-        raise ValueError(
-            describe(place, "finite outputs", float(whole[~finite][0].detach()), remedy)
-        )
+    _check_all_finite(whole, place, "finite outputs")
     z = whole.detach().requires_grad_()
     parts = z.split([column.shape[1] for column in columns], dim=1)
     values = {
@@ -159,6 +137,13 @@ def _check_finite(value: Tensor, place: str) -> None:
     """Checks the loss of a batch: a mean over no sample is not a number."""
     remedy = "leave such batches out; a mean over labels that are ignored has nothing to divide by"
     check(bool(value.isfinite()), place, "a finite loss", float(value.detach()), remedy)
+
+
+def _check_all_finite(values: Tensor, place: str, requirement: str) -> None:
+    """Checks what a model returns of a batch."""
+    remedy = "take weights of a model whose training did not diverge"
+    for bad in values[~values.isfinite()].tolist():
+        raise ValueError(describe(place, requirement, bad, remedy))
 
 
 def _place(loss: Loss) -> str:
@@ -190,13 +175,8 @@ def _of(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
     value = loss(z.squeeze(1) if z.shape[1] == 1 else z, y)
     is_scalar = isinstance(value, Tensor) and value.numel() == 1
     kind = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-    check(
-        is_scalar,
-        _place(loss),
-        "a scalar, the mean over the samples",
-        kind,
-        "give it reduction='mean'",
-    )
+    remedy = "give it reduction='mean'"
+    check(is_scalar, _place(loss), "a scalar, the mean over the samples", kind, remedy)
     return value.sum()
 
 
@@ -207,9 +187,8 @@ def _derive(value: Tensor, z: Tensor, place: str, *, create_graph: bool = False)
         )[0]
     except RuntimeError as error:
         requirement = "supported are losses that are twice differentiable in the predictions"
-        raise NotImplementedError(
-            describe(place, requirement, str(error).splitlines()[0])
-        ) from error
+        reason = str(error).splitlines()[0]
+        raise NotImplementedError(describe(place, requirement, reason)) from error
 
 
 logger = logging.getLogger(__name__)
@@ -239,9 +218,8 @@ class Curvature:
         return not any(bool(of_table.any()) for of_table in self.curvature.values())
 
     def __repr__(self) -> str:
-        tables = f"{len(self.curvature)} table{'s' if len(self.curvature) != 1 else ''}"
         error = f"relative error {self.relative_error:.2g}"
-        return f"Curvature({tables}, {self.num_samples} samples, {error})"
+        return f"Curvature({len(self.curvature)} tables, {self.num_samples} samples, {error})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,11 +245,10 @@ class CurvatureSums:
             table.name: (blocks.routings[table.name].num_blocks, table.embedding_dim)
             for table in tables
         }
-        both = {
+        self._of_tables = {
             name: torch.zeros(2, *size, dtype=torch.float64, device=device)
             for name, size in sizes.items()
         }
-        self._of_tables = both
         self._couplings = {
             name: torch.zeros(num_blocks, dim, dim, dtype=torch.float64, device=device)
             for name, (num_blocks, dim) in sizes.items()
@@ -300,9 +277,8 @@ class CurvatureSums:
             num_blocks = self._of_tables[table].shape[1]
             slopes = torch.einsum("mt,tmd->md", at.first[both.samples], both.worth)
             bends = torch.einsum("tmd,mtu,umd->md", both.worth, at.second[both.samples], both.worth)
-            change = torch.stack(
-                [sum_by_group(part, both.blocks, num_blocks) for part in (slopes, bends)]
-            )
+            sums = [sum_by_group(part, both.blocks, num_blocks) for part in (slopes, bends)]
+            change = torch.stack(sums)
             self._of_tables[table] += change
             total, noise = total + float(change[1].sum()), noise + float(slopes.square().sum())
         n, loss, bent = batch_size, at.loss * batch_size, float(at.second.abs().sum())
@@ -313,43 +289,31 @@ class CurvatureSums:
     def over(self, ranks: Ranks, loss: Loss | Task, *, warns: bool) -> Curvature:
         """Means over the samples of all ranks. One all_reduce, and one for the couplings of each
         table."""
-        flat = [
-            self._batches,
-            self._reads,
-            *(both.flatten().cpu() for both in self._of_tables.values()),
-        ]
+        of_tables = [both.flatten().cpu() for both in self._of_tables.values()]
+        flat = [self._batches, self._reads, *of_tables]
         sums = ranks.sum_(torch.cat(flat)).split([part.numel() for part in flat])
         batches, n, n_n, total, total_total, total_n, noise, mean_loss, bent = sums[0].tolist()
-        place, requirement = f"loss {name_of(loss)}", "one that is twice differentiable"
-        check(
-            bent > 0,
-            place,
-            requirement,
-            "second derivatives of 0",
-            "choose one that bends, such as MSELoss",
-        )
+        requirement, value = "one that is twice differentiable", "second derivatives of 0"
+        remedy = "choose one that bends, such as MSELoss"
+        check(bent > 0, f"loss {name_of(loss)}", requirement, value, remedy)
         means = {
             name: (values / n).view(both.shape)
             for (name, both), values in zip(self._of_tables.items(), sums[2:], strict=True)
         }
         mean = total / n
-        spread = (
-            total_total - 2 * mean * total_n + mean * mean * n_n
-        )  # of batches' sums, about the mean
+        # of batches' sums, about the mean
+        spread = total_total - 2 * mean * total_n + mean * mean * n_n
         error = math.inf
         if batches > 1 and total:
             error = math.sqrt(max(spread, 0.0) * batches / (batches - 1)) / abs(total)
+        reads = zip(means, sums[1].tolist(), strict=True)
         result = Curvature(
             gradient={name: both[0] for name, both in means.items()},
             curvature={name: both[1] for name, both in means.items()},
             num_samples=round(n),
             relative_error=error,
-            couplings={
-                name: ranks.sum_(values.cpu()) / n for name, values in self._couplings.items()
-            },
-            unread=frozenset(
-                name for name, reads in zip(means, sums[1].tolist(), strict=True) if not reads
-            ),
+            couplings={name: ranks.sum_(part.cpu()) / n for name, part in self._couplings.items()},
+            unread=frozenset(name for name, times in reads if not times),
         )
         if warns and ranks.is_first:
             _warn_of_untrained(result, mean_loss / n, noise / (n * n))
@@ -357,28 +321,24 @@ class CurvatureSums:
 
 
 def _coupled(reads: Reads, second: Tensor, num_blocks: int) -> Tensor:
-    """``(S, D, D)``, the couplings of a table's reads through one feature; `second` is ``(B, T,
-    T)``."""
+    """``(S, D, D)``, the couplings of a table's reads through one feature."""
     slopes = reads.slopes.double()
     bent = torch.einsum("mtu,umd->tmd", second[reads.samples], slopes) * reads.times[:, None]
-    order, sizes = (
-        reads.blocks.argsort(stable=True),
-        torch.bincount(reads.blocks, minlength=num_blocks).tolist(),
-    )
-    of_blocks = zip(
-        bent[:, order].split(sizes, dim=1), slopes[:, order].split(sizes, dim=1), strict=True
-    )
+    order = reads.blocks.argsort(stable=True)
+    sizes = torch.bincount(reads.blocks, minlength=num_blocks).tolist()
+    of_blocks = zip(*(x[:, order].split(sizes, dim=1) for x in (bent, slopes)), strict=True)
     return torch.stack([one.flatten(0, 1).T @ other.flatten(0, 1) for one, other in of_blocks])
 
 
 def _warn_of_untrained(result: Curvature, loss: float, noise: float) -> None:
     """Warns where the tables do next to nothing, or columns would rather change by several times
     their size."""
-    bend = sum(float(part.sum()) for part in result.curvature.values())
-    bends = math.sqrt(sum(float(part.square().sum()) for part in result.curvature.values()))
-    slopes = math.sqrt(
-        max(sum(float(part.square().sum()) for part in result.gradient.values()) - noise, 0.0)
+    gradient, curvature = (
+        torch.cat([part.flatten() for part in of_tables.values()])
+        for of_tables in (result.gradient, result.curvature)
     )
+    bend, bends = float(curvature.sum()), float(curvature.norm())
+    slopes = math.sqrt(max(float(gradient.square().sum()) - noise, 0.0))
     if bend <= LEAST_CURVATURE * abs(loss) or slopes > LARGEST_STEP * bends:
         logger.warning(
             "the model looks untrained: the gradient of the loss in alpha has norm %.3g, its "
@@ -411,18 +371,13 @@ def curvature(
     """Measures gradient and curvature of the loss in alpha, at alpha = 1, per table, block and
     column.
 
-        G_bc = mean over samples of L'(z) dz/dalpha_bc        H_bc = mean over samples of L''(z)
-        (dz/dalpha_bc)^2
+        G_bc = mean over samples of L'(z) dz/dalpha_bc
+        H_bc = mean over samples of L''(z) (dz/dalpha_bc)^2
 
-    The model is called in evaluation mode; neither a weight nor a mode of it is changed. Rows of no
-    block, and empty bags, count for nothing; a table that no sample reads has zeros. Of a prepared
-    model both are in relative steps of its alpha: what scaling the tables is worth that `merge_`
-    would make. A warning (from rank 0) tells of a model that looks untrained, because then neither
-    the order of the columns nor the sum of H means anything.
-
-    `num_samples` of all ranks together are enough, None takes all; the first ones are taken, so
-    they should be shuffled. `couplings` measures K too, ``(S, D, D)`` of each table. Batches are
-    cut so that second derivatives of `num_outputs` outputs fit into memory.
+    `couplings` measures K too, ``(S, D, D)`` of each table. Rows of no block, and empty bags, count
+    for nothing. Of a prepared model all are in relative steps of its alpha: what scaling the tables
+    is worth that `merge_` would make. The first `num_samples` of all ranks together are taken, or
+    all for None, so they should be shuffled.
 
     Distributed: every rank measures its own batches, as many on each. Per batch some numbers are
     gathered and a sharded collection is called once, or twice for multi-hot features; all_reduces
@@ -440,9 +395,8 @@ def curvature(
     with evaluating(model), watching(of) as lookups:
         measure = Measure(model, loss, ranks, lookups)
         at_a_time, begin = _samples_at_a_time(of, num_outputs), time.monotonic()
-        for index, (place, batch) in enumerate(
-            first_batches(batches, loss, ranks, enough, at_a_time)
-        ):
+        stream = first_batches(batches, loss, ranks, enough, at_a_time)
+        for index, (place, batch) in enumerate(stream):
             sums.add(measure.look_up(batch.to(device), place))
             if index == 0 and warns and ranks.is_first and num_outputs > 1:
                 _say_how_long(time.monotonic() - begin, len(batch.labels), enough, num_outputs)
@@ -461,16 +415,9 @@ def curvature_of_read_tables(
 ) -> Curvature:
     """Measures `curvature` on so many samples that every table is read that training reads."""
     read = {table for table, occurrences in blocks.occurrences.items() if bool(occurrences.any())}
+    measure = partial(curvature, model, batches, blocks, loss=loss, num_outputs=num_outputs)
     while True:
-        result = curvature(
-            model,
-            batches,
-            blocks,
-            loss=loss,
-            num_samples=num_samples,
-            warns=warns,
-            num_outputs=num_outputs,
-        )
+        result = measure(num_samples=num_samples, warns=warns)
         if num_samples is None or result.num_samples < num_samples or not read & result.unread:
             return result
         num_samples, warns = LARGER_SAMPLE * result.num_samples, False
@@ -478,11 +425,9 @@ def curvature_of_read_tables(
 
 def device_of(model: nn.Module) -> torch.device:
     """Returns the device on which a model takes its batches; its tables may lie elsewhere."""
-    return (
-        model.device
-        if isinstance(model, DistributedModelParallel)
-        else next(chain(model.parameters(), model.buffers())).device
-    )
+    if isinstance(model, DistributedModelParallel):
+        return model.device
+    return next(chain(model.parameters(), model.buffers())).device
 
 
 def samples_within(num_outputs: int) -> int:
@@ -506,12 +451,6 @@ def _say_how_long(seconds: float, num_samples: int, enough: float, num_outputs: 
             "batch; num_samples=%d fewer would do",
             *(whole, num_outputs, int(enough)),
         )
-
-
-def on_all(ranks: Ranks) -> AbstractContextManager[None]:
-    """Raises on all ranks for what is wrong on one; a process whose model is its own does not ask
-    others."""
-    return together(ranks.group) if ranks.world_size > 1 else nullcontext()
 
 
 @contextmanager
@@ -541,7 +480,7 @@ def first_batches(
         if done >= enough:
             return
         place, batch = f"batch {index}", None
-        with on_all(ranks):
+        with ranks.together():
             batch = next(stream, None)
             if batch is not None:
                 batch = checked_batch(batch, loss, place)
@@ -551,14 +490,9 @@ def first_batches(
             check(index > 0, "batches", "at least one batch", "none")
             return
         empty = next((rank for rank, size in enumerate(sizes) if size < 0), None)
+        shortage = f"{index} on rank {empty}, more on another"
         remedy = "leave out what does not fill a batch on every rank"
-        check(
-            empty is None,
-            "batches",
-            SAME_BATCHES,
-            f"{index} on rank {empty}, more on another",
-            remedy,
-        )
+        check(empty is None, "batches", SAME_BATCHES, shortage, remedy)
         done += sum(sizes)
         cuts = min(max(least, math.ceil(max(sizes) / at_a_time)), *sizes)
         if batch is None or cuts == 1:
@@ -572,17 +506,12 @@ def first_batches(
 def checked_batch(batch: Batch, loss: Loss | Task, place: str) -> Batch:
     """Checks a batch and its labels. Local, no collective."""
     labels, num_samples = batch.labels, batch.sparse_features.stride()
-    is_labelled = (
+    has_labels = (
         isinstance(labels, Tensor) and labels.dim() > 0 and (len(labels) > 0 or not num_samples)
     )
+    requirement = f"those of {num_samples} samples, for the loss"
     remedy = "take batches of training or validation data"
-    check(
-        is_labelled,
-        f"{place}, labels",
-        f"those of {num_samples} samples, for the loss",
-        "none",
-        remedy,
-    )
+    check(has_labels, f"{place}, labels", requirement, "none", remedy)
     criterion = loss.criterion if isinstance(loss, LossTask) else loss
     if not isinstance(criterion, Task):
         check_labels(labels.flatten(), criterion, place)
@@ -603,17 +532,15 @@ class Measure:
         self._lookups.clear()
         with torch.enable_grad():
             outputs = outputs_of(self._model, batch, self._loss)
-            with on_all(self._ranks):
+            with self._ranks.together():
                 predictions, at = derivatives_at(outputs, batch, self._loss, place)
                 remedy = "do not detach the embeddings in the model"
                 requirement = "predictions that come from embeddings"
                 check(predictions.requires_grad, place, requirement, "constants", remedy)
             leaves = [lookup.leaf for lookup in self._lookups]
             gradients = [
-                torch.autograd.grad(
-                    of_output.sum(), leaves, retain_graph=True, materialize_grads=True
-                )
-                for of_output in predictions.unbind(1)
+                torch.autograd.grad(z.sum(), leaves, retain_graph=True, materialize_grads=True)
+                for z in predictions.unbind(1)
             ]
         for lookup in self._lookups:
             if lookup.features.stride() != len(predictions):
@@ -622,7 +549,7 @@ class Measure:
                 tables = sorted({output.table for output in lookup.of.outputs})
                 raise NotImplementedError(describe(f"tables {tables}", rule, value))
         with torch.no_grad():
-            apart = [lookup.apart() for lookup in self._lookups]
+            apart = [lookup.of.apart(lookup) for lookup in self._lookups]
         of_leaves = [torch.stack(of_leaf) for of_leaf in zip(*gradients, strict=True)]
         calls = list(zip(self._lookups, apart, of_leaves, strict=True))
         return LookedUp(at, calls)
@@ -644,12 +571,7 @@ def derivatives_at(
     if isinstance(criterion, Task):
         return task_derivatives(criterion, batch, outputs, place)
     labels, predictions = batch.labels, _of_samples(outputs, len(batch.labels), place)
-    finite = predictions.isfinite()
-    if not bool(finite.all()):
-        remedy = "take weights of a model whose training did not diverge"
-        raise ValueError(
-            describe(place, "finite predictions", float(predictions[~finite][0].detach()), remedy)
-        )
+    _check_all_finite(predictions, place, "finite predictions")
     return predictions, loss_derivatives(criterion, predictions, _flat_labels(labels, predictions))
 
 
@@ -681,6 +603,6 @@ def predictions_of(
     batch = batch.to(device_of(model))
     with evaluating(model):
         outputs = outputs_of(model, batch, loss)
-    with on_all(ranks):
+    with ranks.together():
         predictions, at = derivatives_at(outputs, batch, loss, place)
     return PredictedBatch(outputs, predictions.double(), at)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -103,8 +103,7 @@ def sampled_values(
         first, last = shard.first_row, shard.first_row + len(shard.weight)
         begin, end = torch.searchsorted(sample.rows, torch.tensor([first, last])).tolist()
         part = (sample.rows[begin:end] - first).to(shard.weight.device)
-        columns = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
-        values[begin:end, columns] = shard.weight[part].float().cpu()
+        values[begin:end, shard.window[1]] = shard.weight[part].float().cpu()
     return ranks.sum_(values)
 
 
@@ -200,13 +199,11 @@ class WholeRows:
 
 
 def _within(shard: TableShard, start: int, stop: int) -> Iterator[tuple[Tensor, slice, slice]]:
-    """Yields a shard's weights for rows ``start .. stop``, and their place there; nothing if it
-    holds none of them."""
-    first = max(start, shard.first_row)
-    last = min(stop, shard.first_row + shard.weight.shape[0])
+    """Yields a shard's weights of rows ``start .. stop``, if it has any, and their place there."""
+    rows, columns = shard.window
+    first, last = max(start, rows.start), min(stop, rows.stop)
     if first < last:
-        weight = shard.weight[first - shard.first_row : last - shard.first_row]
-        columns = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
+        weight = shard.weight[first - rows.start : last - rows.start]
         yield weight, slice(first - start, last - start), columns
 
 
@@ -217,61 +214,16 @@ def whole_rows(
     if not shapes:
         return {}
     part = {table: [shard for shard in shards if shard.table == table] for table in shapes}
-    cut = [
-        any(shard.weight.shape[1] != shapes[table][1] for shard in parts)
-        for table, parts in part.items()
-    ]
-    is_cut = dict(
-        zip(shapes, ranks.max_(torch.tensor(cut, dtype=torch.int64)).tolist(), strict=True)
-    )
+    cut = [any(s.weight.shape[1] != shapes[t][1] for s in parts) for t, parts in part.items()]
+    is_cut = ranks.max_(torch.tensor(cut, dtype=torch.int64)).bool().tolist()
     copies = num_copies(part, shapes, ranks)
     return {
         table: WholeRows(
-            parts,
-            shapes[table],
-            bool(is_cut[table]),
-            ranks.world_size if is_cut[table] else copies[table],
+            *(parts, shapes[table], of_table, ranks.world_size if of_table else copies[table]),
             ranks,
         )
-        for table, parts in part.items()
+        for (table, parts), of_table in zip(part.items(), is_cut, strict=True)
     }
-
-
-@dataclass(frozen=True, eq=False)
-class _HeldRows:
-    """Some rows of one shard."""
-
-    shard: TableShard
-    place: Tensor
-    values: Tensor
-    values_in_codes: Tensor
-    blocks: Tensor
-
-    def multiply_(self, gain: Tensor) -> None:
-        """Writes the rounded rows, times a factor for each column of each block, ``(S, D)``."""
-        first, width = self.shard.first_column, self.shard.weight.shape[1]
-        of_columns = torch.cat([gain, torch.ones(1, gain.shape[1], dtype=gain.dtype)])[
-            :, first : first + width
-        ]
-        self.shard.weight[self.place] = (
-            self.values_in_codes
-            * of_columns.to(self.values_in_codes)[self.blocks.to(self.values_in_codes.device)]
-        )
-
-
-class RowsInCodes:
-    """What `rows_in_codes` gives: rows that hold rounded values, and may hold multiples of them."""
-
-    def __init__(self, model: nn.Module, parts: Mapping[str, list[_HeldRows]]) -> None:
-        self._model, self._held = model, parts
-
-    @torch.no_grad()
-    def multiply_(self, gains: Mapping[str, Tensor]) -> None:
-        """Rows hold multiples of their rounded values, as if scales were so much larger. Local."""
-        with writing_to_tables(self._model):
-            for name, gain in gains.items():
-                for rows in self._held[name]:
-                    rows.multiply_(gain)
 
 
 @contextmanager
@@ -280,36 +232,34 @@ def rows_in_codes(
     tables: Mapping[str, WholeRows],
     scheme: MixedDimensionScheme,
     rows: Mapping[str, Tensor],
-) -> Iterator[RowsInCodes]:
+) -> Iterator[None]:
     """Within the block some rows hold the values that they would be served with; afterwards their
     own, bit for bit."""
-    parts = {
-        name: list(_held_rows(whole, scheme.tables[name], rows[name]))
+    parts = [
+        part
         for name, whole in tables.items()
-    }
-    every = [part for of_table in parts.values() for part in of_table]
+        for part in _coded_rows(whole, scheme.tables[name], rows[name])
+    ]
+
     try:
-        _write_(model, every, lambda part: part.values_in_codes)
-        yield RowsInCodes(model, parts)
+        with writing_to_tables(model):
+            for weight, place, _, values_in_codes in parts:
+                weight[place] = values_in_codes
+        yield
     finally:
-        _write_(model, every, lambda part: part.values)
+        with writing_to_tables(model):
+            for weight, place, values, _ in parts:
+                weight[place] = values
 
 
 @torch.no_grad()
-def _write_(
-    model: nn.Module, parts: Iterable[_HeldRows], values: Callable[[_HeldRows], Tensor]
-) -> None:
-    with writing_to_tables(model):
-        for part in parts:
-            part.shard.weight[part.place] = values(part)
-
-
-@torch.no_grad()
-def _held_rows(whole: WholeRows, table: TableScheme, rows: Tensor) -> Iterator[_HeldRows]:
-    """For every shard of this rank some of the table's rows, and what they are in codes, a chunk at
-    a time."""
+def _coded_rows(
+    whole: WholeRows, table: TableScheme, rows: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """(weight, places in it, values there, what they are in codes) of every shard of this rank, a
+    chunk of the rows at a time."""
     for chunk in rows.split(rows_per_chunk(table.embedding_dim)):
-        blocks, whole_values = table.routing.block_of(chunk), None
+        blocks = table.routing.block_of(chunk)
         if whole.is_cut:
             sample = RowSample(chunk, blocks, torch.ones(len(chunk), dtype=torch.float64))
             values = sampled_values(sample, whole.shards, table.embedding_dim, 1, whole.ranks)
@@ -317,14 +267,12 @@ def _held_rows(whole: WholeRows, table: TableScheme, rows: Tensor) -> Iterator[_
         for shard in whole.shards:
             is_here = (chunk >= shard.first_row) & (chunk < shard.first_row + len(shard.weight))
             place = (chunk[is_here] - shard.first_row).to(shard.weight.device)
-            part, of_own = shard.weight[place], blocks[is_here]
-            if whole_values is None:
-                values_in_codes = _in_codes(part.cpu().float(), of_own, table)
+            values = shard.weight[place]
+            if whole.is_cut:
+                values_in_codes = whole_values[is_here][:, shard.window[1]]
             else:
-                values_in_codes = whole_values[
-                    is_here, shard.first_column : shard.first_column + shard.weight.shape[1]
-                ]
-            yield _HeldRows(shard, place, part, values_in_codes.to(part), of_own)
+                values_in_codes = _in_codes(values.cpu().float(), blocks[is_here], table)
+            yield shard.weight, place, values, values_in_codes.to(values)
 
 
 def _in_codes(values: Tensor, blocks: Tensor, table: TableScheme) -> Tensor:
@@ -359,13 +307,9 @@ class RoundingEnergies:
         of_table = self.tables[table]
         index = torch.searchsorted(torch.tensor(self.bits), bits.long()).unsqueeze(2)
         is_code = is_coded(bits)
-        scale, shift = (
-            of_table.scale.gather(2, index).squeeze(2),
-            of_table.shift.gather(2, index).squeeze(2),
-        )
-        return ColumnCodes(
-            bits.to(torch.uint8), torch.where(is_code, scale, 1.0), shift.masked_fill(~is_code, 0)
-        )
+        scale, shift = (x.gather(2, index).squeeze(2) for x in (of_table.scale, of_table.shift))
+        scale, shift = torch.where(is_code, scale, 1.0), shift.masked_fill(~is_code, 0)
+        return ColumnCodes(bits.to(torch.uint8), scale, shift)
 
 
 @dataclass(frozen=True, eq=False)
@@ -399,10 +343,9 @@ def check_all_merged(model: nn.Module) -> None:
     for fqn, wrapper in soft_selection_modules(model).items():
         alpha = wrapper.alpha
         if not all(bool((alpha.of(dim) == 1).all()) for dim in alpha.dims):
+            remedy = "call merge_ first"
             raise RuntimeError(
-                describe(
-                    f"FQN {fqn!r}", "a merged collection", "alpha below 1", "call merge_ first"
-                )
+                describe(f"FQN {fqn!r}", "a merged collection", "alpha below 1", remedy)
             )
 
 
@@ -417,24 +360,15 @@ def rounding_energies(
     widths = tuple(sorted({0, *bits}))
     check_all_merged(model)
     tables = blocked_tables(model, blocks)
-    for config in (table.config for table in tables):
-        check_known("table", config.name, counts.counts)
-        num_counts = counts.counts[config.name].numel()
-        requirement = f"counts of num_embeddings={config.num_embeddings} rows"
-        check(
-            num_counts == config.num_embeddings, f"table {config.name!r}", requirement, num_counts
-        )
-    holders = {
-        fqn: module
-        for fqn, module in collections(model).items()
-        if fqn in {t.collection for t in tables}
-    }
-    ranks = ranks_of(*holders.values())
-    of_fqn = {fqn: local_shards(module) for fqn, module in holders.items()}
-    shards = {
-        t.config.name: [s for s in of_fqn[t.collection] if s.table == t.config.name] for t in tables
-    }
     shapes = {t.config.name: (t.config.num_embeddings, t.config.embedding_dim) for t in tables}
+    for name, (num_rows, _) in shapes.items():
+        check_known("table", name, counts.counts)
+        num_counts, requirement = counts.counts[name].numel(), f"counts of {num_rows} rows"
+        check(num_counts == num_rows, f"table {name!r}", requirement, num_counts)
+    holders = {fqn: collections(model)[fqn] for fqn in dict.fromkeys(t.collection for t in tables)}
+    ranks = ranks_of(*holders.values())
+    every = [shard for module in holders.values() for shard in local_shards(module)]
+    shards = {name: [shard for shard in every if shard.table == name] for name in shapes}
     copies = num_copies(shards, shapes, ranks)
     energy, largest = {}, {}
     for name, part in shards.items():

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -52,7 +52,6 @@ from dnis_torchrec.allocation.curvature import (
     evaluating,
     first_batches,
     mean_loss,
-    on_all,
     outputs_of,
     predictions_of,
     samples_within,
@@ -91,22 +90,19 @@ class OutputBias:
     @torch.no_grad()
     def shift_(self, model: nn.Module, shift: float) -> None:
         """Adds to the output. Local, the same on every rank."""
-        self._number(model).add_(shift / self.gain)
+        dense_state(model)[self.name].add_(shift / self.gain)
 
     @contextmanager
     def shifted(self, model: nn.Module, shift: float) -> Iterator[None]:
         """The same within a block; afterwards the number is what it was, bit for bit."""
-        number = self._number(model)
-        part = number.clone()
+        number = dense_state(model)[self.name]  # shares its memory
+        old = number.clone()
         try:
             self.shift_(model, shift)
             yield
         finally:
             with torch.no_grad():
-                number.copy_(part)
-
-    def _number(self, model: nn.Module) -> Tensor:
-        return dense_state(model)[self.name]  # shares its memory
+                number.copy_(old)
 
 
 def output_bias(
@@ -124,9 +120,8 @@ def output_bias(
         change = (current - old).flatten().cpu()
         highest, lowest = ranks.max_(torch.stack([change.max(), -change.min()])).tolist()
         if highest + lowest <= EVEN * abs(highest) and highest:
-            total, count = ranks.sum_(
-                torch.tensor([float(change.sum()), len(change)], dtype=torch.float64)
-            ).tolist()
+            sums = torch.tensor([float(change.sum()), len(change)], dtype=torch.float64)
+            total, count = ranks.sum_(sums).tolist()
             return OutputBias(name=name, gain=total / count / ADDED)
     return None
 
@@ -136,8 +131,7 @@ MOST_SAMPLES = 1 << 16
 SAMPLES_AT_A_TIME = 1 << 12
 """Larger batches are cut: bounds what a pass holds."""
 BYTES_OF_PIECES = 1 << 30
-"""Most memory for the pooled pieces of all samples; fewer samples are taken where they do not fit.
-"""
+"""Most memory for the pieces of all samples; fewer samples are taken where they do not fit."""
 PARTS_OF_BATCH = 32
 """Parts of a batch whose losses tell a lead from chance."""
 BLOCK_STRENGTHS, COLUMN_STRENGTHS = (0.0, 0.1, 0.3, 1.0), (0.03, 0.1)
@@ -270,7 +264,7 @@ class LossSample:
             bends = reference.at.second.diagonal(dim1=1, dim2=2).clone()  # not (B, T, T) of all
             reference = reference._replace(at=replace(reference.at, second=bends))
             self._samples.append(_Sample(batch, place, reference))
-            with on_all(self._ranks):
+            with self._ranks.together():
                 for name, ids in _ids_by_table(of_batch(batch), tables, place).items():
                     rows[name].append(ids)
         self._rows = {
@@ -283,50 +277,40 @@ class LossSample:
         them gains. Distributed: the lookups of every sample, and an all_reduce an evaluation."""
         with rows_in_codes(self._model, self._tables, scheme, self._rows):
             if not self._is_held_out:
-                return Prediction(loss_increase=self._increase_in_training())
-            gains = self.fit(
-                {name: is_coded(table.codes.bits) for name, table in scheme.tables.items()}
-            )
-        increase = gains.loss - self._mean_loss()
+                return Prediction(loss_increase=self._mean(self._increases_in_training()))
+            coded = {name: is_coded(table.codes.bits) for name, table in scheme.tables.items()}
+            gains = self.fit(coded)
+        losses = [len(part.reference.values) * part.reference.at.loss for part in self._samples]
+        increase = gains.loss - self._mean(losses)
         learnt = with_gains(scheme, gains.alpha) if any(gains.strengths) else None
         return Prediction(loss_increase=increase, output_shift=gains.shift, scheme=learnt)
 
-    def _mean_loss(self) -> float:
-        """Mean loss of all samples, as the model was when they were read."""
-        losses = [len(part.reference.values) * part.reference.at.loss for part in self._samples]
-        return self._mean(sum(losses))
-
-    def _mean(self, total: float) -> float:
+    def _mean(self, totals: Iterable[float]) -> float:
+        """The mean over samples of what batches sum up to."""
         num_samples = sum(len(part.reference.values) for part in self._samples)
-        sums = torch.tensor([total, num_samples], dtype=torch.float64)
+        sums = torch.tensor([sum(totals), num_samples], dtype=torch.float64)
         total, num_samples = self._ranks.sum_(sums).tolist()
         return total / num_samples
 
-    def _increase_in_training(self) -> float:
-        """The loss of samples that were trained on, in codes, over that of before, without its part
-        of first order, which others do not have."""
-        increase = 0.0
+    def _increases_in_training(self) -> Iterator[float]:
+        """What batches that were trained on lose more in codes, without the part of first order,
+        which others do not have."""
         for part in self._samples:
             new = predictions_of(self._model, part.batch, self._loss, part.place, self._ranks)
             old = part.reference
-            increase += len(old.values) * (new.at.loss - old.at.loss)
-            increase -= float((old.at.first * (new.values - old.values)).sum())
-        return self._mean(increase)
+            yield len(old.values) * (new.at.loss - old.at.loss)
+            yield -float((old.at.first * (new.values - old.values)).sum())
 
     def fit(self, may_move: Mapping[str, Tensor], *, of_columns: bool = True) -> Gains:
         """Solves for gains of the model's tables as they are now, of whole blocks alone unless
         `of_columns`; `may_move` is ``(S, D)`` bool."""
         may_move = {name: moves & (name not in self._frozen) for name, moves in may_move.items()}
-        first, second = (
-            sum(float(part.sum()) for part in parts)
-            for parts in zip(
-                *((p.reference.at.first.square(), p.reference.at.second) for p in self._samples),
-                strict=True,
-            )
-        )
-        first, second = self._ranks.sum_(
-            torch.tensor([first, second], dtype=torch.float64)
-        ).tolist()
+        derivatives = [part.reference.at for part in self._samples]
+        sums = [
+            sum(float(at.first.square().sum()) for at in derivatives),
+            sum(float(at.second.sum()) for at in derivatives),
+        ]
+        first, second = self._ranks.sum_(torch.tensor(sums, dtype=torch.float64)).tolist()
         phi = first / second if first > 0 and second > 0 else 1.0
         samples = [(part.batch.to(self._device), part.place) for part in self._samples]
         with evaluating(self._model):
@@ -384,13 +368,14 @@ class _Problem:
         old = self._judge((0.0, 0.0), [none, none])
         self._is_void = old.losses[:, 1].isnan()  # a mean over samples that all weigh nothing
         old = self._judge((0.0, 0.0), [none, none])
+        no_gains = Gains(self._layout.alpha(none), 0.0, old.loss, (0.0, 0.0))
         if not all(self._halves):
-            return Gains(self._layout.alpha(none), 0.0, old.loss, (0.0, 0.0))
+            return no_gains
         best = self._climb([(tau, 0.0) for tau in BLOCK_STRENGTHS], old)
         if of_columns:
             best = self._climb([(best.strengths[0], tau) for tau in COLUMN_STRENGTHS], best)
         if not is_ahead(best.losses, old.losses, self._ranks):
-            return Gains(self._layout.alpha(none), 0.0, old.loss, (0.0, 0.0))
+            return no_gains
         point = self._solve(self._all, torch.stack(best.points).mean(0), best.strengths)
         alpha = {
             name: of_table.clamp(SMALLEST_GAIN, LARGEST_GAIN)
@@ -400,22 +385,20 @@ class _Problem:
         return Gains(alpha, shift, best.loss, best.strengths)
 
     def _climb(self, options: Sequence[tuple[float, float]], start: _Option) -> _Option:
-        """The best of rising strengths: upwards from the third, or the last one, while it gets
-        better, or downwards if that is no better. Each begins at the best solution so far."""
+        """The best of rising strengths: from the third, or the last, upwards while it gets better,
+        or else downwards. Each begins at the best solution so far."""
         best, first = start, min(2, len(options) - 1)
         for places in (range(first, len(options)), range(first - 1, -1, -1)):
-            for place in places:
-                option = self._try(options[place], best)
+            for strengths in map(options.__getitem__, places):
+                halves = zip(self._halves, best.points, strict=True)
+                points = [self._solve(*half, strengths) for half in halves]
+                option = self._judge(strengths, points)
                 if not option.loss < best.loss:  # NaN is no better
                     break
                 best = option
             if best is not start:
                 break
         return best
-
-    def _try(self, strengths: tuple[float, float], start: _Option) -> _Option:
-        halves = zip(self._halves, start.points, strict=True)
-        return self._judge(strengths, [self._solve(*half, strengths) for half in halves])
 
     def _judge(self, strengths: tuple[float, float], points: list[Tensor]) -> _Option:
         """What each half has taught, judged by the other."""
@@ -454,27 +437,23 @@ class _Problem:
 
     def _outputs(self, part: _Recorded, alpha: Mapping[str, Tensor], shift: Tensor) -> Outputs:
         """What the model returns with other alpha. Local."""
-        answers = {
-            place: iter(
-                [
-                    lookup.of.output_of(lookup, {p.name: p.times(alpha[p.table]) for p in pieces})
-                    for lookup, pieces in calls
-                ]
-            )
-            for place, calls in part.calls.items()
-        }
+        answers = {collection: list[Any]() for collection in part.calls}
+        for collection, calls in part.calls.items():
+            for lookup, pieces in calls:
+                values = {p.name: p.times(alpha[p.table]) for p in pieces}
+                answers[collection].append(lookup.of.output_of(lookup, values))
         with answering(self._of, answers):
             outputs = outputs_of(self._model, part.batch, self._loss)
         if not self._moves_shift:
             return outputs
         if isinstance(outputs, Tensor):
             return outputs + shift
-        return {  # by name: the loss reads one number of each sample, whatever else there is
-            name: value + shift
-            if isinstance(value, Tensor) and value.is_floating_point()
-            else value
+        floats = {  # the loss reads one number of each sample, whatever else there is
+            name: value
             for name, value in outputs.items()
+            if isinstance(value, Tensor) and value.is_floating_point()
         }
+        return {**outputs, **{name: value + shift for name, value in floats.items()}}
 
     def _solve(
         self, batches: Sequence[_Recorded], start: Tensor, strengths: tuple[float, float]
@@ -499,25 +478,25 @@ class _Problem:
         start = start.masked_fill(precision == STILL, 0)
         return _minimise(evaluate, start / unit, self._ranks) * unit
 
+    def _at(self, values: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Alpha of every table and the shift, float32, where the model is."""
+        alpha = self._layout.alpha(values.float())
+        of_tables = {name: of_table.to(self._device) for name, of_table in alpha.items()}
+        return of_tables, self._layout.shift(values).float().to(self._device)
+
     def _derive(self, batches: Sequence[_Recorded], values: Tensor) -> tuple[float, Tensor]:
         """The mean loss of some batches, and its gradient. One all_reduce."""
         total, num_samples = torch.zeros(len(values) + 2, dtype=torch.float64), 0
         for part in batches:
             size = len(part.batch.labels)
+            alpha, shift = self._at(values)
+            leaves = [leaf.requires_grad_() for leaf in (*alpha.values(), shift)]
             with torch.enable_grad():
-                alpha = {
-                    name: of_table.to(self._device).requires_grad_()
-                    for name, of_table in self._layout.alpha(values.float()).items()
-                }
-                shift = self._layout.shift(values).float().to(self._device).requires_grad_()
-                loss = mean_loss(
-                    self._outputs(part, alpha, shift), part.batch, self._loss, part.place
-                )
-                slopes = torch.autograd.grad(loss, [*alpha.values(), shift], materialize_grads=True)
-            of_alpha = {
-                name: of_table.double().cpu() for name, of_table in zip(alpha, slopes, strict=False)
-            }
-            gradient = self._layout.gradient(of_alpha, slopes[-1].double().cpu())
+                outputs = self._outputs(part, alpha, shift)
+                loss = mean_loss(outputs, part.batch, self._loss, part.place)
+                slopes = torch.autograd.grad(loss, leaves, materialize_grads=True)
+            *of_alpha, of_shift = (slope.double().cpu() for slope in slopes)
+            gradient = self._layout.gradient(dict(zip(alpha, of_alpha, strict=True)), of_shift)
             total += size * torch.cat([torch.tensor([float(loss.detach()), 1.0]), gradient])
         loss_of_all, num_samples, *_ = (total := self._ranks.sum_(total)).tolist()
         return loss_of_all / num_samples, total[2:] / num_samples
@@ -526,11 +505,7 @@ class _Problem:
     def _part_losses(self, batches: Sequence[_Recorded], values: Tensor) -> Tensor:
         """``(P, 2)``: samples and loss of the parts of some batches of this rank."""
         losses = [torch.zeros(0, 2, dtype=torch.float64)]
-        alpha = {
-            name: of_table.to(self._device)
-            for name, of_table in self._layout.alpha(values.float()).items()
-        }
-        shift = self._layout.shift(values).float().to(self._device)
+        alpha, shift = self._at(values)
         for part in batches:
             outputs = self._outputs(part, alpha, shift)
             for first, last in part.bounds:
@@ -602,9 +577,8 @@ def rows_of_outputs(outputs: Outputs, rows: slice) -> Outputs:
 
 def mean_of(losses: Tensor, ranks: Ranks) -> float:
     """Mean loss of parts of samples, ``(P, 2)``, over all ranks."""
-    total, num_samples = ranks.sum_(
-        torch.stack([losses.prod(1).sum(), losses[:, 0].sum()])
-    ).tolist()
+    sums = torch.stack([losses.prod(1).sum(), losses[:, 0].sum()])
+    total, num_samples = ranks.sum_(sums).tolist()
     return total / num_samples
 
 
