@@ -34,23 +34,22 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.allocation.bits import Prediction
 from dnis_torchrec.allocation.contributions import (
-    Entries,
     Lookup,
     Pieces,
     WatchedCollection,
     answering,
-    merged,
+    entries_by_table,
     sum_by_group,
     watched_collection,
     watching,
 )
 from dnis_torchrec.allocation.curvature import (
     Loss,
-    Measure,
     PredictedBatch,
     device_of,
     evaluating,
     first_batches,
+    look_up,
     mean_loss,
     outputs_of,
     predictions_of,
@@ -405,26 +404,24 @@ class _Problem:
         """Calls the model once; also returns the sum over samples of the second derivatives of the
         loss in every number. Distributed: its lookups, once or twice."""
         with watching(self._of) as lookups:
-            looked_up = Measure(self._model, self._loss, self._ranks, lookups).look_up(batch, place)
-        second, size = looked_up.at.second, len(batch.labels)
+            of_batch = self._model, batch, self._loss, place, self._ranks
+            at, looked_up = look_up(*of_batch, lookups)
         calls: dict[int, list[tuple[Lookup, list[Pieces]]]] = {id(of): [] for of in self._of}
-        entries: dict[str, list[Entries]] = {name: [] for name in self._layout.may_move}
-        for lookup, apart, gradient in looked_up.calls:
+        for lookup, apart, _ in looked_up:
             calls[id(lookup.of)].append((lookup, list(lookup.of.pieces(lookup, apart))))
-            for table, part in lookup.of.entries(lookup, apart, gradient):
-                entries[table].append(part)
+        entries = entries_by_table(looked_up, len(batch.labels))
         of_columns, of_blocks = list[Tensor](), list[Tensor]()
         for name, moves in self._layout.may_move.items():
             bends = torch.zeros(len(moves), 1 + moves.shape[1], dtype=torch.float64)
-            if entries[name]:
-                both = merged(entries[name], size)
+            if name in entries:
+                both = entries[name]
                 worth = both.worth * moves.to(both.worth)[both.blocks]
                 worth = torch.cat([worth.sum(2, keepdim=True), worth], dim=2)
-                bend = torch.einsum("tmd,mtu,umd->md", worth, second[both.samples], worth)
+                bend = torch.einsum("tmd,mtu,umd->md", worth, at.second[both.samples], worth)
                 bends = sum_by_group(bend, both.blocks, len(moves)).cpu()
             of_blocks += [bends[:, 0].sum().view(1), bends[:, 0]]
             of_columns.append(bends[:, 1:].flatten())
-        of_shift = second.sum().view(1).cpu()
+        of_shift = at.second.sum().view(1).cpu()
         return _Recorded(batch, place, calls), torch.cat([*of_blocks, of_shift, *of_columns])
 
     def _outputs(self, part: _Recorded, alpha: Mapping[str, Tensor], shift: Tensor) -> Outputs:
