@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count, pairwise
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -259,9 +259,8 @@ class CurvatureSums:
             slopes = torch.einsum("mt,tmd->md", at.first[both.samples], both.worth)
             bends = torch.einsum("tmd,mtu,umd->md", both.worth, at.second[both.samples], both.worth)
             sums = [sum_by_group(part, both.blocks, num_blocks) for part in (slopes, bends)]
-            change = torch.stack(sums)
-            self._of_tables[table] += change
-            total, noise = total + float(change[1].sum()), noise + float(slopes.square().sum())
+            self._of_tables[table] += torch.stack(sums)
+            total, noise = total + float(sums[1].sum()), noise + float(slopes.square().sum())
         n, loss, bent = batch_size, at.loss * batch_size, float(at.second.abs().sum())
         self._batches += torch.tensor(
             [1, n, n * n, total, total * total, total * n, noise, loss, bent]
@@ -475,12 +474,12 @@ def first_batches(
         check(empty is None, "batches", SAME_BATCHES, shortage, remedy)
         done += sum(sizes)
         cuts = min(max(least, math.ceil(max(sizes) / at_a_time)), *sizes)
-        if batch is None or cuts == 1:
-            yield from [(place, batch)] if batch is not None else []
-            continue
-        bounds = torch.linspace(0, len(batch.labels), cuts + 1).round().long().tolist()
-        for first, last in pairwise(bounds):
-            yield place, slice_of(batch, first, last)
+        if batch is not None and cuts == 1:
+            yield place, batch
+        elif batch is not None:
+            bounds = torch.linspace(0, len(batch.labels), cuts + 1).round().long().tolist()
+            for first, last in pairwise(bounds):
+                yield place, slice_of(batch, first, last)
 
 
 def checked_batch(batch: Batch, loss: Loss | Task, place: str) -> Batch:
@@ -565,22 +564,15 @@ def _of_samples(predictions: object, num_samples: int, place: str) -> Tensor:
     return predictions if predictions.dim() == 2 else predictions.unsqueeze(1)
 
 
-class PredictedBatch(NamedTuple):
-    """What a model says of a batch."""
-
-    values: Tensor
-    at: LossDerivatives
-
-
 @torch.no_grad()
 def predictions_of(
     model: nn.Module, batch: Batch, loss: Loss | Task, place: str, ranks: Ranks
-) -> PredictedBatch:
-    """The predictions of one batch in evaluation mode, and the loss around them."""
+) -> tuple[Tensor, LossDerivatives]:
+    """Predictions ``(B, T)`` of one batch in evaluation mode, and the loss around them."""
     read_by_name_(model, refuse_weights=None)
     batch = batch.to(device_of(model))
     with evaluating(model):
         outputs = outputs_of(model, batch, loss)
     with ranks.together():
         predictions, at = derivatives_at(outputs, batch, loss, place)
-    return PredictedBatch(predictions.double(), at)
+    return predictions.double(), at

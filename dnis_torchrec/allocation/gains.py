@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -45,7 +46,7 @@ from dnis_torchrec.allocation.contributions import (
 )
 from dnis_torchrec.allocation.curvature import (
     Loss,
-    PredictedBatch,
+    LossDerivatives,
     device_of,
     evaluating,
     first_batches,
@@ -108,14 +109,14 @@ def output_bias(
     model: nn.Module, batch: Batch, loss: Loss | Task, ranks: Ranks
 ) -> OutputBias | None:
     """Finds a model's output bias: adds to each single number, and looks at a batch."""
-    old = predictions_of(model, batch, loss, "batch 0", ranks).values
+    old, _ = predictions_of(model, batch, loss, "batch 0", ranks)
     if old.shape[1] != 1:
         return None
     for name, value in dense_state(model).items():
         if value.numel() != 1 or not value.is_floating_point():
             continue
         with OutputBias(name=name, gain=1.0).shifted(model, ADDED):
-            current = predictions_of(model, batch, loss, "batch 0", ranks).values
+            current, _ = predictions_of(model, batch, loss, "batch 0", ranks)
         change = (current - old).flatten().cpu()
         highest, lowest = ranks.max_(torch.stack([change.max(), -change.min()])).tolist()
         if highest + lowest <= EVEN * abs(highest) and highest:
@@ -172,7 +173,8 @@ class _Sample:
 
     batch: Batch
     place: str
-    reference: PredictedBatch
+    predictions: Tensor
+    at: LossDerivatives
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,10 +259,9 @@ class LossSample:
         if len(stream) == 1:  # a batch alone is cut, so that there are halves
             stream = list(first_batches([stream[0][1]], *parts, least=2))
         for place, batch in stream:
-            reference = predictions_of(model, batch, loss, place, self._ranks)
-            bends = reference.at.second.diagonal(dim1=1, dim2=2).clone()  # not (B, T, T) of all
-            reference = reference._replace(at=replace(reference.at, second=bends))
-            self._samples.append(_Sample(batch, place, reference))
+            predictions, at = predictions_of(model, batch, loss, place, self._ranks)
+            at = replace(at, second=at.second.diagonal(dim1=1, dim2=2).clone())  # not (B, T, T)
+            self._samples.append(_Sample(batch, place, predictions, at))
             with self._ranks.together():
                 for name, ids in _ids_by_table(of_batch(batch), tables, place).items():
                     rows[name].append(ids)
@@ -277,14 +278,14 @@ class LossSample:
                 return Prediction(loss_increase=self._mean(self._increases_in_training()))
             coded = {name: is_coded(table.codes.bits) for name, table in scheme.tables.items()}
             gains = self.fit(coded)
-        losses = [len(part.reference.values) * part.reference.at.loss for part in self._samples]
+        losses = [len(part.predictions) * part.at.loss for part in self._samples]
         increase = gains.loss - self._mean(losses)
         learnt = with_gains(scheme, gains.alpha) if any(gains.strengths) else None
         return Prediction(loss_increase=increase, output_shift=gains.shift, scheme=learnt)
 
     def _mean(self, totals: Iterable[float]) -> float:
         """The mean over samples of what batches sum up to."""
-        num_samples = sum(len(part.reference.values) for part in self._samples)
+        num_samples = sum(len(part.predictions) for part in self._samples)
         sums = torch.tensor([sum(totals), num_samples], dtype=torch.float64)
         total, num_samples = self._ranks.sum_(sums).tolist()
         return total / num_samples
@@ -293,19 +294,18 @@ class LossSample:
         """What batches that were trained on lose more in codes, without the part of first order,
         which others do not have."""
         for part in self._samples:
-            new = predictions_of(self._model, part.batch, self._loss, part.place, self._ranks)
-            old = part.reference
-            yield len(old.values) * (new.at.loss - old.at.loss)
-            yield -float((old.at.first * (new.values - old.values)).sum())
+            sample = self._model, part.batch, self._loss, part.place, self._ranks
+            predictions, at = predictions_of(*sample)
+            yield len(predictions) * (at.loss - part.at.loss)
+            yield -float((part.at.first * (predictions - part.predictions)).sum())
 
     def fit(self, may_move: Mapping[str, Tensor], *, of_columns: bool = True) -> Gains:
         """Solves for gains of the model's tables as they are now, of whole blocks alone unless
         `of_columns`; `may_move` is ``(S, D)`` bool."""
         may_move = {name: moves & (name not in self._frozen) for name, moves in may_move.items()}
-        derivatives = [part.reference.at for part in self._samples]
         sums = [
-            sum(float(at.first.square().sum()) for at in derivatives),
-            sum(float(at.second.sum()) for at in derivatives),
+            sum(float(part.at.first.square().sum()) for part in self._samples),
+            sum(float(part.at.second.sum()) for part in self._samples),
         ]
         first, second = self._ranks.sum_(torch.tensor(sums, dtype=torch.float64)).tolist()
         phi = first / second if first > 0 and second > 0 else 1.0
@@ -496,13 +496,9 @@ class _Problem:
         losses = [torch.zeros(0, 2, dtype=torch.float64)]
         alpha, shift = self._at(values)
         for part in batches:
-            size = len(part.batch.labels)
             outputs = self._outputs(part, alpha, shift)
-            bounds = torch.linspace(0, size, min(PARTS_OF_BATCH, size) + 1).round().long().tolist()
-            for first, last in pairwise(bounds):
-                rows, batch = slice(first, last), slice_of(part.batch, first, last)
-                loss = mean_loss(rows_of_outputs(outputs, rows), batch, self._loss, part.place)
-                losses.append(torch.tensor([[last - first, float(loss)]], dtype=torch.float64))
+            loss_of = partial(mean_loss, loss=self._loss, place=part.place)
+            losses.append(losses_of_parts(outputs, part.batch, PARTS_OF_BATCH, loss_of))
         return torch.cat(losses)
 
 
@@ -542,7 +538,20 @@ class _Option:
     loss: float
 
 
-def rows_of_outputs(outputs: Outputs, rows: slice) -> Outputs:
+def losses_of_parts(
+    outputs: Outputs, batch: Batch, num_parts: int, loss_of: Callable[[Outputs, Batch], Tensor]
+) -> Tensor:
+    """``(P, 2)`` float64: samples and mean loss of each part of a batch."""
+    size = len(batch.labels)
+    bounds = torch.linspace(0, size, min(num_parts, size) + 1).round().long()
+    losses = [
+        loss_of(_rows_of_outputs(outputs, slice(*part)), slice_of(batch, *part))
+        for part in pairwise(bounds.tolist())
+    ]
+    return torch.stack([bounds.diff(), torch.stack(losses).cpu()], dim=1).double()
+
+
+def _rows_of_outputs(outputs: Outputs, rows: slice) -> Outputs:
     """Some samples' rows; what is no tensor of rows stays as it is."""
     if not isinstance(outputs, Mapping):
         return outputs[rows]
