@@ -47,18 +47,13 @@ from dnis_torchrec.scheme import (
 LISTED = 12
 """Tables that are listed one by one, the largest; the others are added up."""
 
-_Size = tuple[str, int, int]
-"""Name, values, bytes served."""
-
 
 def sizes_as_text(scheme: MixedDimensionScheme) -> list[str]:
     """A line for each table."""
-    lines = []
-    for name, values, size in _sizes(scheme):
-        lines.append(
-            f"  {name}: {values:,} values, {size:,} bytes, {8 * size / values:.2f} bits a value"
-        )
-    return lines
+    return [
+        f"  {name}: {values:,} values, {size:,} bytes, {8 * size / values:.2f} bits a value"
+        for name, values, size in _sizes(scheme)
+    ]
 
 
 def sizes_as_html(scheme: MixedDimensionScheme, captions: Sequence[str]) -> str:
@@ -74,20 +69,19 @@ def sizes_as_html(scheme: MixedDimensionScheme, captions: Sequence[str]) -> str:
     return f"<table><caption>{caption}</caption><thead>{head}</thead>{body}</table>"
 
 
-def _sizes(scheme: MixedDimensionScheme) -> list[_Size]:
-    result = [
+def _sizes(scheme: MixedDimensionScheme) -> list[tuple[str, int, int]]:
+    """(name, values, bytes served) of each table."""
+    sizes = [
         (name, table.num_embeddings * table.embedding_dim, table.served_bytes(PACKED))
         for name, table in scheme.tables.items()
     ]
-    largest = sorted(result, key=lambda size: size[1], reverse=True)[:LISTED]
-    large = [size for size in result if size in largest]
-    rest = [size for size in result if size not in largest]
+    largest = sorted(sizes, key=lambda size: size[1], reverse=True)[:LISTED]
+    rest = [size for size in sizes if size not in largest]
     if not rest:
-        return large
-    return [
-        *large,
-        (f"{len(rest)} other tables", sum(size[1] for size in rest), sum(size[2] for size in rest)),
-    ]
+        return sizes
+    values, num_bytes = (sum(part) for part in list(zip(*rest, strict=True))[1:])
+    sums = f"{len(rest)} other tables", values, num_bytes
+    return [*(size for size in sizes if size in largest), sums]
 
 
 GUESSES = 8
@@ -134,10 +128,9 @@ class Allocation:
 
     def __repr__(self) -> str:
         """The whole in one line."""
+        size = f"compression {self.compression:.2f}, {self.num_bytes:,} bytes"
         increase = f"predicted loss increase {self.predicted_loss_increase:.2g}"
-        return (
-            f"Allocation(compression {self.compression:.2f}, {self.num_bytes:,} bytes, {increase})"
-        )
+        return f"Allocation({size}, {increase})"
 
     def __str__(self) -> str:
         """The whole, and a line for each table."""
@@ -234,15 +227,14 @@ def _smallest(
     tables: Sequence[BlockedTable], blocks: RowBlocks, curvature: Curvature, budget: int
 ) -> list[str]:
     """Names of the tables that are too small for codes, if the budget has room for them."""
-    smallest = [
-        table
-        for table in tables
-        if table.config.num_embeddings < LEAST_CODED_ROWS
-        and blocks.routings[table.config.name].num_blocks == 1
-        and table.config.name not in blocks.left_alone
-        and table.config.name in curvature.curvature
-        and bool((curvature.curvature[table.config.name] > 0).any())
-    ]
+    smallest = []
+    for table in tables:
+        name, num_rows = table.config.name, table.config.num_embeddings
+        is_small = num_rows < LEAST_CODED_ROWS and blocks.routings[name].num_blocks == 1
+        worth = curvature.curvature.get(name)
+        is_read = worth is not None and bool((worth > 0).any())
+        if is_small and is_read and name not in blocks.left_alone:
+            smallest.append(table)
     num_bytes = sum(_dense_bytes(table) + table.config.embedding_dim for table in smallest)
     return [table.config.name for table in smallest] if num_bytes <= SMALL_SHARE * budget else []
 
@@ -252,15 +244,18 @@ def _split(
 ) -> tuple[list[BlockedTable], dict[str, TableScheme]]:
     """The tables that get bits, and the schemes of those that are left alone: float32 in every
     column."""
+    rest, alone = list[BlockedTable](), dict[str, TableScheme]()
     names = blocks.left_alone | {*smallest}
-    rest = [table for table in tables if table.config.name not in names]
-    check(bool(rest), "blocks", "a table beside those that are left alone", "none")
-    alone = {}
-    for table in (table for table in tables if table.config.name in names):
-        shape = (blocks.routings[table.config.name].num_blocks, table.config.embedding_dim)
+    for table in tables:
+        name = table.config.name
+        if name not in names:
+            rest.append(table)
+            continue
+        shape = (blocks.routings[name].num_blocks, table.config.embedding_dim)
         bits, scale = torch.full(shape, FLOAT_BITS, dtype=torch.uint8), torch.ones(shape)
         codes = ColumnCodes(bits, scale, torch.zeros(shape, dtype=torch.int16))
-        alone[table.config.name] = _scheme_of(table, blocks, codes)
+        alone[name] = _scheme_of(table, blocks, codes)
+    check(bool(rest), "blocks", "a table beside those that are left alone", "none")
     return rest, alone
 
 
@@ -269,14 +264,9 @@ def _in_order(
 ) -> Allocation:
     """An allocation with the tables that are left alone, in the model's order."""
     schemes = {**result.scheme.tables, **left_alone}
-    scheme = MixedDimensionScheme(
-        {table.config.name: schemes[table.config.name] for table in every}
-    )
-    return replace(
-        result,
-        scheme=scheme,
-        num_bytes=sum(table.served_bytes(PACKED) for table in schemes.values()),
-    )
+    scheme = MixedDimensionScheme({t.config.name: schemes[t.config.name] for t in every})
+    num_bytes = sum(table.served_bytes(PACKED) for table in schemes.values())
+    return replace(result, scheme=scheme, num_bytes=num_bytes)
 
 
 def _dense_bytes(table: BlockedTable) -> int:
@@ -322,10 +312,8 @@ class _Problem:
             guess = torch.zeros(len(worth), dtype=torch.bool)
             guess[order[: -(-len(order) * count // GUESSES)]] = True
             prices = [self._directory(t, guess) for t in range(len(self.tables))]
-            of_tables, extra = (
-                torch.tensor([p for p, _ in prices]),
-                torch.cat([e for _, e in prices]),
-            )
+            of_tables = torch.tensor([price for price, _ in prices])
+            extra = torch.cat([of_blocks for _, of_blocks in prices])
             if previous is None or not torch.cat([of_tables, extra]).equal(previous):
                 num_bytes = self.options.num_bytes.clone()
                 num_bytes[:, 1:] += extra[:, None]
@@ -355,8 +343,7 @@ class _Problem:
                 spent = purse.spend(budget - excess)
             if bool(spent.row_bytes.any()):
                 bought.append(spent)
-        if not bought:
-            # more digits could not be met
+        if not bought:  # more digits could not be met
             most = math.floor(100 * dense / (min(smallest) + base)) / 100
             requirement = f"at most {most:.2f} for these tables and blocks"
             check(False, "compression", requirement, compression)
@@ -380,9 +367,8 @@ class _Problem:
         first, num_steps = purse.first, len(purse.path.block)
         most, least = (loss_of(first(count)) for count in (0, num_steps))
         remedy = "allow more loss, or offer more bits"
-        check(
-            max_loss >= least, "max_loss", f"at least {least:.3g} for these bits", max_loss, remedy
-        )
+        requirement = f"at least {least:.3g} for these bits"
+        check(max_loss >= least, "max_loss", requirement, max_loss, remedy)
         requirement = f"less than {most:.3g}, which dropping all tables is predicted to cost"
         check(max_loss < most, "max_loss", requirement, max_loss)
         counts = range(num_steps + 1)
@@ -406,14 +392,11 @@ class _Problem:
         for name in couplings.keys() & codes.keys():
             feedback = feedback_of(couplings[name], codes[name].bits)
             codes[name] = replace(codes[name], feedback=feedback)
-        schemes = {
-            table.config.name: replace(
-                _scheme_of(table, self.blocks, codes[table.config.name]),
-                largest_value=energies.largest.get(table.config.name),
-            )
-            for table in self.tables
-        }
         names = [table.config.name for table in self.tables]
+        schemes = {
+            name: _scheme_of(table, self.blocks, codes[name], energies.largest.get(name))
+            for name, table in zip(names, self.tables, strict=True)
+        }
         lookups = torch.cat([self.blocks.occurrences[name] for name in names])
         is_starved = (spent.row_bytes == 0) & (self.options.loss[:, 0] > 0)
         return Allocation(
@@ -444,13 +427,10 @@ def _predicted_losses(
         check_known("table", name, curvature.curvature)
         check_known("table", name, energies.tables)
         worth, energy = curvature.curvature[name].double().cpu(), energies.tables[name].energy
-        for what, options in (("curvature", worth.shape), ("energies", energy.shape[:2])):
-            check(
-                options == shape, f"table {name!r}", f"{what} of (S, D) = {shape}", tuple(options)
-            )
-        check(
-            bool(worth.isfinite().all()), f"table {name!r}", "a finite curvature", "NaN or infinity"
-        )
+        place, is_finite = f"table {name!r}", bool(worth.isfinite().all())
+        for what, size in (("curvature", worth.shape), ("energies", energy.shape[:2])):
+            check(size == shape, place, f"{what} of (S, D) = {shape}", tuple(size))
+        check(is_finite, place, "a finite curvature", "NaN or infinity")
         has_rows = blocks.routings[name].row_counts() > 0
         losses[name] = energy[..., index] * (worth.clamp(min=0) / 2 * has_rows[:, None])[..., None]
     total = sum(float(loss[..., 0].sum()) for loss in losses.values())
@@ -459,7 +439,9 @@ def _predicted_losses(
     return losses
 
 
-def _scheme_of(table: BlockedTable, blocks: RowBlocks, codes: ColumnCodes) -> TableScheme:
+def _scheme_of(
+    table: BlockedTable, blocks: RowBlocks, codes: ColumnCodes, largest: float | None = None
+) -> TableScheme:
     config, routing, bits = table.config, blocks.routings[table.config.name], codes.bits
     return TableScheme(
         name=config.name,
@@ -473,6 +455,7 @@ def _scheme_of(table: BlockedTable, blocks: RowBlocks, codes: ColumnCodes) -> Ta
         routing=routing,
         retained=bits > 0,
         num_retained=int((routing.row_counts() * (bits > 0).sum(1)).sum()),
+        largest_value=largest,
         **vars(codes),
     )
 

@@ -287,9 +287,9 @@ def measure_(
         with_axes_(model)
         axes_change = AxesChange(model, counts, leave_alone, had_axes, [])
         with axes_change.undo_on_failure():
-            old = predictions_of(model, batch, loss, "batch 0", ranks).values
+            old, _ = predictions_of(model, batch, loss, "batch 0", ranks)
             axes_change.rotations[:] = rotate_(model, counts, leave_alone=leave_alone)
-            new = predictions_of(model, batch, loss, "batch 0", ranks).values
+            new, _ = predictions_of(model, batch, loss, "batch 0", ranks)
             _check_unchanged(old, new, ranks)
             worth = curvature_of_read_tables(
                 model, batches, blocks, loss=loss, num_samples=num_samples, num_outputs=old.shape[1]

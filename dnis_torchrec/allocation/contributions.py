@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -249,6 +250,10 @@ class Lookup:
     leaf: Tensor
 
 
+Call: TypeAlias = tuple[Lookup, Apart | None, Tensor]
+"""A call, its bags taken apart, and the gradient in its leaf."""
+
+
 @contextmanager
 def watching(of: Sequence[WatchedCollection]) -> Iterator[list[Lookup]]:
     """Records the calls of collections inside the ``with`` block.
@@ -317,15 +322,24 @@ def _wait(output: Any) -> Any:
     return output.wait() if isinstance(output, LazyAwaitable) else output
 
 
-def merged(entries: Sequence[Entries], batch_size: int) -> Entries:
+def entries_by_table(calls: Iterable[Call], batch_size: int) -> dict[str, Entries]:
+    """What the blocks of every table that is read contribute, one entry a sample and block."""
+    entries: dict[str, list[Entries]] = defaultdict(list)
+    for lookup, apart, gradient in calls:
+        for table, part in lookup.of.entries(lookup, apart, gradient):
+            entries[table].append(part)
+    return {table: _merged(parts, batch_size) for table, parts in entries.items()}
+
+
+def _merged(entries: Sequence[Entries], batch_size: int) -> Entries:
     """Merges entries into one for each sample and block; reads of several features are added up."""
     if len(entries) == 1:
         return entries[0]
     places = torch.cat([part.blocks * batch_size + part.samples for part in entries])
-    return one_of_each(places, torch.cat([part.worth for part in entries], dim=1), batch_size)
+    return _one_of_each(places, torch.cat([part.worth for part in entries], dim=1), batch_size)
 
 
-def one_of_each(places: Tensor, worth: Tensor, batch_size: int) -> Entries:
+def _one_of_each(places: Tensor, worth: Tensor, batch_size: int) -> Entries:
     """Adds up reads of one table until each pair of a sample and a block stands there once."""
     places, runs = places.unique(return_inverse=True)
     worth = torch.stack([sum_by_group(of_output, runs, len(places)) for of_output in worth])
@@ -380,7 +394,7 @@ class SequenceBlocks(_Blocks):
         batch_size = lookup.features.stride()
         for part, samples, slopes in self._ids(lookup, gradient):
             worth = (part.values * slopes).double()
-            yield part.table, one_of_each(part.blocks * batch_size + samples, worth, batch_size)
+            yield part.table, _one_of_each(part.blocks * batch_size + samples, worth, batch_size)
 
     def pieces(self, lookup: Lookup, apart: Apart | None) -> Iterator[Pieces]:
         """Yields what the blocks of every feature add to the output. No collective."""

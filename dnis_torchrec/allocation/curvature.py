@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count, pairwise
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,11 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_un
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.allocation.contributions import (
-    Apart,
-    Entries,
+    Call,
     Lookup,
     Reads,
     WatchedCollection,
-    merged,
+    entries_by_table,
     sum_by_group,
     watched_collection,
     watching,
@@ -128,11 +127,6 @@ def task_derivatives(
     return whole, _derivatives(loss_at(values), z, place, SINGLE)
 
 
-def name_of(loss: Loss | Task) -> str:
-    """Returns the name of a loss for errors."""
-    return getattr(loss, "__name__", type(loss).__name__)
-
-
 def _check_finite(value: Tensor, place: str) -> None:
     """Checks the loss of a batch: a mean over no sample is not a number."""
     remedy = "leave such batches out; a mean over labels that are ignored has nothing to divide by"
@@ -146,11 +140,14 @@ def _check_all_finite(values: Tensor, place: str, requirement: str) -> None:
         raise ValueError(describe(place, requirement, bad, remedy))
 
 
-def _place(loss: Loss) -> str:
-    return f"loss {name_of(loss)}"
+def _place(loss: Loss | Task) -> str:
+    return f"loss {getattr(loss, '__name__', type(loss).__name__)}"
 
 
 def _labels_of(z: Tensor, labels: Tensor) -> Tensor:
+    """Labels for predictions ``(B, T)``, flat for ``(B, 1)``."""
+    if labels.numel() == z.numel() == len(labels):
+        labels = labels.flatten()
     # integers beside several outputs are classes, which a float cannot name
     are_classes = z.shape[1] > 1 and labels.dim() == 1 and not labels.is_floating_point()
     return labels.long() if are_classes else labels.double()
@@ -163,12 +160,7 @@ def mean_loss(outputs: Outputs, batch: Batch, loss: Loss | Task, place: str) -> 
     if isinstance(criterion, Task):
         return criterion.loss(batch, outputs).sum().double()
     z = _of_samples(outputs, len(batch.labels), place).double()
-    return _of(criterion, z, _labels_of(z, _flat_labels(batch.labels, z)))
-
-
-def _flat_labels(labels: Tensor, z: Tensor) -> Tensor:
-    """Labels ``(B,)`` for predictions ``(B, 1)``, else as they are."""
-    return labels.flatten() if labels.numel() == z.numel() == len(labels) else labels
+    return _of(criterion, z, _labels_of(z, batch.labels))
 
 
 def _of(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
@@ -222,14 +214,6 @@ class Curvature:
         return f"Curvature({len(self.curvature)} tables, {self.num_samples} samples, {error})"
 
 
-@dataclass(frozen=True, eq=False)
-class LookedUp:
-    """Results of a batch's forward and backward passes."""
-
-    at: LossDerivatives
-    calls: list[tuple[Lookup, Apart | None, Tensor]]
-
-
 class CurvatureSums:
     """Sums over samples, of this rank."""
 
@@ -258,29 +242,25 @@ class CurvatureSums:
         self._reads = torch.zeros(len(sizes), dtype=torch.float64)
 
     @torch.no_grad()
-    def add(self, looked_up: LookedUp) -> None:
+    def add(self, at: LossDerivatives, calls: Sequence[Call]) -> None:
         """Adds a batch."""
-        at = looked_up.at
         batch_size = len(at.first)
-        entries: dict[str, list[Entries]] = {name: [] for name in self._of_tables}
-        for lookup, apart, gradient in looked_up.calls:
-            for table, part in lookup.of.entries(lookup, apart, gradient):
-                entries[table].append(part)
-            for table, reads in lookup.of.reads(lookup, gradient) if self._couplings else ():
+        for lookup, _, gradient in calls if self._couplings else ():
+            for table, reads in lookup.of.reads(lookup, gradient):
                 self._couplings[table] += _coupled(reads, at.second, len(self._couplings[table]))
+        entries = entries_by_table(calls, batch_size)
         total, noise = 0.0, 0.0
-        for place, (table, of_table) in enumerate(entries.items()):
-            if not of_table:
+        for place, table in enumerate(self._of_tables):
+            if table not in entries:
                 continue
-            both = merged(of_table, batch_size)
+            both = entries[table]
             self._reads[place] += len(both.samples)
             num_blocks = self._of_tables[table].shape[1]
             slopes = torch.einsum("mt,tmd->md", at.first[both.samples], both.worth)
             bends = torch.einsum("tmd,mtu,umd->md", both.worth, at.second[both.samples], both.worth)
             sums = [sum_by_group(part, both.blocks, num_blocks) for part in (slopes, bends)]
-            change = torch.stack(sums)
-            self._of_tables[table] += change
-            total, noise = total + float(change[1].sum()), noise + float(slopes.square().sum())
+            self._of_tables[table] += torch.stack(sums)
+            total, noise = total + float(sums[1].sum()), noise + float(slopes.square().sum())
         n, loss, bent = batch_size, at.loss * batch_size, float(at.second.abs().sum())
         self._batches += torch.tensor(
             [1, n, n * n, total, total * total, total * n, noise, loss, bent]
@@ -295,7 +275,7 @@ class CurvatureSums:
         batches, n, n_n, total, total_total, total_n, noise, mean_loss, bent = sums[0].tolist()
         requirement, value = "one that is twice differentiable", "second derivatives of 0"
         remedy = "choose one that bends, such as MSELoss"
-        check(bent > 0, f"loss {name_of(loss)}", requirement, value, remedy)
+        check(bent > 0, _place(loss), requirement, value, remedy)
         means = {
             name: (values / n).view(both.shape)
             for (name, both), values in zip(self._of_tables.items(), sums[2:], strict=True)
@@ -393,11 +373,10 @@ def curvature(
     of = [watched_collection(collection, blocks, device) for collection in result.values()]
     sums = CurvatureSums(tables, blocks, device, couplings=couplings)
     with evaluating(model), watching(of) as lookups:
-        measure = Measure(model, loss, ranks, lookups)
         at_a_time, begin = _samples_at_a_time(of, num_outputs), time.monotonic()
         stream = first_batches(batches, loss, ranks, enough, at_a_time)
         for index, (place, batch) in enumerate(stream):
-            sums.add(measure.look_up(batch.to(device), place))
+            sums.add(*look_up(model, batch.to(device), loss, place, ranks, lookups))
             if index == 0 and warns and ranks.is_first and num_outputs > 1:
                 _say_how_long(time.monotonic() - begin, len(batch.labels), enough, num_outputs)
     return sums.over(ranks, loss, warns=warns)
@@ -495,12 +474,12 @@ def first_batches(
         check(empty is None, "batches", SAME_BATCHES, shortage, remedy)
         done += sum(sizes)
         cuts = min(max(least, math.ceil(max(sizes) / at_a_time)), *sizes)
-        if batch is None or cuts == 1:
-            yield from [(place, batch)] if batch is not None else []
-            continue
-        bounds = torch.linspace(0, len(batch.labels), cuts + 1).round().long().tolist()
-        for first, last in pairwise(bounds):
-            yield place, slice_of(batch, first, last)
+        if batch is not None and cuts == 1:
+            yield place, batch
+        elif batch is not None:
+            bounds = torch.linspace(0, len(batch.labels), cuts + 1).round().long().tolist()
+            for first, last in pairwise(bounds):
+                yield place, slice_of(batch, first, last)
 
 
 def checked_batch(batch: Batch, loss: Loss | Task, place: str) -> Batch:
@@ -519,40 +498,39 @@ def checked_batch(batch: Batch, loss: Loss | Task, place: str) -> Batch:
     return for_lookup(batch)
 
 
-class Measure:
-    """A model called on batches, while its collections are watched."""
-
-    def __init__(
-        self, model: nn.Module, loss: Loss | Task, ranks: Ranks, lookups: list[Lookup]
-    ) -> None:
-        self._model, self._loss, self._ranks, self._lookups = model, loss, ranks, lookups
-
-    def look_up(self, batch: Batch, place: str) -> LookedUp:
-        """All that needs the other ranks, too: the forward pass, and lookups block by block."""
-        self._lookups.clear()
-        with torch.enable_grad():
-            outputs = outputs_of(self._model, batch, self._loss)
-            with self._ranks.together():
-                predictions, at = derivatives_at(outputs, batch, self._loss, place)
-                remedy = "do not detach the embeddings in the model"
-                requirement = "predictions that come from embeddings"
-                check(predictions.requires_grad, place, requirement, "constants", remedy)
-            leaves = [lookup.leaf for lookup in self._lookups]
-            gradients = [
-                torch.autograd.grad(z.sum(), leaves, retain_graph=True, materialize_grads=True)
-                for z in predictions.unbind(1)
-            ]
-        for lookup in self._lookups:
-            if lookup.features.stride() != len(predictions):
-                rule = "supported are collections that look up one bag per sample"
-                value = f"{lookup.features.stride()} bags of {len(predictions)} samples"
-                tables = sorted({output.table for output in lookup.of.outputs})
-                raise NotImplementedError(describe(f"tables {tables}", rule, value))
-        with torch.no_grad():
-            apart = [lookup.of.apart(lookup) for lookup in self._lookups]
-        of_leaves = [torch.stack(of_leaf) for of_leaf in zip(*gradients, strict=True)]
-        calls = list(zip(self._lookups, apart, of_leaves, strict=True))
-        return LookedUp(at, calls)
+def look_up(
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss | Task,
+    place: str,
+    ranks: Ranks,
+    lookups: list[Lookup],
+) -> tuple[LossDerivatives, list[Call]]:
+    """All that needs the other ranks, too: a forward pass of a model that is watched, and
+    lookups block by block."""
+    lookups.clear()
+    with torch.enable_grad():
+        outputs = outputs_of(model, batch, loss)
+        with ranks.together():
+            predictions, at = derivatives_at(outputs, batch, loss, place)
+            remedy = "do not detach the embeddings in the model"
+            requirement = "predictions that come from embeddings"
+            check(predictions.requires_grad, place, requirement, "constants", remedy)
+        leaves = [lookup.leaf for lookup in lookups]
+        gradients = [
+            torch.autograd.grad(z.sum(), leaves, retain_graph=True, materialize_grads=True)
+            for z in predictions.unbind(1)
+        ]
+    for lookup in lookups:
+        if lookup.features.stride() != len(predictions):
+            rule = "supported are collections that look up one bag per sample"
+            value = f"{lookup.features.stride()} bags of {len(predictions)} samples"
+            tables = sorted({output.table for output in lookup.of.outputs})
+            raise NotImplementedError(describe(f"tables {tables}", rule, value))
+    with torch.no_grad():
+        apart = [lookup.of.apart(lookup) for lookup in lookups]
+    of_leaves = [torch.stack(of_leaf) for of_leaf in zip(*gradients, strict=True)]
+    return at, list(zip(lookups, apart, of_leaves, strict=True))
 
 
 def outputs_of(model: nn.Module, batch: Batch, loss: Loss | Task) -> Outputs:
@@ -570,9 +548,9 @@ def derivatives_at(
     criterion = loss.criterion if isinstance(loss, LossTask) else loss
     if isinstance(criterion, Task):
         return task_derivatives(criterion, batch, outputs, place)
-    labels, predictions = batch.labels, _of_samples(outputs, len(batch.labels), place)
+    predictions = _of_samples(outputs, len(batch.labels), place)
     _check_all_finite(predictions, place, "finite predictions")
-    return predictions, loss_derivatives(criterion, predictions, _flat_labels(labels, predictions))
+    return predictions, loss_derivatives(criterion, predictions, batch.labels)
 
 
 def _of_samples(predictions: object, num_samples: int, place: str) -> Tensor:
@@ -586,23 +564,15 @@ def _of_samples(predictions: object, num_samples: int, place: str) -> Tensor:
     return predictions if predictions.dim() == 2 else predictions.unsqueeze(1)
 
 
-class PredictedBatch(NamedTuple):
-    """What a model says of a batch."""
-
-    outputs: Outputs
-    values: Tensor
-    at: LossDerivatives
-
-
 @torch.no_grad()
 def predictions_of(
     model: nn.Module, batch: Batch, loss: Loss | Task, place: str, ranks: Ranks
-) -> PredictedBatch:
-    """The predictions of one batch in evaluation mode, and the loss around them."""
+) -> tuple[Tensor, LossDerivatives]:
+    """Predictions ``(B, T)`` of one batch in evaluation mode, and the loss around them."""
     read_by_name_(model, refuse_weights=None)
     batch = batch.to(device_of(model))
     with evaluating(model):
         outputs = outputs_of(model, batch, loss)
     with ranks.together():
         predictions, at = derivatives_at(outputs, batch, loss, place)
-    return PredictedBatch(outputs, predictions.double(), at)
+    return predictions.double(), at

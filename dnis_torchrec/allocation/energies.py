@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.blocks.blocking import RowBlocks
@@ -68,16 +69,15 @@ def sample_rows(
     rows, blocks = torch.empty(2, most, dtype=torch.int64)
     weights, count = torch.empty(most, dtype=torch.float64), 0
     crossings = torch.full((routing.num_blocks,), 0.5, dtype=torch.float64)
-    for chunk, of_rows, frequency in _rows_with_blocks(counts, routing):
-        of_each = thresholds[of_rows]
-        probability = torch.where(
-            frequency >= of_each, 0.0, frequency / of_each.clamp(min=UNSEEN_WEIGHT)
-        )
+    for chunk, of_rows, times in _rows_with_blocks(counts, routing):
+        frequency, of_each = times.double().clamp_(min=UNSEEN_WEIGHT), thresholds[of_rows]
+        probability = frequency / of_each.clamp(min=UNSEEN_WEIGHT)
+        probability.masked_fill_(frequency >= of_each, 0.0)
         order = torch.sort(of_rows, stable=True).indices
         sums = probability[order].cumsum(0)
         sizes = torch.bincount(of_rows, minlength=routing.num_blocks)
-        ends = torch.cat([torch.zeros(1, dtype=torch.float64), sums])[sizes.cumsum(0)]
-        starts = torch.cat([torch.zeros(1, dtype=torch.float64), ends[:-1]])
+        ends = pad(sums, (1, 0))[sizes.cumsum(0)]
+        starts = pad(ends[:-1], (1, 0))
         totals = torch.empty_like(sums)
         totals[order] = sums - starts[of_rows[order]] + crossings[of_rows[order]]
         drawn = (totals.floor() > (totals - probability).floor()) | (frequency >= of_each)
@@ -127,13 +127,9 @@ def _frequencies(counts: Tensor, routing: RowRouting) -> tuple[Tensor, Tensor, T
     """The frequencies that occur in a block: (blocks, frequencies, how many rows have it as
     float64), few of each."""
     keys, sizes = torch.zeros(2, 0, dtype=torch.int64)
-    for first in range(0, routing.num_embeddings, ROWS_AT_A_TIME):
-        part = counts[first : first + ROWS_AT_A_TIME].long()
-        of_rows = routing.block_of(torch.arange(first, first + len(part)))
-        inside = of_rows < routing.num_blocks
-        more, sizes_of_more = (part * routing.num_blocks + of_rows)[inside].unique(
-            return_counts=True
-        )
+    for _, of_rows, times in _rows_with_blocks(counts, routing):
+        places = times * routing.num_blocks + of_rows
+        more, sizes_of_more = places.unique(return_counts=True)
         keys, runs = torch.cat([keys, more]).unique(return_inverse=True)
         sizes = torch.zeros_like(keys).index_add_(0, runs, torch.cat([sizes, sizes_of_more]))
     frequency = keys // routing.num_blocks
@@ -143,14 +139,13 @@ def _frequencies(counts: Tensor, routing: RowRouting) -> tuple[Tensor, Tensor, T
 def _rows_with_blocks(
     counts: Tensor, routing: RowRouting
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(rows, their blocks, how often they were looked up as float64) of rows that have a block,
-    some at a time."""
+    """(rows, their blocks, how often they were looked up) of rows that have a block, some at a
+    time."""
     for first in range(0, routing.num_embeddings, ROWS_AT_A_TIME):
         rows = torch.arange(first, min(first + ROWS_AT_A_TIME, routing.num_embeddings))
         of_rows = routing.block_of(rows)
-        frequency = counts[first : first + ROWS_AT_A_TIME].double().clamp_(min=UNSEEN_WEIGHT)
         inside = of_rows < routing.num_blocks
-        yield rows[inside], of_rows[inside], frequency[inside]
+        yield rows[inside], of_rows[inside], counts[rows[inside]].long()
 
 
 @dataclass(frozen=True, eq=False)

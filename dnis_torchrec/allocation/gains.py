@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -34,23 +35,22 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.allocation.bits import Prediction
 from dnis_torchrec.allocation.contributions import (
-    Entries,
     Lookup,
     Pieces,
     WatchedCollection,
     answering,
-    merged,
+    entries_by_table,
     sum_by_group,
     watched_collection,
     watching,
 )
 from dnis_torchrec.allocation.curvature import (
     Loss,
-    Measure,
-    PredictedBatch,
+    LossDerivatives,
     device_of,
     evaluating,
     first_batches,
+    look_up,
     mean_loss,
     outputs_of,
     predictions_of,
@@ -109,14 +109,14 @@ def output_bias(
     model: nn.Module, batch: Batch, loss: Loss | Task, ranks: Ranks
 ) -> OutputBias | None:
     """Finds a model's output bias: adds to each single number, and looks at a batch."""
-    old = predictions_of(model, batch, loss, "batch 0", ranks).values
+    old, _ = predictions_of(model, batch, loss, "batch 0", ranks)
     if old.shape[1] != 1:
         return None
     for name, value in dense_state(model).items():
         if value.numel() != 1 or not value.is_floating_point():
             continue
         with OutputBias(name=name, gain=1.0).shifted(model, ADDED):
-            current = predictions_of(model, batch, loss, "batch 0", ranks).values
+            current, _ = predictions_of(model, batch, loss, "batch 0", ranks)
         change = (current - old).flatten().cpu()
         highest, lowest = ranks.max_(torch.stack([change.max(), -change.min()])).tolist()
         if highest + lowest <= EVEN * abs(highest) and highest:
@@ -173,7 +173,8 @@ class _Sample:
 
     batch: Batch
     place: str
-    reference: PredictedBatch
+    predictions: Tensor
+    at: LossDerivatives
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,10 +261,9 @@ class LossSample:
         if len(stream) == 1:  # a batch alone is cut, so that there are halves
             stream = list(first_batches([stream[0][1]], *parts, least=2))
         for place, batch in stream:
-            reference = predictions_of(model, batch, loss, place, self._ranks)
-            bends = reference.at.second.diagonal(dim1=1, dim2=2).clone()  # not (B, T, T) of all
-            reference = reference._replace(at=replace(reference.at, second=bends))
-            self._samples.append(_Sample(batch, place, reference))
+            predictions, at = predictions_of(model, batch, loss, place, self._ranks)
+            at = replace(at, second=at.second.diagonal(dim1=1, dim2=2).clone())  # not (B, T, T)
+            self._samples.append(_Sample(batch, place, predictions, at))
             with self._ranks.together():
                 for name, ids in _ids_by_table(of_batch(batch), tables, place).items():
                     rows[name].append(ids)
@@ -280,14 +280,14 @@ class LossSample:
                 return Prediction(loss_increase=self._mean(self._increases_in_training()))
             coded = {name: is_coded(table.codes.bits) for name, table in scheme.tables.items()}
             gains = self.fit(coded)
-        losses = [len(part.reference.values) * part.reference.at.loss for part in self._samples]
+        losses = [len(part.predictions) * part.at.loss for part in self._samples]
         increase = gains.loss - self._mean(losses)
         learnt = with_gains(scheme, gains.alpha) if any(gains.strengths) else None
         return Prediction(loss_increase=increase, output_shift=gains.shift, scheme=learnt)
 
     def _mean(self, totals: Iterable[float]) -> float:
         """The mean over samples of what batches sum up to."""
-        num_samples = sum(len(part.reference.values) for part in self._samples)
+        num_samples = sum(len(part.predictions) for part in self._samples)
         sums = torch.tensor([sum(totals), num_samples], dtype=torch.float64)
         total, num_samples = self._ranks.sum_(sums).tolist()
         return total / num_samples
@@ -296,19 +296,18 @@ class LossSample:
         """What batches that were trained on lose more in codes, without the part of first order,
         which others do not have."""
         for part in self._samples:
-            new = predictions_of(self._model, part.batch, self._loss, part.place, self._ranks)
-            old = part.reference
-            yield len(old.values) * (new.at.loss - old.at.loss)
-            yield -float((old.at.first * (new.values - old.values)).sum())
+            sample = self._model, part.batch, self._loss, part.place, self._ranks
+            predictions, at = predictions_of(*sample)
+            yield len(predictions) * (at.loss - part.at.loss)
+            yield -float((part.at.first * (predictions - part.predictions)).sum())
 
     def fit(self, may_move: Mapping[str, Tensor], *, of_columns: bool = True) -> Gains:
         """Solves for gains of the model's tables as they are now, of whole blocks alone unless
         `of_columns`; `may_move` is ``(S, D)`` bool."""
         may_move = {name: moves & (name not in self._frozen) for name, moves in may_move.items()}
-        derivatives = [part.reference.at for part in self._samples]
         sums = [
-            sum(float(at.first.square().sum()) for at in derivatives),
-            sum(float(at.second.sum()) for at in derivatives),
+            sum(float(part.at.first.square().sum()) for part in self._samples),
+            sum(float(part.at.second.sum()) for part in self._samples),
         ]
         first, second = self._ranks.sum_(torch.tensor(sums, dtype=torch.float64)).tolist()
         phi = first / second if first > 0 and second > 0 else 1.0
@@ -329,7 +328,6 @@ class _Recorded:
 
     batch: Batch
     place: str
-    bounds: list[tuple[int, int]]
     calls: Mapping[int, list[tuple[Lookup, list[Pieces]]]]
 
 
@@ -412,28 +410,25 @@ class _Problem:
         """Calls the model once; also returns the sum over samples of the second derivatives of the
         loss in every number. Distributed: its lookups, once or twice."""
         with watching(self._of) as lookups:
-            looked_up = Measure(self._model, self._loss, self._ranks, lookups).look_up(batch, place)
-        second, size = looked_up.at.second, len(batch.labels)
+            of_batch = self._model, batch, self._loss, place, self._ranks
+            at, looked_up = look_up(*of_batch, lookups)
         calls: dict[int, list[tuple[Lookup, list[Pieces]]]] = {id(of): [] for of in self._of}
-        entries: dict[str, list[Entries]] = {name: [] for name in self._layout.may_move}
-        for lookup, apart, gradient in looked_up.calls:
+        for lookup, apart, _ in looked_up:
             calls[id(lookup.of)].append((lookup, list(lookup.of.pieces(lookup, apart))))
-            for table, part in lookup.of.entries(lookup, apart, gradient):
-                entries[table].append(part)
+        entries = entries_by_table(looked_up, len(batch.labels))
         of_columns, of_blocks = list[Tensor](), list[Tensor]()
         for name, moves in self._layout.may_move.items():
             bends = torch.zeros(len(moves), 1 + moves.shape[1], dtype=torch.float64)
-            if entries[name]:
-                both = merged(entries[name], size)
+            if name in entries:
+                both = entries[name]
                 worth = both.worth * moves.to(both.worth)[both.blocks]
                 worth = torch.cat([worth.sum(2, keepdim=True), worth], dim=2)
-                bend = torch.einsum("tmd,mtu,umd->md", worth, second[both.samples], worth)
+                bend = torch.einsum("tmd,mtu,umd->md", worth, at.second[both.samples], worth)
                 bends = sum_by_group(bend, both.blocks, len(moves)).cpu()
             of_blocks += [bends[:, 0].sum().view(1), bends[:, 0]]
             of_columns.append(bends[:, 1:].flatten())
-        of_shift = second.sum().view(1).cpu()
-        record = _Recorded(batch, place, _bounds_of(batch), calls)
-        return record, torch.cat([*of_blocks, of_shift, *of_columns])
+        of_shift = at.second.sum().view(1).cpu()
+        return _Recorded(batch, place, calls), torch.cat([*of_blocks, of_shift, *of_columns])
 
     def _outputs(self, part: _Recorded, alpha: Mapping[str, Tensor], shift: Tensor) -> Outputs:
         """What the model returns with other alpha. Local."""
@@ -508,25 +503,9 @@ class _Problem:
         alpha, shift = self._at(values)
         for part in batches:
             outputs = self._outputs(part, alpha, shift)
-            for first, last in part.bounds:
-                batch, rows = part.batch, outputs
-                if len(part.bounds) > 1:
-                    batch = slice_of(batch, first, last)
-                    rows = rows_of_outputs(outputs, slice(first, last))
-                loss = float(mean_loss(rows, batch, self._loss, part.place))
-                losses.append(torch.tensor([[last - first, loss]], dtype=torch.float64))
+            loss_of = partial(mean_loss, loss=self._loss, place=part.place)
+            losses.append(losses_of_parts(outputs, part.batch, PARTS_OF_BATCH, loss_of))
         return torch.cat(losses)
-
-
-def _bounds_of(batch: Batch) -> list[tuple[int, int]]:
-    """Parts of a batch; the whole one where it cannot be cut."""
-    size = len(batch.labels)
-    try:
-        slice_of(batch, 0, size)
-    except (TypeError, NotImplementedError):
-        return [(0, size)]
-    bounds = torch.linspace(0, size, min(PARTS_OF_BATCH, size) + 1).round().long().tolist()
-    return list(pairwise(bounds))
 
 
 def _minimise(
@@ -565,7 +544,26 @@ class _Option:
     loss: float
 
 
-def rows_of_outputs(outputs: Outputs, rows: slice) -> Outputs:
+def losses_of_parts(
+    outputs: Outputs, batch: Batch, num_parts: int, loss_of: Callable[[Outputs, Batch], Tensor]
+) -> Tensor:
+    """``(P, 2)`` float64: samples and mean loss of each part of a batch, or of the whole of one that
+    cannot be cut."""
+    size = len(batch.labels)
+    bounds = torch.linspace(0, size, min(num_parts, size) + 1).round().long()
+    parts = list(pairwise(bounds.tolist()))
+    try:
+        batches = [slice_of(batch, *part) for part in parts]
+    except (TypeError, NotImplementedError):
+        bounds, parts, batches = bounds[[0, -1]], [(0, size)], [batch]
+    losses = [
+        loss_of(_rows_of_outputs(outputs, slice(*part)), of_part)
+        for part, of_part in zip(parts, batches, strict=True)
+    ]
+    return torch.stack([bounds.diff(), torch.stack(losses).cpu()], dim=1).double()
+
+
+def _rows_of_outputs(outputs: Outputs, rows: slice) -> Outputs:
     """Some samples' rows; what is no tensor of rows stays as it is."""
     if not isinstance(outputs, Mapping):
         return outputs[rows]

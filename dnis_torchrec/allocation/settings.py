@@ -30,12 +30,8 @@ class CompressSettings:
 
     def __post_init__(self) -> None:
         loss = self.max_loss
-        check(
-            loss is None or (math.isfinite(loss) and loss > 0),
-            "max_loss",
-            "a finite number above 0",
-            loss,
-        )
+        is_positive = loss is None or (math.isfinite(loss) and loss > 0)
+        check(is_positive, "max_loss", "a finite number above 0", loss)
         check(self.num_blocks >= 1, "num_blocks", "an integer >= 1", self.num_blocks)
         check(self.num_samples >= 1, "num_samples", "an integer >= 1", self.num_samples)
         check(self.seed is None or self.seed >= 0, "seed", "an integer >= 0", self.seed)

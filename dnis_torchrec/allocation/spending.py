@@ -53,12 +53,10 @@ def lower_hull(rate: Tensor, loss: Tensor) -> Tensor:
             last, previous = (
                 corners.gather(1, place[:, None]) for place in (top, (top - 1).clamp(min=0))
             )
-            rate_last, loss_last = rate.gather(1, last)[:, 0], loss.gather(1, last)[:, 0]
-            rate_before = rate.gather(1, previous)[:, 0]
-            loss_before = loss.gather(1, previous)[:, 0]
-            steeper = (loss_before - loss_last) * (rate_here - rate_last) <= (
-                loss_last - loss_here
-            ) * (rate_last - rate_before)
+            rate_last, loss_last = (of.gather(1, last)[:, 0] for of in (rate, loss))
+            rate_first, loss_first = (of.gather(1, previous)[:, 0] for of in (rate, loss))
+            old = (loss_first - loss_last) * (rate_here - rate_last)
+            steeper = old <= (loss_last - loss_here) * (rate_last - rate_first)
             drop = better & (top > 0) & (steeper | (rate_here <= rate_last))
             if not bool(drop.any()):
                 break
@@ -76,31 +74,23 @@ def column_steps(loss: Tensor, rows: Tensor, bits: Tensor) -> ColumnSteps:
     num_blocks, num_columns, num_widths = loss.shape
     scales = COLUMN_SCALE_BYTES * 8 * is_coded(bits) / rows.clamp(min=1).double()[:, None]
     rate = (bits + scales).unsqueeze(1).expand_as(loss)
-    points = (num_blocks * num_columns, num_widths)
-    corner = (
-        lower_hull(rate.reshape(points), loss.reshape(points)).view_as(loss)
-        & (rows > 0)[:, None, None]
-    )
+    hull = lower_hull(rate.flatten(0, 1), loss.flatten(0, 1)).view_as(loss)
+    corner = hull & (rows > 0)[:, None, None]
     corner[..., 0] = True
     nth = torch.arange(num_widths).expand_as(corner)
     origin = torch.cummax(nth.masked_fill(~corner, 0), dim=2).values[..., :-1]
     target = nth[..., 1:]
     gain = loss.gather(2, origin) - loss[..., 1:]
     slope = gain / (rate[..., 1:] - rate.gather(2, origin))
-    slope = torch.cummin(
-        torch.where(corner[..., 1:], slope, torch.inf), dim=2
-    ).values  # rounding shall not swap steps
-    valid = corner[..., 1:].flatten(1)
-    order = torch.sort(
-        slope.flatten(1).masked_fill(~valid, -1), dim=1, descending=True, stable=True
-    ).indices
-    place = torch.empty_like(order).scatter_(
-        1, order, torch.arange(order.shape[1]).expand_as(order)
-    )
-    steps = num_widths - 1
-    place_of_origin = place.view(num_blocks, num_columns, steps).gather(
-        2, (origin - 1).clamp(min=0)
-    )
+    slope = torch.where(corner[..., 1:], slope, torch.inf)
+    slope = torch.cummin(slope, dim=2).values  # rounding shall not swap steps
+    valid, steps = corner[..., 1:].flatten(1), num_widths - 1
+    slope = slope.flatten(1).masked_fill(~valid, -1)
+    order = slope.argsort(dim=1, descending=True, stable=True)
+    nth_step = torch.arange(order.shape[1]).expand_as(order)
+    place = torch.empty_like(order).scatter_(1, order, nth_step)
+    place = place.view(num_blocks, num_columns, steps)
+    place_of_origin = place.gather(2, (origin - 1).clamp(min=0))
     origin_place = torch.where(origin > 0, place_of_origin, -1)
     column = torch.arange(num_columns).repeat_interleave(steps).expand_as(order)
 
@@ -127,16 +117,14 @@ def row_options(steps: ColumnSteps, loss_of_none: Tensor, rows: Tensor) -> RowOp
     capacity = (8 * torch.arange(widest + 1)).expand(len(rows), -1).contiguous()
     index = torch.searchsorted(sums[0], capacity, right=True) - 1
     bits, codes, floats, gain = (part.gather(1, index) for part in sums)
-    spare = torch.zeros(
-        *index.shape, LOOK_AHEAD + 1, dtype=torch.bool
-    )  # the last one: what nobody takes
+    # the last one: what nobody takes
+    spare = torch.zeros(*index.shape, LOOK_AHEAD + 1, dtype=torch.bool)
     last = steps.bits.shape[1] - 1
     for look in range(LOOK_AHEAD):
         place = (index + look).clamp(max=last)
         origin_place = steps.origin.gather(1, place) - index
-        ready = (origin_place < 0) | spare.gather(
-            2, origin_place.clamp(min=0, max=LOOK_AHEAD)[..., None]
-        )[..., 0]
+        origin = origin_place.clamp(min=0, max=LOOK_AHEAD)[..., None]
+        ready = (origin_place < 0) | spare.gather(2, origin)[..., 0]
         extra = steps.bits.gather(1, place)
         fits = ready & (extra > 0) & (index + look <= last) & (bits + extra <= capacity)
         spare[..., look] = fits

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +15,9 @@ from torchrec.metrics.calibration import compute_calibration, get_calibration_st
 from torchrec.metrics.mse import compute_mse, get_mse_states
 from torchrec.metrics.ne import compute_ne, get_ne_states
 
-from dnis_torchrec.allocation.gains import rows_of_outputs
+from dnis_torchrec.allocation.gains import losses_of_parts
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data.batches import for_lookup, slice_of
+from dnis_torchrec.data.batches import for_lookup
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.task import (
     BINARY,
@@ -282,14 +281,10 @@ def part_losses(
     values = [torch.zeros(0, 2, dtype=torch.float64)]
     for batch, loss, _, outputs in _outputs(model, batches, device):
         if size := len(batch.labels):
-            bounds = torch.linspace(0, size, min(LOSSES_PER_BATCH, size) + 1).round().long()
-            losses = torch.stack(
-                [
-                    task.loss(slice_of(batch, *part), rows_of_outputs(outputs, slice(*part)))
-                    for part in pairwise(bounds.tolist())
-                ]
+            losses = losses_of_parts(
+                outputs, batch, LOSSES_PER_BATCH, lambda rows, part: task.loss(part, rows)
             )
             if not bool(losses.isfinite().all()):  # as of one whose samples all weigh nothing
-                bounds, losses = bounds[[0, -1]], loss.reshape(1)
-            values.append(torch.stack([bounds.diff(), losses.cpu()], dim=1).double())
+                losses = torch.tensor([[size, float(loss)]], dtype=torch.float64)
+            values.append(losses)
     return torch.cat(values)
