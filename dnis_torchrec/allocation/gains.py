@@ -547,8 +547,8 @@ class _Option:
 def losses_of_parts(
     outputs: Outputs, batch: Batch, num_parts: int, loss_of: Callable[[Outputs, Batch], Tensor]
 ) -> Tensor:
-    """``(P, 2)`` float64: samples and mean loss of each part of a batch; of the whole if it cannot be
-    cut."""
+    """``(P, 2)`` float64: samples and mean loss of each part of a batch, or of a whole one that
+    cannot be cut."""
     size = len(batch.labels)
     bounds = torch.linspace(0, size, min(num_parts, size) + 1).round().long()
     parts = list(pairwise(bounds.tolist()))
