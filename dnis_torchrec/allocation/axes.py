@@ -529,10 +529,10 @@ def _states_by_storage(
 ) -> dict[int, dict[str, Tensor]]:
     """Address of a parameter's storage -> its optimizer states, of fused optimizers and of the
     other one."""
-    fused = _fused_states(cast(DistributedModelParallel, model))
+    of_kernels = _fused_states(cast(DistributedModelParallel, model))
     return {
         parameter.data_ptr(): {n: value for n, value in state.items() if isinstance(value, Tensor)}
-        for parameter, state in [*optimizer.state.items(), *fused]
+        for parameter, state in [*optimizer.state.items(), *of_kernels]
     }
 
 

@@ -278,8 +278,8 @@ class LossSample:
         with rows_in_codes(self._model, self._tables, scheme, self._rows):
             if not self._is_held_out:
                 return Prediction(loss_increase=self._mean(self._increases_in_training()))
-            coded = {name: is_coded(table.codes.bits) for name, table in scheme.tables.items()}
-            gains = self.fit(coded)
+            tables = scheme.tables.items()
+            gains = self.fit({name: is_coded(table.codes.bits) for name, table in tables})
         losses = [len(part.predictions) * part.at.loss for part in self._samples]
         increase = gains.loss - self._mean(losses)
         learnt = with_gains(scheme, gains.alpha) if any(gains.strengths) else None
