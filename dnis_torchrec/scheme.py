@@ -63,6 +63,8 @@ _HINTS = get_type_hints(DescribedTable, include_extras=True)
 _FIELDS = [name for name, hint in _HINTS.items() if get_origin(hint) is not NotRequired]
 _COLUMNS = ("retained", "bits", "scale", "shift")
 """Tensors of `TableScheme`, by the names that they have in a file."""
+_REFRESH = ("turn", "row_gain")
+"""Those that a refresh needs, and nothing that serves."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,6 +87,8 @@ class TableScheme:
     shift: Tensor | None = None
     feedback: Tensor | None = None
     gain: Tensor | None = None
+    turn: Tensor | None = None
+    row_gain: Tensor | None = None
     largest_value: float | None = None
 
     def __post_init__(self) -> None:
@@ -265,6 +269,29 @@ class MixedDimensionScheme:
             parts = {key: getattr(table, key) for key in _COLUMNS} | table.routing.to_tensors()
             tensors |= {f"{name}/{key}": part for key, part in parts.items() if part is not None}
         return tensors
+
+    def to_refresh(self) -> dict[str, Tensor]:
+        """What a trained row goes through before it is encoded, for a refresh:
+        ``"<table>/turn"``, ``(D, D)``, then ``"<table>/row_gain"``, ``(S, D)``, float32; absent
+        where it changes nothing."""
+        tensors: dict[str, Tensor] = {}
+        for name, table in self.tables.items():
+            parts = {key: getattr(table, key) for key in _REFRESH}
+            tensors |= {f"{name}/{key}": p.float() for key, p in parts.items() if p is not None}
+        return tensors
+
+    def with_refresh(self, tensors: Mapping[str, Tensor]) -> MixedDimensionScheme:
+        """The same scheme with what `to_refresh` gave."""
+        tables = {}
+        for name, table in self.tables.items():
+            rows, dim = table.num_blocks, table.embedding_dim
+            for key, shape in {"turn": (dim, dim), "row_gain": (rows, dim)}.items():
+                part = tensors.get(f"{name}/{key}")
+                actual = shape if part is None else tuple(part.shape)
+                check(actual == shape, f"table {name!r}, {key}", f"shape {shape}", actual)
+            parts = {key: tensors.get(f"{name}/{key}") for key in _REFRESH}
+            tables[name] = replace(table, turn=parts["turn"], row_gain=parts["row_gain"])
+        return MixedDimensionScheme(tables)
 
     @staticmethod
     def from_parts(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> MixedDimensionScheme:

@@ -19,6 +19,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
+from dnis_torchrec.artifact.load import exact_rows, read_scheme
 from dnis_torchrec.data.task import Predictions
 from dnis_torchrec.search.settings import SearchSettings
 
@@ -138,6 +139,22 @@ def test_what_compress_leaves_is_written_and_fills_a_fresh_model(
     dnis.export(again, dnis.artifact.load.read_scheme(tmp_path / "artifact"), tmp_path / "again")
     files = {path.name: path.read_bytes() for path in (tmp_path / "artifact").rglob("*.safetensors")}
     assert files == {path.name: path.read_bytes() for path in (tmp_path / "again").rglob("*.safetensors")}
+
+
+def test_an_artifact_says_what_its_rows_went_through(tmp_path: Path) -> None:
+    """A refresh encodes rows of later training as these were: turned, then multiplied by the gain of their block."""
+    model = dlrm()
+    weight = model.sparse_arch.embedding_bag_collection.embedding_bags["item"].weight.detach().clone()
+    result = dnis.compress(model, BATCHES, loss=BCE, compression=1.9, held_out=HELD_OUT)
+    path, table = dnis.export(model, result.scheme, tmp_path / "artifact"), result.scheme.tables["item"]
+    stored = read_scheme(path).tables["item"]
+    blocks = table.routing.block_of(torch.arange(ROWS))
+    expected = (weight @ stored.turn)[blocks < table.num_blocks]
+    if stored.row_gain is not None:
+        expected = expected * stored.row_gain[blocks[blocks < table.num_blocks]]
+    values = exact_rows(path)["item"](0, ROWS)[blocks < table.num_blocks]
+    torch.testing.assert_close(values, expected * (values != 0), atol=2e-3, rtol=0)
+    assert not torch.allclose(stored.turn, torch.eye(DIM), atol=0.1)
 
 
 def test_an_artifact_alone_says_that_ids_are_passed_on(tmp_path: Path) -> None:

@@ -469,7 +469,7 @@ def _draw_in_(
     have them."""
     weights = layer[:, columns].double().clone()
     for shard in shards:
-        factor = weights.abs().sqrt() * (weights.sign() if shard.table == first_table else 1)
+        factor = _factor(weights, is_first=shard.table == first_table)
         for chunk, _, uses in shard.chunks():
             chunk.copy_((chunk.double() * factor[:, uses].to(chunk.device)).to(chunk))
         # Of a column that the product does not look at nothing is known.
@@ -481,6 +481,38 @@ def _draw_in_(
     for name, state in _states_like(layer, states):
         of_ones = state[:, columns].double() * weights.square()
         state[:, columns] = 0 if name in LINEAR_STATES else of_ones.mean().to(state)
+
+
+def _factor(weights: Tensor, *, is_first: bool) -> Tensor:
+    """What the columns of a table of a product are multiplied by, ``(1, D)`` float64."""
+    return weights.abs().sqrt() * (weights.sign() if is_first else 1)
+
+
+@torch.no_grad()
+def turns_of_tables(
+    groups: Sequence[RotationGroup], rotations: Sequence[Tensor], factors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Table -> what `rotate_` has multiplied its rows by, ``(D, D)`` float64; `factors` are those
+    of products before it."""
+    one = torch.ones(1, dtype=torch.float64)
+    return {
+        table: factors.get(table, one) * rotation.double().cpu()
+        for group, rotation in zip(groups, rotations, strict=True)
+        for table in group.tables
+    }
+
+
+@torch.no_grad()
+def product_factors(groups: Sequence[RotationGroup], dims: Mapping[str, int]) -> dict[str, Tensor]:
+    """Table of a product -> the factors of its columns that `rotate_` draws in, ``(D, 1)``."""
+    factors = {}
+    for group in groups:
+        for index, table in enumerate(group.tables if group.product is not None else ()):
+            product = cast(WeightedProduct, group.product)
+            columns = slice(product.first_column, product.first_column + dims[table])
+            factor = _factor(product.weight[:, columns].double(), is_first=index == 0)
+            factors[table] = factor.T.cpu()
+    return factors
 
 
 def _states_like(

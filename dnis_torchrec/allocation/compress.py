@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias, cast
 
 import torch
@@ -15,7 +15,16 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from dnis_torchrec.allocation.axes import has_axes, rotate_, turn_back_, with_axes_, without_axes_
+from dnis_torchrec.allocation.axes import (
+    has_axes,
+    product_factors,
+    rotate_,
+    rotation_groups,
+    turn_back_,
+    turns_of_tables,
+    with_axes_,
+    without_axes_,
+)
 from dnis_torchrec.allocation.bits import Allocation, allocate
 from dnis_torchrec.allocation.curvature import (
     Curvature,
@@ -69,6 +78,7 @@ class AxesChange:
     leave_alone: Collection[str]
     had_axes: bool
     rotations: list[Tensor]
+    turns: dict[str, Tensor]
 
     @contextmanager
     def undo_on_failure(self) -> Iterator[None]:
@@ -115,7 +125,7 @@ class Measured:
         """Chooses bits for one size, and predicts what it costs on the sample; the model does not
         change."""
         with tables_named_apart(self.model):
-            return allocate(
+            result = allocate(
                 *(self.model, self.blocks, self.counts, self.curvature),
                 compression=compression,
                 max_loss=max_loss,
@@ -123,6 +133,12 @@ class Measured:
                 energies=self.energies,
                 predict=self.sample.predict,
             )
+        turns = self.axes_change.turns
+        tables = {
+            name: replace(table, turn=turns.get(name), row_gain=table.gain)
+            for name, table in result.scheme.tables.items()
+        }
+        return replace(result, scheme=MixedDimensionScheme(tables))
 
 
 def compress(
@@ -285,10 +301,14 @@ def measure_(
         blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, leave_alone=leave_alone)
         had_axes = has_axes(get_unwrapped_module(model).state_dict())
         with_axes_(model)
-        axes_change = AxesChange(model, counts, leave_alone, had_axes, [])
+        axes_change = AxesChange(model, counts, leave_alone, had_axes, [], {})
         with axes_change.undo_on_failure():
             old, _ = predictions_of(model, batch, loss, "batch 0", ranks)
+            groups = rotation_groups(model, leave_alone)
+            dims = {table.name: table.embedding_dim for table in tables}
+            factors = product_factors(groups, dims)
             axes_change.rotations[:] = rotate_(model, counts, leave_alone=leave_alone)
+            axes_change.turns.update(turns_of_tables(groups, axes_change.rotations, factors))
             new, _ = predictions_of(model, batch, loss, "batch 0", ranks)
             _check_unchanged(old, new, ranks)
             worth = curvature_of_read_tables(

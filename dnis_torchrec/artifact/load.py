@@ -184,7 +184,9 @@ class _Folder:
                 check(row == num_rows, place, f"shards of {where} of {num_rows} rows", row, remedy)
         tensors = self.tensors("scheme")
         try:
-            return MixedDimensionScheme.from_parts(facts, tensors)
+            scheme = MixedDimensionScheme.from_parts(facts, tensors)
+            is_new = "refresh" in self.manifest  # earlier releases wrote none
+            return scheme.with_refresh(self.tensors("refresh")) if is_new else scheme
         except ValueError as error:
             name = next(iter(self.manifest["scheme"]), MANIFEST)
             place = f"artifact {str(self.path)!r}, file {name!r}"

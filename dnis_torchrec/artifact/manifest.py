@@ -22,7 +22,7 @@ from dnis_torchrec.data.files import FolderKind, NotNegative, Positive, conform,
 from dnis_torchrec.scheme import FORMS_OF_0_1, DescribedTable, is_gone
 
 _FORMAT = "dnis-torchrec-artifact"
-_FORMAT_VERSION = "1.2"
+_FORMAT_VERSION = "1.3"
 """Readers accept every minor version of their major one."""
 MANIFEST = "manifest.json"
 CARD = "MODEL_CARD.md"
@@ -84,6 +84,7 @@ class _Manifest(TypedDict):
     tables: dict[str, _Table]
     scheme: list[str]
     dense_state: list[str]
+    refresh: NotRequired[list[str]]
     encoder: NotRequired[str]
     run: RunOfArtifact
     files: dict[str, _File]

@@ -124,7 +124,8 @@ def _hash(artifact: Path, name: str, entry: dict[str, Any]) -> list[Finding]:
 
 def _strangers(artifact: Path, manifest: dict[str, Any]) -> list[Finding]:
     """A finding per file that the manifest does not list, or that nothing in it refers to."""
-    uses = {*manifest["scheme"], *manifest["dense_state"], manifest.get("encoder")}
+    uses = {*manifest["scheme"], *manifest["dense_state"], *manifest.get("refresh", ())}
+    uses.add(manifest.get("encoder"))
     for table in manifest["tables"].values():
         uses |= {shard["file"] for shards in table["shards"].values() for shard in shards}
     idle, no_entry = "the manifest lists it, nothing refers to it", "the manifest does not list it"

@@ -435,15 +435,17 @@ def _write_rest(
     """Scheme, dense state, model card and manifest, by rank 0."""
     of_scheme = _write_group(folder, "scheme", scheme.to_tensors(), max_file_bytes)
     dense = _write_group(folder, "dense_state", dense_state, max_file_bytes)
+    refresh = _write_group(folder, "refresh", scheme.to_refresh(), max_file_bytes)
     manifest: dict[str, Any] = {
         "versions": versions(),
         **fields,
         "scheme": list(of_scheme),
         "dense_state": list(dense),
+        "refresh": list(refresh),
         "parameters": scheme.parameters,
         "bytes": scheme.exact_bytes(),
         "run": run,
-        "files": of_scheme | dense | fields["files"],
+        "files": of_scheme | dense | refresh | fields["files"],
     }
     if encoder:
         size, requirement = len(encoder), f"at most {max_file_bytes} bytes"

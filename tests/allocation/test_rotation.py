@@ -32,8 +32,10 @@ from dnis_torchrec.allocation.axes import (
     RotationGroup,
     WeightedProduct,
     has_axes,
+    product_factors,
     rotate_,
     rotation_groups,
+    turns_of_tables,
     with_axes_,
 )
 from dnis_torchrec.artifact.export import load_model
@@ -141,11 +143,14 @@ def test_predictions_stay_and_columns_come_in_order(name: str, sharding_type: st
     model = build(name)
     counts, kjt = counts_of(model), features_of(model)
     sharded = shard_as(model, sharding_type)
-    before, predicted = tables_of(sharded), sharded(torch.zeros(BATCH_SIZE, 0), kjt).detach()
-    before = {table: (weight.double() * drawn_in(sharded)[table]).float() for table, weight in before.items()}
+    plain, predicted = tables_of(sharded), sharded(torch.zeros(BATCH_SIZE, 0), kjt).detach()
+    before = {table: (weight.double() * drawn_in(sharded)[table]).float() for table, weight in plain.items()}
     groups = [group.tables for group in rotation_groups(sharded)]
+    factors = product_factors(rotation_groups(sharded), {table: weight.shape[1] for table, weight in plain.items()})
     rotations = rotate_(sharded, counts, optimizer_of(sharded, sgd))
-    after = tables_of(sharded)
+    after, turns = tables_of(sharded), turns_of_tables(rotation_groups(sharded), rotations, factors)
+    for table, turn in turns.items():
+        torch.testing.assert_close(after[table], (plain[table].double() @ turn).float())
     assert sorted(table for tables in groups for table in tables) == sorted(TURNED[name])
     torch.testing.assert_close(sharded(torch.zeros(BATCH_SIZE, 0), kjt), predicted, atol=1e-5, rtol=1e-5)
     for tables, rotation in zip(groups, rotations, strict=True):

@@ -165,7 +165,7 @@ def test_dense_states(tmp_path: Path) -> None:
 def test_the_manifest_says_what_there_is(tmp_path: Path) -> None:
     path, (_, scheme) = write_two_tables(tmp_path / "a"), two_tables()
     manifest = read_manifest(path)
-    assert (manifest["format"], manifest["format_version"]) == ("dnis-torchrec-artifact", "1.2")
+    assert (manifest["format"], manifest["format_version"]) == ("dnis-torchrec-artifact", "1.3")
     assert manifest["parameters"] == scheme.parameters
     assert {"dnis-torchrec", "torch", "torchrec", "python"} < manifest["versions"].keys()
     movie = manifest["tables"]["movie/seen"]
