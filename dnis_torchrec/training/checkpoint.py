@@ -664,6 +664,25 @@ def read_checkpoint(
     return manifest.values
 
 
+@torch.no_grad()
+def fill_state_(model: nn.Module, optimizer: Any, state: Mapping[str, Tensor]) -> None:
+    """Copies whole tensors, by the keys of a checkpoint, into a model of any sharding and into its
+    optimizers, which have their state: see `warm_up_`. Local."""
+    tensors = model_tensors(model) | optimizer_tensors(model, optimizer)
+    for key, value in state.items():
+        shape = tuple(value.shape) or (1,)
+        # A row-wise optimizer has one state for each column shard.
+        copies = tensors[key].size[0] // max(1, shape[0]) if key in tensors else 0
+        is_fit = copies > 0 and tensors[key].size == (copies * shape[0], *shape[1:])
+        actual = tensors[key].size if key in tensors else "none"
+        remedy = "train with the optimizers of the run before"
+        check(is_fit and (copies == 1 or len(shape) == 1), key, f"shape {shape}", actual, remedy)
+        whole = StoredTensor.of(key, value.reshape(shape).repeat(copies, *(1,) * (len(shape) - 1)))
+        for chunk in tensors[key].chunks:
+            whole.copy_to_(chunk.tensor, chunk.offset)
+    finish_load_(model, {key: PlacedTensor.of(value) for key, value in state.items()})
+
+
 def warm_up_(model: nn.Module, optimizer: Any, batch: Any, past_steps: int) -> None:
     """Takes steps that a checkpoint then overwrites: they give the optimizers their state, and
     DistributedDataParallel the buckets that an uninterrupted run of so many steps has."""
