@@ -665,21 +665,28 @@ def read_checkpoint(
 
 
 @torch.no_grad()
-def fill_state_(model: nn.Module, optimizer: Any, state: Mapping[str, Tensor]) -> None:
+def fill_state_(
+    model: nn.Module,
+    optimizer: Any,
+    state: Mapping[str, Tensor],
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
     """Copies whole tensors, by the keys of a checkpoint, into a model of any sharding and into its
-    optimizers, which have their state: see `warm_up_`. Local."""
+    optimizers, which have their state: see `warm_up_`. All ranks call it."""
     tensors = model_tensors(model) | optimizer_tensors(model, optimizer)
+    local = {key: value.size for key, value in tensors.items()}
+    sizes, remedy = union_over_ranks(local, process_group), "train with the optimizers of the run"
     for key, value in state.items():
-        shape = tuple(value.shape) or (1,)
-        # A row-wise optimizer has one state for each column shard.
-        copies = tensors[key].size[0] // max(1, shape[0]) if key in tensors else 0
-        is_fit = copies > 0 and tensors[key].size == (copies * shape[0], *shape[1:])
-        actual = tensors[key].size if key in tensors else "none"
-        remedy = "train with the optimizers of the run before"
-        check(is_fit and (copies == 1 or len(shape) == 1), key, f"shape {shape}", actual, remedy)
-        whole = StoredTensor.of(key, value.reshape(shape).repeat(copies, *(1,) * (len(shape) - 1)))
-        for chunk in tensors[key].chunks:
-            whole.copy_to_(chunk.tensor, chunk.offset)
+        whole = value.reshape(-1) if value.dim() == 0 else value
+        size = sizes.get(key, ())
+        if len(size) == whole.dim() == 1 and len(whole) and size[0] % len(whole) == 0:
+            # A row-wise optimizer has one number for each row of every column shard.
+            whole = whole.repeat(size[0] // len(whole))
+        check(
+            size == tuple(whole.shape), key, f"shape {tuple(whole.shape)}", size or "none", remedy
+        )
+        for chunk in tensors[key].chunks if key in tensors else ():
+            StoredTensor.of(key, whole).copy_to_(chunk.tensor, chunk.offset)
     finish_load_(model, {key: PlacedTensor.of(value) for key, value in state.items()})
 
 
