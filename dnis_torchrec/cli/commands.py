@@ -25,7 +25,6 @@ from dnis_torchrec.artifact.manifest import ENCODER, MANIFEST, read_manifest, wr
 from dnis_torchrec.artifact.package import write_package
 from dnis_torchrec.artifact.verify import Verification, verify
 from dnis_torchrec.artifact.write import shared_folder, write_artifact
-from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check, versions
 from dnis_torchrec.cli.judge import Judge, Metrics
 from dnis_torchrec.cli.progress import progress
@@ -57,7 +56,6 @@ from dnis_torchrec.cli.streams import (
     STREAM_NOTE,
     check_pass,
     data_of_stream,
-    history_of_stream,
     train_on_stream,
 )
 from dnis_torchrec.data.batches import LookupBatches
@@ -73,6 +71,7 @@ from dnis_torchrec.data.over_ranks import (
     split_over_ranks,
 )
 from dnis_torchrec.data.recipe import DataSplits, Recipe, build_recipe
+from dnis_torchrec.data.stream import FrequencyCounts
 from dnis_torchrec.data.task import TrainTask, check_batches, direction_of
 from dnis_torchrec.data.urls import put_file, url_of
 from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_size_of
@@ -196,7 +195,7 @@ def _train(
         "metrics": metrics["test"],
     }
     module = get_unwrapped_module(model) if world_size_of() > 1 else unshard_(model)
-    results = judge.results([row], head, history=tuple(map(asdict, loop.history)))
+    results = judge.results([row], head, history=tuple(record.line() for record in loop.history))
     _finish(run, cast(TrainTask, module).model, scheme, head, results, recipe)
     on_rank_zero(CheckpointFolder(run.checkpoints).remove)
 
@@ -230,7 +229,8 @@ def _train_on_stream(
         },
     }
     module = get_unwrapped_module(model) if world_size_of() > 1 else unshard_(model)
-    results = judge.results([row], head, history=history_of_stream(loop), split="window")
+    history = tuple(record.line() for record in loop.history)
+    results = judge.results([row], head, history=history, split="window")
     on_rank_zero(lambda: run.save_stream(summary))
     _finish(run, cast(TrainTask, module).model, scheme, head, results, recipe)
 
@@ -537,8 +537,8 @@ def _search(
         plain = Judge(recipe, recipe.data, device, head["seed"], *rows_read)
         model, num_bytes = recipe.model.to(device), 4 * dense_parameters(recipe.model)
         rows += plain.plain_rows(model, num_bytes)
-    more = {"history": tuple(map(asdict, outcome.history)), "blocks": _block_rows(outcome)}
-    results = judge.results(rows, head, **more)
+    history = tuple(record.line() for record in outcome.history)
+    results = judge.results(rows, head, history=history, blocks=_block_rows(outcome))
     _finish(run, outcome.model, scheme, head, results, recipe)
 
 

@@ -29,7 +29,7 @@ def progress(
     samples, words = {"epoch": epoch_samples, "step": 1.0}, {"phase": "", "epochs": ""}
     bar = tqdm(
         *(None, "reading the data"),
-        unit=" steps" if recipe.is_stream else " samples",
+        unit=" samples",
         unit_scale=True,
         dynamic_ncols=True,
         disable=None if rank_of() == 0 else True,
@@ -42,11 +42,6 @@ def progress(
         samples["epoch"] = counts.num_samples
 
     def on_phase(phase: Phase, done: int, steps_per_epoch: float) -> None:
-        if recipe.is_stream:
-            bar.reset(total=None if phase.steps == math.inf else int(phase.steps))
-            bar.initial = bar.n = done
-            describe(refresh=True)
-            return
         samples["step"] = samples["epoch"] / steps_per_epoch
         words["phase"] = phase.name
         at_most = "" if phase.patience is None else "at most "
@@ -56,9 +51,6 @@ def progress(
         describe(refresh=True)
 
     def describe(refresh: bool = False) -> None:
-        if recipe.is_stream:
-            bar.set_description("one pass", refresh)
-            return
         epoch = int((bar.n + samples["step"] / 2) / samples["epoch"]) + 1
         bar.set_description(f"{words['phase']}, epoch {epoch} of {words['epochs']}", refresh)
 
@@ -71,10 +63,6 @@ def progress(
     def on_resume(done: int, history: Sequence[EpochRecord]) -> None:
         write(f"resumed after lower step {done}, in epoch {len(history)}")
 
-    def on_report(record: EpochRecord) -> None:
-        metrics = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
-        write(f"step {record.step:,}: train loss {record.train_loss:.4f}, window {metrics}")
-
     def on_epoch(record: EpochRecord) -> None:
         on_save()
         losses = losses_in_words(recipe, record.train_loss, record.selection_loss)
@@ -86,11 +74,43 @@ def progress(
     if rank_of() == 0:
         callbacks: tuple[Any, ...] = on_start, on_resume, on_phase, on_step, on_epoch
         events = replace(events, **{callback.__name__: callback for callback in callbacks})
-        if recipe.is_stream:  # whose replaced run goes when it is over
-            events = replace(events, on_epoch=on_report)
-    with bar, stop:
+    with bar, _stopping(stop):
+        yield events
+
+
+@contextmanager
+def progress_of_pass() -> Iterator[SearchEvents]:
+    """Shows a pass over a stream, in steps; the run that it replaces goes when it is over."""
+    stop, loss_mean, is_first = StopRequest(), EMA(0.02), rank_of() == 0
+    disable = None if is_first else True
+    bar = tqdm(None, "one pass", unit=" steps", dynamic_ncols=True, disable=disable)
+
+    def on_phase(phase: Phase, done: int, steps_per_epoch: float) -> None:
+        bar.reset(total=None if phase.steps == math.inf else int(phase.steps))
+        bar.initial = bar.n = done
+
+    def on_step(loss: float, density: float) -> None:
+        bar.set_postfix_str(f"loss {loss_mean(loss):.4f}", refresh=False)
+        bar.update()
+
+    def on_epoch(record: EpochRecord) -> None:
+        metrics = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
+        line = f"step {record.step:,}: train loss {record.train_loss:.4f}, window {metrics}"
+        bar.write(visible(line), file=sys.stderr)
+
+    events = SearchEvents(should_stop=stop.is_requested)
+    if is_first:
+        events = replace(events, on_phase=on_phase, on_step=on_step, on_epoch=on_epoch)
+    with bar, _stopping(stop):
+        yield events
+
+
+@contextmanager
+def _stopping(stop: StopRequest) -> Iterator[None]:
+    """Signals stop the training inside after a step; its error then names the signal."""
+    with stop:
         try:
-            yield events
+            yield
         except SearchInterrupted as error:
             error.signal = stop.number
             raise

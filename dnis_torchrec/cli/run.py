@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.allocation.axes import with_axes_
-from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.files import (
     PARTIAL,
@@ -31,7 +30,12 @@ from dnis_torchrec.data.files import (
     read_json,
     unshare,
 )
-from dnis_torchrec.data.stream import StreamSummary, batches_of_tensors, batches_to_tensors
+from dnis_torchrec.data.stream import (
+    FrequencyCounts,
+    StreamSummary,
+    batches_of_tensors,
+    batches_to_tensors,
+)
 from dnis_torchrec.data.urls import Address, fetch, path_in, put_file, remove_file
 from dnis_torchrec.ranks import rank_of, together
 from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme, TableScheme

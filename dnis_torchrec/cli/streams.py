@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import check
-from dnis_torchrec.cli.progress import progress
+from dnis_torchrec.cli.progress import progress_of_pass
 from dnis_torchrec.cli.run import RunFolder
 from dnis_torchrec.cli.settings import TrainCommand
 from dnis_torchrec.data.over_ranks import split_over_ranks
 from dnis_torchrec.data.recipe import SPLITS, DataSplits, Recipe
-from dnis_torchrec.data.stream import Stream, StreamSummary
+from dnis_torchrec.data.stream import FrequencyCounts, Stream, StreamSummary
 from dnis_torchrec.data.task import LossTask, TrainTask, check_task
 from dnis_torchrec.ranks import Ranks, on_rank_zero, together
 from dnis_torchrec.selection.shards import table_configs
@@ -74,7 +73,7 @@ def train_on_stream(
     window = WINDOW_REPORTS * steps
     progressive = Progressive(stream, model, recipe.task, device, window)
     most: Any = float("inf") if settings.steps is None else settings.steps
-    with progress(recipe, run.drop_replaced) as events:
+    with progress_of_pass() as events:
         model.train()
         loop = TrainLoop(
             *(pipeline, stream, recipe, Plan(Phase(name=PLAIN, steps=most))),
@@ -89,15 +88,6 @@ def train_on_stream(
         counts = None if past is None else past.counts()
     on_rank_zero(CheckpointFolder(run.checkpoints).keep_latest)
     return model, loop, stream.summary(counts)
-
-
-def history_of_stream(loop: TrainLoop) -> tuple[dict[str, Any], ...]:
-    """A line a report: steps, the training loss since the last one, and metrics of the window."""
-    return tuple(
-        {"step": record.step, "phase": record.phase, "train_loss": record.train_loss}
-        | record.metrics
-        for record in loop.history
-    )
 
 
 def data_of_stream(run: RunFolder, ranks: Ranks) -> tuple[DataSplits, FrequencyCounts, int]:

@@ -74,6 +74,13 @@ class EpochRecord:
     metrics: dict[str, float] = field(default_factory=dict)
     """Of a stream: those of the window, whose loss is `selection_loss`, too."""
 
+    def line(self) -> dict[str, Any]:
+        """The record as results have it."""
+        line = asdict(self)
+        if not line.pop("metrics"):
+            return line
+        return {name: line[name] for name in ("step", "phase", "train_loss")} | self.metrics
+
 
 def _ignore(*values: object) -> None:
     """What a callback that nobody gave does."""

@@ -22,7 +22,7 @@ REPORT_STEPS = 100
 """Steps between two reports at most; a run of few steps has a hundred reports."""
 WINDOW_REPORTS = 10
 """Reports whose steps the window holds."""
-WINDOW_SAMPLES = 1 << 21
+MOST_IN_WINDOW = 1 << 21
 """Samples of a rank at most in the window, which has fewer steps where batches are large."""
 _PLACE = "progressive validation"
 _COLUMNS = 4  # values, labels, weights and queries of each name, behind the loss
@@ -80,7 +80,7 @@ class Progressive:
         is_full = len(self._window) == self._window.maxlen
         self._num_samples += len(packed) - (len(self._window[0]) if is_full else 0)
         self._window.append(packed)
-        while self._num_samples > WINDOW_SAMPLES and len(self._window) > 1:
+        while self._num_samples > MOST_IN_WINDOW and len(self._window) > 1:
             self._num_samples -= len(self._window.popleft())
 
     def metrics(self) -> dict[str, float]:
