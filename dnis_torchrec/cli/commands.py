@@ -60,7 +60,7 @@ from dnis_torchrec.cli.streams import (
 )
 from dnis_torchrec.data.batches import LookupBatches
 from dnis_torchrec.data.files import conform
-from dnis_torchrec.data.frames import FrameEncoder, FrameSplits, recipe_from_frame
+from dnis_torchrec.data.frames import FrameEncoder, FrameSplits, FrameStream, recipe_from_frame
 from dnis_torchrec.data.over_ranks import (
     JUDGE,
     JoinedBatches,
@@ -350,11 +350,12 @@ def _recipe_and_head(
         head["columns"] = columns
     head["commands"] = [*past.get("commands", []), shlex.join(["dnis", *sys.argv[1:]])]
     head |= {"notes": [], "versions": versions(), "refit": bool(past.get("refit"))}
-    return _recipe_of(settings, {**past, **head}), head
+    return _recipe_of(settings, {**past, **head}, settings.source), head
 
 
-def _recipe_of(settings: Any, record: Mapping[str, Any]) -> Recipe:
-    """The recipe or table of a command, with what a run or an artifact records of it."""
+def _recipe_of(settings: Any, record: Mapping[str, Any], folder: Path | None = None) -> Recipe:
+    """The recipe or table of a command, with what a run or an artifact records of it, and, of a
+    stream, with the encoder in its folder."""
     spec, columns = str(settings.recipe), record.get("columns")
     if not is_table(spec):
         seed, dim = record.get("seed", 0), record.get("embedding_dim")
@@ -364,8 +365,14 @@ def _recipe_of(settings: Any, record: Mapping[str, Any]) -> Recipe:
     conform(columns, TableColumns, "columns of the run")
     is_same = settings.columns in (None, columns)
     check(is_same, f"table {spec}", f"the columns of the run, {columns}", settings.columns)
-    identity = {"embedding_dim": record.get("embedding_dim"), "seed": record.get("seed", 0)}
-    return recipe_from_frame(spec, model="dlrm", **columns, **identity)
+    options: dict[str, Any] = {
+        "embedding_dim": record.get("embedding_dim"),
+        "seed": record.get("seed", 0),
+        "is_stream": "stream" in record or getattr(settings, "is_pass", False),
+    }
+    if options["is_stream"] and folder is not None and (file := folder / ENCODER).is_file():
+        options["encoder"] = FrameEncoder.from_bytes(file.read_bytes(), str(file))
+    return recipe_from_frame(spec, model="dlrm", **columns, **options)
 
 
 def _evaluate_served(judge: Judge, model: nn.Module, artifact: Path) -> Metrics:
@@ -559,7 +566,8 @@ def _note_of_origin(recipe: Recipe, outcome: SearchOutcome) -> list[str]:
 
 def encoder_of(recipe: Recipe) -> FrameEncoder | None:
     """What turns raw rows into a recipe's batches, where it is made of a table."""
-    return recipe.data.encoder if isinstance(recipe.data, FrameSplits) else None
+    is_table = isinstance(recipe.data, FrameSplits | FrameStream)
+    return recipe.data.encoder if is_table else None
 
 
 def run_export(settings: ExportCommand) -> Path:
@@ -594,12 +602,12 @@ def run_evaluate(settings: EvaluateCommand) -> dict[str, Any]:
         with together():
             if is_artifact:
                 head, scheme = read_manifest(path)["run"], read_scheme(path)
-                recipe = _recipe_of(settings, head)
+                recipe = _recipe_of(settings, head, path)
                 load_model(recipe.model, path)
             else:
                 run = RunFolder.open(path)
                 head, scheme, weights = run.read_head(), run.scheme(), run.weights()
-                recipe = _recipe_of(settings, head)
+                recipe = _recipe_of(settings, head, path)
                 check_state(recipe.model, weights, f"run folder {path}")
         model = recipe.model.to(device)
         if weights is not None:
@@ -622,7 +630,8 @@ def run_verify(settings: EvaluateCommand) -> Verification:
     with launched_ranks() as ranks:
         measure = None
         if settings.recipe is not None:
-            make = partial(_recipe_of, settings, read_manifest(settings.path)["run"])
+            run = read_manifest(settings.path)["run"]
+            make = partial(_recipe_of, settings, run, settings.path)
             measure = partial(served_metrics, settings.path, make, ranks)
         return verify(settings.path, measure=measure, ranks=ranks)
 
@@ -655,7 +664,7 @@ def _test_metrics(
 
 def run_package(settings: PackageCommand) -> None:
     """Packages the model of an artifact."""
-    recipe = _recipe_of(settings, read_manifest(settings.artifact)["run"])
+    recipe = _recipe_of(settings, read_manifest(settings.artifact)["run"], settings.artifact)
     model = load_model(recipe.model, settings.artifact, form=PACKED)
     batch = next(iter(recipe.data if recipe.is_stream else recipe.data.test))
     notes = {"recipe": settings.recipe, "form": PACKED}

@@ -12,9 +12,10 @@ from dnis_torchrec.checks import check
 from dnis_torchrec.cli.progress import progress_of_pass
 from dnis_torchrec.cli.run import RunFolder
 from dnis_torchrec.cli.settings import TrainCommand
+from dnis_torchrec.data.batches import BatchParts
 from dnis_torchrec.data.over_ranks import split_over_ranks
 from dnis_torchrec.data.recipe import SPLITS, DataSplits, Recipe
-from dnis_torchrec.data.stream import FrequencyCounts, Stream, StreamSummary
+from dnis_torchrec.data.stream import FrequencyCounts, Stream, StreamSummary, join_batches
 from dnis_torchrec.data.task import LossTask, TrainTask, check_task
 from dnis_torchrec.ranks import Ranks, on_rank_zero, together
 from dnis_torchrec.selection.shards import table_configs
@@ -94,6 +95,9 @@ def data_of_stream(run: RunFolder, ranks: Ranks) -> tuple[DataSplits, FrequencyC
     """What a stream has left in place of splits, its counts, and the number of samples left."""
     with together():
         recent, counts = run.recent(), run.counts()
-    data: dict[str, Any] = dict.fromkeys(SPLITS, recent)
-    number = sum(len(batch.labels) for batch in recent)
+    # Cut anew, evenly: each rank needs a sample of every batch.
+    sizes = [len(batch.labels) for batch in recent]
+    number = sum(sizes)
+    batches = [*BatchParts([join_batches(recent)], max(1, number // max(sizes)))]
+    data: dict[str, Any] = dict.fromkeys(SPLITS, batches)
     return split_over_ranks(DataSplits(**data), ranks), counts, number

@@ -27,7 +27,7 @@ from dnis_torchrec.training import loop as loops
 from dnis_torchrec.training import progressive
 from dnis_torchrec.training.loop import SearchInterrupted, TrainLoop
 from tests.programs import dnis
-from tests.tiny import batches_of_day, demo, files_of, quick_search, tasks_make_recipe, two_sided
+from tests.tiny import ROLES, batches_of_day, demo, files_of, quick_search, tasks_make_recipe, two_sided, write_table
 
 DAY, NEXT, BOTH = (f"tests.tiny:{name}" for name in ("stream", "next_day", "two_days"))
 HERE = "tests.cli.test_streams"
@@ -280,3 +280,23 @@ def test_what_is_no_run_of_a_stream_is_refused(day: RunFolder, tmp_path: Path) -
     with pytest.raises(ValueError, match="refit"):
         run_train(TrainCommand(recipe="tests.tiny:demo", out=tmp_path / "out", refit=day.path))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_a_table_is_a_stream_in_the_order_of_time(gloo, suffix: str, tmp_path: Path) -> None:
+    table, out = write_table(tmp_path / f"day{suffix}", num_rows=3000), tmp_path / "run"
+    done = dnis("train", table, *ROLES, "--steps", 99, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert "The stream ended after 3 of 99 steps." in results_of(RunFolder.open(out))["notes"]
+    assert RunFolder.open(out).counts().num_samples == 3000
+    done = dnis("train", table, "--from", out, "--steps", 2, "--out", tmp_path / "next")
+    assert done.returncode == 0, done.stderr
+    assert RunFolder.open(tmp_path / "next").counts().num_samples == 3000 + 2048
+    done = dnis("compress", table, "--from", tmp_path / "next", "--compression", 2, "--out", tmp_path / "small")
+    assert done.returncode == 0, done.stderr
+    for path in (tmp_path / "next", tmp_path / "small" / "x2"):
+        done = dnis("evaluate", path, "--recipe", table)
+        assert done.returncode == 0, done.stderr
+    done = dnis("train", table, *ROLES[:-2], "--steps", 2, "--out", tmp_path / "none")
+    assert (done.returncode != 0, "time" in done.stderr) == (True, True)
+    assert not (tmp_path / "none").exists()

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given
@@ -18,6 +20,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.data import stream as streams
+from dnis_torchrec.data.frames import recipe_from_frame
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.stream import Stream, batches_of_tensors, batches_to_tensors
 from tests.tiny import batches_of_day, make_batch, make_collection, make_model, samples, to_batch, to_samples, two_sided
@@ -207,3 +210,68 @@ def test_memory_stays_level_over_a_stream_without_end(monkeypatch: pytest.Monkey
 def test_a_model_of_a_stream_needs_no_splits() -> None:
     recipe = Recipe(model=make_model("dlrm"), data=[make_batch(8, 0)], loss=nn.BCEWithLogitsLoss())
     assert recipe.is_stream
+
+
+def clicks(num_rows: int, seed: int, *, users: int) -> pd.DataFrame:
+    random = np.random.default_rng(seed)
+    frame = pd.DataFrame({"when": random.permutation(num_rows), "user": random.integers(0, users, num_rows)})
+    frame["tags"] = [[f"t{tag}" for tag in random.integers(0, 9, random.integers(0, 3))] for _ in range(num_rows)]
+    frame["price"] = frame["when"] * 2.0
+    frame["liked"] = random.integers(0, 2, num_rows)
+    return frame
+
+
+ROLES = {"label": "liked", "dense": ["price"], "ids": ["user"], "bags": ["tags"], "time": "when", "model": "dlrm"}
+
+
+def test_a_frame_is_a_stream_in_the_order_of_time() -> None:
+    frame = clicks(300, 0, users=20)
+    recipe = recipe_from_frame(frame, **ROLES, is_stream=True, batch_size=64)
+    (batch,) = [streams.join_batches([*recipe.data])]
+    by_time = frame.sort_values("when")
+    assert recipe.is_stream
+    assert batch.labels.tolist() == by_time["liked"].tolist()
+    rows: dict[str, int] = {}
+    for user in by_time["user"]:
+        rows.setdefault(str(user), len(rows) + 1)
+    assert batch.sparse_features["user"].values().tolist() == [rows[str(user)] for user in by_time["user"]]
+    tags: dict[str, int] = {}
+    for tag in by_time["tags"].explode().dropna():
+        tags.setdefault(tag, len(tags) + 1)
+    expected = [tags[tag] for tag in by_time["tags"].explode().dropna()]
+    assert batch.sparse_features["tags"].values().tolist() == expected
+    prices = by_time["price"].to_numpy()
+    first = prices[:30]
+    wanted = torch.from_numpy((prices - first.mean()) / first.std()).float()
+    torch.testing.assert_close(batch.dense_features[:, 0], wanted)
+
+
+@pytest.mark.parametrize("is_flipped", [False, True])
+def test_what_comes_later_changes_nothing_that_was_before(is_flipped: bool) -> None:
+    """No label leaks into ids or scales, and no later row."""
+    frame = clicks(300, 0, users=20)
+    other = frame.copy()
+    if is_flipped:
+        other["liked"] = 1 - other["liked"]
+    else:
+        late = other["when"] >= 200
+        other.loc[late, ["user", "price"]] = 7
+    batches = [[*recipe_from_frame(of, **ROLES, is_stream=True, batch_size=50).data][:4] for of in (frame, other)]
+    for first, second in zip(*batches, strict=True):
+        assert first.dense_features.equal(second.dense_features)
+        assert first.sparse_features.values().equal(second.sparse_features.values())
+
+
+def test_the_next_days_frame_has_the_tables_of_the_first() -> None:
+    first = recipe_from_frame(clicks(300, 0, users=20), **ROLES, is_stream=True)
+    frame = clicks(200, 1, users=30)
+    second = recipe_from_frame(frame, **ROLES, is_stream=True, encoder=first.data.encoder)
+    assert second.data.encoder.num_embeddings == first.data.encoder.num_embeddings
+    users = streams.join_batches([*second.data]).sparse_features["user"].values().tolist()
+    by_time = frame.sort_values("when")["user"]
+    assert [row == 0 for row in users] == [user >= 20 for user in by_time]
+    with pytest.raises(ValueError, match="encoder"):
+        roles = ROLES | {"bags": []}
+        recipe_from_frame(frame, **roles, is_stream=True, encoder=first.data.encoder)
+    with pytest.raises(ValueError, match="time"):
+        recipe_from_frame(frame, **ROLES | {"time": None}, is_stream=True)
