@@ -219,7 +219,7 @@ def _train_on_stream(
     if steps < (settings.steps or 0):
         judge.notes.append(f"The stream ended after {steps:,} of {settings.steps:,} steps.")
     head = head | {
-        "best_epoch": record.epoch,
+        "best_epoch": 0,  # of one
         "scheme": scheme.to_json(),
         "metrics": record.metrics,
         "stream": {

@@ -158,6 +158,12 @@ class InMemoryBatches:
         self.epoch += 1
         return (self._batch(rows) for rows in order.split(self._batch_size))
 
+    def in_order(self) -> InMemoryBatches:
+        """Batches of all samples of the data set, as they stand: a stream where that is by time."""
+        batches = copy.copy(self)
+        batches.rows, batches._shuffle = torch.arange(len(self._labels)), False
+        return batches
+
     def rows_of_tables(self) -> dict[str, Tensor]:
         """Feature -> the ids that all samples together look up."""
         features = self._batch(self.rows).sparse_features

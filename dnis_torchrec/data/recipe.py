@@ -136,8 +136,8 @@ class Recipe:
         data: the four splits: train, validation, selection and test. Or a stream: any other
             iterable of Batches, an iterator or a DataLoader, that is read once, in the order of
             time. Where it has ``state_dict`` and ``load_state_dict``, as torchdata's
-            StatefulDataLoader, a run that was stopped goes on from them; else it skips what it had
-            read.
+            StatefulDataLoader, of plain values and tensors, a run that was stopped goes on from
+            them; else it skips what it had read.
         loss: ``nn.MSELoss()`` or ``nn.BCEWithLogitsLoss()``, called with (predictions, labels),
             both ``(B,)``; or a `Task`, for several outputs, labels or losses, or weights of
             samples: how a batch becomes a loss, and what the model is judged by.

@@ -17,12 +17,13 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.artifact.manifest import read_manifest
+from dnis_torchrec.cli import commands
 from dnis_torchrec.cli.commands import run_compress, run_evaluate, run_search, run_train, run_verify
 from dnis_torchrec.cli.run import INTERRUPTED, RunFolder
 from dnis_torchrec.cli.settings import CompressCommand, EvaluateCommand, TrainCommand
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.report.page import draw_charts
-from dnis_torchrec.report.rows import COMPRESS, UNCOMPRESSED, Results
+from dnis_torchrec.report.rows import COMPRESS, UNCOMPRESSED, read_results
 from dnis_torchrec.training import loop as loops
 from dnis_torchrec.training import progressive
 from dnis_torchrec.training.loop import SearchInterrupted, TrainLoop
@@ -212,8 +213,6 @@ def test_a_run_of_a_stream_is_compressed_and_evaluated(day: RunFolder, tmp_path:
 
 
 def test_the_counts_of_all_days_make_the_blocks(day: RunFolder, tmp_path: Path, monkeypatch) -> None:
-    from dnis_torchrec.cli import commands
-
     given: dict[str, Any] = {}
     measure = commands.measure_
     monkeypatch.setattr(commands, "measure_", lambda *a, **options: (given.update(options), measure(*a, **options))[1])
@@ -232,17 +231,9 @@ def test_the_command_line_shows_the_pass(day: RunFolder, tmp_path: Path) -> None
     assert "uncompressed: window auc" in done.stdout
     done = dnis("report", tmp_path / "run")
     assert done.returncode == 0, done.stderr
-    results = Results(**(results_of(RunFolder(tmp_path / "run")) | {"rows": ()}))
-    results = dataclasses.replace(results, rows=tuple(run_train_rows(tmp_path / "run")))
-    chart = draw_charts(results)["history"]
+    chart = draw_charts(read_results(tmp_path / "run" / "results.json"))["history"]
     assert chart.layout.xaxis.title.text == "step"
     assert {trace.name for trace in chart.data} == {"training loss", "window loss"}
-
-
-def run_train_rows(path: Path) -> Sequence[Any]:
-    from dnis_torchrec.report.rows import read_results
-
-    return read_results(path / "results.json").rows
 
 
 @pytest.mark.parametrize(

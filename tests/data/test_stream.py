@@ -23,7 +23,7 @@ from dnis_torchrec.data import stream as streams
 from dnis_torchrec.data.frames import recipe_from_frame
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.stream import Stream, batches_of_tensors, batches_to_tensors
-from tests.tiny import batches_of_day, make_batch, make_collection, make_model, samples, to_batch, to_samples, two_sided
+from tests.tiny import batches_of_day, make_batch, make_collection, samples, to_batch, to_samples, two_sided
 
 TABLES = [
     EmbeddingBagConfig(name="both", num_embeddings=10, embedding_dim=4, feature_names=["f", "g"]),
@@ -205,11 +205,6 @@ def test_memory_stays_level_over_a_stream_without_end(monkeypatch: pytest.Monkey
         next(stream)
         stream.settle()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4096  # KiB
-
-
-def test_a_model_of_a_stream_needs_no_splits() -> None:
-    recipe = Recipe(model=make_model("dlrm"), data=[make_batch(8, 0)], loss=nn.BCEWithLogitsLoss())
-    assert recipe.is_stream
 
 
 def clicks(num_rows: int, seed: int, *, users: int) -> pd.DataFrame:
