@@ -25,17 +25,10 @@ from dnis_torchrec import Recipe, TrainTask, compress, export
 from dnis_torchrec.artifact.narrow import narrow_for_training_, widened_
 from dnis_torchrec.data.recipe import build_recipe
 from dnis_torchrec.selection.swap import unshard_
-from dnis_torchrec.training.checkpoint import (
-    StoredTensor,
-    fill_state_,
-    model_tensors,
-    optimizer_tensors,
-    snapshot,
-    take_,
-    warm_up_,
-)
+from dnis_torchrec.training.checkpoint import StoredTensor, model_tensors, optimizer_tensors, snapshot, take_, warm_up_
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.shard import process_group, shard
+from dnis_torchrec.training.weights import fill_state_
 
 RECIPES = {
     "mf": ("examples.movielens:mf", "ml-1m"),

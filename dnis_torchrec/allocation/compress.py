@@ -3,7 +3,7 @@ r"""Compress: a trained model -> the same model on tables of bit fields, without
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeAlias, cast
@@ -380,21 +380,26 @@ def _bags_at(
     return [bag for features in bags for bag in copy.copy(features).to_dict().items()]
 
 
-def widened_(model: nn.Module) -> nn.Module:
+def widened_(model: nn.Module, tables: Mapping[str, Tensor] | None = None) -> nn.Module:
     """The plain model of one whose tables are narrow: stock collections, zeros where a block has no
-    column. In place, on one process; a model without narrow tables is left as it is."""
+    column. In place; a model without narrow tables is left as it is. Local.
+
+    Over several ranks no rank has the rows: `tables` are those of
+    `dnis_torchrec.artifact.narrow.widened_state`, whole on each rank.
+    """
     plain = get_unwrapped_module(model)
     kind = MixedDimensionEmbeddingBagCollection
     narrow = {fqn: m for fqn, m in plain.named_modules() if isinstance(m, kind)}
     if not narrow:
         return model
-    ranks = ranks_of(*collections(model).values())
-    place, requirement = f"FQN {next(iter(narrow))!r}", "narrow tables on one process"
-    remedy = "take them from a checkpoint: dnis_torchrec.artifact.narrow.widened_state"
-    check(ranks.world_size == 1, place, requirement, f"{ranks.world_size} ranks", remedy)
-    plain = unshard_(model)
+    if tables is None:
+        ranks = ranks_of(*collections(model).values())
+        place, requirement = f"FQN {next(iter(narrow))!r}", "narrow tables on one process"
+        remedy = "pass the tables of dnis_torchrec.artifact.narrow.widened_state"
+        check(ranks.world_size == 1, place, requirement, f"{ranks.world_size} ranks", remedy)
+        plain = unshard_(model)
     for module in narrow.values():
-        plain = replace_(plain, module, module.widened())
+        plain = replace_(plain, module, module.widened(tables))
     return plain
 
 

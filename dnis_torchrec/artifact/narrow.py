@@ -2,7 +2,7 @@
 optimizers, narrowed as the tables are and widened again.
 
     model, state = narrow_for_training_(model, "artifact", stored)  # before it is sharded
-    # shard it, let its optimizers take a step, then training.checkpoint.fill_state_(...)
+    # shard it, let its optimizers take a step, then training.weights.fill_state_(...)
     plain = widened_(model)
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +29,7 @@ from dnis_torchrec.allocation.axes import (
 from dnis_torchrec.allocation.compress import widened_
 from dnis_torchrec.artifact.export import check_features
 from dnis_torchrec.artifact.load import exact_rows, load_dense_state, read_scheme
+from dnis_torchrec.artifact.manifest import read_manifest
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.selection.shards import collections, frozen_tables_of, whole_module_of
@@ -39,7 +41,7 @@ from dnis_torchrec.serving.trainable import (
     widened_table,
 )
 
-__all__ = ["narrow_for_training_", "widened_", "widened_state"]
+__all__ = ["digest_of", "narrow_for_training_", "widened_", "widened_state"]
 
 BAGS, BLOCKS = ".embedding_bags.", ".blocks.embedding_bags."
 """Where an EmbeddingBagCollection has its tables, and one of narrow tables."""
@@ -84,7 +86,7 @@ def narrow_for_training_(
 
     Returns:
         The model; and the states of optimizers by the keys of its own checkpoints, which
-        `fill_state_` of training/checkpoint.py copies into the model once it is sharded.
+        `fill_state_` of training/weights.py copies into the model once it is sharded.
 
     Raises:
         ValueError: for another model than the artifact's, or a state of another one.
@@ -131,6 +133,13 @@ def narrow_for_training_(
     return model, states
 
 
+def digest_of(artifact: Path | str) -> str:
+    """SHA-256 of what an artifact holds, by which a run knows the axes that it stands in."""
+    files = read_manifest(artifact)["files"].items()
+    lines = sorted(f"{name} {entry['sha256']}" for name, entry in files)
+    return sha256("\n".join(lines).encode()).hexdigest()
+
+
 def widened_state(
     scheme: MixedDimensionScheme, state: Mapping[str, Stored], *, prefix: str = ""
 ) -> dict[str, Tensor]:
@@ -161,7 +170,7 @@ def widened_state(
             is_of_rows = len(value.shape) == 1 and not _is_step(key)
             block = _of_rows(value, rows) if is_of_rows else value.whole()
             parts.setdefault((name, plain_key), {})[s] = block
-        elif kind != "rank" and not key.endswith("scheme_sha256"):
+        elif not kind.startswith("rank") and not key.endswith("scheme_sha256"):
             tensors[key] = value.whole()
     for (name, key), blocks in parts.items():
         first = next(iter(blocks.values()))

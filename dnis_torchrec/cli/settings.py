@@ -169,6 +169,12 @@ class TrainCommand(TableOptions):
             "--from", metavar="RUN", help="A run of a stream: go on from its last step.", **READ
         ),
     ] = None
+    scheme: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="ARTIFACT", help="Train narrow tables: the blocks of this artifact.", **READ
+        ),
+    ] = None
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Epochs at most of plain training, 60 by default.")
     ] = None

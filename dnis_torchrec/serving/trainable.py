@@ -467,18 +467,20 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
             with torch.no_grad():
                 bag.weight[:, : shape[1]] = weight
 
-    def widened(self) -> EmbeddingBagCollection:
+    def widened(self, tables: Mapping[str, Tensor] | None = None) -> EmbeddingBagCollection:
         """The plain collection with the values that the blocks have, and zeros in the columns that
-        they have not. Local: the blocks' tables must not be sharded."""
+        they have not; of sharded blocks `tables` are its tables. Local."""
         configs, is_weighted = self.embedding_bag_configs(), self.is_weighted()
         plain = EmbeddingBagCollection(configs, is_weighted, torch.device("meta"))
         for name, table in self._scheme.tables.items():
-            blocks = {s: self.table_of_block(name, s).weight for s in table.stored_blocks()}
-            learns = all(block.requires_grad for block in blocks.values())
-            blocks = blocks or {0: torch.zeros(0, table.embedding_dim)}
-            weight = nn.Parameter(widened_table(table, blocks), requires_grad=learns)
-            plain.embedding_bags[table.table_name].weight = weight
-            plain._device = weight.device
+            if tables is None:
+                blocks = {s: self.table_of_block(name, s).weight for s in table.stored_blocks()}
+                learns = all(block.requires_grad for block in blocks.values())
+                weight = widened_table(table, blocks or {0: torch.zeros(0, table.embedding_dim)})
+            else:
+                weight, learns = tables[name], True
+            bag = plain.embedding_bags[table.table_name]
+            bag.weight, plain._device = nn.Parameter(weight, requires_grad=learns), weight.device
         return plain.train(self.training)
 
     def _look_up(self, features: KeyedJaggedTensor) -> KeyedTensor:

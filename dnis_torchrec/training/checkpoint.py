@@ -669,32 +669,6 @@ def read_checkpoint(
     return manifest.values
 
 
-@torch.no_grad()
-def fill_state_(
-    model: nn.Module,
-    optimizer: Any,
-    state: Mapping[str, Tensor],
-    process_group: dist.ProcessGroup | None = None,
-) -> None:
-    """Copies whole tensors, by the keys of a checkpoint, into a model of any sharding and into its
-    optimizers, which have their state: see `warm_up_`. All ranks call it."""
-    tensors = model_tensors(model) | optimizer_tensors(model, optimizer)
-    local = {key: value.size for key, value in tensors.items()}
-    sizes, remedy = union_over_ranks(local, process_group), "train with the optimizers of the run"
-    for key, value in state.items():
-        whole = value.reshape(-1) if value.dim() == 0 else value
-        size = sizes.get(key, ())
-        if len(size) == whole.dim() == 1 and len(whole) and size[0] % len(whole) == 0:
-            # A row-wise optimizer has one number for each row of every column shard.
-            whole = whole.repeat(size[0] // len(whole))
-        check(
-            size == tuple(whole.shape), key, f"shape {tuple(whole.shape)}", size or "none", remedy
-        )
-        for chunk in tensors[key].chunks if key in tensors else ():
-            StoredTensor.of(key, whole).copy_to_(chunk.tensor, chunk.offset)
-    finish_load_(model, {key: PlacedTensor.of(value) for key, value in state.items()})
-
-
 def tensors_under(path: Address, prefix: str) -> dict[str, Tensor]:
     """The tensors of a checkpoint whose keys begin so, whole, by the rest of their keys. Local."""
     parts = Manifest.read(path).stored(path, cache(lambda name: fetch(path_in(path, name))))

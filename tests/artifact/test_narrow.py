@@ -28,12 +28,12 @@ from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
 from dnis_torchrec.training.checkpoint import (
     StoredChunk,
     StoredTensor,
-    fill_state_,
     model_tensors,
     optimizer_tensors,
     snapshot,
     take_,
 )
+from dnis_torchrec.training.weights import fill_state_
 from tests.allocation import test_rotation as turning
 from tests.models import shard_as
 from tests.reference import Case, RowWiseAdagradByHand, cases, table_scheme

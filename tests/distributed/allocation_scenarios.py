@@ -35,7 +35,8 @@ from dnis_torchrec.data.over_ranks import LEARN, RankBatches
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.prune import Size, prune
-from dnis_torchrec.training.checkpoint import StoredTensor, fill_state_, snapshot, take_
+from dnis_torchrec.training.checkpoint import StoredTensor, snapshot, take_
+from dnis_torchrec.training.weights import fill_state_
 from tests.allocation import test_rotation as turning
 from tests.allocation.test_curvature import ROWS, Case, make_batch, make_blocks, make_model
 from tests.distributed.harness import Rank, Results, Scenario
