@@ -204,17 +204,17 @@ class _Layout:
         return result
 
     def shift(self, values: Tensor) -> Tensor:
-        """How far outputs move."""
+        """The shift of the output bias."""
         return values[self.num_of_blocks - 1]
 
     def gradient(self, of_alpha: Mapping[str, Tensor], of_shift: Tensor) -> Tensor:
-        """The gradient in the vector, from that in alpha."""
+        """Turns the gradient by alpha into the gradient by this vector."""
         parts = [of_alpha[name] * moves for name, moves in self.may_move.items()]
         of_blocks = [torch.cat([part.sum().view(1), part.sum(1)]) for part in parts]
         return torch.cat([*of_blocks, of_shift.view(1), *(part.flatten() for part in parts)])
 
     def precision(self, of_blocks: float, of_columns: float) -> Tensor:
-        """One over tau squared of every number, 0 for the shift, which may go anywhere."""
+        """1 / tau^2 for every number of the vector; 0 for the shift, which is not held back."""
         result = torch.full((self.size,), of_columns, dtype=torch.float64)
         result[: self.num_of_blocks] = of_blocks
         result = result.square().reciprocal().clamp(max=STILL)
