@@ -404,7 +404,9 @@ class _Problem:
         losses = torch.cat([self._part_losses(half, point) for half, point in halves])
         if self._is_void is not None:
             losses[self._is_void] = 0.0
-        return _Option(strengths, points, losses, mean_of(losses, self._ranks))
+        sums = torch.stack([losses.prod(1).sum(), losses[:, 0].sum()])
+        total, num_samples = self._ranks.sum_(sums).tolist()
+        return _Option(strengths, points, losses, total / num_samples)
 
     def _record(self, batch: Batch, place: str) -> tuple[_Recorded, Tensor]:
         """Calls the model once; also returns the sum over samples of the second derivatives of the
@@ -571,13 +573,6 @@ def _rows_of_outputs(outputs: Outputs, rows: slice) -> Outputs:
         name: part[rows] if isinstance(part, Tensor) and part.dim() else part
         for name, part in outputs.items()
     }
-
-
-def mean_of(losses: Tensor, ranks: Ranks) -> float:
-    """Mean loss of parts of samples, ``(P, 2)``, over all ranks."""
-    sums = torch.stack([losses.prod(1).sum(), losses[:, 0].sum()])
-    total, num_samples = ranks.sum_(sums).tolist()
-    return total / num_samples
 
 
 def is_ahead(losses: Tensor, rival: Tensor, ranks: Ranks) -> bool:
