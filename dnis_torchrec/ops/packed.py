@@ -53,9 +53,10 @@ def load_operator() -> bool:
         (OFFSETS_SCHEMA, torch_bag_offsets, _fake_offsets),
         (ENCODE_SCHEMA, torch_encode_rows, _fake_encoding),
     ):
-        name, _, arguments = schema.partition("(")
-        name = f"{NAMESPACE}::{name}"
-        if not is_compiled:
+        operator, _, arguments = schema.partition("(")
+        name = f"{NAMESPACE}::{operator}"
+        # nothing is compiled, or the library comes with a package that is older than the operator
+        if not hasattr(torch.ops.dnis_torchrec, operator):
             torch.library.define(name, f"({arguments}")
         # on the CPU the compiled implementation goes before this one
         torch.library.impl(name, "CompositeExplicitAutograd", meaning)

@@ -2,9 +2,9 @@
 // bit fields.
 //
 // A table is the rows of its blocks, one block after another, each row of a fixed number of bytes,
-// and a directory that says where every row stands (blocks/row_directory.py). A row's values are
+// and a directory that says where every row stands (blocks/routing.py). A row's values are
 // codes of mixed width at bit offsets that are the same for all rows of a block;
-// ops/packed_operator.py tells how the layout describes them.
+// ops/packed.py tells how the layout describes them.
 //
 // Shapes: B batch, F features, T tables, N rows of a table, K blocks of a table, D embedding_dim, I
 // ids of a batch.
