@@ -291,8 +291,9 @@ class Stream(Iterator[Batch]):
             self._num_recent = sum(len(batch.labels) for batch in self._recent)
         self._num_given, source = step, tensors.get("source")
         if source is not None and hasattr(self._source, "load_state_dict"):
-            state = parse_json(source.numpy().tobytes(), dict[str, Any], f"{_PLACE} of the checkpoint")
-            self._source.load_state_dict(_of_json(state))
+            content = source.numpy().tobytes()
+            of_source = parse_json(content, dict[str, Any], f"{_PLACE} of the checkpoint")
+            self._source.load_state_dict(_of_json(of_source))
             self._iterator, self._pending, self._num_read = None, None, state["batches"]
             return
         first, self._pending = self._pending, None
