@@ -73,13 +73,13 @@ class Progressive:
             queries = ones if of_name.queries is None else of_name.queries
             columns += [of_name.values, of_name.labels, weights, queries]
         self._late.settle()
-        packed = torch.stack([part.detach().flatten().double() for part in columns], dim=1)
-        self._late.read(packed, self._add)
+        rows = torch.stack([part.detach().flatten().double() for part in columns], dim=1)
+        self._late.read(rows, self._add)
 
-    def _add(self, packed: Tensor) -> None:
+    def _add(self, rows: Tensor) -> None:
         is_full = len(self._window) == self._window.maxlen
-        self._num_samples += len(packed) - (len(self._window[0]) if is_full else 0)
-        self._window.append(packed)
+        self._num_samples += len(rows) - (len(self._window[0]) if is_full else 0)
+        self._window.append(rows)
         while self._num_samples > MOST_IN_WINDOW and len(self._window) > 1:
             self._num_samples -= len(self._window.popleft())
 
@@ -88,23 +88,23 @@ class Progressive:
         self._late.settle()
         kinds = self._task.kinds
         metrics = SampleMetrics(kinds, self._device, _PLACE)
-        packed = torch.cat([*self._window]).to(self._device)
+        rows = torch.cat([*self._window]).to(self._device)
         predictions = {}
         for index, (name, kind) in enumerate(kinds.items()):
             first = 1 + _COLUMNS * index
-            values, labels, weights, queries = packed[:, first : first + _COLUMNS].unbind(1)
+            values, labels, weights, queries = rows[:, first : first + _COLUMNS].unbind(1)
             of_name = Predictions(values, labels, weights)
             if kind == RANKING:
                 of_name = Predictions(values, labels, queries=queries.long())
             place = f"{_PLACE}, prediction {name!r}" if name else _PLACE
-            predictions[name] = check_prediction(of_name, kind, len(packed), place)
-        metrics.update(packed[:, 0], len(packed), predictions)
+            predictions[name] = check_prediction(of_name, kind, len(rows), place)
+        metrics.update(rows[:, 0], len(rows), predictions)
         return metrics.compute()
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds of this rank's window and of the stream, by key."""
         self._late.settle()
-        sizes = torch.tensor([len(packed) for packed in self._window])
+        sizes = torch.tensor([len(rows) for rows in self._window])
         window = {"values": torch.cat([*self._window]), "sizes": sizes}
         parts = {f"{self._key(rank_of())}/window/{name}": value for name, value in window.items()}
         place = self._key(self.stream.owner)
