@@ -19,6 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
 from dnis_torchrec.allocation.axes import LinearReader, RotationGroup
+from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.artifact.load import read_scheme
 from dnis_torchrec.artifact.narrow import narrow_for_training_, widened_, widened_state
 from dnis_torchrec.artifact.write import write_artifact
@@ -262,6 +263,8 @@ def test_states_of_scaled_tables_shrink_as_their_gradients(tmp_path: Path) -> No
     weight = world.state["model/over.weight"].whole()[0, : table.embedding_dim].double()
     lengths = table.turn.double().norm(dim=1, keepdim=True)
     expected = (value / weight.abs().sqrt()) @ (table.turn.double() / lengths)
+    # a product's weights become 1: what gradients of theirs point to is anybody's guess
+    assert not bool(states["optimizer/over.weight/exp_avg"][:, : table.embedding_dim].any())
     parts = {s: states[f"optimizer/{block_key(table, s)}/exp_avg"] for s in table.for_training().stored_blocks()}
     blocks = table.for_training().routing.all_blocks()
     for s, part in parts.items():
@@ -425,6 +428,11 @@ def test_row_wise_states_go_along_under_every_sharding_type(sharding_type: str, 
     wide = widened_state(read_scheme(artifact).for_training(), stored(model, optimizer))
     if sharding_type != "data_parallel":
         assert wide["fused/item/momentum1"].shape == (ROWS,)
+        table = read_scheme(artifact).for_training().tables["item"]
+        sums = stored(model, optimizer)["fused/item/b0/momentum1"].whole().view(-1, int(table.routing.row_counts()[0]))
+        assert (len(sums) > 1) == (sharding_type == "column_wise")
+        first_block = table.routing.all_blocks() == 0
+        torch.testing.assert_close(wide["fused/item/momentum1"][first_block], sums.mean(0))
     again, states = narrow_for_training_(Pair(2), artifact, of_tensors(wide), is_turned=True)
     again = shard_as(again, sharding_type, fused=RowWiseAdagrad)
     twin = turning.optimizer_of(again, turning.sgd)
@@ -445,6 +453,8 @@ def test_compress_and_evaluate_take_narrow_tables(tmp_path: Path) -> None:
     plain = widened_(shard_as(narrow_for_training_(Pair(1), artifact)[0], "table_wise"))
     assert type(plain.collection) is EmbeddingBagCollection
     assert widened_(plain) is plain
+    measurement = measure_(narrow_for_training_(Pair(1), artifact)[0], BATCHES, loss=BCE)
+    assert [*measurement.allocate(compression=6).scheme.tables] == ["item", "user"]
     results = [dnis.compress(model, BATCHES, loss=BCE, compression=12) for model in (narrow, plain)]
     torch.testing.assert_close(predict(narrow), predict(plain), atol=1e-3, rtol=1e-3)
     assert results[0].num_bytes == pytest.approx(results[1].num_bytes, rel=0.05)
