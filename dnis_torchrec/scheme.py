@@ -181,8 +181,8 @@ class TableScheme:
             max=self.embedding_dim
         )
         # The first block that retains a column; S where none does.
-        ahead = torch.cat([self.retained, torch.ones(1, self.embedding_dim, dtype=torch.bool)])
-        first_block = ahead.to(torch.uint8).argmax(dim=0)
+        is_in = torch.cat([self.retained, torch.ones(1, self.embedding_dim, dtype=torch.bool)])
+        first_block = is_in.to(torch.uint8).argmax(dim=0)
         rank = first_block.expand_as(self.retained).masked_fill(self.retained, -1)
         order = rank.argsort(dim=1, stable=True)
         is_within = torch.arange(self.embedding_dim) < dims.unsqueeze(1)

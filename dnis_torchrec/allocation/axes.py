@@ -539,8 +539,8 @@ def turn_readers_(
             _draw_in_(group.product.weight, columns, group.tables[0], (), states)
         # Factors of the last table are no less than 0: a row's length.
         lengths = turn.double().norm(dim=1, keepdim=True).clamp(min=1e-30)
-        left, _, right = torch.linalg.svd(turn.double() / lengths)
-        rotation = left @ right
+        first, _, second = torch.linalg.svd(turn.double() / lengths)
+        rotation = first @ second
         _turn_group_(group, {}, rotation, states)
         matrices |= turns_of_tables([group], [rotation], factors)
     return matrices

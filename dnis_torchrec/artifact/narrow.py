@@ -203,15 +203,15 @@ def _fill_dense_(
 ) -> None:
     """Fills all but the tables; axes that a state has not yet stay as they are."""
     tables = tuple(f"{fqn}{BAGS}".removeprefix(".") for fqn in fqns)
-    own = {k: v for k, v in model.state_dict().items() if not k.startswith(tables)}
-    absent = sorted(name for name in set(own) ^ set(dense) if not has_axes([name]))
+    weights = {k: v for k, v in model.state_dict().items() if not k.startswith(tables)}
+    absent = sorted(name for name in set(weights) ^ set(dense) if not has_axes([name]))
     remedy = "use the model of the run"
     check(not absent, str(artifact), "the model's own dense weights", absent[:3], remedy)
     for name, value in dense.items():
-        shape = tuple(own[name].shape)
-        fits = tuple(value.shape) == shape or value.numel() == own[name].numel() == 1
+        shape = tuple(weights[name].shape)
+        fits = tuple(value.shape) == shape or value.numel() == weights[name].numel() == 1
         check(fits, f"{artifact}, {name}", f"shape {shape}", tuple(value.shape), remedy)
-        own[name].copy_(value.reshape(shape))
+        weights[name].copy_(value.reshape(shape))
 
 
 def _states_of_dense(state: Mapping[str, Stored], prefix: str) -> dict[str, Tensor]:
@@ -234,9 +234,9 @@ def _turn_(
             by_address.setdefault(weights[name].data_ptr(), {})[what] = value
     turns = {name: t.turn for name, t in scheme.tables.items() if t.turn is not None}
     matrices = turn_readers_(rotation_groups(model), turns, by_address)
-    others = sorted(set(turns) - set(matrices))
+    absent = sorted(set(turns) - set(matrices))
     remedy = "build it as for the run, with its rotation_groups"
-    check(not others, "model", "tables that can be turned as then", others, remedy)
+    check(not absent, "model", "tables that can be turned as then", absent, remedy)
     return matrices
 
 
