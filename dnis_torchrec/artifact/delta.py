@@ -25,7 +25,7 @@ from dnis_torchrec.artifact.manifest import (
     content_id,
     describe_file,
     read_artifact_file,
-    read_bytes,
+    read_plain_file,
     read_own_manifest,
     write_manifest,
 )
@@ -179,7 +179,7 @@ def read_state(path: Path | str) -> ServedState:
         rows=rows,
         dense=folder.tensors("dense_state"),
         run=manifest["run"],
-        encoder=read_bytes(path, manifest, name)[0] if name else b"",
+        encoder=read_plain_file(path, manifest, name)[0] if name else b"",
         content_id=folder.content_id,
         sequence=folder.sequence,
     )
@@ -477,7 +477,7 @@ def read_delta(path: Path | str) -> Delta:
         tables=tables,
         dense=tensors["dense_state"],
         refresh=tensors["refresh"],
-        encoder=read_bytes(path, manifest, encoder, DELTA)[0] if encoder else None,
+        encoder=read_plain_file(path, manifest, encoder, DELTA)[0] if encoder else None,
     )
 
 

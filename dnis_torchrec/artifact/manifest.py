@@ -216,7 +216,7 @@ def read_description(
     place = f"{kind.name} {str(folder)!r}, file {kind.manifest!r}"
     file = file_inside(folder, kind.manifest, place)
     _check_size(file.stat().st_size, _MOST_JSON_BYTES, place, _AGAIN)
-    content = file.read_bytes()
+    content = file.read_plain_file()
     description: Any = parse_json(content, Any, place, remedy=_AGAIN)
     name = description.get("format") if isinstance(description, dict) else None
     foreign = f"give the folder of one {kind.name}"
@@ -285,10 +285,10 @@ def read_encoder(path: Path | str) -> tuple[bytes, str]:
     manifest, place = read_manifest(path), f"artifact {str(path)!r}"
     name, remedy = manifest.get("encoder"), "export with encoder=recipe.data.encoder"
     check(name is not None, place, "an encoder of raw rows", "none", remedy)
-    return read_bytes(path, manifest, str(name))
+    return read_plain_file(path, manifest, str(name))
 
 
-def read_bytes(
+def read_plain_file(
     path: Path | str, manifest: Mapping[str, Any], name: str, kind: FolderKind = ARTIFACT
 ) -> tuple[bytes, str]:
     """A file that a manifest lists, its hash compared, and where it is."""
@@ -296,7 +296,7 @@ def read_bytes(
     check_known("file", name, manifest["files"])
     file = file_inside(Path(path), name, place)
     _check_sha256(file, manifest["files"][name], place)
-    return file.read_bytes(), place
+    return file.read_plain_file(), place
 
 
 def _check_sha256(file: Path, entry: Mapping[str, Any], place: str) -> None:
