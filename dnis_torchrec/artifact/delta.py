@@ -25,8 +25,8 @@ from dnis_torchrec.artifact.manifest import (
     content_id,
     describe_file,
     read_artifact_file,
-    read_plain_file,
     read_own_manifest,
+    read_plain_file,
     write_manifest,
 )
 from dnis_torchrec.artifact.write import as_json, hashes_of, write_artifact, write_group
@@ -174,7 +174,7 @@ def read_state(path: Path | str) -> ServedState:
         for name, table in scheme.tables.items()
     }
     name = manifest.get("encoder")
-    return ServedState(
+    state = ServedState(
         scheme=scheme,
         rows=rows,
         dense=folder.tensors("dense_state"),
@@ -183,6 +183,8 @@ def read_state(path: Path | str) -> ServedState:
         content_id=folder.content_id,
         sequence=folder.sequence,
     )
+    folder.check_unchanged()
+    return state
 
 
 def write_state(state: ServedState, out: Path | str, *, overwrite: bool = False) -> Path:

@@ -216,7 +216,7 @@ def read_description(
     place = f"{kind.name} {str(folder)!r}, file {kind.manifest!r}"
     file = file_inside(folder, kind.manifest, place)
     _check_size(file.stat().st_size, _MOST_JSON_BYTES, place, _AGAIN)
-    content = file.read_plain_file()
+    content = file.read_bytes()
     description: Any = parse_json(content, Any, place, remedy=_AGAIN)
     name = description.get("format") if isinstance(description, dict) else None
     foreign = f"give the folder of one {kind.name}"
@@ -296,7 +296,7 @@ def read_plain_file(
     check_known("file", name, manifest["files"])
     file = file_inside(Path(path), name, place)
     _check_sha256(file, manifest["files"][name], place)
-    return file.read_plain_file(), place
+    return file.read_bytes(), place
 
 
 def _check_sha256(file: Path, entry: Mapping[str, Any], place: str) -> None:

@@ -27,6 +27,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
+from dnis_torchrec.artifact import load as loading
 from dnis_torchrec.artifact.delta import (
     ServedState,
     apply_delta,
@@ -244,9 +245,9 @@ def test_a_delta_is_small_and_other_tables_stay_mapped(tmp_path: Path) -> None:
 # ---- what was loaded
 
 
-def changed_base(base: Path, out: Path, seed: int = 0) -> tuple[Path, Path]:
+def changed_base(base: Path, out: Path, seed: int = 0, **options: Any) -> tuple[Path, Path]:
     """A delta on a base, and the whole artifact that it leads to."""
-    state = next_state(read_state(base), Random(seed), share=0.5)
+    state = next_state(read_state(base), Random(seed), share=0.5, **options)
     return write_delta(base, state, out / "delta"), write_state(state, out / "whole")
 
 
@@ -722,3 +723,19 @@ def test_a_forged_manifest_is_refused(original: Path, tmp_path: Path) -> None:
         before = files_of(folder / "base")
         refused(folder / "base", folder / "delta")
         assert files_of(folder / "base") == before
+
+
+def test_what_is_read_while_the_folder_changes_is_refused(base: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    delta, _ = changed_base(base, tmp_path, newborn=False)
+    read, calls = loading.read_artifact_file, []
+
+    def late(*arguments: Any, **options: Any) -> dict[str, Tensor]:
+        if arguments[2].startswith("packed") and not calls:
+            calls.append(arguments)
+            apply_delta(base, delta)
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(loading, "read_artifact_file", late)
+    with pytest.raises(ValueError, match="load it again"):
+        load(base)
+    assert load(base).sequence == 1
