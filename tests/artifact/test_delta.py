@@ -228,7 +228,8 @@ def some_rows_changed(state: ServedState, share: float) -> ServedState:
 
 
 def test_a_delta_is_small_and_other_tables_stay_mapped(tmp_path: Path) -> None:
-    path, state = large(tmp_path / "base", 40_000)
+    torch.manual_seed(0)
+    path, state = large(tmp_path / "base", 100_000)
     both = some_rows_changed(state, 0.05)
     both = replace(both, rows={name: both.rows["t"] for name in both.rows})
     write_state(replace(state, rows=dict.fromkeys(state.rows, state.rows["t"])), tmp_path / "twins")
