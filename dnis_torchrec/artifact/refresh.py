@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.allocation.bits import Allocation, allocate
 from dnis_torchrec.allocation.compress import Measured, measure_
@@ -42,16 +43,15 @@ from dnis_torchrec.blocks.codes import (
 )
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.blocks.routing import RowDirectory, RowRouting
-from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.checks import check
 from dnis_torchrec.data.task import Task
-from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import PACKED, MixedDimensionScheme, TableScheme, compression_of
 from dnis_torchrec.selection.shards import (
     collections,
     dense_state,
     local_shards,
     ranks_of,
-    table_configs,
+    table_configs_of,
     tables_named_apart,
 )
 from dnis_torchrec.serving.packed import split_blocks
@@ -199,7 +199,7 @@ def changed_rows(model: nn.Module) -> dict[str, Tensor] | None:
     modules, result = collections(model).values(), {}
     ranks = ranks_of(*modules)
     first = {shard.table: shard.first_row for part in modules for shard in local_shards(part)}
-    for config in table_configs(model):
+    for config in _tables_of(model):
         ids = by_table.get(config.name, torch.zeros(0, dtype=torch.int64))
         result[config.name] = ranks.concatenate(ids + first.get(config.name, 0)).unique()
     return result
@@ -212,12 +212,17 @@ def _moves(turn: Tensor | None, old: Tensor | None) -> bool:
     return float((turn.double() - old.double()).abs().max()) > SAME_TURN
 
 
-def _shards_of(model: nn.Module) -> tuple[dict[str, WholeRows], Ranks]:
+def _tables_of(model: nn.Module) -> list[EmbeddingBagConfig]:
+    """The tables of a model, sharded or not."""
+    return [table for module in collections(model).values() for table in table_configs_of(module)]
+
+
+def _rows_of(model: nn.Module) -> dict[str, WholeRows]:
     """The rows of every table that this rank walks through."""
     modules = list(collections(model).values())
     shards, ranks = [shard for part in modules for shard in local_shards(part)], ranks_of(*modules)
-    shapes = {t.name: (t.num_embeddings, t.embedding_dim) for t in table_configs(model)}
-    return whole_rows(shards, shapes, ranks), ranks
+    shapes = {t.name: (t.num_embeddings, t.embedding_dim) for t in _tables_of(model)}
+    return whole_rows(shards, shapes, ranks)
 
 
 def _sampled(whole: WholeRows, sample: RowSample) -> Tensor:
@@ -234,15 +239,14 @@ def _turns_of(
 ) -> dict[str, Tensor]:
     """What turns a model's rows into an artifact's axes, by table: the artifact's turns, or none at
     all where its rows agree better with what is served as they are."""
-    shapes = {t.name: (t.num_embeddings, t.embedding_dim) for t in table_configs(model)}
+    whole = _rows_of(model)
+    check([*whole] == [*scheme.tables], "artifact", f"tables {[*whole]}", [*scheme.tables])
     for name, table in scheme.tables.items():
-        check_known("table", name, shapes)
         shape, place = (table.num_embeddings, table.embedding_dim), f"table {name!r}"
-        check(shapes[name] == shape, place, f"the artifact's N, D = {shape}", shapes[name])
+        check(
+            whole[name].shape == shape, place, f"the artifact's N, D = {shape}", whole[name].shape
+        )
         check(table.has_codes, place, "columns in codes", "none", "compress the model first")
-    absent = sorted(shapes.keys() - scheme.tables.keys())
-    check(not absent, "artifact", "all tables of the model", f"none of {absent}", "compress anew")
-    whole, _ = _shards_of(model)
     turns = {name: t.turn.double() for name, t in scheme.tables.items() if t.turn is not None}
     errors = torch.zeros(2, dtype=torch.float64)
     for name, turn in turns.items():
@@ -323,13 +327,12 @@ def _with_newborn(table: TableScheme, counts: Tensor) -> TableScheme:
 
 def _blocks_of(tables: Mapping[str, TableScheme], counts: FrequencyCounts) -> RowBlocks:
     """The blocks of a scheme, with how often their rows occur."""
-    occurrences, seen_rows = {}, {}
+    occurrences, seen_rows = dict[str, Tensor](), dict[str, Tensor]()
     for name, table in tables.items():
-        blocks, times = table.routing.all_blocks(), counts.counts[name].long()
-        sums = torch.zeros(2, table.num_blocks + 1, dtype=torch.int64)
-        sums[0].index_add_(0, blocks, times)
-        sums[1].index_add_(0, blocks, (times > 0).long())
-        occurrences[name], seen_rows[name] = sums[:, :-1]
+        blocks, times = table.routing.all_blocks(), counts.counts[name]
+        for sums, weights in ((occurrences, times), (seen_rows, times > 0)):
+            of_blocks = torch.bincount(blocks, weights.double(), minlength=table.num_blocks + 1)
+            sums[name] = of_blocks[:-1].long()
     return RowBlocks(
         routings={name: table.routing for name, table in tables.items()},
         embedding_dims={name: table.embedding_dim for name, table in tables.items()},
@@ -356,8 +359,7 @@ class _State:
     """A model that stands in an artifact's axes, ready to be encoded table by table."""
 
     def __init__(self, measurement: Measured) -> None:
-        self._measurement = measurement
-        self._rows, self._ranks = _shards_of(measurement.model)
+        self._measurement, self._rows = measurement, _rows_of(measurement.model)
 
     def codes(self, table: TableScheme, old: TableScheme) -> tuple[ColumnCodes, Tensor, Tensor]:
         """The codes of a table; which blocks have new scales; what each block is predicted to
@@ -403,7 +405,7 @@ class _State:
             is_named[named] = True
         stored, parts = _BitFields(old, rows), list[BlockRows]()
         has_bytes = pad(row_strides(table.codes.bits) > 0, (0, 1))
-        is_writer = whole.copies == 1 or self._ranks.is_first
+        is_writer = whole.copies == 1 or whole.ranks.is_first
         for chunk in whole.chunks():
             ids = torch.arange(chunk.rows.start, chunk.rows.stop)
             blocks = table.routing.block_of(ids)
@@ -425,7 +427,7 @@ class _State:
             for s in blocks.unique().tolist():
                 here = blocks == s
                 parts.append((s, ids[here], pack_fields(fields[here], table.codes.bits[s])))
-        return [part for of_rank in self._ranks.gather(parts) for part in of_rank]
+        return [part for of_rank in whole.ranks.gather(parts) for part in of_rank]
 
     def _errors_of_codes(
         self, table: TableScheme, values: Tensor, blocks: Tensor, fields: Iterable[Tensor]
@@ -478,7 +480,7 @@ def _drift(
 ) -> dict[str, float]:
     """Table -> what a fresh allocation of the same bytes is predicted to save, over the loss."""
     model, counts = measurement.model, measurement.counts
-    blocks = blocks_from_counts(counts, table_configs(model), leave_alone=leave_alone)
+    blocks = blocks_from_counts(counts, _tables_of(model), leave_alone=leave_alone)
     worth = curvature(
         *(model, batches, blocks),
         loss=loss,

@@ -12,16 +12,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.allocation.axes import RotationGroup, WeightedProduct
 from dnis_torchrec.allocation.compress import measure_, packed_collections
-from dnis_torchrec.artifact.refresh import Refresh, delta_, whole_
+from dnis_torchrec.artifact.refresh import Refresh, changed_rows, delta_, whole_
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
+from dnis_torchrec.data.batches import for_lookup
+from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection, PackedTable
+from dnis_torchrec.training.shard import process_group, shard
+from tests import tiny
 
 ROWS, DIM, OLD = {"user": 3000, "item": 2000}, 8, 0.6
 """Tables, their D, and the share of rows that are born yesterday or earlier."""
@@ -342,3 +347,19 @@ def test_tables_of_another_model_are_refused() -> None:
             loss=LOSS,
             counts=counted(YESTERDAY),
         )
+
+
+def test_rows_that_training_has_read_come_from_torchrecs_tracker() -> None:
+    recipe = tiny.make_recipe()
+    assert changed_rows(recipe.model) is None
+    with process_group() as device:
+        model, _ = shard(TrainTask(recipe.model, recipe.task), recipe, device)
+        assert changed_rows(model) is None
+        model.init_torchrec_delta_tracker(DeltaTrackerConfig())
+        for batches in ([tiny.make_batch(16, 1), tiny.make_batch(16, 2)], [tiny.make_batch(16, 3)]):
+            for batch in batches:
+                model(for_lookup(batch))
+            result = changed_rows(model)
+            for name in tiny.ROWS:
+                ids = torch.cat([batch.sparse_features[name].values() for batch in batches])
+                assert result[name].equal(ids.unique())
