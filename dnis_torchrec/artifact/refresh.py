@@ -138,7 +138,7 @@ def delta_(
     *,
     loss: Loss | Task,
     counts: FrequencyCounts,
-    changed: Mapping[str, Tensor] | None = None,
+    rows_read: Mapping[str, Tensor] | None = None,
     held_out: Iterable[Batch] | None = None,
     leave_alone: Collection[str] = (),
 ) -> Refresh:
@@ -146,7 +146,7 @@ def delta_(
     longer fit, and rows born since.
 
     `rows` are the artifact's bit fields, `batches` the newest samples, `counts` those of all days.
-    `changed` names the rows that training has read since, by table; without it codes are compared.
+    `rows_read` names the rows that training has read since, by table; without it codes are compared.
     Gains that held-out samples teach move scales alone. Turns the model as `measure_` does, with
     its collectives; each rank encodes the rows that it holds.
     """
@@ -177,8 +177,9 @@ def delta_(
         new_rows, num_changed = {}, {}
         for name, table in learnt.items():
             turn = measurement.axes_change.turns.get(name)
-            named = None if changed is None or _moves(turn, turns.get(name)) else changed.get(name)
-            parts = state.encode(table, scheme.tables[name], rows[name], is_fitted[name], named)
+            has_ids = rows_read is not None and not _moves(turn, turns.get(name))
+            ids = rows_read.get(name) if rows_read is not None and has_ids else None
+            parts = state.encode(table, scheme.tables[name], rows[name], is_fitted[name], ids)
             new_rows[name], num_changed[name] = _with_parts(table, rows[name], parts)
             tables[name] = replace(table, turn=turn, row_gain=table.gain)
         with measurement.shifted(prediction):
@@ -254,10 +255,11 @@ def _turns_of(
         sample = sample_rows(counts.counts[name], table.routing, ROWS_TO_COMPARE)
         values, codes = _sampled(whole[name], sample).double(), table.codes
         fields = _BitFields(table, rows[name]).fields(sample.rows, sample.blocks)
-        served = _ungained(decode_rows(fields, sample.blocks, codes), sample.blocks, table.row_gain)
+        served_values = decode_rows(fields, sample.blocks, codes)
+        old_values = _ungained(served_values, sample.blocks, table.row_gain)
         for index, of_model in enumerate((values @ turn, values)):
-            kept = pad(table.retained, (0, 0, 0, 1))[sample.blocks]
-            squares = (of_model - served).square() * kept * sample.weights[:, None]
+            is_retained = pad(table.retained, (0, 0, 0, 1))[sample.blocks]
+            squares = (of_model - old_values).square() * is_retained * sample.weights[:, None]
             errors[index] += squares.sum() / values.square().sum().clamp(min=1e-30)
     stands_there = bool(errors[1] < errors[0])
     return {
@@ -319,9 +321,9 @@ def _with_newborn(table: TableScheme, counts: Tensor) -> TableScheme:
     )
     gain = None if table.row_gain is None else pad(table.row_gain, (0, 0, 0, 1), value=1.0)
     routing = RowRouting.from_map(blocks, last + 1)
-    uncoded = replace(table, bits=None, scale=None, shift=None, feedback=None, gain=None)
+    bare = replace(table, bits=None, scale=None, shift=None, feedback=None, gain=None)
     retained, num_retained = codes.bits > 0, 0
-    larger = replace(uncoded, routing=routing, retained=retained, num_retained=num_retained)
+    larger = replace(bare, routing=routing, retained=retained, num_retained=num_retained)
     return replace(larger.with_codes(codes), row_gain=gain)
 
 
@@ -396,30 +398,30 @@ class _State:
         old: TableScheme,
         rows: Tensor,
         is_fitted: Tensor,
-        named: Tensor | None,
+        ids_read: Tensor | None,
     ) -> list[BlockRows]:
         """Rows of a table whose codes are to be written, those of all ranks."""
-        whole, is_named = self._rows[table.name], None
-        if named is not None:
-            is_named = torch.zeros(table.num_embeddings, dtype=torch.bool)
-            is_named[named] = True
-        stored, parts = _BitFields(old, rows), list[BlockRows]()
+        whole, is_read = self._rows[table.name], None
+        if ids_read is not None:
+            is_read = torch.zeros(table.num_embeddings, dtype=torch.bool)
+            is_read[ids_read] = True
+        bit_fields, parts = _BitFields(old, rows), list[BlockRows]()
         has_bytes = pad(row_strides(table.codes.bits) > 0, (0, 1))
         is_writer = whole.copies == 1 or whole.ranks.is_first
         for chunk in whole.chunks():
             ids = torch.arange(chunk.rows.start, chunk.rows.stop)
             blocks = table.routing.block_of(ids)
             is_here = has_bytes[blocks]
-            if is_named is not None:
-                is_here &= is_named[ids] | pad(is_fitted, (0, 1))[blocks]
+            if is_read is not None:
+                is_here &= is_read[ids] | pad(is_fitted, (0, 1))[blocks]
             if not is_writer or not bool(is_here.any()):
                 continue
             ids, blocks, values = ids[is_here], blocks[is_here], chunk.values.cpu()[is_here].float()
             fields = encode_rows(values, blocks, table.codes, place=f"table {table.name!r}")
-            if is_named is None:
+            if is_read is None:
                 differs = is_fitted[blocks]
                 some = (~differs).nonzero().flatten()
-                old_fields = stored.fields(ids[some], blocks[some])
+                old_fields = bit_fields.fields(ids[some], blocks[some])
                 both = fields[some], old_fields
                 errors = self._errors_of_codes(table, values[some], blocks[some], both)
                 differs[some] = errors[1] > WORST_CODES * errors[0]
@@ -436,8 +438,9 @@ class _State:
         bends = self._measurement.curvature.couplings[table.name].cpu().diagonal(dim1=1, dim2=2)
         weights = bends / bends.sum(1, keepdim=True).clamp(min=1e-30) + 1 / bends.shape[1]
         weights = (weights * is_coded(table.codes.bits) + (table.codes.bits == FLOAT_BITS))[blocks]
-        served = (decode_rows(part, blocks, table.codes) for part in fields)
-        plain = (_ungained(part, blocks, table.gain) for part in served)
+        plain = [
+            _ungained(decode_rows(part, blocks, table.codes), blocks, table.gain) for part in fields
+        ]
         return [((part - values).double().square() * weights).sum(1) for part in plain]
 
 

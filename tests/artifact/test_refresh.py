@@ -211,7 +211,7 @@ def feedback_by_hand(values: np.ndarray, table, feedback: Tensor, block: int) ->
 def test_the_state_holds_new_codes_of_changed_rows_and_old_ones_of_all_others() -> None:
     of, model = base(), train_(copy.deepcopy(base().model), TODAY[:1])
     changed = {name: counted(TODAY[:1]).counts[name].nonzero().flatten() for name in ROWS}
-    result = refreshed(of, model, YESTERDAY, YESTERDAY, changed=changed)
+    result = refreshed(of, model, YESTERDAY, YESTERDAY, rows_read=changed)
     for name, table in result.scheme.tables.items():
         old = of.scheme.tables[name]
         assert table.num_blocks == old.num_blocks
@@ -262,7 +262,7 @@ def test_a_product_of_which_weights_have_learnt_predicts_as_its_model() -> None:
     model.weights.weight.data.mul_(torch.linspace(0.5, 2, DIM))
     with torch.no_grad():
         plain = torch.cat([model(batch.dense_features, batch.sparse_features) for batch in TODAY])
-    results = [refreshed(of, model, YESTERDAY, TODAY, changed=changed) for changed in (None, nothing)]
+    results = [refreshed(of, model, YESTERDAY, TODAY, rows_read=changed) for changed in (None, nothing)]
     for result in results:
         served = logits(result.scheme, result.rows, result.dense, is_weighed=True)
         assert float(torch.corrcoef(torch.stack([plain, served]))[0, 1]) > 0.9
@@ -274,7 +274,7 @@ def test_scales_that_no_longer_fit_move_and_no_others() -> None:
     table = of.scheme.tables["user"]
     in_block = table.routing.all_blocks() == 1
     model.tables.embedding_bags["user"].weight.data[in_block] *= 3
-    result = refreshed(of, model, YESTERDAY, changed={name: torch.zeros(0, dtype=torch.int64) for name in ROWS})
+    result = refreshed(of, model, YESTERDAY, rows_read={name: torch.zeros(0, dtype=torch.int64) for name in ROWS})
     moved = (result.scheme.tables["user"].scale != table.scale).any(1)
     assert moved.tolist() == [s == 1 for s in range(table.num_blocks)]
     assert result.num_changed["item"] == 0
