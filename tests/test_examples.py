@@ -45,7 +45,17 @@ from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.selection.shards import collections, table_configs
 from dnis_torchrec.serving import ServedEmbeddingCollection, load_operator
 from dnis_torchrec.training.evaluate import evaluate
-from examples import amazon_sequences, amazon_sports, criteo, criteo_stream, lastfm_tags, movielens, ncf, synthetic
+from examples import (
+    amazon_sequences,
+    amazon_sports,
+    criteo,
+    criteo_stream,
+    lastfm_tags,
+    movielens,
+    ncf,
+    streams,
+    synthetic,
+)
 from examples import anime as anime_recipes
 from examples.datasets import synthetic as planted
 from examples.datasets.amazon_sequences import SequenceBatches, load_sequences
@@ -408,6 +418,16 @@ def build(request: pytest.FixtureRequest, data: Path) -> Callable[..., Recipe]:
     name = request.param
     folder = None if name == "synthetic:demo" else data
     return lambda **arguments: RECIPES[name](folder, **arguments)
+
+
+@pytest.mark.parametrize("name", ["lastfm", "amazon"])
+def test_streams_give_all_samples_in_the_order_of_time(name: str, data: Path):
+    by_time = {"lastfm": lastfm_tags, "amazon": amazon_sports}[name].fm_by_time(data)
+    recipe = getattr(streams, name)(data)
+    assert recipe.is_stream
+    labels = torch.cat([batch.labels for part in splits_of(by_time)[2:] for batch in part])
+    assert torch.cat([batch.labels for batch in recipe.data])[-len(labels) :].equal(labels)
+    assert sum(len(batch.labels) for batch in recipe.data) == sum(part.rows.numel() for part in splits_of(by_time))
 
 
 def tables_of(model: nn.Module) -> EmbeddingBagCollection:

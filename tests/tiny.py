@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -525,3 +526,24 @@ class AllocatedPeak(TorchDispatchMode):
         self._holders[address] -= 1
         if not self._holders[address]:
             self._now -= size
+
+
+def batches_of_day(day: int, number: int = 30) -> Iterator[Batch]:
+    """A stream: a generator, which can be read once."""
+    return (make_batch(64, 1000 * day + index) for index in range(number))
+
+
+def stream(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """The recipe on the stream of a day, ``tests.tiny:stream``."""
+    return dataclasses.replace(demo(data, seed=seed, embedding_dim=embedding_dim), data=batches_of_day(0))
+
+
+def next_day(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """The same of the day after it, ``tests.tiny:next_day``."""
+    return dataclasses.replace(demo(data, seed=seed, embedding_dim=embedding_dim), data=batches_of_day(1))
+
+
+def two_days(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """The same of both, ``tests.tiny:two_days``."""
+    batches = itertools.chain(batches_of_day(0), batches_of_day(1))
+    return dataclasses.replace(demo(data, seed=seed, embedding_dim=embedding_dim), data=batches)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import get_unwrapped_module
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.allocation.axes import rotation_groups
 from dnis_torchrec.allocation.compress import measure_
@@ -26,7 +26,7 @@ from dnis_torchrec.artifact.package import write_package
 from dnis_torchrec.artifact.verify import Verification, verify
 from dnis_torchrec.artifact.write import shared_folder, write_artifact
 from dnis_torchrec.checks import check, versions
-from dnis_torchrec.cli.narrow_rows import CUT_AXES, ROWS, columns_within, in_rows, table_bytes
+from dnis_torchrec.cli.judge import Judge, Metrics
 from dnis_torchrec.cli.progress import progress
 from dnis_torchrec.cli.run import (
     COMPRESS_RUN,
@@ -51,19 +51,28 @@ from dnis_torchrec.cli.settings import (
     TrainCommand,
     is_table,
 )
+from dnis_torchrec.cli.streams import (
+    RECENT_NOTE,
+    STREAM_NOTE,
+    check_pass,
+    data_of_stream,
+    train_on_stream,
+)
 from dnis_torchrec.data.batches import LookupBatches
 from dnis_torchrec.data.files import conform
-from dnis_torchrec.data.frames import FrameEncoder, FrameSplits, recipe_from_frame
+from dnis_torchrec.data.frames import FrameEncoder, FrameSplits, FrameStream, recipe_from_frame
 from dnis_torchrec.data.over_ranks import (
+    JUDGE,
     JoinedBatches,
-    SeenSamples,
+    RankBatches,
     check_same,
     read_splits,
     samples_to_measure,
     split_over_ranks,
 )
 from dnis_torchrec.data.recipe import DataSplits, Recipe, build_recipe
-from dnis_torchrec.data.task import TrainTask, direction_of
+from dnis_torchrec.data.stream import FrequencyCounts
+from dnis_torchrec.data.task import TrainTask, check_batches, direction_of
 from dnis_torchrec.data.urls import put_file, url_of
 from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_size_of
 from dnis_torchrec.report.page import write_report
@@ -71,7 +80,6 @@ from dnis_torchrec.report.rows import (
     COMPRESS,
     SEARCH,
     UNCOMPRESSED,
-    ResultRow,
     Results,
     join_results,
     read_results,
@@ -91,112 +99,14 @@ from dnis_torchrec.search.settings import USUAL_EPOCHS, SearchSettings
 from dnis_torchrec.selection.shards import TableShard, collections, dense_parameters, table_configs
 from dnis_torchrec.selection.swap import replace_, unshard_
 from dnis_torchrec.training.checkpoint import CheckpointFolder, StoredTensor, check_shared
-from dnis_torchrec.training.evaluate import evaluate, primary_metric
+from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.loop import PLAIN, Phase, Plan, StreamPipeline, TrainLoop
+from dnis_torchrec.training.progressive import WINDOW_REPORTS
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.shard import launched_ranks, process_group, shard
 from dnis_torchrec.training.weights import check_state, fill_, spread_filled, weights_for_
 
-Metrics = Mapping[str, Mapping[str, float]]
-"""Split -> metric -> value."""
-
-
-SEEN, NEW = "seen", "new"
-BY_TIME = "Splits are by time: the loss of later samples may rise by twice what is predicted."
-
-
-@dataclass(frozen=True)
-class _Judge:
-    """Evaluates models on a recipe's data, and turns the metrics into rows of results."""
-
-    recipe: Recipe
-    data: DataSplits
-    device: torch.device
-    seed: int
-    counts: Mapping[str, Tensor]
-    tables: Sequence[EmbeddingBagConfig]
-    notes: list[str] = field(default_factory=list)
-
-    def evaluate(self, model: nn.Module) -> Metrics:
-        """Metrics on selection and test."""
-        module, loss = get_unwrapped_module(model), self.recipe.task
-        task = module if isinstance(module, TrainTask) else TrainTask(module, loss)
-        splits: dict[str, Any] = {"selection": self.data.selection, "test": self.data.test}
-        if self.data.is_by_time and world_size_of() == 1:
-            parts = {
-                name: SeenSamples(self.data.test, self.counts, self.tables, are_seen=name == SEEN)
-                for name in (SEEN, NEW)
-            }
-            if all(any(True for _ in part) for part in parts.values()):
-                splits |= parts
-        return {name: evaluate(task, part, loss, self.device) for name, part in splits.items()}
-
-    def row(
-        self,
-        method: str,
-        metrics: Metrics,
-        num_bytes: int,
-        compression: float = 1.0,
-        seconds: float = 0.0,
-        **more: Any,
-    ) -> ResultRow:
-        """The row of a model with these metrics."""
-        splits: Any = {"metrics": metrics["test"], "selection": metrics["selection"]}
-        numbers: Any = {"num_bytes": num_bytes, "compression": compression, "seconds": seconds}
-        if NEW in metrics and method in (UNCOMPRESSED, COMPRESS, SEARCH):
-            of_seen, of_new = (metrics[name]["loss"] for name in (SEEN, NEW))
-            size = f", {compression:.3g} times smaller" if compression > 1 else ""
-            self.notes.append(
-                f"{method}{size}: loss {of_seen:.4f} of test samples whose rows training has seen, "
-                f"{of_new:.4f} of the others."
-            )
-        return ResultRow(method=method, seed=self.seed, **splits, **numbers, **more)
-
-    def plain_rows(self, model: nn.Module, num_bytes: int) -> list[ResultRow]:
-        """Rows of a plain model: as it is, and on one process in few bits a value."""
-        alone = self.recipe.leave_alone
-        rows = [self.row(UNCOMPRESSED, self.evaluate(model), num_bytes)]
-        for name, bits in ROWS.items() if world_size_of() == 1 else ():
-            with in_rows(model, bits, leave_alone=alone):
-                metrics = self.evaluate(model)
-            narrow = table_bytes(table_configs(model), bits, leave_alone=alone)
-            rows.append(self.row(name, metrics, narrow, num_bytes / narrow))
-        return rows
-
-    def cut_rows(self, model: nn.Module, compressions: Sequence[float]) -> list[ResultRow]:
-        """Rows of the first columns of turned tables: of each size the better of int8 and int4."""
-        tables, alone, rows = table_configs(model), self.recipe.leave_alone, []
-        groups = rotation_groups(get_unwrapped_module(model), alone)
-        to_turn = {table for group in groups for table in group.tables}
-        if to_turn | set(alone) != {table.name for table in tables}:
-            return []  # first columns of a table that may not be turned say no more than its last
-        num_bytes = 4 * dense_parameters(model)
-        for size in compressions:
-            best: tuple[Metrics, int] | None = None
-            for bits in ROWS.values():
-                columns = columns_within(tables, bits, int(num_bytes / size), alone)
-                if columns:
-                    with in_rows(model, bits, columns, alone):
-                        metrics = self.evaluate(model)
-                    if best is None or metrics["selection"]["loss"] < best[0]["selection"]["loss"]:
-                        best = metrics, table_bytes(tables, bits, columns, alone)
-            if best is not None:
-                rows.append(self.row(CUT_AXES, *best, num_bytes / best[1]))
-        return rows
-
-    def results(self, rows: Sequence[ResultRow], head: Mapping[str, Any], **more: Any) -> Results:
-        """All that a report shows."""
-        metric, is_higher_better = primary_metric(self.recipe.task, self.recipe.data.test)
-        return Results(
-            recipe=head["recipe"],
-            rows=tuple(rows),
-            primary_metric=metric,
-            higher_is_better=is_higher_better,
-            notes=(*head["notes"], *[BY_TIME] * self.data.is_by_time, *self.notes),
-            commands=tuple(head["commands"]),
-            versions=head["versions"],
-            **more,
-        )
+USUAL_TRAIN_EPOCHS = 60
 
 
 # train
@@ -210,20 +120,33 @@ def run_train(settings: TrainCommand) -> Results:
             if settings.refit is not None:
                 past = RunFolder.open(settings.refit).read_head()
                 is_plain = past.get("kind") == TRAIN_RUN and not past.get("refit")
+                is_plain = is_plain and "stream" not in past
                 check(is_plain, "--refit", "a run of `dnis train`", str(settings.refit))
                 best, seed = int(past["best_epoch"]), int(past["seed"])
                 settings = replace(settings, epochs=best + 1, seed=seed)
+            if settings.source is not None:
+                _check_apart(settings.source, settings.out)
+                run = RunFolder.open(settings.source)
+                run.latest_checkpoint()
+                past = run.read_head()
             recipe, head = _recipe_and_head(settings, past)
             recipe = with_tables_apart(recipe)
-            if past:
+            check_pass(recipe, settings)
+            if settings.refit is not None:
                 both = JoinedBatches(recipe.data.train, recipe.data.validation)
                 recipe = replace(recipe, data=replace(recipe.data, train=both))
                 head["refit"] = True
-            configuration = {"epochs": settings.epochs, "embedding_l2": recipe.embedding_l2}
+            configuration: dict[str, Any] = {"embedding_l2": recipe.embedding_l2}
+            if settings.is_pass:
+                source = None if settings.source is None else str(settings.source)
+                configuration |= {"steps": settings.steps, "until": settings.until, "from": source}
+            else:
+                configuration["epochs"] = settings.epochs or USUAL_TRAIN_EPOCHS
             head |= {"kind": TRAIN_RUN, "configuration": configuration}
         with _run_folder(settings, head) as run:
             if on_rank_zero(run.status) != FINISHED:
-                _train(settings, recipe, head, run, device)
+                train = _train_on_stream if recipe.is_stream else _train
+                train(settings, recipe, head, run, device)
             return on_rank_zero(lambda: read_results(run.path / RESULTS))
 
 
@@ -244,7 +167,7 @@ def _train(
     if epoch is not None:
         train.epoch = epoch  # counting the steps is no epoch of training
     scheme, saving = uncompressed_scheme(recipe.model), Saving(resume=settings.resume)
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(head["seed"])
     begin = time.monotonic()
     task = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
     model, optimizer = shard(task, recipe, device)
@@ -252,7 +175,7 @@ def _train(
     with progress(recipe, run.drop_replaced, counts.num_samples) as events:
         model.train()
         patience = None if settings.refit else SearchSettings().patience
-        most = settings.epochs * steps
+        most = head["configuration"]["epochs"] * steps
         plan = Plan(Phase(name=PLAIN, steps=most, patience=patience))
         loop = TrainLoop(
             *(StreamPipeline(model, optimizer, device), stream, recipe, plan),
@@ -263,7 +186,7 @@ def _train(
         )
         loop.run()
     seconds = loop.seconds_before + time.monotonic() - begin
-    judge = _Judge(recipe, data, device, settings.seed, counts.counts, tables)
+    judge = Judge(recipe, data, device, head["seed"], counts.counts, tables)
     metrics = judge.evaluate(model)
     row = judge.row(UNCOMPRESSED, metrics, 4 * scheme.parameters, seconds=seconds)
     head = head | {
@@ -272,9 +195,44 @@ def _train(
         "metrics": metrics["test"],
     }
     module = get_unwrapped_module(model) if world_size_of() > 1 else unshard_(model)
-    results = judge.results([row], head, history=tuple(map(asdict, loop.history)))
+    results = judge.results([row], head, history=tuple(record.line() for record in loop.history))
     _finish(run, cast(TrainTask, module).model, scheme, head, results, recipe)
     on_rank_zero(CheckpointFolder(run.checkpoints).remove)
+
+
+def _train_on_stream(
+    settings: TrainCommand,
+    recipe: Recipe,
+    head: dict[str, Any],
+    run: RunFolder,
+    device: torch.device,
+) -> None:
+    """The one pass; leaves a finished run with the row of its last window."""
+    scheme, begin = uncompressed_scheme(recipe.model), time.monotonic()
+    model, loop, summary = train_on_stream(settings, recipe, head["seed"], run, device)
+    seconds = loop.seconds_before + time.monotonic() - begin
+    record, steps, counts = loop.history[-1], loop.history[-1].step, summary.counts
+    judge = Judge(recipe, recipe.data, device, head["seed"], counts.counts, ())
+    metrics = {"test": record.metrics, "selection": {}}
+    row = judge.row(UNCOMPRESSED, metrics, 4 * scheme.parameters, seconds=seconds)
+    judge.notes.append(STREAM_NOTE.format(min(steps, WINDOW_REPORTS * loop.steps_per_epoch)))
+    if steps < (settings.steps or 0):
+        judge.notes.append(f"The stream ended after {steps:,} of {settings.steps:,} steps.")
+    head = head | {
+        "best_epoch": 0,  # of one
+        "scheme": scheme.to_json(),
+        "metrics": record.metrics,
+        "stream": {
+            "steps": steps,
+            "samples": counts.num_samples,
+            "max_bag_lengths": counts.max_bag_lengths,
+        },
+    }
+    module = get_unwrapped_module(model) if world_size_of() > 1 else unshard_(model)
+    history = tuple(record.line() for record in loop.history)
+    results = judge.results([row], head, history=history, split="window")
+    on_rank_zero(lambda: run.save_stream(summary))
+    _finish(run, cast(TrainTask, module).model, scheme, head, results, recipe)
 
 
 # compress
@@ -289,11 +247,12 @@ def run_compress(settings: CompressCommand) -> Results:
         with together():
             recipe, weights, head = _trained_model(settings)
             recipe = with_tables_apart(recipe)
-        tables = table_configs(recipe.model)
-        data, counts, _ = read_splits(recipe, tables, ranks)
+        encoder, tables = encoder_of(recipe), table_configs(recipe.model)
+        recipe, data, counts, held_out = _data_to_compress(settings, recipe, head, ranks)
+        is_left = held_out is None
         num_bytes = 4 * dense_parameters(recipe.model)
         model = spread_filled(recipe.model, weights, device)
-        judge = _Judge(recipe, data, device, head["seed"], counts.counts, tables)
+        judge = Judge(recipe, data, device, head["seed"], counts.counts, tables, is_left=is_left)
         rows = judge.plain_rows(model, num_bytes)
         begin = time.monotonic()
         measurement = measure_(
@@ -301,7 +260,7 @@ def run_compress(settings: CompressCommand) -> Results:
             samples_to_measure(data.train),
             loss=recipe.task,
             counts=counts,
-            held_out=samples_to_measure(data.selection if head["refit"] else data.validation),
+            held_out=held_out,
             leave_alone=recipe.leave_alone,
         )
         if ranks.world_size == 1:
@@ -324,22 +283,42 @@ def run_compress(settings: CompressCommand) -> Results:
                         *(model, allocation.scheme, folder / name),
                         forms=(PACKED,),
                         run=run,
-                        encoder=encoder_of(recipe),
+                        encoder=encoder,
                     )
                     own_seconds = seconds + time.monotonic() - begin
                     metrics = _evaluate_served(judge, model, folder / name)
-                on_rank_zero(partial(_note_metrics, folder / name, metrics["test"]))
+                if not is_left:  # who verifies has other samples of a stream
+                    on_rank_zero(partial(_note_metrics, folder / name, metrics["test"]))
                 size = allocation.num_bytes, allocation.compression
                 row = judge.row(COMPRESS, metrics, *size, own_seconds, name=name)
                 increase = allocation.predicted_loss_increase
                 rows.append(replace(row, predicted_loss_increase=increase))
-            results = judge.results(rows, head)
+            results = judge.results(rows, head, split="recent" if is_left else "test")
             with together():
                 if ranks.is_first:
                     write_results(folder / RESULTS, results)
                     write_report(folder / "report.html", results)
                     RunFolder(folder).write_head(FINISHED, head | {"kind": COMPRESS_RUN})
     return results
+
+
+def _data_to_compress(
+    settings: CompressCommand, recipe: Recipe, head: dict[str, Any], ranks: Ranks
+) -> tuple[Recipe, DataSplits, FrequencyCounts, Iterable[Batch] | None]:
+    """The recipe with splits, this rank's, the counts, and samples for gains unless all were
+    trained on."""
+    if not recipe.is_stream:
+        data, counts, _ = read_splits(recipe, table_configs(recipe.model), ranks)
+        held_out = samples_to_measure(data.selection if head["refit"] else data.validation)
+        return recipe, data, counts, held_out
+    source, remedy = settings.source, "name what `dnis train --steps` wrote"
+    is_fit = source is not None and is_run(source)
+    check(is_fit, "--from", "a run, as Recipe.data is a stream", source, remedy)
+    run = RunFolder.open(cast(Path, source))
+    data, counts, number = data_of_stream(run, ranks)
+    head["notes"] = [RECENT_NOTE.format(number)]
+    head["stream"] = run.read_head()["stream"]
+    return replace(recipe, data=data), data, counts, None
 
 
 def _trained_model(
@@ -371,11 +350,12 @@ def _recipe_and_head(
         head["columns"] = columns
     head["commands"] = [*past.get("commands", []), shlex.join(["dnis", *sys.argv[1:]])]
     head |= {"notes": [], "versions": versions(), "refit": bool(past.get("refit"))}
-    return _recipe_of(settings, {**past, **head}), head
+    return _recipe_of(settings, {**past, **head}, settings.source), head
 
 
-def _recipe_of(settings: Any, record: Mapping[str, Any]) -> Recipe:
-    """The recipe or table of a command, with what a run or an artifact records of it."""
+def _recipe_of(settings: Any, record: Mapping[str, Any], folder: Path | None = None) -> Recipe:
+    """The recipe or table of a command, with what a run or an artifact records of it, and, of a
+    stream, with the encoder in its folder."""
     spec, columns = str(settings.recipe), record.get("columns")
     if not is_table(spec):
         seed, dim = record.get("seed", 0), record.get("embedding_dim")
@@ -385,11 +365,17 @@ def _recipe_of(settings: Any, record: Mapping[str, Any]) -> Recipe:
     conform(columns, TableColumns, "columns of the run")
     is_same = settings.columns in (None, columns)
     check(is_same, f"table {spec}", f"the columns of the run, {columns}", settings.columns)
-    identity = {"embedding_dim": record.get("embedding_dim"), "seed": record.get("seed", 0)}
-    return recipe_from_frame(spec, model="dlrm", **columns, **identity)
+    options: dict[str, Any] = {
+        "embedding_dim": record.get("embedding_dim"),
+        "seed": record.get("seed", 0),
+        "is_stream": "stream" in record or getattr(settings, "is_pass", False),
+    }
+    if options["is_stream"] and folder is not None and (file := folder / ENCODER).is_file():
+        options["encoder"] = FrameEncoder.from_bytes(file.read_bytes(), str(file))
+    return recipe_from_frame(spec, model="dlrm", **columns, **options)
 
 
-def _evaluate_served(judge: _Judge, model: nn.Module, artifact: Path) -> Metrics:
+def _evaluate_served(judge: Judge, model: nn.Module, artifact: Path) -> Metrics:
     """Metrics with the artifact's modules in the model, which gets its own back afterwards."""
     modules, plain = collections(model), get_unwrapped_module(model)
     with together():
@@ -426,11 +412,11 @@ def _search_begin(settings: SearchCommand) -> tuple[Recipe, int | None, dict[str
     source, past = settings.source, dict[str, Any]()
     if source is not None and is_run(source):
         past = RunFolder(source).read_head()
-        is_apart = source.resolve() != settings.out.resolve()
-        place, requirement = "--from", "another folder than --out"
-        check(is_apart, place, requirement, str(source), "choose another --out")
+        _check_apart(source, settings.out)
     check(not past.get("refit"), "--from", "a model that validation has not trained", "a refit")
     recipe, head = _recipe_and_head(settings, past)
+    remedy = "`dnis train --steps` trains on it, then `dnis compress`"
+    check(not recipe.is_stream, "Recipe.data", "splits to search on", "a stream", remedy)
     configuration = asdict(SearchSettings(epochs=settings.epochs))
     configuration |= {"compression": settings.compression, "embedding_l2": recipe.embedding_l2}
     epochs = None
@@ -534,12 +520,12 @@ def _search(
             settings=SearchSettings(epochs=settings.epochs),
             trained_epochs=trained_epochs,
             events=events,
-            saving=Saving(resume=settings.resume, checkpoint_every=settings.checkpoint_every),
+            saving=Saving(resume=settings.resume),
         )
         seconds = outcome.seconds_before + time.monotonic() - begin
     data = split_over_ranks(recipe.data, Ranks.everyone())
     rows_read = outcome.counts.counts, table_configs(outcome.model)
-    judge = _Judge(recipe, data, device, head["seed"], *rows_read)
+    judge = Judge(recipe, data, device, head["seed"], *rows_read)
     metrics, scheme = judge.evaluate(outcome.model), outcome.scheme
     size = scheme.served_bytes(PACKED), scheme.compression(PACKED)
     rows = [judge.row(SEARCH, metrics, *size, seconds)]
@@ -555,11 +541,11 @@ def _search(
         recipe = _recipe_of(settings, head)
         _begin_with_(recipe.model, settings.source or run)
         recipe = with_tables_apart(recipe)
-        plain = _Judge(recipe, recipe.data, device, head["seed"], *rows_read)
+        plain = Judge(recipe, recipe.data, device, head["seed"], *rows_read)
         model, num_bytes = recipe.model.to(device), 4 * dense_parameters(recipe.model)
         rows += plain.plain_rows(model, num_bytes)
-    more = {"history": tuple(map(asdict, outcome.history)), "blocks": _block_rows(outcome)}
-    results = judge.results(rows, head, **more)
+    history = tuple(record.line() for record in outcome.history)
+    results = judge.results(rows, head, history=history, blocks=_block_rows(outcome))
     _finish(run, outcome.model, scheme, head, results, recipe)
 
 
@@ -580,7 +566,8 @@ def _note_of_origin(recipe: Recipe, outcome: SearchOutcome) -> list[str]:
 
 def encoder_of(recipe: Recipe) -> FrameEncoder | None:
     """What turns raw rows into a recipe's batches, where it is made of a table."""
-    return recipe.data.encoder if isinstance(recipe.data, FrameSplits) else None
+    is_table = isinstance(recipe.data, FrameSplits | FrameStream)
+    return recipe.data.encoder if is_table else None
 
 
 def run_export(settings: ExportCommand) -> Path:
@@ -591,7 +578,8 @@ def run_export(settings: ExportCommand) -> Path:
             head, scheme = run.read_head(), run.scheme()
             tables, dense = run.tables_and_dense()
             names = ("recipe", "columns", "seed", "embedding_dim", "configuration", "versions")
-            record = {name: head[name] for name in (*names, "metrics") if name in head}
+            more = "stream" if "stream" in head else "metrics"  # of a stream none can be had again
+            record = {name: head[name] for name in (*names, more) if name in head}
             shards = {}
             for name, tensor in tables.items():
                 first, last = ranks.share(tensor.shape[0])
@@ -607,19 +595,19 @@ def run_export(settings: ExportCommand) -> Path:
 
 
 def run_evaluate(settings: EvaluateCommand) -> dict[str, Any]:
-    """Evaluates a finished run, or an artifact dropped into its model, on the test split."""
+    """Evaluates a finished run, or an artifact in its model, on the test split or a stream."""
     path, is_artifact = settings.path, (settings.path / MANIFEST).is_file()
     with process_group() as device:
         weights, ranks = None, Ranks.everyone()
         with together():
             if is_artifact:
                 head, scheme = read_manifest(path)["run"], read_scheme(path)
-                recipe = _recipe_of(settings, head)
+                recipe = _recipe_of(settings, head, path)
                 load_model(recipe.model, path)
             else:
                 run = RunFolder.open(path)
                 head, scheme, weights = run.read_head(), run.scheme(), run.weights()
-                recipe = _recipe_of(settings, head)
+                recipe = _recipe_of(settings, head, path)
                 check_state(recipe.model, weights, f"run folder {path}")
         model = recipe.model.to(device)
         if weights is not None:
@@ -642,7 +630,8 @@ def run_verify(settings: EvaluateCommand) -> Verification:
     with launched_ranks() as ranks:
         measure = None
         if settings.recipe is not None:
-            make = partial(_recipe_of, settings, read_manifest(settings.path)["run"])
+            run = read_manifest(settings.path)["run"]
+            make = partial(_recipe_of, settings, run, settings.path)
             measure = partial(served_metrics, settings.path, make, ranks)
         return verify(settings.path, measure=measure, ranks=ranks)
 
@@ -661,7 +650,12 @@ def served_metrics(
 def _test_metrics(
     recipe: Recipe, model: nn.Module, ranks: Ranks, device: torch.device
 ) -> dict[str, float]:
-    """Metrics on the test split, of which each rank has its samples."""
+    """Metrics on the test split, or on all of a stream; each rank has its samples."""
+    if recipe.is_stream:
+        batches = check_batches(recipe.data, recipe.task, "test")
+        if ranks.world_size > 1 and not getattr(recipe.data, "is_split_over_ranks", False):
+            batches = iter(RankBatches(batches, ranks, "test", JUDGE))
+        return evaluate(TrainTask(model, recipe.task), batches, recipe.task, device)
     data = split_over_ranks(recipe.data, ranks)
     metrics = evaluate(TrainTask(model, recipe.task), data.test, recipe.task, device)
     check_same(data, ranks)
@@ -670,9 +664,9 @@ def _test_metrics(
 
 def run_package(settings: PackageCommand) -> None:
     """Packages the model of an artifact."""
-    recipe = _recipe_of(settings, read_manifest(settings.artifact)["run"])
+    recipe = _recipe_of(settings, read_manifest(settings.artifact)["run"], settings.artifact)
     model = load_model(recipe.model, settings.artifact, form=PACKED)
-    batch = next(iter(recipe.data.test))
+    batch = next(iter(recipe.data if recipe.is_stream else recipe.data.test))
     notes = {"recipe": settings.recipe, "form": PACKED}
     write_package(model, batch, settings.out, notes=notes, overwrite=settings.overwrite)
 
@@ -706,3 +700,10 @@ def run_report(folders: Sequence[Path]) -> Results:
 def is_run(path: Path) -> bool:
     """Returns whether `dnis` wrote a folder as a run."""
     return (path / "run.json").is_file()
+
+
+def _check_apart(source: Path, out: Path) -> None:
+    """Checks that a run does not go on in the folder of the run that it begins with."""
+    place, requirement = "--from", "another folder than --out"
+    is_apart = source.resolve() != out.resolve()
+    check(is_apart, place, requirement, str(source), "choose another --out")

@@ -74,9 +74,43 @@ def progress(
     if rank_of() == 0:
         callbacks: tuple[Any, ...] = on_start, on_resume, on_phase, on_step, on_epoch
         events = replace(events, **{callback.__name__: callback for callback in callbacks})
-    with bar, stop:
+    with bar, _stopping(stop):
+        yield events
+
+
+@contextmanager
+def progress_of_pass() -> Iterator[SearchEvents]:
+    """Shows a pass over a stream, in steps; the run that it replaces goes when it is over."""
+    stop, loss_mean, is_first = StopRequest(), EMA(0.02), rank_of() == 0
+    disable = None if is_first else True
+    bar = tqdm(None, "one pass", unit=" steps", dynamic_ncols=True, disable=disable)
+
+    def on_phase(phase: Phase, done: int, steps_per_epoch: float) -> None:
+        bar.reset(total=None if phase.steps == math.inf else int(phase.steps))
+        bar.initial = bar.n = done
+
+    def on_step(loss: float, density: float) -> None:
+        bar.set_postfix_str(f"loss {loss_mean(loss):.4f}", refresh=False)
+        bar.update()
+
+    def on_epoch(record: EpochRecord) -> None:
+        metrics = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
+        line = f"step {record.step:,}: train loss {record.train_loss:.4f}, window {metrics}"
+        bar.write(visible(line), file=sys.stderr)
+
+    events = SearchEvents(should_stop=stop.is_requested)
+    if is_first:
+        events = replace(events, on_phase=on_phase, on_step=on_step, on_epoch=on_epoch)
+    with bar, _stopping(stop):
+        yield events
+
+
+@contextmanager
+def _stopping(stop: StopRequest) -> Iterator[None]:
+    """Signals stop the training inside after a step; its error then names the signal."""
+    with stop:
         try:
-            yield events
+            yield
         except SearchInterrupted as error:
             error.signal = stop.number
             raise

@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 from uuid import uuid4
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.allocation.axes import with_axes_
 from dnis_torchrec.checks import check, describe
@@ -28,6 +29,12 @@ from dnis_torchrec.data.files import (
     file_lock,
     read_json,
     unshare,
+)
+from dnis_torchrec.data.stream import (
+    FrequencyCounts,
+    StreamSummary,
+    batches_of_tensors,
+    batches_to_tensors,
 )
 from dnis_torchrec.data.urls import Address, fetch, path_in, put_file, remove_file
 from dnis_torchrec.ranks import rank_of, together
@@ -63,6 +70,14 @@ class TableColumns(TypedDict):
     time: str | None
 
 
+class StreamRecord(TypedDict):
+    """What run.json holds of a stream: steps of this run, and what counts of all days have."""
+
+    steps: NotNegative
+    samples: NotNegative
+    max_bag_lengths: dict[str, NotNegative]
+
+
 class _Head(TypedDict):
     """The fields of every run that later commands rely on."""
 
@@ -75,6 +90,7 @@ class _Head(TypedDict):
     configuration: NotRequired[dict[str, Any]]
     commands: NotRequired[list[str]]
     best_epoch: NotRequired[int]
+    stream: NotRequired[StreamRecord]
     scheme: NotRequired[dict[str, DescribedTable]]
     metrics: NotRequired[dict[str, float]]
 
@@ -201,6 +217,44 @@ class RunFolder:
                     put_file(self.path / "model.safetensors", partial(save_file, tensors))
         if ranks.world_size > 1:
             write_model(self._address, model, ranks)
+
+    def save_stream(self, summary: StreamSummary) -> None:
+        """Writes what a stream leaves beside its model."""
+        recent, form = batches_to_tensors(summary.recent)
+        files = {"counts": summary.counts.counts, "changed": summary.changed, "recent": recent}
+        for name, tensors in files.items():
+            metadata = {"form": form} if name == "recent" else None
+            write = partial(save_file, unshare(tensors), metadata=metadata)
+            put_file(self.path / f"{name}.safetensors", write)
+
+    def counts(self) -> FrequencyCounts:
+        """How often each row occurred in the stream, on all days."""
+        record = self._of_stream()
+        return FrequencyCounts(self._load("counts"), record["max_bag_lengths"], record["samples"])
+
+    def changed(self) -> dict[str, Tensor]:
+        """Table -> ids of the rows that this run has read, rising."""
+        self._of_stream()
+        return self._load("changed")
+
+    def recent(self) -> list[Batch]:
+        """The newest samples of the stream; a batch of another class needs its recipe loaded."""
+        self._of_stream()
+        tensors = self._load("recent")
+        with safe_open(self.path / "recent.safetensors", framework="pt") as file:
+            return batches_of_tensors(tensors, (file.metadata() or {}).get("form", ""))
+
+    def latest_checkpoint(self) -> Address:
+        """The checkpoint that a run of a stream ends with."""
+        self._of_stream()
+        latest = CheckpointFolder(self.checkpoints).latest()
+        check(latest is not None, self._place, "its last checkpoint", "none", _DAMAGED)
+        return cast(Address, latest)
+
+    def _of_stream(self) -> StreamRecord:
+        record, remedy = self.read_head().get("stream"), "name a run of `dnis train --steps`"
+        check(record is not None, self._place, "a run of a stream", "another", remedy)
+        return cast(StreamRecord, record)
 
     def _load(self, name: str) -> dict[str, Tensor]:
         file = self.path / f"{name}.safetensors"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +22,7 @@ from dnis_torchrec.search.settings import check_compression
 
 WRITTEN_BY_RANKS = ("checkpoints/*", "model/*")
 """Files of a run that every rank writes; rank 0 writes the others."""
+_CLOCK = r"(\d\d?):(\d\d)"
 FORM_NAMES = ("packed", "mixed_dimension")
 
 
@@ -89,7 +93,6 @@ FromOption = Annotated[
         **READ,
     ),
 ]
-EpochsOption = Annotated[int, typer.Option(min=1, help="Epochs at most of plain training.")]
 SeedOption = Annotated[
     int | None,
     typer.Option(min=0, help="Of weights, splits and batch order: 0, or that of --from."),
@@ -101,7 +104,7 @@ ResumeOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class TableOptions:
-    """Roles of columns where RECIPE is a table; a run and an artifact remember them."""
+    """Data of RECIPE, and the roles of columns where it is a table: a run remembers them."""
 
     label: Annotated[
         str | None,
@@ -120,6 +123,7 @@ class TableOptions:
         str | None,
         typer.Option(metavar="COLUMN", help="Test on the latest rows, not on random ones."),
     ] = None
+    data: DataOption = None
 
     @property
     def columns(self) -> dict[str, Any] | None:
@@ -130,8 +134,9 @@ class TableOptions:
             roles[role] = [] if text is None else [name.strip() for name in text.split(",")]
         return roles if any(roles.values()) else None
 
-    def check_table(self, recipe: str | None, data: Path | None, is_new: bool) -> None:
+    def check_table(self, recipe: str | None, is_new: bool) -> None:
         """Checks data, and that a table, and nothing else, has roles of its own or of a run."""
+        data = self.data
         remedy = "without --data the recipe says what it needs"
         check(data is None or data.is_dir(), f"--data {data}", "a folder", "none", remedy)
         if recipe is not None and is_table(recipe):
@@ -158,8 +163,22 @@ class TrainCommand(TableOptions):
 
     recipe: RecipeArgument
     out: OutOption
-    data: DataOption = None
-    epochs: EpochsOption = 60
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="RUN", help="A run of a stream: go on from its last step.", **READ
+        ),
+    ] = None
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Epochs at most of plain training, 60 by default.")
+    ] = None
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps at most of one pass over a stream.")
+    ] = None
+    until: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="When a stream's pass ends: 23:30, or a date and time."),
+    ] = None
     refit: Annotated[
         Path | None,
         typer.Option(
@@ -167,13 +186,42 @@ class TrainCommand(TableOptions):
             help="Train anew on train and validation, for as many epochs as were best in RUN.",
         ),
     ] = None
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, splits and batch order.")] = 0
+    seed: SeedOption = None
     resume: ResumeOption = False
     overwrite: OverwriteOption = False
 
     def __post_init__(self) -> None:
-        self.check_table(self.recipe, self.data, is_new=self.refit is None)
+        self.check_table(self.recipe, is_new=self.refit is None and self.source is None)
         check(not (self.resume and self.overwrite), "--resume", "no --overwrite", "both")
+        names = "--steps or --until"
+        remedy = f"a stream has no epochs: give {names} alone"
+        for name in ("epochs", "refit") if self.is_pass else ():
+            value = getattr(self, name)
+            check(value is None, f"--{name}", f"none beside {names}", value, remedy)
+        is_clear = self.is_pass or self.source is None
+        check(is_clear, "--from", f"{names} beside it", "neither", "say when the pass ends")
+        if self.deadline is not None and not self.resume:
+            check(self.deadline > time.time(), "--until", "a time to come", self.until)
+
+    @property
+    def is_pass(self) -> bool:
+        """Whether it is one pass over a stream."""
+        return self.steps is not None or self.until is not None
+
+    @cached_property
+    def deadline(self) -> float | None:
+        """When the pass ends, in seconds since 1970."""
+        if self.until is None:
+            return None
+        now, clock = datetime.now(), re.fullmatch(_CLOCK, self.until)
+        try:
+            if clock is None:
+                return datetime.fromisoformat(self.until).timestamp()
+            moment = now.replace(hour=int(clock[1]), minute=int(clock[2]), second=0, microsecond=0)
+        except ValueError as error:
+            requirement = "HH:MM, or a date and time as ISO 8601 has it"
+            raise ValueError(describe("--until", requirement, repr(self.until))) from error
+        return (moment if moment > now else moment + timedelta(days=1)).timestamp()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +231,6 @@ class CompressCommand(TableOptions):
     recipe: RecipeArgument
     out: OutOption
     source: FromOption = None
-    data: DataOption = None
     compression: Annotated[
         str | None, typer.Option(help=f"{COMPRESSION_HELP}; several with commas between them.")
     ] = None
@@ -195,7 +242,7 @@ class CompressCommand(TableOptions):
     overwrite: OverwriteOption = False
 
     def __post_init__(self) -> None:
-        self.check_table(self.recipe, self.data, is_new=self.source is None)
+        self.check_table(self.recipe, is_new=self.source is None)
         loss, sizes = self.max_loss, self.compressions
         is_clear, value = bool(sizes) != (loss is not None), "both" if sizes else "neither"
         remedy = "say --compression 8,20,40, for example"
@@ -232,18 +279,14 @@ class SearchCommand(TableOptions):
     recipe: RecipeArgument
     out: OutOption
     source: FromOption = None
-    data: DataOption = None
     compression: Annotated[float, typer.Option(help=f"{COMPRESSION_HELP}.")] = 20.0
-    epochs: EpochsOption = 60
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs at most of plain training.")] = 60
     seed: SeedOption = None
-    checkpoint_every: Annotated[
-        int, typer.Option(min=0, help="Steps between checkpoints, beside those after an epoch.")
-    ] = 0
     resume: ResumeOption = False
     overwrite: OverwriteOption = False
 
     def __post_init__(self) -> None:
-        self.check_table(self.recipe, self.data, is_new=self.source is None)
+        self.check_table(self.recipe, is_new=self.source is None)
         check_compression(self.compression, "--compression")
         check(not (self.resume and self.overwrite), "--resume", "no --overwrite", "both")
 
@@ -280,7 +323,6 @@ class EvaluateCommand(TableOptions):
         typer.Argument(metavar="RUN_OR_ARTIFACT", help="What `dnis` wrote, or its URL.", **READ),
     ]
     recipe: Annotated[str | None, RecipeOption] = None
-    data: DataOption = None
     verify: Annotated[
         bool,
         typer.Option(
@@ -293,7 +335,7 @@ class EvaluateCommand(TableOptions):
     ] = None
 
     def __post_init__(self) -> None:
-        self.check_table(self.recipe, self.data, is_new=False)
+        self.check_table(self.recipe, is_new=False)
         check(self.path.is_dir(), str(self.path), "a run or an artifact", "no such folder")
         is_clear = self.recipe is not None or self.verify
         check(is_clear, "--recipe", "the recipe of the model", "none", "name it")
@@ -315,11 +357,10 @@ class PackageCommand(TableOptions):
     ]
     out: OutOption
     recipe: Annotated[str, RecipeOption]
-    data: DataOption = None
     overwrite: OverwriteOption = False
 
     def __post_init__(self) -> None:
-        self.check_table(self.recipe, self.data, is_new=False)
+        self.check_table(self.recipe, is_new=False)
 
 
 def _check_seen_by_ranks(out: Path) -> None:

@@ -158,6 +158,17 @@ class InMemoryBatches:
         self.epoch += 1
         return (self._batch(rows) for rows in order.split(self._batch_size))
 
+    def in_order(self) -> InMemoryBatches:
+        """Batches of all samples of the data set, as they stand: a stream where that is by time."""
+        batches = copy.copy(self)
+        batches.rows, batches._shuffle = torch.arange(len(self._labels)), False
+        return batches
+
+    def rows_of_tables(self) -> dict[str, Tensor]:
+        """Feature -> the ids that all samples together look up."""
+        features = self._batch(self.rows).sparse_features
+        return {name: bag.values() for name, bag in features.to_dict().items()}
+
     def _batch(self, rows: Tensor) -> Batch:
         dense, labels = self._dense.index_select(0, rows), self._labels.index_select(0, rows)
         bags = [of_feature.select(rows) for of_feature in self._bags]

@@ -11,10 +11,11 @@ import re
 import string
 import sys
 import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias, TypedDict
 
@@ -27,6 +28,7 @@ import pyarrow.dataset as ds
 import torch
 from pandas.api import types
 from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -46,6 +48,7 @@ UNSEEN_ROW = 0  # the row of all ids that no training sample has, in every table
 SMALLEST_SPREAD = 1e-6  # of a feature's size: float32 cannot hold smaller differences
 MODELS = ("dlrm", "dlrm_dcn", "deepfm")
 EMBEDDING_DIM = 64
+STREAM_HEAD = 0.1  # of the rows of a stream: the first ones, of which dense features are scaled
 INIT_STD = 0.01  # standard deviation of the initial weights of tables
 DENSE_LAYERS, OVER_LAYERS = [128], [128, 64]  # in front of dense features, and behind the tables
 _FORMS = re.compile(r"\.(parquet|pq|csv(\.gz|\.bz2|\.zst|\.lz4)?)$")
@@ -83,10 +86,7 @@ def splits_of_frame(
     seed: int,
 ) -> FrameSplits:
     """See `DataSplits.from_frame`."""
-    for name, value in {"dense": dense, "ids": ids, "bags": bags}.items():
-        if isinstance(value, str):
-            raise TypeError(describe(name, "a list of columns", repr(value), f"give [{value!r}]"))
-    _check_names(label, list(dense), [*ids, *bags])
+    _check_names(label, dense, ids, bags)
     times = [] if time is None else [time]
     frame = frame_of(frame, [label, *dense, *ids, *bags, *times])
     labels, columns = _labels_of(frame[label]), _Columns(frame, dense, ids, bags)
@@ -95,24 +95,83 @@ def splits_of_frame(
         order = torch.from_numpy(order_in_time(frame[time]))
         parts = order.split([len(part) for part in parts])
     encoder = FrameEncoder.learn(columns, np.isin(np.arange(len(frame)), parts[0].numpy()))
-    dense_values, single, of_bags = encoder.tensors(columns)
+    batches = _batches_of(columns, labels, encoder, batch_size, seed)
     splits = {
-        name: InMemoryBatches(
-            dense_values,
-            single,
-            torch.from_numpy(labels.astype(np.float32)),
-            feature_names=list(ids),
-            multi_hot=dict(zip(bags, of_bags, strict=True)),
-            rows=rows,
-            batch_size=batch_size,
-            shuffle=name in ("train", "validation"),
-            seed=seed,
-        )
+        name: batches(rows=rows, shuffle=name in ("train", "validation"))
         for name, rows in zip(("train", "validation", "selection", "test"), parts, strict=True)
     }
-    rows = dict(zip(ids, single[parts[1]].unbind(1), strict=True))
-    rows |= {name: bag.select(parts[1]).values for name, bag in zip(bags, of_bags, strict=True)}
-    facts = _facts_of(columns, encoder, rows)
+    validation = splits["validation"], "validation"
+    is_binary, table = _describe(columns, encoder, *validation, labels, label, times)
+    return FrameSplits(
+        **splits, is_by_time=time is not None, encoder=encoder, is_binary=is_binary, columns=table
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FrameStream:
+    """All rows of a frame in the order of time, see `recipe_from_frame`."""
+
+    batches: InMemoryBatches
+    encoder: FrameEncoder
+    is_binary: bool
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+
+def stream_of_frame(
+    frame: Frame,
+    label: Hashable,
+    dense: Sequence[Hashable],
+    ids: Sequence[str],
+    bags: Sequence[str],
+    time: Hashable | None,
+    batch_size: int,
+    encoder: FrameEncoder | None,
+) -> FrameStream:
+    """A frame as a stream; an encoder of earlier days gives new ids row 0."""
+    check(time is not None, "time", "the column that orders a stream", "none", "name it")
+    _check_names(label, dense, ids, bags)
+    frame = frame_of(frame, [label, *dense, *ids, *bags, time])
+    frame = frame.iloc[order_in_time(frame[time])].reset_index(drop=True)
+    labels, columns = _labels_of(frame[label]), _Columns(frame, dense, ids, bags)
+    if encoder is None:
+        is_first = np.arange(len(frame)) < max(1, int(STREAM_HEAD * len(frame)))
+        encoder = FrameEncoder.learn(columns, is_first, is_stream=True)
+    names = set(encoder.scales), list(encoder.rows), list(encoder.bags)
+    is_same = names == (set(dense), [*ids, *bags], list(bags))
+    check(is_same, "encoder", "one of these columns", [*encoder.scales, *encoder.rows])
+    batches = _batches_of(columns, labels, encoder, batch_size, 0)(rows=None, shuffle=False)
+    is_binary, _ = _describe(columns, encoder, batches, "the stream", labels, label, [time])
+    return FrameStream(batches=batches, encoder=encoder, is_binary=is_binary)
+
+
+def _batches_of(
+    columns: _Columns, labels: np.ndarray, encoder: FrameEncoder, batch_size: int, seed: int
+) -> Callable[..., InMemoryBatches]:
+    """What makes batches of some rows."""
+    dense, single, of_bags = encoder.tensors(columns)
+    return partial(
+        InMemoryBatches,
+        *(dense, single, torch.from_numpy(labels.astype(np.float32))),
+        feature_names=list(columns.single),
+        multi_hot=dict(zip(columns.bags, of_bags, strict=True)),
+        batch_size=batch_size,
+        seed=seed,
+    )
+
+
+def _describe(
+    columns: _Columns,
+    encoder: FrameEncoder,
+    batches: InMemoryBatches,
+    place: str,
+    labels: np.ndarray,
+    label: Hashable,
+    times: Sequence[Hashable],
+) -> tuple[bool, pd.DataFrame]:
+    """Whether labels are those of clicks, and what became of each column, which is printed, too."""
+    facts = _facts_of(columns, encoder, batches.rows_of_tables())
     facts |= {str(name): ("time", "", 0.0, "", "") for name in times if str(name) not in facts}
     values, note = np.unique(labels), "BCEWithLogitsLoss: all labels are 0 or 1"
     is_binary = bool(np.isin(values, (0, 1)).all())
@@ -122,16 +181,14 @@ def splits_of_frame(
         if len(values) == 2:
             warn(f"label column {label!r}: two values, {span}: map them to 0 and 1 if classes")
     facts[str(label)] = ("label", "", 0.0, "", note)
-    names = ["kind", "rows", "missing", "unseen in validation", "note"]
+    names = ["kind", "rows", "missing", f"unseen in {place}", "note"]
     table = pd.DataFrame.from_dict(facts, orient="index", columns=names)
     if rank_of() == 0:
-        text = f"{len(frame)} samples\n{table.to_string()}"
+        text = f"{columns.num_rows} samples\n{table.to_string()}"
         logger.info(text)
         if not logger.isEnabledFor(logging.INFO):
             sys.stderr.write(visible(f"{text}\n"))
-    return FrameSplits(
-        **splits, is_by_time=time is not None, encoder=encoder, is_binary=is_binary, columns=table
-    )
+    return is_binary, table
 
 
 def _facts_of(
@@ -180,11 +237,12 @@ class FrameEncoder:
     embedding_dim: int | None = None
 
     @classmethod
-    def learn(cls, columns: _Columns, is_train: np.ndarray) -> Self:
-        """Learns scales and rows of training samples."""
+    def learn(cls, columns: _Columns, is_train: np.ndarray, *, is_stream: bool = False) -> Self:
+        """Learns scales and rows of training samples; of a stream rows of all, as they come."""
         scales = {name: _scale_of(name, of[is_train]) for name, of in columns.dense.items()}
         features = columns.single | columns.bags
-        rows = {name: _rows_of(ids, is_train) for name, ids in features.items()}
+        of = None if is_stream else is_train
+        rows = {name: _rows_of(ids, of) for name, ids in features.items()}
         return cls(scales, rows, tuple(columns.bags))
 
     @property
@@ -303,16 +361,24 @@ def _scale_of(name: Hashable, values: np.ndarray) -> tuple[float, float]:
     return mean, 1.0
 
 
-def _rows_of(ids: Ids, is_train: np.ndarray) -> dict[str | None, int]:
-    """Text of an id -> its row, the most frequent one's first; missing ids have one, too."""
+def _rows_of(ids: Ids, is_train: np.ndarray | None) -> dict[str | None, int]:
+    """Text of an id -> its row, the most frequent one's first, or of a stream the first one's;
+    missing ids have one, too."""
     texts = (None, *ids.texts)
+    if is_train is None:
+        codes = pd.unique(ids.codes)
+        return {texts[code + 1]: row for row, code in enumerate(codes, UNSEEN_ROW + 1)}
     codes = ids.codes[np.repeat(is_train, ids.lengths)]
     counts = np.bincount(codes + 1, minlength=len(texts))
     order = np.argsort(-counts, kind="stable")
     return {texts[code]: row for row, code in enumerate(order[counts[order] > 0], UNSEEN_ROW + 1)}
 
 
-def _check_names(label: Hashable, dense: list[Any], features: list[Any]) -> None:
+def _check_names(label: Hashable, *roles: Sequence[Any]) -> None:
+    for name, value in zip(("dense", "ids", "bags"), roles, strict=True):
+        if isinstance(value, str):
+            raise TypeError(describe(name, "a list of columns", repr(value), f"give [{value!r}]"))
+    dense, features = [*roles[0]], [*roles[1], *roles[2]]
     check(bool(features), "from_frame", "at least one column in ids or bags", "none")
     for name in features:
         is_fit = isinstance(name, str) and name != "" and "." not in name
@@ -593,6 +659,8 @@ def recipe_from_frame(
     embedding_dim: int | None = None,
     batch_size: int = 1024,
     seed: int = 0,
+    is_stream: bool = False,
+    encoder: FrameEncoder | None = None,
 ) -> Recipe:
     """Makes a recipe of a data frame, with one of TorchRec's models as it is.
 
@@ -613,9 +681,14 @@ def recipe_from_frame(
         embedding_dim: columns of every table; 64 if None.
         batch_size: samples in a batch of every split.
         seed: of the split, the order of the batches and the initial weights.
+        is_stream: all rows are one stream in the order of `time`, and nothing is split. Ids have
+            rows in the order in which they first occur, up to the last one. Dense features are
+            scaled by the first tenth of the rows alone. No label is read for either.
+        encoder: of a stream: that of the days before, ``recipe.data.encoder``. The tables are as
+            large as then, and ids that it has not share row 0.
 
     Returns:
-        The recipe; its data are `FrameSplits`.
+        The recipe; its data are `FrameSplits`, or a stream.
 
     Raises:
         ValueError: as `DataSplits.from_frame`; also for an unknown model, or an `embedding_dim`
@@ -635,7 +708,12 @@ def recipe_from_frame(
     dim = EMBEDDING_DIM if embedding_dim is None else embedding_dim
     check(dim >= 1, "embedding_dim", "an integer >= 1", dim)
     columns: Any = {"label": label, "dense": dense, "ids": ids, "bags": bags, "time": time}
-    data = DataSplits.from_frame(frame, **columns, batch_size=batch_size, seed=seed)
+    columns |= {"batch_size": batch_size}
+    data: FrameSplits | FrameStream
+    if is_stream:
+        data = stream_of_frame(frame, **columns, encoder=encoder)
+    else:
+        data = DataSplits.from_frame(frame, **columns, seed=seed)
     encoder = replace(data.encoder, model=model, embedding_dim=dim)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -123,7 +123,7 @@ class RankBatches(CutBatches):
             check_not_empty(batch, place)
             if self.fingerprint is None:
                 numbers = np.arange(size, dtype=np.uint64) + np.uint64(index << 32)
-                total = (total + int(mix(_samples(batch) + numbers).sum())) % FINGERPRINTS
+                total = (total + int(mix(fingerprints_of(batch) + numbers).sum())) % FINGERPRINTS
             requirement = f"at least one sample for each of {world_size} ranks"
             check(size >= world_size or use != JUDGE, place, requirement, size)
             number = size // world_size * world_size if use == LEARN else size
@@ -175,7 +175,7 @@ class SplitSummary:
 
     def add(self, batch: Batch) -> None:
         """One more batch has been read; neither order nor the cut of batches changes the number."""
-        samples = _samples(batch)
+        samples = fingerprints_of(batch)
         self.fingerprint = (self.fingerprint + int(samples.sum())) % FINGERPRINTS
         self.sizes.append(len(samples))
 
@@ -184,6 +184,8 @@ def read_splits(
     recipe: Recipe, tables: Sequence[EmbeddingBagConfig], ranks: Ranks
 ) -> tuple[DataSplits, FrequencyCounts, dict[str, int]]:
     """Reads all splits once: this rank's data, the counts, and a fingerprint of every split."""
+    remedy = "`dnis train --steps` trains on a stream, `dnis compress` takes what it leaves"
+    check(not recipe.is_stream, "Recipe.data", "DataSplits", "a stream", remedy)
     data = split_over_ranks(recipe.data, ranks)
     summaries = {name: SplitSummary() for name in SPLITS}
     counts = count_training_data(
@@ -275,7 +277,7 @@ def _check_steps(data: DataSplits, summaries: Mapping[str, SplitSummary], ranks:
             check(not uneven, place, "as many samples on every rank", "other numbers")
 
 
-def _samples(batch: Batch) -> np.ndarray:
+def fingerprints_of(batch: Batch) -> np.ndarray:
     """Labels and bags of each sample mixed into one number, ``(B,)`` uint64."""
     features, zero = features_of(batch), np.zeros(1, np.uint64)
     factors = np.array([2 * zlib.crc32(key.encode()) + 1 for key in features.keys()], np.uint64)  # noqa: SIM118

@@ -133,7 +133,11 @@ class Recipe:
         model: a plain TorchRec model, called as ``model(dense_features=..., sparse_features=...)``
             and returning one prediction (a logit for a binary loss) per sample, as torchrec's DLRM
             does; or as the task calls it.
-        data: the four splits: train, validation, selection and test.
+        data: the four splits: train, validation, selection and test. Or a stream: any other
+            iterable of Batches, an iterator or a DataLoader, that is read once, in the order of
+            time. Where it has ``state_dict`` and ``load_state_dict``, as torchdata's
+            StatefulDataLoader, of plain values and tensors, a run that was stopped goes on from
+            them; else it skips what it had read.
         loss: ``nn.MSELoss()`` or ``nn.BCEWithLogitsLoss()``, called with (predictions, labels),
             both ``(B,)``; or a `Task`, for several outputs, labels or losses, or weights of
             samples: how a batch becomes a loss, and what the model is judged by.
@@ -152,7 +156,7 @@ class Recipe:
     """
 
     model: nn.Module
-    data: DataSplits
+    data: Any  # DataSplits or Iterable[Batch]
     loss: nn.Module
     stop_on: str = LOSS
     table_optimizer: str = "adam"
@@ -163,6 +167,9 @@ class Recipe:
     leave_alone: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        kind = type(self.data).__name__
+        is_iterable = not self.is_stream or isinstance(self.data, Iterable)
+        check(is_iterable, "Recipe.data", "DataSplits or an iterable of batches", kind)
         if not isinstance(self.loss, Task):  # of other losses nobody knows the kind of predictions
             is_fit = isinstance(self.loss, nn.MSELoss | nn.BCEWithLogitsLoss)
             requirement, kind = (
@@ -182,6 +189,11 @@ class Recipe:
             check(0 < rate < math.inf, f"Recipe.{name}", "a finite number above 0", rate)
         check_l2(self.embedding_l2)
         check_left_alone(self.leave_alone, table_names(self.model), "Recipe.leave_alone")
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the data are a stream."""
+        return not isinstance(self.data, DataSplits)
 
     @property
     def task(self) -> Task:

@@ -373,16 +373,21 @@ def check_candidates(queries: Tensor, k: int = max(RANKING_KS), place: str = "ra
 
 def check_batches(batches: Iterable[Batch], task: nn.Module, name: str) -> Iterator[Batch]:
     """The batches of a split, each after a check of its labels, dense features and weights."""
-    task = task_of(task)
+    has_metrics = name in ("selection", "test")
     for index, batch in enumerate(batches):
-        place = f"{name} batch {index}"
-        check_batch(batch, place)
-        if isinstance(task, LossTask):
-            check_labels(batch.labels, task.criterion, place)
-            is_binary = isinstance(task.criterion, nn.BCEWithLogitsLoss)
-            if name in ("selection", "test") and (is_binary or isinstance(batch, RankingBatch)):
-                check_classes(batch.labels, place)
+        check_samples(batch, task, f"{name} batch {index}", has_metrics=has_metrics)
         yield batch
+
+
+def check_samples(batch: Batch, task: nn.Module, place: str, *, has_metrics: bool) -> None:
+    """Checks labels, dense features and weights of a batch; metrics of clicks need classes."""
+    task = task_of(task)
+    check_batch(batch, place)
+    if isinstance(task, LossTask):
+        check_labels(batch.labels, task.criterion, place)
+        is_binary = isinstance(task.criterion, nn.BCEWithLogitsLoss)
+        if has_metrics and (is_binary or isinstance(batch, RankingBatch)):
+            check_classes(batch.labels, place)
 
 
 def check_outputs(outputs: object, place: str) -> None:
@@ -397,16 +402,18 @@ def check_predictions(task: Task, batch: Batch, outputs: Any, place: str) -> dic
     predictions, kinds = task.predictions(batch, outputs), task.kinds_of(batch)
     where, requirement = f"{place}, task {type(task).__name__}", f"the predictions {list(kinds)}"
     check(set(predictions) == set(kinds), where, requirement, list(predictions))
+    number = len(batch.labels)
     return {
-        name: _check_prediction(
-            predictions[name], kind, batch, f"{place}, prediction {name!r}" if name else place
+        name: check_prediction(
+            predictions[name], kind, number, f"{place}, prediction {name!r}" if name else place
         )
         for name, kind in kinds.items()
     }
 
 
-def _check_prediction(predictions: Predictions, kind: str, batch: Batch, place: str) -> Predictions:
-    number, parts = len(batch.labels), dict(vars(predictions))
+def check_prediction(predictions: Predictions, kind: str, number: int, place: str) -> Predictions:
+    """Predictions of a name for so many samples, ``(B,)``, checked."""
+    parts = dict(vars(predictions))
     for name, part in parts.items():
         if part is not None or name in ("values", "labels") or (name, kind) == ("queries", RANKING):
             shape = tuple(part.shape) if isinstance(part, Tensor) else "none"

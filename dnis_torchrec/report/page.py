@@ -77,9 +77,9 @@ def render_report(results: Results) -> str:
 
 
 CAPTIONS = {
-    "quality": "The test metric of every model against how much smaller its tables are.",
+    "quality": "The metric of every model against how much smaller its tables are.",
     "loss": "How much the loss rises: predicted before anything was rounded, and measured on test.",
-    "history": "Losses by epoch; a dotted line begins each phase.",
+    "history": "Losses by epoch or step; a dotted line begins each phase.",
     "bits": "Bits of a value of every block against how often a row of it occurs in training.",
 }
 """What stands below each chart, in the order of the page."""
@@ -90,7 +90,7 @@ def draw_charts(results: Results) -> dict[str, go.Figure]:
     frame = rows_frame(results.rows, results.primary_metric)
     sizes = frame[frame["method"] == COMPRESS].dropna(subset=["predicted", "loss_increase"])
     charts = {
-        "quality": lambda: quality(frame, results.primary_metric, results.higher_is_better),
+        "quality": lambda: quality(frame, results),
         "loss": lambda: loss_increase(sizes),
         "history": lambda: history(results.history),
         "bits": lambda: bits(pd.DataFrame(list(results.blocks))),
@@ -104,14 +104,14 @@ def draw_charts(results: Results) -> dict[str, go.Figure]:
     return {name: charts[name]() for name in CAPTIONS if shows[name]}
 
 
-def quality(frame: pd.DataFrame, metric: str, higher_is_better: bool) -> go.Figure:
+def quality(frame: pd.DataFrame, results: Results) -> go.Figure:
     """A metric over the compression, a line a method; bars are standard deviations over seeds."""
-    figure = go.Figure()
+    figure, metric = go.Figure(), results.primary_metric
     for index, (method, rows) in enumerate(frame.dropna(subset=["metric"]).groupby("method")):
         style = METHOD_STYLES.get(str(method), _style(index))
         facts = [
             [
-                f"test {metric} {format_metric(row.metric)}",
+                f"{results.split} {metric} {format_metric(row.metric)}",
                 f"{format_count(row.compression)}{TIMES} smaller",
                 f"{format_megabytes(row.num_bytes)} served",
             ]
@@ -123,8 +123,8 @@ def quality(frame: pd.DataFrame, metric: str, higher_is_better: bool) -> go.Figu
         if method == UNCOMPRESSED:
             width = {"color": style[0], "width": 1, "dash": "dot"}
             figure.add_hline(rows["metric"].iloc[0], line=width)
-    better = "higher" if higher_is_better else "lower"
-    _frame(figure, f"test {plain(metric)} ({better} is better)", height=420)
+    better = "higher" if results.higher_is_better else "lower"
+    _frame(figure, f"{results.split} {plain(metric)} ({better} is better)", height=420)
     return figure.update_xaxes(_compression_axis(frame["compression"]))
 
 
@@ -143,17 +143,19 @@ def loss_increase(frame: pd.DataFrame) -> go.Figure:
 
 
 def history(epochs: Sequence[Mapping[str, Any]]) -> go.Figure:
-    """Training and selection loss over the epochs, phase by phase."""
+    """Losses over the epochs, or over the steps of a stream, phase by phase."""
     frame = pd.DataFrame(list(epochs))
-    x = frame.get("epoch", frame.index)
+    unit = "step" if "epoch" not in frame and "step" in frame else "epoch"
+    x = frame.get(unit, frame.index)
     figure = go.Figure()
     for name, column, style in (
         ("training loss", "train_loss", (GREY, "square")),
         ("selection loss", "selection_loss", (BLUE, "circle")),
+        ("window loss", "loss", (BLUE, "circle")),
     ):
         if column in frame:
             facts = [
-                [f"{v:.5g} after epoch {at:g}"] for v, at in zip(frame[column], x, strict=True)
+                [f"{v:.5g} after {unit} {at:g}"] for v, at in zip(frame[column], x, strict=True)
             ]
             figure.add_trace(line(name, x, frame[column], style, facts))
     _frame(figure, "loss", height=360)
@@ -168,7 +170,9 @@ def history(epochs: Sequence[Mapping[str, Any]]) -> go.Figure:
                 "yanchor": "top",
             }
             figure.add_annotation(note, x=at - 0.5, y=1, yref="paper")
-    ticks = {"title": {"text": "epoch"}, "dtick": max(1, len(frame) // 10)}
+    ticks: dict[str, Any] = {"title": {"text": unit}}
+    if unit == "epoch":
+        ticks["dtick"] = max(1, len(frame) // 10)
     return figure.update_xaxes(showgrid=False, zeroline=False, **ticks)
 
 
@@ -279,7 +283,7 @@ def _numbers(results: Results) -> list[tuple[str, str, str]]:
     better = f"{'higher' if results.higher_is_better else 'lower'} is better"
     return [
         ("Compression", f"{format_count(row['compression'])}{TIMES}", size),
-        (f"Test {metric}", format_metric(row["metric"]), better),
+        (f"{results.split.capitalize()} {metric}", format_metric(row["metric"]), better),
         ("Seeds", f"{row['seeds']:.0f}", "another seed may change the last digits"),
     ]
 

@@ -51,17 +51,20 @@ class Results:
     notes: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
+    split: str = "test"
+    """What metrics are those of: of a stream "window", or "recent" samples."""
 
     @property
     def headline(self) -> str:
         """The smallest model in one sentence, beside the uncompressed one where there is one."""
         frame = rows_frame(self.rows, self.primary_metric)
+        metric = f"{self.split} {self.primary_metric}"
         methods = [name for name in (SEARCH, COMPRESS) if name in set(frame["method"])]
         if not methods:
             value = frame["metric"].iloc[0]
-            return f"{frame['method'].iloc[0]}: test {self.primary_metric} {format_metric(value)}."
+            return f"{frame['method'].iloc[0]}: {metric} {format_metric(value)}."
         best = frame[frame["method"] == methods[0]].iloc[-1]
-        text = f"{format_count(best['compression'])} times smaller: test {self.primary_metric} "
+        text = f"{format_count(best['compression'])} times smaller: {metric} "
         text += format_metric(best["metric"])
         plain = frame[frame["method"] == UNCOMPRESSED]["metric"]
         if len(plain):
@@ -92,6 +95,7 @@ class _StoredResults(TypedDict):
     notes: NotRequired[list[str]]
     commands: NotRequired[list[str]]
     versions: NotRequired[dict[str, str]]
+    split: NotRequired[str]
 
 
 def write_results(path: Path, results: Results) -> Path:
@@ -156,7 +160,7 @@ def rows_frame(rows: Iterable[ResultRow], metric: str) -> pd.DataFrame:
 def table_lines(results: Results) -> list[list[str]]:
     """Headings, then a line for each row of `rows_frame`, as text."""
     metric = results.primary_metric
-    headings = ["model", "compression", "bytes", f"test {metric}", f"selection {metric}"]
+    headings = ["model", "compression", "bytes", f"{results.split} {metric}", f"selection {metric}"]
     lines = [[*headings, "loss increase", "predicted", "seeds", "time"]]
     for row in rows_frame(results.rows, metric).to_dict("records"):
         spread = (

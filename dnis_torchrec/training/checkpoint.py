@@ -522,6 +522,11 @@ class CheckpointFolder:
         for other in set(files) - {*sorted(files)[-self._keep_last :], *keep}:
             self._remove(other, files[other])
 
+    def keep_latest(self) -> None:
+        """Removes all checkpoints but the last one."""
+        for step in self.steps()[:-1]:
+            self._remove(step, self._files()[step])
+
     def remove(self) -> None:
         """Removes all checkpoints."""
         for step, names in self._files().items():
@@ -662,6 +667,14 @@ def read_checkpoint(
                 parts[key].copy_to_(chunk.tensor, chunk.offset)
     finish_load_(model, tensors)
     return manifest.values
+
+
+def tensors_under(path: Address, prefix: str) -> dict[str, Tensor]:
+    """The tensors of a checkpoint whose keys begin so, whole, by the rest of their keys. Local."""
+    parts = Manifest.read(path).stored(path, cache(lambda name: fetch(path_in(path, name))))
+    keys = (key for key in parts if key.startswith(prefix))
+    # A copy: they outlive the file that they are mapped from.
+    return {key.removeprefix(prefix): parts[key].whole().clone() for key in keys}
 
 
 def warm_up_(model: nn.Module, optimizer: Any, batch: Any, past_steps: int) -> None:

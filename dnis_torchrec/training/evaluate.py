@@ -27,6 +27,7 @@ from dnis_torchrec.data.task import (
     RANKING_KS,
     REGRESSION,
     Outputs,
+    Predictions,
     Task,
     check_candidates,
     check_predictions,
@@ -41,7 +42,7 @@ from dnis_torchrec.training.pipeline import REMEDY, NonFiniteError
 _PLACE = "evaluation split"
 
 
-def _outputs(
+def predict(
     model: nn.Module, batches: Iterable[Batch], device: torch.device
 ) -> Iterator[tuple[Batch, Tensor, Tensor, Outputs]]:
     """(batch, loss, loss of the data alone, outputs) of a model in evaluation mode."""
@@ -62,31 +63,48 @@ def evaluate(
 ) -> dict[str, float]:
     """Metrics of a model on a split, over all ranks."""
     read_by_name_(model, refuse_weights=None)
-    task = task_of(task)
-    mean_loss = MeanMetric(nan_strategy=math.inf).to(device)  # by itself it would leave NaN out
-    kinds: Mapping[str, str] = {}
-    metrics_of: dict[str, Metric] = {}
-    num_samples = 0
-    for batch, _, value, outputs in _outputs(model, batches, device):
-        if not metrics_of:
-            kinds = task.kinds_of(batch)
-            metrics_of = {name: _METRIC_OF[kind]().to(device) for name, kind in kinds.items()}
-        num_samples += len(batch.labels)
-        if len(batch.labels):  # the mean of none is NaN
-            mean_loss.update(value, weight=len(batch.labels))
-        for name, predictions in check_predictions(task, batch, outputs, _PLACE).items():
-            values, labels, weights = predictions.values, predictions.labels, predictions.weights
-            is_ranking = kinds[name] == RANKING
-            metrics_of[name].update(values, labels, predictions.queries if is_ranking else weights)
-    check(num_samples > 0, _PLACE, "at least one sample", "none", "check the data splits")
-    total = {LOSS: float(mean_loss.compute())}
-    if not math.isfinite(total[LOSS]):
-        raise NonFiniteError(describe(_PLACE, "finite predictions", "nan or inf", REMEDY))
-    for name, of_name in metrics_of.items():
-        all_values = {metric: float(value) for metric, value in of_name.compute().items()}
-        finite = {metric: value for metric, value in all_values.items() if not math.isnan(value)}
-        total |= {metric_name(name, metric): value for metric, value in finite.items()}
-    return total
+    task, metrics = task_of(task), None
+    for batch, _, value, outputs in predict(model, batches, device):
+        if metrics is None:
+            metrics = SampleMetrics(task.kinds_of(batch), device, _PLACE)
+        predictions = check_predictions(task, batch, outputs, _PLACE)
+        metrics.update(value, len(batch.labels), predictions)
+    metrics = SampleMetrics({}, device, _PLACE) if metrics is None else metrics
+    return metrics.compute()
+
+
+class SampleMetrics:
+    """The loss of some samples and the metrics of their predictions, over all ranks."""
+
+    def __init__(self, kinds: Mapping[str, str], device: torch.device, place: str) -> None:
+        self._kinds, self._place, self._num_samples = kinds, place, 0
+        # by itself it would leave NaN out
+        self._loss = MeanMetric(nan_strategy=math.inf).to(device)
+        self._metrics: dict[str, Metric] = {
+            name: _METRIC_OF[kind]().to(device) for name, kind in kinds.items()
+        }
+
+    def update(self, loss: Tensor, number: int, predictions: Mapping[str, Predictions]) -> None:
+        """Adds samples: their mean loss, or that of each, and what was predicted for them."""
+        self._num_samples += number
+        if number:  # the mean of none is NaN
+            self._loss.update(loss, weight=number / loss.numel())
+        for name, of_name in predictions.items():
+            by = of_name.queries if self._kinds[name] == RANKING else of_name.weights
+            self._metrics[name].update(of_name.values, of_name.labels, by)
+
+    def compute(self) -> dict[str, float]:
+        """Metric -> value, those that are defined."""
+        number = self._num_samples
+        check(number > 0, self._place, "at least one sample", "none", "check the data splits")
+        total = {LOSS: float(self._loss.compute())}
+        if not math.isfinite(total[LOSS]):
+            raise NonFiniteError(describe(self._place, "finite predictions", "nan or inf", REMEDY))
+        for name, of_name in self._metrics.items():
+            all_values = {metric: float(value) for metric, value in of_name.compute().items()}
+            finite = {m: value for m, value in all_values.items() if not math.isnan(value)}
+            total |= {metric_name(name, metric): value for metric, value in finite.items()}
+        return total
 
 
 def selection_loss(model: nn.Module, recipe: Recipe, device: torch.device) -> float:
@@ -279,7 +297,7 @@ def part_losses(
 ) -> Tensor:
     """``(P, 2)``: samples and loss of the parts of every batch of a split, as a model has them."""
     values = [torch.zeros(0, 2, dtype=torch.float64)]
-    for batch, loss, _, outputs in _outputs(model, batches, device):
+    for batch, loss, _, outputs in predict(model, batches, device):
         if size := len(batch.labels):
             losses = losses_of_parts(
                 outputs, batch, LOSSES_PER_BATCH, lambda rows, part: task.loss(part, rows)

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict, cast
 
 import torch
@@ -22,6 +22,7 @@ from dnis_torchrec.checks import check
 from dnis_torchrec.data.batches import LookupBatches
 from dnis_torchrec.data.files import conform
 from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.task import LOSS
 from dnis_torchrec.data.urls import Address
 from dnis_torchrec.ranks import on_rank_zero, rank_of, world_size_of
 from dnis_torchrec.selection.torchrec import process_group_of
@@ -44,10 +45,15 @@ from dnis_torchrec.training.checkpoint import (
 )
 from dnis_torchrec.training.evaluate import selection_loss
 from dnis_torchrec.training.pipeline import FiniteGuard, LateValues
+from dnis_torchrec.training.progressive import Progressive
 from dnis_torchrec.training.rounded import HeldTables, HoldingOptimizer
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.shard import flushing_denormals
 
+STREAM_CHECKPOINT_STEPS = 5_000
+"""Steps of a stream, which has no epochs, between two checkpoints."""
+MOST_RECORDS = 400
+"""Records of a stream's history; then every second one goes."""
 STOP_INTERVAL = 8
 """Steps after which several ranks ask each other whether one was told to stop."""
 PLAIN = "plain"
@@ -65,6 +71,15 @@ class EpochRecord:
     selection_loss: float
     alpha_mean: float = 1.0
     alpha_density: float = 1.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of a stream: those of the window, whose loss is `selection_loss`, too."""
+
+    def line(self) -> dict[str, Any]:
+        """The record as results have it."""
+        line = asdict(self)
+        if not line.pop("metrics"):
+            return line
+        return {name: line[name] for name in ("step", "phase", "train_loss")} | self.metrics
 
 
 def _ignore(*values: object) -> None:
@@ -168,6 +183,8 @@ class TrainLoop:
 
     With a folder for checkpoints, a run that was killed continues to the same result. Without one,
     the best epoch is kept in memory. Without a stream, an epoch is a pass over the training split.
+    With `progressive` the stream is read once: an epoch is the steps between two reports, and what
+    progressive validation says of them takes the place of the selection split.
     """
 
     def __init__(
@@ -182,14 +199,15 @@ class TrainLoop:
         events: SearchEvents,
         steps_per_epoch: float = math.inf,
         data: Mapping[str, int] | None = None,
+        progressive: Progressive | None = None,
     ) -> None:
         self._pipeline, self._stream, self._recipe = pipeline, stream, recipe
-        self._plan, self._events, self._steps_per_epoch = plan, events, steps_per_epoch
+        self._plan, self._events, self.steps_per_epoch = plan, events, steps_per_epoch
         self.history: list[EpochRecord] = []
         self.finished: list[FinishedPhase] = []
         self._best = Best()
         self._epoch, self._is_over = 0, False
-        self._late = LateValues()
+        self._progressive, self._late = progressive, LateValues()
         # This rank's share of the sum and the number of the epoch's losses.
         self._losses = torch.zeros(2, dtype=torch.float64, device=pipeline.device)
         self._best_state: TrainingState | None = None
@@ -223,7 +241,7 @@ class TrainLoop:
 
     def announce(self, phase: Phase, done: int = 0) -> None:
         """Tells who listens that a phase begins, in the plan or behind it."""
-        self._events.on_phase(phase, done, self._steps_per_epoch)
+        self._events.on_phase(phase, done, self.steps_per_epoch)
 
     def stop_if_requested(self) -> None:
         """To be called on all ranks after a step behind the last phase, which is not saved."""
@@ -249,18 +267,23 @@ class TrainLoop:
     def _train_epoch(self, phase: Phase) -> None:
         pipeline, first = self._pipeline, self._first_step
         last_step = self.history[-1].step if self.history else 0
-        until = min(last_step + self._steps_per_epoch, first + phase.steps)
+        until = min(last_step + self.steps_per_epoch, first + phase.steps)
         stream = self._stream
         if stream is None:
             stream = iter(LookupBatches(self._recipe.data.train, "train"))
         while pipeline.lower_steps < until:
             previous = pipeline.lower_steps
             try:
-                loss = pipeline.progress(stream)[0]
+                if self._progressive is not None:
+                    self._progressive.predict(pipeline)
+                output = pipeline.progress(stream)
+                loss = output[0]
             except StopIteration:  # the end of an epoch of unknown length
                 has_batch, remedy = pipeline.lower_steps > last_step, "check the data splits"
                 check(has_batch, "training stream", "at least one batch", "none", remedy)
                 break
+            if self._progressive is not None:
+                self._progressive.note(output)
             is_lower = pipeline.lower_steps > previous
             if is_lower:
                 # Over the ranks, so that a step counts as much on another number of them.
@@ -275,6 +298,8 @@ class TrainLoop:
                 self._late.read(of_step, lambda values: self._events.on_step(*values.tolist()))
             if self._saver is not None:
                 self._save_if_due(is_lower and pipeline.lower_steps < until)
+            if self._progressive is not None and self._progressive.stream.is_over:
+                break
 
     def _save_if_due(self, is_inside: bool) -> None:
         every, steps = self._settings.checkpoint_every, self._pipeline.lower_steps
@@ -291,8 +316,7 @@ class TrainLoop:
         self._late.settle()
         self._wait()  # so that the best epoch before this one is one that was written
         pipeline, epoch = self._pipeline, self._epoch
-        with pipeline.detached() as model:
-            loss = selection_loss(model, self._recipe, pipeline.device)
+        loss, metrics = self._judge()
         if world_size_of(pipeline.process_group) > 1:
             dist.all_reduce(self._losses, group=pipeline.process_group)
         record = EpochRecord(
@@ -301,6 +325,7 @@ class TrainLoop:
             step=pipeline.lower_steps,
             train_loss=float(self._losses[0] / self._losses[1]),
             selection_loss=loss,
+            metrics=metrics,
             **pipeline.figures(),
         )
         self._losses.zero_()
@@ -314,11 +339,26 @@ class TrainLoop:
         self._is_over = is_last or (
             phase.patience is not None and epoch - self._best.epoch >= phase.patience
         )
+        is_due = True
+        if self._progressive is not None:
+            self._is_over |= self._progressive.stream.is_over
+            is_due = self._is_over or record.step % self._settings.checkpoint_every == 0
+            if len(self.history) > MOST_RECORDS:
+                self.history = self.history[::-2][::-1]
         if self._saver is not None:
-            self._save()
+            if is_due:
+                self._save()
         elif is_better:
             self._best_state = pipeline.snapshot()
         self._events.on_save(record, self._is_over)
+
+    def _judge(self) -> tuple[float, dict[str, float]]:
+        """What choices make small, and all metrics of a stream."""
+        if self._progressive is not None:
+            metrics = self._progressive.metrics()
+            return metrics[LOSS], metrics
+        with self._pipeline.detached() as model:
+            return selection_loss(model, self._recipe, self._pipeline.device), {}
 
     def _end_phase(self, phase: Phase) -> None:
         """Goes back to the best epoch; a resumed search does it again, for nothing is saved."""
@@ -363,12 +403,14 @@ class TrainLoop:
             "best": cast(Best, asdict(self._best)) if self._best.step >= 0 else None,
             "finished": [cast(FinishedPhase, asdict(phase)) for phase in self.finished],
             "seconds": self.seconds_before + time.monotonic() - self._begin,
-            "steps_per_epoch": int(self._steps_per_epoch),
+            "steps_per_epoch": int(self.steps_per_epoch),
             "data": self._data,
             "history": [cast(EpochRecord, asdict(record)) for record in self.history],
         }
+        of_rank = {f"rank{rank_of()}/losses": self._losses}
+        of_rank |= {} if self._progressive is None else self._progressive.tensors()
         whole = TrainingState(
-            tensors={**state.tensors, f"rank{rank_of()}/losses": PlacedTensor.of(self._losses)},
+            tensors={**state.tensors, **{k: PlacedTensor.of(t) for k, t in of_rank.items()}},
             tables=state.tables,
             values={**state.values, "search": entries},
         )
@@ -384,6 +426,8 @@ class TrainLoop:
         tensors = {name: PlacedTensor.of(of_rank) for name, of_rank in losses.items()}
         entries = self._pipeline.restore(path, self._stream, tensors)["search"]
         self._losses += sum(losses.values())
+        if self._progressive is not None:
+            self._progressive.restore(path, self._pipeline.lower_steps)
         self._epoch, self._is_over = entries["epoch"], entries["is_over"]
         self.seconds_before = entries["seconds"]
         self._best = Best(**entries["best"] or {})
@@ -400,9 +444,9 @@ class TrainLoop:
         conform(manifest.values, SearchValues, f"{place}, values")
         search, remedy = manifest.values["search"], "resume with the data of the run"
         steps, ranks = search["steps_per_epoch"], manifest.world_size
-        requirement = f"one with {self._steps_per_epoch} lower steps per epoch, as many as now"
+        requirement = f"one with {self.steps_per_epoch} lower steps per epoch, as many as now"
         split = f"{remedy}, and data that splits itself over ranks on {ranks} of them"
-        check(steps == self._steps_per_epoch, place, requirement, steps, split)
+        check(steps == self.steps_per_epoch, place, requirement, steps, split)
         differ = [name for name, value in self._data.items() if search["data"].get(name) != value]
         content = f"one of other samples in: {', '.join(differ)}"
         check(not differ, place, "one of this data", content, remedy)
@@ -469,6 +513,13 @@ class StreamPipeline(DetachableTrainPipeline):
         stream.load_state_dict(values["stream"])
         set_rng_(tensors, self.device)
         return values
+
+    def begin_with(self, path: Address, stream: Any) -> None:
+        """Takes weights and optimizer state of another run's checkpoint, and nothing else."""
+        warm_up_(self._model, self._optimizer, stream.first_train_batch().to(self.device), 2)
+        tensors = model_tensors(self._model) | optimizer_tensors(self._model, self._optimizer)
+        kinds = ("table", "model", "optimizer", "fused")
+        read_checkpoint(path, self._model, tensors, self.process_group, kinds=kinds)
 
     def snapshot(self) -> TrainingState:
         """A copy of what the model has learnt."""

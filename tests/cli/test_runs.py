@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from dnis_torchrec.cli import commands
+from dnis_torchrec.cli import commands, judge
 from dnis_torchrec.cli.commands import run_search, run_train
 from dnis_torchrec.cli.run import FINISHED, INTERRUPTED, RunFolder
 from dnis_torchrec.cli.settings import TrainCommand
@@ -299,7 +299,7 @@ def test_commands_without_checkpoints_end_with_a_sentence_and_leave_nothing(
 def test_a_signal_after_the_last_step_leaves_a_run_to_resume(gloo, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commands, "evaluate", lambda *_: signal.raise_signal(signal.SIGHUP))
+        patch.setattr(judge, "evaluate", lambda *_: signal.raise_signal(signal.SIGHUP))
         assert dnis(*SEARCH, "--out", out).returncode == 129
     assert RunFolder(out).status() == INTERRUPTED
     assert dnis(*SEARCH, "--out", out, "--resume").returncode == 0

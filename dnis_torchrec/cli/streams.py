@@ -1,0 +1,103 @@
+"""One pass over a stream: what `dnis train --steps` does, and what later commands read of it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from dnis_torchrec.checks import check
+from dnis_torchrec.cli.progress import progress_of_pass
+from dnis_torchrec.cli.run import RunFolder
+from dnis_torchrec.cli.settings import TrainCommand
+from dnis_torchrec.data.batches import BatchParts
+from dnis_torchrec.data.over_ranks import split_over_ranks
+from dnis_torchrec.data.recipe import SPLITS, DataSplits, Recipe
+from dnis_torchrec.data.stream import FrequencyCounts, Stream, StreamSummary, join_batches
+from dnis_torchrec.data.task import LossTask, TrainTask, check_task
+from dnis_torchrec.ranks import Ranks, on_rank_zero, together
+from dnis_torchrec.selection.shards import table_configs
+from dnis_torchrec.training.checkpoint import CheckpointFolder
+from dnis_torchrec.training.loop import (
+    PLAIN,
+    STREAM_CHECKPOINT_STEPS,
+    Phase,
+    Plan,
+    StreamPipeline,
+    TrainLoop,
+)
+from dnis_torchrec.training.progressive import WINDOW_REPORTS, Progressive, report_steps
+from dnis_torchrec.training.settings import Saving
+from dnis_torchrec.training.shard import shard
+
+STREAM_NOTE = (
+    "Progressive validation: metrics of the last {} steps, of predictions made before each step."
+)
+RECENT_NOTE = (
+    "Metrics are those of the newest {:,} samples of the stream, which training has read once."
+)
+
+
+def check_pass(recipe: Recipe, settings: TrainCommand) -> None:
+    """Refuses a pass over splits, and epochs of a stream."""
+    remedy = "make Recipe.data an iterable of batches; of a table, name --time, too"
+    is_fit = recipe.is_stream or not settings.is_pass
+    check(is_fit, "--steps or --until", "a stream in Recipe.data", "splits", remedy)
+    remedy = "--steps or --until says when its one pass ends"
+    is_fit = settings.is_pass or not recipe.is_stream
+    check(is_fit, "Recipe.data", "splits, for epochs", "a stream", remedy)
+
+
+def train_on_stream(
+    settings: TrainCommand, recipe: Recipe, seed: int, run: RunFolder, device: torch.device
+) -> tuple[DistributedModelParallel, TrainLoop, StreamSummary]:
+    """Trains on each batch once, in the order in which the stream gives them."""
+    past = None if settings.source is None else RunFolder.open(settings.source)
+    stream = Stream(
+        recipe,
+        table_configs(recipe.model),
+        steps=settings.steps,
+        is_time_over=lambda: settings.deadline is not None and time.time() >= settings.deadline,
+    )
+    with together():
+        if not isinstance(recipe.task, LossTask):
+            check_task(recipe.model, recipe.task, stream.first_train_batch(), "first batch")
+    torch.manual_seed(seed)
+    task = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
+    model, optimizer = shard(task, recipe, device)
+    pipeline, steps = StreamPipeline(model, optimizer, device), report_steps(settings.steps)
+    if past is not None:
+        pipeline.begin_with(past.latest_checkpoint(), stream)
+    torch.manual_seed(seed)
+    window = WINDOW_REPORTS * steps
+    progressive = Progressive(stream, model, recipe.task, device, window)
+    most: Any = float("inf") if settings.steps is None else settings.steps
+    with progress_of_pass() as events:
+        model.train()
+        loop = TrainLoop(
+            *(pipeline, stream, recipe, Plan(Phase(name=PLAIN, steps=most))),
+            run.checkpoints,
+            Saving(resume=settings.resume, checkpoint_every=STREAM_CHECKPOINT_STEPS),
+            events=events,
+            steps_per_epoch=steps,
+            progressive=progressive,
+        )
+        loop.run()
+    with together():
+        counts = None if past is None else past.counts()
+    on_rank_zero(CheckpointFolder(run.checkpoints).keep_latest)
+    return model, loop, stream.summary(counts)
+
+
+def data_of_stream(run: RunFolder, ranks: Ranks) -> tuple[DataSplits, FrequencyCounts, int]:
+    """What a stream has left in place of splits, its counts, and the number of samples left."""
+    with together():
+        recent, counts = run.recent(), run.counts()
+    # Cut anew, evenly: each rank needs a sample of every batch.
+    sizes = [len(batch.labels) for batch in recent]
+    number = sum(sizes)
+    batches = [*BatchParts([join_batches(recent)], max(1, number // max(sizes)))]
+    data: dict[str, Any] = dict.fromkeys(SPLITS, batches)
+    return split_over_ranks(DataSplits(**data), ranks), counts, number

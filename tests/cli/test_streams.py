@@ -1,0 +1,293 @@
+"""One pass over a stream: beside a plain loop of torch, day after day, killed and gone on with, compressed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torchrec.datasets.utils import Batch
+
+from dnis_torchrec.artifact.manifest import read_manifest
+from dnis_torchrec.cli import commands
+from dnis_torchrec.cli.commands import run_compress, run_evaluate, run_search, run_train, run_verify
+from dnis_torchrec.cli.run import INTERRUPTED, RunFolder
+from dnis_torchrec.cli.settings import CompressCommand, EvaluateCommand, TrainCommand
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.report.page import draw_charts
+from dnis_torchrec.report.rows import COMPRESS, UNCOMPRESSED, read_results
+from dnis_torchrec.training import loop as loops
+from dnis_torchrec.training import progressive
+from dnis_torchrec.training.loop import SearchInterrupted, TrainLoop
+from tests.programs import dnis
+from tests.tiny import ROLES, batches_of_day, demo, files_of, quick_search, tasks_make_recipe, two_sided, write_table
+
+DAY, NEXT, BOTH = (f"tests.tiny:{name}" for name in ("stream", "next_day", "two_days"))
+HERE = "tests.cli.test_streams"
+
+
+class Forgetful(nn.Module):
+    """A model with dropout, which predicts otherwise while it trains."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.dropout = model, nn.Dropout(0.5)
+
+    def forward(self, dense_features: Tensor, sparse_features: Any) -> Tensor:
+        return self.model(self.dropout(dense_features), sparse_features)
+
+
+def forgetful(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    recipe = demo(data, seed=seed, embedding_dim=embedding_dim)
+    return dataclasses.replace(recipe, model=Forgetful(recipe.model), data=batches_of_day(0))
+
+
+def tasks(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    recipe = tasks_make_recipe(seed=seed, embedding_dim=embedding_dim, embedding_l2=0.0)
+    return dataclasses.replace(recipe, data=(two_sided(64, index) for index in range(30)))
+
+
+def trained(out: Path, recipe: str = DAY, **settings: Any) -> RunFolder:
+    run_train(TrainCommand(recipe=recipe, out=out, **({"steps": 30} | settings)))
+    return RunFolder.open(out)
+
+
+@pytest.fixture(scope="module")
+def day(gloo, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return trained(tmp_path_factory.mktemp("day") / "run")
+
+
+def results_of(run: RunFolder) -> dict[str, Any]:
+    return json.loads((run.path / "results.json").read_text())
+
+
+def by_hand(recipe: Recipe, batches: Sequence[Batch]) -> list[tuple[Tensor, Tensor]]:
+    """(predictions before the step, labels) of a plain loop of torch, which trains the recipe's model."""
+    model, seen = recipe.model, []
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    torch.manual_seed(0)
+    for batch in batches:
+        with torch.no_grad():
+            model.eval()
+            seen.append((recipe.task.outputs(model, batch), batch))
+            model.train()
+        optimizer.zero_grad()
+        recipe.task.loss(batch, recipe.task.outputs(model, batch)).backward()
+        optimizer.step()
+    return seen
+
+
+def area(scores: Tensor, labels: Tensor) -> float:
+    """Share of (positive, negative) pairs in the right order."""
+    pairs = scores[labels == 1].unsqueeze(1) - scores[labels == 0].unsqueeze(0)
+    return float(((pairs > 0).double() + 0.5 * (pairs == 0)).mean())
+
+
+@pytest.mark.parametrize("recipe", [DAY, f"{HERE}:forgetful"])
+def test_a_pass_is_that_of_a_plain_loop_and_judged_before_each_step(gloo, recipe: str, tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", recipe)
+    plain = (demo if recipe == DAY else forgetful)(None)
+    seen = by_hand(plain, [*batches_of_day(0)])
+    weights = load_file(run.path / "model.safetensors")
+    for name, value in plain.model.state_dict().items():
+        torch.testing.assert_close(weights[name], value, atol=1e-5, rtol=1e-4)
+    history = results_of(run)["history"]
+    assert [record["step"] for record in history] == [*range(1, 31)]
+    for record in history:
+        window = seen[max(0, record["step"] - 10) : record["step"]]
+        scores, labels = torch.cat([s for s, _ in window]), torch.cat([batch.labels for _, batch in window])
+        assert record["auc"] == pytest.approx(area(scores, labels), abs=1e-5)
+        loss = binary_cross_entropy_with_logits(scores, labels)
+        assert record["logloss"] == pytest.approx(float(loss), abs=1e-5)
+        assert record["loss"] == pytest.approx(float(loss), abs=1e-5)
+        assert record["calibration"] == pytest.approx(float(scores.sigmoid().mean() / labels.mean()), abs=1e-4)
+    (row,) = results_of(run)["rows"]
+    assert row["method"] == UNCOMPRESSED
+    assert row["metrics"] == {name: history[-1][name] for name in row["metrics"]} == run.read_head()["metrics"]
+
+
+def test_every_task_is_judged(gloo, tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", f"{HERE}:tasks")
+    plain = tasks(None)
+    seen = by_hand(plain, [two_sided(64, index) for index in range(30)])[-10:]
+    metrics = run.read_head()["metrics"]
+    scores = torch.cat([outputs["click"].flatten() for outputs, _ in seen])
+    clicks = torch.cat([batch.labels[:, 0] for _, batch in seen])
+    assert metrics["click_auc"] == pytest.approx(area(scores, clicks), abs=1e-5)
+    errors, weights = torch.zeros(0), torch.zeros(0)
+    for outputs, batch in seen:
+        known = torch.where(batch.weights > 0, batch.labels[:, 1], 0)
+        errors = torch.cat([errors, batch.weights * (outputs["rating"].flatten() - known) ** 2])
+        weights = torch.cat([weights, batch.weights])
+    assert metrics["rating_mse"] == pytest.approx(float(errors.sum() / weights.sum()), abs=1e-4)
+
+
+def test_the_next_day_goes_on_as_if_it_were_one(day: RunFolder, tmp_path: Path) -> None:
+    both = trained(tmp_path / "both", BOTH, steps=60)
+    run = trained(tmp_path / "next", NEXT, source=day.path)
+    for name in ("model", "counts"):
+        first, second = (load_file(of.path / f"{name}.safetensors") for of in (both, run))
+        assert {key for key in first if not first[key].equal(second[key])} == set()
+    assert run.counts().num_samples == both.counts().num_samples == 60 * 64
+    assert run.counts().max_bag_lengths == both.counts().max_bag_lengths
+    alone = trained(tmp_path / "alone", NEXT)
+    assert files_of(run.path)["changed.safetensors"] == files_of(alone.path)["changed.safetensors"]
+    assert files_of(run.path)["recent.safetensors"] == files_of(alone.path)["recent.safetensors"]
+    assert run.read_head()["stream"]["steps"] == 30
+    assert [path.name for path in (run.path / "checkpoints").iterdir()] == ["step-00000030"]
+
+
+@pytest.mark.parametrize("after", [3, 17])
+def test_a_pass_that_was_stopped_goes_on_to_the_same_result(
+    day: RunFolder, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainLoop, "_is_stop_requested", lambda self: self._steps == after)
+    with pytest.raises(SearchInterrupted):
+        trained(tmp_path / "run")
+    monkeypatch.undo()
+    assert RunFolder(tmp_path / "run").status() == INTERRUPTED
+    run = trained(tmp_path / "run", resume=True)
+    for name in ("model", "counts", "changed", "recent"):
+        name = f"{name}.safetensors"
+        assert files_of(run.path)[name] == files_of(day.path)[name]
+    assert results_of(run)["history"] == results_of(day)["history"]
+
+
+def test_the_history_is_bounded_and_checkpoints_are_rare(gloo, tmp_path: Path, monkeypatch) -> None:
+    written: list[int] = []
+    monkeypatch.setattr(loops, "MOST_RECORDS", 8)
+    monkeypatch.setattr("dnis_torchrec.cli.streams.STREAM_CHECKPOINT_STEPS", 7)
+    save = TrainLoop._save
+    monkeypatch.setattr(TrainLoop, "_save", lambda self: (written.append(self._steps), save(self))[1])
+    steps = [record["step"] for record in results_of(trained(tmp_path / "run"))["history"]]
+    assert written == [7, 14, 21, 28, 30]
+    assert len(steps) <= 8
+    assert steps[-1] == 30
+    assert steps == sorted(steps)
+
+
+def test_reports_are_a_hundred_or_all_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [progressive.report_steps(n) for n in (1, 99, 250, 10**4, 10**7, None)] == [1, 1, 2, 100, 100, 100]
+
+
+def test_a_stream_that_ends_or_whose_time_is_over_finishes_its_run(gloo, tmp_path: Path) -> None:
+    run = trained(tmp_path / "short", steps=500)
+    assert run.read_head()["stream"]["steps"] == 30
+    assert "The stream ended after 30 of 500 steps." in results_of(run)["notes"]
+    assert results_of(run)["history"][-1]["step"] == 30
+    soon = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 2))
+    run = trained(tmp_path / "until", f"{HERE}:endless", steps=None, until=soon)
+    assert run.counts().num_samples == 64 * run.read_head()["stream"]["steps"] > 64
+
+
+def endless(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    def batches() -> Iterator[Batch]:
+        while True:
+            yield from batches_of_day(0, 3)
+
+    return dataclasses.replace(demo(data, seed=seed, embedding_dim=embedding_dim), data=batches())
+
+
+def test_a_run_of_a_stream_is_compressed_and_evaluated(day: RunFolder, tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    results = run_compress(CompressCommand(recipe=DAY, source=day.path, out=out, compression="2,4"))
+    rows = {row.method: row for row in results.rows}
+    assert len([row for row in results.rows if row.method == COMPRESS]) == 2
+    assert "newest 1,920 samples" in " ".join(results.notes)
+    assert results.split == "recent"
+    whole = run_evaluate(EvaluateCommand(path=day.path, recipe=DAY))["metrics"]
+    assert whole == pytest.approx(rows[UNCOMPRESSED].metrics, abs=1e-6)  # here they are all of the stream
+    served = run_evaluate(EvaluateCommand(path=out / "x4", recipe=DAY))["metrics"]
+    assert served == pytest.approx(rows[COMPRESS].metrics, abs=1e-6)
+    assert run_evaluate(EvaluateCommand(path=out / "x4", recipe=NEXT))["metrics"] != served
+    assert run_verify(EvaluateCommand(path=out / "x4", recipe=DAY, verify=True)).failures == []
+    assert read_manifest(out / "x4")["run"]["stream"]["steps"] == 30
+
+
+def test_the_counts_of_all_days_make_the_blocks(day: RunFolder, tmp_path: Path, monkeypatch) -> None:
+    given: dict[str, Any] = {}
+    measure = commands.measure_
+    monkeypatch.setattr(commands, "measure_", lambda *a, **options: (given.update(options), measure(*a, **options))[1])
+    run = trained(tmp_path / "next", NEXT, source=day.path)
+    run_compress(CompressCommand(recipe=NEXT, source=run.path, out=tmp_path / "small", compression="2"))
+    assert given["held_out"] is None
+    for name, counts in given["counts"].counts.items():
+        assert counts.equal(run.counts().counts[name])
+
+
+def test_the_command_line_shows_the_pass(day: RunFolder, tmp_path: Path) -> None:
+    done = dnis("train", NEXT, "--from", day.path, "--steps", 20, "--until", "23:59", "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "step 20: train loss" in done.stderr
+    assert "window loss" in done.stderr
+    assert "uncompressed: window auc" in done.stdout
+    done = dnis("report", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    chart = draw_charts(read_results(tmp_path / "run" / "results.json"))["history"]
+    assert chart.layout.xaxis.title.text == "step"
+    assert {trace.name for trace in chart.data} == {"training loss", "window loss"}
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        ((DAY, "--epochs", "2"), "a stream"),
+        ((DAY,), "a stream"),
+        ((DAY, "--steps", "5", "--epochs", "2"), "--epochs"),
+        ((DAY, "--steps", "5", "--refit", "RUN"), "--refit"),
+        (("tests.tiny:demo", "--steps", "5"), "--steps"),
+        ((DAY, "--until", "2020-01-01"), "--until"),
+        ((DAY, "--until", "25:00"), "--until"),
+        ((DAY, "--until", "soon"), "--until"),
+        ((DAY, "--from", "RUN"), "--from"),
+        ((DAY, "--steps", "5", "--from", "RUN", "--seed", "3"), "seed"),
+    ],
+    ids=" ".join,
+)
+def test_what_has_no_meaning_is_refused(day: RunFolder, words: tuple, place: str, tmp_path: Path) -> None:
+    done = dnis("train", *(str(day.path) if word == "RUN" else word for word in words), "--out", tmp_path / "out")
+    assert done.returncode in (1, 2)
+    assert place in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_run_of_a_stream_is_refused(day: RunFolder, tmp_path: Path) -> None:
+    run_train(TrainCommand(recipe="tests.tiny:demo", out=tmp_path / "plain", epochs=1))
+    with pytest.raises(ValueError, match="a run of a stream"):
+        trained(tmp_path / "out", source=tmp_path / "plain")
+    for source in (tmp_path / "plain", None):
+        with pytest.raises(ValueError, match="run"):
+            run_compress(CompressCommand(recipe=DAY, source=source, out=tmp_path / "out", compression="2"))
+    with pytest.raises(ValueError, match="a stream"):
+        run_search(quick_search(tmp_path / "out", recipe=DAY))
+    with pytest.raises(ValueError, match="refit"):
+        run_train(TrainCommand(recipe="tests.tiny:demo", out=tmp_path / "out", refit=day.path))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_a_table_is_a_stream_in_the_order_of_time(gloo, suffix: str, tmp_path: Path) -> None:
+    table, out = write_table(tmp_path / f"day{suffix}", num_rows=3000), tmp_path / "run"
+    done = dnis("train", table, *ROLES, "--steps", 99, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert "The stream ended after 3 of 99 steps." in results_of(RunFolder.open(out))["notes"]
+    assert RunFolder.open(out).counts().num_samples == 3000
+    done = dnis("train", table, "--from", out, "--steps", 2, "--out", tmp_path / "next")
+    assert done.returncode == 0, done.stderr
+    assert RunFolder.open(tmp_path / "next").counts().num_samples == 3000 + 2048
+    done = dnis("compress", table, "--from", tmp_path / "next", "--compression", 2, "--out", tmp_path / "small")
+    assert done.returncode == 0, done.stderr
+    for path in (tmp_path / "next", tmp_path / "small" / "x2"):
+        done = dnis("evaluate", path, "--recipe", table)
+        assert done.returncode == 0, done.stderr
+    done = dnis("train", table, *ROLES[:-2], "--steps", 2, "--out", tmp_path / "none")
+    assert (done.returncode != 0, "time" in done.stderr) == (True, True)
+    assert not (tmp_path / "none").exists()
