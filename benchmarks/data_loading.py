@@ -6,7 +6,8 @@ The text is generated: a label, 13 integers, 26 hexadecimal categories with the 
 most 200,000 of each are written) and Zipf's law, a tenth of all fields missing. Everything runs in one process on one
 thread, and time is that process's CPU time, so that other programs on the machine disturb less. Batches are TorchRec's
 (KeyedJaggedTensors of int64), shuffled or not, all samples or the training part of a split. Files are in the page
-cache: a slower disk is the bound.
+cache: a slower disk is the bound. The last rows are of samples in memory, as those of a data frame are, beside numpy's
+`take` and transpose of the same samples, in turns.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES, DEFAU
 
 from benchmarks.files import output_file
 from benchmarks.step_time import numbers
+from dnis_torchrec.data.batches import InMemoryBatches
 from dnis_torchrec.data.files import write_json
 from dnis_torchrec.data.parquet import WHOLE, FileBatches, FileSamples, cut
 from examples.criteo_stream import KAGGLE_CATEGORIES, make_schema
@@ -87,6 +89,29 @@ def measure(path: Path, batch_size: int, *, shuffle: bool, whole: bool) -> dict[
     }
 
 
+def measure_memory(num_rows: int, batch_size: int) -> dict[str, Any]:
+    """Shuffled batches of samples in memory, and numpy's rate for the same; the median epoch."""
+    random = np.random.default_rng(0)
+    ids = random.integers(0, MAX_VOCABULARY, (num_rows, len(DEFAULT_CAT_NAMES)), np.int32)
+    dense, labels = random.random((num_rows, len(DEFAULT_INT_NAMES)), np.float32), random.random(num_rows, np.float32)
+    tensors = (torch.from_numpy(part) for part in (dense, ids, labels))
+    options: dict[str, Any] = {"batch_size": batch_size, "shuffle": True, "seed": 0}
+    batches, rates, ratios = InMemoryBatches(*tensors, feature_names=DEFAULT_CAT_NAMES, **options), [], []
+    for _ in range(EPOCHS):
+        begin = time.process_time()
+        for _ in batches:
+            pass
+        middle, order = time.process_time(), random.permutation(num_rows)
+        for first in range(0, num_rows, batch_size):
+            rows = order[first : first + batch_size]
+            np.ascontiguousarray(ids[rows].T, np.int64), dense[rows], labels[rows]
+        rates.append(num_rows / (middle - begin))
+        ratios.append((time.process_time() - middle) / (middle - begin))
+    row = {"format": "memory", "batch_size": batch_size, "shuffle": True, "part": "whole"}
+    figures = {"samples_per_second_range": [min(rates), max(rates)], "over_numpy": statistics.median(ratios)}
+    return row | {"samples_per_second": statistics.median(rates)} | figures
+
+
 def write_parquet(path: Path, text: Path) -> None:
     """Writes the samples of a text file as Parquet."""
     names = pa.csv.ReadOptions(column_names=[DEFAULT_LABEL_NAME, *DEFAULT_INT_NAMES, *DEFAULT_CAT_NAMES])
@@ -99,7 +124,10 @@ def report(row: dict[str, Any]) -> str:
     rate, wanted = row["samples_per_second"], SAMPLES_PER_SECOND_WANTED
     order = "shuffled" if row["shuffle"] else "in order"
     what = f"{row['format']:<8}B={row['batch_size']:<6} {order:<9}{row['part']:<6}"
-    return f"{what}: {rate / 1e6:.2f} million samples a second, {rate / wanted:.2f} times what is wanted"
+    beside = f"{rate / wanted:.2f} times what is wanted"
+    if "over_numpy" in row:
+        beside = f"{row['over_numpy']:.2f} of numpy's rate"
+    return f"{what}: {rate / 1e6:.2f} million samples a second, {beside}"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -131,6 +159,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for shuffle, whole in ((True, True), (True, False), (False, True)):
                     rows.append(measure(path, batch_size, shuffle=shuffle, whole=whole))
                     print(report(rows[-1]), flush=True)
+    for batch_size in arguments.batch_size:
+        rows.append(measure_memory(arguments.rows, batch_size))
+        print(report(rows[-1]), flush=True)
     if arguments.json:
         write_json(arguments.json, {"rows": rows})
 

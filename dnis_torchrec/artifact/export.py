@@ -28,6 +28,7 @@ from dnis_torchrec.selection.shards import (
     ranks_of,
     table_configs_of,
 )
+from dnis_torchrec.serving.gate import Gate
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
 
@@ -203,8 +204,9 @@ class Predictor:
     @torch.inference_mode()
     def __call__(self, frame: Frame) -> Any:
         """What the model returns for the rows of a frame; one output is a tensor ``(B,)``."""
-        dense, features = self.encoder(frame)
-        outputs = self.model(dense_features=dense, sparse_features=features)
+        with Gate.of(self.model):  # encoder and model are of one version
+            dense, features = self.encoder(frame)
+            outputs = self.model(dense_features=dense, sparse_features=features)
         return outputs.flatten() if getattr(outputs, "shape", None) == (len(dense), 1) else outputs
 
 

@@ -66,6 +66,12 @@ def _as_numbers(texts: pa.Array) -> tuple[pa.Array, np.ndarray]:
 
 def rows_of_values(values: pa.Array, num_embeddings: int) -> np.ndarray:
     """Hashes raw values into the rows of a table."""
+    if pa.types.is_integer(values.type):  # hashed sooner than equal ones are found
+        numbers = values.fill_null(0) if values.null_count else values
+        rows = 1 + hash_values(numbers) % np.uint64(num_embeddings - 1)
+        if values.null_count:
+            rows[values.is_null().to_numpy(zero_copy_only=False)] = MISSING_ROW
+        return rows.astype(np.int32)
     if not pa.types.is_dictionary(values.type):
         values = values.dictionary_encode()
     modulus = np.uint64(num_embeddings - 1)

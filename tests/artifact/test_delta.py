@@ -1,0 +1,379 @@
+"""Deltas: base and deltas are the whole artifact, byte for byte, in folders and in served modules; all or nothing."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.fx import symbolic_trace
+
+import dnis_torchrec as dnis
+from dnis_torchrec.artifact.delta import (
+    ServedState,
+    apply_delta,
+    gaps_of,
+    places_of,
+    read_delta,
+    read_state,
+    write_delta,
+    write_state,
+)
+from dnis_torchrec.artifact.export import load_model
+from dnis_torchrec.artifact.load import load
+from dnis_torchrec.artifact.write import write_artifact
+from dnis_torchrec.blocks.routing import RowRouting
+from dnis_torchrec.scheme import FORMS, PACKED, MixedDimensionScheme, TableScheme
+from dnis_torchrec.serving.gate import Gate
+from dnis_torchrec.serving.packed import pack_rows
+from tests import tiny
+from tests.artifact.test_damage import bounded, flip, restate, restate_file
+from tests.models import interest
+from tests.models import make_batch as sequence_batch
+from tests.reference import all_rows, cases, coded_case, packed, table_scheme, with_codes, write_coded_tables
+from tests.tiny import files_of, write_tiny_artifact
+
+MANY = {
+    "suppress_health_check": [HealthCheck.function_scoped_fixture],
+    "deadline": None,
+    "phases": (Phase.explicit, Phase.generate),
+}
+
+
+# ---- states: by hand, row by row
+
+
+def encoded(table: TableScheme, weight: Tensor) -> Tensor:
+    return pack_rows(table, [weight], table.routing.row_counts())
+
+
+def with_newborn(table: TableScheme, rows: list[int], source: Random) -> TableScheme:
+    """The same table with a block behind the others for rows that have had no byte."""
+    last, dim = table.num_blocks, table.embedding_dim
+    blocks = [last + 1 if block == last else block for block in table.routing.all_blocks().tolist()]
+    for row in rows:
+        blocks[row] = last
+    one = table_scheme("new", RowRouting(1, 1, boundaries=torch.tensor([0, 1])), torch.ones(1, dim, dtype=torch.bool))
+    codes = with_codes(one, seed=source.randrange(99), widths=(2, 3, 5, 32)).codes
+    routing = RowRouting.from_map(torch.tensor(blocks), last + 1)
+    parts = {n: torch.cat([getattr(table.codes, n), getattr(codes, n)]) for n in ("bits", "scale", "shift")}
+    retained = parts["bits"] > 0
+    area = int((routing.row_counts() * retained.sum(1)).sum())
+    return replace(table, routing=routing, retained=retained, num_retained=area, **parts)
+
+
+def values_of(table: TableScheme, source: Random) -> Tensor:
+    generator = torch.Generator().manual_seed(source.randrange(2**31))
+    return torch.randn(table.num_embeddings, table.embedding_dim, generator=generator)
+
+
+def blocks_of(table: TableScheme, rows: Tensor) -> list[list[list[int]]]:
+    """The bytes of every row of every block; a float32 begins at a byte."""
+    blocks, at, content = [], 0, rows.tolist()
+    for widths, count in zip(table.column_bits().tolist(), table.routing.row_counts().tolist(), strict=True):
+        end = 0
+        for width in widths:
+            end = ((end + 7) // 8 * 8 if width == 32 else end) + width
+        stride = (end + 7) // 8
+        blocks.append([content[at + row * stride : at + (row + 1) * stride] for row in range(count)])
+        at += stride * count
+    return blocks
+
+
+def next_state(state: ServedState, source: Random, *, share: float | None = None, newborn: bool = True) -> ServedState:
+    """A state that differs in whatever may: some rows, scales of some blocks, newborn rows, dense weights, the run."""
+    tables, rows = dict(state.scheme.tables), dict(state.rows)
+    for name, table in state.scheme.tables.items():
+        if not table.has_codes:
+            continue
+        old_blocks = table.routing.all_blocks().tolist()
+        has_bytes = [*table.retained.any(1).tolist(), False]
+        free = [row for row, block in enumerate(old_blocks) if not has_bytes[block]]
+        new = table
+        if newborn and free and source.random() < 0.5:
+            new = with_newborn(table, sorted(source.sample(free, source.randint(1, len(free)))), source)
+        scale = new.scale.clone()
+        for block in range(len(scale)):
+            if source.random() < 0.3:
+                scale[block] *= 2
+        new = replace(new, scale=scale)
+        tables[name] = new
+        # rows that are not to change keep the bytes that they have had
+        fresh = blocks_of(new, encoded(new, values_of(table, source)))
+        old = blocks_of(table, state.rows[name])
+        part = source.choice([0, 0.2, 1]) if share is None else share
+        for block, of_block in enumerate(old):
+            for row in range(len(of_block) if any(of_block) else 0):
+                if source.random() >= part:
+                    fresh[block][row] = of_block[row]
+        rows[name] = torch.tensor([byte for block in fresh for row in block for byte in row], dtype=torch.uint8)
+    dense = {key: (value + 1).to(value) if source.random() < 0.5 else value for key, value in state.dense.items()}
+    changes: dict[str, Any] = {"scheme": MixedDimensionScheme(tables), "rows": rows, "dense": dense}
+    return replace(state, **changes, run={"seed": source.randrange(99)}, sequence=state.sequence + 1)
+
+
+def values(module: nn.Module, features: Any = None) -> Tensor:
+    with torch.no_grad():
+        return module(all_rows() if features is None else features).values()
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape and first.nan_to_num(7e7).equal(second.nan_to_num(7e7))
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """Two tables in bit fields, with a dense state and a run."""
+    return write_coded_tables(tmp_path / "base")
+
+
+# ---- gaps
+
+
+@given(st.sets(st.integers(0, 3000)), st.integers(0, 600))
+def test_gaps_are_counted_one_by_one(places: set[int], more: int) -> None:
+    expected, previous = [], -1
+    for place in sorted(places):
+        gap = place - previous - 1
+        while gap >= 255:
+            expected.append(255)
+            gap -= 255
+        expected.append(gap)
+        previous = place
+    gaps = gaps_of(torch.tensor(sorted(places), dtype=torch.int64))
+    assert gaps.tolist() == expected
+    assert places_of(gaps, 3001 + more, "here").tolist() == sorted(places)
+    for damage in ([*expected, 255], [*expected, 255, 255, *13 * [255], 254]):
+        with pytest.raises(ValueError, match="here: expected places below"):
+            places_of(torch.tensor(damage, dtype=torch.uint8), 3001, "here")
+
+
+# ---- base and deltas are the whole
+
+
+@settings(max_examples=25, **MANY)
+@given(case=cases(), seed=st.integers(0, 2**31))
+def test_base_and_deltas_are_the_whole_artifact(tmp_path: Path, case: Any, seed: int) -> None:
+    source = Random(seed)
+    case, weights = coded_case(case, seed)
+    dense = {"a.weight": torch.randn(2, 3), "a.step": torch.tensor(3), "b": torch.tensor([True])}
+    for name in ("base", "folder"):
+        write_artifact(weights, case.scheme, tmp_path / name, forms=[PACKED], dense_state=dense, overwrite=True)
+    state, served = read_state(tmp_path / "base"), load(tmp_path / "base")
+    for number in range(2):
+        state = next_state(state, source)
+        delta = write_delta(tmp_path / "base", state, tmp_path / f"delta-{number}", overwrite=True)
+        whole = write_state(state, tmp_path / "base", overwrite=True)
+        assert apply_delta(tmp_path / "folder", delta) == tmp_path / "folder"
+        assert files_of(tmp_path / "folder") == files_of(whole)
+        assert read_state(whole).content_id == read_delta(delta).result
+        assert apply_delta(served, delta) is served
+        fresh = load(whole)
+        assert same(values(served, case.kjt()), values(fresh, case.kjt()))
+        assert {n: v.tolist() for n, v in served.state_dict().items()} == {
+            n: v.tolist() for n, v in fresh.state_dict().items()
+        }
+        assert (served.content_id, served.sequence) == (fresh.content_id, number + 1)
+
+
+def test_nothing_changed_is_nothing_but_a_number(base: Path, tmp_path: Path) -> None:
+    delta = write_delta(base, read_state(base), tmp_path / "delta")
+    assert [file.name for file in delta.iterdir()] == ["manifest.json"]
+    before = files_of(base)
+    apply_delta(base, delta)
+    assert {name for name, content in files_of(base).items() if content != before[name]} == {"manifest.json"}
+    assert read_state(base).sequence == 1
+
+
+def large(path: Path, num_rows: int) -> tuple[Path, ServedState]:
+    """A table of rows of eight bytes in four blocks, one of them without a byte."""
+    retained = torch.tensor([[1] * 16, [1] * 16, [1] * 8 + [0] * 8, [0] * 16], dtype=torch.bool)
+    cuts = torch.tensor([0, num_rows // 10, num_rows // 2, num_rows * 9 // 10, num_rows])
+    table = table_scheme("t", RowRouting(num_rows, 4, boundaries=cuts), retained)
+    codes = with_codes(table, widths=(4,)).codes
+    table = table.with_codes(replace(codes, bits=(retained * 4).to(torch.uint8)))
+    scheme = MixedDimensionScheme({"t": table, "other": replace(table, name="other")})
+    size = int(table.file_bytes(PACKED))
+    rows = {name: torch.randint(0, 256, (size,), dtype=torch.uint8) for name in scheme.tables}
+    state = ServedState(scheme=scheme, rows=rows, dense={"w": torch.randn(8, 8)}, run={})
+    write_state(state, path)
+    return path, state
+
+
+def some_rows_changed(state: ServedState, share: float) -> ServedState:
+    rows = state.rows["t"].clone()
+    eighths = rows[: len(rows) // 8 * 8].view(-1, 8)
+    chosen = torch.rand(len(eighths)) < share
+    eighths[chosen] = torch.randint(0, 256, (int(chosen.sum()), 8), dtype=torch.uint8)
+    return replace(state, rows={**state.rows, "t": rows})
+
+
+def test_a_delta_is_small_and_other_tables_stay_mapped(tmp_path: Path) -> None:
+    path, state = large(tmp_path / "base", 40_000)
+    both = some_rows_changed(state, 0.05)
+    both = replace(both, rows={name: both.rows["t"] for name in both.rows})
+    write_state(replace(state, rows=dict.fromkeys(state.rows, state.rows["t"])), tmp_path / "twins")
+    delta = write_delta(tmp_path / "twins", both, tmp_path / "small")
+    sizes = [sum(len(content) for content in files_of(folder).values()) for folder in (delta, tmp_path / "twins")]
+    assert sizes[0] <= 0.06 * sizes[1]
+    served = load(path)
+    before = {name: buffer.data_ptr() for name, buffer in served.tables.named_buffers()}
+    apply_delta(served, write_delta(path, some_rows_changed(state, 0.01), tmp_path / "delta"))
+    after = {name: buffer.data_ptr() for name, buffer in served.tables.named_buffers()}
+    assert {name for name in before if before[name] != after[name]} == {"t/rows"}
+
+
+# ---- what was loaded
+
+
+def changed_base(base: Path, out: Path, seed: int = 0) -> tuple[Path, Path]:
+    """A delta on a base, and the whole artifact that it leads to."""
+    state = next_state(read_state(base), Random(seed), share=0.5)
+    return write_delta(base, state, out / "delta"), write_state(state, out / "whole")
+
+
+@pytest.mark.parametrize("unknown_ids", ["zero", "mean"])
+def test_unknown_ids_stay_what_they_are(base: Path, tmp_path: Path, unknown_ids: str) -> None:
+    delta, whole = changed_base(base, tmp_path, seed=3)
+    served, fresh = load(base, unknown_ids=unknown_ids), load(whole, unknown_ids=unknown_ids)
+    features = copy.deepcopy(all_rows())
+    features._values = features.values() + 3
+    old = values(served, features)
+    torch.testing.assert_close(values(apply_delta(served, delta), features), values(fresh, features))
+    assert not values(served, features).equal(old)
+
+
+def test_a_module_stays_a_module(base: Path, tmp_path: Path) -> None:
+    """It moves, is copied, pickled and loaded as before, and a copy takes the next delta by itself."""
+    delta, whole = changed_base(base, tmp_path)
+    served = load(base)
+    twin = copy.deepcopy(served)
+    old = values(twin)
+    assert values(apply_delta(served, delta)).equal(values(load(whole)))
+    assert values(twin).equal(old)
+    for other in (copy.deepcopy(served), apply_delta(twin, delta), served.to("cpu").eval()):
+        assert values(other).equal(values(served))
+    twin.load_state_dict(served.state_dict())
+
+
+@pytest.fixture(scope="module")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_artifact(tmp_path_factory.mktemp("tiny") / "base", forms=(PACKED,), codes=True)
+
+
+def test_a_whole_model_takes_tables_and_dense_weights(tiny_base: Path, tmp_path: Path) -> None:
+    delta, whole = changed_base(tiny_base, tmp_path, seed=1)
+    model, fresh = (load_model(tiny.make_recipe(seed=seed).model, path) for seed, path in ((1, tiny_base), (2, whole)))
+    batch = tiny.make_batch(16, 0)
+    inputs = (batch.dense_features, batch.sparse_features)
+    old = model(*inputs)
+    expected = fresh(*inputs)
+    assert not old.equal(expected)
+    assert apply_delta(model, delta)(*inputs).equal(expected)
+    assert all(value.equal(fresh.state_dict()[key]) for key, value in model.state_dict().items())
+    program = torch.export.export(model.eval(), inputs, strict=False).module()
+    for other in (symbolic_trace(model), torch.jit.script(model), copy.deepcopy(model), program):
+        torch.testing.assert_close(other(*inputs), expected)
+    assert "Gate" not in str([type(value) for value in model.__getstate__().values()])
+
+
+def test_sequences_take_a_delta(tmp_path: Path) -> None:
+    recipe = interest()
+    from dnis_torchrec.allocation.compress import measure_
+
+    batches = [sequence_batch(seed) for seed in range(4)]
+    scheme = measure_(recipe, batches, loss=nn.BCEWithLogitsLoss()).allocate(compression=4).scheme
+    base = dnis.export(recipe, scheme, tmp_path / "base")
+    delta, whole = changed_base(base, tmp_path, seed=5)
+    served, fresh = load_model(interest(), base), load_model(interest(), whole)
+    batch = sequence_batch(9)
+    inputs = (batch.dense_features, batch.sparse_features)
+    assert not served(*inputs).equal(fresh(*inputs))
+    assert apply_delta(served, delta)(*inputs).equal(fresh(*inputs))
+
+
+# ---- refusals
+
+
+def refused(target: Any, delta: Path, *words: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        apply_delta(target, delta)
+    text = str(raised.value)
+    assert "\n" not in text
+    assert all(word in text for word in words), text
+
+
+def test_order_base_and_damage(base: Path, tmp_path: Path) -> None:
+    first = next_state(read_state(base), Random(1), share=0.5)
+    write_delta(base, first, tmp_path / "1")
+    whole = write_state(first, tmp_path / "whole")
+    write_delta(whole, next_state(first, Random(2), share=0.5), tmp_path / "2")
+    other = write_state(replace(first, sequence=0, dense={**first.dense, "step": torch.tensor(8)}), tmp_path / "other")
+    served, model = load(base), nn.Sequential(load(base))
+    for target in (base, served, model):
+        place = target.state_dict if isinstance(target, nn.Module) else partial_files(target)
+        before = copy.deepcopy(place())
+        refused(target, tmp_path / "2", "number 1", "in order")
+        assert str(place()) == str(before)
+    refused(other, tmp_path / "1", "the base", "in order")
+    refused(load(other), tmp_path / "1", "the base")
+    for target in (base, served):
+        apply_delta(target, tmp_path / "1")
+        refused(target, tmp_path / "1", "number 2")
+        apply_delta(target, tmp_path / "2")
+    refused(nn.Linear(2, 2), tmp_path / "1", "Linear", "load")
+    refused(load(write_coded_tables(tmp_path / "mixed", forms=FORMS), form="mixed_dimension"), tmp_path / "1")
+    refused(tmp_path / "mixed", tmp_path / "1", "forms=['packed']")
+    refused(tmp_path / "mixed", tmp_path / "mixed", "delta")
+    refused(tmp_path / "none", tmp_path / "1", "check the path")
+    refused(base, tmp_path / "none", "check the path")
+
+
+def partial_files(path: Path) -> Callable[[], dict[str, bytes]]:
+    return lambda: files_of(path)
+
+
+def test_what_is_no_difference_of_one_scheme_is_not_written(base: Path, tmp_path: Path) -> None:
+    state = read_state(base)
+    user = state.scheme.tables["user"]
+    bits = user.bits.clone()
+    bits[0, 0] = 5
+    moved = replace(user, routing=RowRouting.from_map(user.routing.all_blocks().flip(0), 3))
+    others: list[dict[str, Any]] = [
+        {"scheme": with_table(state, user.with_codes(replace(user.codes, bits=bits)))},
+        {"scheme": with_table(state, moved)},
+        {"scheme": with_table(state, replace(user, feature_names=("item",)))},
+        {"scheme": MixedDimensionScheme({"user": user})},
+        {"dense": {}},
+        {"dense": {**state.dense, "step": torch.tensor(7.0)}},
+        {"rows": {**state.rows, "user": state.rows["user"][1:]}},
+    ]
+    for changes in others:
+        with pytest.raises(ValueError):
+            write_delta(base, replace(state, **changes), tmp_path / "delta")
+    assert not (tmp_path / "delta").exists()
+
+
+def with_table(state: ServedState, table: TableScheme) -> MixedDimensionScheme:
+    return MixedDimensionScheme({**state.scheme.tables, table.name: table})
