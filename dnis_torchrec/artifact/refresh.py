@@ -146,7 +146,7 @@ def delta_(
     longer fit, and rows born since.
 
     `rows` are the artifact's bit fields, `batches` the newest samples, `counts` those of all days.
-    `rows_read` names the rows that training has read since, by table; without it codes are compared.
+    `rows_read` has the rows that training has read since, by table; without it codes are compared.
     Gains that held-out samples teach move scales alone. Turns the model as `measure_` does, with
     its collectives; each rank encodes the rows that it holds.
     """
@@ -417,7 +417,7 @@ class _State:
             if not is_writer or not bool(is_here.any()):
                 continue
             ids, blocks, values = ids[is_here], blocks[is_here], chunk.values.cpu()[is_here].float()
-            fields = encode_rows(values, blocks, table.codes, place=f"table {table.name!r}")
+            fields = encode_rows(values, blocks, table.codes)
             if is_read is None:
                 differs = is_fitted[blocks]
                 some = (~differs).nonzero().flatten()

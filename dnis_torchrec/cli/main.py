@@ -21,6 +21,7 @@ from dnis_torchrec.cli.settings import (
     EvaluateCommand,
     ExportCommand,
     PackageCommand,
+    RefreshCommand,
     SearchCommand,
     TrainCommand,
     is_table,
@@ -178,6 +179,19 @@ def package(settings: PackageCommand) -> None:
     except RuntimeError as error:  # no compiler, or a package that predicts something else
         fail(error, 1)
     say(f"package: {address_of(settings.out)}")
+
+
+@command(RefreshCommand)
+def refresh(settings: RefreshCommand) -> None:
+    """Refreshes an artifact with the model of RUN: compresses it anew at the artifact's size, or
+    writes a delta, for `dnis.apply_delta`."""
+    with arguments():
+        commands().RunFolder.open(settings.run)
+    from dnis_torchrec.cli.refresh import run_refresh
+
+    lines = run_refresh(settings)
+    for line in lines if _is_first_rank() else ():
+        say(line)
 
 
 @app.command()

@@ -363,6 +363,32 @@ class PackageCommand(TableOptions):
         self.check_table(self.recipe, is_new=False)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RefreshCommand(TableOptions):
+    """Settings of `dnis refresh`."""
+
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="What `dnis train` wrote today, or its URL.", **READ),
+    ]
+    source: Annotated[
+        Path,
+        typer.Option(
+            "--from", metavar="ARTIFACT", help="What is served: an artifact, or its URL.", **READ
+        ),
+    ]
+    out: OutOption
+    recipe: Annotated[str, RecipeOption]
+    delta: Annotated[
+        bool, typer.Option("--delta", help="Keep the artifact's scheme; write what differs.")
+    ] = False
+    overwrite: OverwriteOption = False
+
+    def __post_init__(self) -> None:
+        self.check_table(self.recipe, is_new=False)
+        _check_seen_by_ranks(self.out)
+
+
 def _check_seen_by_ranks(out: Path) -> None:
     """Refuses a URL on several hosts: ranks of the others do not see the folder behind it."""
     url, hosts = url_of(out), number_of("LOCAL_WORLD_SIZE", 1) < number_of("WORLD_SIZE", 1)

@@ -39,6 +39,7 @@ LINES: dict[str, tuple[str, ...]] = {
     "export": ("RUN", "--out", "OUT"),
     "evaluate": ("RUN", "--recipe", TINY),
     "package": ("ARTIFACT", "--recipe", TINY, "--out", "OUT"),
+    "refresh": ("RUN", "--from", "ARTIFACT", "--recipe", TINY, "--out", "OUT"),
     "report": ("RUN",),
 }
 """Command -> arguments with which it does its work if nothing comes between."""
@@ -72,6 +73,8 @@ REFUSALS = [
     ("evaluate", "--json", "/dev/null"),
     ("evaluate", "--recipe", "tests.tiny:dmeo"),
     ("package", "--recipe", "nowhere:demo"),
+    ("refresh", "--recipe", "nowhere:demo"),
+    ("refresh", "--from", "no/such"),
 ]
 """Options that make a good command line a bad one."""
 
