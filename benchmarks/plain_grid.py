@@ -1,12 +1,11 @@
-"""Which L2 and learning rates suit a recipe's plain model: a small grid, judged by the selection split of seed 0.
+"""Tunes L2 and learning rates of a recipe's plain model on a small grid, by the selection split of seed 0.
 
     python -m benchmarks.plain_grid RECIPE [RECIPE ..] [--data DIR] --out FOLDER [--dims 64,8] [--epochs N]
 
 Every run trains as `dnis train` does, on one thread, to its own early stop. The test split is never read. First L2 on
 looked-up embeddings walks along `LADDER` at the recipe's own rates, until both neighbours of the best are worse. Then
-the tables' rate, and after it that of everything else, walks by factors of three the way that is better, as long as a
-step gains `LEAST_GAIN`. If a rate has changed, L2 walks on from where it stood. Dropout is the model's own, in the
-recipe's function, and stays as it is.
+the rate of the tables changes by factors of three, as long as a step gains `LEAST_GAIN`; then the rate of everything
+else. If a rate has changed, L2 walks on from its last value. Dropout stays as the recipe sets it.
 
 Every run is a line of ``FOLDER/plain_grid.jsonl``, written when it ends: a run that stands there is not repeated. Its
 loss and metric are those of the best epoch on the selection split, null if it diverged.

@@ -29,10 +29,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from dnis_torchrec.blocks.codes import WIDTHS, row_strides
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ops import build as native_build
 from dnis_torchrec.ops import select as block_operators
-from dnis_torchrec.ops.packed import load_operator, names_tensor
+from dnis_torchrec.ops.packed import load_operator, names_tensor, torch_encode_rows
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from tests.reference import packed, pool, table_scheme
@@ -168,6 +169,22 @@ def bag_offsets(random: Random) -> Case:
         names_tensor(["a", "bc", "d"][:num_features]),
     ]
     return Case(arguments, lambda out: same(out, torch.tensor(offsets_of(lengths))))
+
+
+def encode_rows(random: Random) -> Case:
+    """Rows of one to three blocks or of none, as bit fields or as what these stand for."""
+    num_blocks, dim, num_rows = random.randint(1, 3), random.choice([1, 5, 17]), random.choice([0, 1, 7, 40])
+    bits = torch.tensor(WIDTHS)[torch.randint(len(WIDTHS), (num_blocks, dim))].byte()
+    gain = 1 + torch.rand(num_blocks, dim) if random.random() < 0.5 else None
+    feedback = torch.rand(num_blocks, dim, dim) if random.random() < 0.5 else None
+    scale, shift = torch.ones(num_blocks, dim), torch.randint(-9, 9, (num_blocks, dim)).short()
+    values, blocks = 9 * torch.randn(num_rows, dim), torch.randint(num_blocks + 1, (num_rows,))
+    arguments = [values, blocks, bits, scale, shift, gain, feedback]
+    num_bytes = int(torch.bincount(blocks, minlength=num_blocks + 1)[:-1] @ row_strides(bits))
+    size = (num_bytes,) if random.random() < 0.5 else (num_rows, dim)
+    out, expected = (torch.zeros(size, dtype=torch.uint8 if len(size) == 1 else torch.float32) for _ in range(2))
+    torch_encode_rows(*arguments, expected)
+    return Case([*arguments, out], lambda _: same(out, expected))
 
 
 Term = tuple[int, int, slice, slice, slice, float]
@@ -486,7 +503,7 @@ def draw_sparse_selection(random: Random) -> Selection:
 
 CASES: dict[str, Callable[[Random], Case]] = {
     **{draw.__name__: draw for draw in (packed_embedding_bag, bag_offsets, spread_gradient, fill_rows, are_good_bags)},
-    **{draw.__name__: draw for draw in (split_bags, round_rows, find_pieces, gather_ids)},
+    **{draw.__name__: draw for draw in (split_bags, round_rows, find_pieces, gather_ids, encode_rows)},
     "select_pooled": lambda random: check_output(draw_selection(random)),
     "sum_alpha_gradient": lambda random: check_sum(draw_selection(random)),
     "select_sparse": lambda random: check_output(draw_sparse_selection(random)),

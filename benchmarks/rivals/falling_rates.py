@@ -25,10 +25,10 @@ def _train(task: Task) -> tuple[nn.Module, PlainTraining]:
 
 
 def falling_rates(task: Task) -> Served:
-    """Served uncompressed."""
+    """Trains on at falling rates; the tables are served in float32."""
     return Served(model=keep(task, "+falling", lambda: _train(task))[0], num_bytes=task.dense_bytes)
 
 
 def compressed(task: Task) -> Served:
-    """The same model with its tables in codes."""
+    """Trains on at falling rates, then compresses the tables."""
     return in_codes(task, falling_rates(task).model)

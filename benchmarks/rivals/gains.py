@@ -94,7 +94,7 @@ class SplitByBlock(nn.Module):
         self.routers = nn.ModuleDict({table: RowRouter(routings[table]) for table in self._numbers})
 
     def blocks_of(self, table: str, ids: Tensor) -> Tensor:
-        """Blocks; rows of no block stay with the last one."""
+        """The block of every id; ids of no block count to the last block."""
         return self.routers[table](ids).clamp(max=self._numbers[table] - 1)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:

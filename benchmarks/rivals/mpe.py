@@ -237,7 +237,7 @@ def _serve(groups: Groups, width_of_group: Tensor, is_trained: bool) -> Served:
 
 
 def mpe(task: Task) -> Served:
-    """Widths from a search, values from the uncompressed model or from scratch, whichever is better."""
+    """Searches the widths, then keeps the better values: the uncompressed model's, or those trained from scratch."""
     groups = Groups.of(task)
     widths = search_widths(groups)
     return best_of(task, [partial(_serve, groups, widths, is_trained) for is_trained in (True, False)])

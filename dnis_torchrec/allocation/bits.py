@@ -85,8 +85,8 @@ def _sizes(scheme: MixedDimensionScheme) -> list[tuple[str, int, int]]:
 
 
 GUESSES = 8
-"""Guesses which blocks will have bytes, by which directories are priced: the eighth that is worth
-most a row, two eighths, and so on."""
+"""The price of a directory depends on which blocks get bytes. So many guesses are tried: the eighth
+of the blocks that is worth most a row, two eighths, and so on."""
 LEAST_CODED_ROWS, SMALL_SHARE, USUAL_COMPRESSION = 5, 0.1, 20.0
 """A column of fewer rows takes less as fp16 than in codes of 8 bits: such tables stay float32 where
 all of them together take at most this share of the bytes, or of those at the usual compression."""
@@ -159,11 +159,11 @@ def allocate(
 ) -> Allocation:
     """Chooses how many bits every column of every block gets. The model does not change.
 
-    Give either a compression, to be met from below, or the largest loss. Tables that `blocks` leave
-    alone are float32, and count; so are tables of one to four rows, where all of them together take
-    at most a tenth of the bytes. Where `curvature` has couplings, rows are rounded with error
-    feedback. `predict` says what a scheme costs; without it the costs of columns add up. Bits are
-    chosen by that sum in any case.
+    Give the compression to reach, or else the loss that may be lost at most. Tables that `blocks`
+    leave alone stay float32, and their bytes count. Tables of one to four rows stay float32 too,
+    if all of them together take at most a tenth of the bytes. Rows are rounded with error feedback
+    where `curvature` has couplings. Bits are chosen by the sum of the columns' costs; `predict`, if
+    given, says what the chosen scheme costs.
 
     Distributed: that of `rounding_energies`, where they are not given, and of `predict`, which is
     called once, or a dozen times for a largest loss. All ranks get the same bits.

@@ -12,18 +12,11 @@ from torch.nn.functional import pad
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.blocks.codes import (
-    WIDTHS,
-    ColumnCodes,
-    check_finite,
-    decode_rows,
-    encode_rows,
-    fit_codes,
-    is_coded,
-)
+from dnis_torchrec.blocks.codes import WIDTHS, ColumnCodes, check_finite, fit_codes, is_coded
 from dnis_torchrec.blocks.counts import ROWS_AT_A_TIME, FrequencyCounts
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.ops.packed import values_in_codes
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.selection.shards import (
@@ -253,27 +246,22 @@ def _coded_rows(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """(weight, places in it, values there, what they are in codes) of every shard of this rank, a
     chunk of the rows at a time."""
+    place = f"table {table.name!r}"
     for chunk in rows.split(rows_per_chunk(table.embedding_dim)):
         blocks = table.routing.block_of(chunk)
         if whole.is_cut:
             sample = RowSample(chunk, blocks, torch.ones(len(chunk), dtype=torch.float64))
             values = sampled_values(sample, whole.shards, table.embedding_dim, 1, whole.ranks)
-            whole_values = _in_codes(values, blocks, table)
+            whole_values = values_in_codes(values, blocks, table.codes, place=place)
         for shard in whole.shards:
             is_here = (chunk >= shard.first_row) & (chunk < shard.first_row + len(shard.weight))
-            place = (chunk[is_here] - shard.first_row).to(shard.weight.device)
-            values = shard.weight[place]
+            rows_here = (chunk[is_here] - shard.first_row).to(shard.weight.device)
+            values = shard.weight[rows_here]
             if whole.is_cut:
-                values_in_codes = whole_values[is_here][:, shard.window[1]]
+                new_values = whole_values[is_here][:, shard.window[1]]
             else:
-                values_in_codes = _in_codes(values.cpu().float(), blocks[is_here], table)
-            yield shard.weight, place, values, values_in_codes.to(values)
-
-
-def _in_codes(values: Tensor, blocks: Tensor, table: TableScheme) -> Tensor:
-    """What rows are in codes, ``(n, D)``."""
-    codes = encode_rows(values, blocks, table.codes, place=f"table {table.name!r}")
-    return decode_rows(codes, blocks, table.codes)
+                new_values = values_in_codes(values, blocks[is_here], table.codes, place=place)
+            yield shard.weight, rows_here, values, new_values.to(values)
 
 
 BITS = (0, 1, 2, 3, 4, 5, 6, 8)

@@ -204,17 +204,17 @@ class _Layout:
         return result
 
     def shift(self, values: Tensor) -> Tensor:
-        """How far outputs move."""
+        """The shift of the output bias."""
         return values[self.num_of_blocks - 1]
 
     def gradient(self, of_alpha: Mapping[str, Tensor], of_shift: Tensor) -> Tensor:
-        """The gradient in the vector, from that in alpha."""
+        """Turns the gradient by alpha into the gradient by this vector."""
         parts = [of_alpha[name] * moves for name, moves in self.may_move.items()]
         of_blocks = [torch.cat([part.sum().view(1), part.sum(1)]) for part in parts]
         return torch.cat([*of_blocks, of_shift.view(1), *(part.flatten() for part in parts)])
 
     def precision(self, of_blocks: float, of_columns: float) -> Tensor:
-        """One over tau squared of every number, 0 for the shift, which may go anywhere."""
+        """1 / tau^2 for every number of the vector; 0 for the shift, which is not held back."""
         result = torch.full((self.size,), of_columns, dtype=torch.float64)
         result[: self.num_of_blocks] = of_blocks
         result = result.square().reciprocal().clamp(max=STILL)
@@ -413,7 +413,9 @@ class _Problem:
         losses = torch.cat([self._part_losses(half, point) for half, point in halves])
         if self._is_void is not None:
             losses[self._is_void] = 0.0
-        return _Option(strengths, points, losses, mean_of(losses, self._ranks))
+        sums = torch.stack([losses.prod(1).sum(), losses[:, 0].sum()])
+        total, num_samples = self._ranks.sum_(sums).tolist()
+        return _Option(strengths, points, losses, total / num_samples)
 
     def _record(self, batch: Batch, place: str) -> tuple[_Recorded, Tensor]:
         """Calls the model once; also returns the sum over samples of the second derivatives of the
@@ -580,13 +582,6 @@ def _rows_of_outputs(outputs: Outputs, rows: slice) -> Outputs:
         name: part[rows] if isinstance(part, Tensor) and part.dim() else part
         for name, part in outputs.items()
     }
-
-
-def mean_of(losses: Tensor, ranks: Ranks) -> float:
-    """Mean loss of parts of samples, ``(P, 2)``, over all ranks."""
-    sums = torch.stack([losses.prod(1).sum(), losses[:, 0].sum()])
-    total, num_samples = ranks.sum_(sums).tolist()
-    return total / num_samples
 
 
 def is_ahead(losses: Tensor, rival: Tensor, ranks: Ranks) -> bool:

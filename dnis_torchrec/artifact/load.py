@@ -14,9 +14,10 @@ from torch import Tensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from dnis_torchrec.artifact.manifest import MANIFEST, content_id, read_artifact_file, read_manifest
-from dnis_torchrec.blocks.codes import decode_rows, encode_rows, row_strides, unpack_fields
+from dnis_torchrec.blocks.codes import decode_rows, row_strides, unpack_fields
 from dnis_torchrec.blocks.routing import ROWS_AT_A_TIME, RowRouting
 from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.ops.packed import values_in_codes
 from dnis_torchrec.scheme import (
     FORMS,
     MIXED_DIMENSION,
@@ -400,8 +401,7 @@ def _values_of_codes(table: TableScheme, rows: Rows) -> Rows:
 
     def values(first: int, last: int) -> Tensor:
         blocks = table.routing.block_of(torch.arange(first, last))
-        chunk = rows(first, last).detach().cpu().float()
-        fields = encode_rows(chunk, blocks, table.codes, place=f"table {table.name!r}")
-        return decode_rows(fields, blocks, table.codes)
+        place = f"table {table.name!r}"
+        return values_in_codes(rows(first, last), blocks, table.codes, place=place)
 
     return values

@@ -375,7 +375,7 @@ def _check_equal(package: PackagedModel, model: nn.Module, inputs: Sequence[Tens
 
 
 def _without_fbgemm(program: ExportedProgram) -> ExportedProgram:
-    """A program that calls torch where it called FBGEMM for bags and sequences."""
+    """Replaces FBGEMM's operators for bags and sequences in a program by torch's own."""
     fbgemm = torch.ops.fbgemm  # which TorchRec has loaded
     in_torch: dict[Any, Callable[..., Any]] = {
         fbgemm.asynchronous_complete_cumsum.default: complete_cumsum,

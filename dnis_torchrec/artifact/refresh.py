@@ -34,10 +34,8 @@ from dnis_torchrec.blocks.codes import (
     FLOAT_BITS,
     ColumnCodes,
     decode_rows,
-    encode_rows,
     feedback_of,
     is_coded,
-    pack_fields,
     row_strides,
     unpack_fields,
 )
@@ -45,6 +43,7 @@ from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.blocks.routing import RowDirectory, RowRouting
 from dnis_torchrec.checks import check
 from dnis_torchrec.data.task import Task
+from dnis_torchrec.ops.packed import pack_values, values_in_codes
 from dnis_torchrec.scheme import PACKED, MixedDimensionScheme, TableScheme, compression_of
 from dnis_torchrec.selection.shards import (
     collections,
@@ -417,40 +416,35 @@ class _State:
             if not is_writer or not bool(is_here.any()):
                 continue
             ids, blocks, values = ids[is_here], blocks[is_here], chunk.values.cpu()[is_here].float()
-            fields = encode_rows(values, blocks, table.codes)
             if is_read is None:
-                differs = is_fitted[blocks]
-                some = (~differs).nonzero().flatten()
-                old_fields = bit_fields.fields(ids[some], blocks[some])
-                both = fields[some], old_fields
-                errors = self._errors_of_codes(table, values[some], blocks[some], both)
-                differs[some] = errors[1] > WORST_CODES * errors[0]
-                ids, blocks, fields = ids[differs], blocks[differs], fields[differs]
-            for s in blocks.unique().tolist():
-                here = blocks == s
-                parts.append((s, ids[here], pack_fields(fields[here], table.codes.bits[s])))
+                old_fields = bit_fields.fields(ids, blocks)
+                differs = is_fitted[blocks] | self._errs(table, values, blocks, old_fields)
+                ids, blocks, values = ids[differs], blocks[differs], values[differs]
+            fields, row_counts = pack_values(values, blocks, table.codes, place=table.name)
+            for s, of_block in enumerate(split_blocks(fields, row_counts, table.codes.bits)):
+                if of_block.numel():
+                    parts.append((s, ids[blocks == s], of_block))
         return [part for of_rank in whole.ranks.gather(parts) for part in of_rank]
 
-    def _errors_of_codes(
-        self, table: TableScheme, values: Tensor, blocks: Tensor, fields: Iterable[Tensor]
-    ) -> list[Tensor]:
-        """How far codes are from rows, every column by what the loss bends with it: ``(n,)``."""
+    def _errs(self, table: TableScheme, values: Tensor, blocks: Tensor, fields: Tensor) -> Tensor:
+        """Which rows codes are far from, every column by what the loss bends with it, ``(n,)``."""
         bends = self._measurement.curvature.couplings[table.name].cpu().diagonal(dim1=1, dim2=2)
         weights = bends / bends.sum(1, keepdim=True).clamp(min=1e-30) + 1 / bends.shape[1]
         weights = (weights * is_coded(table.codes.bits) + (table.codes.bits == FLOAT_BITS))[blocks]
-        plain = [
-            _ungained(decode_rows(part, blocks, table.codes), blocks, table.gain) for part in fields
-        ]
-        return [((part - values).double().square() * weights).sum(1) for part in plain]
+        old = decode_rows(fields, blocks, table.codes)
+        new = values_in_codes(values, blocks, table.codes, place=table.name)
+        rest = [_ungained(part, blocks, table.gain) - values for part in (old, new)]
+        errors = [(part.double().square() * weights).sum(1) for part in rest]
+        return errors[0] > WORST_CODES * errors[1]
 
 
 def _errors(values: Tensor, sample: RowSample, codes: ColumnCodes) -> Tensor:
     """The share of a column's energy that its nearest codes leave, ``(S, D)``."""
-    fields = encode_rows(values, sample.blocks, codes)
-    rest = (values - decode_rows(fields, sample.blocks, codes)).double().square()
+    rest = values - values_in_codes(values, sample.blocks, codes, place="codes")
     sums = torch.zeros(2, *codes.bits.shape, dtype=torch.float64)
-    for total, squares in zip(sums, (rest, values.double().square()), strict=True):
-        total.index_add_(0, sample.blocks, squares * sample.weights[:, None])
+    for total, part in zip(sums, (rest, values), strict=True):
+        squares = part.double().square() * sample.weights[:, None]
+        total.index_add_(0, sample.blocks, squares)
     return sums[0] / sums[1].clamp(min=torch.finfo(torch.float64).tiny)
 
 

@@ -152,15 +152,22 @@ class ColumnCodes:
             chunk = chunk * torch.cat([self.gain, torch.ones(1, self.gain.shape[1])])[blocks]
         if self.feedback is None:
             return chunk
-        of_codes = self.bits, self.scale, self.shift / 2, largest_codes(self.bits)
-        return feed_back_errors(chunk, blocks, self.feedback, *of_codes)
+        parts = self.bits, self.scale, self.shift / 2, largest_codes(self.bits)
+        result, order = chunk.clone(), rounding_order(self.bits)
+        for block in blocks.unique().tolist():
+            if block == len(self.bits) or not bool(self.feedback[block].any()):
+                continue
+            of_columns = [part[block, order[block]].tolist() for part in parts]
+            for places in (blocks == block).nonzero().squeeze(1).split(CACHED_ROWS):
+                columns = chunk[places].T[order[block]].contiguous()
+                _feed_back_(columns, self.feedback[block], *of_columns)
+                result[places] = columns[order[block].argsort()].T
+        return result
 
 
-def encode_rows(
-    chunk: Tensor, blocks: Tensor, codes: ColumnCodes, *, place: str = "codes"
-) -> Tensor:
+def encode_rows(chunk: Tensor, blocks: Tensor, codes: ColumnCodes) -> Tensor:
     """Codes of some rows: the nearest ones, or what error feedback makes of them. Local."""
-    check_finite(chunk, blocks, place)
+    check_finite(chunk, blocks, "codes")
     chunk = codes.settle(chunk, blocks)
     bits, scale, shift = _of_rows(blocks, codes)
     nearest = nearest_codes(chunk, scale, shift / 2, largest_codes(bits)).int()
@@ -236,32 +243,6 @@ def _of_trace_one(couplings: Tensor) -> Tensor:
     return couplings / torch.where(traces > 0, traces, 1.0)[:, None, None]
 
 
-def feed_back_errors(
-    rows: Tensor,
-    blocks: Tensor,
-    feedback: Tensor,
-    bits: Tensor,
-    scale: Tensor,
-    half_shift: Tensor,
-    largest: Tensor,
-) -> Tensor:
-    """Moves rows to where nearest rounding gives every column the code that error feedback chooses.
-    Local."""
-    result, order = rows.clone(), rounding_order(bits)
-    for block in blocks.unique().tolist():
-        if block == len(bits) or not bool(feedback[block].any()):
-            continue
-        first_to_last = order[block]
-        of_columns = [
-            part[block, first_to_last].tolist() for part in (bits, scale, half_shift, largest)
-        ]
-        for places in (blocks == block).nonzero().squeeze(1).split(CACHED_ROWS):
-            columns = rows[places].T[first_to_last].contiguous()
-            _feed_back_(columns, feedback[block], *of_columns)
-            result[places] = columns[first_to_last.argsort()].T
-    return result
-
-
 def _feed_back_(
     columns: Tensor,
     feedback: Tensor,
@@ -270,7 +251,8 @@ def _feed_back_(
     half_shift: list[float],
     largest: list[float],
 ) -> None:
-    """The same of one block, ``(D, n)`` in the order of rounding, in place."""
+    """Moves columns of a block, ``(D, n)`` in the order of rounding, to where nearest rounding
+    gives each the code that error feedback chooses. In place."""
     for index, width in enumerate(bits):
         if width == FLOAT_BITS:
             return  # and so are all that follow: nothing is lost any more

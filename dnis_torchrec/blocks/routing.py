@@ -102,8 +102,8 @@ class RowRouting:
 
     @cached_property
     def _block_sets(self) -> tuple[Tensor, Tensor]:
-        """Sets of blocks that the rows of groups have, as bits, and how many groups have each:
-        walks all rows, but once."""
+        """Which blocks occur within a group of rows, one bit a block: every set that occurs, and
+        how many groups have it. Walks all rows, once."""
         sets, sizes = torch.zeros(2, 0, dtype=torch.int64)
         for _, blocks in self.blocks_of_all():
             bits = pad(1 << blocks, (0, -len(blocks) % ROWS_PER_GROUP)).view(-1, ROWS_PER_GROUP)

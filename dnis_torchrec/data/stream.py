@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import io
 import json
 import sys
 from collections import Counter, deque
@@ -19,7 +18,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.counts import FrequencyCounts, bags_of
-from dnis_torchrec.checks import check
+from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.batches import features_of, for_lookup, parts_of, slice_of
 from dnis_torchrec.data.files import NotNegative, conform, parse_json
 from dnis_torchrec.data.over_ranks import FINGERPRINTS, fingerprints_of
@@ -266,9 +265,8 @@ class Stream(Iterator[Batch]):
             tensors, _ = batches_to_tensors(self._recent)
             parts |= {f"recent/{name}": tensor for name, tensor in tensors.items()}
         if self._latest is not None and self._latest.source is not None:
-            file = io.BytesIO()
-            torch.save(self._latest.source, file)
-            parts["source"] = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+            place = f"{_PLACE}, its state_dict"
+            parts["source"] = _text_tensor(_as_json(self._latest.source, place))
         return parts
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -293,8 +291,9 @@ class Stream(Iterator[Batch]):
             self._num_recent = sum(len(batch.labels) for batch in self._recent)
         self._num_given, source = step, tensors.get("source")
         if source is not None and hasattr(self._source, "load_state_dict"):
-            content = io.BytesIO(source.numpy().tobytes())
-            self._source.load_state_dict(torch.load(content, weights_only=True))
+            content = source.numpy().tobytes()
+            of_source = parse_json(content, dict[str, Any], f"{_PLACE} of the checkpoint")
+            self._source.load_state_dict(_of_json(of_source))
             self._iterator, self._pending, self._num_read = None, None, state["batches"]
             return
         first, self._pending = self._pending, None
@@ -307,6 +306,39 @@ class Stream(Iterator[Batch]):
 
     def leave(self) -> None:
         """Nothing: what was read is read."""
+
+
+# The state of a source as JSON: nothing is unpickled
+
+_TENSOR = "dnis_torchrec.tensor"
+
+
+def _as_json(state: Mapping[str, Any], place: str) -> str:
+    """The text of a state of plain values and tensors."""
+
+    def of_other(value: object) -> Any:
+        if isinstance(value, Tensor):
+            return {_TENSOR: [str(value.dtype).removeprefix("torch."), value.tolist()]}
+        remedy = "give the source a state_dict of numbers, texts, lists, dicts and tensors"
+        raise TypeError(describe(place, "plain values and tensors", type(value).__name__, remedy))
+
+    return json.dumps(state, default=of_other)
+
+
+def _of_json(value: Any) -> Any:
+    """The inverse, whose tuples are lists."""
+    if isinstance(value, list):
+        return [_of_json(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if [*value] == [_TENSOR]:
+        kind, numbers = value[_TENSOR]
+        return torch.tensor(numbers, dtype=getattr(torch, kind))
+    return {name: _of_json(part) for name, part in value.items()}
+
+
+def _text_tensor(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 # Batches as tensors in a file

@@ -132,7 +132,7 @@ class Task(nn.Module):
 
 
 def _taking_features(model: nn.Module) -> nn.Module:
-    """The module that takes features: the model, or its ``model``, as TorchRec's DLRMTrain has."""
+    """The module that takes features: the model itself, or its ``model`` (DLRMTrain)."""
     for module in (model, getattr(model, "model", None)):
         with suppress(TypeError, AttributeError):
             forward = cast(nn.Module, module).forward

@@ -219,8 +219,8 @@ def once(function: Callable[[], bool]) -> Callable[[], bool]:
 LOOKUPS = NativeLibrary(
     name="packed",
     place="packed lookup",
-    sources=(CSRC / "packed.cpp", CSRC / "packed_kernel.h"),
-    without="lookups run on torch's operators, many times slower",
+    sources=tuple(CSRC / n for n in ("packed.cpp", "packed_kernel.h", "encode_kernel.h")),
+    without="lookups and codes run on torch's operators, many times slower",
     instruction_set_function="dnis_instruction_set",
 )
 SELECTION = NativeLibrary(

@@ -1,4 +1,4 @@
-"""The operators of lookups: bags pooled from rows of bit fields, and where bags begin."""
+"""The operators of rows of bit fields: bags pooled from them, where bags begin, and encoding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dnis_torchrec.blocks.codes import FLOAT_BITS, field_offsets
+from dnis_torchrec.blocks.codes import (
+    FLOAT_BITS,
+    ColumnCodes,
+    check_finite,
+    decode_rows,
+    encode_rows,
+    field_offsets,
+    pack_fields,
+    row_strides,
+)
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.ops.batches import INTEGERS, are_sound, name_features, refuse_bags
 from dnis_torchrec.ops.build import LOOKUPS, NAMESPACE, once
@@ -20,7 +29,12 @@ PACKED_SCHEMA = (
     "Tensor[] tables, Tensor feature_layout, Tensor table_layout, Tensor block_layout, "
     "Tensor groups, int[]? keys, SymInt batch_size, int width, bool zero_unknown) -> Tensor"
 )
-"""The same as in the C++ source, which defines it where the library is loaded without Python."""
+OFFSETS_SCHEMA = "bag_offsets(Tensor lengths, Tensor ids, Tensor features) -> Tensor"
+ENCODE_SCHEMA = (
+    "encode_rows(Tensor values, Tensor blocks, Tensor bits, Tensor scale, Tensor shift, "
+    "Tensor? gain, Tensor? feedback, Tensor(a!) out) -> bool"
+)
+"""The same as in the C++ source, which defines them where the library is loaded without Python."""
 
 COLUMNS_PER_GROUP = 16
 COLUMNS_PER_QUAD = 4
@@ -33,22 +47,26 @@ _WINDOW_BYTES, _QUAD_BYTES = 64, 16
 @once
 def load_operator() -> bool:
     """Makes the operators of lookups there, compiling them if need be. Modules call it."""
-    is_compiled, name = LOOKUPS.is_there(), f"{NAMESPACE}::{PACKED_EMBEDDING_BAG}"
-    if not is_compiled:
-        torch.library.define(name, PACKED_SCHEMA.removeprefix(PACKED_EMBEDDING_BAG))
-    # on the CPU the compiled implementation goes before this one
-    torch.library.impl(name, "CompositeExplicitAutograd", torch_packed_embedding_bag)
+    is_compiled = LOOKUPS.is_there()
+    for schema, meaning, fake in (
+        (PACKED_SCHEMA, torch_packed_embedding_bag, _fake),
+        (OFFSETS_SCHEMA, torch_bag_offsets, _fake_offsets),
+        (ENCODE_SCHEMA, torch_encode_rows, _fake_encoding),
+    ):
+        operator, _, arguments = schema.partition("(")
+        name = f"{NAMESPACE}::{operator}"
+        # nothing is compiled, or the library comes with a package that is older than the operator
+        if not hasattr(torch.ops.dnis_torchrec, operator):
+            torch.library.define(name, f"({arguments}")
+        # on the CPU the compiled implementation goes before this one
+        torch.library.impl(name, "CompositeExplicitAutograd", meaning)
+        torch.library.register_fake(name, fake)
     if torch.cuda.is_available():
         from dnis_torchrec.ops import batches_triton, packed_triton  # Triton takes seconds to load
 
         if batches_triton.triton is not None:
+            name = f"{NAMESPACE}::{PACKED_EMBEDDING_BAG}"
             torch.library.impl(name, "CUDA", packed_triton.triton_packed_embedding_bag)
-    torch.library.register_fake(name, _fake)
-    name = f"{NAMESPACE}::bag_offsets"
-    if not is_compiled:
-        torch.library.define(name, "(Tensor lengths, Tensor ids, Tensor features) -> Tensor")
-    torch.library.impl(name, "CompositeExplicitAutograd", torch_bag_offsets)
-    torch.library.register_fake(name, _fake_offsets)
     return is_compiled
 
 
@@ -244,3 +262,60 @@ def torch_bag_offsets(lengths: Tensor, ids: Tensor, features: Tensor) -> Tensor:
 
 def _fake_offsets(lengths: Tensor, ids: Tensor, features: Tensor) -> Tensor:
     return lengths.new_empty(lengths.shape[0] * lengths.shape[1] + 1, dtype=torch.int64)
+
+
+def pack_values(
+    values: Tensor, blocks: Tensor, codes: ColumnCodes, *, place: str
+) -> tuple[Tensor, Tensor]:
+    """(rows in bit fields, ``(bytes,)`` uint8, those of one block behind those of another; how many
+    each block has)."""
+    row_counts = torch.bincount(blocks, minlength=len(codes.bits) + 1)[:-1]
+    fields = torch.empty(int(row_counts @ row_strides(codes.bits)), dtype=torch.uint8)
+    _encode_to(fields, values, blocks, codes, place)
+    return fields, row_counts
+
+
+def values_in_codes(values: Tensor, blocks: Tensor, codes: ColumnCodes, *, place: str) -> Tensor:
+    """What rows are in codes, ``(n, D)``; those of no block are 0."""
+    out = torch.zeros(values.shape)
+    _encode_to(out, values, blocks, codes, place)
+    return out
+
+
+def _encode_to(out: Tensor, values: Tensor, blocks: Tensor, codes: ColumnCodes, place: str) -> None:
+    """Encodes rows to bit fields, or to what they stand for, as the dtype says."""
+    load_operator()
+    values = values.detach().cpu().float().contiguous()
+    parts = codes.bits, codes.scale, codes.shift, codes.gain, codes.feedback
+    of_columns = [None if part is None else part.contiguous() for part in parts]
+    if not torch.ops.dnis_torchrec.encode_rows.default(values, blocks, *of_columns, out):
+        check_finite(values, blocks, place)
+
+
+def torch_encode_rows(
+    values: Tensor,
+    blocks: Tensor,
+    bits: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    gain: Tensor | None,
+    feedback: Tensor | None,
+    out: Tensor,
+) -> bool:
+    """The operator's meaning, from torch's own operators; same arguments and result as the compiled
+    one."""
+    if not bool(values.isfinite().all()):
+        return False
+    codes = ColumnCodes(bits, scale, shift, feedback, gain)
+    fields = encode_rows(values, blocks, codes)
+    if out.dtype == torch.float32:
+        out.copy_(decode_rows(fields, blocks, codes))
+        return True
+    present = [s for s in blocks.unique().tolist() if s < len(bits)]
+    parts = [pack_fields(fields[blocks == s], bits[s]).flatten() for s in present]
+    out.copy_(torch.cat([out.new_empty(0), *parts]))
+    return True
+
+
+def _fake_encoding(*arguments: Any) -> bool:
+    return True

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.blocks.codes import check_widths, encode_rows, is_coded, pack_fields, row_strides
+from dnis_torchrec.blocks.codes import check_widths, is_coded, row_strides
 from dnis_torchrec.blocks.routing import RowDirectory
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.ops.batches import name_features, readable_bags
-from dnis_torchrec.ops.packed import field_groups, load_operator
+from dnis_torchrec.ops.packed import field_groups, load_operator, pack_values
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.tables import LogicalCollection, name_unknown_id
 
@@ -167,17 +167,14 @@ def packed_chunks(
     table: TableScheme, chunks: Iterable[Tensor], *, first: int
 ) -> Iterator[tuple[int, Tensor]]:
     """Encodes consecutive rows of a table a chunk at a time, each of which is read once."""
-    codes = table.codes
-    is_stored = (row_strides(codes.bits) > 0).tolist()
+    codes, place = table.codes, f"table {table.name!r}"
     for chunk in chunks:
         of_rows = table.routing.block_of(torch.arange(first, first + len(chunk)))
-        codes_of_rows = encode_rows(
-            chunk.detach().cpu().float(), of_rows, codes, place=f"table {table.name!r}"
-        )
+        rows, row_counts = pack_values(chunk, of_rows, codes, place=place)
         first += len(chunk)
-        for s in of_rows.unique().tolist():
-            if s < len(is_stored) and is_stored[s]:
-                yield s, pack_fields(codes_of_rows[of_rows == s], codes.bits[s])
+        for s, rows_of_block in enumerate(split_blocks(rows, row_counts, codes.bits)):
+            if rows_of_block.numel():
+                yield s, rows_of_block
 
 
 def check_num_bags(names: list[str], offsets: Tensor, batch_size: int) -> None:

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
-import multiprocessing
-import os
-import random
-import shutil
-import signal
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.fx import symbolic_trace
 
@@ -45,13 +32,11 @@ from dnis_torchrec.artifact.load import load
 from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.scheme import FORMS, PACKED, MixedDimensionScheme, TableScheme
-from dnis_torchrec.serving.gate import Gate
 from dnis_torchrec.serving.packed import pack_rows
 from tests import tiny
-from tests.artifact.test_damage import bounded, flip, restate, restate_file
 from tests.models import interest
 from tests.models import make_batch as sequence_batch
-from tests.reference import all_rows, cases, coded_case, packed, table_scheme, with_codes, write_coded_tables
+from tests.reference import all_rows, cases, coded_case, table_scheme, with_codes, write_coded_tables
 from tests.tiny import files_of, write_tiny_artifact
 
 MANY = {

@@ -264,6 +264,7 @@ def test_a_table_needs_no_recipe_and_its_roles_are_given_once(gloo, tmp_path: Pa
     say("train", table, *ROLES, "--out", run, "--epochs", 2)
     assert json.loads((run / "run.json").read_text())["recipe"] == str(table)
     say("compress", table, "--from", run, "--compression", 4, "--out", small)
+    assert commands.BY_TIME in json.loads((small / "results.json").read_text())["notes"]
     say("search", table, *ROLES, "--from", run, "--compression", 4, "--out", tmp_path / "searched", *SHORT)
     say("search", table, "--from", run, "--compression", 4, "--out", tmp_path / "searched", *SHORT, "--resume")
     say("export", tmp_path / "searched", "--out", tmp_path / "artifact")

@@ -87,8 +87,13 @@ def test_train_and_validation_are_joined_in_the_same_order_whenever_an_epoch_beg
     resumed.epoch = 1
     assert torch.cat([batch.dense_features for batch in resumed]).equal(torch.cat(epochs[1]))
     every = sorted(torch.cat([batch.dense_features for batch in all_samples(joined)]).flatten().tolist())
-    parts = [batch.dense_features for part in (data.train, data.validation) for batch in part]
-    assert every == sorted(torch.cat(parts).flatten().tolist())
+    parts = [[batch.dense_features for batch in part] for part in (data.train, data.validation)]
+    assert every == sorted(torch.cat([*parts[0], *parts[1]]).flatten().tolist())
+    held_out = torch.cat(parts[1])
+    places = [place for place, dense in enumerate(epochs[0]) if bool(torch.isin(dense, held_out).all())]
+    step = sum(sizes) / sizes[1]  # validation batches are spread evenly over an epoch
+    assert all(abs(place - (index + 0.5) * step) <= 1.5 for index, place in enumerate(places)), places
+    assert len(places) == sizes[1]
 
 
 @given(st.lists(samples, min_size=1, max_size=9), st.data(), st.booleans())

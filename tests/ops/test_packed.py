@@ -19,11 +19,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from dnis_torchrec.blocks.codes import WIDTHS, ColumnCodes, feedback_of, is_coded, largest_codes
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ops import build as native_build
 from dnis_torchrec.ops import packed_triton
-from dnis_torchrec.ops.build import LOOKUPS, fallback_libraries, find_compiler, library_folder
-from dnis_torchrec.ops.packed import PACKED_SCHEMA, torch_packed_embedding_bag
+from dnis_torchrec.ops.build import INSTRUCTION_SETS, LOOKUPS, fallback_libraries, find_compiler, library_folder
+from dnis_torchrec.ops.packed import (
+    ENCODE_SCHEMA,
+    OFFSETS_SCHEMA,
+    PACKED_SCHEMA,
+    pack_values,
+    torch_encode_rows,
+    torch_packed_embedding_bag,
+    values_in_codes,
+)
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving import PackedEmbeddingBagCollection, load_operator
 from tests.reference import ROUTINGS, Case, cases, packed, packed_case, table_scheme
@@ -207,9 +216,99 @@ def test_no_bags() -> None:
 
 
 @needs_compiler
-def test_the_schema_is_that_of_the_library() -> None:
-    found = str(torch.ops.dnis_torchrec.packed_embedding_bag.default._schema)
-    assert found == f"dnis_torchrec::{PACKED_SCHEMA}"
+@pytest.mark.parametrize("schema", [PACKED_SCHEMA, OFFSETS_SCHEMA, ENCODE_SCHEMA])
+def test_schemas_are_those_of_the_library(schema: str) -> None:
+    operator = getattr(torch.ops.dnis_torchrec, schema.partition("(")[0])
+    assert str(operator.default._schema) == f"dnis_torchrec::{schema}"
+
+
+def draw_codes(num_blocks: int, dim: int, generator: torch.Generator, widths: tuple[int, ...] = WIDTHS) -> ColumnCodes:
+    """Codes of any widths, that mean values between -2 and 2 or so; some blocks may have no bits."""
+    size = num_blocks, dim
+    bits = torch.tensor(widths)[torch.randint(len(widths), size, generator=generator)]
+    bits[torch.rand(num_blocks, generator=generator) < 0.2] = 0
+    steps = 4 / largest_codes(bits).clamp(min=1) * (1 + torch.rand(size, generator=generator))
+    scale = torch.where(is_coded(bits), steps, 1.0).bfloat16().float()
+    shift = torch.where(is_coded(bits), -4 / scale, 0).clamp(min=-(2**15)).short()
+    return ColumnCodes(bits.byte(), scale, shift)
+
+
+def with_moves(codes: ColumnCodes, generator: torch.Generator, *, feedback: bool, gain: bool) -> ColumnCodes:
+    """The same with error feedback, of which the last of several blocks has none, and with gains."""
+    num_blocks, dim = codes.bits.shape
+    if feedback:
+        slopes = torch.randn(num_blocks, dim // 2 + 1, dim, generator=generator, dtype=torch.float64)
+        shares = feedback_of(slopes.mT @ slopes, codes.bits)
+        shares[1:][-1:] = 0
+        codes = replace(codes, feedback=shares)
+    return codes.with_gain(torch.rand(num_blocks, dim, generator=generator) + 0.6) if gain else codes
+
+
+@needs_compiler
+@settings(max_examples=150, deadline=None)
+@given(
+    size=st.tuples(st.integers(1, 4), st.integers(1, 130), st.sampled_from([0, 1, 15, 16, 17, 200, 3_000])),
+    moves=st.fixed_dictionaries({"feedback": st.booleans(), "gain": st.booleans()}),
+    widths=st.sampled_from([WIDTHS, (1, 2, 3), (8, 16, 32), (0, 5, 32)]),
+    magnitude=st.sampled_from([0.0, 1e-30, 1.0, 50.0, 3e38]),
+    limit=st.sampled_from(INSTRUCTION_SETS),
+    seed=st.integers(0, 2**31),
+)
+def test_rows_are_encoded_to_the_bits_of_torch(
+    size: tuple[int, int, int], moves: dict[str, bool], widths: tuple[int, ...], magnitude: float, limit: str, seed: int
+) -> None:
+    """Fields and values, on every instruction set, in several threads, for rows of no block as well."""
+    (num_blocks, dim, num_rows), generator = size, torch.Generator().manual_seed(seed)
+    codes = with_moves(draw_codes(num_blocks, dim, generator, widths), generator, **moves)
+    values = magnitude * (2 * torch.rand(num_rows, dim, generator=generator) - 1)
+    blocks = torch.randint(num_blocks + 1, (num_rows,), generator=generator)
+    widest, num_threads = LOOKUPS.instruction_set(), torch.get_num_threads()
+    try:
+        LOOKUPS.instruction_set(limit=limit)
+        torch.set_num_threads(3)
+        fields, row_counts = pack_values(values, blocks, codes, place="t")
+        coded = values_in_codes(values, blocks, codes, place="t")
+    finally:
+        LOOKUPS.instruction_set(limit=widest)
+        torch.set_num_threads(num_threads)
+    assert row_counts.equal(torch.bincount(blocks, minlength=num_blocks + 1)[:-1])
+    # where float32 overflows on the way, torch has no code that would mean a value
+    for found in (fields, coded) if magnitude < 1e38 else (fields,):
+        expected = torch.full_like(found, 9)
+        of_columns = codes.bits, codes.scale, codes.shift, codes.gain, codes.feedback
+        assert torch_encode_rows(values, blocks, *of_columns, expected)
+        assert found.view(torch.uint8).equal(expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("row", [0, 2, 20])
+def test_values_that_cannot_be_encoded_are_named(value: float, row: int) -> None:
+    codes, values = draw_codes(2, 5, torch.Generator().manual_seed(0)), torch.zeros(21, 5)
+    values[row, 3] = value
+    blocks = torch.arange(21) % 3  # the last is no block
+    for encode in (pack_values, values_in_codes):
+        with pytest.raises(ValueError, match=rf"t: expected finite values, got {value} in block {row % 3}, column 3"):
+            encode(values, blocks, codes, place="t")
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("place", "argument"),
+    [
+        *((0, torch.zeros(4, 5)), (0, torch.zeros(3, 5).double()), (0, torch.zeros(5, 3).T)),
+        *((1, torch.tensor([0, 3, 1])), (1, torch.tensor([-1, 0, 0])), (2, torch.full((2, 5), 33).byte())),
+        *((3, torch.ones(2, 4)), (4, torch.ones(2, 5)), (5, torch.ones(5)), (6, torch.ones(2, 5))),
+        *((7, torch.zeros(8).byte()), (7, torch.zeros(3, 4)), (7, torch.zeros(3, 5).double())),
+    ],
+)
+def test_arguments_that_do_not_belong_together_are_refused(place: int, argument: Tensor) -> None:
+    bits, shift = torch.full((2, 5), 4).byte(), torch.zeros(2, 5).short()
+    arguments = [torch.zeros(3, 5), torch.zeros(3).long(), bits, torch.ones(2, 5), shift, None, None]
+    arguments.append(torch.zeros(9).byte())
+    assert torch.ops.dnis_torchrec.encode_rows.default(*arguments)
+    arguments[place] = argument
+    with pytest.raises(ValueError, match="encode_rows: .*expected"):
+        torch.ops.dnis_torchrec.encode_rows.default(*arguments)
 
 
 def test_export_with_any_batch_size() -> None:

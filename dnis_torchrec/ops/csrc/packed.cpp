@@ -2,9 +2,9 @@
 // bit fields.
 //
 // A table is the rows of its blocks, one block after another, each row of a fixed number of bytes,
-// and a directory that says where every row stands (blocks/row_directory.py). A row's values are
+// and a directory that says where every row stands (blocks/routing.py). A row's values are
 // codes of mixed width at bit offsets that are the same for all rows of a block;
-// ops/packed_operator.py tells how the layout describes them.
+// ops/packed.py tells how the layout describes them.
 //
 // Shapes: B batch, F features, T tables, N rows of a table, K blocks of a table, D embedding_dim, I
 // ids of a batch.
@@ -21,6 +21,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(DNIS_PORTABLE)
@@ -36,6 +37,8 @@ using torch::stable::Tensor;
 constexpr const char* OPERATOR = "packed_embedding_bag";
 constexpr int64_t WINDOW = 64;              // ids whose rows are asked of memory ahead of their use
 constexpr int64_t ROWS_PER_THREAD = 4'096;  // rows and bags that outweigh waking a thread
+constexpr int64_t VALUES_PER_THREAD = 1 << 14;  // of rows that are encoded
+constexpr int64_t MOST_BLOCKS = 65'535, MOST_COLUMNS = 1 << 20;  // so that nothing overflows
 
 // int32 or int64, as they come.
 struct Integers {
@@ -203,9 +206,23 @@ struct Fault {
   }
 };
 
+// How a block's rows become bit fields: (D,) of each, but for the last two.
+struct BlockCodes {
+  const int64_t* bits;   // copied, lest the output lies over them
+  const int64_t* order;  // of the columns in rounding, narrow ones first
+  const float* scales;
+  const int16_t* shifts;
+  const float* gains;     // or null
+  const float* feedback;  // (D, D), in the order of rounding, or null
+  int64_t stride;         // bytes of a row
+};
+
+constexpr int64_t FLOAT_BITS = 32;
+
 namespace baseline {
 #define DNIS_LEVEL 0
 #include "packed_kernel.h"
+#include "encode_kernel.h"
 #undef DNIS_LEVEL
 }  // namespace baseline
 
@@ -219,6 +236,7 @@ namespace baseline {
 namespace avx2 {
 #define DNIS_LEVEL 1
 #include "packed_kernel.h"
+#include "encode_kernel.h"
 #undef DNIS_LEVEL
 }  // namespace avx2
 #if defined(__clang__)
@@ -234,6 +252,7 @@ namespace avx2 {
 namespace avx512 {
 #define DNIS_LEVEL 2
 #include "packed_kernel.h"
+#include "encode_kernel.h"
 #undef DNIS_LEVEL
 }  // namespace avx512
 #if defined(__clang__)
@@ -246,12 +265,13 @@ namespace avx512 {
 struct InstructionSet {
   const char* name;
   Fault (*pool)(const Feature&, const Bags&, int64_t, int64_t);
+  decltype(&baseline::encode) encode;
 };
 
-constexpr InstructionSet BASELINE{"baseline", baseline::pool};
+constexpr InstructionSet BASELINE{"baseline", baseline::pool, baseline::encode};
 #ifdef DNIS_X86
-constexpr InstructionSet AVX2{"avx2", avx2::pool};
-constexpr InstructionSet AVX512{"avx512", avx512::pool};
+constexpr InstructionSet AVX2{"avx2", avx2::pool, avx2::encode};
+constexpr InstructionSet AVX512{"avx512", avx512::pool, avx512::encode};
 #endif
 
 // The widest instruction set of this machine, or up to `limit` ("baseline", "avx2", "avx512").
@@ -654,6 +674,106 @@ Tensor bag_offsets(Tensor lengths, Tensor ids, Tensor names) {
   return offsets;
 }
 
+// dnis_torchrec::encode_rows: rows as bit fields, or as the values that those stand for.
+
+template <typename Number>
+Number* numbers_of(const Tensor& tensor, ScalarType dtype, int64_t count, const char* argument) {
+  const bool fits = tensor.scalar_type() == dtype && tensor.numel() == count;
+  if (!fits || !tensor.is_contiguous() || !tensor.is_cpu())
+    refuse(std::string("encode_rows: ") + argument, "contiguous numbers on the CPU", "others");
+  if constexpr (std::is_const_v<Number>) return static_cast<Number*>(tensor.const_data_ptr());
+  else return static_cast<Number*>(tensor.mutable_data_ptr());
+}
+
+// The codes of every block, and those of rows of none: of no bytes. Integers hold bits and orders.
+std::vector<BlockCodes> codes_of_blocks(const Tensor& bits, const Tensor& scale,
+    const Tensor& shift, const std::optional<Tensor>& gain, const std::optional<Tensor>& feedback,
+    std::vector<int64_t>& integers) {
+  const int64_t num_blocks = bits.size(0), dim = bits.size(1), size = num_blocks * dim;
+  const auto* widths = numbers_of<const uint8_t>(bits, ScalarType::Byte, size, "bits");
+  const auto* scales = numbers_of<const float>(scale, ScalarType::Float, size, "scale");
+  const auto* shifts = numbers_of<const int16_t>(shift, ScalarType::Short, size, "shift");
+  const float *gains = nullptr, *shares = nullptr;
+  if (gain) gains = numbers_of<const float>(*gain, ScalarType::Float, size, "gain");
+  if (feedback)
+    shares = numbers_of<const float>(*feedback, ScalarType::Float, size * dim, "feedback");
+  integers.resize(static_cast<size_t>(2 * size));
+  std::vector<BlockCodes> blocks(static_cast<size_t>(num_blocks + 1));
+  for (int64_t s = 0; s < num_blocks; ++s) {
+    int64_t *of_block = integers.data() + 2 * s * dim, *order = of_block + dim, num_bits = 0;
+    const float* own = shares == nullptr ? nullptr : shares + s * dim * dim;
+    const bool moves = own != nullptr && std::any_of(own, own + dim * dim, [](float share) {
+      return share != 0.f;
+    });
+    for (int64_t c = 0; c < dim; ++c) {
+      const int64_t width = of_block[c] = widths[s * dim + c];
+      if (width > FLOAT_BITS) refuse("encode_rows: bits", "at most 32", std::to_string(width));
+      num_bits = (width == FLOAT_BITS ? (num_bits + 7) / 8 * 8 : num_bits) + width;
+      order[c] = c;
+    }
+    std::stable_sort(
+        order, order + dim, [&](int64_t c, int64_t d) { return of_block[c] < of_block[d]; });
+    blocks[static_cast<size_t>(s)] = {of_block, order, scales + s * dim, shifts + s * dim,
+        gains == nullptr ? nullptr : gains + s * dim, moves ? own : nullptr, (num_bits + 7) / 8};
+  }
+  return blocks;
+}
+
+// Up to sixteen rows of a block, and where their bit fields begin.
+struct Tile {
+  const BlockCodes* codes;
+  int64_t first, count, byte;
+};
+
+// Writes uint8, the fields of one block behind those of another, or float32, where rows of no block
+// stay as they are; false where a value is NaN or infinite. Threads write rows of their own.
+bool encode_rows(Tensor values, Tensor blocks, Tensor bits, Tensor scale, Tensor shift,
+    std::optional<Tensor> gain, std::optional<Tensor> feedback, Tensor out) {
+  if (bits.dim() != 2 || bits.size(0) > MOST_BLOCKS || bits.size(1) > MOST_COLUMNS)
+    refuse("encode_rows: bits", "shape (S, D)", "another");
+  std::vector<int64_t> integers;
+  const auto codes = codes_of_blocks(bits, scale, shift, gain, feedback, integers);
+  const int64_t dim = bits.size(1), num_rows = blocks.numel(), num_values = num_rows * dim;
+  const auto* block_of = numbers_of<const int64_t>(blocks, ScalarType::Long, num_rows, "blocks");
+  const auto* from = numbers_of<const float>(values, ScalarType::Float, num_values, "values");
+  std::vector<int64_t> ends(codes.size() + 1), rows(static_cast<size_t>(num_rows));
+  for (int64_t i = 0; i < num_rows; ++i) {
+    if (block_of[i] < 0 || block_of[i] >= static_cast<int64_t>(codes.size()))
+      refuse("encode_rows: blocks", "numbers of blocks", std::to_string(block_of[i]));
+    ++ends[static_cast<size_t>(block_of[i]) + 1];
+  }
+  std::vector<Tile> tiles;
+  int64_t num_bytes = 0;
+  for (size_t s = 0; s < codes.size(); ++s) {
+    const int64_t stride = codes[s].stride, last = ends[s + 1] += ends[s];
+    for (int64_t first = ends[s]; first < last; first += LANES) {
+      tiles.push_back({&codes[s], first, std::min(LANES, last - first), num_bytes});
+      num_bytes += tiles.back().count * stride;
+    }
+  }
+  for (int64_t i = 0; i < num_rows; ++i)  // ends[s] is where block s begins, and becomes its end
+    rows[static_cast<size_t>(ends[static_cast<size_t>(block_of[i])]++)] = i;
+  const bool is_packed = out.scalar_type() == ScalarType::Byte;
+  uint8_t* fields = nullptr;
+  float* numbers = nullptr;
+  if (is_packed) fields = numbers_of<uint8_t>(out, ScalarType::Byte, num_bytes, "out");
+  else numbers = numbers_of<float>(out, ScalarType::Float, num_values, "out");
+  const InstructionSet& loops = *instruction_set.load();
+  std::atomic<bool> are_finite{true};
+  const auto encode_tiles = [&](int64_t begin, int64_t end) {
+    std::vector<float> columns(static_cast<size_t>(dim * LANES));
+    for (int64_t t = begin; t < end; ++t) {
+      const Tile& tile = tiles[static_cast<size_t>(t)];
+      if (!loops.encode(*tile.codes, dim, from, rows.data() + tile.first, tile.count,
+              columns.data(), is_packed ? fields + tile.byte : nullptr, numbers))
+        are_finite = false;
+    }
+  };
+  torch::stable::parallel_for(0, static_cast<int64_t>(tiles.size()),
+      VALUES_PER_THREAD / (dim * LANES + 1) + 1, encode_tiles);
+  return are_finite;
+}
+
 }  // namespace
 
 // Which instruction set the lookups run on, and, with a limit, from now on up to that one.
@@ -670,9 +790,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dnis_torchrec, library) {
       "keys, SymInt batch_size, "
       "int width, bool zero_unknown) -> Tensor");
   library.def("bag_offsets(Tensor lengths, Tensor ids, Tensor features) -> Tensor");
+  library.def(
+      "encode_rows(Tensor values, Tensor blocks, Tensor bits, Tensor scale, Tensor shift, "
+      "Tensor? gain, Tensor? feedback, Tensor(a!) out) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dnis_torchrec, CPU, library) {
   library.impl("packed_embedding_bag", TORCH_BOX(&packed_embedding_bag));
   library.impl("bag_offsets", TORCH_BOX(&bag_offsets));
+  library.impl("encode_rows", TORCH_BOX(&encode_rows));
 }

@@ -1,4 +1,4 @@
-// The lookup itself, compiled once per instruction set: packed_rows.cpp includes this file in a
+// The lookup itself, compiled once per instruction set: packed.cpp includes this file in a
 // namespace and a target region of its own, with DNIS_LEVEL 0 (what the compiler may assume
 // anyway), 1 (AVX2) or 2 (AVX-512 with VBMI). Nothing of the standard library here: a shared inline
 // function compiled for one instruction set could be called on a machine without it.

@@ -56,7 +56,7 @@ bool are_finite(const Number* numbers, int64_t count) {
 }
 
 // weight = the nearest of the values that codes stand for to weight + residual, residual = what it
-// lacks of that, half a step at most: see dnis_torchrec/ops/row_rounding.py. Four fields follow one
+// lacks of that, half a step at most: see dnis_torchrec/ops/select.py. Four fields follow one
 // another, `count` numbers each.
 inline void round_row(const float* fields, float* weight, float* residual, int64_t count) {
   constexpr float TO_INTEGERS =
