@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from dnis_torchrec.allocation.energies import (
     sampled_values,
     whole_rows,
 )
+from dnis_torchrec.artifact.delta import ServedState
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.codes import (
     FLOAT_BITS,
@@ -74,17 +76,8 @@ SAME_TURN = 1e-5
 
 @dataclass(frozen=True, eq=False)
 class Refresh:
-    """A model's tables in the scheme of an earlier day. The same on every rank.
-
-    Attributes:
-        scheme: with scales that were fitted again, and blocks of rows born since.
-        rows: table -> bit fields as `PackedTable.rows` has them.
-        dense: all other weights, as they are served.
-        num_changed: table -> rows whose bytes changed, those born since among them.
-        predicted_loss_increase: of the newest samples, or of held-out ones.
-        drift: table -> share of the loss that a fresh allocation of the same size would save, as
-            predicted on the newest samples.
-    """
+    """A model's tables in the scheme of an earlier day. The same on every rank. `drift` is the
+    share of the loss that a fresh allocation of the same size is predicted to save, by table."""
 
     scheme: MixedDimensionScheme
     rows: Mapping[str, Tensor]
@@ -92,6 +85,12 @@ class Refresh:
     num_changed: Mapping[str, int]
     predicted_loss_increase: float
     drift: Mapping[str, float]
+
+    def state(self, base: ServedState, **facts: Any) -> ServedState:
+        """What stands in place of the artifact, its weights in the order that its file has."""
+        names = [name for name in {**base.dense, **self.dense} if name in self.dense]
+        dense = {name: self.dense[name] for name in names}
+        return replace(base, scheme=self.scheme, rows=self.rows, dense=dense, **facts)
 
     @property
     def is_stale(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +57,7 @@ def run_refresh(settings: RefreshCommand) -> list[str]:
         with together():
             if ranks.is_first:
                 of_encoder = base.encoder if encoder is None else encoder.to_bytes()
-                new = replace(base, scheme=result.scheme, rows=result.rows, run=record)
-                dense = {key: result.dense[key] for key in {**base.dense, **result.dense}}
-                new = replace(new, dense=dense, encoder=of_encoder)
+                new = result.state(base, run=record, encoder=of_encoder)
                 write_delta(settings.source, new, settings.out, overwrite=settings.overwrite)
         return [*_delta_lines(result, base, settings.out), f"delta: {address_of(settings.out)}"]
 
