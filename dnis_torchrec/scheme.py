@@ -169,6 +169,29 @@ class TableScheme:
         num_new = int((routing.row_counts() * self.dims).sum()) - self.block_area
         return replace(self, routing=routing, num_retained=self.num_retained + num_new)
 
+    def for_training(self, *, least_dim: int = 8, dim_multiple: int = 4) -> TableScheme:
+        """The same table as narrow float32 tables that learn: every block has at least `least_dim`
+        columns, a multiple of `dim_multiple`; rows of no block are in the last one.
+
+        The columns that a block gains are those that hotter blocks retain first, then by index.
+        """
+        routing = self.routing.with_rows_in(torch.ones(self.num_blocks, dtype=torch.bool))
+        dims = self.dims.clamp(min=least_dim)
+        dims = ((dims + dim_multiple - 1) // dim_multiple * dim_multiple).clamp(
+            max=self.embedding_dim
+        )
+        # The first block that retains a column; S where none does.
+        is_in = torch.cat([self.retained, torch.ones(1, self.embedding_dim, dtype=torch.bool)])
+        first_block = is_in.to(torch.uint8).argmax(dim=0)
+        rank = first_block.expand_as(self.retained).masked_fill(self.retained, -1)
+        order = rank.argsort(dim=1, stable=True)
+        is_within = torch.arange(self.embedding_dim) < dims.unsqueeze(1)
+        retained = torch.zeros_like(self.retained).scatter(1, order, is_within)
+        fields: dict[str, Any] = dict.fromkeys(("bits", "scale", "shift", "feedback", "gain"))
+        area = int((routing.row_counts() * dims).sum())
+        fields |= {"routing": routing, "retained": retained, "num_retained": area}
+        return replace(self, **fields)
+
     def column_bits(self) -> Tensor:
         """Bits of every column of every block, ``(S, D)`` uint8; float32 where none are given."""
         return self.retained.to(torch.uint8) * FLOAT_BITS if self.bits is None else self.bits
@@ -241,6 +264,11 @@ class MixedDimensionScheme:
     def with_float_codes(self) -> MixedDimensionScheme:
         """The same tables with codes: where they have none, retained columns are float32."""
         tables = {name: table.with_float_codes() for name, table in self.tables.items()}
+        return MixedDimensionScheme(tables)
+
+    def for_training(self) -> MixedDimensionScheme:
+        """The same tables as narrow ones that learn, see `TableScheme.for_training`."""
+        tables = {name: table.for_training() for name, table in self.tables.items()}
         return MixedDimensionScheme(tables)
 
     @property

@@ -551,6 +551,37 @@ def product_factors(groups: Sequence[RotationGroup], dims: Mapping[str, int]) ->
     return factors
 
 
+@torch.no_grad()
+def turn_readers_(
+    groups: Sequence[RotationGroup],
+    turns: Mapping[str, Tensor],
+    states: Mapping[int, Mapping[str, Tensor]],
+) -> dict[str, Tensor]:
+    """Turns what reads tables into axes that were found before, and its optimizer states, by
+    address; returns table -> what its rows are to be multiplied by, ``(D, D)`` float64.
+
+    `turns` are those of an older state of the model, see `TableScheme.turn`. Weights of a product
+    that were trained since are drawn in as they are now. Local.
+    """
+    matrices: dict[str, Tensor] = {}
+    for group in groups:
+        turn = turns.get(group.tables[-1])
+        if turn is None:
+            continue
+        dim = len(turn)
+        factors = product_factors([group], dict.fromkeys(group.tables, dim))
+        if group.product is not None:
+            columns = slice(group.product.first_column, group.product.first_column + dim)
+            _draw_in_(group.product.weight, columns, group.tables[0], (), states)
+        # Factors of the last table are no less than 0: a row's length.
+        lengths = turn.double().norm(dim=1, keepdim=True).clamp(min=1e-30)
+        first, _, second = torch.linalg.svd(turn.double() / lengths)
+        rotation = first @ second
+        _turn_group_(group, {}, rotation, states)
+        matrices |= turns_of_tables([group], [rotation], factors)
+    return matrices
+
+
 def _states_like(
     weight: Tensor, states: Mapping[int, Mapping[str, Tensor]]
 ) -> list[tuple[str, Tensor]]:

@@ -61,6 +61,7 @@ from dnis_torchrec.selection.swap import ON_RANKS, check_weights_apart, replace_
 from dnis_torchrec.selection.torchrec_inputs import managed_collisions, remap
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection, PackedTable, pack_rows
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection, table_of_single_ids
+from dnis_torchrec.serving.trainable import MixedDimensionEmbeddingBagCollection
 
 ServedModule: TypeAlias = PackedEmbeddingBagCollection | ServedEmbeddingCollection
 
@@ -221,7 +222,7 @@ def compress(
         >>> found.compression >= 6, type(model.tables).__name__
         (True, 'PackedEmbeddingBagCollection')
     """
-    plain = _plain_collections(unshard_(model))
+    plain = _plain_collections(unshard_(widened_(model)))
     with tables_named_apart(model):
         measurement = measure_(
             model, batches, loss=loss, counts=counts, held_out=held_out, leave_alone=leave_alone
@@ -280,6 +281,7 @@ def measure_(
     again = "batches that can be iterated again and again"
     remedy = "give a list, a DataLoader, or an object whose __iter__ begins anew"
     check(not isinstance(batches, Iterator), "batches", again, type(batches).__name__, remedy)
+    model = widened_(model)
     served_modules = served_collections(model)
     if served_modules:
         place, remedy = f"FQN {next(iter(served_modules))!r}", "compress the model that was trained"
@@ -387,6 +389,29 @@ def _bags_at(
         for hook in hooks:
             hook.remove()
     return [bag for features in bags for bag in copy.copy(features).to_dict().items()]
+
+
+def widened_(model: nn.Module, tables: Mapping[str, Tensor] | None = None) -> nn.Module:
+    """The plain model of one whose tables are narrow: stock collections, zeros where a block has no
+    column. In place; a model without narrow tables is left as it is. Local.
+
+    Over several ranks no rank has the rows: `tables` are those of
+    `dnis_torchrec.artifact.narrow.widened_state`, whole on each rank.
+    """
+    plain = get_unwrapped_module(model)
+    kind = MixedDimensionEmbeddingBagCollection
+    narrow = {fqn: m for fqn, m in plain.named_modules() if isinstance(m, kind)}
+    if not narrow:
+        return model
+    if tables is None:
+        ranks = ranks_of(*collections(model).values())
+        place, requirement = f"FQN {next(iter(narrow))!r}", "narrow tables on one process"
+        remedy = "pass the tables of dnis_torchrec.artifact.narrow.widened_state"
+        check(ranks.world_size == 1, place, requirement, f"{ranks.world_size} ranks", remedy)
+        plain = unshard_(model)
+    for module in narrow.values():
+        plain = replace_(plain, module, module.widened(tables))
+    return plain
 
 
 def served_collections(model: nn.Module) -> dict[str, ServedModule]:

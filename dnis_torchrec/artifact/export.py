@@ -164,7 +164,7 @@ def load_model(model: nn.Module, path: Path | str, *, form: str | None = None) -
     names = sorted({table.collection for table in scheme.tables.values()})
     for name in names:
         check_known("FQN", name, modules)
-        _check_features(modules[name], scheme, name, path)
+        check_features(modules[name], scheme, name, path)
     if names == [""]:
         return load(path, form=form)
     adds_axes = has_axes(dense) and not has_axes(model.state_dict())
@@ -244,7 +244,7 @@ def load_predictor(path: Path | str, model: nn.Module | None = None) -> Predicto
     return Predictor(load_model(model, path), encoder)
 
 
-def _check_features(
+def check_features(
     collection: nn.Module, scheme: MixedDimensionScheme, fqn: str, artifact: Path | str
 ) -> None:
     """Refuses tables that read other features than the model's."""

@@ -15,18 +15,20 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torchrec.datasets.utils import Batch
-from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 
 from dnis_torchrec.allocation.axes import rotation_groups
 from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.artifact.export import export, load_model
 from dnis_torchrec.artifact.load import read_scheme
 from dnis_torchrec.artifact.manifest import ENCODER, MANIFEST, read_manifest, write_manifest
+from dnis_torchrec.artifact.narrow import digest_of
 from dnis_torchrec.artifact.package import write_package
 from dnis_torchrec.artifact.verify import Verification, verify
 from dnis_torchrec.artifact.write import shared_folder, write_artifact
 from dnis_torchrec.checks import check, versions
 from dnis_torchrec.cli.judge import Judge, Metrics
+from dnis_torchrec.cli.narrow import begin_narrow_
 from dnis_torchrec.cli.progress import progress
 from dnis_torchrec.cli.run import (
     COMPRESS_RUN,
@@ -142,6 +144,9 @@ def run_train(settings: TrainCommand) -> Results:
                 configuration |= {"steps": settings.steps, "until": settings.until, "from": source}
             else:
                 configuration["epochs"] = settings.epochs or USUAL_TRAIN_EPOCHS
+            if settings.scheme is not None:
+                digest = digest_of(settings.scheme)
+                configuration |= {"scheme": str(settings.scheme), "scheme_sha256": digest}
             head |= {"kind": TRAIN_RUN, "configuration": configuration}
         with _run_folder(settings, head) as run:
             if on_rank_zero(run.status) != FINISHED:
@@ -168,7 +173,9 @@ def _train(
         train.epoch = epoch  # counting the steps is no epoch of training
     scheme, saving = uncompressed_scheme(recipe.model), Saving(resume=settings.resume)
     torch.manual_seed(head["seed"])
-    begin = time.monotonic()
+    begin, narrow = time.monotonic(), None
+    if settings.scheme is not None:
+        narrow = begin_narrow_(recipe, settings.scheme, None)
     task = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
     model, optimizer = shard(task, recipe, device)
     stream = BilevelStream(train, data.validation, LevelSchedule(warm_up_steps=None))
@@ -194,9 +201,12 @@ def _train(
         "scheme": scheme.to_json(),
         "metrics": metrics["test"],
     }
-    module = get_unwrapped_module(model) if world_size_of() > 1 else unshard_(model)
     results = judge.results([row], head, history=tuple(record.line() for record in loop.history))
-    _finish(run, cast(TrainTask, module).model, scheme, head, results, recipe)
+    if narrow is not None:
+        plain, _ = narrow.plain_model(model, loop.checkpoint_of(loop.finished[0]))
+    else:
+        plain = _without_shards(model)
+    _finish(run, plain, scheme, head, results, recipe)
     on_rank_zero(CheckpointFolder(run.checkpoints).remove)
 
 
@@ -209,7 +219,7 @@ def _train_on_stream(
 ) -> None:
     """The one pass; leaves a finished run with the row of its last window."""
     scheme, begin = uncompressed_scheme(recipe.model), time.monotonic()
-    model, loop, summary = train_on_stream(settings, recipe, head["seed"], run, device)
+    model, loop, summary, narrow = train_on_stream(settings, recipe, head["seed"], run, device)
     seconds = loop.seconds_before + time.monotonic() - begin
     record, steps, counts = loop.history[-1], loop.history[-1].step, summary.counts
     judge = Judge(recipe, recipe.data, device, head["seed"], counts.counts, ())
@@ -228,11 +238,23 @@ def _train_on_stream(
             "max_bag_lengths": counts.max_bag_lengths,
         },
     }
-    module = get_unwrapped_module(model) if world_size_of() > 1 else unshard_(model)
     history = tuple(record.line() for record in loop.history)
     results = judge.results([row], head, history=history, split="window")
     on_rank_zero(lambda: run.save_stream(summary))
-    _finish(run, cast(TrainTask, module).model, scheme, head, results, recipe)
+    if narrow is not None:
+        plain, state = narrow.plain_model(
+            model, cast(Any, CheckpointFolder(run.checkpoints).latest())
+        )
+        narrow.write_widened(run, state)
+    else:
+        plain = _without_shards(model)
+    _finish(run, plain, scheme, head, results, recipe)
+
+
+def _without_shards(model: DistributedModelParallel) -> nn.Module:
+    """The recipe's model, plain again on one process."""
+    module = get_unwrapped_module(model) if world_size_of() > 1 else unshard_(model)
+    return cast(TrainTask, module).model
 
 
 # compress
@@ -341,9 +363,10 @@ def _recipe_and_head(
     settings: TrainCommand | CompressCommand | SearchCommand, past: Mapping[str, Any]
 ) -> tuple[Recipe, dict[str, Any]]:
     """The recipe as the run that a command begins with had it, if it does, and what it records."""
-    seed = int(past.get("seed", settings.seed or 0))
-    is_same = settings.seed is None or settings.seed == seed
-    check(is_same, "run folder of --from", f"its seed {seed}", settings.seed)
+    wanted = getattr(settings, "seed", None)
+    seed = int(past.get("seed", wanted or 0))
+    is_same = wanted is None or wanted == seed
+    check(is_same, "run folder of --from", f"its seed {seed}", wanted)
     head = {"recipe": settings.recipe, "seed": seed, "embedding_dim": past.get("embedding_dim")}
     columns = past.get("columns", settings.columns)
     if columns is not None and is_table(settings.recipe):

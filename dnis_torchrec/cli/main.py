@@ -94,7 +94,9 @@ def command(kind: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., 
                 out, recipe = values.get("out"), values.get("recipe")
                 # The first rank may make it before the others come here.
                 if out is not None and _is_first_rank():
-                    may_exist = settings.overwrite or getattr(settings, "resume", False)
+                    may_exist = any(
+                        getattr(settings, name, False) for name in ("overwrite", "resume")
+                    )
                     place, remedy = f"folder {out}", "choose another --out, or --overwrite"
                     requirement = "a folder that does not exist"
                     is_free = may_exist or not out.exists()

@@ -34,7 +34,7 @@ def run_refresh(settings: RefreshCommand) -> list[str]:
         ranks, path = Ranks.everyone(), settings.run
         check_shared(settings.out.parent)
         with together():
-            run, base = RunFolder.open(path), read_state(settings.source)
+            run, base = RunFolder.open(path), read_state(settings.artifact)
             head, weights = run.read_head(), run.weights()
             recipe = recipe_of(settings, head, path)
             check_state(recipe.model, weights, f"run folder {path}")
@@ -48,9 +48,15 @@ def run_refresh(settings: RefreshCommand) -> list[str]:
             state = base.scheme, base.rows
             measurement, allocation = whole_(model, *state, compression=size, **samples)
             record["output_shift"] = allocation.output_shift
-            facts: dict[str, Any] = {"encoder": encoder, "overwrite": settings.overwrite}
             with measurement.shifted(allocation):
-                export(model, allocation.scheme, settings.out, forms=(PACKED,), run=record, **facts)
+                export(
+                    model,
+                    allocation.scheme,
+                    settings.out,
+                    forms=(PACKED,),
+                    run=record,
+                    encoder=encoder,
+                )
             lines = _size_lines(allocation.scheme, allocation.predicted_loss_increase)
             return [*lines, f"artifact: {address_of(settings.out)}"]
         result = delta_(model, base.scheme, base.rows, **samples)
@@ -58,7 +64,7 @@ def run_refresh(settings: RefreshCommand) -> list[str]:
             if ranks.is_first:
                 of_encoder = base.encoder if encoder is None else encoder.to_bytes()
                 new = result.state(base, run=record, encoder=of_encoder)
-                write_delta(settings.source, new, settings.out, overwrite=settings.overwrite)
+                write_delta(settings.artifact, new, settings.out)
         return [*_delta_lines(result, base, settings.out), f"delta: {address_of(settings.out)}"]
 
 

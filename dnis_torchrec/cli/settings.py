@@ -169,6 +169,12 @@ class TrainCommand(TableOptions):
             "--from", metavar="RUN", help="A run of a stream: go on from its last step.", **READ
         ),
     ] = None
+    scheme: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="ARTIFACT", help="Train narrow tables: the blocks of this artifact.", **READ
+        ),
+    ] = None
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Epochs at most of plain training, 60 by default.")
     ] = None
@@ -238,7 +244,6 @@ class CompressCommand(TableOptions):
         float | None,
         typer.Option(help="Instead: increase of the loss, predicted, at most, in fewest bytes."),
     ] = None
-    seed: SeedOption = None
     overwrite: OverwriteOption = False
 
     def __post_init__(self) -> None:
@@ -367,22 +372,17 @@ class PackageCommand(TableOptions):
 class RefreshCommand(TableOptions):
     """Settings of `dnis refresh`."""
 
+    recipe: RecipeArgument
     run: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="What `dnis train` wrote today, or its URL.", **READ),
+        Path, typer.Argument(metavar="RUN", help="What `dnis train` wrote, or its URL.", **READ)
     ]
-    source: Annotated[
-        Path,
-        typer.Option(
-            "--from", metavar="ARTIFACT", help="What is served: an artifact, or its URL.", **READ
-        ),
+    artifact: Annotated[
+        Path, typer.Argument(metavar="ARTIFACT", help="What is served, or its URL.", **READ)
     ]
     out: OutOption
-    recipe: Annotated[str, RecipeOption]
     delta: Annotated[
         bool, typer.Option("--delta", help="Keep the artifact's scheme; write what differs.")
     ] = False
-    overwrite: OverwriteOption = False
 
     def __post_init__(self) -> None:
         self.check_table(self.recipe, is_new=False)

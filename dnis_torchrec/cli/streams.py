@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from dnis_torchrec.allocation.axes import has_axes, with_axes_
 from dnis_torchrec.checks import check
+from dnis_torchrec.cli.narrow import NarrowTraining, begin_narrow_
 from dnis_torchrec.cli.progress import progress_of_pass
 from dnis_torchrec.cli.run import RunFolder
 from dnis_torchrec.cli.settings import TrainCommand
@@ -19,7 +21,7 @@ from dnis_torchrec.data.stream import FrequencyCounts, Stream, StreamSummary, jo
 from dnis_torchrec.data.task import LossTask, TrainTask, check_task
 from dnis_torchrec.ranks import Ranks, on_rank_zero, together
 from dnis_torchrec.selection.shards import table_configs
-from dnis_torchrec.training.checkpoint import CheckpointFolder
+from dnis_torchrec.training.checkpoint import CheckpointFolder, Manifest
 from dnis_torchrec.training.loop import (
     PLAIN,
     STREAM_CHECKPOINT_STEPS,
@@ -52,7 +54,7 @@ def check_pass(recipe: Recipe, settings: TrainCommand) -> None:
 
 def train_on_stream(
     settings: TrainCommand, recipe: Recipe, seed: int, run: RunFolder, device: torch.device
-) -> tuple[DistributedModelParallel, TrainLoop, StreamSummary]:
+) -> tuple[DistributedModelParallel, TrainLoop, StreamSummary, NarrowTraining | None]:
     """Trains on each batch once, in the order in which the stream gives them."""
     past = None if settings.source is None else RunFolder.open(settings.source)
     stream = Stream(
@@ -65,10 +67,17 @@ def train_on_stream(
         if not isinstance(recipe.task, LossTask):
             check_task(recipe.model, recipe.task, stream.first_train_batch(), "first batch")
     torch.manual_seed(seed)
+    narrow = None
+    if settings.scheme is not None:
+        narrow = begin_narrow_(recipe, settings.scheme, past)
+    elif past is not None and has_axes(Manifest.read(past.latest_checkpoint()).tensors):
+        with_axes_(recipe.model)  # as a day of narrow tables has left them
     task = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
     model, optimizer = shard(task, recipe, device)
     pipeline, steps = StreamPipeline(model, optimizer, device), report_steps(settings.steps)
-    if past is not None:
+    if narrow is not None and narrow.states:
+        pipeline.begin_with_states(narrow.states, stream)
+    elif past is not None:
         pipeline.begin_with(past.latest_checkpoint(), stream)
     torch.manual_seed(seed)
     window = WINDOW_REPORTS * steps
@@ -88,7 +97,7 @@ def train_on_stream(
     with together():
         counts = None if past is None else past.counts()
     on_rank_zero(CheckpointFolder(run.checkpoints).keep_latest)
-    return model, loop, stream.summary(counts)
+    return model, loop, stream.summary(counts), narrow
 
 
 def data_of_stream(run: RunFolder, ranks: Ranks) -> tuple[DataSplits, FrequencyCounts, int]:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -218,7 +218,23 @@ def block_tables(table: TableScheme, chunks: Iterable[Tensor]) -> dict[int, Tens
     return tables
 
 
-def _with_new_rows(table: TableScheme, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
+@torch.no_grad()
+def widened_table(table: TableScheme, blocks: Mapping[int, Tensor]) -> Tensor:
+    """Rows of the dense table from those of its blocks, which `block_tables` has cut: zeros where a
+    block has no column. Of one number for each row, ``(N,)``."""
+    values = next(iter(blocks.values()))
+    shape = (table.num_embeddings, table.embedding_dim)[: values.dim()]
+    whole, of_rows = values.new_zeros(shape), table.routing.all_blocks()
+    for s, block in blocks.items():
+        rows, columns = (of_rows == s).nonzero().to(block.device), table.columns(s)
+        if block.dim() == 1:
+            whole[rows.squeeze(1)] = block
+        else:  # columns behind those that it retains are padding
+            whole[rows, columns.to(block.device)] = block[:, : len(columns)]
+    return whole
+
+
+def draw_new_rows(table: TableScheme, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
     """The rows of a table in order, those of no block drawn as TorchRec draws a table's."""
     first, bound = 0, table.num_embeddings**-0.5
     for chunk in chunks:
@@ -413,10 +429,16 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
             chunks: Iterable[Tensor] = (
                 tables[name].detach().split(rows_per_chunk(table.embedding_dim))
             )
-            chunks = _with_new_rows(table, chunks) if new_rows else chunks
-            for s, block in block_tables(cut_schemes[name], chunks).items():
-                module.load_block(name, s, block.to(device))
+            chunks = draw_new_rows(table, chunks) if new_rows else chunks
+            module.load_table(name, chunks, device)
         return module.to(device)
+
+    def load_table(
+        self, name: str, chunks: Iterable[Tensor], device: torch.device | str = "cpu"
+    ) -> None:
+        """Gives all blocks of a table the rows of a dense one, which come a few at a time."""
+        for s, block in block_tables(self._scheme.tables[name], chunks).items():
+            self.load_block(name, s, block.to(device))
 
     def load_block(self, table: str, block: int, weight: Tensor) -> None:
         """Gives one block its table: without a copy while the module is on the meta device, else
@@ -445,6 +467,22 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
             with torch.no_grad():
                 bag.weight[:, : shape[1]] = weight
 
+    def widened(self, tables: Mapping[str, Tensor] | None = None) -> EmbeddingBagCollection:
+        """The plain collection with the values that the blocks have, and zeros in the columns that
+        they have not; of sharded blocks `tables` are its tables. Local."""
+        configs, is_weighted = self.embedding_bag_configs(), self.is_weighted()
+        plain = EmbeddingBagCollection(configs, is_weighted, torch.device("meta"))
+        for name, table in self._scheme.tables.items():
+            if tables is None:
+                blocks = {s: self.table_of_block(name, s).weight for s in table.stored_blocks()}
+                learns = all(block.requires_grad for block in blocks.values())
+                weight = widened_table(table, blocks or {0: torch.zeros(0, table.embedding_dim)})
+            else:
+                weight, learns = tables[name], True
+            bag = plain.embedding_bags[table.table_name]
+            bag.weight, plain._device = nn.Parameter(weight, requires_grad=learns), weight.device
+        return plain.train(self.training)
+
     def _look_up(self, features: KeyedJaggedTensor) -> KeyedTensor:
         split = self.router(features)
         pooled_values: KeyedTensor | None = None
@@ -468,6 +506,11 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
         keys = self._logical.features
         bags = KeyedJaggedTensor(keys, ids, per_sample_weights, offsets=offsets, stride=batch_size)
         return self(bags).values()
+
+    def table_of_block(self, table: str, block: int) -> nn.EmbeddingBag:
+        """The stock table of one block."""
+        assert self.blocks is not None  # it has a block
+        return cast(nn.EmbeddingBag, self.blocks.embedding_bags[f"{table}/b{block}"])
 
     def _check_block(self, table: str, block: int) -> tuple[str, tuple[int, int]]:
         """Place of a stored block in errors, and its shape ``(rows, R)``."""

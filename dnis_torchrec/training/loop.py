@@ -12,7 +12,7 @@ from typing import Any, TypedDict, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
@@ -49,6 +49,7 @@ from dnis_torchrec.training.progressive import Progressive
 from dnis_torchrec.training.rounded import HeldTables, HoldingOptimizer
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.shard import flushing_denormals
+from dnis_torchrec.training.weights import fill_state_
 
 STREAM_CHECKPOINT_STEPS = 5_000
 """Steps of a stream, which has no epochs, between two checkpoints."""
@@ -520,6 +521,13 @@ class StreamPipeline(DetachableTrainPipeline):
         tensors = model_tensors(self._model) | optimizer_tensors(self._model, self._optimizer)
         kinds = ("table", "model", "optimizer", "fused")
         read_checkpoint(path, self._model, tensors, self.process_group, kinds=kinds)
+
+    def begin_with_states(self, states: Mapping[str, Tensor], stream: Any) -> None:
+        """Takes states of optimizers, by the keys of a checkpoint; the weights stay."""
+        values = self.snapshot()
+        warm_up_(self._model, self._optimizer, stream.first_train_batch().to(self.device), 2)
+        take_(self._model, values)
+        fill_state_(self._model, self._optimizer, states, self.process_group)
 
     def snapshot(self) -> TrainingState:
         """A copy of what the model has learnt."""

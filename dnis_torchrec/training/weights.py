@@ -14,6 +14,7 @@ from typing import IO, Any, cast
 from zipfile import ZIP_STORED, ZipFile
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from dnis_torchrec.allocation.axes import has_axes, with_axes_
 from dnis_torchrec.blocks.counts import table_name
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.urls import Address, path_in
-from dnis_torchrec.ranks import Ranks, together, world_size_of
+from dnis_torchrec.ranks import Ranks, together, union_over_ranks, world_size_of
 from dnis_torchrec.selection.shards import (
     collections,
     dense_state,
@@ -42,6 +43,9 @@ from dnis_torchrec.training.checkpoint import (
     StoredTensor,
     TrainingState,
     dtype_name,
+    finish_load_,
+    model_tensors,
+    optimizer_tensors,
     write_checkpoint,
 )
 from dnis_torchrec.training.shard import spread_tables
@@ -141,6 +145,32 @@ def fill_(model: nn.Module, weights: Mapping[str, StoredTensor]) -> None:
         for name, tensor in _tensors_by_name(model).items():
             for chunk in tensor.chunks:
                 weights[name].copy_to_(chunk.tensor, chunk.offset)
+
+
+@torch.no_grad()
+def fill_state_(
+    model: nn.Module,
+    optimizer: Any,
+    state: Mapping[str, Tensor],
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Copies whole tensors, by the keys of a checkpoint, into a model of any sharding and into its
+    optimizers, which have their state: see `warm_up_`. All ranks call it."""
+    tensors = model_tensors(model) | optimizer_tensors(model, optimizer)
+    local = {key: value.size for key, value in tensors.items()}
+    sizes, remedy = union_over_ranks(local, process_group), "train with the optimizers of the run"
+    for key, value in state.items():
+        whole = value.reshape(-1) if value.dim() == 0 else value
+        size = sizes.get(key, ())
+        if len(size) == whole.dim() == 1 and len(whole) and size[0] % len(whole) == 0:
+            # A row-wise optimizer has one number for each row of every column shard.
+            whole = whole.repeat(size[0] // len(whole))
+        check(
+            size == tuple(whole.shape), key, f"shape {tuple(whole.shape)}", size or "none", remedy
+        )
+        for chunk in tensors[key].chunks if key in tensors else ():
+            StoredTensor.of(key, whole).copy_to_(chunk.tensor, chunk.offset)
+    finish_load_(model, {key: PlacedTensor.of(value) for key, value in state.items()})
 
 
 def spread_filled(

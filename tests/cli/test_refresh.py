@@ -37,7 +37,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def refresh(folder: Path, out: str, **settings) -> list[str]:
     recipe = (folder / "recipe").read_text()
     return run_refresh(
-        RefreshCommand(run=folder / "next", source=folder / "small" / "x3", out=folder / out, recipe=recipe, **settings)
+        RefreshCommand(
+            run=folder / "next", artifact=folder / "small" / "x3", out=folder / out, recipe=recipe, **settings
+        )
     )
 
 
@@ -51,7 +53,6 @@ def test_a_whole_refresh_has_the_size_of_the_artifact_and_the_model_of_the_run(f
     assert not run_verify(EvaluateCommand(path=folder / "whole", verify=True)).failures
     with pytest.raises(ValueError, match="whole"):
         refresh(folder, "whole")
-    refresh(folder, "whole", overwrite=True)
 
 
 def test_a_delta_makes_of_the_artifact_what_the_run_is(folder: Path) -> None:

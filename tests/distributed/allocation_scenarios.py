@@ -16,6 +16,8 @@ from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dnis_torchrec import prepare_
 from dnis_torchrec.allocation import energies
@@ -25,6 +27,7 @@ from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.allocation.curvature import Curvature, curvature, curvature_of_read_tables
 from dnis_torchrec.artifact import export as export_module
 from dnis_torchrec.artifact.export import export
+from dnis_torchrec.artifact.narrow import narrow_for_training_
 from dnis_torchrec.artifact.refresh import delta_
 from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
@@ -33,11 +36,24 @@ from dnis_torchrec.data.over_ranks import LEARN, RankBatches
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.prune import Size, prune
+from dnis_torchrec.training.checkpoint import StoredTensor, snapshot, take_
+from dnis_torchrec.training.weights import fill_state_
 from tests.allocation import test_rotation as turning
 from tests.allocation.test_curvature import ROWS, Case, make_batch, make_blocks, make_model
 from tests.artifact import test_refresh as refreshing
 from tests.distributed.harness import Rank, Results, Scenario
-from tests.distributed.model import DIMS, Net, described, outcome_of, shards_of, spread, tables, tables_of
+from tests.distributed.model import (
+    DIMS,
+    Net,
+    described,
+    make_half,
+    outcome_of,
+    shards_of,
+    spread,
+    tables,
+    tables_of,
+    to_batch,
+)
 from tests.distributed.model import ROWS as NET_ROWS
 
 LOSS = nn.BCEWithLogitsLoss()
@@ -241,6 +257,54 @@ def export_over(kind: str, at: Rank) -> Results:
 
 PRUNED: dict[str, Scenario] = {kind: partial(prune_over, kind) for kind in EVERY}
 EXPORTED: dict[str, Scenario] = {kind: partial(export_over, kind) for kind in EVERY}
+
+
+def narrow_steps(kind: str, folder: Path, at: Rank | None = None) -> Results:
+    """Steps of narrow tables whose values and sums of squared gradients come from a run."""
+    export(net("ties"), allocated(net("ties")), folder, overwrite=True)
+    run, generator = net("spread"), torch.Generator().manual_seed(13)
+    tensors = {f"table/{shard.table}": shard.weight / 30 for shard in shards_of(run)}
+    tensors |= {f"model/over.{name}": value for name, value in run.over.state_dict().items()}
+    tensors |= {
+        f"optimizer/over.{n}/sum": torch.rand(w.shape, generator=generator) for n, w in run.over.named_parameters()
+    }
+    kinds = EVERY[kind] if at is not None else {}
+    fused = {name for name, of_table in kinds.items() if of_table != "data_parallel"}
+    for fqn, collection in (("first", run.first), ("second", run.second)):
+        for name, bag in collection.embedding_bags.items():
+            key = f"fused/{name}/momentum1" if name in fused else f"optimizer/{fqn}.embedding_bags.{name}.weight/sum"
+            tensors[key] = torch.rand(bag.weight.shape, generator=generator)
+    stored = {key: StoredTensor.of(key, value) for key, value in tensors.items()}
+    model, states = narrow_for_training_(net("ties"), folder, stored)
+    blocks = {n: bag for m in (model.first, model.second) for n, bag in m.blocks.embedding_bags.items()}
+    table_of = {name: name.split("/")[0] for name in blocks}
+    for name, bag in blocks.items():
+        if table_of[name] in fused:
+            apply_optimizer_in_backward(torch.optim.Adagrad, bag.parameters(), {"lr": 0.05})
+    if at is not None:
+        model = spread(model, {name: kinds[table] for name, table in table_of.items()}, at)
+    rest = dict(in_backward_optimizer_filter(model.named_parameters()))
+    optimizer = KeyedOptimizerWrapper(rest, lambda parameters: torch.optim.Adagrad(parameters, lr=0.05))
+    values = snapshot(model)
+    for step in range(-1, 3):
+        halves = (0, 1) if at is None else (at.rank,)
+        batch = to_batch([sample for half in halves for sample in make_half("train", step + 1, half)])
+        optimizer.zero_grad()
+        model(batch.dense_features, batch.sparse_features).square().mean().backward()
+        optimizer.step()
+        if step < 0:
+            take_(model, values)
+            fill_state_(model, optimizer, states)
+    dense = {name: p.detach().clone() for name, p in model.named_parameters() if "over." in name}
+    return {"tables": tables_of(model), "dense": dense}
+
+
+def narrow_over(kind: str, at: Rank) -> Results:
+    """Each rank on its half of the batches."""
+    return narrow_steps(kind, at.folder / f"{kind} {at.rank}", at)
+
+
+NARROW: dict[str, Scenario] = {kind: partial(narrow_over, kind) for kind in (*KINDS, "table_row_wise", "mixed")}
 
 TURNED = {
     "dlrm": ("table_wise", "row_wise", "data_parallel", "column_wise", "grid_shard", "mixed"),

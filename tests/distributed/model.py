@@ -250,7 +250,7 @@ def whole(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor
 
     Every value is held once, unless ranks hold the same whole table.
     """
-    shards = [(place.split("/"), weight) for part in parts for place, weight in part.items()]
+    shards = [(place.rsplit("/", 2), weight) for part in parts for place, weight in part.items()]
     shapes: dict[str, tuple[int, int]] = {}
     for (name, row, column), weight in shards:
         rows, columns = shapes.get(name, (0, 0))

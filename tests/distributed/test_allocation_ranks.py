@@ -32,7 +32,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankResults]:
     things = {"curvature": of.CURVATURE | {"grows": of.curvature_grows}, "axes": of.AXES}
     things |= {"compress": {kind: partial(of.compress_over, kind) for kind in of.KINDS}}
     things |= {"refresh": {kind: partial(of.refresh_over, kind) for kind in of.KINDS}}
-    things |= {"prune": of.PRUNED, "export": of.EXPORTED, "refusals": {"all": of.refusals}}
+    things |= {"narrow": of.NARROW, "prune": of.PRUNED, "export": of.EXPORTED, "refusals": {"all": of.refusals}}
     with running_ranks(2, joined(**things), tmp_path_factory.mktemp("two")) as running:
         yield running
 
@@ -150,6 +150,15 @@ def test_ranks_turn_tables_as_one_process(two: RankResults, scenario: str) -> No
         assert_near(own["rotations"], expected["rotations"])
         assert_near(own["readers"], expected["readers"])
         assert own["moved"] < 1e-5
+
+
+@pytest.mark.parametrize("kind", of.NARROW)
+def test_narrow_tables_of_ranks_learn_as_those_of_one_process(two: RankResults, tmp_path: Path, kind: str) -> None:
+    """Values and states come from a run whose tables are whole."""
+    results, expected = two.part("narrow")[kind], of.narrow_steps("data_parallel", tmp_path / "artifact")
+    assert_near(whole([own["tables"] for own in results]), whole([expected["tables"]]))
+    for own in results:
+        assert_near(list(own["dense"].values()), list(expected["dense"].values()))
 
 
 REFUSALS = {
