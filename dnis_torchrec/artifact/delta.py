@@ -25,8 +25,8 @@ from dnis_torchrec.artifact.manifest import (
     content_id,
     describe_file,
     read_artifact_file,
-    read_bytes,
     read_own_manifest,
+    read_plain_file,
     write_manifest,
 )
 from dnis_torchrec.artifact.write import as_json, hashes_of, write_artifact, write_group
@@ -154,7 +154,7 @@ def apply_delta(target: _Target, delta: Path | str) -> _Target:
         elif isinstance(target, Predictor):
             _change_model_(target.model, change, target)
         else:
-            state = _changed(read_state(target), change)
+            state = _state_of(read_state(target), change)
             write_state(state, target, overwrite=True)
     return target
 
@@ -174,15 +174,17 @@ def read_state(path: Path | str) -> ServedState:
         for name, table in scheme.tables.items()
     }
     name = manifest.get("encoder")
-    return ServedState(
+    state = ServedState(
         scheme=scheme,
         rows=rows,
         dense=folder.tensors("dense_state"),
         run=manifest["run"],
-        encoder=read_bytes(path, manifest, name)[0] if name else b"",
+        encoder=read_plain_file(path, manifest, name)[0] if name else b"",
         content_id=folder.content_id,
         sequence=folder.sequence,
     )
+    folder.check_unchanged()
+    return state
 
 
 def write_state(state: ServedState, out: Path | str, *, overwrite: bool = False) -> Path:
@@ -204,7 +206,7 @@ def _id_of(state: ServedState) -> str:
     return content_id(hashes_of(state.rows, state.scheme, state.dense, state.encoder))
 
 
-def _changed(state: ServedState, delta: Delta) -> ServedState:
+def _state_of(state: ServedState, delta: Delta) -> ServedState:
     """The state that a delta was written for."""
     delta.check_base(state.content_id, state.sequence)
     for name in delta.tables:
@@ -212,8 +214,8 @@ def _changed(state: ServedState, delta: Delta) -> ServedState:
     tables, rows = {}, {}
     for name, table in state.scheme.tables.items():
         parts, place = delta.tables.get(name, {}), f"{delta.place}, table {name!r}"
-        tables[name] = _changed_table(table, parts, place)
-        rows[name] = _changed_rows(table, tables[name], state.rows[name], parts, place)
+        tables[name] = _table_of(table, parts, place)
+        rows[name] = _rows_of(table, tables[name], state.rows[name], parts, place)
     _check_dense(state.dense, delta)
     scheme = MixedDimensionScheme(tables)
     result = ServedState(
@@ -265,7 +267,7 @@ def places_of(gaps: Tensor, num_places: int, place: str) -> Tensor:
 # ---- one table
 
 
-def _changed_table(table: TableScheme, parts: Parts, place: str) -> TableScheme:
+def _table_of(table: TableScheme, parts: Parts, place: str) -> TableScheme:
     """The scheme of a table after a delta: another block, other scales and shifts."""
     if not {"newborn", "moved"} & parts.keys():
         return table
@@ -280,12 +282,12 @@ def _changed_table(table: TableScheme, parts: Parts, place: str) -> TableScheme:
         routing = _with_block(table, ids, place)
         bits = torch.cat([bits, new_bits[None]])
         scale, shift = pad(scale, (0, 0, 0, 1), value=1.0), pad(shift, (0, 0, 0, 1))
-    moved = _blocks_in(parts, "moved", len(bits), place)
+    numbers = _blocks_in(parts, "moved", len(bits), place)
     for part, values in {"scale": scale, "shift": shift}.items():
         value = parts.get(part, _NO_BYTES)
-        requirement, actual = f"{part} of shape {(len(moved), dim)}", tuple(value.shape)
-        check(actual == (len(moved), dim), place, requirement, actual)
-        values[moved] = value.to(values.dtype)
+        requirement, actual = f"{part} of shape {(len(numbers), dim)}", tuple(value.shape)
+        check(actual == (len(numbers), dim), place, requirement, actual)
+        values[numbers] = value.to(values.dtype)
     codes, retained = ColumnCodes(bits, scale, shift), bits > 0
     area = int((routing.row_counts() * retained.sum(dim=1)).sum())
     changes = {"routing": routing, "retained": retained, "num_retained": area, **vars(codes)}
@@ -311,9 +313,7 @@ def _blocks_in(parts: Parts, name: str, num_blocks: int, place: str) -> Tensor:
     return blocks
 
 
-def _changed_rows(
-    old: TableScheme, new: TableScheme, rows: Tensor, parts: Parts, place: str
-) -> Tensor:
+def _rows_of(old: TableScheme, new: TableScheme, rows: Tensor, parts: Parts, place: str) -> Tensor:
     """The bit fields of a table after a delta: the same tensor where none have changed."""
     bits = new.column_bits()
     counts, strides = new.routing.row_counts(), row_strides(bits)
@@ -364,14 +364,12 @@ def _difference(
             pad(part, (0, 0, 0, num_new)) for part in (old.codes.scale, old.codes.shift)
         )
         is_other = (new.codes.scale != scale) | (new.codes.shift != shift)
-        moved = is_other.any(dim=1).nonzero().flatten()
-        if len(moved):
+        numbers = is_other.any(dim=1).nonzero().flatten()
+        if len(numbers):
             columns = {"scale": new.codes.scale.bfloat16(), "shift": new.codes.shift}
-            parts |= {name: part[moved] for name, part in columns.items()}
-            parts["moved"] = moved.int()
-    schemes = [
-        MixedDimensionScheme({old.name: t}) for t in (_changed_table(old, parts, place), new)
-    ]
+            parts |= {name: part[numbers] for name, part in columns.items()}
+            parts["moved"] = numbers.int()
+    schemes = [MixedDimensionScheme({old.name: t}) for t in (_table_of(old, parts, place), new)]
     of_delta, of_state = (scheme.to_tensors() for scheme in schemes)
     is_same = of_delta.keys() == of_state.keys() and not _others(of_delta, of_state)
     check(is_same, place, "the rows of each block as in its base", "others", _ANEW)
@@ -384,15 +382,15 @@ def _difference(
         n, stride = block.shape
         is_new = s >= len(of_old)
         if stride and (is_new or not block.equal(of_old[s])):
-            changed = torch.arange(n)
+            here = torch.arange(n)
             if not is_new:
-                changed = (block != of_old[s]).any(dim=1).nonzero().flatten()
-            if is_new or len(changed) * (stride + 1) > n * stride:
+                here = (block != of_old[s]).any(dim=1).nonzero().flatten()
+            if is_new or len(here) * (stride + 1) > n * stride:
                 whole.append(s)
                 chunks.append(block.flatten())
             else:
-                places.append(first + changed)
-                chunks.append(block[changed].flatten())
+                places.append(first + here)
+                chunks.append(block[here].flatten())
         first += n * (stride > 0)
     rows, no_place = torch.cat([_NO_BYTES, *chunks]), torch.empty(0, dtype=torch.int64)
     parts |= {"whole": torch.tensor(whole, dtype=torch.int32), "rows": rows}
@@ -477,7 +475,7 @@ def read_delta(path: Path | str) -> Delta:
         tables=tables,
         dense=tensors["dense_state"],
         refresh=tensors["refresh"],
-        encoder=read_bytes(path, manifest, encoder, DELTA)[0] if encoder else None,
+        encoder=read_plain_file(path, manifest, encoder, DELTA)[0] if encoder else None,
     )
 
 
@@ -558,9 +556,9 @@ def _with_delta(module: ServedCollection, delta: Delta) -> Any:
     schemes, packed_tables = {}, {}
     for name, table in collection.schemes().items():
         parts, place = delta.tables.get(name, {}), f"{delta.place}, table {name!r}"
-        schemes[name] = new = _changed_table(table, parts, place)
+        schemes[name] = new = _table_of(table, parts, place)
         old = collection.table(name)
-        rows = _changed_rows(table, new, old.rows, parts, place)
+        rows = _rows_of(table, new, old.rows, parts, place)
         directory = old.directory if new.routing is table.routing else None
         codes = new.codes
         fields = PackedTable.from_rows(new, rows, codes.scale, codes.shift, directory)

@@ -98,6 +98,7 @@ def load(
         module = _build(form, scheme, shards, device, unknown_ids)
         module.encoder = folder.manifest.get("encoder", "")
     module.content_id, module.sequence = folder.content_id, folder.sequence
+    folder.check_unchanged()
     return module
 
 
@@ -154,13 +155,25 @@ def _build(
     return MeanForUnknownIds(scheme, module) if unknown_ids == MEAN else module
 
 
+def _stamp_of(path: Path | str) -> tuple[int, int]:
+    folder = Path(path)
+    facts = folder.stat() if folder.exists() else None
+    return (facts.st_ino, facts.st_ctime_ns) if facts else (0, 0)
+
+
 class ArtifactFolder:
     """An artifact that is being read, its manifest checked."""
 
     def __init__(self, path: Path | str) -> None:
+        self._stamp = _stamp_of(path)
         self.path, self.manifest = path, read_manifest(path)
         hashes = {name: entry["sha256"] for name, entry in self.manifest["files"].items()}
         self.content_id, self.sequence = content_id(hashes), self.manifest.get("sequence", 0)
+
+    def check_unchanged(self) -> None:
+        """Refuses what was read while another artifact took this one's place: it may be of both."""
+        place, is_same = f"artifact {str(self.path)!r}", _stamp_of(self.path) == self._stamp
+        check(is_same, place, "one version while it is read", "two", "load it again")
 
     def tensors(self, field: str) -> dict[str, Tensor]:
         """The tensors of all files that a field names, hashes compared: they are small."""

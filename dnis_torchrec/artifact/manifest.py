@@ -285,10 +285,10 @@ def read_encoder(path: Path | str) -> tuple[bytes, str]:
     manifest, place = read_manifest(path), f"artifact {str(path)!r}"
     name, remedy = manifest.get("encoder"), "export with encoder=recipe.data.encoder"
     check(name is not None, place, "an encoder of raw rows", "none", remedy)
-    return read_bytes(path, manifest, str(name))
+    return read_plain_file(path, manifest, str(name))
 
 
-def read_bytes(
+def read_plain_file(
     path: Path | str, manifest: Mapping[str, Any], name: str, kind: FolderKind = ARTIFACT
 ) -> tuple[bytes, str]:
     """A file that a manifest lists, its hash compared, and where it is."""

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,10 +19,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.fx import symbolic_trace
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
+from dnis_torchrec.artifact import load as loading
 from dnis_torchrec.artifact.delta import (
     ServedState,
     apply_delta,
@@ -27,13 +38,15 @@ from dnis_torchrec.artifact.delta import (
     write_delta,
     write_state,
 )
-from dnis_torchrec.artifact.export import load_model
+from dnis_torchrec.artifact.export import Predictor, load_model
 from dnis_torchrec.artifact.load import load
 from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.scheme import FORMS, PACKED, MixedDimensionScheme, TableScheme
+from dnis_torchrec.serving.gate import Gate
 from dnis_torchrec.serving.packed import pack_rows
 from tests import tiny
+from tests.artifact.test_damage import bounded, restate, restate_file
 from tests.models import interest
 from tests.models import make_batch as sequence_batch
 from tests.reference import all_rows, cases, coded_case, table_scheme, with_codes, write_coded_tables
@@ -215,7 +228,8 @@ def some_rows_changed(state: ServedState, share: float) -> ServedState:
 
 
 def test_a_delta_is_small_and_other_tables_stay_mapped(tmp_path: Path) -> None:
-    path, state = large(tmp_path / "base", 40_000)
+    torch.manual_seed(0)
+    path, state = large(tmp_path / "base", 100_000)
     both = some_rows_changed(state, 0.05)
     both = replace(both, rows={name: both.rows["t"] for name in both.rows})
     write_state(replace(state, rows=dict.fromkeys(state.rows, state.rows["t"])), tmp_path / "twins")
@@ -232,9 +246,9 @@ def test_a_delta_is_small_and_other_tables_stay_mapped(tmp_path: Path) -> None:
 # ---- what was loaded
 
 
-def changed_base(base: Path, out: Path, seed: int = 0) -> tuple[Path, Path]:
+def changed_base(base: Path, out: Path, seed: int = 0, **options: Any) -> tuple[Path, Path]:
     """A delta on a base, and the whole artifact that it leads to."""
-    state = next_state(read_state(base), Random(seed), share=0.5)
+    state = next_state(read_state(base), Random(seed), share=0.5, **options)
     return write_delta(base, state, out / "delta"), write_state(state, out / "whole")
 
 
@@ -267,6 +281,7 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_artifact(tmp_path_factory.mktemp("tiny") / "base", forms=(PACKED,), codes=True)
 
 
+@pytest.mark.filterwarnings("ignore:TorchScript will treat type annotations")
 def test_a_whole_model_takes_tables_and_dense_weights(tiny_base: Path, tmp_path: Path) -> None:
     delta, whole = changed_base(tiny_base, tmp_path, seed=1)
     model, fresh = (load_model(tiny.make_recipe(seed=seed).model, path) for seed, path in ((1, tiny_base), (2, whole)))
@@ -362,3 +377,366 @@ def test_what_is_no_difference_of_one_scheme_is_not_written(base: Path, tmp_path
 
 def with_table(state: ServedState, table: TableScheme) -> MixedDimensionScheme:
     return MixedDimensionScheme({**state.scheme.tables, table.name: table})
+
+
+# ---- threads: all that a version holds is its number
+
+
+ROWS, DIM, VERSIONS = 50, 4, 50
+
+
+def numbered(version: int, pooling: str, collections: tuple[str, ...]) -> ServedState:
+    """A version of two tables for each collection and of dense weights."""
+    schemes, rows = {}, {}
+    for name in (f"{part}{index}" for part in collections for index in range(2)):
+        routing = RowRouting(ROWS, 2, boundaries=torch.tensor([0, ROWS // 2, ROWS]))
+        table = table_scheme(
+            name, routing, torch.ones(2, DIM, dtype=torch.bool), pooling=pooling, feature_names=(name,)
+        )
+        table = replace(table, collection="" if len(collections) == 1 else name[:-1])
+        schemes[name] = with_codes(table, widths=(32,))
+        rows[name] = encoded(schemes[name], torch.full((ROWS, DIM), float(version)))
+    dense = {"weight": torch.full((3,), float(version))}
+    run, scheme = {"seed": version}, MixedDimensionScheme(schemes)
+    return ServedState(scheme=scheme, rows=rows, dense=dense, run=run, encoder=b"%d" % version, sequence=version)
+
+
+def ids_of(*tables: str) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        list(tables), torch.arange(len(tables) * 5) % ROWS, lengths=torch.ones(len(tables) * 5).int()
+    )
+
+
+class Numbered(nn.Module):
+    """A model that takes its time between two collections and its own weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        configs = {
+            part: [
+                EmbeddingBagConfig(
+                    name=f"{part}{i}", num_embeddings=ROWS, embedding_dim=DIM, feature_names=[f"{part}{i}"]
+                )
+                for i in range(2)
+            ]
+            for part in "ab"
+        }
+        self.a, self.b = (EmbeddingBagCollection(tables=tables) for tables in configs.values())
+        self.weight = nn.Parameter(torch.zeros(3))
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        first = self.a(sparse_features).values()
+        time.sleep(0.001)
+        second = self.b(sparse_features).values()
+        time.sleep(0.001)
+        return torch.cat([dense_features, first.flatten(), second.flatten(), self.weight])
+
+
+class NumberedRows:
+    """An encoder that gives the number of its version along."""
+
+    def __init__(self, content: bytes) -> None:
+        self.version = float(content)
+
+    @staticmethod
+    def from_bytes(content: bytes, place: str) -> NumberedRows:
+        del place
+        return NumberedRows(content)
+
+    def __call__(self, frame: Any) -> tuple[Tensor, KeyedJaggedTensor]:
+        del frame
+        return torch.full((1,), self.version), ids_of("a0", "a1", "b0", "b1")
+
+
+def of_model(path: Path) -> tuple[Any, Callable[[], Tensor]]:
+    model = load_model(Numbered(), path).eval()
+    return model, lambda: model(torch.full((1,), float("nan")), ids_of("a0", "a1", "b0", "b1"))[1:]
+
+
+def of_predictor(path: Path) -> tuple[Any, Callable[[], Tensor]]:
+    predictor = Predictor(load_model(Numbered(), path), NumberedRows(b"0"))
+    return predictor, lambda: predictor(None)
+
+
+def of_collection(path: Path) -> tuple[Any, Callable[[], Tensor]]:
+    served: Any = load(path)
+    return served, lambda: served(ids_of("a0", "a1")).values()
+
+
+def of_sequences(path: Path) -> tuple[Any, Callable[[], Tensor]]:
+    served: Any = load(path)
+    return served, lambda: torch.cat([part.values() for part in served(ids_of("a0", "a1")).values()])
+
+
+def of_mean(path: Path) -> tuple[Any, Callable[[], Tensor]]:
+    served: Any = load(path, unknown_ids="mean")
+    unknown = KeyedJaggedTensor(["a0", "a1"], torch.tensor([1, 99, 99, 2]), lengths=torch.ones(4).int())
+    return served, lambda: served(unknown).values()
+
+
+@lru_cache
+def versions(pooling: str, collections: tuple[str, ...], folder: Path) -> tuple[Path, list[Path]]:
+    """An artifact of version 0, and the deltas that lead to all others."""
+    folder = folder / f"{pooling}{len(collections)}"
+    base, whole = (write_state(numbered(0, pooling, collections), folder / name) for name in ("base", "whole"))
+    deltas = []
+    for version in range(1, VERSIONS + 1):
+        state = numbered(version, pooling, collections)
+        deltas.append(write_delta(whole, state, folder / f"delta-{version}"))
+        write_state(state, whole, overwrite=True)
+    return base, deltas
+
+
+@pytest.mark.parametrize("kind", [of_collection, of_sequences, of_mean, of_model, of_predictor])
+def test_every_answer_is_that_of_one_version(tmp_path_factory: pytest.TempPathFactory, kind: Any) -> None:
+    pooling = "none" if kind is of_sequences else "sum"
+    collections = ("a", "b") if kind in (of_model, of_predictor) else ("a",)
+    base, deltas = versions(pooling, collections, tmp_path_factory.getbasetemp() / "versions")
+    target, call = kind(base)
+    answers: list[set[float]] = []
+    done = threading.Event()
+
+    def look_up() -> None:
+        while not done.is_set():
+            answers.append(set(call().flatten().tolist()))
+
+    threads = [threading.Thread(target=look_up) for _ in range(8)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        for thread in threads:
+            thread.start()
+        time.sleep(0.01)
+        for delta in deltas:
+            apply_delta(target, delta)
+            time.sleep(0.002)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+    assert set(call().flatten().tolist()) == {float(VERSIONS)}
+    assert [answer for answer in answers if len(answer) != 1] == []
+    assert len({value for answer in answers for value in answer}) > VERSIONS // 3
+
+
+def wait_inside(inside: threading.Event, hold: threading.Event, *_: object) -> None:
+    inside.set()
+    hold.wait(20)
+
+
+def keep_answer(answers: list[Tensor], call: Callable[..., Tensor], *arguments: Any) -> None:
+    answers.append(call(*arguments))
+
+
+def test_calls_that_began_before_the_first_delta_are_waited_for(tmp_path: Path) -> None:
+    """Also calls of `forward` itself."""
+    for path in (tmp_path / "base", tmp_path / "whole"):
+        write_state(numbered(0, "sum", ("a", "b")), path)
+    delta = write_delta(tmp_path / "base", numbered(1, "sum", ("a", "b")), tmp_path / "delta")
+    for name in ("__call__", "forward"):
+        model = load_model(Numbered(), tmp_path / "base")
+        inside, hold, answers = threading.Event(), threading.Event(), list[Tensor]()
+        model.b.register_forward_pre_hook(partial(wait_inside, inside, hold))
+        features = ids_of("a0", "a1", "b0", "b1")
+        arguments = (answers, getattr(model, name), torch.zeros(1), features)
+        call = threading.Thread(target=keep_answer, args=arguments)
+        call.start()
+        assert inside.wait(20)
+        change = threading.Thread(target=apply_delta, args=(model, delta))
+        change.start()
+        time.sleep(0.1)
+        assert change.is_alive()
+        hold.set()
+        call.join(20)
+        change.join(20)
+        assert set(answers[0].flatten().tolist()) == {0.0}
+        assert set(model(torch.ones(1), features).flatten().tolist()) == {1.0}
+
+
+def test_the_gate_opens_again_whatever_happens() -> None:
+    class Fails(nn.Module):
+        def forward(self, inner: nn.Module | None) -> int:
+            if inner is None:
+                raise KeyError("inside")
+            return 1 if inner is self else int(self(self))
+
+    model = Fails()
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            model(None)
+        assert model(nn.Linear(1, 1)) == 1  # a call within a call
+        with pytest.raises(OSError), Gate.of(model).shut():
+            raise OSError
+
+
+# ---- kills and forgeries
+
+
+KILLED = """
+import os, random, shutil, signal, sys, time
+from pathlib import Path
+import torch
+from dnis_torchrec.artifact.delta import apply_delta, read_delta, read_state, write_delta, write_state
+torch.set_num_threads(1)
+folder = Path(sys.argv[1])
+old, new = read_state(folder / "base"), read_state(folder / "whole")
+delta = write_delta(folder / "base", new, folder / "delta")
+twin = write_delta(folder / "base", old, folder / "twin")
+ways = {
+    "write": (twin, lambda place: write_delta(folder / "base", new, place, overwrite=True), read_delta),
+    "apply": (folder / "base", lambda place: apply_delta(place, delta), read_state),
+    "whole": (folder / "base", lambda place: write_state(new, place, overwrite=True), read_state),
+}
+random.seed(0)
+for name, (source, change, read) in ways.items():
+    state = lambda place: {k: v for k, v in vars(read(place)).items() if k in ("result", "content_id", "sequence")}
+    shutil.copytree(source, folder / "place")
+    first, begin = state(folder / "place"), time.perf_counter()
+    change(folder / "place")
+    last, seconds, ends = state(folder / "place"), time.perf_counter() - begin, []
+    while len(ends) < 20:
+        shutil.rmtree(folder / "place")
+        shutil.copytree(source, folder / "place")
+        child = os.fork()
+        if not child:
+            change(folder / "place")
+            os._exit(0)
+        time.sleep(seconds * random.uniform(0.05, 1.1))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        ends.append(state(folder / "place"))
+        assert ends[-1] in (first, last), name
+    shutil.rmtree(folder / "place")
+    assert first in ends and first != last, name
+print("sound")
+"""
+
+
+def test_whoever_is_killed_leaves_the_old_state_or_the_new_one(tmp_path: Path) -> None:
+    _, state = large(tmp_path / "base", 60_000)
+    write_state(replace(some_rows_changed(state, 0.4), sequence=1), tmp_path / "whole")
+    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "sound\n", done.stderr
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base and a delta on it that has everything."""
+    folder = tmp_path_factory.mktemp("original")
+    base = write_coded_tables(folder / "base")
+    source = Random(6)
+    state = next_state(read_state(base), source, share=0.5)
+    while not all(state.scheme.tables[name].num_blocks == 4 for name in state.scheme.tables):
+        state = next_state(read_state(base), source, share=0.5)
+    write_delta(base, replace(state, encoder=b"an encoder"), folder / "delta")
+    names = {name.rpartition("/")[2] for name in load_file(folder / "delta" / "tables.safetensors")}
+    assert names >= {"newborn", "bits", "moved", "scale", "shift", "whole", "rows"}
+    return folder
+
+
+def test_every_damage_is_refused_and_changes_nothing(original: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(original, tmp_path / "copy"))
+    served, before = load(folder / "base"), files_of(folder / "base")
+    expected = values(served)
+    for file in sorted((folder / "delta").iterdir()):
+        content = file.read_bytes()
+        damages = [content[:-1], content + b"x", b"", *(flipped(content, at) for at in range(0, len(content), 97))]
+        for damage in damages:
+            file.write_bytes(damage)
+            refused(served, folder / "delta", file.name)
+        file.unlink()
+        refused(folder / "base", folder / "delta", file.name)
+        (tmp_path / "outside").write_bytes(content)
+        file.symlink_to(tmp_path / "outside")
+        refused(folder / "base", folder / "delta", "link", file.name)
+        file.unlink()
+        file.write_bytes(content)
+    assert values(served).equal(expected)
+    assert files_of(folder / "base") == before
+
+
+def flipped(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :]
+
+
+def outcome(target: Any, delta: Path) -> str:
+    try:
+        return type(apply_delta(target, delta)).__name__
+    except ValueError as error:
+        return str(error)
+
+
+@settings(max_examples=60, **MANY)
+@given(st.data())
+def test_forged_deltas_are_refused_in_a_line_or_leave_sound_tables(original: Path, tmp_path: Path, data: Any) -> None:
+    """Each hash is right, and tensors say anything."""
+    shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+    folder = Path(shutil.copytree(original, tmp_path / "copy"))
+    file = folder / "delta" / "tables.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    for name in data.draw(st.lists(st.sampled_from(sorted(tensors)), min_size=1, max_size=3, unique=True)):
+        part, way = tensors[name], data.draw(st.sampled_from(["drop", "cut", "more", "kind", "value", "move"]))
+        if way == "drop":
+            del tensors[name]
+        elif way == "cut":
+            tensors[name] = part[: len(part) // 2].clone()
+        elif way == "more":
+            tensors[name] = torch.cat([part, part])
+        elif way == "kind":
+            tensors[name] = part.float()
+        elif way == "move":
+            tensors[f"{data.draw(st.sampled_from(['user', 'movie/seen', 'x', '']))}/{name.rpartition('/')[2]}"] = part
+        elif part.dtype == torch.bfloat16:
+            part.flatten()[0] = data.draw(st.sampled_from([0.0, -1.0, float("nan"), float("inf"), 1e38]))
+        else:
+            bounds = torch.iinfo(part.dtype)
+            place = data.draw(st.integers(0, part.numel() - 1))
+            part.flatten()[place] = data.draw(st.sampled_from([bounds.min, bounds.max, 0, 1, 9]))
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, file)
+    restate_file(folder / "delta", file.name)
+    served, before = load(folder / "base"), files_of(folder / "base")
+    with bounded():
+        lines = [outcome(target, folder / "delta") for target in (folder / "base", served)]
+        assert values(served).shape == (10, 10)
+    assert all("\n" not in line and len(line) < 500 for line in lines)
+    same_files = files_of(folder / "base") == before
+    assert same_files or load(folder / "base").content_id == read_delta(folder / "delta").result
+
+
+def test_a_forged_manifest_is_refused(original: Path, tmp_path: Path) -> None:
+    forgeries: list[Callable[[dict], object]] = [
+        lambda m: m.update(format="dnis-torchrec-artifact"),
+        lambda m: m.update(format_version="2.0"),
+        lambda m: m.update(sequence=0),
+        lambda m: m.update(base=3),
+        lambda m: m.update(base="0" * 64),
+        lambda m: m.update(result="0" * 64),
+        lambda m: m.update(tables=["../outside"]),
+        lambda m: m.update(tables=["none"]),
+        lambda m: m.update(run=[]),
+        lambda m: m.pop("files"),
+    ]
+    for number, change in enumerate(forgeries):
+        folder = Path(shutil.copytree(original, tmp_path / str(number)))
+        restate(folder / "delta", change)
+        before = files_of(folder / "base")
+        refused(folder / "base", folder / "delta")
+        assert files_of(folder / "base") == before
+
+
+def test_what_is_read_while_the_folder_changes_is_refused(base: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    delta, _ = changed_base(base, tmp_path, newborn=False)
+    read, calls = loading.read_artifact_file, []
+
+    def late(*arguments: Any, **options: Any) -> dict[str, Tensor]:
+        if arguments[2].startswith("packed") and not calls:
+            calls.append(arguments)
+            apply_delta(base, delta)
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(loading, "read_artifact_file", late)
+    with pytest.raises(ValueError, match="load it again"):
+        load(base)
+    assert load(base).sequence == 1
