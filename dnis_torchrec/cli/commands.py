@@ -363,10 +363,10 @@ def _recipe_and_head(
     settings: TrainCommand | CompressCommand | SearchCommand, past: Mapping[str, Any]
 ) -> tuple[Recipe, dict[str, Any]]:
     """The recipe as the run that a command begins with had it, if it does, and what it records."""
-    wanted = getattr(settings, "seed", None)
-    seed = int(past.get("seed", wanted or 0))
-    is_same = wanted is None or wanted == seed
-    check(is_same, "run folder of --from", f"its seed {seed}", wanted)
+    seed_option = getattr(settings, "seed", None)
+    seed = int(past.get("seed", seed_option or 0))
+    is_same = seed_option is None or seed_option == seed
+    check(is_same, "run folder of --from", f"its seed {seed}", seed_option)
     head = {"recipe": settings.recipe, "seed": seed, "embedding_dim": past.get("embedding_dim")}
     columns = past.get("columns", settings.columns)
     if columns is not None and is_table(settings.recipe):
