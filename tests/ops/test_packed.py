@@ -41,8 +41,6 @@ from tests.triton_on_numpy import DEVICE, check_compiled, needs_compilation, nee
 
 needs_compiler = pytest.mark.skipif(not load_operator(), reason="no C++ compiler")
 
-INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
-
 
 @contextmanager
 def limited(limit: str) -> Iterator[None]:
