@@ -4,7 +4,7 @@ import os
 
 
 def _unflushed(descriptor: int) -> None:
-    """Takes the place of `os.fsync`; tests/storage/test_whole_files.py watches for what is flushed, and when."""
+    """Takes the place of `os.fsync`."""
 
 
 os.fsync = _unflushed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -434,7 +434,7 @@ def make_batch(seed: int, size: int = SEQUENCE_BATCH_SIZE) -> Batch:
     return Batch(torch.zeros(size, 1), both, torch.rand(size, generator=generator).round())
 
 
-def blocks_of(model: nn.Module, batches: list[Batch], num_blocks: int = 2) -> RowBlocks:
+def blocks_of(model: nn.Module, batches: Iterable[Batch], num_blocks: int = 2) -> RowBlocks:
     """Blocks of all tables of a plain model, from counts of the batches."""
     tables = table_configs(model)
     counted = count_frequencies([batch.sparse_features for batch in batches], tables)

@@ -351,7 +351,7 @@ def routings(draw: st.DrawFn, max_rows: int = 12, max_blocks: int = 4) -> RowRou
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Everything that serving has to get right: see the words of tests/serving/test_mixed_dimension.py."""
+    """Everything that serving has to get right."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     is_weighted, batch_size = draw(st.booleans()), draw(st.integers(1, 4))
     schemes, tables = {}, {}

@@ -50,12 +50,6 @@ def test_check_known_lets_exactly_the_known_names_through(name: str, names: list
     assert not names or any(repr(other) in nearest(name, names) for other in names)
 
 
-def test_near_names_are_looked_for_only_when_a_name_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch of multi-hot features is checked at every step of training."""
-    monkeypatch.setattr(checks, "nearest", lambda *_: pytest.fail("looked for"))
-    check_known("table", "user", iter(["movie", "user"]))
-
-
 @pytest.mark.parametrize(
     ("numbers", "flavour"),
     [

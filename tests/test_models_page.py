@@ -352,7 +352,7 @@ def test_it_is_compressed_and_served(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", list(SUPPORTED))
-def test_it_is_wrapped_searched_and_merged(gloo: dist.ProcessGroup, name: str, tmp_path: Path) -> None:
+def test_it_is_wrapped_searched_and_merged(gloo: dist.ProcessGroup, name: str) -> None:
     names = names_for(SUPPORTED[name])
     task = dnis.TrainTask(names["model"], names["loss"])
     before = predictions(task, names)
@@ -377,12 +377,6 @@ def test_it_is_wrapped_searched_and_merged(gloo: dist.ProcessGroup, name: str, t
     assert any(bool((merged[table] == 0).any(1).any()) for table in searched)  # columns died
     assert all(bool((merged[table] != 0).all()) for table in names["leave_alone"])
     assert any(not torch.equal(merged[table], values[table]) for table in searched)
-    names["model"] = names["merged"].model
-    run("compress", names)
-    dnis.export(names["model"], names["found"].scheme, tmp_path / "artifact")
-    fresh = dnis.load_model(SUPPORTED[name].build(), tmp_path / "artifact")
-    expected = predictions(names["merged"], names)
-    torch.testing.assert_close(predictions(dnis.TrainTask(fresh, names["loss"]), names), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", list(SCRIPT_MODELS))

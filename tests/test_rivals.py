@@ -112,7 +112,7 @@ def mpe_bytes(model: nn.Module, width_of_group: Tensor) -> int:
 CASES = [
     (name, precision, 1.6 if name == "mde" else 2.2)
     for name, method in METHODS.items()
-    for precision in method.precisions
+    for precision in dict.fromkeys((method.precisions[0], method.precisions[-1]))
     if name not in ("no-embeddings", "dnis-unrolled") and (name, precision) != ("uniform-grid", "fp32")
 ]
 
@@ -127,7 +127,7 @@ def test_bytes_are_those_of_what_is_served_and_within_the_size(gloo, name: str, 
     batch = next(iter(cell.build(None).data.test))
     predictions = served.model.eval()(batch.dense_features, batch.sparse_features)
     assert bool(predictions.isfinite().all())
-    if precision == method.precisions[0]:
+    if precision == method.precisions[-1]:
         twice = method.run(replace(cell, device=CPU)).model.eval()(batch.dense_features, batch.sparse_features)
         assert torch.equal(predictions, twice)
 

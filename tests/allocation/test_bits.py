@@ -134,20 +134,6 @@ def test_bytes_and_loss_are_those_of_the_scheme_and_within_the_budget(model: Mod
     assert found.compression == pytest.approx(model.dense_bytes / found.num_bytes)
 
 
-@settings(max_examples=20, deadline=None)
-@given(model=MODELS, shares=st.lists(st.floats(0.05, 1.2), min_size=2, max_size=5))
-def test_more_bytes_never_predict_more_loss(model: Model, shares: list[float]) -> None:
-    losses = []
-    for share in sorted(shares):
-        try:
-            budget = max(1, int(share * model.dense_bytes))
-            losses.append(model.allocate(compression=model.dense_bytes / budget).predicted_loss_increase)
-        except ValueError as error:
-            assert "expected at most" in str(error)  # noqa: PT017
-            assert not losses
-    assert all(more <= less + 1e-12 for less, more in pairwise(losses))
-
-
 @settings(max_examples=50, deadline=None)
 @given(data=st.data(), num_blocks=st.integers(1, 4), budget=st.integers(0, 60))
 def test_bytes_are_spent_as_well_as_brute_force_would(data: st.DataObject, num_blocks: int, budget: int) -> None:
@@ -250,15 +236,6 @@ def _next_corner(loss: torch.Tensor, bits: torch.Tensor, rows: int, index: int) 
     return next((corner for corner in corners if corner > index), None)
 
 
-def test_several_sizes_of_one_measurement_and_the_fewest_bytes_for_a_loss() -> None:
-    model = Model([300, 200], [8, 16], 3, 1, (0, 1, 2, 3, 4, 5, 6, 8))
-    sizes = [model.allocate(compression=compression) for compression in (20, 8, 5)]
-    assert [size.compression for size in sizes] == pytest.approx([20, 8, 5], rel=0.07)
-    again = model.allocate(max_loss=sizes[1].predicted_loss_increase)
-    assert again.predicted_loss_increase <= sizes[1].predicted_loss_increase
-    assert again.num_bytes == pytest.approx(sizes[1].num_bytes, rel=0.05)
-
-
 def test_codes_are_those_measured_at_the_chosen_bits() -> None:
     torch.manual_seed(0)
     model = Model([300], [8], 3, 1, (0, 2, 3, 4, 8, 32))
@@ -274,28 +251,6 @@ def test_codes_are_those_measured_at_the_chosen_bits() -> None:
         is_code = 0 < width < 32
         assert float(codes.scale[block, column]) == (float(measured.scale[block, column, index]) if is_code else 1)
         assert int(codes.shift[block, column]) == (int(measured.shift[block, column, index]) if is_code else 0)
-
-
-def test_a_table_that_nobody_looks_up_takes_nothing() -> None:
-    model = Model([300, 200], [8, 16], 3, 1, (0, 2, 3, 4, 8))
-    model.curvature.curvature["t1"].zero_()
-    found = model.allocate(compression=10)
-    assert found.scheme.tables["t1"].served_bytes(PACKED) == 0
-    assert not bool(found.scheme.tables["t1"].retained.any())
-
-
-def test_sizes_that_cannot_be_met_name_the_nearest_that_can() -> None:
-    model = Model([300, 200], [8, 16], 3, 1, (0, 2, 3, 4, 8))
-    with pytest.raises(ValueError, match=r"compression: expected at most \d+\.\d\d for these tables") as error:
-        model.allocate(compression=1000)
-    most = float(str(error.value).split("at most ")[1].split(" ")[0])
-    assert model.allocate(compression=most).compression >= most
-    with pytest.raises(ValueError, match=r"compression: expected at most"):
-        model.allocate(compression=most * 1.02)
-    with pytest.raises(ValueError, match=r"max_loss: expected at least .* allow more loss, or offer more bits"):
-        model.allocate(max_loss=1e-9)
-    with pytest.raises(ValueError, match="dropping all tables"):
-        model.allocate(max_loss=1e9)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 from collections.abc import Callable
 from functools import cache, partial
 from unittest import mock
@@ -214,16 +213,6 @@ def test_a_size_that_cannot_be_met_is_refused_with_the_one_that_can() -> None:
         measured.allocate(compression=10_000)
     most = float(str(refused.value).split("at most ")[1].split(" ")[0])
     assert measured.allocate(compression=most).compression >= most
-
-
-def test_a_model_that_was_never_trained_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    model = trained()
-    for collection in (model.pairs, model.rest):
-        for bag in collection.embedding_bags.values():
-            bag.weight.data.mul_(1e-4)
-    with caplog.at_level(logging.WARNING):
-        measure_(model, BATCHES, loss=nn.MSELoss())
-    assert "the model looks untrained" in caplog.text
 
 
 def with_nan(model: Model) -> None:

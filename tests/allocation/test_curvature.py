@@ -21,7 +21,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
-from dnis_torchrec import blocks_from_counts, count_frequencies, prepare_
+from dnis_torchrec import blocks_from_counts, prepare_
 from dnis_torchrec.allocation.bits import allocate
 from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.allocation.curvature import Curvature, curvature, curvature_of_read_tables
@@ -30,9 +30,8 @@ from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data.task import Predictions, Task, TrainTask
 from dnis_torchrec.selection.shards import collections
-from dnis_torchrec.serving import PackedEmbeddingBagCollection, ServedEmbeddingCollection
 from tests import models
-from tests.models import NAMES, SHARDING_TYPES, ClickAndRating, Interest, alpha_of, interest, of_two, rounded, shard_as
+from tests.models import NAMES, SHARDING_TYPES, ClickAndRating, Interest, alpha_of, interest, of_two, shard_as
 from tests.reference import ReferenceTable, couplings_reference, curvature_reference, pooled_reference
 from tests.tiny import make_recipe
 
@@ -46,16 +45,7 @@ COLLECTIONS = (("a", "b"), ("c",))
 
 @dataclass(frozen=True)
 class Case:
-    """What a model is to be like.
-
-    Attributes:
-        pooling: of all tables.
-        is_weighted: whether ids have weights.
-        lengths: longest bag of each feature.
-        num_outputs: T.
-        num_blocks: S.
-        unassigned: rows of each table that belong to no block.
-    """
+    """What a model is to be like: longest bags by feature, and rows of each table that belong to no block."""
 
     pooling: PoolingType = PoolingType.SUM
     is_weighted: bool = False
@@ -378,10 +368,7 @@ def test_a_model_that_looks_untrained_is_told(
     steps: int, looks_trained: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, batches = trained(steps)
-    tables = [config for own in collections(model).values() for config in own.embedding_bag_configs()]
-    blocks = blocks_from_counts(
-        count_frequencies([b.sparse_features for b in batches], tables), tables, num_blocks=3, least_rows=1
-    )
+    blocks = models.blocks_of(model, batches, num_blocks=3)
     with caplog.at_level(logging.WARNING):
         curvature(model, batches, blocks, loss=BCE)
     assert (caplog.messages == []) is looks_trained
@@ -517,12 +504,6 @@ def test_they_are_what_the_oracle_finds(name: str, loss: Callable[[Tensor, Tenso
         torch.testing.assert_close(found.couplings[table], wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
 
 
-def test_they_are_left_out_where_nobody_needs_them() -> None:
-    case = CASES_OF_COUPLINGS["several ids"]
-    found = curvature(make_model(case), make_batches(case), make_blocks(case), loss=nn.MSELoss(), couplings=False)
-    assert not found.couplings
-
-
 class NextItem(nn.Module):
     """Two sequences on one table, multiplied by a matrix that no axes of the table are known for."""
 
@@ -629,24 +610,10 @@ def test_equals_the_oracle(loss: Any) -> None:
     assert_as_expected(found, expected(CASE, batches, loss))
 
 
-def of_pairs(z: Tensor, labels: Tensor) -> Tensor:
-    return (z[:, 0].unsqueeze(0) - z[:, 0].unsqueeze(1)).square().mean()
-
-
-def of_constants(z: Tensor, labels: Tensor) -> Tensor:
-    return (z.detach() - labels).square().mean()
-
-
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        (of_pairs, "batch 0, task Of: expected a mean of the losses of single samples, got one in which samples meet"),
-        (of_constants, "batch 0, task Of: expected a loss that depends on the outputs, got constants .*; take what"),
-    ],
-)
-def test_what_no_curvature_can_be_measured_of_is_refused(loss: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        curvature(Named(), make_batches(CASE), make_blocks(CASE), loss=Of(loss))
+def test_a_task_whose_loss_depends_on_no_output_is_refused() -> None:
+    task = Of(lambda z, labels: (z.detach() - labels).square().mean())
+    with pytest.raises(ValueError, match="batch 0, task Of: expected a loss that depends on the outputs"):
+        curvature(Named(), make_batches(CASE), make_blocks(CASE), loss=task)
 
 
 def expected_of_sequences(
@@ -691,23 +658,3 @@ def test_of_sequences_and_bags_it_is_what_the_oracle_finds(num_outputs: int, wra
         torch.testing.assert_close(found.gradient[name], gradient, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(found.curvature[name], bend, rtol=1e-4, atol=1e-6)
         assert float(bend.max()) > 0
-
-
-def test_compress_serves_sequences_and_bags_from_one_budget() -> None:
-    model, batches = interest(), [models.make_batch(seed) for seed in range(12)]
-    plain = copy.deepcopy(model)
-    found = dnis.compress(model, batches, loss=BCE, compression=2.5)
-    assert found.compression >= 2.5
-    assert isinstance(model.sequences, ServedEmbeddingCollection)
-    assert isinstance(model.users, PackedEmbeddingBagCollection)
-    assert model.sequences.embedding_names_by_table() == plain.sequences.embedding_names_by_table()
-    assert model.sequences.embedding_configs()[1].feature_names == ["candidate", "visits"]
-    nearest = rounded(plain, found.scheme)
-    for batch in batches[:3]:
-        served, wanted = (own.sequences(batch.sparse_features) for own in (model, nearest))
-        assert list(served) == list(wanted)
-        for key, jagged in wanted.items():
-            torch.testing.assert_close(served[key].values(), jagged.values())
-            torch.testing.assert_close(served[key].lengths(), jagged.lengths())
-        both = [own(batch.dense_features, batch.sparse_features) for own in (model, nearest)]
-        torch.testing.assert_close(both[0], both[1] + found.output_shift)

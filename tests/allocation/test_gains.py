@@ -480,13 +480,3 @@ def test_a_shift_is_taken_back_bit_for_bit_whatever_happens_within() -> None:
 def test_without_held_out_samples_the_output_bias_stays() -> None:
     model = trained()
     assert dnis.compress(model, BATCHES, loss=MSE, compression=12).output_shift == 0
-
-
-def test_a_model_of_several_outputs_has_none() -> None:
-    case = Case(num_outputs=2)
-    measured = measure_(make_model(case), make_batches(case), loss=BCE)
-    assert measured.sample.bias is None
-    found = measured.allocate(compression=1.5)
-    assert found.output_shift == 0
-    with measured.shifted(found):
-        pass

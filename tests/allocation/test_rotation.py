@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec import blocks_from_counts, export, prepare_, shard_model
+from dnis_torchrec import blocks_from_counts, prepare_, shard_model
 from dnis_torchrec.allocation.axes import (
     DirectedFactorizationMachine,
     LinearReader,
@@ -38,10 +37,7 @@ from dnis_torchrec.allocation.axes import (
     turns_of_tables,
     with_axes_,
 )
-from dnis_torchrec.artifact.export import load_model
 from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.blocks.routing import RowRouting
-from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.selection.shards import collections, table_configs
 from examples.models import (
     DeepFM,
@@ -53,9 +49,8 @@ from examples.models import (
     build_neumf_tables,
     build_tables,
 )
-from tests import models
 from tests.models import shard_as, shards_of, tables_of
-from tests.reference import second_moment_reference, table_scheme
+from tests.reference import second_moment_reference
 
 CPU = torch.device("cpu")
 ROWS = {"user": 11, "movie": 7}
@@ -227,26 +222,6 @@ def test_states_turn_along(fused: bool) -> None:
     for name, state in states().items():
         by = rotation if name.endswith("exp_avg") else rotation.square()
         torch.testing.assert_close(state, (before[name].double() @ by).float())
-
-
-def test_a_prepared_model_is_turned_like_a_plain_one() -> None:
-    """The wrapper stands between the model and its tables; with alpha 1 nothing changes."""
-    model = build("wide_deep")
-    configs = model.embedding_bag_collection.embedding_bag_configs()
-    counts, kjt = counts_of(model), features_of(model)
-    blocks = blocks_from_counts(counts, configs, num_blocks=3, least_rows=1)
-    sharded = shard_as(prepare_(model, blocks), "table_wise")
-    predicted = sharded(torch.zeros(BATCH_SIZE, 0), kjt).detach()
-    assert len(rotate_(sharded, counts, optimizer_of(sharded, sgd))) == 2
-    torch.testing.assert_close(sharded(torch.zeros(BATCH_SIZE, 0), kjt), predicted, atol=1e-5, rtol=1e-5)
-
-
-def test_models_that_do_not_say_are_left_alone() -> None:
-    """torchrec's DLRM names no groups."""
-    sharded = shard_as(models.dlrm(), "table_wise")
-    before = tables_of(sharded)
-    assert rotate_(sharded, models.counts(), optimizer_of(sharded, sgd)) == []
-    assert all(torch.equal(table, before[name]) for name, table in tables_of(sharded).items())
 
 
 def test_column_shards_are_refused_untouched() -> None:
@@ -600,25 +575,3 @@ def test_the_sum_of_columns_is_no_dot_product_but_keeps_its_direction() -> None:
     assert not torch.allclose(SumOfPairs()(turned), expected, atol=0.1)
     machine.axes.copy_((torch.ones(4) @ rotation).repeat(3))
     assert_stays(machine(turned), expected)
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_an_artifact_gives_a_fresh_model_its_axes(name: str, tmp_path: Path) -> None:
-    model = with_axes_(build_type(name))
-    logits = logits_of(model)
-    rotate_(model, counts_of(model))
-    schemes = {}
-    for table, rows in ROWS_OF_TORCHREC.items():
-        routing, pooling = RowRouting.from_map(torch.arange(rows) % 2, 2), "mean" if table == "genre" else "sum"
-        schemes[table] = table_scheme(
-            table,
-            routing,
-            torch.ones(2, DIM, dtype=torch.bool),
-            feature_names=FEATURES[table],
-            pooling=pooling,
-            collection="sparse_arch.embedding_bag_collection",
-        )
-    path = export(model, MixedDimensionScheme(schemes), tmp_path / "artifact")
-    torch.manual_seed(99)
-    served = load_model(TYPES[name](collection()), path)
-    assert_stays(logits_of(served), logits)

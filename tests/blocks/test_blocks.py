@@ -238,13 +238,6 @@ def test_without_rows(routing: RowRouting, data: st.DataObject) -> None:
     assert left.num_blocks == routing.num_blocks
 
 
-def test_without_the_last_rows_keeps_boundaries() -> None:
-    routing = RowRouting(5, 2, boundaries=torch.tensor([0, 2, 5]))
-    assert routing.without_rows(torch.tensor([0, 0, 0, 1, 1]).bool()).boundaries.tolist() == [0, 2, 3]
-    assert routing.without_rows(torch.tensor([1, 1, 1, 1, 1]).bool()).boundaries.tolist() == [0, 0, 0]
-    assert routing.without_rows(torch.zeros(5).bool()) is routing
-
-
 @pytest.mark.parametrize(("num_blocks", "dtype"), [(255, torch.uint8), (256, torch.uint16), (40_000, torch.uint16)])
 def test_map_takes_the_smallest_dtype(num_blocks: int, dtype: torch.dtype) -> None:
     blocks = torch.tensor([num_blocks, 0, num_blocks - 1])
@@ -357,14 +350,14 @@ def test_a_sparse_directory_finds_hot_rows_wherever_they_stand(hot: Iterable[int
 def test_a_directory_of_few_hot_rows_takes_little() -> None:
     """.15 bytes a row where nine of ten are cold; and never more than that of all rows."""
     generator = torch.Generator().manual_seed(0)
-    order = torch.randperm(100_000, generator=generator)
-    of_row = torch.full((100_000,), 7)
-    of_row[order[:10_000]] = torch.arange(10_000) * 7 // 10_000
+    order = torch.randperm(20_000, generator=generator)
+    of_row = torch.full((20_000,), 7)
+    of_row[order[:2_000]] = torch.arange(2_000) * 7 // 2_000
     routing, every = RowRouting.from_map(of_row, 8), torch.ones(8, dtype=torch.bool)
-    assert directory_bytes(routing, every) / 100_000 == pytest.approx(0.5, abs=0.01)
-    for num_stored in range(9):
+    assert directory_bytes(routing, every) / 20_000 == pytest.approx(0.5, abs=0.01)
+    for num_stored in (0, 1, 4, 7, 8):
         found = check_against_count(routing, [s < num_stored for s in range(8)])
-        assert found.directory.nbytes <= 15_000 or num_stored == 8
+        assert found.directory.nbytes <= 3_000 or num_stored == 8
         assert found.directory.nbytes <= directory_bytes(routing, every)
 
 
@@ -395,7 +388,7 @@ def test_finds_every_row(routing: RowRouting, num_blocks: int, num_rows: int, ha
     check_against_count(RowRouting.from_map(blocks, num_blocks))
 
 
-@pytest.mark.parametrize("num_blocks", [5, 64, 255])
+@pytest.mark.parametrize("num_blocks", [5, 255])
 def test_counts_go_on_behind_65536_rows_and_from_chunk_to_chunk(
     num_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -632,7 +625,7 @@ def test_a_huge_outlier_is_kept_where_that_errs_least() -> None:
     assert bool((fitted.error < 1e-5).all())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data(), blocks=st.integers(1, 3), columns=st.integers(1, 4), rows=st.integers(0, 6))
 def test_codes_are_the_nearest_ones(data: st.DataObject, blocks: int, columns: int, rows: int) -> None:
     def drawn(choices: list[float], height: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dnis_torchrec as dnis
@@ -95,7 +95,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("columns")
 
 
-@settings(max_examples=50)
 @given(st.data())
 def test_a_frame_its_csv_and_its_parquet_give_the_same_rows_and_labels(folder: Path, data: st.DataObject) -> None:
     kinds = data.draw(st.lists(st.sampled_from(sorted(IDS)), min_size=1, max_size=3))
@@ -592,16 +591,6 @@ def test_every_model_of_a_frame_is_built_by_its_name(tmp_path: Path, model: str)
     frame.assign(tags=frame["tags"].map("|".join)).to_csv(tmp_path / "f.csv")
     assert predict(tmp_path / "f.csv").equal(predictions(recipe, frame))
     assert predict(frame.head(1)).shape == (1,)
-
-
-class Two(torch.nn.Module):
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, dense_features: Any, sparse_features: Any) -> dict[str, torch.Tensor]:
-        logits = self.model(dense_features, sparse_features)
-        return {"logits": logits, "clicks": logits.sigmoid()}
 
 
 def test_a_model_of_ones_own_is_filled(exported: Any, tmp_path: Path) -> None:

@@ -171,17 +171,6 @@ def test_a_stream_goes_on_with_any_epoch(samples: FileSamples) -> None:
     assert [labels(list(resumed)) for _ in range(2)] == epochs[1:]
 
 
-def test_parts_are_disjoint_whole_and_the_same_in_every_epoch(samples: FileSamples) -> None:
-    seen = []
-    for part in cut((0.5, 0.2, 0.1, 0.2), seed=7):
-        batches = FileBatches(samples, part=part, batch_size=3, shuffle=False, drop_last=False)
-        epochs = [served(batches) for _ in range(2)]
-        assert epochs[0] == epochs[1]
-        assert len(epochs[0]) == batches.num_samples
-        seen += epochs[0]
-    assert sorted(seen) == list(range(53)) != seen
-
-
 def test_fractions_come_out_as_stated() -> None:
     part = cut((0.1, 0.3), seed=2)[1]
     inside = part.contains(np.arange(10**6, dtype=np.uint64))

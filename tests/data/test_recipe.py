@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -16,30 +14,11 @@ from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.data.recipe import DataSplits, Recipe, load_recipe
 from dnis_torchrec.data.task import TrainTask
-from dnis_torchrec.search.settings import SearchSettings
 from tests.programs import SHORT, Done, dnis
 
 SPLITS = ("train", "validation", "selection", "test")
 LOSSES = (nn.MSELoss, nn.BCEWithLogitsLoss)
 NO_DATA = DataSplits(train=[], validation=[], selection=[], test=[])
-
-
-def test_a_recipe_has_no_settings_of_a_search_and_no_example_gives_any() -> None:
-    of_recipe = {part.name for part in dataclasses.fields(Recipe)}
-    assert of_recipe == {
-        *("model", "data", "loss", "table_optimizer", "table_learning_rate", "dense_learning_rate", "embedding_l2"),
-        *("stop_on", "row_weights", "leave_alone"),
-    }
-    assert not of_recipe & {part.name for part in dataclasses.fields(SearchSettings)}
-    num_recipes = 0
-    for path in (Path(__file__).parents[2] / "examples").rglob("*.py"):
-        source = path.read_text(encoding="utf-8")
-        assert "SearchSettings" not in source, path
-        for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
-            if getattr(call.func, "id", "") == "Recipe":
-                num_recipes += 1
-                assert {keyword.arg for keyword in call.keywords} <= {*of_recipe, None}, path
-    assert num_recipes > 5
 
 
 @pytest.mark.parametrize(

@@ -312,12 +312,6 @@ def test_bag_offsets(operator: Callable[..., Tensor], dtype: torch.dtype) -> Non
             operator(other, torch.arange(count), names)
 
 
-def test_many_features_are_not_all_listed() -> None:
-    names = names_tensor([f"f{index}" for index in range(30)])
-    with pytest.raises(ValueError, match=r"'f18', 'f19', \.\.\.: expected as many ids"):
-        torch_bag_offsets(torch.zeros(30, 1, dtype=torch.int64), torch.arange(1), names)
-
-
 @pytest.mark.parametrize("operator", [bag_offsets, torch_bag_offsets])
 def test_many_lengths_are_added_up_alike(operator: Callable[..., Tensor]) -> None:
     load_operator()
@@ -412,14 +406,6 @@ def test_weights_that_learn_keep_their_gradient_and_any_stride_will_do(strided: 
     if not strided:
         out.weights().mul(out.values() + 1).sum().backward()
         assert learned.grad.tolist() == [4.0, 1.0, 2.0]
-
-
-def test_features_of_one_table_share_its_map_outside_of_the_state() -> None:
-    routing = RowRouting.from_map(torch.tensor([1, 0, 1]), 2)
-    splits = [FeatureSplit(feature=f, keys=(f"{f}/b0", f"{f}/b1"), routing=routing) for f in ("f", "g", "h")]
-    splitter = BagSplitter(splits)
-    assert splitter.state_dict() == {}
-    assert sum(buffer.numel() for buffer in splitter.buffers() if buffer.dtype == torch.uint8) == 3
 
 
 def test_more_keys_than_a_small_integer_holds() -> None:

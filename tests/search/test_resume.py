@@ -70,11 +70,7 @@ class Phases:
 
 @dataclass
 class Run:
-    """A search of the tiny recipe by `Phases`.
-
-    Attributes:
-        weights: everything that is gone back to, at the end of every epoch.
-    """
+    """A search of the tiny recipe by `Phases`; `weights` are those at the end of every epoch."""
 
     folder: Path
     events: SearchEvents = field(default_factory=SearchEvents)
@@ -155,67 +151,6 @@ def test_best_epochs_stay_and_others_go(gloo, tmp_path: Path, monkeypatch) -> No
 
 class Killed(BaseException):
     """As if the process had ended here."""
-
-
-def attempts(folder: Path, interruptions: Sequence[int | str], losses: dict[int, float]) -> Run:
-    """Runs that each go on with what the one before has left.
-
-    Args:
-        folder: of checkpoints.
-        interruptions: lower steps after which an attempt is asked to stop, or the phase at whose end it is killed.
-        losses: filled with the loss of every step; a step that is repeated has to have the same one.
-    """
-    for number, interruption in enumerate([*interruptions, None]):
-        torch.manual_seed(number)
-        run, taken = Run(folder, saving=Saving(resume=True), phases=SHORTER), []
-
-        def note(loss: float, _density: float, run: Run = run, taken: list[float] = taken) -> None:
-            taken.append(loss)
-            assert losses.setdefault(run.started.pipeline.lower_steps, loss) == loss
-
-        def kill(record: EpochRecord, is_last: bool, at: int | str | None = interruption) -> None:
-            if is_last and record.phase == at:
-                raise Killed
-
-        run.events.on_step, run.events.on_save = note, kill
-        run.events.should_stop = lambda taken=taken, at=interruption: len(taken) == at
-        try:
-            run.loop.run()
-            assert interruption is None
-        except (search_loop.SearchInterrupted, Killed):
-            assert interruption is not None
-    return run
-
-
-SHORTER = (replace(FIRST, steps=25), replace(SECOND, steps=12), replace(THIRD, steps=15))
-
-
-@pytest.fixture(scope="module")
-def whole(gloo, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[int, float]]:
-    """A search in one go, and the loss of every step."""
-    losses: dict[int, float] = {}
-    return attempts(tmp_path_factory.mktemp("whole"), (), losses), losses
-
-
-@pytest.mark.parametrize(
-    "interruptions",
-    [
-        (13, 15, "second", 4),  # in the middle, in another phase, where it is over, in the last one
-        (10, "first", 12, "third"),  # behind the last steps of epochs, and where the next phase has not begun
-    ],
-    ids=str,
-)
-def test_attempts_come_to_what_one_would_have(
-    whole: tuple[Run, dict[int, float]], tmp_path: Path, interruptions: Sequence[int | str]
-) -> None:
-    """Bit for bit: losses, weights, alpha, optimizers, and the history."""
-    expected, losses = whole
-    broken = attempts(tmp_path, interruptions, dict(losses))
-    assert broken.loop.history == expected.loop.history
-    assert broken.loop.finished == expected.loop.finished
-    assert_same(broken.now(), expected.now())
-    assert_same(*(run.started.pipeline.alpha_optimizer.state_dict() for run in (broken, expected)))
-    assert broken.started.stream.schedule == expected.started.stream.schedule
 
 
 SIZE = 10.0

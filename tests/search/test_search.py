@@ -48,7 +48,6 @@ from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.settings import Saving
 from examples.models import FactorizationMachine
 from examples.paper.search import PaperSettings, search_as_published
-from tests import tiny
 from tests.reference import second_moment_reference
 from tests.tiny import ROWS, make_batch, make_collection, make_recipe, quick_search, read_late
 
@@ -203,14 +202,6 @@ def test_a_request_to_stop_saves_the_state(gloo, tmp_path: Path) -> None:
     with pytest.raises(SearchInterrupted, match=r"epoch 1, lower step 13: stopped on request; .* saved in .*step-"):
         found_by(make_recipe(), tmp_path, events)
     assert CheckpointFolder(tmp_path).latest() == tmp_path / "step-00000013"
-
-
-def test_a_model_that_looks_untrained_is_told_once(
-    gloo, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dnis_torchrec.allocation.curvature.LEAST_CURVATURE", 1e9)
-    found_by(make_recipe(), tmp_path)
-    assert caplog.text.count("the model looks untrained") == 1
 
 
 @pytest.mark.parametrize("reading", [nullcontext, read_late])
@@ -376,12 +367,6 @@ def test_the_same_call_gives_the_same_in_another_process_and_leaves_no_process_g
     assert done.stdout == f"{found}\n"
 
 
-def test_a_task_of_ones_own_is_judged_by_its_metrics(gloo) -> None:
-    own = dnis.search(tiny.tasks_make_recipe(), compression=4, settings=SHORT)
-    assert set(own.metrics) == tiny.METRICS
-    assert own.metric == "click_auc"
-
-
 def test_the_recipe_stays_as_it_was(recipe: Recipe, found: SearchResult) -> None:
     assert found.model is not recipe.model
     for name, weight in make_recipe().model.state_dict().items():
@@ -409,11 +394,6 @@ def test_it_meets_the_size_and_its_metrics_are_those_of_the_served_values(recipe
     assert evaluate(TrainTask(found.model, recipe.loss), recipe.data.test, recipe.loss, CPU) == found.metrics
 
 
-def test_it_can_be_exported(found: SearchResult, tmp_path: Path) -> None:
-    collection = dnis.load(dnis.export(found.model, found.scheme, tmp_path / "artifact"))
-    assert collection.embedding_bag_configs()[0].num_embeddings == ROWS["user"]
-
-
 def test_it_says_whether_the_search_gained_something(found: SearchResult) -> None:
     for origin, said in ((SEARCHED, False), (COMPRESSED, True)):
         of_origin = replace(found, outcome=replace(found.outcome, origin=origin))
@@ -429,11 +409,6 @@ def test_several_ranks_are_sent_to_the_command(gloo, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(one_call, "world_size_of", lambda: 2)
     with pytest.raises(NotImplementedError, match="search: supported is one process, got 2; run `torchrun"):
         dnis.search(make_recipe(), compression=10)
-
-
-def test_a_regression_is_judged_by_its_error(gloo) -> None:
-    recipe = replace(make_recipe(), loss=nn.MSELoss())
-    assert "test mse " in repr(dnis.search(recipe, compression=10, settings=SHORT))
 
 
 SIZE_OF_LEAVE_ALONE = 2.5
@@ -461,7 +436,11 @@ def table(model: nn.Module, name: str = ALONE) -> torch.Tensor:
     return next(s.weight for c in collections(model).values() for s in local_shards(c) if s.table == name)
 
 
-def test_a_search_leaves_a_table_in_float32_and_counts_its_bytes(gloo, tmp_path: Path) -> None:
+def test_a_search_leaves_a_table_in_float32_and_counts_its_bytes(
+    gloo, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And says once, not with every measurement, that a model looks untrained."""
+    monkeypatch.setattr("dnis_torchrec.allocation.curvature.LEAST_CURVATURE", 1e9)
     recipe = genre_alone()
     found = search(recipe, SIZE_OF_LEAVE_ALONE, tmp_path, CPU, settings=SHORT)
     own, other = found.scheme.tables[ALONE], found.scheme.tables["user"]
@@ -477,6 +456,7 @@ def test_a_search_leaves_a_table_in_float32_and_counts_its_bytes(gloo, tmp_path:
     assert bool((found.alpha[8][blocks.first_alpha_row("user")] != 1).any())
     for packed in packed_collections(found.model, found.scheme).values():
         assert torch.equal(rows_of(packed, ALONE), table(found.model))
+    assert caplog.text.count("the model looks untrained") == 1
 
 
 def test_the_tables_of_its_group_keep_their_axes() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection, get_unwrapped_module
+from torchrec.distributed.model_parallel import DMPCollection, get_unwrapped_module
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
@@ -49,6 +49,7 @@ from tests.models import (
     Model,
     SequenceModel,
     StandIn,
+    blocks_of,
     check_served_as_exported,
     lookups_of,
     mpzch,
@@ -84,26 +85,6 @@ def test_the_sharder_adds_the_row_wise_family_on_a_cpu_and_nothing_on_a_gpu() ->
     for device in ("cpu", "cuda"):
         for kind in own.sharding_types(device):
             assert own.compute_kernels(kind, device) == stock.compute_kernels(kind, device)
-
-
-@pytest.mark.parametrize("kind", ROW_WISE)
-def test_it_serves_a_users_own_distributed_model_parallel(gloo: dist.ProcessGroup, kind: str) -> None:
-    table = EmbeddingBagConfig(name="t", num_embeddings=40, embedding_dim=8, feature_names=["user"])
-    model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table])})
-    plan = plan_by(model, kind)
-    assert {planned.sharding_type for planned in plan.plan["ebc"].values()} == {kind}
-    sharded = DistributedModelParallel(model, device=CPU, plan=plan, sharders=SHARDERS)
-    pooled = sharded.module["ebc"](make_batch(5, 0).sparse_features)
-    assert pooled.values().shape == (5, 8)
-
-
-@pytest.mark.parametrize("kind", ["row_wise", "table_row_wise", "table_wise", "column_wise", "data_parallel"])
-def test_a_sharded_model_computes_what_the_model_did(gloo: dist.ProcessGroup, kind: str) -> None:
-    model, features = make_model(), make_batch(7, 0).sparse_features
-    expected = model["ebc"](features)
-    pooled = shard_by(model, kind).module["ebc"](features)
-    assert pooled.keys() == expected.keys()
-    torch.testing.assert_close(pooled.values(), expected.values(), atol=1e-6, rtol=0)
 
 
 def test_replicated_tables_of_one_process_keep_gradients_where_they_are(gloo: dist.ProcessGroup) -> None:
@@ -263,9 +244,7 @@ def test_two_dimensional_parallelism_is_refused_before_any_collective(
     gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = make_recipe()
-    tables = table_configs(recipe.model)
-    counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
-    model = TwoDimensional(prepare_(recipe.model, blocks_from_counts(counts, tables, num_blocks=2, least_rows=1)))
+    model = TwoDimensional(prepare_(recipe.model, blocks_of(recipe.model, recipe.data.train)))
     for collective in ("all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier"):
         monkeypatch.setattr(dist, collective, lambda *_, **__: pytest.fail("a collective"))
     with pytest.raises(NotImplementedError, match=r"supported is DistributedModelParallel.*DMPCollection \(2D parall"):
@@ -312,12 +291,12 @@ class InTwoParts(nn.Module):
 @pytest.mark.parametrize("kind", [Twice, InTwoParts])
 def test_a_collection_that_has_two_names_stays_one(gloo, kind: type[nn.Module], searched: bool) -> None:
     """TorchRec shards what a parent holds under two names under the first alone."""
-    features = make_batch(5, 0).sparse_features
+    batch = make_batch(5, 0)
+    features = batch.sparse_features
     model, unsharded = kind(make_collection()), kind(make_collection())
     unsharded.load_state_dict(model.state_dict())
     if searched:
-        tables = table_configs(model)
-        prepare_(model, blocks_from_counts(count_frequencies([features], tables), tables, num_blocks=2, least_rows=1))
+        prepare_(model, blocks_of(model, [batch]))
     sharders = [CpuEmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.5})]
     sharded = shard_by(model, "table_wise", sharders)
     optimizer = torch.optim.SGD(unsharded.parameters(), lr=0.5)
@@ -412,18 +391,6 @@ def test_rows_keep_their_ids_while_the_model_is_prepared(model_of: type[Model]) 
     merge_(model)
     predictions(model, NEW)
     assert any(not torch.equal(value, before[name]) for name, value in state_of(model).items())
-
-
-def test_sharded_on_one_rank_it_comes_back_plain_and_goes_on(gloo: dist.ProcessGroup) -> None:
-    model, plain = trained(), trained()
-    sharded = shard_model(prepare_(model, counted(model)[1]), CPU)
-    torch.testing.assert_close(predictions(sharded, NEW), predictions(plain, NEW))
-    merged = merge_(sharded)
-    assert type(merged.tables._embedding_module) is EmbeddingBagCollection
-    torch.testing.assert_close(predictions(merged), predictions(plain))
-    before = state_of(merged)
-    predictions(merged.train(), NEW)
-    assert any(not torch.equal(value, before[name]) for name, value in state_of(merged).items())
 
 
 def test_a_row_that_is_evicted_and_reused_begins_in_the_cold_block() -> None:

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.utils import CopyableMixin
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -35,7 +34,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.ops.select import are_compiled
@@ -46,25 +45,10 @@ from dnis_torchrec.selection import shards as shards_module
 from dnis_torchrec.selection.alpha import SelectPooled
 from dnis_torchrec.selection.on_shards import ShardSelection, select_on_shards_
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
-from dnis_torchrec.selection.shards import TableShard, collections, local_shards, multiply_by_alpha_, table_configs
+from dnis_torchrec.selection.shards import TableShard, collections, table_configs
 from dnis_torchrec.selection.swap import merge_, prepare_
-from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
 from dnis_torchrec.training.shard import shard as shard_for_training
-from tests.models import (
-    MODELS,
-    SHARDING_TYPES,
-    TwoCollections,
-    alpha_of,
-    blocks_for,
-    collection,
-    dlrm,
-    kernels_of,
-    lookups_of,
-    operators,
-    randomise_alpha_,
-    shard_as,
-)
-from tests.models import ROWS as SMALL_ROWS
+from tests.models import blocks_of, kernels_of, lookups_of, operators
 from tests.selection.shard_cases import (
     MULTIPLIED_TABLES,
     ROWS,
@@ -96,94 +80,6 @@ def test_chunks_cover_the_shard(rows: int, columns: int, first_row: int, first_c
             seen[of_rows, of_columns] += 1
     assert seen.sum() == rows * columns
     assert (seen[first_row : first_row + rows, first_column : first_column + columns] == 1).all()
-
-
-def test_collections_are_found_by_fqn() -> None:
-    model = TwoCollections()
-    assert {fqn: type(m) for fqn, m in collections(model).items()} == {
-        "first": EmbeddingBagCollection,
-        "module.second": EmbeddingBagCollection,
-    }
-    assert soft_selection_modules(model) == {}
-    prepare_(model, blocks_for(model))
-    for found in (collections(model), soft_selection_modules(model)):
-        assert {fqn: type(m) for fqn, m in found.items()} == {
-            "first": SoftSelectionEmbeddingBagCollection,
-            "module.second": SoftSelectionEmbeddingBagCollection,
-        }
-    assert list(collections(collection())) == [""]
-    assert collections(nn.Linear(1, 1)) == {}
-
-
-@pytest.mark.parametrize("sharding_type", SHARDING_TYPES)
-@pytest.mark.usefixtures("gloo")
-def test_fqns_of_a_sharded_model_are_those_of_the_plain_one(sharding_type: str) -> None:
-    """Also where the user's own model has a child called `module`, as DistributedDataParallel has."""
-    plain = shard_as(TwoCollections(), sharding_type)
-    assert {fqn: type(m) for fqn, m in collections(plain).items()} == {
-        "first": ShardedEmbeddingBagCollection,
-        "module.second": ShardedEmbeddingBagCollection,
-    }
-    model = TwoCollections()
-    sharded = shard_as(prepare_(model, blocks_for(model)), sharding_type)
-    assert list(soft_selection_modules(sharded)) == list(collections(sharded)) == ["first", "module.second"]
-    bare = shard_as(prepare_(collection(), blocks_for(collection())), sharding_type)
-    assert list(soft_selection_modules(bare)) == [""]
-
-
-@pytest.mark.parametrize("sharding_type", [None, *SHARDING_TYPES])
-@pytest.mark.parametrize("prepared", [False, True])
-@pytest.mark.usefixtures("gloo")
-def test_local_shards_are_live_views_of_whole_tables(sharding_type: str | None, prepared: bool) -> None:
-    model = dlrm()
-    bags = model.sparse_arch.embedding_bag_collection.embedding_bags
-    tables = {name: bag.weight.detach().clone() for name, bag in bags.items()}
-    if prepared:
-        prepare_(model, blocks_for(model))
-    if sharding_type is not None:
-        model = shard_as(model, sharding_type)
-    [found] = collections(model).values()
-    shards = local_shards(found)
-    assert len(shards) == (6 if sharding_type == "column_wise" else 3)
-    covered = {name: torch.zeros_like(table) for name, table in tables.items()}
-    for shard in shards:
-        assert not shard.weight.requires_grad
-        assert torch.equal(shard.weight, tables[shard.table][shard.window])
-        covered[shard.table][shard.window] += 1
-        shard.weight.add_(1)
-    assert all((cover == 1).all() for cover in covered.values())
-    for shard in local_shards(found):  # what was written is there when asked again
-        assert torch.equal(shard.weight, tables[shard.table][shard.window] + 1)
-
-
-@pytest.mark.parametrize("sharding_type", [None, *SHARDING_TYPES])
-@pytest.mark.usefixtures("gloo")
-def test_multiply_by_alpha(sharding_type: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards_module, "ROWS_PER_CHUNK", 4)
-    model = MODELS["two_dims"]()
-    blocks = blocks_for(model)
-    before = {
-        name: bag.weight.detach().clone()
-        for module in (model.first, model.module["second"])
-        for name, bag in module.embedding_bags.items()
-    }
-    prepare_(model, blocks)
-    randomise_alpha_(model)
-    if sharding_type is not None:
-        model = shard_as(model, sharding_type)
-    alpha = {dim: alpha_of(model).of(dim).clone() for dim in (4, 8)}
-    for wrapper in soft_selection_modules(model).values():
-        multiply_by_alpha_(wrapper)
-    expected = {}
-    for name, table in before.items():
-        of_row, dim = blocks.routings[name].all_blocks().tolist(), table.shape[1]
-        rows = [alpha[dim][blocks.first_alpha_row(name) + of_row[row]] * table[row] for row in range(len(table))]
-        expected[name] = torch.stack(rows)
-    shards = [shard for wrapper in soft_selection_modules(model).values() for shard in local_shards(wrapper)]
-    assert {shard.table for shard in shards} == set(SMALL_ROWS)
-    for shard in shards:
-        torch.testing.assert_close(shard.weight, expected[shard.table][shard.window], rtol=0, atol=1e-7)
-    assert all(torch.equal(alpha_of(model).of(dim), alpha[dim]) for dim in (4, 8))
 
 
 class OwnLookup(GroupedPooledEmbeddingsLookup):
@@ -354,11 +250,7 @@ def test_small_tables_are_multiplied(
 ) -> None:
     """Small beside a batch; a fused optimizer would step the multiplied ones."""
     recipe = make_recipe(optimizer=optimizer)
-    tables = table_configs(recipe.model)
-    counts = count_frequencies([batch.sparse_features for batch in recipe.data.train], tables)
-    task = TrainTask(
-        prepare_(recipe.model, blocks_from_counts(counts, tables, num_blocks=2, least_rows=1)), recipe.loss
-    )
+    task = TrainTask(prepare_(recipe.model, blocks_of(recipe.model, recipe.data.train)), recipe.loss)
     model, _ = shard_for_training(task, recipe, CPU, is_replicated=replicated, batch_size=batch_size)
     if not isinstance(kernels_of(model)[0].forward, ShardSelection):
         select_on_shards_(model)
@@ -371,11 +263,7 @@ def test_training_finds_the_same_either_way(gloo: dist.ProcessGroup) -> None:
     losses, alphas = [], []
     for batch_size in (1, 10_000):
         recipe = make_recipe()
-        tables = table_configs(recipe.model)
-        counts = count_frequencies([batch.sparse_features for batch in recipe.data.train], tables)
-        task = TrainTask(
-            prepare_(recipe.model, blocks_from_counts(counts, tables, num_blocks=2, least_rows=1)), recipe.loss
-        )
+        task = TrainTask(prepare_(recipe.model, blocks_of(recipe.model, recipe.data.train)), recipe.loss)
         model, optimizer = shard_for_training(task, recipe, CPU, batch_size=batch_size)
         pipeline = BilevelTrainPipeline(model.train(), optimizer, CPU, alpha_averaging=0.9)
         pipeline.alpha_optimizer.learning_rate = 0.05
@@ -489,11 +377,6 @@ def test_it_is_refused_wherever_a_model_comes_in(gloo: dist.ProcessGroup, name: 
     assert {fqn: type(module) for fqn, module in model.named_modules()} == before
 
 
-def test_a_subclass_without_a_forward_of_its_own_is_a_collection() -> None:
-    model = prepare_(nn.ModuleDict({"e": Named(tables=[TABLE])}), one_blocks())
-    assert list(collections(merge_(model))) == ["e"]
-
-
 def test_a_plan_for_other_modules_is_refused(gloo: dist.ProcessGroup) -> None:
     """TorchRec draws weights of what it takes from a CPU anew."""
     fused = FusedEmbeddingBagCollection([TABLE], torch.optim.SGD, {"lr": 0.1})
@@ -504,35 +387,16 @@ def test_a_plan_for_other_modules_is_refused(gloo: dist.ProcessGroup) -> None:
         shard_model(model, CPU, plan, SHARDERS)
 
 
-def hooked_table(bag: nn.EmbeddingBag) -> None:
-    bag.register_forward_hook(lambda module, inputs, output: None)
-
-
-def hooked_weight(bag: nn.EmbeddingBag) -> None:
-    bag.weight.register_hook(lambda gradient: gradient * 0)
-
-
-def bounded(bag: nn.EmbeddingBag) -> None:
-    bag.max_norm = 1.0
-
-
-def padded(bag: nn.EmbeddingBag) -> None:
-    bag.padding_idx = 0
-
-
-def scaled_by_frequency(bag: nn.EmbeddingBag) -> None:
-    bag.scale_grad_by_freq = True
-
-
-CHANGES = {
-    "one with hooks": (hooked_table, hooked_weight),
-    "max_norm=1.0": (bounded,),
-    "padding_idx=0": (padded,),
-    "scale_grad_by_freq=True": (scaled_by_frequency,),
-}
-
-
-@pytest.mark.parametrize(("received", "change"), [(name, own) for name, all_of in CHANGES.items() for own in all_of])
+@pytest.mark.parametrize(
+    ("received", "change"),
+    [
+        ("one with hooks", lambda bag: bag.register_forward_hook(lambda *_: None)),
+        ("one with hooks", lambda bag: bag.weight.register_hook(lambda gradient: gradient * 0)),
+        ("max_norm=1.0", lambda bag: setattr(bag, "max_norm", 1.0)),
+        ("padding_idx=0", lambda bag: setattr(bag, "padding_idx", 0)),
+        ("scale_grad_by_freq=True", lambda bag: setattr(bag, "scale_grad_by_freq", True)),
+    ],
+)
 def test_what_users_change_in_a_table_and_sharding_would_lose_is_refused(
     received: str, change: Callable[[nn.EmbeddingBag], None]
 ) -> None:

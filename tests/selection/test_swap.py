@@ -144,23 +144,6 @@ def test_folding_keeps_wrappers_and_output(sharding_type: str) -> None:
     torch.testing.assert_close(predict(sharded), expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.usefixtures("gloo")
-def test_training_goes_on_after_merging() -> None:
-    """The merged tables are ordinary parameters: a gradient step moves the rows of the batch and no others."""
-    model = collection()
-    merged = merge_(shard_as(prepare_(model, blocks_for(model)), "column_wise"))
-    before = {name: value.clone() for name, value in merged.state_dict().items()}
-    bags = features()
-    merged(bags).values().sum().backward()
-    torch.optim.SGD(merged.parameters(), lr=1.0).step()
-    for name in ("user", "movie"):
-        rows = torch.zeros(len(before[f"embedding_bags.{name}.weight"]), dtype=torch.bool)
-        rows[bags[f"{name}_id"].values()] = True
-        moved = merged.embedding_bags[name].weight.detach() != before[f"embedding_bags.{name}.weight"]
-        assert torch.equal(moved.all(dim=1), rows)
-        assert torch.equal(moved.any(dim=1), rows)
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_the_mode_survives(training: bool) -> None:
     model = dlrm().train(training)
@@ -225,20 +208,6 @@ def test_a_model_merged_in_the_middle_of_a_pipeline_reads_the_bags_it_is_given(g
     for batch in batches:
         expected = merged.over(merged.collection(Clamp()(batch.sparse_features)).values())
         torch.testing.assert_close(merged(batch)[1], expected)
-
-
-def test_a_collection_held_under_two_names_is_wrapped_once_and_everywhere() -> None:
-    model = nn.Module()
-    model.ebc = collection()
-    model.arch = nn.ModuleDict({"ebc": model.ebc, "again": model.ebc})
-    original = model.ebc
-    prepare_(model, blocks_for(model))
-    assert isinstance(model.ebc, SoftSelectionEmbeddingBagCollection)
-    assert model.arch["ebc"] is model.arch["again"] is model.ebc
-    merge_(model)
-    assert type(model.ebc) is EmbeddingBagCollection
-    assert model.arch["ebc"] is model.arch["again"] is model.ebc
-    assert model.ebc.embedding_bags["user"].weight.data_ptr() == original.embedding_bags["user"].weight.data_ptr()
 
 
 def test_multi_hot_features_are_split_and_others_are_not() -> None:

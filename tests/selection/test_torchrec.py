@@ -21,15 +21,12 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-import dnis_torchrec as dnis
 from dnis_torchrec import selection
-from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.allocation.curvature import curvature
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import count_frequencies
@@ -45,7 +42,7 @@ from dnis_torchrec.selection.torchrec import read_by_name_
 from dnis_torchrec.selection.wrapper import plain_state_dict
 from dnis_torchrec.training.loop import train_plainly
 from dnis_torchrec.training.shard import set_learning_rates_, shard
-from tests.models import CPU, SIZE, TABLES, Net, Trained, alpha_of, operators, prepared, weights_of
+from tests.models import CPU, SIZE, Net, Trained, alpha_of, blocks_of, operators, prepared, weights_of
 from tests.models import POSITION_BATCHES as BATCHES
 from tests.models import POSITION_DIM as DIM
 from tests.models import POSITION_FEATURES as FEATURES
@@ -317,8 +314,7 @@ def adam_with_decay(model: nn.Module) -> KeyedOptimizerWrapper:
 
 
 def prepared_net(net: FrozenNet, batches: list[Batch]) -> FrozenNet:
-    counts = count_frequencies((batch.sparse_features for batch in batches), TWO_TABLES)
-    return prepare_(net, blocks_from_counts(counts, TWO_TABLES, num_blocks=3, least_rows=1))
+    return prepare_(net, blocks_of(net, batches, num_blocks=3))
 
 
 def warm_up(model: nn.Module) -> WarmupOptimizer:
@@ -469,37 +465,6 @@ def test_weights_are_named_as_in_torchrecs_own_module(gloo: dist.ProcessGroup, s
     assert list(plain.model.state_dict()) == list(searched) == list(own.model.state_dict())
 
 
-@pytest.mark.parametrize("sharding_type", SHARDED_AS)
-@pytest.mark.parametrize("as_collection", [False, True])
-def test_what_was_searched_survives_merging(gloo: dist.ProcessGroup, sharding_type: str, as_collection: bool) -> None:
-    trained = Trained(prepared(Net(as_collection=as_collection)), sharding_type)
-    trained.searched(with_upper_steps=True)
-    alpha, own = alpha_of(trained.model), BATCHES[1]
-    assert float(alpha.of(DIM).min()) < 1
-    before = trained.model.module.model(own.dense_features, copy.deepcopy(own.sparse_features)).detach()
-    names, places = list(plain_state_dict(trained.model)), copy.deepcopy(weights_of(trained.model))
-    merged = dnis.merge_(trained.model)
-    assert type(merged.model.e) is FeatureProcessedEmbeddingBagCollection
-    assert type(merged.model.e._embedding_bag_collection) is EmbeddingBagCollection
-    assert sorted(merged.state_dict()) == sorted(names)
-    assert all(torch.equal(weight, places[name]) for name, weight in weights_of(merged).items())
-    torch.testing.assert_close(merged.model(own.dense_features, own.sparse_features), before, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("sharding_type", [None, "table_wise", "row_wise"])
-def test_curvature_of_a_prepared_model_is_the_plain_models(gloo: dist.ProcessGroup, sharding_type: str | None) -> None:
-    plain, net = Net(), prepared(Net())
-    worth = curvature(plain, BATCHES, blocks(), loss=nn.BCEWithLogitsLoss())
-    if sharding_type is not None:
-        trained = Trained(net, sharding_type)
-        dnis.BilevelTrainPipeline(trained.model, trained.optimizer, CPU)
-        net = trained.model.module.model
-    again = curvature(net, [copy.deepcopy(own) for own in BATCHES], blocks(), loss=nn.BCEWithLogitsLoss())
-    for name in TABLES:
-        torch.testing.assert_close(again.gradient[name], worth.gradient[name], atol=1e-6, rtol=1e-4)
-        torch.testing.assert_close(again.curvature[name], worth.curvature[name], atol=1e-6, rtol=1e-4)
-
-
 def test_curvature_is_the_loss_by_alpha() -> None:
     net, own = prepared(Net()), BATCHES[0]
     alpha = alpha_of(net).of(DIM).requires_grad_()
@@ -508,35 +473,6 @@ def test_curvature_is_the_loss_by_alpha() -> None:
     worth = curvature(Net(), [own], blocks(), loss=nn.BCEWithLogitsLoss())
     found = torch.cat([*worth.gradient.values()])
     torch.testing.assert_close(found.float(), expected, atol=1e-5, rtol=1e-4)
-
-
-def test_served_bags_are_weighted(tmp_path: Path) -> None:
-    net, own = Net(), BATCHES[2]
-    measured = measure_(net, BATCHES, loss=nn.BCEWithLogitsLoss())
-    found = measured.allocate(compression=4)
-    dnis.export(net, found.scheme, tmp_path / "artifact")
-    turned = copy.deepcopy(net)
-    shift = dnis.compress(net, BATCHES, loss=nn.BCEWithLogitsLoss(), compression=4).output_shift
-    assert measured.sample.bias is not None
-    measured.sample.bias.shift_(turned, shift)
-    served = net(own.dense_features, own.sparse_features).detach()
-    assert list(collections(turned)) == ["e._embedding_bag_collection"]
-    fresh = Net()
-    fresh.load_state_dict(turned.state_dict())
-    fresh = fresh.requires_grad_(False)
-    fresh.e._embedding_bag_collection = dnis.load(tmp_path / "artifact", form="packed")
-    torch.testing.assert_close(fresh(own.dense_features, own.sparse_features), served, atol=1e-4, rtol=0)
-    single = {"values": torch.arange(ROWS).repeat(len(FEATURES)), "lengths": torch.ones(len(FEATURES) * ROWS).long()}
-    bags = KeyedJaggedTensor(keys=list(FEATURES), weights=torch.ones(len(FEATURES) * ROWS), **single)
-    rows = fresh.e._embedding_bag_collection(bags).to_dict()
-    with torch.no_grad():
-        for feature, table in FEATURES.items():
-            turned.e._embedding_bag_collection.embedding_bags[table].weight.copy_(rows[feature])
-        expected = by_hand(turned, own.sparse_features, torch.ones(blocks().alpha_shapes[DIM]), blocks())
-    torch.testing.assert_close(served, expected, atol=1e-4, rtol=0)
-    for weight in weights_of(fresh).values():
-        weight.data.copy_(weight.data.flip(0))
-    assert not torch.allclose(fresh(own.dense_features, own.sparse_features), served, atol=1e-2)
 
 
 # Reaches into TorchRec
@@ -589,5 +525,3 @@ def test_no_other_module_reaches_into_torchrec() -> None:
             )
             found |= {(path.relative_to(package).as_posix(), name) for name in names}
     assert found == BELOW
-    assert reaches("collection._lookups", theirs) == {"_lookups"}
-    assert reaches("from torchrec.a._b import c", theirs) == {"_b"}

@@ -18,15 +18,10 @@ from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.ops import batches_triton
 from dnis_torchrec.search.prune import uncompressed_scheme
-from dnis_torchrec.selection.alpha import Alpha, normalise_gradient, select_per_block, select_per_sample, step_and_clip_
+from dnis_torchrec.selection.alpha import Alpha, normalise_gradient, select_per_block, select_per_sample
 from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan, shard_model
 from dnis_torchrec.selection.swap import merge_, prepare_
-from dnis_torchrec.selection.wrapper import (
-    UNLIMITED,
-    BagCheck,
-    SoftSelectionEmbeddingBagCollection,
-    soft_selection_modules,
-)
+from dnis_torchrec.selection.wrapper import UNLIMITED, BagCheck, SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.serving import ServedEmbeddingCollection
 from dnis_torchrec.serving.tables import LogicalTables
 from tests import models
@@ -35,10 +30,7 @@ from tests.models import (
     ROWS,
     bags_of_one,
     blocks,
-    blocks_of,
     collection,
-    interest,
-    make_batch,
     operators,
     sequence_blocks,
     sequences,
@@ -48,10 +40,9 @@ from tests.models import (
 from tests.models import KEYS as SEQUENCE_KEYS
 from tests.models import sequence_features as features
 from tests.models import sequence_tables as tables
-from tests.reference import ReferenceTable, normalised_reference, pooled_reference
+from tests.reference import ReferenceTable, pooled_reference
 from tests.triton_on_numpy import without_triton
 
-sizes = st.integers(1, 4)
 seeds = st.integers(0, 2**31)
 
 
@@ -79,44 +70,10 @@ def test_alpha_stays_float32_whatever_tables_put_out(dtype: torch.dtype) -> None
     torch.testing.assert_close(got, expected)
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=5), sizes, seeds, st.sampled_from([1e-12, 1e-3, 1.0, 1e6]))
-def test_normalise_gradient(hits: list[bool], dim: int, seed: int, scale: float) -> None:
-    gradient = scale * random(len(hits), dim, seed=seed)
-    got = normalise_gradient(gradient, torch.tensor(hits))
-    torch.testing.assert_close(got, normalised_reference(gradient, hits))
-    assert got[~torch.tensor(hits)].count_nonzero() == 0
-    for row, own, hit in zip(got, gradient, hits, strict=True):
-        if own.abs().mean() > 1e-5:  # the mean step of a row that was hit is 1, whatever its signal
-            assert row.abs().mean().item() == pytest.approx(float(hit), abs=2e-2)
-
-
 def test_normalise_gradient_of_nothing_is_zero() -> None:
     assert normalise_gradient(torch.zeros(1, 3), torch.tensor([True])).tolist() == [[0, 0, 0]]
     noise = torch.tensor([[float("nan"), 1.0]])
     assert normalise_gradient(noise, torch.tensor([False])).tolist() == [[0, 0]]
-
-
-unit = st.floats(0, 1, width=32)
-cells = st.lists(st.tuples(unit, st.floats(-50, 50, width=32)), min_size=1, max_size=6)
-
-
-@given(cells, st.sampled_from([0.005, 0.1, 2.0]), unit)
-def test_step_and_clip(cells: list[tuple[float, float]], learning_rate: float, floor: float) -> None:
-    alpha, direction = (torch.tensor([column], dtype=torch.float64) for column in zip(*cells, strict=True))
-    expected = [max(floor, min(1.0, a - learning_rate * d)) for a, d in cells]
-    got = step_and_clip_(alpha, direction, learning_rate, floor=floor)
-    assert got is alpha
-    assert got.flatten().tolist() == pytest.approx(expected)
-    assert ((got >= floor) & (got <= 1)).all()
-
-
-def test_alpha_starts_at_one_and_is_no_parameter() -> None:
-    alpha = Alpha({4: (3, 4), 8: (1, 8)})
-    assert alpha.dims == (4, 8)
-    assert torch.equal(alpha.of(4), torch.ones(3, 4))
-    assert alpha.of(8).shape == (1, 8)
-    assert list(alpha.parameters()) == []
-    assert set(alpha.state_dict()) == {"dim4", "dim8"}
 
 
 def test_alpha_learns_inside_upper_level_only() -> None:
@@ -489,44 +446,6 @@ def test_sequences_of_any_shape_compute_and_learn_what_the_oracle_does(
     torch.testing.assert_close(gradient.double(), expected[0], atol=1e-6, rtol=0)
     for name, of_table in zip(leaves, expected[1:], strict=True):
         torch.testing.assert_close(learnt[name], of_table, atol=1e-6, rtol=0)
-
-
-def test_it_equals_the_pooled_collection_at_bag_length_one() -> None:
-    kjt, both = features(5, of_one=True), []
-    for model in (sequences(), bags_of_one()):
-        wrapper = wrapper_of(model)
-        output = wrapper(kjt)
-        values = torch.cat(
-            [output[key] if isinstance(output[key], Tensor) else output[key].values() for key in SEQUENCE_KEYS]
-        )
-        loss_of(values).backward()
-        weights = [parameter.grad for _, parameter in sorted(wrapper.lookup.named_parameters())]
-        both.append([values.detach(), *weights])
-    for got, wanted in zip(*both, strict=True):
-        torch.testing.assert_close(got, wanted, atol=1e-6, rtol=0)
-
-
-def test_preparing_and_merging_keep_what_the_model_computes_and_its_names() -> None:
-    model, batch = interest(), make_batch(0)
-    before = model(batch.dense_features, batch.sparse_features)
-    names = set(model.state_dict())
-    prepare_(model, blocks_of(model, [make_batch(seed) for seed in range(4)]))
-    assert [type(wrapper).__name__ for wrapper in soft_selection_modules(model).values()] == [
-        "SoftSelectionEmbeddingCollection",
-        "SoftSelectionEmbeddingBagCollection",
-    ]
-    torch.testing.assert_close(model(batch.dense_features, batch.sparse_features), before)
-    alpha = soft_selection_modules(model)["sequences"].alpha
-    assert alpha is soft_selection_modules(model)["users"].alpha
-    for dim in alpha.dims:
-        alpha.of(dim).uniform_(0.1, 1)
-    selected = model(batch.dense_features, batch.sparse_features)
-    assert not torch.allclose(selected, before, atol=0.01)
-    merged = merge_(model)
-    assert type(merged.sequences) is EmbeddingCollection
-    assert type(merged.users) is EmbeddingBagCollection
-    assert set(merged.state_dict()) == names
-    torch.testing.assert_close(merged(batch.dense_features, batch.sparse_features), selected)
 
 
 def test_indices_are_passed_on_where_they_are_needed() -> None:

@@ -55,7 +55,6 @@ from dnis_torchrec.training.checkpoint import (
     TrainingState,
     describe_tables,
     model_tensors,
-    optimizer_tensors,
     read_checkpoint,
     snapshot,
     take_,
@@ -339,17 +338,6 @@ def test_a_file_that_was_cut_short(folder: CheckpointFolder, keep: int | None) -
     refused(folder.latest(), numbers(0), "rank0.*rank 0")
     put_file(file, lambda path: path.write_bytes(b"x" * len(whole)))
     refused(folder.latest(), numbers(0), "rank0")
-
-
-def test_state_of_torchs_own_optimizer() -> None:
-    model = nn.Linear(2, 3)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    states = ("step", "exp_avg", "exp_avg_sq")
-    tensors = optimizer_tensors(model, optimizer)
-    assert set(tensors) == {f"optimizer/{name}/{state}" for name in ("weight", "bias") for state in states}
-    assert tensors["optimizer/weight/step"].size == (1,)
 
 
 @pytest.mark.parametrize("name", ["step-00000001", "step-00000001/manifest.json", "more"])

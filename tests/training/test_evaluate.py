@@ -92,11 +92,6 @@ class TestRanking:
         want = {name: value for k in (1, 2, 3) for name, value in naive_ranking(*ranking, k).items()}
         assert computed(metric) == pytest.approx(want, abs=1e-12)
 
-    def test_a_model_that_tells_nothing_apart_gets_nothing(self):
-        metric = RankingMetrics()
-        metric.update(torch.zeros(100), torch.arange(100) == 0, torch.zeros(100))
-        assert set(computed(metric).values()) == {0.0}
-
     def test_too_few_candidates(self):
         queries = torch.tensor([4] * 10 + [7] * 9)
         message = r"^ranking, query 7: expected at least k=10 candidates, got 9; add negatives, or leave the query out$"
@@ -356,25 +351,6 @@ def test_outputs_have_to_be_tensors() -> None:
     ):
         recipe = make_recipe(loss=Pair())
         check_task(recipe.model, recipe.task, recipe.data.selection.batches[0], PLACE)
-
-
-def test_a_batch_of_torchrec_needs_no_dense_features() -> None:
-    recipe = make_recipe()
-    (click, _), users = recipe.data.test.batches[0].labels.T, recipe.data.test.batches[0].sparse_features
-
-    class Users(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.users = recipe.model.users
-
-        def forward(self, dense_features: None, sparse_features: KeyedJaggedTensor) -> Tensor:
-            assert dense_features is None
-            return self.users(sparse_features).values().sum(1)
-
-    loss = nn.BCEWithLogitsLoss()
-    found = evaluate(TrainTask(Users(), loss), [Batch(None, users, click)], loss, CPU)
-    expected = loss(recipe.model.users(users).values().sum(1), click).item()
-    assert found["loss"] == pytest.approx(expected, abs=1e-6)
 
 
 NUMBERS = st.floats(-2, 2, allow_nan=False, width=32)

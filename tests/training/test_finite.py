@@ -25,10 +25,9 @@ from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.training import settings as signals
 from dnis_torchrec.training.loop import train_plainly
-from dnis_torchrec.training.pipeline import FiniteGuard, LateValues, NonFiniteError
+from dnis_torchrec.training.pipeline import FiniteGuard, NonFiniteError
 from dnis_torchrec.training.settings import REQUESTS, Ending, Stopped, StopRequest
 from dnis_torchrec.training.shard import flushing_denormals, is_flushing, launched_ranks, process_group, shard
-from examples.synthetic import demo
 from tests.models import (
     BATCH_SIZE,
     MODELS,
@@ -41,7 +40,7 @@ from tests.models import (
     sequences,
     shard_as,
 )
-from tests.tiny import read_late
+from tests.tiny import make_recipe, read_late
 
 BAD = [float("nan"), float("inf"), float("-inf")]
 
@@ -87,13 +86,6 @@ def test_finite_numbers_whose_sum_is_not_are_no_error() -> None:
     guard.check_dense_gradients("lower step 3")
 
 
-def test_gradients_are_watched_inside_only() -> None:
-    model = prepared()
-    with FiniteGuard(model).watch_gradients("lower step 0"):
-        pass
-    loss_of(model, float("nan")).backward()
-
-
 @pytest.mark.parametrize(("row", "names"), [(1, ["user"]), (2, ["user"]), (3, ["genre"])])
 @pytest.mark.parametrize("bad", BAD)
 def test_alpha_gradient(row: int, names: list[str], bad: float) -> None:
@@ -114,51 +106,6 @@ def late() -> Iterator[None]:
     """Everything in a test is read late."""
     with read_late():
         yield
-
-
-def test_on_a_cpu_values_are_read_at_once() -> None:
-    values, found = LateValues(), []
-    assert values.read(torch.tensor([1.0, 2.0]), lambda read: found.append(read.tolist()))
-    assert found == [[1.0, 2.0]]
-    values.settle()
-    assert found == [[1.0, 2.0]]
-
-
-def test_late_values_are_those_of_their_time_and_read_in_order(late: None) -> None:
-    values, found, number = LateValues(), [], torch.tensor([1.0])
-    for _ in range(3):
-        assert not values.read(number, lambda read: found.append(read.item()))
-        number += 1
-    assert found == []
-    values.settle()
-    assert found == [1.0, 2.0, 3.0]
-    values.settle()
-    assert found == [1.0, 2.0, 3.0]
-
-
-def test_what_follows_a_reader_that_raises_is_not_read_again(late: None) -> None:
-    def fail(read: torch.Tensor) -> None:
-        raise NonFiniteError(str(read.item()))
-
-    values = LateValues()
-    for number in (1.0, 2.0):
-        values.read(torch.tensor(number), fail)
-    with pytest.raises(NonFiniteError, match=r"1\.0"):
-        values.settle()
-    values.settle()  # the run that met it has ended; one that goes on has other values
-
-
-@pytest.mark.parametrize("bad", BAD)
-def test_a_loss_is_named_when_the_next_one_is_checked(late: None, bad: float) -> None:
-    model = prepared()
-    guard = FiniteGuard(model)
-    guard.check_loss(torch.tensor(1e30), "lower step 2")
-    guard.check_loss(torch.tensor(bad), "lower step 3")
-    tables_of(model)["movie", 0][8, 7] = bad
-    message = rf"^lower step 3, table 'movie': expected a finite loss, got {bad}; .*last good"
-    with pytest.raises(NonFiniteError, match=message):
-        guard.check_loss(torch.tensor(1.0), "lower step 4")
-    guard.settle()
 
 
 @pytest.mark.parametrize("is_late", [True, False])
@@ -186,26 +133,6 @@ def test_no_table_learns_a_bad_gradient(sharding_type: str | None, compiled: boo
         guard.settle()
         if is_late and sharding_type not in (None, "data_parallel"):  # those have fused optimizers
             assert any(not torch.equal(table, before[key]) for key, table in tables_of(model).items())
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_good_gradient_is_the_same_late_and_at_once(compiled: bool) -> None:
-    def gradients() -> dict[str, torch.Tensor]:
-        torch.manual_seed(0)
-        model = prepared()
-        guard = FiniteGuard(model)
-        with guard.watch_gradients("lower step 0"):
-            loss_of(model).backward()
-        guard.check_dense_gradients("lower step 0")
-        guard.settle()
-        return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-    with operators(compiled):
-        expected = gradients()
-        with read_late():
-            found = gradients()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("is_late", [True, False])
@@ -300,19 +227,6 @@ def test_gradients_of_every_width_are_made_zero(late: None, dtype: torch.dtype) 
         guard.settle()
 
 
-@pytest.mark.usefixtures("late")
-def test_alpha_is_told_not_to_take_a_bad_gradient() -> None:
-    model = MODELS["two_dims"]()
-    blocks = blocks_for(model)
-    guard = FiniteGuard(prepare_(model, blocks))
-    gradient = torch.zeros(blocks.alpha_shapes[4])
-    assert bool(guard.check_alpha_gradient(gradient, 4, "upper step 1"))
-    gradient[3, 2] = float("nan")
-    assert not bool(guard.check_alpha_gradient(gradient, 4, "upper step 2"))
-    with pytest.raises(NonFiniteError, match=re.escape("upper step 2, tables ['genre'], row 3 of alpha")):
-        guard.settle()
-
-
 pytestmark = pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this CPU cannot flush denormals")
 
 
@@ -330,7 +244,7 @@ class Watched:
 
 @pytest.fixture
 def watched() -> tuple[Recipe, Watched]:
-    recipe = demo(None)
+    recipe = make_recipe()
     batches = Watched(list(recipe.data.train)[:2])
     return replace(recipe, data=replace(recipe.data, train=batches)), batches
 
@@ -371,19 +285,6 @@ def test_a_search_flushes(watched: tuple[Recipe, Watched], tmp_path: Path) -> No
         search(recipe, 10, tmp_path, device, settings=SearchSettings(num_blocks=3, epochs=1, patience=1))
         assert not is_flushing()
     assert batches.seen[-3:] == [True] * 3
-
-
-@pytest.mark.parametrize("is_flushed", [False, True])
-def test_adams_averages_of_values_without_gradients(is_flushed: bool) -> None:
-    """Without flushing rounding keeps them at a denormal; the day it does not, nothing here is needed."""
-    weight = nn.Parameter(torch.ones(64))
-    optimizer = torch.optim.Adam([weight], fused=True)
-    weight.grad = torch.full((64,), 1e-4)
-    with flushing_denormals() if is_flushed else nullcontext():
-        for _ in range(1200):
-            optimizer.step()
-            weight.grad.zero_()
-    assert bool(optimizer.state[weight]["exp_avg"].any()) is not is_flushed
 
 
 class SearchEndedError(Exception):

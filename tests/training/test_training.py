@@ -26,13 +26,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.allocation.compress import measure_, packed_collections
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.codes import WIDTHS
-from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
-from dnis_torchrec.selection.shards import TableShard, collections, local_shards, table_configs
+from dnis_torchrec.selection.shards import TableShard, collections, local_shards
 from dnis_torchrec.selection.swap import prepare_, unshard_
 from dnis_torchrec.selection.torchrec_inputs import DetachableTrainPipeline
 from dnis_torchrec.selection.wrapper import soft_selection_modules
@@ -41,7 +41,6 @@ from dnis_torchrec.training.loop import SearchEvents, train_plainly
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.rounded import RoundedTables
 from dnis_torchrec.training.shard import set_learning_rates_, shard
-from examples.paper.pruning import ValueMask
 from tests import models
 from tests.models import kernels_of, shard_as
 from tests.reference import (
@@ -58,23 +57,13 @@ from tests.reference import (
     tables_of,
     without_codes,
 )
-from tests.tiny import ROWS, make_batch, make_collection, make_recipe
+from tests.tiny import ROWS, make_batch, make_collection, make_recipe, tables_alone
 
 CPU = torch.device("cpu")
 
 
 def shards_of(model: nn.Module) -> dict[str, TableShard]:
     return {part.table: part for module in collections(model).values() for part in local_shards(module)}
-
-
-@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
-def test_sharding_keeps_the_weights_that_the_model_came_with(gloo, optimizer: str) -> None:
-    recipe = make_recipe(optimizer=optimizer)
-    before = {name: part.weight.clone() for name, part in shards_of(recipe.model).items()}
-    model, _ = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
-    after = shards_of(model)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(weight, after[name].weight) for name, weight in before.items())
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
@@ -151,21 +140,9 @@ def test_weights_of_rows_that_there_are_not_are_refused(gloo) -> None:
         shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
 
 
-class OnlyTables(nn.Module):
-    """A model without a dense weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.collection = make_collection()
-
-    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        """The sum of all pooled values."""
-        return self.collection(sparse_features).values().sum(1)
-
-
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
 def test_a_model_of_tables_alone_trains(gloo, tmp_path: Path, optimizer: str) -> None:
-    recipe = dataclasses.replace(make_recipe(optimizer=optimizer), model=OnlyTables())
+    recipe = dataclasses.replace(make_recipe(optimizer=optimizer), model=tables_alone(None).model)
     model, rest = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
     before = {name: part.weight.clone() for name, part in shards_of(model).items()}
     assert len(rest.params) == (2 if optimizer == "adam" else 0)
@@ -252,20 +229,6 @@ def test_plain_training_ends_in_its_best_epoch(gloo, tmp_path: Path) -> None:
     assert now == pytest.approx(losses[best], abs=1e-7) == pytest.approx(done.selection_loss, abs=1e-7)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
-def test_masked_fine_tuning_moves_what_is_retained_and_nothing_else(gloo, tmp_path: Path, optimizer: str) -> None:
-    recipe = make_recipe(optimizer=optimizer)
-    model, rest = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
-    tables = shards_of(model)
-    for part in tables.values():
-        part.weight[:, ::2] = 0
-    before = {name: part.weight.clone() for name, part in tables.items()}
-    train_plainly(model, rest, recipe, CPU, max_epochs=2, patience=2, rule=ValueMask(model))
-    for name, part in tables.items():
-        assert not bool(part.weight[:, ::2].any())
-        assert not torch.equal(part.weight[:, 1::2], before[name][:, 1::2])
-
-
 def test_a_loss_that_is_not_finite_stops_the_run(gloo, tmp_path: Path) -> None:
     recipe = make_recipe()
     recipe.data.train.batches[3].dense_features[:] = math.nan
@@ -347,11 +310,9 @@ def test_the_gradient_is_that_of_the_equation(
     batch = batch_of(bags, weights if is_weighted else None)
     model = make_linear(pooling, is_weighted=is_weighted)
     weight = {name: bag.weight.detach().double() for name, bag in model.collection.embedding_bags.items()}
-    configs = table_configs(model)
     alpha = {name: torch.ones(6, DIM, dtype=torch.float64) for name in READS}
     if is_selected:
-        counts = count_frequencies([batch.sparse_features], configs)
-        blocks = blocks_from_counts(counts, configs, num_blocks=2, least_rows=1)
+        blocks = models.blocks_of(model, [batch])
         prepare_(model, blocks, multi_hot_features=["watched", "wanted", "tag"])
         (wrapper,) = soft_selection_modules(model).values()
         wrapper.alpha.of(DIM).uniform_(0, 1)
@@ -416,9 +377,7 @@ def test_a_pipeline_steps_as_the_bare_model_does(gloo, optimizer: str, is_prepar
     for is_pipelined in (False, True):
         recipe = make_recipe(optimizer=optimizer)
         if is_prepared:
-            configs = table_configs(recipe.model)
-            counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), configs)
-            prepare_(recipe.model, blocks_from_counts(counts, configs, num_blocks=3, least_rows=1))
+            prepare_(recipe.model, models.blocks_of(recipe.model, recipe.data.train, num_blocks=3))
             for wrapper in soft_selection_modules(recipe.model).values():
                 wrapper.alpha.of(8).uniform_(0.2, 1, generator=torch.Generator().manual_seed(1))
         model, rest = shard(TrainTask(recipe.model, recipe.loss, embedding_l2=L2), recipe, CPU)
@@ -441,9 +400,7 @@ def test_a_pipeline_steps_as_the_bare_model_does(gloo, optimizer: str, is_prepar
 
 def test_upper_steps_use_the_loss_of_the_data_alone(gloo, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = make_recipe()
-    configs = table_configs(recipe.model)
-    counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), configs)
-    prepare_(recipe.model, blocks_from_counts(counts, configs, num_blocks=3, least_rows=1))
+    prepare_(recipe.model, models.blocks_of(recipe.model, recipe.data.train, num_blocks=3))
     penalised: list[bool] = []
     forward = TrainTask.forward
 
