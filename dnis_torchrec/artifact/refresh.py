@@ -63,7 +63,7 @@ from dnis_torchrec.selection.shards import (
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection, PackedTable, split_blocks
 from dnis_torchrec.serving.sequences import table_of_single_ids
 
-WORST_SCALES = 1.25
+WORST_SCALES = 1.1
 """A block gets new scales once its error is so many times that of scales which fit."""
 WORST_CODES = 2.0
 """Where nobody says which rows have changed: a row has, once its codes err so many times as much as
@@ -160,10 +160,10 @@ def delta_(
             batch = checked_batch(next(iter(batches)), loss, "batch 0")
             num_outputs = change.turn_(batch, loss, turns, math.inf).shape[1]
             of_model, tables, is_fitted = _rows_of(model), dict[str, TableScheme](), {}
-            for name, old in scheme.tables.items():
-                table = _with_newborn(old, counts.counts[name])
+            frozen = {n: _with_newborn(t, counts.counts[n]) for n, t in scheme.tables.items()}
+            for name, table in frozen.items():
                 codes, is_fitted[name] = _fitted_codes(
-                    table, old, of_model[name], counts.counts[name]
+                    table, scheme.tables[name], of_model[name], counts.counts[name]
                 )
                 tables[name] = table.with_codes(codes)
             shift: AbstractContextManager[None] = nullcontext()
@@ -371,23 +371,22 @@ def _fitted_codes(
     values, is_fitted = _sampled(rows, sample), torch.zeros(table.num_blocks, dtype=torch.bool)
     plain = values_in_codes(values, sample.blocks, codes, place=table.name)
     of_old = (values - plain).double().square() * sample.weights[:, None]
+    row_counts = table.routing.row_counts()
     for s in has_code.any(1).nonzero().flatten().tolist():
         here, columns = sample.blocks == s, has_code[s].nonzero().flatten()
-        bits, of_block, weights = (
-            codes.bits[s, columns],
-            values[here][:, columns],
-            sample.weights[here],
-        )
-        is_fitted[s] = s >= old.num_blocks
-        if not is_fitted[s] and len(of_block) > 1:
-            # What one half teaches is judged on the other: a fit flatters its own rows.
-            fresh = _fit(of_block[::2], weights[::2], bits)
-            number = torch.zeros(len(of_block) // 2, dtype=torch.int64)
-            again = values_in_codes(of_block[1::2], number, fresh, place=table.name)
-            of_fresh = (of_block[1::2] - again).double().square() * weights[1::2, None]
-            is_fitted[s] = of_old[here][1::2, columns].sum() > WORST_SCALES * of_fresh.sum()
+        bits, weights = codes.bits[s, columns], sample.weights[here]
+        of_block = values[here][:, columns]
+        # Of some rows of a block one half teaches what is judged on the other; of all, all do both.
+        is_part = len(of_block) < int(row_counts[s])
+        taught, judged = (slice(0, None, 2), slice(1, None, 2)) if is_part else (slice(None),) * 2
+        fresh = _fit(of_block[taught], weights[taught], bits)
+        number = torch.zeros(len(of_block[judged]), dtype=torch.int64)
+        again = values_in_codes(of_block[judged], number, fresh, place=table.name)
+        of_fresh = (of_block[judged] - again).double().square() * weights[judged, None]
+        is_worse = of_old[here][judged][:, columns].sum() > WORST_SCALES * of_fresh.sum()
+        is_fitted[s] = s >= old.num_blocks or bool(is_worse)
         if is_fitted[s]:
-            fresh = _fit(of_block, weights, bits)
+            fresh = _fit(of_block, weights, bits) if is_part else fresh
             scale[s, columns], shift[s, columns] = fresh.scale[0], fresh.shift[0]
     result = ColumnCodes(codes.bits, scale, shift)
     if table.row_gain is not None:
