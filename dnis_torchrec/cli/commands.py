@@ -26,7 +26,7 @@ from dnis_torchrec.artifact.narrow import digest_of
 from dnis_torchrec.artifact.package import write_package
 from dnis_torchrec.artifact.verify import Verification, verify
 from dnis_torchrec.artifact.write import shared_folder, write_artifact
-from dnis_torchrec.checks import check, versions
+from dnis_torchrec.checks import check, describe, versions
 from dnis_torchrec.cli.judge import Judge, Metrics, block_rows
 from dnis_torchrec.cli.narrow import begin_narrow_
 from dnis_torchrec.cli.progress import progress
@@ -435,6 +435,10 @@ def _search_begin(settings: SearchCommand) -> tuple[Recipe, int | None, dict[str
     check(not past.get("refit"), "--from", "a model that validation has not trained", "a refit")
     recipe, head = _recipe_and_head(settings, past)
     check_pass(recipe, settings)
+    if recipe.is_stream and world_size_of() > 1:
+        place, remedy = "dnis search --steps", "`dnis train --steps` on ranks, then compress"
+        text = describe(place, "supported is one process", f"{world_size_of()} ranks", remedy)
+        raise NotImplementedError(text)
     configuration: dict[str, Any] = {"steps": settings.steps}
     if not recipe.is_stream:
         configuration = asdict(SearchSettings(epochs=settings.epochs or USUAL_TRAIN_EPOCHS))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.allocation.axes import rotate_, rotation_groups, with_axes_
 from dnis_torchrec.allocation.bits import allocate
 from dnis_torchrec.allocation.curvature import curvature_of_read_tables
 from dnis_torchrec.blocks import NUM_BLOCKS
@@ -65,15 +62,12 @@ class OnePassSearch(Plan):
     ) -> None:
         """`recipe` has the plain model, `past` took its steps and `checkpoint` holds its state."""
         self._recipe, self._compression, self._past = recipe, compression, past
-        self._progressive, self._steps = cast(Progressive, past.progressive), steps
+        self._progressive = cast(Progressive, past.progressive)
         stream, device = self._progressive.stream, self._progressive.device
         stream.go_on(steps)
         batch, remedy = stream.peek(), "name fewer --steps, or train plainly and compress"
         requirement = f"more than the plain steps of {steps:,}"
         check(batch is not None, "training stream", requirement, "no more batches", remedy)
-        with_axes_(recipe.model)
-        groups = rotation_groups(recipe.model, recipe.leave_alone)
-        self._turned = [table for group in groups for table in group.tables]
         blocks = blocks_to_search(recipe, compression, NUM_BLOCKS, counts, self._tables)
         self._model, self._optimizer = shard(
             TrainTask(
@@ -81,15 +75,12 @@ class OnePassSearch(Plan):
             ),
             recipe,
             device,
-            whole_rows=self._turned,
             is_prefetched=True,
             batch_size=len(cast(Batch, batch).labels),
         )
         of_alpha = {"alpha_averaging": ALPHA_AVERAGING, "alpha_floor": ALPHA_FLOOR}
         self._pipeline = BilevelTrainPipeline(self._model, self._optimizer, device, **of_alpha)
         self._pipeline.begin_with(checkpoint, batch)
-        if groups:
-            rotate_(self._model, counts, self._optimizer, recipe.leave_alone)
         ramp_steps = max(1, steps // 5)
         upper_steps = max(0, ramp_steps - FIRST_LOWER_STEPS)
         schedule = LevelSchedule(warm_up_steps=1, upper_steps=upper_steps)
@@ -121,10 +112,8 @@ class OnePassSearch(Plan):
         loop.run()
         states, steps = optimizer_tensors(self._model, self._optimizer), self._pipeline.lower_steps
         task = merge_(self._model)
-        position = self._progressive.stream.state_dict(steps)
-        values = {"lower_steps": steps, "upper_steps": 0, "stream": position}
         tensors, tables = {**model_tensors(task), **states}, describe_tables(task)
-        state = TrainingState(tensors=tensors, tables=tables, values=values)
+        state = TrainingState(tensors=tensors, tables=tables, values={"lower_steps": steps})
         return loop, state.copy(), cast(TrainTask, task).model
 
     def serve_(
@@ -132,15 +121,12 @@ class OnePassSearch(Plan):
     ) -> tuple[MixedDimensionScheme, Mapping[str, Tensor]]:
         """Gives the plain model's tables bits in blocks of all counts, and the values that are
         served; returns their scheme and how often rows of each block occurred."""
-        # No gains, for weights have learnt from all samples that there are.
+        # No gains, for weights have learnt from all samples that there are; and no turning, which
+        # would mix columns that died with others. Tables turned ahead of the ramp learn worse.
         recipe = self._recipe
         blocks = blocks_to_search(recipe, self._compression, NUM_BLOCKS, counts, self._tables)
         worth = curvature_of_read_tables(model, batches, blocks, loss=recipe.task)
         allocation = allocate(model, blocks, counts, worth, compression=self._compression)
         tables = RoundedTables(model, allocation.scheme)
         tables.stop_()
-        # A run that goes on from this one has its rows in the axes of the artifact already.
-        schemes = dict(tables.scheme.tables)
-        for name in self._turned:
-            schemes[name] = replace(schemes[name], turn=torch.eye(schemes[name].embedding_dim))
-        return MixedDimensionScheme(schemes), blocks.occurrences
+        return tables.scheme, blocks.occurrences

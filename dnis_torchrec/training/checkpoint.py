@@ -654,7 +654,7 @@ def read_checkpoint(
     is_plain: bool = False,
 ) -> Mapping[str, Any]:
     """Copies a checkpoint, of any sharding, into live tensors of a model and what trains it. One
-    that `is_plain` has no blocks, no alpha and no axes: those of the model stay."""
+    that `is_plain` has no blocks and no alpha: those of the model stay."""
     with together(process_group):
         manifest = Manifest.read(path)
     entries = {k: v for k, v in manifest.tensors.items() if not kinds or k.split("/")[0] in kinds}
