@@ -8,6 +8,7 @@ from dnis_torchrec.checks import check_dependencies, silence_noise, version
 
 if TYPE_CHECKING:
     from dnis_torchrec.allocation.compress import compress
+    from dnis_torchrec.artifact.delta import apply_delta
     from dnis_torchrec.artifact.export import export, load_model, load_predictor
     from dnis_torchrec.artifact.load import load
     from dnis_torchrec.blocks.blocking import blocks_from_counts
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from dnis_torchrec.search.prune import prune
     from dnis_torchrec.search.search import SearchResult
     from dnis_torchrec.search.settings import SearchSettings
-    from dnis_torchrec.selection.plan import make_sharding_plan, shard_model
+    from dnis_torchrec.selection.plan import shard_model
     from dnis_torchrec.selection.swap import merge_, prepare_
     from dnis_torchrec.serving.configs import embedding_configs
 
@@ -29,6 +30,7 @@ __all__ = [
     "SearchLoop",
     "Task",
     "TrainTask",
+    "apply_delta",
     "blocks_from_counts",
     "compress",
     "count_frequencies",
@@ -37,7 +39,6 @@ __all__ = [
     "load",
     "load_model",
     "load_predictor",
-    "make_sharding_plan",
     "merge_",
     "prepare_",
     "prune",
@@ -50,6 +51,7 @@ __version__ = version()
 
 _NAMES = {
     "allocation.compress": ("compress",),
+    "artifact.delta": ("apply_delta",),
     "artifact.export": ("export", "load_model", "load_predictor"),
     "artifact.load": ("load",),
     "blocks.blocking": ("blocks_from_counts",),

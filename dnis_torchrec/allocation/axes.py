@@ -341,6 +341,11 @@ LINEAR_STATES = frozenset({"exp_avg", "momentum_buffer"})
 """Optimizer states that turn as the gradient does."""
 SQUARED_STATES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
 """Optimizer states that are sums of squared gradients."""
+AXES_TOLERANCE = 0.01
+"""Axes of an earlier day still serve where their first columns, however many, carry at most this
+share of all energy less than those of fresh ones."""
+ORTHOGONAL = 1e-3
+"""How far axes that were stored in float32 may be from orthogonal ones."""
 
 
 def rotation_groups(model: nn.Module, leave_alone: Collection[str] = ()) -> list[RotationGroup]:
@@ -373,9 +378,11 @@ def rotate_(
     counts: FrequencyCounts,
     optimizer: torch.optim.Optimizer | None = None,
     leave_alone: Collection[str] = (),
+    turns: Mapping[str, Tensor] | None = None,
+    tolerance: float = AXES_TOLERANCE,
 ) -> list[Tensor]:
     """Turns the tables of every rotation group, and the layers that read them, into the tables'
-    principal axes."""
+    principal axes; or into those of earlier `turns`, where they serve within a tolerance."""
     groups = rotation_groups(model, leave_alone)
     dims = _embedding_dims(model)
     modules = list(collections(model).values())
@@ -386,13 +393,36 @@ def rotate_(
     states: dict[int, dict[str, Tensor]] = {}
     if optimizer is not None:
         states = _states_by_storage(model, optimizer)
-        turns = [shard.weight for shard in shards if shard.table in tables]
-        turns += [layer for group in groups for layer in group.layers()]
-        _refuse(_split_rows(shards, set(tables), dims) or _unknown_state(turns, states), ranks)
+        weights = [shard.weight for shard in shards if shard.table in tables]
+        weights += [layer for group in groups for layer in group.layers()]
+        _refuse(_split_rows(shards, set(tables), dims) or _unknown_state(weights, states), ranks)
     shapes = {table: (counts.counts[table].numel(), dims[table]) for table in tables}
     rows = whole_rows(shards, shapes, ranks)
+    old = [_axes_of(group, turns or {}) for group in groups]
     with writing_to_tables(model):
-        return [_rotate_group_(group, rows, counts, ranks, states) for group in groups]
+        return [
+            _rotate_group_(group, rows, counts, ranks, states, axes, tolerance)
+            for group, axes in zip(groups, old, strict=True)
+        ]
+
+
+def _axes_of(group: RotationGroup, turns: Mapping[str, Tensor]) -> Tensor | None:
+    """The axes that the last table of a group was turned into, without the factors of a product;
+    None where it was not turned, or a factor was 0."""
+    turn = turns.get(group.tables[-1])
+    if turn is None:
+        return None
+    axes = turn.double() / turn.double().norm(dim=1, keepdim=True)
+    error = (axes.T @ axes - torch.eye(len(axes), dtype=torch.float64)).abs().max()
+    return axes if float(error) < ORTHOGONAL else None
+
+
+def _energy_lost(moment: Tensor, old: Tensor, fresh: Tensor) -> float:
+    """By how much of all energy the first columns in old axes carry less than in fresh ones, at
+    the number of columns where it is most."""
+    of_columns = [(axes * (moment @ axes)).sum(0).cumsum(0) for axes in (fresh, old)]
+    total = float(of_columns[0][-1])
+    return float((of_columns[0] - of_columns[1]).max()) / total if total else 0.0
 
 
 def _say_what_stays(dims: Mapping[str, int], turns: Sequence[str], ranks: Ranks) -> None:
@@ -410,6 +440,8 @@ def _rotate_group_(
     counts: FrequencyCounts,
     ranks: Ranks,
     states: Mapping[int, Mapping[str, Tensor]],
+    old: Tensor | None,
+    tolerance: float,
 ) -> Tensor:
     rows = {table: rows[table] for table in group.tables}
     dim = rows[group.tables[0]].shape[1]
@@ -417,7 +449,11 @@ def _rotate_group_(
     if group.product is not None:
         columns = slice(group.product.first_column, group.product.first_column + dim)
         _draw_in_(group.product.weight, columns, group.tables[0], shards, states)
-    rotation = ranks.broadcast_(_principal_axes(_second_moment(rows, dim, counts, ranks)))
+    moment = _second_moment(rows, dim, counts, ranks)
+    rotation = _principal_axes(moment)
+    if old is not None and _energy_lost(moment, old, rotation) <= tolerance:
+        rotation = old
+    rotation = ranks.broadcast_(rotation.contiguous())
     _turn_group_(group, rows, rotation, states)
     return rotation
 

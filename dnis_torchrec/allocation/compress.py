@@ -3,6 +3,7 @@ r"""Compress: a trained model -> the same model on tables of bit fields, without
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dnis_torchrec.allocation.axes import (
+    AXES_TOLERANCE,
     has_axes,
     product_factors,
     rotate_,
@@ -25,7 +27,7 @@ from dnis_torchrec.allocation.axes import (
     with_axes_,
     without_axes_,
 )
-from dnis_torchrec.allocation.bits import Allocation, allocate
+from dnis_torchrec.allocation.bits import Allocation, Prediction, allocate
 from dnis_torchrec.allocation.curvature import (
     Curvature,
     Loss,
@@ -108,7 +110,7 @@ class Measured:
     sample: LossSample
     axes_change: AxesChange
 
-    def shifted(self, result: Allocation) -> AbstractContextManager[None]:
+    def shifted(self, result: Allocation | Prediction) -> AbstractContextManager[None]:
         """The model with its output bias as tables of that size want it, within a block; afterwards
         it is as it was."""
         bias = self.sample.bias
@@ -262,12 +264,15 @@ def measure_(
     num_samples: int | None = ENOUGH_SAMPLES,
     bits: Sequence[int] = BITS,
     leave_alone: Collection[str] = (),
+    turns: Mapping[str, Tensor] | None = None,
+    blocks: RowBlocks | None = None,
 ) -> Measured:
     """Turns a model's tables into their axes and measures what every column of every block is
     worth.
 
     `counts` are those of all training data, and of the batches if None; `num_samples` of the
-    batches, or all if None, are measured on; `bits` are the widths to measure.
+    batches, or all if None, are measured on; `bits` are the widths to measure. `turns` are those of
+    an earlier day, taken where they still serve, or in any case where its `blocks` are given too.
 
     Distributed: every rank of a sharded model calls it on its slices of the batches; see `rotate_`,
     `curvature`, `rounding_energies`, `LossSample` and `count_over_ranks` for the collectives. What
@@ -300,7 +305,11 @@ def measure_(
         if counts is None:
             read = (features(batch) for batch in batches)
             counts = count_over_ranks(read, tables, process_group=ranks.group)
-        blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, leave_alone=leave_alone)
+        tolerance = AXES_TOLERANCE if blocks is None else math.inf
+        if blocks is None:
+            blocks = blocks_from_counts(
+                counts, tables, num_blocks=num_blocks, leave_alone=leave_alone
+            )
         had_axes = has_axes(get_unwrapped_module(model).state_dict())
         with_axes_(model)
         axes_change = AxesChange(model, counts, leave_alone, had_axes, [], {})
@@ -309,7 +318,9 @@ def measure_(
             groups = rotation_groups(model, leave_alone)
             dims = {table.name: table.embedding_dim for table in tables}
             factors = product_factors(groups, dims)
-            axes_change.rotations[:] = rotate_(model, counts, leave_alone=leave_alone)
+            axes_change.rotations[:] = rotate_(
+                model, counts, leave_alone=leave_alone, turns=turns, tolerance=tolerance
+            )
             axes_change.turns.update(turns_of_tables(groups, axes_change.rotations, factors))
             new, _ = predictions_of(model, batch, loss, "batch 0", ranks)
             _check_unchanged(old, new, ranks)

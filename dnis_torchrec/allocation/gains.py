@@ -280,10 +280,19 @@ class LossSample:
                 return Prediction(loss_increase=self._mean(self._increases_in_training()))
             tables = scheme.tables.items()
             gains = self.fit({name: is_coded(table.codes.bits) for name, table in tables})
-        losses = [len(part.predictions) * part.at.loss for part in self._samples]
-        increase = gains.loss - self._mean(losses)
+        increase = gains.loss - self.loss
         learnt = with_gains(scheme, gains.alpha) if any(gains.strengths) else None
         return Prediction(loss_increase=increase, output_shift=gains.shift, scheme=learnt)
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the model as it was measured. One all_reduce."""
+        return self._mean(len(part.predictions) * part.at.loss for part in self._samples)
+
+    @property
+    def num_outputs(self) -> int:
+        """Numbers that the model returns of a sample."""
+        return self._samples[0].predictions.shape[1]
 
     def _mean(self, totals: Iterable[float]) -> float:
         """The mean over samples of what batches sum up to."""

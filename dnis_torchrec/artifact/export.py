@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dnis_torchrec.allocation.axes import has_axes, with_axes_, without_axes_
 from dnis_torchrec.allocation.compress import served_collections
-from dnis_torchrec.artifact.load import load, load_dense_state, read_scheme
+from dnis_torchrec.artifact.load import ArtifactFolder, load
 from dnis_torchrec.artifact.manifest import read_encoder
 from dnis_torchrec.artifact.write import check_forms, write_artifact
 from dnis_torchrec.blocks.counts import table_name
@@ -28,6 +28,7 @@ from dnis_torchrec.selection.shards import (
     ranks_of,
     table_configs_of,
 )
+from dnis_torchrec.serving.gate import Gate
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
 
@@ -159,7 +160,8 @@ def load_model(model: nn.Module, path: Path | str, *, form: str | None = None) -
         ValueError: for another model than the artifact's: other collections, tables or features,
             dense weights that are missing, left over or of another shape; or a damaged artifact.
     """
-    scheme, modules, dense = read_scheme(path), collections(model), load_dense_state(path)
+    folder, modules = ArtifactFolder(path), collections(model)
+    scheme, dense = folder.scheme(), folder.tensors("dense_state")
     names = sorted({table.collection for table in scheme.tables.values()})
     for name in names:
         check_known("FQN", name, modules)
@@ -181,6 +183,7 @@ def load_model(model: nn.Module, path: Path | str, *, form: str | None = None) -
             fits, remedy = tuple(dense[key].shape) == shape, "use the recipe and data of the run"
             check(fits, place, f"shape {shape}", tuple(dense[key].shape), remedy)
         served_modules = {name: load(path, form=form, collection=name) for name in names}
+        folder.check_unchanged()
     except BaseException:
         if adds_axes:
             without_axes_(model)
@@ -203,8 +206,9 @@ class Predictor:
     @torch.inference_mode()
     def __call__(self, frame: Frame) -> Any:
         """What the model returns for the rows of a frame; one output is a tensor ``(B,)``."""
-        dense, features = self.encoder(frame)
-        outputs = self.model(dense_features=dense, sparse_features=features)
+        with Gate.of(self.model):  # encoder and model are of one version
+            dense, features = self.encoder(frame)
+            outputs = self.model(dense_features=dense, sparse_features=features)
         return outputs.flatten() if getattr(outputs, "shape", None) == (len(dense), 1) else outputs
 
 
@@ -233,13 +237,15 @@ def load_predictor(path: Path | str, model: nn.Module | None = None) -> Predicto
     """
     from dnis_torchrec.data.frames import FrameEncoder, model_of  # loads pandas
 
-    encoder = FrameEncoder.from_bytes(*read_encoder(path))
+    folder, encoder = ArtifactFolder(path), FrameEncoder.from_bytes(*read_encoder(path))
     if model is None:
         remedy = "pass the model: load_predictor(path, model)"
         is_named = encoder.model is not None
         check(is_named, str(path), "a model of recipe_from_frame", "one of your own", remedy)
         model = model_of(encoder, "meta")  # the tables come from the artifact
-    return Predictor(load_model(model, path), encoder)
+    predictor = Predictor(load_model(model, path), encoder)
+    folder.check_unchanged()
+    return predictor
 
 
 def check_features(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
-from dnis_torchrec.artifact.manifest import MANIFEST, read_artifact_file, read_manifest
+from dnis_torchrec.artifact.manifest import MANIFEST, content_id, read_artifact_file, read_manifest
 from dnis_torchrec.blocks.codes import decode_rows, row_strides, unpack_fields
 from dnis_torchrec.blocks.routing import ROWS_AT_A_TIME, RowRouting
 from dnis_torchrec.checks import check, check_known
@@ -84,19 +84,22 @@ def load(
     ways = (*UNKNOWN_IDS, MEAN)
     check(unknown_ids in ways, "unknown_ids", f"one of {ways}", repr(unknown_ids))
     form = None if form is None else form_named(form)
-    folder = _Folder(path)
+    folder = ArtifactFolder(path)
     form = form or (PACKED if PACKED in folder.manifest["forms"] else MIXED_DIMENSION)
     scheme = folder.collection(collection)
     shards = {name: folder.shards(table, form, verify) for name, table in scheme.tables.items()}
-    if not is_unpooled(scheme):
+    if is_unpooled(scheme):
+        tables = {
+            name: _build(form, table_of_single_ids(table), shards, device, unknown_ids)
+            for name, table in scheme.tables.items()
+        }
+        module: Any = ServedEmbeddingCollection(scheme, tables)
+    else:
         module = _build(form, scheme, shards, device, unknown_ids)
         module.encoder = folder.manifest.get("encoder", "")
-        return module
-    tables = {
-        name: _build(form, table_of_single_ids(table), shards, device, unknown_ids)
-        for name, table in scheme.tables.items()
-    }
-    return ServedEmbeddingCollection(scheme, tables)
+    module.content_id, module.sequence = folder.content_id, folder.sequence
+    folder.check_unchanged()
+    return module
 
 
 def serve(
@@ -116,18 +119,18 @@ def serve(
 
 def read_scheme(path: Path | str) -> MixedDimensionScheme:
     """Reads the scheme of an artifact."""
-    return _Folder(path).scheme()
+    return ArtifactFolder(path).scheme()
 
 
 def exact_rows(path: Path | str) -> dict[str, Rows]:
     """The values of all tables, bit for bit, from whichever form the artifact holds."""
-    folder = _Folder(path)
+    folder = ArtifactFolder(path)
     return {name: folder.rows(table, True) for name, table in folder.scheme().tables.items()}
 
 
 def load_dense_state(path: Path | str) -> dict[str, Tensor]:
     """Reads the model's other weights; none of a model that is tables alone."""
-    return _Folder(path).tensors("dense_state")
+    return ArtifactFolder(path).tensors("dense_state")
 
 
 def _build(
@@ -152,11 +155,25 @@ def _build(
     return MeanForUnknownIds(scheme, module) if unknown_ids == MEAN else module
 
 
-class _Folder:
+def _stamp_of(path: Path | str) -> tuple[int, int]:
+    folder = Path(path)
+    facts = folder.stat() if folder.exists() else None
+    return (facts.st_ino, facts.st_ctime_ns) if facts else (0, 0)
+
+
+class ArtifactFolder:
     """An artifact that is being read, its manifest checked."""
 
     def __init__(self, path: Path | str) -> None:
+        self._stamp = _stamp_of(path)
         self.path, self.manifest = path, read_manifest(path)
+        hashes = {name: entry["sha256"] for name, entry in self.manifest["files"].items()}
+        self.content_id, self.sequence = content_id(hashes), self.manifest.get("sequence", 0)
+
+    def check_unchanged(self) -> None:
+        """Refuses what was read while another artifact took this one's place: it may be of both."""
+        place, is_same = f"artifact {str(self.path)!r}", _stamp_of(self.path) == self._stamp
+        check(is_same, place, "one version while it is read", "two", "load it again")
 
     def tensors(self, field: str) -> dict[str, Tensor]:
         """The tensors of all files that a field names, hashes compared: they are small."""
@@ -298,6 +315,12 @@ def row_counts_of(table: TableScheme, first: int, last: int) -> Tensor:
 
 
 def packed_table(table: TableScheme, shards: Sequence[Shard]) -> PackedTable:
+    """A table as it is looked up."""
+    rows = bit_fields_of(table, shards)
+    return PackedTable.from_rows(table, rows, table.codes.scale, table.codes.shift)
+
+
+def bit_fields_of(table: TableScheme, shards: Sequence[Shard]) -> Tensor:
     """The rows of a table as they are looked up, from one file or several."""
     codes, strides = table.codes, row_strides(table.codes.bits)
     parts: list[list[Tensor]] = []
@@ -309,7 +332,7 @@ def packed_table(table: TableScheme, shards: Sequence[Shard]) -> PackedTable:
     if len(shards) > 1:
         by_block = zip(*parts, strict=True)
         rows = torch.cat([part.flatten() for of_block in by_block for part in of_block])
-    return PackedTable.from_rows(table, rows, codes.scale, codes.shift)
+    return rows
 
 
 def rows_of_packed(table: TableScheme, shards: Sequence[Shard]) -> Rows:

@@ -69,7 +69,9 @@ class _Table(DescribedTable):
     shards: dict[str, list[_Shard]]
 
 
-class _File(TypedDict):
+class File(TypedDict):
+    """The entry of a file."""
+
     bytes: int
     sha256: str
     tensors: NotRequired[dict[str, Any]]
@@ -86,8 +88,9 @@ class _Manifest(TypedDict):
     dense_state: list[str]
     refresh: NotRequired[list[str]]
     encoder: NotRequired[str]
+    sequence: NotRequired[NotNegative]
     run: RunOfArtifact
-    files: dict[str, _File]
+    files: dict[str, File]
 
 
 ARTIFACT = FolderKind("artifact", MANIFEST, _FORMAT)
@@ -137,9 +140,20 @@ def describe_tensors(folder: Path, name: str) -> dict[str, Any]:
     return describe_file(folder, name) | {"tensors": read_header(folder / name, name)}
 
 
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+def content_id(hashes: Mapping[str, str]) -> str:
+    """One name for what the files of an artifact hold, given the sha256 of each."""
+    lines = "".join(f"{digest} {name}\n" for name, digest in sorted(hashes.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def write_manifest(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    kind: FolderKind = ARTIFACT,
+    version: str = _FORMAT_VERSION,
+) -> None:
     """Writes manifest.json, adding format, version and its own hash."""
-    fields = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **manifest, "sha256": _UNHASHED}
+    fields = {"format": kind.format, "format_version": version, **manifest, "sha256": _UNHASHED}
     content = (json.dumps(fields, indent=2, allow_nan=False) + "\n").encode()
     _check_size(len(content), _MOST_JSON_BYTES, MANIFEST, "form fewer blocks, or put less in run")
     content = _with_digits(content, _UNHASHED, hashlib.sha256(content).hexdigest())
@@ -148,22 +162,35 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 def read_manifest(path: Path | str) -> dict[str, Any]:
     """Reads and checks an artifact's manifest, and the size of every file that it lists."""
+    place, manifest = read_own_manifest(path, ARTIFACT, _FORMAT_VERSION, _Manifest)
+    _spell_forms_(manifest, place)
+    check_names({name: of["feature_names"] for name, of in manifest["tables"].items()}, place)
+    check_sizes(path, manifest)
+    return manifest
+
+
+def read_own_manifest(
+    path: Path | str, kind: FolderKind, newest: str, fields: type
+) -> tuple[str, dict[str, Any]]:
+    """Reads a manifest that states its own hash, and says in words where it is."""
     folder = Path(path)
-    check(folder.is_dir(), f"artifact {str(path)!r}", "a folder", "none", "check the path")
-    place, content, manifest = read_description(folder, ARTIFACT, _FORMAT_VERSION, _Manifest)
+    check(folder.is_dir(), f"{kind.name} {str(path)!r}", "a folder", "none", "check the path")
+    place, content, manifest = read_description(folder, kind, newest, fields)
     digits = manifest["sha256"]
     is_intact = re.fullmatch("[0-9a-f]{64}", digits) is not None
     digest = hashlib.sha256(_with_digits(content, digits, _UNHASHED)).hexdigest()
     requirement = "the sha256 that it states of itself"
     check(is_intact and digits == digest, place, requirement, "another", _AGAIN)
-    _spell_forms_(manifest, place)
-    check_names({name: of["feature_names"] for name, of in manifest["tables"].items()}, place)
+    return place, manifest
+
+
+def check_sizes(path: Path | str, manifest: Mapping[str, Any], kind: FolderKind = ARTIFACT) -> None:
+    """Checks that every file that a manifest lists is there, as large as it says."""
     for name, entry in manifest["files"].items():
-        place = f"artifact {str(path)!r}, file {name!r}"
-        size = file_inside(folder, name, place).stat().st_size
+        place = f"{kind.name} {str(path)!r}, file {name!r}"
+        size = file_inside(Path(path), name, place).stat().st_size
         check(size == entry["bytes"], place, f"{entry['bytes']} bytes", size, _AGAIN)
         _check_size(size, MAX_FILE_BYTES, place, "export again")
-    return manifest
 
 
 def _check_size(size: int, most: int, place: str, remedy: str) -> None:
@@ -231,10 +258,15 @@ def file_inside(folder: Path, name: str, place: str, remedy: str = "export again
 
 
 def read_artifact_file(
-    path: Path | str, manifest: Mapping[str, Any], name: str, *, verify: bool = False
+    path: Path | str,
+    manifest: Mapping[str, Any],
+    name: str,
+    *,
+    verify: bool = False,
+    kind: FolderKind = ARTIFACT,
 ) -> dict[str, Tensor]:
     """Maps a safetensors file into memory, once its header is as the manifest says."""
-    place = f"artifact {str(path)!r}, file {name!r}"
+    place = f"{kind.name} {str(path)!r}, file {name!r}"
     check_known("file", name, manifest["files"])
     entry, file = manifest["files"][name], file_inside(Path(path), name, place)
     header, tensors_listed = read_header(file, place), entry.get("tensors")
@@ -253,9 +285,16 @@ def read_encoder(path: Path | str) -> tuple[bytes, str]:
     manifest, place = read_manifest(path), f"artifact {str(path)!r}"
     name, remedy = manifest.get("encoder"), "export with encoder=recipe.data.encoder"
     check(name is not None, place, "an encoder of raw rows", "none", remedy)
-    place = f"{place}, file {name!r}"
-    check_known("file", str(name), manifest["files"])
-    file = file_inside(Path(path), str(name), place)
+    return read_plain_file(path, manifest, str(name))
+
+
+def read_plain_file(
+    path: Path | str, manifest: Mapping[str, Any], name: str, kind: FolderKind = ARTIFACT
+) -> tuple[bytes, str]:
+    """A file that a manifest lists, its hash compared, and where it is."""
+    place = f"{kind.name} {str(path)!r}, file {name!r}"
+    check_known("file", name, manifest["files"])
+    file = file_inside(Path(path), name, place)
     _check_sha256(file, manifest["files"][name], place)
     return file.read_bytes(), place
 

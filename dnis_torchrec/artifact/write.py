@@ -3,6 +3,7 @@ manifest. Files of bit fields are those of one process, byte for byte."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from dnis_torchrec.artifact.load import Rows, chunks_of, encode_blocks, row_counts_of
@@ -73,17 +75,20 @@ def write_artifact(
     dense_state: Mapping[str, Tensor] | None = None,
     run: Mapping[str, Any] | None = None,
     encoder: bytes = b"",
+    sequence: int = 0,
     overwrite: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
-    """Writes tables as an artifact: each is whole, this rank's shards, or bit fields (uint8)."""
+    """Writes tables as an artifact: each is whole, this rank's shards, or bit fields (uint8).
+
+    `sequence` is the number of deltas that were applied since the first artifact."""
     ranks, path = ranks or Ranks(), Path(path)
     with ranks.together():
         check(bool(scheme.tables), "scheme", "a table", "none", "search and prune a model first")
         forms = check_forms((scheme.form,) if forms is None else forms)
         check_names({name: t.feature_names for name, t in scheme.tables.items()}, "scheme")
         parts, bit_fields = _parts(tables, scheme)
-        notes = _as_json(run or {})
+        notes = as_json(run or {})
         bit_files = _packed_files(scheme, max_file_bytes) if PACKED in forms else []
     limit = max_file_bytes
     if ranks.world_size > 1:
@@ -121,6 +126,7 @@ def write_artifact(
             if ranks.is_first:
                 shutil.rmtree(folder / _COLUMNS, ignore_errors=True)
                 fields = _merge(scheme, forms, [entry for of_rank in of_ranks for entry in of_rank])
+                fields |= {"sequence": sequence} if sequence else {}
                 _write_rest(
                     folder, scheme, fields, dense_state or {}, notes, encoder, max_file_bytes
                 )
@@ -307,14 +313,19 @@ class FileOfRows(NamedTuple):
 
     def copy(self, folder: Path, rows: Tensor) -> None:
         """Writes those of a whole table's bit fields that the file holds."""
+        with (folder / self.name).open("r+b") as file:
+            file.seek(len(self.header))
+            for part in self.parts(rows):
+                file.write(part)
+
+    def parts(self, rows: Tensor) -> Iterator[memoryview]:
+        """Those of a whole table's bit fields that the file holds, block by block."""
         table, begin, end = self.table, self.begin, self.end
         blocks = split_blocks(rows, table.routing.row_counts(), table.codes.bits)
         starts = row_counts_of(table, 0, begin)
         ends = starts + row_counts_of(table, begin, end)
-        with (folder / self.name).open("r+b") as file:
-            file.seek(len(self.header))
-            for block, start, stop in zip(blocks, starts.tolist(), ends.tolist(), strict=True):
-                file.write(block[start:stop].contiguous().numpy().data)
+        for block, start, stop in zip(blocks, starts.tolist(), ends.tolist(), strict=True):
+            yield block[start:stop].flatten().cpu().numpy().data
 
 
 def files_of(
@@ -372,10 +383,38 @@ def _empty_rows(table: TableScheme, first: int, last: int) -> dict[str, Tensor]:
     return {"rows": torch.empty(size, dtype=torch.uint8, device="meta")}
 
 
-def _write_group(
+def hashes_of(
+    tables: Mapping[str, Tensor],
+    scheme: MixedDimensionScheme,
+    dense_state: Mapping[str, Tensor],
+    encoder: bytes,
+) -> dict[str, str]:
+    """The sha256 of every file that `write_artifact` makes of tables in bit fields."""
+    hashes = {ENCODER: hashlib.sha256(encoder).hexdigest()} if encoder else {}
+    for file in _packed_files(scheme, MAX_FILE_BYTES):
+        digest = hashlib.sha256(file.header)
+        for part in file.parts(tables[file.table.name]):
+            digest.update(part)
+        hashes[file.name] = digest.hexdigest()
+    groups = {"scheme": scheme.to_tensors(), "dense_state": dense_state}
+    for stem, tensors in (groups | {"refresh": scheme.to_refresh()}).items():
+        for name, group in _groups(stem, tensors, MAX_FILE_BYTES).items():
+            hashes[name] = hashlib.sha256(save(group)).hexdigest()
+    return hashes
+
+
+def write_group(
     folder: Path, stem: str, tensors: Mapping[str, Tensor], max_file_bytes: int
 ) -> Files:
-    """Writes tensors to as few files as hold them: ``<stem>``, ``<stem>_1`` and so on."""
+    """Writes tensors to as few files as hold them."""
+    groups = _groups(stem, tensors, max_file_bytes)
+    return {name: write_artifact_file(folder, name, group) for name, group in groups.items()}
+
+
+def _groups(
+    stem: str, tensors: Mapping[str, Tensor], max_file_bytes: int
+) -> dict[str, dict[str, Tensor]]:
+    """The tensors of files ``<stem>``, ``<stem>_1`` and so on, as few as hold all."""
     groups: list[dict[str, Tensor]] = []
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -385,12 +424,9 @@ def _write_group(
         if not groups or file_bytes(groups[-1] | {name: tensor}) > max_file_bytes:
             groups.append({})
         # copies on the CPU: safetensors refuses tensors that share memory, as tied weights do
-        groups[-1][name] = tensor.detach().cpu().clone()
+        groups[-1][name] = tensor.detach().cpu().contiguous().clone()
     names = [f"{stem}{f'_{index}' if index else ''}.safetensors" for index in range(len(groups))]
-    return {
-        name: write_artifact_file(folder, name, group)
-        for name, group in zip(names, groups, strict=True)
-    }
+    return dict(zip(names, groups, strict=True))
 
 
 # ---- the manifest
@@ -433,9 +469,9 @@ def _write_rest(
     max_file_bytes: int,
 ) -> None:
     """Scheme, dense state, model card and manifest, by rank 0."""
-    of_scheme = _write_group(folder, "scheme", scheme.to_tensors(), max_file_bytes)
-    dense = _write_group(folder, "dense_state", dense_state, max_file_bytes)
-    refresh = _write_group(folder, "refresh", scheme.to_refresh(), max_file_bytes)
+    of_scheme = write_group(folder, "scheme", scheme.to_tensors(), max_file_bytes)
+    dense = write_group(folder, "dense_state", dense_state, max_file_bytes)
+    refresh = write_group(folder, "refresh", scheme.to_refresh(), max_file_bytes)
     manifest: dict[str, Any] = {
         "versions": versions(),
         **fields,
@@ -458,7 +494,7 @@ def _write_rest(
     write_manifest(folder, manifest)
 
 
-def _as_json(run: Mapping[str, Any]) -> Any:
+def as_json(run: Mapping[str, Any]) -> Any:
     """`run` as it will stand in the manifest."""
     try:
         content = json.loads(json.dumps(run, allow_nan=False))

@@ -416,10 +416,15 @@ class RowDirectory:
         return SparseLayout(self.num_embeddings, num_stored, num_groups, len(self.blocks) - 1)
 
     @classmethod
-    def of(cls, routing: RowRouting, is_stored: Tensor) -> RowDirectory:
-        """Builds the directory of the rows of some blocks, ``(S,)``, a chunk of rows at a time."""
+    def of(
+        cls, routing: RowRouting, is_stored: Tensor, directory: Tensor | None = None
+    ) -> RowDirectory:
+        """Builds the directory of the rows of some blocks, ``(S,)``, a chunk of rows at a time, or
+        takes the one that was built before."""
         blocks, num_bytes, sparse = _layout_of(routing, is_stored)
-        if num_bytes == 0:
+        if directory is not None:
+            pass
+        elif num_bytes == 0:
             directory = torch.empty(0, dtype=torch.uint8)
         elif routing.boundaries is not None:
             directory = routing.boundaries

@@ -358,19 +358,20 @@ def _recipe_and_head(
     settings: TrainCommand | CompressCommand | SearchCommand, past: Mapping[str, Any]
 ) -> tuple[Recipe, dict[str, Any]]:
     """The recipe as the run that a command begins with had it, if it does, and what it records."""
-    seed = int(past.get("seed", settings.seed or 0))
-    is_same = settings.seed is None or settings.seed == seed
-    check(is_same, "run folder of --from", f"its seed {seed}", settings.seed)
+    seed_option = getattr(settings, "seed", None)
+    seed = int(past.get("seed", seed_option or 0))
+    is_same = seed_option is None or seed_option == seed
+    check(is_same, "run folder of --from", f"its seed {seed}", seed_option)
     head = {"recipe": settings.recipe, "seed": seed, "embedding_dim": past.get("embedding_dim")}
     columns = past.get("columns", settings.columns)
     if columns is not None and is_table(settings.recipe):
         head["columns"] = columns
     head["commands"] = [*past.get("commands", []), shlex.join(["dnis", *sys.argv[1:]])]
     head |= {"notes": [], "versions": versions(), "refit": bool(past.get("refit"))}
-    return _recipe_of(settings, {**past, **head}, settings.source), head
+    return recipe_of(settings, {**past, **head}, settings.source), head
 
 
-def _recipe_of(settings: Any, record: Mapping[str, Any], folder: Path | None = None) -> Recipe:
+def recipe_of(settings: Any, record: Mapping[str, Any], folder: Path | None = None) -> Recipe:
     """The recipe or table of a command, with what a run or an artifact records of it, and, of a
     stream, with the encoder in its folder."""
     spec, columns = str(settings.recipe), record.get("columns")
@@ -566,7 +567,7 @@ def _search(
         "metrics": metrics["test"],
     }
     if world_size_of() == 1:
-        recipe = _recipe_of(settings, head)
+        recipe = recipe_of(settings, head)
         _begin_with_(recipe.model, settings.source or run)
         recipe = with_tables_apart(recipe)
         plain = Judge(recipe, recipe.data, device, head["seed"], *rows_read)
@@ -632,12 +633,12 @@ def run_evaluate(settings: EvaluateCommand) -> dict[str, Any]:
         with together():
             if is_artifact:
                 head, scheme = read_manifest(path)["run"], read_scheme(path)
-                recipe = _recipe_of(settings, head, path)
+                recipe = recipe_of(settings, head, path)
                 load_model(recipe.model, path)
             else:
                 run = RunFolder.open(path)
                 head, scheme, weights = run.read_head(), run.scheme(), run.weights()
-                recipe = _recipe_of(settings, head, path)
+                recipe = recipe_of(settings, head, path)
                 check_state(recipe.model, weights, f"run folder {path}")
         model = recipe.model.to(device)
         if weights is not None:
@@ -661,7 +662,7 @@ def run_verify(settings: EvaluateCommand) -> Verification:
         measure = None
         if settings.recipe is not None:
             run = read_manifest(settings.path)["run"]
-            make = partial(_recipe_of, settings, run, settings.path)
+            make = partial(recipe_of, settings, run, settings.path)
             measure = partial(served_metrics, settings.path, make, ranks)
         return verify(settings.path, measure=measure, ranks=ranks)
 
@@ -694,7 +695,7 @@ def _test_metrics(
 
 def run_package(settings: PackageCommand) -> None:
     """Packages the model of an artifact."""
-    recipe = _recipe_of(settings, read_manifest(settings.artifact)["run"], settings.artifact)
+    recipe = recipe_of(settings, read_manifest(settings.artifact)["run"], settings.artifact)
     model = load_model(recipe.model, settings.artifact, form=PACKED)
     batch = next(iter(recipe.data if recipe.is_stream else recipe.data.test))
     notes = {"recipe": settings.recipe, "form": PACKED}

@@ -21,6 +21,7 @@ from dnis_torchrec.cli.settings import (
     EvaluateCommand,
     ExportCommand,
     PackageCommand,
+    RefreshCommand,
     SearchCommand,
     TrainCommand,
     is_table,
@@ -93,7 +94,9 @@ def command(kind: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., 
                 out, recipe = values.get("out"), values.get("recipe")
                 # The first rank may make it before the others come here.
                 if out is not None and _is_first_rank():
-                    may_exist = settings.overwrite or getattr(settings, "resume", False)
+                    may_exist = any(
+                        getattr(settings, name, False) for name in ("overwrite", "resume")
+                    )
                     place, remedy = f"folder {out}", "choose another --out, or --overwrite"
                     requirement = "a folder that does not exist"
                     is_free = may_exist or not out.exists()
@@ -178,6 +181,19 @@ def package(settings: PackageCommand) -> None:
     except RuntimeError as error:  # no compiler, or a package that predicts something else
         fail(error, 1)
     say(f"package: {address_of(settings.out)}")
+
+
+@command(RefreshCommand)
+def refresh(settings: RefreshCommand) -> None:
+    """Refreshes an artifact with the model of RUN: compresses it anew at the artifact's size, or
+    writes a delta, for `dnis.apply_delta`."""
+    with arguments():
+        commands().RunFolder.open(settings.run)
+    from dnis_torchrec.cli.refresh import run_refresh
+
+    lines = run_refresh(settings)
+    for line in lines if _is_first_rank() else ():
+        say(line)
 
 
 @app.command()

@@ -244,7 +244,6 @@ class CompressCommand(TableOptions):
         float | None,
         typer.Option(help="Instead: increase of the loss, predicted, at most, in fewest bytes."),
     ] = None
-    seed: SeedOption = None
     overwrite: OverwriteOption = False
 
     def __post_init__(self) -> None:
@@ -382,6 +381,27 @@ class PackageCommand(TableOptions):
 
     def __post_init__(self) -> None:
         self.check_table(self.recipe, is_new=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefreshCommand(TableOptions):
+    """Settings of `dnis refresh`."""
+
+    recipe: RecipeArgument
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="What `dnis train` wrote, or its URL.", **READ)
+    ]
+    artifact: Annotated[
+        Path, typer.Argument(metavar="ARTIFACT", help="What is served, or its URL.", **READ)
+    ]
+    out: OutOption
+    delta: Annotated[
+        bool, typer.Option("--delta", help="Keep the artifact's scheme; write what differs.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        self.check_table(self.recipe, is_new=False)
+        _check_seen_by_ranks(self.out)
 
 
 def _check_seen_by_ranks(out: Path) -> None:

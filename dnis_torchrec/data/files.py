@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import math
@@ -99,9 +100,10 @@ def new_folder(path: Path | str, *, overwrite: bool = False, kind: FolderKind) -
                 os.chmod(file, mode | (file.stat().st_mode & 0o111))
             _flush(file)
         _check_target(target, overwrite, kind)  # another job may have put something there
-        if os.path.lexists(target):
-            os.rename(target, old)
-        os.rename(new, target)
+        if not (os.path.lexists(target) and _exchange(new, target)):
+            if os.path.lexists(target):
+                os.rename(target, old)
+            os.rename(new, target)
         _flush(target.parent)
         shutil.rmtree(old, ignore_errors=True)
     finally:
@@ -110,6 +112,18 @@ def new_folder(path: Path | str, *, overwrite: bool = False, kind: FolderKind) -
         shutil.rmtree(new, ignore_errors=True)
         for parent in () if target.exists() else parents:
             parent.rmdir()
+
+
+_HERE, _BOTH = -100, 2
+"""AT_FDCWD and RENAME_EXCHANGE of Linux."""
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Gives two folders each other's name at once, so that no moment has neither; False where the
+    system or its file system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    paths = os.fsencode(first), os.fsencode(second)
+    return rename is not None and rename(_HERE, paths[0], _HERE, paths[1], _BOTH) == 0
 
 
 def _check_target(target: Path, overwrite: bool, kind: FolderKind) -> None:

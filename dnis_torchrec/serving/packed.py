@@ -94,14 +94,19 @@ class PackedTable:
 
     @classmethod
     def from_rows(
-        cls, table: TableScheme, rows: Tensor, scale: Tensor, shift: Tensor
+        cls,
+        table: TableScheme,
+        rows: Tensor,
+        scale: Tensor,
+        shift: Tensor,
+        directory: RowDirectory | None = None,
     ) -> PackedTable:
         """Takes the rows of all blocks as they are, so that they may lie in a mapped file."""
         bits = table.column_bits()
         is_code = is_coded(bits)
         return cls(
             bits=bits,
-            directory=RowDirectory.of(table.routing, (bits > 0).any(dim=1)),
+            directory=directory or RowDirectory.of(table.routing, (bits > 0).any(dim=1)),
             rows=rows,
             scales=scale[is_code].bfloat16(),
             shifts=shift[is_code].to(torch.int16),
@@ -196,6 +201,8 @@ class _Layout(NamedTuple):
 
 class PackedEmbeddingBagCollection(LogicalCollection):
     """Looks bags up in tables of bit fields; same keys and dims as the uncompressed collection."""
+
+    _CONTENT: ClassVar[tuple[str, ...]] = ("_logical", "_num_bytes", "_identity", "_modules")
 
     def __init__(
         self,
@@ -351,15 +358,15 @@ class PackedEmbeddingBagCollection(LogicalCollection):
         if self._needs_int64 and ids.dtype == torch.int32:
             requirement = "int64 ids, because a table has more than 2^31 rows"
             raise TypeError(describe("KeyedJaggedTensor", requirement, ids.dtype, "hash to int64"))
-        # nn.Module takes longer to find a part by attribute than a lookup of one bag takes
-        tables: Any = self._modules["tables"]
-        layout: Any = self._modules["outputs"]
+        # Once, so that all parts are of one version while another thread exchanges them. nn.Module
+        # takes longer to find a part by attribute than a lookup of one bag takes.
+        modules: Any = self._modules
         return torch.ops.dnis_torchrec.packed_embedding_bag.default(
             ids.contiguous(),
             offsets.contiguous(),
             None if weights is None else weights.contiguous(),
-            list(tables._buffers.values()),
-            *layout._buffers.values(),
+            list(modules["tables"]._buffers.values()),
+            *modules["outputs"]._buffers.values(),
             keys,
             batch_size,
             self._width,
@@ -393,9 +400,15 @@ class PackedEmbeddingBagCollection(LogicalCollection):
         """Bytes of one table: rows, scales, shifts, bits and directory."""
         return self._num_bytes[name]
 
-    def schemes(self) -> dict[str, TableScheme]:
-        """The scheme of every table, by name."""
-        return {table.name: table for table in self._logical.tables}
+    def table(self, name: str) -> PackedTable:
+        """A table as it lies in memory."""
+        table, buffers = self.schemes()[name], self.tables._buffers
+        no_bytes = torch.empty(0, dtype=torch.uint8, device=self.device)
+        rows, data = (buffers.get(f"{name}/{part}", no_bytes) for part in ("rows", "directory"))
+        is_stored = (table.column_bits() > 0).any(dim=1)
+        directory = RowDirectory.of(table.routing, is_stored, cast(Tensor, data))
+        scale, shift = table.codes.scale, table.codes.shift
+        return PackedTable.from_rows(table, cast(Tensor, rows), scale, shift, directory)
 
     def bit_fields(self) -> dict[str, Tensor]:
         """The rows of every table as they lie in memory, ``(bytes,)`` uint8."""

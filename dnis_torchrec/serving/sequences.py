@@ -3,7 +3,7 @@ they have."""
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,8 @@ def bags_of_single_ids(key: str, ids: Tensor) -> KeyedJaggedTensor:
 
 class ServedEmbeddingCollection(ServedCollection, EmbeddingCollectionInterface):
     """Looks ids up in pruned tables; same keys and D as the uncompressed EmbeddingCollection."""
+
+    _CONTENT: ClassVar[tuple[str, ...]] = ("_schemes", "_modules")
 
     def __init__(
         self, scheme: MixedDimensionScheme, tables: Mapping[str, EmbeddingBagCollectionInterface]

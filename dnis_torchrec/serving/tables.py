@@ -338,6 +338,18 @@ class ServedCollection(nn.Module):
     """What served collections have in common, as a model around them sees it."""
 
     __jit_unused_properties__: ClassVar[list[str]] = ["device", "whole"]
+    _CONTENT: ClassVar[tuple[str, ...]] = ()
+    """Attributes that say what the tables hold. A call reads the last of them once."""
+
+    content_id = ""
+    """Of the artifact that the tables came from, deltas included."""
+    sequence = 0
+    """The number of deltas since the first artifact."""
+
+    def take_content_(self, other: Self) -> None:
+        """Serves what another collection of the same tables holds, from the next call on."""
+        for name in self._CONTENT:
+            setattr(self, name, getattr(other, name))
 
     @property
     def device(self) -> torch.device:
@@ -421,6 +433,10 @@ class LogicalCollection(ServedCollection, EmbeddingBagCollectionInterface):
             lines.append(f"ids are rows that {self.encoder} numbers; see load_predictor")
         return "\n".join(lines)
 
+    def schemes(self) -> dict[str, TableScheme]:
+        """The scheme of every table, by name."""
+        return {table.name: table for table in self._logical.tables}
+
     def bytes_of_table(self, name: str) -> int:
         """Bytes of one table, with the index that says where its values are."""
         raise NotImplementedError
@@ -444,6 +460,8 @@ BAGS_AT_A_TIME = 1 << 8
 class MeanForUnknownIds(LogicalCollection):
     """Looks bags up as another collection does; an unknown id adds the mean of its table's coldest
     rows."""
+
+    _CONTENT: ClassVar[tuple[str, ...]] = ("_logical", "_buffers", "_modules")
 
     limits: Tensor
     means: Tensor

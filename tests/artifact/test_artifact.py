@@ -76,8 +76,8 @@ def shards_of(path: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schemes and dense states do not fit into the smallest files: it is the tables that are tried."""
-    group = write._write_group
-    monkeypatch.setattr(write, "_write_group", lambda folder, stem, tensors, _: group(folder, stem, tensors, 2**31))
+    group = write.write_group
+    monkeypatch.setattr(write, "write_group", lambda folder, stem, tensors, _: group(folder, stem, tensors, 2**31))
 
 
 # ---- round trips
@@ -441,6 +441,7 @@ def test_failure_leaves_nothing_behind(
             raise error
         return original(*arguments, **keywords)
 
+    monkeypatch.setattr(files, "_exchange", lambda *_: False)
     monkeypatch.setattr(module, function, fail)
     target = artifact if overwrite else artifact.parent / "other"
     with pytest.raises(type(error)):

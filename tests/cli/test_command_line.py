@@ -39,6 +39,7 @@ LINES: dict[str, tuple[str, ...]] = {
     "export": ("RUN", "--out", "OUT"),
     "evaluate": ("RUN", "--recipe", TINY),
     "package": ("ARTIFACT", "--recipe", TINY, "--out", "OUT"),
+    "refresh": (TINY, "RUN", "ARTIFACT", "--out", "OUT"),
     "report": ("RUN",),
 }
 """Command -> arguments with which it does its work if nothing comes between."""
@@ -65,13 +66,13 @@ REFUSALS = [
     ("compress", "--compression", "1"),
     ("compress", "--max-loss", "0.1"),
     ("compress", "--from", "no/such"),
-    ("compress", "--seed", "-1"),
     ("export", "--form", "csr_fp32"),
     ("evaluate", "--json", "no/such/file"),
     ("evaluate", "--json", "."),
     ("evaluate", "--json", "/dev/null"),
     ("evaluate", "--recipe", "tests.tiny:dmeo"),
     ("package", "--recipe", "nowhere:demo"),
+    ("refresh", "--overwrite"),
 ]
 """Options that make a good command line a bad one."""
 
@@ -120,7 +121,7 @@ def test_tables_that_are_none_or_have_no_label_are_refused(words: tuple, tmp_pat
 def test_what_stands_there_is_never_overwritten_silently(command: str, artifact: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
-    for more in ((), ("--overwrite",)):
+    for more in ((), ("--overwrite",))[: 1 + (command != "refresh")]:
         done = dnis(*words(command, artifact, tmp_path), *more)
         assert done.returncode in (1, 2)
         assert done.stderr.startswith("error: ") or "error: " in done.stderr
@@ -140,7 +141,8 @@ def test_what_the_system_refuses_is_one_line(
         def refuse(*_: object, error: Exception = error, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr(f"dnis_torchrec.cli.commands.run_{command}", refuse)
+        module = "refresh" if command == "refresh" else "commands"
+        monkeypatch.setattr(f"dnis_torchrec.cli.{module}.run_{command}", refuse)
         monkeypatch.setattr("dnis_torchrec.cli.run.RunFolder.open", lambda _: None)
         done = dnis(*words(command, artifact, tmp_path))
         assert (done.returncode, done.stdout) == (1, "")

@@ -72,11 +72,34 @@ def test_a_folder_is_put_back_where_the_new_one_cannot_come(tmp_path: Path, monk
             raise OSError("no")
         rename(source, target)
 
+    monkeypatch.setattr(files, "_exchange", lambda *_: False)
     monkeypatch.setattr(files.os, "rename", second_fails)
     with pytest.raises(OSError, match="no"), new_folder(tmp_path / "box", overwrite=True, kind=KIND) as folder:
         fill(folder, "new")
     assert (tmp_path / "box" / "content").read_text() == "old"
     assert names_in(tmp_path) == ["box"]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_reader_always_finds_a_folder_where_the_system_exchanges_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
+    with new_folder(tmp_path / "box", kind=KIND) as folder:
+        fill(folder, "old")
+    if not exchanges:
+        monkeypatch.setattr(files, "_exchange", lambda *_: False)
+    rename, gone = os.rename, []
+
+    def watched(source: Path, target: Path) -> None:
+        rename(source, target)
+        gone.append(not (tmp_path / "box").exists())
+
+    monkeypatch.setattr(files.os, "rename", watched)
+    with new_folder(tmp_path / "box", overwrite=True, kind=KIND) as folder:
+        fill(folder, "new")
+    assert (tmp_path / "box" / "content").read_text() == "new"
+    assert names_in(tmp_path) == ["box"]
+    assert gone == ([] if exchanges else [True, False])
 
 
 def killed(path: Path) -> None:

@@ -28,6 +28,7 @@ from dnis_torchrec.allocation.curvature import Curvature, curvature, curvature_o
 from dnis_torchrec.artifact import export as export_module
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.artifact.narrow import narrow_for_training_
+from dnis_torchrec.artifact.refresh import delta_
 from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
@@ -39,6 +40,7 @@ from dnis_torchrec.training.checkpoint import StoredTensor, snapshot, take_
 from dnis_torchrec.training.weights import fill_state_
 from tests.allocation import test_rotation as turning
 from tests.allocation.test_curvature import ROWS, Case, make_batch, make_blocks, make_model
+from tests.artifact import test_refresh as refreshing
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import (
     DIMS,
@@ -154,6 +156,20 @@ def compress_over(kind: str, at: Rank) -> Results:
 def compress_alone() -> Results:
     """The same in one process."""
     return compressed(make_model(CASES["several ids"]), batches(CASES["several ids"]), held_out())
+
+
+def refreshed(model: nn.Module, own: Iterable[Batch]) -> Results:
+    """A day after an artifact: its state, whole and by a delta."""
+    of = refreshing.base()
+    counts = refreshing.counted(refreshing.YESTERDAY, refreshing.TODAY)
+    result = delta_(model, of.scheme, of.rows, own, loss=LOSS, counts=counts)
+    return {"rows": dict(result.rows), "tensors": result.scheme.to_tensors(), "changed": dict(result.num_changed)}
+
+
+def refresh_over(kind: str, at: Rank) -> Results:
+    """Each rank encodes the rows that it holds."""
+    model = spread(refreshing.today(), dict.fromkeys(refreshing.ROWS, kind), at)
+    return refreshed(model, sliced(refreshing.TODAY, at))
 
 
 EVERY = {kind: dict.fromkeys(NET_ROWS, kind) for kind in (*KINDS, "table_row_wise", "table_column_wise", "grid_shard")}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.artifact import test_refresh as refreshing
 from tests.distributed import allocation_scenarios as of
 from tests.distributed.harness import RankResults, Results, joined, running_ranks
 from tests.distributed.model import assert_near, assert_outcome, assert_same, assert_same_scheme, whole
@@ -21,6 +22,7 @@ OF_FOUR = {
     "curvature": {name: of.CURVATURE[name] for name in CURVATURE_ON_FOUR},
     "prune": {kind: of.PRUNED[kind] for kind in PRUNED_ON_FOUR},
     "export": {kind: of.EXPORTED[kind] for kind in PRUNED_ON_FOUR},
+    "refresh": {"row_wise": partial(of.refresh_over, "row_wise")},
 }
 
 
@@ -29,6 +31,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankResults]:
     """All things on two ranks."""
     things = {"curvature": of.CURVATURE | {"grows": of.curvature_grows}, "axes": of.AXES}
     things |= {"compress": {kind: partial(of.compress_over, kind) for kind in of.KINDS}}
+    things |= {"refresh": {kind: partial(of.refresh_over, kind) for kind in of.KINDS}}
     things |= {"narrow": of.NARROW, "prune": of.PRUNED, "export": of.EXPORTED, "refusals": {"all": of.refusals}}
     with running_ranks(2, joined(**things), tmp_path_factory.mktemp("two")) as running:
         yield running
@@ -119,6 +122,21 @@ def test_ranks_write_the_bytes_of_one_process(request, artifacts: Path, kind: st
     part[kind]  # shows the ranks' tracebacks
     for name in ("packed", "files"):
         assert files_of(part.folder / kind / name) == files_of(artifacts / name)
+
+
+@pytest.fixture(scope="module")
+def refreshed() -> Results:
+    """A refresh of one process."""
+    return of.refreshed(refreshing.today(), refreshing.TODAY)
+
+
+@pytest.mark.parametrize(("size", "kind"), [*((2, kind) for kind in of.KINDS), (4, "row_wise")])
+def test_ranks_refresh_as_one_process(request, refreshed: Results, size: int, kind: str) -> None:
+    for own in ranks_of(size, request).part("refresh")[kind]:
+        assert own["changed"] == refreshed["changed"]
+        assert min(own["changed"].values()) > 0
+        assert_same(own["tensors"], refreshed["tensors"])
+        assert_same(own["rows"], refreshed["rows"])
 
 
 @pytest.mark.parametrize("scenario", of.AXES)

@@ -1,0 +1,102 @@
+"""What `dnis refresh` does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dnis_torchrec.artifact.delta import ServedState, read_state, write_delta
+from dnis_torchrec.artifact.export import export
+from dnis_torchrec.artifact.refresh import MOST_DRIFT, Refresh, delta_, whole_
+from dnis_torchrec.cli.commands import encoder_of, recipe_of
+from dnis_torchrec.cli.run import RunFolder
+from dnis_torchrec.cli.settings import RefreshCommand
+from dnis_torchrec.cli.streams import data_of_stream
+from dnis_torchrec.data.over_ranks import read_splits, samples_to_measure
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.urls import address_of
+from dnis_torchrec.ranks import Ranks, together
+from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
+from dnis_torchrec.search.search import with_tables_apart
+from dnis_torchrec.selection.shards import table_configs
+from dnis_torchrec.training.checkpoint import check_shared
+from dnis_torchrec.training.shard import process_group
+from dnis_torchrec.training.weights import check_state, spread_filled
+
+RECORD = ("recipe", "columns", "seed", "embedding_dim", "stream", "versions", "refit")
+"""Fields of a run that its artifact has, too."""
+
+
+def run_refresh(settings: RefreshCommand) -> list[str]:
+    """Writes an artifact or a delta; returns what there is to say of it."""
+    with process_group() as device:
+        ranks, path = Ranks.everyone(), settings.run
+        check_shared(settings.out.parent)
+        with together():
+            run, base = RunFolder.open(path), read_state(settings.artifact)
+            head, weights = run.read_head(), run.weights()
+            recipe = recipe_of(settings, head, path)
+            check_state(recipe.model, weights, f"run folder {path}")
+            recipe = with_tables_apart(recipe)
+        encoder, samples = encoder_of(recipe), _samples(run, recipe, head, ranks)
+        model = spread_filled(recipe.model, weights, device)
+        record = {key: value for key, value in base.run.items() if key != "metrics"}
+        record |= {key: head[key] for key in RECORD if key in head}
+        if not settings.delta:
+            size = base.run.get("configuration", {}).get("compression")
+            state = base.scheme, base.rows
+            measurement, allocation = whole_(model, *state, compression=size, **samples)
+            record["output_shift"] = allocation.output_shift
+            with measurement.shifted(allocation):
+                export(
+                    model,
+                    allocation.scheme,
+                    settings.out,
+                    forms=(PACKED,),
+                    run=record,
+                    encoder=encoder,
+                )
+            lines = _size_lines(allocation.scheme, allocation.predicted_loss_increase)
+            return [*lines, f"artifact: {address_of(settings.out)}"]
+        result = delta_(model, base.scheme, base.rows, **samples)
+        with together():
+            if ranks.is_first:
+                of_encoder = base.encoder if encoder is None else encoder.to_bytes()
+                new = result.state(base, run=record, encoder=of_encoder)
+                write_delta(settings.artifact, new, settings.out)
+        return [*_delta_lines(result, base, settings.out), f"delta: {address_of(settings.out)}"]
+
+
+def _samples(
+    run: RunFolder, recipe: Recipe, head: Mapping[str, Any], ranks: Ranks
+) -> dict[str, Any]:
+    """What a model is measured on: what a stream has left, or the splits of the recipe."""
+    held_out = None
+    if recipe.is_stream:
+        data, counts, _ = data_of_stream(run, ranks)
+    else:
+        data, counts, _ = read_splits(recipe, table_configs(recipe.model), ranks)
+        held_out = samples_to_measure(data.selection if head.get("refit") else data.validation)
+    samples = {"batches": samples_to_measure(data.train), "counts": counts, "held_out": held_out}
+    return samples | {"loss": recipe.task, "leave_alone": recipe.leave_alone}
+
+
+def _size_lines(scheme: MixedDimensionScheme, increase: float) -> list[str]:
+    num_bytes = scheme.served_bytes(PACKED)
+    size = f"{num_bytes:,} bytes, {scheme.compression(PACKED):.2f} times smaller"
+    return [f"tables: {size}", f"predicted increase of the loss: {increase:.3g}"]
+
+
+def _delta_lines(result: Refresh, base: ServedState, out: Path) -> list[str]:
+    lines = _size_lines(result.scheme, result.predicted_loss_increase)
+    if out.is_dir():  # on the first rank
+        num_bytes = sum(file.stat().st_size for file in out.iterdir())
+        of_base = sum(len(rows) for rows in base.rows.values())
+        lines.append(f"written: {num_bytes:,} bytes, for {of_base:,} bytes of rows in the artifact")
+    for name, table in result.scheme.tables.items():
+        rows, drift = result.num_changed[name], result.drift[name]
+        lines.append(f"{name}: {rows:,} of {table.num_embeddings:,} rows, drift {drift:+.2%}")
+    total = sum(result.drift.values())
+    advice = "a whole refresh is due" if result.is_stale else f"at most {MOST_DRIFT:.1%} is fine"
+    return [*lines, f"drift, of the loss, beside a fresh allocation: {total:+.2%}; {advice}"]
