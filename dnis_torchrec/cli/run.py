@@ -208,7 +208,7 @@ class RunFolder:
         ranks = ranks_of(*collections(model).values())
         with together(ranks.group):
             if rank_of() == 0:
-                tensors = unshare(scheme.to_tensors() | scheme.to_refresh())
+                tensors = unshare(scheme.to_tensors())
                 put_file(self.path / "scheme.safetensors", partial(save_file, tensors))
                 remove_model(self._address)
                 if ranks.world_size == 1:
@@ -269,8 +269,7 @@ class RunFolder:
         tables, place = self.read_head().get("scheme", {}), str(self.path / "run.json")
         check(bool(tables), place, "at least one table", "none", _DAMAGED)
         try:
-            tensors = self._load("scheme")
-            return MixedDimensionScheme.from_parts(tables, tensors).with_refresh(tensors)
+            return MixedDimensionScheme.from_parts(tables, self._load("scheme"))
         except ValueError as error:
             raise ValueError(f"{place}, field scheme: {error}; {_DAMAGED}") from error
 

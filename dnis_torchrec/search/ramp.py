@@ -79,8 +79,9 @@ class Ramp:
             for dim, alpha in self._pipeline.alphas().items()
         }
         for table, of_table in by_table.items():
-            if isinstance(self._stream, OnePass):
-                of_table[-1] = True  # rows that come later learn in the last block
+            rows = int(self._blocks.routings[table].row_counts()[-1])
+            if isinstance(self._stream, OnePass) and self._blocks.seen_rows[table][-1] < rows:
+                of_table[-1] = True  # there rows learn that the stream has not had so far
             first = self._blocks.first_alpha_row(table)
             columns[of_table.shape[1]][first : first + len(of_table)] = of_table
         self._pipeline.alpha_optimizer.retain_(columns)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,22 +15,21 @@ from hypothesis import strategies as st
 from torchrec.datasets.utils import Batch
 
 from dnis_torchrec import SearchLoop, load_model, merge_
-from dnis_torchrec.cli import streams
 from dnis_torchrec.cli.commands import run_evaluate, run_export, run_search, run_train
 from dnis_torchrec.cli.run import RunFolder
 from dnis_torchrec.cli.settings import EvaluateCommand, ExportCommand, SearchCommand, TrainCommand
 from dnis_torchrec.report.rows import SEARCH
 from dnis_torchrec.search import one_pass
-from dnis_torchrec.search.pipeline import AlphaOptimizer
+from dnis_torchrec.search.pipeline import AlphaOptimizer, BilevelTrainPipeline
 from dnis_torchrec.search.ramp import Ramp
 from dnis_torchrec.search.schedule import SAMPLE_BATCHES, Level, LevelSchedule, OnePass
 from dnis_torchrec.training.checkpoint import tensors_under
 from dnis_torchrec.training.loop import SearchInterrupted
 from dnis_torchrec.training.progressive import Progressive
 from tests.search.test_loop import sharded_for_a_loop
-from tests.tiny import batches_of_day, demo, files_of, make_batch
+from tests.tiny import demo, files_of, make_batch
 
-BOTH = "tests.tiny:two_days"
+BOTH, KINDS = "tests.tiny:two_days", ("table/", "model/", "optimizer/", "fused/")
 
 
 @given(number=st.integers(0, 40), warm_up=st.integers(1, 9), upper=st.none() | st.integers(0, 9))
@@ -49,6 +47,7 @@ def test_each_batch_is_held_out_and_then_trained_on(number: int, warm_up: int, u
 
 @given(number=st.integers(5, 30), step=st.integers(0, 12), ahead=st.integers(0, 4))
 def test_a_stream_goes_on_where_its_steps_were(number: int, step: int, ahead: int) -> None:
+    torch.manual_seed(1)
     schedule = LevelSchedule(warm_up_steps=2, upper_steps=7)
     whole = OnePass(range(number), schedule)
     order = [*itertools.islice(whole, step + ahead)]
@@ -119,7 +118,6 @@ def test_columns_die_in_the_ramp_alone(gloo, tmp_path: Path, monkeypatch: pytest
         follow(self, phase, done)
         num_dead = sum(int((alpha == 0).sum()) for alpha in self._pipeline.alphas().values())
         seen.append((phase.name, num_dead, self._pipeline.upper_steps))
-        assert all(bool((alpha[-1] > 0).all()) for alpha in self._pipeline.alphas().values())  # rows to come
 
     monkeypatch.setattr(one_pass.OnePassSearch, "after_step", watch)
     searched(tmp_path / "run", compression=16.0, steps=60)
@@ -131,17 +129,28 @@ def test_columns_die_in_the_ramp_alone(gloo, tmp_path: Path, monkeypatch: pytest
 
 
 def test_without_a_ramp_it_is_plain_training(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights and states of optimizers go over as they are: bit for bit at the end of all steps."""
+    """Weights and states of optimizers go over bit for bit; a step with alpha = 1 adds up in another order."""
+    begin, differ = BilevelTrainPipeline.begin_with, list[str]()
+
+    def watch(self: BilevelTrainPipeline, path: Any, batch: Batch) -> None:
+        begin(self, path, batch)
+        stored = {kind: tensors_under(path, kind) for kind in KINDS}
+        live = self.state(SimpleNamespace(state_dict=lambda step: {})).tensors  # type: ignore[arg-type]
+        for kind, key in ((kind, key) for kind in KINDS for key in stored[kind]):
+            if not live[kind + key].chunks[0].tensor.equal(stored[kind][key]):
+                differ.append(kind + key)
+        assert stored["optimizer/"]
+
+    monkeypatch.setattr(BilevelTrainPipeline, "begin_with", watch)
     monkeypatch.setattr(Ramp, "_narrow", lambda *stage: None)
     monkeypatch.setattr(AlphaOptimizer, "step", lambda *gradients: None)
     run = searched(tmp_path / "run")
+    assert differ == []
     run_train(TrainCommand(recipe=BOTH, out=tmp_path / "plain", steps=60))
     plain = RunFolder.open(tmp_path / "plain")
-    for kind in ("table/", "model/", "optimizer/", "fused/"):
+    for kind in KINDS:
         expected = tensors_under(plain.latest_checkpoint(), kind)
-        result = tensors_under(run.latest_checkpoint(), kind)
-        assert [*result] == [*expected]
-        assert [key for key in expected if not result[key].equal(expected[key])] == []
+        torch.testing.assert_close(tensors_under(run.latest_checkpoint(), kind), expected, atol=1e-5, rtol=1e-3)
     for name in ("counts", "changed", "recent"):
         assert files_of(run.path)[f"{name}.safetensors"] == files_of(plain.path)[f"{name}.safetensors"]
 
@@ -150,18 +159,17 @@ def test_without_a_ramp_it_is_plain_training(gloo, tmp_path: Path, monkeypatch: 
 def test_a_search_that_was_stopped_goes_on_to_the_same_result(
     run: RunFolder, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle, number = one_pass.Progressive.note, itertools.count(1)
+    note = Progressive.note
 
     def stop(self: Any, *output: Any, **options: Any) -> None:
-        settle(self, *output, **options)
+        note(self, *output, **options)
         if self.stream._num_samples == after * 64:
             raise SearchInterrupted("stopped")
 
-    monkeypatch.setattr(streams.Progressive, "note", stop)
+    monkeypatch.setattr(Progressive, "note", stop)
     with pytest.raises(SearchInterrupted):
         searched(tmp_path / "run")
     monkeypatch.undo()
-    del number
     files = files_of(searched(tmp_path / "run", resume=True).path)
     for name in ("model", "scheme", "counts", "recent"):
         assert files[f"{name}.safetensors"] == files_of(run.path)[f"{name}.safetensors"]
