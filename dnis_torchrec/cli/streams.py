@@ -29,7 +29,7 @@ from dnis_torchrec.report.rows import SEARCH, Results
 from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
 from dnis_torchrec.search.one_pass import OnePassSearch
 from dnis_torchrec.search.search import SEARCHED, with_tables_apart
-from dnis_torchrec.selection.shards import dense_parameters, table_configs
+from dnis_torchrec.selection.shards import dense_parameters, name_tables_back_, table_configs
 from dnis_torchrec.selection.swap import unshard_
 from dnis_torchrec.training.checkpoint import CheckpointFolder, Manifest, write_checkpoint
 from dnis_torchrec.training.loop import (
@@ -52,7 +52,6 @@ STREAM_NOTE = (
 RECENT_NOTE = (
     "Metrics are those of the newest {:,} samples of the stream, which training has read once."
 )
-
 SHORT_NOTE = "The stream ended after {:,} of {:,} steps."
 SEARCH_NOTE = "No gains: weights have learnt from every sample once."
 
@@ -166,7 +165,7 @@ def search_on_stream(
     results = judge.results(rows, of_run, **more)
     of_run |= {"origin": SEARCHED, "scheme": scheme.to_json(), "metrics": metrics["test"]}
     write_checkpoint(folder, steps, state, None)
-    return model, scheme, of_run, results
+    return name_tables_back_(model), scheme, of_run, results
 
 
 def _stopping(events: SearchEvents) -> SearchEvents:

@@ -256,25 +256,13 @@ class OnePass(BilevelStream[_T]):
     def __init__(self, source: Iterable[_T], schedule: LevelSchedule = LevelSchedule()) -> None:
         super().__init__((), (), schedule)
         self._source = iter(source)
-        self._ahead: list[_T] = []  # read, but not given to the lower level
-        self._is_upper_given = False
+        self._ahead: list[_T] = []  # the next one to train on, if it is read
         self._newest = deque[_T](maxlen=SAMPLE_BATCHES)
+        self._positions = dict.fromkeys(Level, StreamPosition(epoch=1))
 
     def sample(self, number: int) -> Iterator[_T]:
-        """The newest batches that were given: there are no others to measure on."""
+        """The newest batches: there are no others to measure on."""
         return iter([*self._newest])
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to where `state_dict` was taken: reads on behind what lower steps had taken."""
-        super().load_state_dict(state)
-        self._positions = {level: StreamPosition(**state[level.value]) for level in Level}
-        self._past = deque([(self._step, self._positions)], maxlen=MAX_AHEAD + 1)
-        number = self._positions[Level.LOWER].batches
-        for index in range(number):
-            requirement = f"at least {number} batches, as before the interruption"
-            is_there = self._look() is not None
-            check(is_there, _name(Level.LOWER), requirement, index, "resume with the run's data")
-            self._newest.append(self._ahead.pop())
 
     def first_train_batch(self) -> _T:
         """The next batch to train on, which stays the next."""
@@ -282,13 +270,19 @@ class OnePass(BilevelStream[_T]):
         check(batch is not None, _name(Level.LOWER), "at least one batch", "none")
         return cast(_T, batch)
 
+    def _skip(self, level: Level, target: StreamPosition) -> None:
+        # A batch that upper steps alone have had is the next one to train on.
+        self._positions = {**self._positions, level: target}
+        number, remedy = target.batches if level is Level.LOWER else 0, "resume with the run's data"
+        for index in range(number):
+            requirement = f"at least {number} batches, as before the interruption"
+            check(self._look() is not None, _name(level), requirement, index, remedy)
+            self._ahead.pop()
+
     def _next_of(self, level: Level) -> _T:
         batch = self._look()
         if batch is None:
             raise StopIteration
-        if not self._is_upper_given:
-            self._newest.append(batch)
-        self._is_upper_given = level is Level.UPPER
         if level is Level.LOWER:
             self._ahead.pop()
         return self._count(level, batch)
@@ -296,6 +290,7 @@ class OnePass(BilevelStream[_T]):
     def _look(self) -> _T | None:
         if not self._ahead:
             self._ahead.extend(itertools.islice(self._source, 1))
+            self._newest.extend(self._ahead)
         return self._ahead[0] if self._ahead else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -18,6 +19,7 @@ from dnis_torchrec import SearchLoop, load_model, merge_
 from dnis_torchrec.cli.commands import run_evaluate, run_export, run_search, run_train
 from dnis_torchrec.cli.run import RunFolder
 from dnis_torchrec.cli.settings import EvaluateCommand, ExportCommand, SearchCommand, TrainCommand
+from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.report.rows import SEARCH
 from dnis_torchrec.search import one_pass
 from dnis_torchrec.search.pipeline import AlphaOptimizer, BilevelTrainPipeline
@@ -27,7 +29,7 @@ from dnis_torchrec.training.checkpoint import tensors_under
 from dnis_torchrec.training.loop import SearchInterrupted
 from dnis_torchrec.training.progressive import Progressive
 from tests.search.test_loop import sharded_for_a_loop
-from tests.tiny import demo, files_of, make_batch
+from tests.tiny import batches_of_day, demo, files_of, make_batch
 
 BOTH, KINDS = "tests.tiny:two_days", ("table/", "model/", "optimizer/", "fused/")
 
@@ -136,9 +138,8 @@ def test_without_a_ramp_it_is_plain_training(gloo, tmp_path: Path, monkeypatch: 
         begin(self, path, batch)
         stored = {kind: tensors_under(path, kind) for kind in KINDS}
         live = self.state(SimpleNamespace(state_dict=lambda step: {})).tensors  # type: ignore[arg-type]
-        for kind, key in ((kind, key) for kind in KINDS for key in stored[kind]):
-            if not live[kind + key].chunks[0].tensor.equal(stored[kind][key]):
-                differ.append(kind + key)
+        for kind, of_kind in stored.items():
+            differ.extend(key for key in of_kind if not live[kind + key].chunks[0].tensor.equal(of_kind[key]))
         assert stored["optimizer/"]
 
     monkeypatch.setattr(BilevelTrainPipeline, "begin_with", watch)
@@ -173,3 +174,33 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_result(
     files = files_of(searched(tmp_path / "run", resume=True).path)
     for name in ("model", "scheme", "counts", "recent"):
         assert files[f"{name}.safetensors"] == files_of(run.path)[f"{name}.safetensors"]
+
+
+def late(data: Path | None, **options: Any) -> Recipe:
+    """Of user, the second half of the rows comes after half of the steps."""
+    batches = [*batches_of_day(0)]
+    for batch in batches[:15]:
+        batch.sparse_features.values()[: len(batch.labels)] %= 20
+    return dataclasses.replace(demo(data, **options), data=iter(batches))
+
+
+def test_rows_that_come_late_have_columns_to_learn_in(gloo, tmp_path: Path) -> None:
+    run = searched(tmp_path / "run", f"{__name__}:late", steps=30, compression=16.0)
+    tables = tensors_under(run.latest_checkpoint(), "table/")
+    assert bool((tables["user"][20:] != 0).all())
+    assert bool((tables["genre"] == 0).all(dim=0).any())
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"epochs": 2}, "--epochs"),
+        ({"steps": None}, "Recipe.data"),
+        ({"recipe": "tests.tiny:demo"}, "--steps"),
+        ({"steps": 500}, "training stream"),
+        ({"source": Path("none")}, "none"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(gloo, fields: dict[str, Any], place: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=place):
+        searched(tmp_path / "out", **fields)
