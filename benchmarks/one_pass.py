@@ -1,10 +1,10 @@
 """Search in one pass beside what else one would do: train plainly on the same stream, then compress.
 
-    python -m benchmarks.one_pass amazon|lastfm --data FOLDER [--size 20] [--seed 0]
+    python -m benchmarks.one_pass amazon|lastfm --data FOLDER [--size 20]
 
 All read nine tenths of the samples in the order of time, once; printed is the log loss on the last tenth, of which
-nothing has learnt, of the plain model and of both as they are served. Train and compress wins on both streams (the
-changelog has the numbers): columns that died are missed by rows whose time comes later.
+nothing has learnt, of the plain model and of both as they are served. Take train and compress: it is ahead on both
+streams, by .0047 and .0039 at 20 times, for columns that died early are missed by what comes later.
 """
 
 from __future__ import annotations
@@ -46,12 +46,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stream", choices=MODULES)
     parser.add_argument("--data", type=Path, required=True)
-    for option, usual in (("--size", 20), ("--seed", 0)):
-        parser.add_argument(option, type=int, default=usual)
+    parser.add_argument("--size", type=int, default=20)
     options = parser.parse_args()
     name, size = f"benchmarks.one_pass:{options.stream}", options.size
     steps = sum(1 for _ in part(options.stream, options.data).data)
-    of_all: Any = {"recipe": name, "data": options.data, "seed": options.seed}
+    of_all: Any = {"recipe": name, "data": options.data}
     with TemporaryDirectory() as folder, process_group():
         plain, small, run, artifact = (Path(folder) / part for part in ("plain", "small", "run", "artifact"))
         commands.run_train(settings.TrainCommand(out=plain, steps=steps, **of_all))

@@ -294,7 +294,6 @@ class SearchCommand(TableOptions):
             min=5, help="Steps of one pass over a stream: half train, a fifth drops columns."
         ),
     ] = None
-    seed: SeedOption = None
     resume: ResumeOption = False
     overwrite: OverwriteOption = False
 
