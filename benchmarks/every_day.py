@@ -143,8 +143,7 @@ def delta_state(
             stack.enter_context(patch.object(refresh, constant, float("inf")))
         result = refresh.delta_(copy.deepcopy(model), old.scheme, old.rows, **samples)
     new = replace(old, scheme=result.scheme, rows=result.rows, dense=result.dense)
-    figures = {"drift": sum(result.drift.values()), "share": share_of_delta(old, new)}
-    return new, figures | {"size": new.scheme.compression("packed")}
+    return new, {"share": share_of_delta(old, new), "size": new.scheme.compression("packed")}
 
 
 def sum_of(one: FrequencyCounts, other: FrequencyCounts) -> FrequencyCounts:

@@ -1,231 +1,139 @@
-"""Latency of pruned tables beside dense ones, and their bytes beside what no encoding could do without.
+"""Latency on a CPU of tables that `compress` made, beside the rows that others serve.
 
-    python -m benchmarks.serving [--quick] [--every-form] [--artifact PATH] [--device cuda] --json FILE
+    python -m benchmarks.serving [--quick] [--json FILE]
 
-Cases: `simulated`, 95 % of all values pruned one by one (one table of 1M rows, or 26 of 40,000; D = 64);
-`simulated_blocks`, 26 tables whose blocks retain fewer columns the rarer their rows; `simulated_codes`, tables as bits
-for every column leave them, and `simulated_unsorted`, the same with rows in no order; and any artifact: each
-collection, and each table of it alone, in every form that it holds and in every CSR form. Ids follow Zipf's law, rows
-are sorted by frequency.
-Simulated single tables are looked up from plain tensors, against nn.EmbeddingBag in fp32; all else from a
-KeyedJaggedTensor that nobody has used before, against torchrec's EmbeddingBagCollection in fp32.
+26 tables of 64 columns with the rows of Criteo's, 1.6 million at most: 8.6 million together, beyond the caches. Values
+are normal, those of later columns smaller, counts of rows follow Zipf's law, and `compress` makes the tables 20 times
+smaller. Rows stand in no order, or sorted by how often they are read. Ids follow the same law. Beside `packed` stand:
 
-In every round all forms take turns, in random order, on the same fresh ids. `latency_ratio` is the median over rounds
-of a form's time over the dense one's of the same round, `ratio_quartiles` its middle half. `bytes_over_floor` counts
-every byte of the module's tables and indices over 4 bytes per non-zero value plus the entropy of the mask, taken per
-block and column. Run it with OMP_WAIT_POLICY=passive, and two threads on an otherwise idle machine only: a core that
-somebody else needs makes torch's threads wait for each other, whichever form is looked up. On a GPU a turn ends when
-the GPU has done its last call; its ids lie there before it begins, as in a model that is served there as a whole.
-`resident_over_predicted` compares the module's bytes with `served_bytes`, which knows nothing of what a module makes
-for itself; the floor of codes is their bits.
+* `ebc_fp32`: torchrec's EmbeddingBagCollection; both take a KeyedJaggedTensor that nobody has used before,
+* `tbe_int4`: FBGEMM's inference kernel for all tables, called directly; from here on all take plain tensors,
+* `bag_int4`: torch's 4-bit bags, a call a table,
+* `bag_fp16`: nn.EmbeddingBag in float16, a call a table,
+* `bag_fp32`: nn.EmbeddingBag, beside one table of 1.6 million rows.
+
+In every round all take turns, in random order, on the same fresh ids, on one thread. A ratio is the median over rounds
+of the time of `packed` over another's of the same round; beside it stand its quartiles. `--quick` has a tenth of the
+rows. Run it with OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
-import torchrec
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.datasets.utils import Batch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.files import output_file
-from benchmarks.gpu.timing import wait_for
-from dnis_torchrec.artifact.load import exact_rows, read_scheme
-from dnis_torchrec.artifact.load import serve as serve_tables
-from dnis_torchrec.artifact.manifest import read_manifest
-from dnis_torchrec.blocks.routing import RowRouting
+from dnis_torchrec.allocation.compress import compress
+from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.checks import versions
 from dnis_torchrec.data.files import write_json
 from dnis_torchrec.ops.build import LOOKUPS
-from dnis_torchrec.scheme import FORMS, MixedDimensionScheme, TableScheme
+from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving import load_operator
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 
-EMBEDDING_DIM, DENSITY = 64, 0.05
-NUM_EMBEDDINGS, NUM_TABLES, NUM_EMBEDDINGS_OF_MANY = 1_000_000, 26, 40_000
-BATCH_SIZES, POOLINGS, THREADS = (1, 64, 1024, 4096), (1, 20), (1, 2)
-BLOCK_ENDS, BLOCK_DIMS = (0.001, 0.005, 0.02, 0.1, 0.4, 1.0), (64, 48, 24, 8, 4, 2)
-"""`simulated_blocks`: where blocks of rows end, as a share of N, and the columns that they retain: 94 % pruned."""
-CODED_ENDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0)
-CODED_DIMS, CODED_BITS = (64, 64, 56, 48, 40, 32, 24, 16), (6, 5, 4, 3, 2)
-"""`simulated_codes`: likewise, and the bits of each fifth of these columns: 4 a retained value, 22 times smaller."""
+EMBEDDING_DIM, COMPRESSION, MOST_ROWS = 64, 20.0, 1_600_000
+CRITEO_ROWS = (1460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5683, 8_351_593, 3194, 27, 14_992)
+CRITEO_ROWS += (5_461_306, 10, 5652, 2173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572)
+BATCHES = ((1, 1), (64, 1), (1024, 1), (4096, 1), (64, 20), (1024, 20))
+"""Bags of a table, and ids of a bag."""
+SAMPLES, SAMPLES_PER_BATCH = 65_536, 4096
+ROUNDS, MOST_IDS_OF_TURN = 100, 20_000
+"""A turn is one call or more, of so many ids together, after one that is not timed: that one brings back what others
+drove from the caches, as in a service, where nobody takes turns."""
+Bags: TypeAlias = tuple[Tensor, Tensor]
+Call: TypeAlias = Callable[[Any], object]
 
-ROUNDS, QUICK_ROUNDS, SMALL_BATCH = 200, 7, 64
-"""Rounds; fewer with ``--quick``, but for batches up to the small one, which take no time and vary most."""
-CALLS_PER_TURN, BAGS_PER_TURN = 4, 32
-"""A turn times at least so many calls, of so many bags together, after one that is not timed: that one brings back what
-the other forms drove from the caches, as in a service, where nobody takes turns."""
+
+class SumOfSquares(nn.Module):
+    """Predicts the squared length of all pooled embeddings."""
+
+    def __init__(self, rows_of_tables: Sequence[int]) -> None:
+        super().__init__()
+        configs = [
+            EmbeddingBagConfig(
+                name=f"t{index}", num_embeddings=rows, embedding_dim=EMBEDDING_DIM, feature_names=[f"f{index}"]
+            )
+            for index, rows in enumerate(rows_of_tables)
+        ]
+        self.tables: nn.Module = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+        for bag in self.tables.embedding_bags.values():
+            values = torch.randn(bag.num_embeddings, EMBEDDING_DIM) * 0.1 / torch.arange(1, 1 + EMBEDDING_DIM).sqrt()
+            bag.weight = nn.Parameter(values)
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """Predicts."""
+        del dense_features
+        return self.tables(sparse_features).values().square().sum(1)
 
 
 @dataclass
 class Case:
-    """Pruned tables, and the forms that serve them; `is_plain`: without KeyedJaggedTensor, beside nn.EmbeddingBag.
-
-    `tables` lie on the CPU, `forms`, the dense ones and the ids on `device`.
-    """
+    """Tables that `compress` made; `rows_by_frequency` from the most frequent to the rarest."""
 
     name: str
+    packed: PackedEmbeddingBagCollection
     scheme: MixedDimensionScheme
-    tables: dict[str, Tensor]
-    forms: dict[str, nn.Module]
     rows_by_frequency: dict[str, Tensor]
-    device: torch.device
-    is_plain: bool = False
 
     @property
-    def features(self) -> list[tuple[str, TableScheme]]:
-        """Every (feature, table), in the modules' order."""
-        return [(feature, table) for table in self.scheme.tables.values() for feature in table.feature_names]
+    def keys(self) -> list[str]:
+        """The feature of every table."""
+        return [table.feature_names[0] for table in self.scheme.tables.values()]
+
+    def kjt(self, bags: Bags) -> KeyedJaggedTensor:
+        """The same bags as torchrec takes them; nobody has used it before."""
+        ids, lengths = bags[0], bags[1].diff()
+        return KeyedJaggedTensor(self.keys, ids, lengths=lengths, stride=len(lengths) // len(self.keys))
+
+    def draw(self, batch_size: int, pooling: int) -> Bags:
+        """Ids and offsets, table by table, after Zipf's law: the logarithm of a row's rank is uniform."""
+        ids = []
+        for rows in self.rows_by_frequency.values():
+            uniform = torch.rand(batch_size * pooling, dtype=torch.float64)
+            ids.append(rows[(len(rows) ** uniform).long().sub(1).clamp(0, len(rows) - 1)])
+        return torch.cat(ids), torch.arange(0, len(ids) * batch_size * pooling + 1, pooling)
 
 
-def simulated(num_tables: int, num_embeddings: int, forms: Sequence[str], device: torch.device) -> Case:
-    """Tables whose values were pruned one by one, at random."""
+def compressed(name: str, rows_of_tables: Sequence[int], *, is_sorted: bool) -> Case:
+    """Makes tables and compresses them."""
     torch.manual_seed(0)
-    routing = RowRouting(num_embeddings, 1, boundaries=torch.tensor([0, num_embeddings]))
-    retained = torch.ones(1, EMBEDDING_DIM, dtype=torch.bool)
-    tables = {}
-    for index in range(num_tables):
-        tables[f"t{index}"] = torch.randn(num_embeddings, EMBEDDING_DIM)
-        tables[f"t{index}"][torch.rand(num_embeddings, EMBEDDING_DIM) >= DENSITY] = 0
-    return serve("simulated", tables, routing, retained, forms, device)
-
-
-def simulated_blocks(num_tables: int, num_embeddings: int, forms: Sequence[str], device: torch.device) -> Case:
-    """Tables of which whole columns of blocks were pruned."""
-    torch.manual_seed(0)
-    routing = RowRouting(num_embeddings, len(BLOCK_DIMS), boundaries=boundaries_at(BLOCK_ENDS, num_embeddings))
-    retained = torch.arange(EMBEDDING_DIM) < torch.tensor(BLOCK_DIMS).unsqueeze(1)
-    retained = retained[:, torch.randperm(EMBEDDING_DIM)]
-    mask = retained[routing.all_blocks()]
-    tables = {f"t{index}": torch.randn(num_embeddings, EMBEDDING_DIM) * mask for index in range(num_tables)}
-    return serve("simulated_blocks", tables, routing, retained, forms, device)
-
-
-def simulated_codes(num_tables: int, num_embeddings: int, forms: Sequence[str], device: torch.device) -> Case:
-    """Tables as `compress` leaves them: bits for every column, in principal axes, so that the first get most."""
-    return coded("simulated_codes", num_tables, torch.arange(num_embeddings), forms, device)
-
-
-def simulated_unsorted(num_tables: int, num_embeddings: int, forms: Sequence[str], device: torch.device) -> Case:
-    """The same with rows in no order, which a directory has to find."""
-    torch.manual_seed(1)
-    return coded("simulated_unsorted", num_tables, torch.randperm(num_embeddings), forms, device)
-
-
-def coded(name: str, num_tables: int, rows: Tensor, forms: Sequence[str], device: torch.device) -> Case:
-    """Tables with codes; `rows` from the most frequent to the rarest."""
-    torch.manual_seed(0)
-    num_embeddings, num_blocks = len(rows), len(CODED_DIMS)
-    routing = RowRouting(num_embeddings, num_blocks, boundaries=boundaries_at(CODED_ENDS, num_embeddings))
-    blocks = torch.empty(num_embeddings, dtype=torch.int64)
-    blocks[rows] = routing.all_blocks()
-    if bool((blocks.diff() < 0).any()):
-        routing = RowRouting.from_map(blocks, num_blocks)
-    dims, column = torch.tensor(CODED_DIMS).unsqueeze(1), torch.arange(EMBEDDING_DIM)
-    retained = column < dims
-    fifth = (column * len(CODED_BITS) // dims).clamp(max=len(CODED_BITS) - 1)
-    bits = torch.where(retained, torch.tensor(CODED_BITS)[fifth], 0)
-    scale, shift = torch.where(retained, 2.0**-bits, 1.0), torch.where(retained, 1 - 2**bits, 0)
-    tables, levels = {}, (1 << bits).float()
-    for index in range(num_tables):
-        drawn = torch.rand(num_embeddings, EMBEDDING_DIM).mul_(levels[blocks]).floor_()
-        tables[f"t{index}"] = drawn.add_((shift / 2)[blocks]).mul_(scale[blocks])
-    codes = {"bits": bits.to(torch.uint8), "scale": scale, "shift": shift.to(torch.int16)}
-    return serve(name, tables, routing, retained, forms, device, rows=rows, codes=codes)
-
-
-def boundaries_at(ends: Sequence[float], num_embeddings: int) -> Tensor:
-    """Where blocks begin and end that end at shares of all rows."""
-    return torch.tensor([0, *(round(end * num_embeddings) for end in ends)])
-
-
-def serve(
-    name: str,
-    tables: dict[str, Tensor],
-    routing: RowRouting,
-    retained: Tensor,
-    forms: Sequence[str],
-    device: torch.device,
-    *,
-    rows: Tensor | None = None,
-    codes: dict[str, Tensor] | None = None,
-) -> Case:
-    """The modules of a simulated case; `rows` from the most frequent to the rarest, in their order if not given."""
-    scheme = MixedDimensionScheme(
-        {
-            table: TableScheme(
-                name=table,
-                collection="ebc",
-                num_embeddings=routing.num_embeddings,
-                embedding_dim=EMBEDDING_DIM,
-                pooling="sum",
-                feature_names=(f"{table}_id",),
-                is_weighted=False,
-                routing=routing,
-                retained=retained,
-                num_retained=int(weight.count_nonzero()),
-                **(codes or {}),
-            )
-            for table, weight in tables.items()
-        }
-    )
-    by_frequency = torch.arange(routing.num_embeddings) if rows is None else rows
-    modules = modules_of(scheme, tables, forms, device)
-    return Case(name, scheme, tables, modules, dict.fromkeys(tables, by_frequency), device, is_plain=len(tables) == 1)
-
-
-def modules_of(
-    scheme: MixedDimensionScheme, tables: dict[str, Tensor], forms: Sequence[str], device: torch.device
-) -> dict[str, nn.Module]:
-    """A serving module of every form, made as an artifact's reader makes it; all that can hold the scheme if none."""
-    names = forms or FORMS
-    return {name: serve_tables(scheme, tables, name, device=device) for name in names}
-
-
-def of_artifact(path: Path, device: torch.device) -> Iterator[Case]:
-    """Each unweighted collection of an artifact, then each of its tables; rows that retain most count as the most
-    frequent.
-    """
-    scheme, held = read_scheme(path), read_manifest(path)["forms"]
-    forms = list(dict.fromkeys(held))
-    for collection in sorted({t.collection for t in scheme.tables.values() if not t.is_weighted}):
-        whole = {n: t for n, t in scheme.tables.items() if t.collection == collection}
-        parts = [whole] if len(whole) == 1 else [whole, *({name: table} for name, table in whole.items())]
-        for part in parts:
-            exact = exact_rows(path)
-            tables = {name: exact[name](0, table.num_embeddings) for name, table in part.items()}
-            rows = {name: (table != 0).sum(1).argsort(descending=True, stable=True) for name, table in tables.items()}
-            name = ":".join([path.resolve().name, collection, *(part if part is not whole else ())])
-            part_scheme = MixedDimensionScheme(part)
-            yield Case(name, part_scheme, tables, modules_of(part_scheme, tables, forms, device), rows, device)
-
-
-def floor_bytes(case: Case) -> float:
-    """Bytes that no encoding of the tables could do without."""
-    total = 0.0
-    for name, table in case.scheme.tables.items():
-        present = case.tables[name] != 0
-        num_blocks = table.routing.num_blocks + 1  # one for the rows of no block
-        counts = torch.zeros(num_blocks, table.embedding_dim, dtype=torch.float64)
-        counts.index_add_(0, table.routing.all_blocks(), present.double())
-        rows = table.routing.row_counts(include_unassigned=True).unsqueeze(1)
-        share = (counts / rows.clamp(min=1)).clamp(0, 1)
-        bits = torch.special.entr(share) + torch.special.entr(1 - share)
-        values = 4 * int(present.sum())
-        if table.bits is not None:
-            values = int(table.routing.row_counts() @ table.bits.long().sum(dim=1)) // 8
-        total += values + float((rows * bits).sum()) / torch.tensor(2.0).log().item() / 8
-    return total
+    model = SumOfSquares(rows_of_tables)
+    order = torch.arange if is_sorted else torch.randperm
+    rows_by_frequency = {f"t{index}": order(rows) for index, rows in enumerate(rows_of_tables)}
+    counts: dict[str, Tensor] = {}
+    for table, rows in rows_by_frequency.items():
+        counts[table] = torch.empty(len(rows), dtype=torch.int32)
+        counts[table][rows] = len(rows) // torch.arange(1, 1 + len(rows), dtype=torch.int32)
+    case = Case(name, model.tables, MixedDimensionScheme({}), rows_by_frequency)
+    keys, batches = [f"f{index}" for index in range(len(rows_of_tables))], []
+    for _ in range(SAMPLES // SAMPLES_PER_BATCH):
+        ids, offsets = case.draw(SAMPLES_PER_BATCH, 1)
+        features = KeyedJaggedTensor(keys, ids, lengths=offsets.diff())
+        with torch.no_grad():
+            labels = model(torch.empty(0), features) + torch.randn(SAMPLES_PER_BATCH)
+        batches.append(Batch(torch.zeros(SAMPLES_PER_BATCH, 1), features, labels))
+    num_samples = max(int(of_rows.sum()) for of_rows in counts.values())
+    frequencies = FrequencyCounts(counts, dict.fromkeys(keys, 1), num_samples)
+    case.scheme = compress(model, batches, loss=nn.MSELoss(), compression=COMPRESSION, counts=frequencies).scheme
+    case.packed = model.tables
+    return case
 
 
 def resident_bytes(module: nn.Module) -> int:
@@ -233,185 +141,115 @@ def resident_bytes(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
-def draw_ids(case: Case, batch_size: int, pooling: int) -> Tensor:
-    """Ids for one call, feature by feature, after Zipf's law: the logarithm of a row's rank is uniform."""
-    ids = []
-    for _, table in case.features:
-        uniform = torch.rand(batch_size * pooling, dtype=torch.float64)
-        rank = (table.num_embeddings**uniform).long().sub(1).clamp(0, table.num_embeddings - 1)
-        ids.append(case.rows_by_frequency[table.name][rank])
-    return torch.cat(ids)
+def int4_lookup(rows_of_tables: Sequence[int]) -> Call:
+    """FBGEMM's kernel of int4 rows, as its module calls it, but for the check of ids and what Python does there."""
+    specs = [("", rows, EMBEDDING_DIM, SparseType.INT4, EmbeddingLocation.HOST) for rows in rows_of_tables]
+    module = IntNBitTableBatchedEmbeddingBagsCodegen(specs, device="cpu", output_dtype=SparseType.FP32)
+    module.fill_random_weights()
+    names = ("weights_placements", "weights_offsets", "weights_tys", "D_offsets", "total_D")
+    names += ("max_int2_D", "max_int4_D", "max_int8_D", "max_float16_D", "max_float32_D", "row_alignment")
+    fields: dict[str, Any] = {name: getattr(module, name) for name in names}
+    fields |= {
+        "dev_weights": module.weights_host,
+        "uvm_weights": module.weights_uvm,
+        "pooling_mode": 0,
+        "indice_weights": None,
+        "output_dtype": 0,
+    }
+    call = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function.default
+    return lambda bags: call(indices=bags[0], offsets=bags[1], **fields)
 
 
-def dense_collection(case: Case) -> EmbeddingBagCollection:
-    """torchrec's own collection of the same tables."""
-    configs = [
-        EmbeddingBagConfig(
-            name=name,
-            num_embeddings=table.num_embeddings,
-            embedding_dim=table.embedding_dim,
-            feature_names=list(table.feature_names),
-            pooling=PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM,
-        )
-        for name, table in case.scheme.tables.items()
-    ]
-    collection = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
-    for name, bag in collection.embedding_bags.items():
-        bag.weight = nn.Parameter(case.tables[name].to(case.device))
-    return collection
+def contenders(case: Case) -> dict[str, Call]:
+    """Name -> what looks bags up. Values do not matter to the time of others, so theirs are drawn."""
+    sizes = [table.num_embeddings for table in case.scheme.tables.values()]
+    dense = SumOfSquares(sizes).tables
+    weights = [bag.weight.detach() for bag in dense.embedding_bags.values()]
+    calls: dict[str, Call] = {"packed": lambda bags: case.packed.lookup(*bags)}
+    if len(sizes) == 1:
+        bag = nn.EmbeddingBag.from_pretrained(weights[0], mode="sum", include_last_offset=True)
+        return calls | {"bag_fp32": lambda bags: bag(*bags)}
+    fours = [torch.ops.quantized.embedding_bag_4bit_prepack(weight) for weight in weights]
+    look_up = partial(torch.ops.quantized.embedding_bag_4bit_rowwise_offsets, include_last_offset=True)
+    plain = partial(nn.EmbeddingBag.from_pretrained, mode="sum", include_last_offset=True)
+
+    def table_by_table(calls_of_tables: Sequence[Callable[[Tensor, Tensor], Tensor]]) -> Call:
+        def of_all(bags: Bags) -> Tensor:
+            ids, offsets = bags
+            of_table = offsets[: (len(offsets) - 1) // len(sizes) + 1]
+            parts = zip(calls_of_tables, ids.view(len(sizes), -1).unbind(0), strict=True)
+            return torch.cat([call(part, of_table) for call, part in parts], dim=1)
+
+        return of_all
+
+    return calls | {
+        "packed_kjt": lambda bags: case.packed(case.kjt(bags)).values(),
+        "ebc_fp32": lambda bags: dense(case.kjt(bags)).values(),
+        "tbe_int4": int4_lookup(sizes),
+        "bag_int4": table_by_table([partial(look_up, table) for table in fours]),
+        "bag_fp16": table_by_table([plain(weight.half()) for weight in weights]),
+    }
 
 
-def contenders(case: Case) -> tuple[str, dict[str, Callable[[Any], Any]]]:
-    """Returns the dense baseline's name, and contender -> its lookup of a batch, the baseline first."""
-    if not case.is_plain:
-        modules: dict[str, nn.Module] = {"dense": dense_collection(case), **case.forms}
-        return "torchrec.EmbeddingBagCollection", modules
-    ((name, weight),) = case.tables.items()
-    mode = case.scheme.tables[name].pooling
-    dense = nn.EmbeddingBag.from_pretrained(weight.to(case.device), mode=mode, include_last_offset=True)
-    calls: dict[str, Callable[[Any], Any]] = {"dense": lambda batch: dense(*batch)}
-    for form, module in case.forms.items():
-        if isinstance(module, PackedEmbeddingBagCollection):  # the other forms know KeyedJaggedTensors only
-            calls[form] = lambda batch, module=module: module.lookup(*batch)
-    return "nn.EmbeddingBag", calls
-
-
-def measure(case: Case, batch_size: int, pooling: int, rounds: int) -> tuple[str, dict[str, list[float]]]:
+@torch.inference_mode()
+def measure(case: Case, calls: dict[str, Call], batch_size: int, pooling: int) -> dict[str, list[float]]:
     """Microseconds per call of every contender in every round; they take turns."""
-    baseline, calls = contenders(case)
-    keys = [feature for feature, _ in case.features]
-    num_bags = len(keys) * batch_size
-    lengths = torch.full((num_bags,), pooling, device=case.device)
-    offsets = torch.arange(0, num_bags * pooling + 1, pooling, device=case.device)
-    per_turn = max(CALLS_PER_TURN, BAGS_PER_TURN // batch_size)
+    per_turn = max(1, min(50, MOST_IDS_OF_TURN // (batch_size * pooling * len(case.keys))))
     times: dict[str, list[float]] = {name: [] for name in calls}
-
-    def batches(all_ids: list[Tensor]) -> list[Any]:
-        if baseline == "nn.EmbeddingBag":
-            return [(ids, offsets) for ids in all_ids]
-        return [KeyedJaggedTensor(keys=keys, values=ids, lengths=lengths, stride=batch_size) for ids in all_ids]
-
-    with torch.inference_mode():
-        for index in range(-2, rounds):
-            all_ids = [draw_ids(case, batch_size, pooling).to(case.device) for _ in range(1 + per_turn)]
-            for name in random.sample(list(calls), len(calls)):
-                call, (first, *turn) = calls[name], batches(all_ids)
-                call(first)
-                wait_for(case.device)
-                start = time.perf_counter()
-                for batch in turn:
-                    call(batch)
-                wait_for(case.device)
-                seconds = time.perf_counter() - start
-                if index >= 0:
-                    times[name].append(1e6 * seconds / per_turn)
-    return baseline, times
+    for _ in range(ROUNDS if batch_size * pooling < 10_000 else ROUNDS // 3):
+        first, *turn = [case.draw(batch_size, pooling) for _ in range(1 + per_turn)]
+        for name in random.sample(list(calls), len(calls)):
+            calls[name](first)
+            start = time.thread_time()  # a core that others want, too, would tell of them
+            for bags in turn:
+                calls[name](bags)
+            times[name].append(1e6 * (time.thread_time() - start) / per_turn)
+    return times
 
 
-def check_equal(case: Case) -> None:
-    """Every form without rounding gives what the dense tables give: a fast wrong answer is not worth a row."""
-    keys = [feature for feature, _ in case.features]
-    batch = KeyedJaggedTensor(keys=keys, values=draw_ids(case, 16, 3), lengths=torch.full((16 * len(keys),), 3))
-    batch = batch.to(case.device)
-    expected = dense_collection(case)(batch).values()
-    for _form, module in case.forms.items():
-        torch.testing.assert_close(module(batch).values(), expected, rtol=1e-5, atol=1e-5)
-
-
-def rows_of(case: Case, poolings: Sequence[int], threads: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """The rows of one case; `rounds` of its larger batches."""
-    check_equal(case)
-    floor, rows = floor_bytes(case), []
-    predicted = {form: case.scheme.served_bytes(form) for form in case.forms}
-    for num_threads in threads:
-        torch.set_num_threads(num_threads)
-        for pooling in poolings:
-            for batch_size in BATCH_SIZES:
-                num_rounds = ROUNDS if batch_size <= SMALL_BATCH else rounds
-                baseline, times = measure(case, batch_size, pooling, num_rounds)
-                for form in list(times)[1:]:
-                    ratios = [a / b for a, b in zip(times[form], times["dense"], strict=True)]
-                    quartiles = statistics.quantiles(ratios, n=4)
-                    size = resident_bytes(case.forms[form])
-                    row = {
-                        "case": case.name,
-                        "form": form,
-                        "batch": batch_size,
-                        "pooling": pooling,
-                        "device": case.device.type,
-                        "threads": num_threads,
-                        "tables": len(case.scheme.tables),
-                        "latency_ratio": round(statistics.median(ratios), 3),
-                        "bytes_over_floor": round(size / floor, 3),
-                        "resident_bytes": size,
-                        "resident_over_predicted": round(size / predicted[form], 3),
-                        "baseline": baseline,
-                        "latency_us": round(statistics.median(times[form]), 2),
-                        "baseline_us": round(statistics.median(times["dense"]), 2),
-                        "ratio_quartiles": [round(quartiles[0], 3), round(quartiles[2], 3)],
-                        "rounds": num_rounds,
-                    }
-                    print_row(row)
-                    rows.append(row)
-    return rows
-
-
-SIMULATED = (
-    (simulated, (FORMS, FORMS)),
-    (simulated_blocks, (FORMS, FORMS)),
-    (simulated_codes, (FORMS, FORMS)),
-    (simulated_unsorted, (FORMS, FORMS)),
-)
-"""What simulates, and the forms that are measured of one table and of several; None: no such case."""
-
-
-def print_row(row: dict[str, Any]) -> None:
-    """One line of the table."""
-    low, high = row["ratio_quartiles"]
-    print(
-        f"{row['case']:>18} {row['form']:>20} {row['tables']:>6} {row['threads']:>7} {row['pooling']:>7} "
-        f"{row['batch']:>5} {row['latency_us']:>10.1f} us {row['latency_ratio']:>6.2f} [{low:.2f}, {high:.2f}] "
-        f"{row['bytes_over_floor']:>6.2f} {row['resident_over_predicted']:>6.3f}",
-        flush=True,
-    )
+def rows_of(case: Case) -> Iterator[dict[str, Any]]:
+    """One row for each batch size, pooling and rival."""
+    calls = contenders(case)
+    for batch_size, pooling in BATCHES:
+        times = measure(case, calls, batch_size, pooling)
+        for rival in calls:
+            if rival.startswith("packed"):
+                continue
+            packed = times["packed_kjt" if rival == "ebc_fp32" else "packed"]
+            ratios = [a / b for a, b in zip(packed, times[rival], strict=True)]
+            low, median, high = statistics.quantiles(ratios, n=4)
+            row = {"case": case.name, "batch": batch_size, "pooling": pooling, "rival": rival, "ratio": median}
+            row |= {"quartiles": [low, high], "packed_us": statistics.median(packed)}
+            row |= {"rival_us": statistics.median(times[rival]), "rounds": len(ratios)}
+            print(
+                f"{case.name:>18} {batch_size:>5} {pooling:>3} {rival:>9} {row['packed_us']:>9.1f} "
+                f"{row['rival_us']:>9.1f} us {median:>6.2f} [{low:.2f}, {high:.2f}]",
+                flush=True,
+            )
+            yield row
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measures, prints a table, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    quick = "7 rounds, not 200, of batches above 64; several tables: pooling 1"
-    parser.add_argument("--quick", action="store_true", help=quick)
-    parser.add_argument("--every-form", action="store_true", help="simulated cases in every form that can hold them")
-    parser.add_argument("--artifact", type=Path, help="an artifact measured too, table by table")
-    parser.add_argument("--device", type=torch.device, default="cpu", help="what serves: cpu, or cuda, one GPU")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the rows")
     parser.add_argument("--json", type=output_file, help="file to write")
     arguments = parser.parse_args(argv)
-    device = arguments.device
-    rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
-    poolings_of_many = POOLINGS[:1] if arguments.quick else POOLINGS
-    threads = THREADS if device.type == "cpu" else THREADS[:1]
-    compiled = LOOKUPS.instruction_set() if load_operator() else "not compiled"
-    if device.type == "cuda":
-        compiled = f"Triton on {torch.cuda.get_device_name(device)}"
-    print(f"torch {torch.__version__}, torchrec {torchrec.__version__}, {os.cpu_count()} cores, CSR lookup: {compiled}")
-    columns = "tables threads pooling batch   latency          ratio to dense bytes/floor /predicted"
-    print(f"{'case':>18} {'form':>20} {columns}")
+    torch.set_num_threads(1)
+    most = MOST_ROWS // 10 if arguments.quick else MOST_ROWS
+    many = [min(rows, most) for rows in CRITEO_ROWS]
+    load_operator()
+    machine = {**versions(), "instruction_set": LOOKUPS.instruction_set()}
+    print(machine)
     rows = []
-    for simulate, of_numbers in SIMULATED:
-        sizes = ((1, NUM_EMBEDDINGS, POOLINGS), (NUM_TABLES, NUM_EMBEDDINGS_OF_MANY, poolings_of_many))
-        for (num_tables, num_embeddings, poolings), forms in zip(sizes, of_numbers, strict=True):
-            if forms is not None:
-                torch.set_num_threads(1)
-                case = simulate(num_tables, num_embeddings, () if arguments.every_form else forms, device)
-                rows += rows_of(case, poolings, threads, rounds)
-                del case  # before the next one is made
-    if arguments.artifact:
-        for case in of_artifact(arguments.artifact, device):
-            torch.set_num_threads(1)
-            rows += rows_of(case, poolings_of_many, threads, rounds)
+    for order in ("no order", "sorted"):
+        for name, sizes in (("26 tables", many), ("one table", [most])):
+            case = compressed(f"{name}, {order}", sizes, is_sorted=order == "sorted")
+            print(f"{case.name}: {resident_bytes(case.packed):,} bytes of {4 * EMBEDDING_DIM * sum(sizes):,}")
+            rows += rows_of(case)
+            del case  # before the next one is made
     if arguments.json:
-        fields = {"instruction_set": compiled, "torch": str(torch.__version__), "rows": rows}
-        write_json(arguments.json, fields)
+        write_json(arguments.json, {**machine, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -184,14 +184,44 @@ def axes() -> Figure:
     return figure
 
 
+def every_day() -> Figure:
+    """What runs once, every day and every hour, and what it leaves for serving."""
+    figure, axis = pyplot.subplots(figsize=(9, 3.4))
+    axis.set_xlim(0, 9)
+    axis.set_ylim(0.5, 3.9)
+    axis.axis("off")
+    rows = (("once", 3.1, GREY), ("every day", 1.9, BLUE), ("every hour", 0.7, TEAL))
+    texts = {
+        "once": ("dnis train", "dnis compress", "artifact"),
+        "every day": ("dnis train\n--scheme --from", "dnis refresh", "new artifact"),
+        "every hour": ("dnis train\n--scheme --from", "dnis refresh --delta", "delta"),
+    }
+    arrow = {"arrowstyle": "-|>", "color": GREY, "linewidth": 1.4}
+    for name, y, color in rows:
+        axis.text(0.05, y + 0.3, name, fontsize=10, color=color, weight="bold", va="center")
+        for x, text in zip((1.3, 3.3, 5.3), texts[name], strict=True):
+            axis.add_patch(pyplot.Rectangle((x, y), 1.6, 0.6, facecolor="white", edgecolor=color, linewidth=1.6))
+            axis.text(x + 0.8, y + 0.3, text, fontsize=9, ha="center", va="center", color="black")
+        for x in (2.9, 4.9):
+            axis.annotate("", (x + 0.4, y + 0.3), (x, y + 0.3), arrowprops=arrow)
+        axis.annotate("", (7.5, 2.2 if y > 1 else 1.4), (6.9, y + 0.3), arrowprops=arrow)
+    for first, second in ((3.1, 1.9), (1.9, 0.7)):
+        axis.annotate("", (2.1, second + 0.6), (2.1, first), arrowprops=arrow)
+        axis.text(2.2, (first + second + 0.6) / 2, "weights, optimizer, counts", fontsize=8, color=GREY, va="center")
+    axis.add_patch(pyplot.Rectangle((7.5, 1.1), 1.4, 1.5, facecolor="#e8f0fa", edgecolor=ORANGE, linewidth=1.6))
+    axis.text(8.2, 1.85, "serving\nload_model\napply_delta", fontsize=9, ha="center", va="center", color="black")
+    return figure
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "soft-selection": soft_selection,
     "curvature": curvature,
     "bits": bits,
     "blocks": blocks,
     "axes": axes,
+    "every-day": every_day,
 }
-"""Concept page -> its picture."""
+"""Page -> its picture."""
 
 
 def draw(folder: Path) -> None:

@@ -16,7 +16,6 @@ from benchmarks.gpu.figures import FIGURES, RESULTS, Line, read_lines
 from benchmarks.gpu.schedule import Step, run_steps
 from benchmarks.gpu.step import run_step
 from benchmarks.plain_grid import FILE, Point, read_runs
-from tests.reference import write_two_tables
 
 SMALL = {"batch_size": 32, "num_embeddings": 50, "embedding_dim": 8, "num_blocks": 3}
 
@@ -143,67 +142,22 @@ def test_step_time_writes_a_row_per_number_of_ranks(tmp_path: Path, monkeypatch:
         assert row["pair_ratio"] > max(row["lower_ratio"], row["upper_ratio"]) > 0
 
 
-FIELDS = {
-    "case",
-    "form",
-    "batch",
-    "pooling",
-    "threads",
-    "tables",
-    "latency_ratio",
-    "bytes_over_floor",
-    "resident_bytes",
-    "resident_over_predicted",
-}
-
-
-def test_rows_of_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, small in {
-        "NUM_EMBEDDINGS": 300,
-        "NUM_EMBEDDINGS_OF_MANY": 100,
-        "NUM_TABLES": 2,
-        "BATCH_SIZES": (2,),
-        "BAGS_PER_TURN": 2,
-        "ROUNDS": 3,
-    }.items():
-        monkeypatch.setattr(serving, name, small)
-    artifact = write_two_tables(tmp_path / "artifact")
+def test_lookups_are_timed_beside_every_rival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"CRITEO_ROWS": (900, 40, 700), "MOST_ROWS": 9000, "BATCHES": ((1, 1), (4, 3))}
+    small |= {"ROUNDS": 3, "MOST_IDS_OF_TURN": 8, "SAMPLES": 512, "SAMPLES_PER_BATCH": 256}
+    for name, value in small.items():
+        monkeypatch.setattr(serving, name, value)
     threads = torch.get_num_threads()
     try:
-        serving.main(["--quick", "--artifact", str(artifact), "--json", str(tmp_path / "rows.json")])
+        serving.main(["--quick", "--json", str(tmp_path / "rows.json")])
     finally:
         torch.set_num_threads(threads)
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert all(set(row) >= FIELDS for row in rows)
-    cases = {(row["case"], row["tables"], row["baseline"].split(".")[-1]) for row in rows}
-    collection = "EmbeddingBagCollection"
-    assert cases == {
-        ("simulated", 1, "EmbeddingBag"),
-        ("simulated", 2, collection),
-        ("simulated_blocks", 1, "EmbeddingBag"),
-        ("simulated_blocks", 2, collection),
-        ("simulated_codes", 1, "EmbeddingBag"),
-        ("simulated_codes", 2, collection),
-        ("simulated_unsorted", 1, "EmbeddingBag"),
-        ("simulated_unsorted", 2, collection),
-        ("artifact:ebc", 2, collection),
-        ("artifact:ebc:movie/seen", 1, collection),
-        ("artifact:ebc:user", 1, collection),
+    assert {row["case"] for row in rows} == {
+        f"{tables}, {order}" for tables in ("26 tables", "one table") for order in ("no order", "sorted")
     }
-    forms = {row["form"] for row in rows if row["case"] == "artifact:ebc:user"}
-    assert forms == {"packed", "mixed_dimension"}
-    assert {row["pooling"] for row in rows if row["tables"] == 1 and row["case"] == "simulated"} == {1, 20}
-
-
-def test_codes_take_the_bytes_that_are_predicted_and_give_what_they_stand_for() -> None:
-    for simulate in (serving.simulated_codes, serving.simulated_unsorted):
-        case = simulate(1, 20_000, ["packed"], torch.device("cpu"))
-        serving.check_equal(case)
-        assert case.forms["packed"].table_bytes() == case.scheme.served_bytes("packed")
-        area = case.scheme.tables["t0"].routing.row_counts().unsqueeze(1) * case.scheme.tables["t0"].bits.long()
-        assert float(area.sum()) / case.scheme.tables["t0"].num_retained == pytest.approx(4, abs=0.2)
-        assert serving.floor_bytes(case) == pytest.approx(int(area.sum()) / 8, rel=1e-3)
-    assert case.scheme.tables["t0"].routing.boundaries is None
+    assert {row["rival"] for row in rows} >= {"ebc_fp32"}
+    assert all(row["ratio"] > 0 and row["quartiles"][0] <= row["ratio"] <= row["quartiles"][1] for row in rows)
 
 
 def test_a_table_on_disk_becomes_an_artifact_within_the_limit(tmp_path: Path) -> None:

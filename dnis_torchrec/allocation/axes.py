@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -449,11 +450,15 @@ def _rotate_group_(
     if group.product is not None:
         columns = slice(group.product.first_column, group.product.first_column + dim)
         _draw_in_(group.product.weight, columns, group.tables[0], shards, states)
-    moment = _second_moment(rows, dim, counts, ranks)
-    rotation = _principal_axes(moment)
-    if old is not None and _energy_lost(moment, old, rotation) <= tolerance:
-        rotation = old
-    rotation = ranks.broadcast_(rotation.contiguous())
+    rotation = old
+    if old is None or tolerance < math.inf:
+        moment = _second_moment(rows, dim, counts, ranks)
+        rotation = _principal_axes(moment)
+        if old is not None and _energy_lost(moment, old, rotation) <= tolerance:
+            rotation = old
+    rotation = ranks.broadcast_(cast(Tensor, rotation).contiguous())
+    if rotation.equal(torch.eye(dim, dtype=rotation.dtype)):
+        return rotation  # they stand there
     _turn_group_(group, rows, rotation, states)
     return rotation
 

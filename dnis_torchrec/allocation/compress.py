@@ -83,6 +83,28 @@ class AxesChange:
     rotations: list[Tensor]
     turns: dict[str, Tensor]
 
+    def turn_(
+        self,
+        batch: Batch,
+        loss: Loss | Task,
+        turns: Mapping[str, Tensor] | None = None,
+        tolerance: float = AXES_TOLERANCE,
+    ) -> Tensor:
+        """Turns the tables, see `rotate_` for its collectives; the predictions of a batch, which
+        stay, are returned."""
+        model, ranks = self.model, ranks_of(*collections(self.model).values())
+        old, _ = predictions_of(model, batch, loss, "batch 0", ranks)
+        groups = rotation_groups(model, self.leave_alone)
+        tables = [t for part in collections(model).values() for t in table_configs_of(part)]
+        factors = product_factors(groups, {table.name: table.embedding_dim for table in tables})
+        self.rotations[:] = rotate_(
+            model, self.counts, leave_alone=self.leave_alone, turns=turns, tolerance=tolerance
+        )
+        self.turns.update(turns_of_tables(groups, self.rotations, factors))
+        new, _ = predictions_of(model, batch, loss, "batch 0", ranks)
+        _check_unchanged(old, new, ranks)
+        return old
+
     @contextmanager
     def undo_on_failure(self) -> Iterator[None]:
         """Turns the tables back if the block raises. Local: over several ranks they stay turned,
@@ -314,18 +336,9 @@ def measure_(
         with_axes_(model)
         axes_change = AxesChange(model, counts, leave_alone, had_axes, [], {})
         with axes_change.undo_on_failure():
-            old, _ = predictions_of(model, batch, loss, "batch 0", ranks)
-            groups = rotation_groups(model, leave_alone)
-            dims = {table.name: table.embedding_dim for table in tables}
-            factors = product_factors(groups, dims)
-            axes_change.rotations[:] = rotate_(
-                model, counts, leave_alone=leave_alone, turns=turns, tolerance=tolerance
-            )
-            axes_change.turns.update(turns_of_tables(groups, axes_change.rotations, factors))
-            new, _ = predictions_of(model, batch, loss, "batch 0", ranks)
-            _check_unchanged(old, new, ranks)
+            num_outputs = axes_change.turn_(batch, loss, turns, tolerance).shape[1]
             worth = curvature_of_read_tables(
-                model, batches, blocks, loss=loss, num_samples=num_samples, num_outputs=old.shape[1]
+                model, batches, blocks, loss=loss, num_samples=num_samples, num_outputs=num_outputs
             )
             energies = rounding_energies(model, blocks, counts, bits=bits)
             sample = LossSample(
@@ -333,7 +346,7 @@ def measure_(
                 loss=loss,
                 is_held_out=held_out is not None,
                 bias=output_bias(model, batch, loss, ranks),
-                num_outputs=old.shape[1],
+                num_outputs=num_outputs,
                 features=features,
             )
         return Measured(model, counts, blocks, worth, energies, sample, axes_change)

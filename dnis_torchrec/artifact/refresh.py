@@ -6,7 +6,9 @@ the artifact's scheme, and gives the state that differs from it in as little as 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,36 +16,39 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torchrec.datasets.utils import Batch
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from dnis_torchrec.allocation.axes import has_axes, with_axes_
 from dnis_torchrec.allocation.bits import Allocation, allocate
-from dnis_torchrec.allocation.compress import Measured, measure_
-from dnis_torchrec.allocation.curvature import Curvature, Loss, curvature
+from dnis_torchrec.allocation.compress import AxesChange, Measured, measure_, widened_
+from dnis_torchrec.allocation.curvature import (
+    Curvature,
+    Loss,
+    checked_batch,
+    curvature,
+    device_of,
+    evaluating,
+    mean_loss,
+    outputs_of,
+)
 from dnis_torchrec.allocation.energies import (
-    BITS,
+    UNSEEN_WEIGHT,
     RoundingEnergies,
     RowSample,
     WholeRows,
     rounding_energies,
-    sample_rows,
     sampled_values,
     whole_rows,
 )
+from dnis_torchrec.allocation.gains import LossSample, output_bias
 from dnis_torchrec.artifact.delta import ServedState
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.codes import (
-    FLOAT_BITS,
-    ColumnCodes,
-    decode_rows,
-    feedback_of,
-    is_coded,
-    row_strides,
-    unpack_fields,
-)
+from dnis_torchrec.blocks.codes import FLOAT_BITS, ColumnCodes, fit_codes, is_coded, row_strides
 from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.blocks.routing import RowDirectory, RowRouting
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.checks import check
+from dnis_torchrec.data.batches import for_lookup
 from dnis_torchrec.data.task import Task
 from dnis_torchrec.ops.packed import pack_values, values_in_codes
 from dnis_torchrec.scheme import PACKED, MixedDimensionScheme, TableScheme, compression_of
@@ -55,11 +60,11 @@ from dnis_torchrec.selection.shards import (
     table_configs_of,
     tables_named_apart,
 )
-from dnis_torchrec.serving.packed import split_blocks
+from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection, PackedTable, split_blocks
+from dnis_torchrec.serving.sequences import table_of_single_ids
 
 WORST_SCALES = 1.25
-"""A block gets new scales once its error, weighted by curvature, is so many times that of scales
-which fit."""
+"""A block gets new scales once its error is so many times that of scales which fit."""
 WORST_CODES = 2.0
 """Where nobody says which rows have changed: a row has, once its codes err so many times as much as
 new ones would."""
@@ -67,6 +72,8 @@ LEAST_NEWBORN = 32
 """Fewer rows of a table wait for the next delta: a block's scales take as much as a few rows."""
 MOST_DRIFT = 1e-3
 """Share of the loss that a scheme may be predicted to lose against a fresh one of the same size."""
+ROWS_TO_FIT = 2048
+"""Rows of a block at least, where it has them, that scales are held against and fitted to."""
 ROWS_TO_COMPARE = 256
 """Rows of a block that tell in which axes a model stands."""
 SAME_TURN = 1e-5
@@ -76,26 +83,18 @@ SAME_TURN = 1e-5
 
 @dataclass(frozen=True, eq=False)
 class Refresh:
-    """A model's tables in the scheme of an earlier day. The same on every rank. `drift` is the
-    share of the loss that a fresh allocation of the same size is predicted to save, by table."""
+    """A model's tables in the scheme of an earlier day. The same on every rank."""
 
     scheme: MixedDimensionScheme
     rows: Mapping[str, Tensor]
     dense: Mapping[str, Tensor]
     num_changed: Mapping[str, int]
-    predicted_loss_increase: float
-    drift: Mapping[str, float]
 
     def state(self, base: ServedState, **facts: Any) -> ServedState:
         """What stands in place of the artifact, its weights in the order that its file has."""
         names = [name for name in {**base.dense, **self.dense} if name in self.dense]
         dense = {name: self.dense[name] for name in names}
         return replace(base, scheme=self.scheme, rows=self.rows, dense=dense, **facts)
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether a whole refresh is due."""
-        return sum(self.drift.values()) > MOST_DRIFT
 
 
 def whole_(
@@ -145,47 +144,55 @@ def delta_(
 
     `rows` are the artifact's bit fields, `batches` the newest samples, `counts` those of all days.
     `rows_read` has the rows that training has read since, by table; without it codes are compared.
-    Gains that held-out samples teach move scales alone. Turns the model as `measure_` does, with
-    its collectives; each rank encodes the rows that it holds.
+    Codes are the nearest ones: nothing is measured but a sample of rows. Gains that held-out
+    samples teach move scales alone.
+
+    Distributed: turns the model, with the collectives of `rotate_`; one reduction of the sample of
+    every table; each rank encodes the rows that it holds, and all gather them.
     """
     with tables_named_apart(model):
+        model = widened_(model)
         turns = _turns_of(model, scheme, rows, counts)
-        frozen = {name: _with_newborn(t, counts.counts[name]) for name, t in scheme.tables.items()}
-        widths = {
-            *BITS,
-            *(bits for t in frozen.values() for bits in t.codes.bits.flatten().tolist()),
-        }
-        measurement = measure_(
-            *(model, batches),
-            loss=loss,
-            counts=counts,
-            held_out=held_out,
-            bits=sorted(widths),
-            leave_alone=leave_alone,
-            turns=turns,
-            blocks=_blocks_of(frozen, counts),
-        )
-        state = _State(measurement)
-        tables, is_fitted, losses = dict[str, TableScheme](), {}, {}
-        for name, table in frozen.items():
-            codes, is_fitted[name], losses[name] = state.codes(table, scheme.tables[name])
-            tables[name] = table.with_codes(codes)
-        prediction = measurement.sample.predict(MixedDimensionScheme(tables))
-        learnt = (prediction.scheme or MixedDimensionScheme(tables)).tables
-        new_rows, num_changed = {}, {}
-        for name, table in learnt.items():
-            turn = measurement.axes_change.turns.get(name)
-            has_ids = rows_read is not None and not _moves(turn, turns.get(name))
-            ids = rows_read.get(name) if rows_read is not None and has_ids else None
-            parts = state.encode(table, scheme.tables[name], rows[name], is_fitted[name], ids)
-            new_rows[name], num_changed[name] = _with_parts(table, rows[name], parts)
-            tables[name] = replace(table, turn=turn, row_gain=table.gain)
-        with measurement.shifted(prediction):
-            dense = {key: part.detach().cpu().clone() for key, part in dense_state(model).items()}
-        result = MixedDimensionScheme(tables)
-        drift = _drift(measurement, result, losses, batches, loss, leave_alone)
-    increase = prediction.loss_increase
-    return Refresh(result, new_rows, dense, num_changed, increase, drift)
+        had_axes = has_axes(get_unwrapped_module(model).state_dict())
+        with_axes_(model)
+        change = AxesChange(model, counts, leave_alone, had_axes, [], {})
+        with change.undo_on_failure():
+            batch = checked_batch(next(iter(batches)), loss, "batch 0")
+            num_outputs = change.turn_(batch, loss, turns, math.inf).shape[1]
+            of_model, tables, is_fitted = _rows_of(model), dict[str, TableScheme](), {}
+            for name, old in scheme.tables.items():
+                table = _with_newborn(old, counts.counts[name])
+                codes, is_fitted[name] = _fitted_codes(
+                    table, old, of_model[name], counts.counts[name]
+                )
+                tables[name] = table.with_codes(codes)
+            shift: AbstractContextManager[None] = nullcontext()
+            result = MixedDimensionScheme(tables)
+            if held_out is not None:
+                ranks = of_model[next(iter(of_model))].ranks
+                bias = output_bias(model, batch, loss, ranks)
+                sample = LossSample(
+                    *(model, held_out, _blocks_of(tables, counts)),
+                    loss=loss,
+                    is_held_out=True,
+                    bias=bias,
+                    num_outputs=num_outputs,
+                )
+                prediction = sample.predict(result)
+                result = prediction.scheme or result
+                if bias is not None:
+                    shift = bias.shifted(model, prediction.output_shift)
+            new_rows, num_changed, tables = {}, {}, {}
+            for name, table in result.tables.items():
+                turn, old = change.turns.get(name), scheme.tables[name]
+                has_ids = rows_read is not None and not _moves(turn, turns.get(name))
+                ids = rows_read.get(name) if rows_read is not None and has_ids else None
+                parts = _encode(table, old, rows[name], of_model[name], is_fitted[name], ids)
+                new_rows[name], num_changed[name] = _with_parts(table, rows[name], parts)
+                tables[name] = replace(table, turn=turn, row_gain=table.gain)
+            with shift:
+                dense = {k: part.detach().cpu().clone() for k, part in dense_state(model).items()}
+    return Refresh(MixedDimensionScheme(tables), new_rows, dense, num_changed)
 
 
 def changed_rows(model: nn.Module) -> dict[str, Tensor] | None:
@@ -250,10 +257,9 @@ def _turns_of(
     errors = torch.zeros(2, dtype=torch.float64)
     for name, turn in turns.items():
         table = scheme.tables[name]
-        sample = sample_rows(counts.counts[name], table.routing, ROWS_TO_COMPARE)
-        values, codes = _sampled(whole[name], sample).double(), table.codes
-        fields = _BitFields(table, rows[name]).fields(sample.rows, sample.blocks)
-        served_values = decode_rows(fields, sample.blocks, codes)
+        sample = _some_rows(counts.counts[name], table.routing, ROWS_TO_COMPARE)
+        values = _sampled(whole[name], sample).double()
+        served_values = _Served(table, rows[name]).values(sample.rows)
         old_values = _ungained(served_values, sample.blocks, table.row_gain)
         for index, of_model in enumerate((values @ turn, values)):
             is_retained = pad(table.retained, (0, 0, 0, 1))[sample.blocks]
@@ -266,32 +272,41 @@ def _turns_of(
     }
 
 
+def _ungained_codes(table: TableScheme) -> ColumnCodes:
+    """The codes of a table for values that gains have not scaled."""
+    bits, gain = table.codes.bits, table.row_gain
+    scale = table.codes.scale if gain is None else table.codes.scale / gain
+    scale = torch.where(is_coded(bits), scale.bfloat16().float(), 1.0)
+    return ColumnCodes(bits, scale, table.codes.shift)
+
+
 def _ungained(values: Tensor, blocks: Tensor, gain: Tensor | None) -> Tensor:
     """What codes stand for before they were scaled by gains."""
     return values if gain is None else values / pad(gain, (0, 0, 0, 1), value=1.0)[blocks]
 
 
-class _BitFields:
-    """The rows of a table in bit fields, to be found by id."""
+class _Served:
+    """The rows of a table as they are served."""
 
     def __init__(self, table: TableScheme, rows: Tensor) -> None:
-        self._bits = table.codes.bits
-        self._directory = RowDirectory.of(table.routing, (self._bits > 0).any(dim=1))
-        self.blocks = split_blocks(rows, table.routing.row_counts(), self._bits)
+        packed = PackedTable.from_rows(table, rows, table.codes.scale, table.codes.shift)
+        scheme = table_of_single_ids(table)
+        self._module = PackedEmbeddingBagCollection(scheme, {table.name: packed})
 
-    def places(self, ids: Tensor) -> Tensor:
-        """The place of each row in its block."""
-        return self._directory.locate(ids)[1]
+    def values(self, ids: Tensor) -> Tensor:
+        """The values of some rows, ``(n, D)``; zeros where nothing is stored."""
+        return self._module.lookup(ids, torch.arange(len(ids) + 1))
 
-    def fields(self, ids: Tensor, of_rows: Tensor) -> Tensor:
-        """The codes of some rows, ``(n, D)`` int32."""
-        places = self.places(ids)
-        fields = torch.zeros(len(ids), self._bits.shape[1], dtype=torch.int32)
-        for s in of_rows.unique().tolist():
-            if s < len(self.blocks) and self.blocks[s].numel():
-                here = of_rows == s
-                fields[here] = unpack_fields(self.blocks[s][places[here]], self._bits[s])
-        return fields
+
+def _some_rows(counts: Tensor, routing: RowRouting, rows_per_block: int) -> RowSample:
+    """Rows of every block at equal distances, each standing for as many; rising."""
+    blocks, parts = routing.all_blocks(), [torch.zeros(0, dtype=torch.int64)]
+    steps = (routing.row_counts() // rows_per_block).clamp(min=1)
+    for s in range(routing.num_blocks):
+        parts.append((blocks == s).nonzero().flatten()[:: int(steps[s])])
+    rows = torch.cat(parts).sort().values
+    weights = counts[rows].double().clamp(min=UNSEEN_WEIGHT) * steps[blocks[rows]]
+    return RowSample(rows, blocks[rows], weights)
 
 
 def _with_newborn(table: TableScheme, counts: Tensor) -> TableScheme:
@@ -342,99 +357,89 @@ def _blocks_of(tables: Mapping[str, TableScheme], counts: FrequencyCounts) -> Ro
     )
 
 
-def _losses(worth: Curvature, energies: RoundingEnergies, name: str, bits: Tensor) -> Tensor:
-    """What a table is predicted to lose at these bits and fresh scales, by block, ``(S,)``."""
-    index = torch.searchsorted(torch.tensor(energies.bits), bits.long())
-    index = index.clamp(max=len(energies.bits) - 1)
-    energy = energies.tables[name].energy.gather(2, index[:, :, None])[:, :, 0]
-    energy = energy.masked_fill(bits == FLOAT_BITS, 0.0)
-    return (worth.curvature[name].cpu().clamp(min=0) * energy).sum(1) / 2
-
-
 BlockRows = tuple[int, Tensor, Tensor]
 """A block, some of its rows by id, and their bytes."""
 
 
-class _State:
-    """A model that stands in an artifact's axes, ready to be encoded table by table."""
-
-    def __init__(self, measurement: Measured) -> None:
-        self._measurement, self._rows = measurement, _rows_of(measurement.model)
-
-    def codes(self, table: TableScheme, old: TableScheme) -> tuple[ColumnCodes, Tensor, Tensor]:
-        """The codes of a table; which blocks have new scales; what each block is predicted to
-        lose."""
-        name, bits = table.name, table.codes.bits
-        measurement = self._measurement
-        has_code = is_coded(bits)
-        gain = torch.ones(bits.shape) if table.row_gain is None else table.row_gain
-        scale = torch.where(has_code, (table.codes.scale / gain).bfloat16().float(), 1.0)
-        plain = ColumnCodes(bits, scale, table.codes.shift)
-        sample = sample_rows(measurement.counts.counts[name], table.routing)
-        values = _sampled(self._rows[name], sample)
-        worth = measurement.curvature.curvature[name].cpu().clamp(min=0)
-        of_old = (worth * _errors(values, sample, plain)).sum(1) / 2
-        of_new = _losses(measurement.curvature, measurement.energies, name, bits)
-        is_fitted = of_old > WORST_SCALES * of_new
-        is_fitted[old.num_blocks :] = True
-        fresh = measurement.energies.codes(name, bits)
-        takes_fresh = is_fitted[:, None] & has_code
-        feedback = feedback_of(measurement.curvature.couplings[name].cpu(), bits)
-        codes = ColumnCodes(
-            bits,
-            torch.where(takes_fresh, fresh.scale, plain.scale),
-            torch.where(takes_fresh, fresh.shift, plain.shift),
-            feedback,
+def _fitted_codes(
+    table: TableScheme, old: TableScheme, rows: WholeRows, counts: Tensor
+) -> tuple[ColumnCodes, Tensor]:
+    """The codes of a table: old scales where they still fit; and which blocks have new ones."""
+    codes, has_code = _ungained_codes(table), is_coded(table.codes.bits)
+    scale, shift = codes.scale.clone(), codes.shift.clone()
+    sample = _some_rows(counts, table.routing, ROWS_TO_FIT)
+    values, is_fitted = _sampled(rows, sample), torch.zeros(table.num_blocks, dtype=torch.bool)
+    plain = values_in_codes(values, sample.blocks, codes, place=table.name)
+    of_old = (values - plain).double().square() * sample.weights[:, None]
+    for s in has_code.any(1).nonzero().flatten().tolist():
+        here, columns = sample.blocks == s, has_code[s].nonzero().flatten()
+        bits, of_block, weights = (
+            codes.bits[s, columns],
+            values[here][:, columns],
+            sample.weights[here],
         )
-        if table.row_gain is not None:
-            codes = codes.with_gain(torch.where(is_fitted[:, None], 1.0, gain))
-        return codes, is_fitted, torch.where(is_fitted, of_new, of_old)
+        is_fitted[s] = s >= old.num_blocks
+        if not is_fitted[s] and len(of_block) > 1:
+            # What one half teaches is judged on the other: a fit flatters its own rows.
+            fresh = _fit(of_block[::2], weights[::2], bits)
+            number = torch.zeros(len(of_block) // 2, dtype=torch.int64)
+            again = values_in_codes(of_block[1::2], number, fresh, place=table.name)
+            of_fresh = (of_block[1::2] - again).double().square() * weights[1::2, None]
+            is_fitted[s] = of_old[here][1::2, columns].sum() > WORST_SCALES * of_fresh.sum()
+        if is_fitted[s]:
+            fresh = _fit(of_block, weights, bits)
+            scale[s, columns], shift[s, columns] = fresh.scale[0], fresh.shift[0]
+    result = ColumnCodes(codes.bits, scale, shift)
+    if table.row_gain is not None:
+        result = result.with_gain(torch.where(is_fitted[:, None], 1.0, table.row_gain))
+    return result, is_fitted
 
-    def encode(
-        self,
-        table: TableScheme,
-        old: TableScheme,
-        rows: Tensor,
-        is_fitted: Tensor,
-        ids_read: Tensor | None,
-    ) -> list[BlockRows]:
-        """Rows of a table whose codes are to be written, those of all ranks."""
-        whole, is_read = self._rows[table.name], None
-        if ids_read is not None:
-            is_read = torch.zeros(table.num_embeddings, dtype=torch.bool)
-            is_read[ids_read] = True
-        bit_fields, parts = _BitFields(old, rows), list[BlockRows]()
-        has_bytes = pad(row_strides(table.codes.bits) > 0, (0, 1))
-        is_writer = whole.copies == 1 or whole.ranks.is_first
-        for chunk in whole.chunks():
-            ids = torch.arange(chunk.rows.start, chunk.rows.stop)
-            blocks = table.routing.block_of(ids)
-            is_here = has_bytes[blocks]
-            if is_read is not None:
-                is_here &= is_read[ids] | pad(is_fitted, (0, 1))[blocks]
-            if not is_writer or not bool(is_here.any()):
-                continue
-            ids, blocks, values = ids[is_here], blocks[is_here], chunk.values.cpu()[is_here].float()
-            if is_read is None:
-                old_fields = bit_fields.fields(ids, blocks)
-                differs = is_fitted[blocks] | self._errs(table, values, blocks, old_fields)
-                ids, blocks, values = ids[differs], blocks[differs], values[differs]
-            fields, row_counts = pack_values(values, blocks, table.codes, place=table.name)
-            for s, of_block in enumerate(split_blocks(fields, row_counts, table.codes.bits)):
-                if of_block.numel():
-                    parts.append((s, ids[blocks == s], of_block))
-        return [part for of_rank in whole.ranks.gather(parts) for part in of_rank]
 
-    def _errs(self, table: TableScheme, values: Tensor, blocks: Tensor, fields: Tensor) -> Tensor:
-        """Which rows codes are far from, every column by what the loss bends with it, ``(n,)``."""
-        bends = self._measurement.curvature.couplings[table.name].cpu().diagonal(dim1=1, dim2=2)
-        weights = bends / bends.sum(1, keepdim=True).clamp(min=1e-30) + 1 / bends.shape[1]
-        weights = (weights * is_coded(table.codes.bits) + (table.codes.bits == FLOAT_BITS))[blocks]
-        old = decode_rows(fields, blocks, table.codes)
-        new = values_in_codes(values, blocks, table.codes, place=table.name)
-        rest = [_ungained(part, blocks, table.gain) - values for part in (old, new)]
-        errors = [(part.double().square() * weights).sum(1) for part in rest]
-        return errors[0] > WORST_CODES * errors[1]
+def _fit(values: Tensor, weights: Tensor, bits: Tensor) -> ColumnCodes:
+    """The best codes of some columns of a block, each at its own width."""
+    widths = bits.unique().tolist()
+    index = torch.searchsorted(torch.tensor(widths), bits.long())[None]
+    fit = fit_codes(values, weights, widths)
+    return ColumnCodes(bits[None], fit.scale.gather(0, index), fit.shift.gather(0, index))
+
+
+def _encode(
+    table: TableScheme,
+    old: TableScheme,
+    rows: Tensor,
+    of_model: WholeRows,
+    is_fitted: Tensor,
+    ids_read: Tensor | None,
+) -> list[BlockRows]:
+    """Rows of a table whose codes are to be written, those of all ranks."""
+    is_read = torch.ones(table.num_embeddings, dtype=torch.bool)
+    if ids_read is not None:
+        is_read = torch.zeros_like(is_read)
+        is_read[ids_read] = True
+    parts, served = list[BlockRows](), _Served(old, rows) if ids_read is None else None
+    codes = table.codes
+    has_bytes = pad(row_strides(codes.bits) > 0, (0, 1))
+    is_writer = of_model.copies == 1 or of_model.ranks.is_first
+    for chunk in of_model.chunks():
+        ids = torch.arange(chunk.rows.start, chunk.rows.stop)
+        blocks = table.routing.block_of(ids)
+        is_here = has_bytes[blocks] & (is_read[chunk.rows] | pad(is_fitted, (0, 1))[blocks])
+        if not is_writer or not bool(is_here.any()):
+            continue
+        ids, blocks, values = ids[is_here], blocks[is_here], chunk.values.cpu()[is_here].float()
+        if served is not None:
+            new = values_in_codes(values, blocks, codes, place=table.name)
+            both = (served.values(ids), old.row_gain), (new, table.gain)
+            errors = [
+                (_ungained(part, blocks, gain) - values).square().sum(1) for part, gain in both
+            ]
+            differs = is_fitted[blocks] | (errors[0] > WORST_CODES * errors[1])
+            ids, blocks, values = ids[differs], blocks[differs], values[differs]
+        fields, row_counts = pack_values(values, blocks, codes, place=table.name)
+        for s, of_block in enumerate(split_blocks(fields, row_counts, codes.bits)):
+            if of_block.numel():
+                parts.append((s, ids[blocks == s], of_block))
+    return [part for of_rank in of_model.ranks.gather(parts) for part in of_rank]
 
 
 def _errors(values: Tensor, sample: RowSample, codes: ColumnCodes) -> Tensor:
@@ -455,41 +460,68 @@ def _with_parts(table: TableScheme, rows: Tensor, parts: list[BlockRows]) -> tup
     size = int(table.routing.row_counts() @ row_strides(table.codes.bits))
     old_size, num_changed = len(rows), 0
     rows = pad(rows, (0, size - old_size)) if size > old_size else rows.clone()
-    of_table = _BitFields(table, rows)
-    blocks, ids = of_table.blocks, torch.cat([ids for _, ids, _ in parts])
-    places = of_table.places(ids).split([len(ids) for _, ids, _ in parts])
-    begins = [block.storage_offset() for block in blocks]
-    for (s, _, fields), place in zip(parts, places, strict=True):
-        is_new = begins[s] - rows.storage_offset() >= old_size
-        num_changed += int((is_new | (blocks[s][place] != fields).any(dim=1)).sum())
-        blocks[s][place] = fields
+    blocks, of_rows = (
+        split_blocks(rows, table.routing.row_counts(), table.codes.bits),
+        table.routing.all_blocks(),
+    )
+    begin = rows.storage_offset()
+    for s in sorted({s for s, _, _ in parts}):
+        of_block = (of_rows == s).nonzero().flatten()
+        is_new = blocks[s].storage_offset() - begin >= old_size
+        for _, ids, fields in (part for part in parts if part[0] == s):
+            place = torch.searchsorted(of_block, ids)
+            num_changed += int((is_new | (blocks[s][place] != fields).any(dim=1)).sum())
+            blocks[s][place] = fields
     return rows, num_changed
 
 
-def _drift(
-    measurement: Measured,
+def _losses(worth: Curvature, energies: RoundingEnergies, name: str, bits: Tensor) -> Tensor:
+    """What a table is predicted to lose at these bits and fresh scales, by block, ``(S,)``."""
+    index = torch.searchsorted(torch.tensor(energies.bits), bits.long())
+    index = index.clamp(max=len(energies.bits) - 1)
+    energy = energies.tables[name].energy.gather(2, index[:, :, None])[:, :, 0]
+    energy = energy.masked_fill(bits == FLOAT_BITS, 0.0)
+    return (worth.curvature[name].cpu().clamp(min=0) * energy).sum(1) / 2
+
+
+def drift(
+    model: nn.Module,
     scheme: MixedDimensionScheme,
-    losses: Mapping[str, Tensor],
     batches: Iterable[Batch],
+    *,
     loss: Loss | Task,
-    leave_alone: Collection[str],
+    counts: FrequencyCounts,
+    leave_alone: Collection[str] = (),
 ) -> dict[str, float]:
-    """Table -> what a fresh allocation of the same bytes is predicted to save, over the loss."""
-    model, counts = measurement.model, measurement.counts
-    blocks = blocks_from_counts(counts, _tables_of(model), leave_alone=leave_alone)
-    worth = curvature(
-        *(model, batches, blocks),
-        loss=loss,
-        warns=False,
-        couplings=False,
-        num_outputs=measurement.sample.num_outputs,
-    )
-    energies = rounding_energies(model, blocks, counts)
-    num_bytes = sum(table.served_bytes(PACKED) for table in scheme.tables.values())
-    size = compression_of(scheme.dense_parameters, num_bytes)
-    fresh = allocate(model, blocks, counts, worth, compression=size, energies=energies).scheme
-    result, scale = {}, max(abs(measurement.sample.loss), 1e-30)
-    for name, table in fresh.tables.items():
-        of_fresh = float(_losses(worth, energies, name, table.codes.bits).sum())
-        result[name] = (float(losses[name].sum()) - of_fresh) / scale
+    """Table -> what a fresh allocation of the same bytes is predicted to save, over the loss; a
+    whole refresh is due once all of them add up to more than `MOST_DRIFT`.
+
+    The model stands in the scheme's axes, as `delta_` leaves it. Distributed: `curvature` twice,
+    and `rounding_energies`.
+    """
+    with tables_named_apart(model):
+        of_model, result = _rows_of(model), {}
+        blocks = blocks_from_counts(counts, _tables_of(model), leave_alone=leave_alone)
+        more: Any = {"loss": loss, "warns": False, "couplings": False}
+        worth = curvature(model, batches, blocks, **more)
+        of_old = curvature(model, batches, _blocks_of(scheme.tables, counts), **more)
+        energies = rounding_energies(model, blocks, counts)
+        num_bytes = sum(table.served_bytes(PACKED) for table in scheme.tables.values())
+        size = compression_of(scheme.dense_parameters, num_bytes)
+        fresh = allocate(model, blocks, counts, worth, compression=size, energies=energies).scheme
+        sums = torch.zeros(2, dtype=torch.float64)
+        with torch.no_grad(), evaluating(model):
+            for batch in map(for_lookup, batches):
+                batch, number = batch.to(device_of(model)), len(batch.labels)
+                value = mean_loss(outputs_of(model, batch, loss), batch, loss, "newest samples")
+                sums += torch.tensor([number * float(value), number])
+        total, num_samples = of_model[next(iter(of_model))].ranks.sum_(sums).tolist()
+        mean = max(abs(total / num_samples), 1e-30)
+        for name, table in fresh.tables.items():
+            old, times = scheme.tables[name], counts.counts[name]
+            sample = _some_rows(times, old.routing, ROWS_TO_FIT)
+            errors = _errors(_sampled(of_model[name], sample), sample, _ungained_codes(old))
+            lost = float((of_old.curvature[name].cpu().clamp(min=0) * errors).sum()) / 2
+            of_fresh = float(_losses(worth, energies, name, table.codes.bits).sum())
+            result[name] = (lost - of_fresh) / mean
     return result

@@ -191,9 +191,9 @@ def refresh(settings: RefreshCommand) -> None:
         commands().RunFolder.open(settings.run)
     from dnis_torchrec.cli.refresh import run_refresh
 
-    lines = run_refresh(settings)
-    for line in lines if _is_first_rank() else ():
-        say(line)
+    for line in run_refresh(settings):
+        if _is_first_rank():
+            say(line)
 
 
 @app.command()

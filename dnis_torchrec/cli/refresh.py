@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from dnis_torchrec.artifact.delta import ServedState, read_state, write_delta
 from dnis_torchrec.artifact.export import export
-from dnis_torchrec.artifact.refresh import MOST_DRIFT, Refresh, delta_, whole_
+from dnis_torchrec.artifact.refresh import MOST_DRIFT, Refresh, delta_, drift, whole_
 from dnis_torchrec.cli.commands import encoder_of, recipe_of
 from dnis_torchrec.cli.run import RunFolder
 from dnis_torchrec.cli.settings import RefreshCommand
@@ -28,8 +28,8 @@ RECORD = ("recipe", "columns", "seed", "embedding_dim", "stream", "versions", "r
 """Fields of a run that its artifact has, too."""
 
 
-def run_refresh(settings: RefreshCommand) -> list[str]:
-    """Writes an artifact or a delta; returns what there is to say of it."""
+def run_refresh(settings: RefreshCommand) -> Iterator[str]:
+    """Writes an artifact or a delta; gives what there is to say of it, line by line."""
     with process_group() as device:
         ranks, path = Ranks.everyone(), settings.run
         check_shared(settings.out.parent)
@@ -57,15 +57,26 @@ def run_refresh(settings: RefreshCommand) -> list[str]:
                     run=record,
                     encoder=encoder,
                 )
-            lines = _size_lines(allocation.scheme, allocation.predicted_loss_increase)
-            return [*lines, f"artifact: {address_of(settings.out)}"]
+            yield _size_line(allocation.scheme)
+            increase = allocation.predicted_loss_increase
+            yield f"predicted increase of the loss: {increase:.3g}"
+            yield f"artifact: {address_of(settings.out)}"
+            return
         result = delta_(model, base.scheme, base.rows, **samples)
         with together():
             if ranks.is_first:
                 of_encoder = base.encoder if encoder is None else encoder.to_bytes()
                 new = result.state(base, run=record, encoder=of_encoder)
                 write_delta(settings.artifact, new, settings.out)
-        return [*_delta_lines(result, base, settings.out), f"delta: {address_of(settings.out)}"]
+        yield from _delta_lines(result, base, settings.out)
+        yield f"delta: {address_of(settings.out)}"
+        facts = {name: samples[name] for name in ("batches", "loss", "counts", "leave_alone")}
+        by_table = drift(model, result.scheme, **facts)
+        for name, share in by_table.items():
+            yield f"drift of {name}: {share:+.2%} of the loss, beside a fresh allocation"
+        total = sum(by_table.values())
+        advice = "a whole refresh is due" if total > MOST_DRIFT else f"{MOST_DRIFT:.1%} is fine"
+        yield f"drift of all tables: {total:+.2%}; {advice}"
 
 
 def _samples(
@@ -82,21 +93,16 @@ def _samples(
     return samples | {"loss": recipe.task, "leave_alone": recipe.leave_alone}
 
 
-def _size_lines(scheme: MixedDimensionScheme, increase: float) -> list[str]:
+def _size_line(scheme: MixedDimensionScheme) -> str:
     num_bytes = scheme.served_bytes(PACKED)
-    size = f"{num_bytes:,} bytes, {scheme.compression(PACKED):.2f} times smaller"
-    return [f"tables: {size}", f"predicted increase of the loss: {increase:.3g}"]
+    return f"tables: {num_bytes:,} bytes, {scheme.compression(PACKED):.2f} times smaller"
 
 
-def _delta_lines(result: Refresh, base: ServedState, out: Path) -> list[str]:
-    lines = _size_lines(result.scheme, result.predicted_loss_increase)
+def _delta_lines(result: Refresh, base: ServedState, out: Path) -> Iterator[str]:
+    yield _size_line(result.scheme)
     if out.is_dir():  # on the first rank
         num_bytes = sum(file.stat().st_size for file in out.iterdir())
         of_base = sum(len(rows) for rows in base.rows.values())
-        lines.append(f"written: {num_bytes:,} bytes, for {of_base:,} bytes of rows in the artifact")
+        yield f"written: {num_bytes:,} bytes, for {of_base:,} bytes of rows in the artifact"
     for name, table in result.scheme.tables.items():
-        rows, drift = result.num_changed[name], result.drift[name]
-        lines.append(f"{name}: {rows:,} of {table.num_embeddings:,} rows, drift {drift:+.2%}")
-    total = sum(result.drift.values())
-    advice = "a whole refresh is due" if result.is_stale else f"at most {MOST_DRIFT:.1%} is fine"
-    return [*lines, f"drift, of the loss, beside a fresh allocation: {total:+.2%}; {advice}"]
+        yield f"{name}: {result.num_changed[name]:,} of {table.num_embeddings:,} rows changed"

@@ -78,7 +78,10 @@ def field_groups(bits: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     is_code = (width > 0) & (width < FLOAT_BITS)
     start, bit = (part.view(-1, COLUMNS_PER_GROUP) for part in (offset // 8, offset % 8))
     has_field = (width > 0).view(-1, COLUMNS_PER_GROUP)
-    window = _first(start, has_field)
+    # read as 16 bytes of the row where they lie in it: another cache line costs most of a lookup
+    row_ends = (row_strides(bits) - _QUAD_BYTES).clamp(min=0)
+    last = row_ends.repeat_interleave(start.shape[0] // len(bits)).unsqueeze(1)
+    window = torch.minimum(_first(start, has_field), last)
     in_window = torch.where(has_field, start - window, 0)
     by_quad = in_window.view(-1, COLUMNS_PER_QUAD)
     quad = _first(by_quad, has_field.view(-1, COLUMNS_PER_QUAD))

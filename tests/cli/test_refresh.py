@@ -36,9 +36,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def refresh(folder: Path, out: str, **settings) -> list[str]:
     recipe = (folder / "recipe").read_text()
-    return run_refresh(
-        RefreshCommand(
-            run=folder / "next", artifact=folder / "small" / "x3", out=folder / out, recipe=recipe, **settings
+    return list(
+        run_refresh(
+            RefreshCommand(
+                run=folder / "next", artifact=folder / "small" / "x3", out=folder / out, recipe=recipe, **settings
+            )
         )
     )
 

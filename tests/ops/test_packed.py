@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import struct
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -39,6 +40,18 @@ from tests.reference import ROUTINGS, Case, cases, packed, packed_case, table_sc
 from tests.triton_on_numpy import DEVICE, check_compiled, needs_compilation, needs_device, needs_triton, without_triton
 
 needs_compiler = pytest.mark.skipif(not load_operator(), reason="no C++ compiler")
+
+
+@contextmanager
+def limited(limit: str) -> Iterator[None]:
+    """Lookups run on an instruction set, or on the widest that there is below."""
+    widest = LOOKUPS.instruction_set()
+    LOOKUPS.instruction_set(limit=limit)
+    try:
+        yield
+    finally:
+        LOOKUPS.instruction_set(limit=widest)
+
 
 IDS, OFFSETS = torch.tensor([0, 3, 9, 1]), torch.tensor([0, 1, 2, 3, 4])
 PLACES = {"ids": 0, "offsets": 1, "tables": 3, "features": 4, "table_layout": 5, "blocks": 6, "groups": 7}
@@ -120,20 +133,15 @@ PLACES_THAT_LEAD_OUTSIDE = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("limit", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize("limit", INSTRUCTION_SETS)
 @pytest.mark.parametrize(("field", "place"), [(f, p) for f, places in PLACES_THAT_LEAD_OUTSIDE.items() for p in places])
 def test_layouts_that_lead_outside(field: str, place: tuple[int, int, int], limit: str) -> None:
     arguments, _ = call()
     row, column, value = place
     layout = arguments[PLACES[field]] = arguments[PLACES[field]].clone()
     layout[slice(None) if field == "groups" else row, column] = value
-    widest = LOOKUPS.instruction_set()
-    LOOKUPS.instruction_set(limit=limit)
-    try:
-        with pytest.raises(ValueError, match=r"packed_embedding_bag: .*expected"):
-            look_up(arguments)
-    finally:
-        LOOKUPS.instruction_set(limit=widest)
+    with limited(limit), pytest.raises(ValueError, match=r"packed_embedding_bag: .*expected"):
+        look_up(arguments)
 
 
 @needs_compiler
@@ -353,14 +361,16 @@ def of_case(case: Case, seed: int) -> list[Any]:
     return calls[0]
 
 
-def of_blocks(num_blocks: int, dim: int, *, weighted: bool = False, stored_share: float = 1.0) -> list[Any]:
+def of_blocks(
+    num_blocks: int, dim: int, *, weighted: bool = False, stored_share: float = 1.0, seed: int | None = None
+) -> list[Any]:
     """Arguments for bags over one table of so many blocks, in no order; other rows have none."""
     torch.manual_seed(num_blocks)
     of_row = torch.randint(num_blocks + 1, (1_500,))
     of_row[torch.rand(1_500) > stored_share] = num_blocks
     routing = RowRouting.from_map(of_row, num_blocks)
     scheme = table_scheme("t", routing, torch.ones(num_blocks, dim).bool(), pooling="mean", is_weighted=weighted)
-    scheme, stored, _ = packed(scheme, Random(num_blocks))
+    scheme, stored, _ = packed(scheme, Random(num_blocks if seed is None else seed))
     module = PackedEmbeddingBagCollection(MixedDimensionScheme({"t": scheme}), {"t": stored})
     offsets, ids = torch.tensor([0, 3, 3, 4, 9, 20, 21, 22, 22, 25, 30]), torch.randint(1_500, (30,))
     ids[::2] = (of_row < num_blocks).nonzero().squeeze(1)[-15:]
@@ -395,13 +405,11 @@ def test_takes_sparse_directories(way: Any, num_blocks: int, dim: int, share: fl
 
 
 @needs_compiler
-@pytest.mark.parametrize("limit", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize("limit", INSTRUCTION_SETS)
 @pytest.mark.parametrize(("first", "step"), [(0, 10**6), (1, 10**6), *((2 + column, 6) for column in range(6))])
 def test_damaged_sparse_directories_lead_nowhere_else(limit: str, first: int, step: int) -> None:
     """Refused, or other rows of the table: a sanitizer would see what is read outside."""
-    widest = LOOKUPS.instruction_set()
-    LOOKUPS.instruction_set(limit=limit)
-    try:
+    with limited(limit):
         for num_blocks, value in product((1, 7), (0, -1, 2**31 - 1, -(2**31))):
             arguments = of_blocks(num_blocks, 5, stored_share=0.1)
             (place,) = (i for i, table in enumerate(arguments[3]) if table.dtype == torch.int32)
@@ -412,8 +420,64 @@ def test_damaged_sparse_directories_lead_nowhere_else(limit: str, first: int, st
             if first == 2 and value < 0:
                 with pytest.raises(ValueError, match=EXIST):
                     look_up(arguments)
-    finally:
-        LOOKUPS.instruction_set(limit=widest)
+
+
+def outcomes(arguments: list[Any]) -> list[Any]:
+    """What every instruction set gives, or says."""
+    results: list[Any] = []
+    for limit in INSTRUCTION_SETS:
+        with limited(limit):
+            try:
+                results.append(look_up(arguments).tolist())
+            except ValueError as error:
+                results.append(str(error))
+    return results
+
+
+def of_many_ids(num_blocks: int, dim: int, seed: int, dtype: torch.dtype, *, weighted: bool = False) -> list[Any]:
+    """Arguments for 500 ids, in bags of none to many."""
+    arguments = of_blocks(num_blocks, dim, weighted=weighted, seed=seed)
+    lengths = torch.tensor([1, 0, 2, 64, 65, 1, 1, 7, 200, 159])
+    arguments[0] = torch.randint(1_500, (500,), dtype=dtype)
+    arguments[1] = torch.cat([torch.zeros(1, dtype=dtype), lengths.cumsum(0).to(dtype)])
+    arguments[2] = torch.randn(500) if weighted else None
+    return arguments
+
+
+RECORDS = [(1, 5, 1), (3, 33, 1), (5, 70, 1), (5, 70, 5), (6, 64, 1), (7, 48, 1), (7, 64, 7), (8, 17, 1), (15, 20, 1)]
+"""Blocks, columns and a seed: of 1 all columns have few bits, of others some are float32."""
+
+
+@needs_compiler
+@pytest.mark.parametrize(("num_blocks", "dim", "seed"), RECORDS)
+def test_instruction_sets_give_the_same_bits(num_blocks: int, dim: int, seed: int) -> None:
+    for dtype, weighted in product((torch.int64, torch.int32), (False, True)):
+        arguments = of_many_ids(num_blocks, dim, seed, dtype, weighted=weighted)
+        assert outcomes(arguments) == [by_torch(arguments).tolist()] * 3
+        arguments[0][[3, 130, 499]] = torch.tensor([-1, 1_500, 2**31 - 1], dtype=dtype)
+        first, *others = outcomes(arguments)
+        assert others == [first] * 2
+        assert "expected ids in 0..1499, got -1" in first
+        arguments[-1] = True
+        assert outcomes(arguments) == [by_torch(arguments).tolist()] * 3
+
+
+@needs_compiler
+@pytest.mark.parametrize(("num_blocks", "dim", "seed"), RECORDS)
+def test_instruction_sets_take_damaged_directories_alike(num_blocks: int, dim: int, seed: int) -> None:
+    """Refused, for the same row, or the same other rows of the table."""
+    arguments = of_many_ids(num_blocks, dim, seed, torch.int64)
+    place = int(arguments[5][0, 4])
+    directory, refusals = arguments[3][place], 0
+    for number in range(40):
+        torch.manual_seed(number)
+        damaged = directory.clone()
+        damaged[torch.randint(len(damaged), (1 + number // 4,))] = torch.randint(256, (1,), dtype=torch.uint8)
+        arguments[3][place] = damaged
+        first, *others = outcomes(arguments)
+        assert others == [first] * 2
+        refusals += isinstance(first, str)
+    assert 0 < refusals < 40
 
 
 def test_constants_are_made_once_and_anew_where_groups_have_changed() -> None:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks import serving
 from benchmarks.gpu.step import Run
 from benchmarks.gpu.timing import in_turns
+from dnis_torchrec.artifact.load import serve
 
 DENSE = {"dense_fp32": 32, "dense_fp16": 16, "dense_int8": 8, "dense_int4": 4}
 """Name -> bits of a value of TorchRec's own inference tables."""
-FORMS = ("packed", "mixed_dimension")
 BASELINE = "dense_fp32"
 NUM_TABLES, ROWS = 26, 100_000
 SMALL_TABLES, SMALL_ROWS = 2, 400
@@ -33,26 +35,34 @@ TURNS, ROUNDS, LARGE_IDS, ROUNDS_OF_LARGE = 5, 20, 4_000_000, 4
 def run(run: Run) -> None:
     """Makes the tables once, checks that all forms agree, then notes every batch size and pooling."""
     sizes = (SMALL_TABLES, SMALL_ROWS) if run.is_stand_in else (NUM_TABLES, ROWS)
-    case = serving.simulated_codes(*sizes, FORMS, run.device)
-    serving.check_equal(case)
-    case.forms |= {name: dense_tables(case, bits) for name, bits in DENSE.items()}
-    dense_bytes = serving.resident_bytes(case.forms[BASELINE])
+    case = serving.compressed("tables", [sizes[1]] * sizes[0], is_sorted=False)
+    collection = serving.SumOfSquares([sizes[1]] * sizes[0]).tables
+    tables = {name: bag.weight.detach() for name, bag in collection.embedding_bags.items()}
+    forms: dict[str, nn.Module] = {
+        "mixed_dimension": serve(case.scheme, tables, "mixed_dimension", device=run.device),
+        **{name: dense_tables(collection, bits, run.device) for name, bits in DENSE.items()},
+    }
+    batch = batch_of(case, 16, 3, run.device)
+    expected = look_up(case.packed, batch.to(torch.device("cpu")))
+    forms["packed"] = case.packed.to(run.device)
+    torch.testing.assert_close(look_up(forms["packed"], batch).cpu(), expected, rtol=1e-5, atol=1e-5)
+    dense_bytes = serving.resident_bytes(forms[BASELINE])
     of = {"tables": sizes[0], "rows": sizes[1], "columns": serving.EMBEDDING_DIM}
-    for form, module in case.forms.items():
+    for form, module in forms.items():
         num_bytes = serving.resident_bytes(module)
         run.figures.note("bytes", num_bytes / 1e6, "MB", form=form, **of)
         run.figures.note("bytes of dense_fp32 over these", dense_bytes / num_bytes, form=form, **of)
     for batch_size, pooling in SMALL_CASES if run.is_stand_in else CASES:
-        measure(run, case, batch_size, pooling)
+        measure(run, case, forms, batch_size, pooling)
 
 
-def dense_tables(case: serving.Case, bits: int) -> QuantEmbeddingBagCollection:
+def dense_tables(collection: EmbeddingBagCollection, bits: int, device: torch.device) -> QuantEmbeddingBagCollection:
     """All rows, all columns, as FBGEMM's inference kernels hold them."""
     kind = {32: "FP32", 16: "FP16", 8: "INT8", 4: "INT4"}[bits]
-    configs = serving.dense_collection(case).embedding_bag_configs()
+    configs = collection.embedding_bag_configs()
     weights = {}
-    for name, table in case.tables.items():
-        values = table.float().contiguous()
+    for name, bag in collection.embedding_bags.items():
+        values = bag.weight.detach()
         rows = {32: values, 16: values.half()}.get(bits)
         if rows is None:
             rows = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(values, bits)
@@ -63,21 +73,21 @@ def dense_tables(case: serving.Case, bits: int) -> QuantEmbeddingBagCollection:
     return QuantEmbeddingBagCollection(
         [replace(config, data_type=DataType[kind]) for config in configs],
         is_weighted=False,
-        device=case.device,
+        device=device,
         table_name_to_quantized_weights=weights,
         register_tbes=True,
-        row_alignment=1 if case.device.type == "cpu" else 16,
+        row_alignment=1 if device.type == "cpu" else 16,
     )
 
 
 @torch.inference_mode()
-def measure(run: Run, case: serving.Case, batch_size: int, pooling: int) -> None:
+def measure(run: Run, case: serving.Case, forms: Mapping[str, nn.Module], batch_size: int, pooling: int) -> None:
     """Notes the time of a lookup in every form, and beside the dense one in FP32."""
-    batch = batch_of(case, batch_size, pooling)
+    batch = batch_of(case, batch_size, pooling, run.device)
     rounds = ROUNDS_OF_LARGE if batch.values().numel() > LARGE_IDS else ROUNDS
     turns, rounds = (1, 2) if run.is_stand_in else (TURNS, rounds)
-    calls = {form: partial(look_up, module, batch) for form, module in case.forms.items()}
-    medians = in_turns(calls, case.device, turns, rounds)
+    calls = {form: partial(look_up, module, batch) for form, module in forms.items()}
+    medians = in_turns(calls, run.device, turns, rounds)
     for form, median in medians.items():
         of = {"form": form, "batch": batch_size, "pooling": pooling}
         run.figures.note("lookup", 1e3 * median, "us", **of)
@@ -85,15 +95,14 @@ def measure(run: Run, case: serving.Case, batch_size: int, pooling: int) -> None
             run.figures.note("lookup, times dense_fp32", median / medians[BASELINE], **of)
 
 
-def batch_of(case: serving.Case, batch_size: int, pooling: int) -> KeyedJaggedTensor:
+def batch_of(case: serving.Case, batch_size: int, pooling: int, device: torch.device) -> KeyedJaggedTensor:
     """Bags of ids after Zipf's law, drawn where they are looked up."""
     ids: list[Tensor] = []
-    for _, table in case.features:
-        uniform = torch.rand(batch_size * pooling, dtype=torch.float64, device=case.device)
-        ids.append((table.num_embeddings**uniform).long().sub(1).clamp(0, table.num_embeddings - 1))
-    keys = [feature for feature, _ in case.features]
-    lengths = torch.full((len(keys) * batch_size,), pooling, device=case.device)
-    return KeyedJaggedTensor(keys=keys, values=torch.cat(ids), lengths=lengths, stride=batch_size)
+    for rows in case.rows_by_frequency.values():
+        uniform = torch.rand(batch_size * pooling, dtype=torch.float64, device=device)
+        ids.append(rows.to(device)[(len(rows) ** uniform).long().sub(1).clamp(0, len(rows) - 1)])
+    lengths = torch.full((len(case.keys) * batch_size,), pooling, device=device)
+    return KeyedJaggedTensor(keys=case.keys, values=torch.cat(ids), lengths=lengths, stride=batch_size)
 
 
 def look_up(module: nn.Module, batch: KeyedJaggedTensor) -> Tensor:

@@ -188,13 +188,6 @@ struct Feature {
   bool is_mean;
 };
 
-struct Row {
-  const uint8_t* bytes;  // null where nothing is stored
-  const Group* groups;
-  int64_t stride;
-  float weight;
-};
-
 // The first thing found wrong: what, and at which id (OFFSETS: which offset).
 struct Fault {
   enum Kind { NONE, UNKNOWN_ID, OFFSETS, DIRECTORY, FIELDS };
@@ -241,13 +234,15 @@ namespace avx2 {
 }  // namespace avx2
 #if defined(__clang__)
 #pragma clang attribute pop
-#pragma clang attribute push(                                                         \
-    __attribute__((target("avx2,popcnt,bmi2,avx512f,avx512vl,avx512bw,avx512vbmi"))), \
+#pragma clang attribute push(                                                        \
+    __attribute__((target("avx2,popcnt,bmi2,avx512f,avx512vl,avx512bw,"                      \
+                          "avx512dq,avx512vbmi,avx512bitalg,avx512vpopcntdq"))), \
     apply_to = function)
 #else
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target("avx2,popcnt,bmi2,avx512f,avx512vl,avx512bw,avx512vbmi")
+#pragma GCC target("avx2,popcnt,bmi2,avx512f,avx512vl,avx512bw", \
+    "avx512dq,avx512vbmi,avx512bitalg,avx512vpopcntdq")
 #endif
 namespace avx512 {
 #define DNIS_LEVEL 2
@@ -281,7 +276,11 @@ const InstructionSet* widest_instruction_set(const std::string& limit) {
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
                           __builtin_cpu_supports("avx512vl") &&
                           __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("bmi2");
+                          __builtin_cpu_supports("avx512dq") &&
+                          __builtin_cpu_supports("avx512vbmi") &&
+                          __builtin_cpu_supports("avx512bitalg") &&
+                          __builtin_cpu_supports("avx512vpopcntdq") &&
+                          __builtin_cpu_supports("bmi2");
   if (has_avx512 && limit == "avx512") return &AVX512;
   if (has_avx2 && (limit == "avx512" || limit == "avx2")) return &AVX2;
 #endif
@@ -476,8 +475,10 @@ std::vector<Table> make_tables(const Tensor& table_layout, const Tensor& block_l
       const int64_t *field = block_fields + BLOCK_FIELDS * s, first_group = field[3];
       if (first_group < 0) continue;
       const int64_t begin = field[0], num_rows = field[1], stride = field[2];
+      int64_t size;  // a product, for division takes long
       const bool fits = begin >= 0 && begin <= num_bytes && num_rows >= 0 && stride > 0 &&
-                        num_rows <= (num_bytes - begin) / stride;
+                        !__builtin_mul_overflow(num_rows, stride, &size) &&
+                        size <= num_bytes - begin;
       check(fits, "block_layout", "rows within those of the table");
       check(first_group < groups.size(0), "block_layout", "groups that exist");
       blocks[s] = {rows + begin, all_groups + first_group, num_rows, stride};
