@@ -137,8 +137,8 @@ def search_on_stream(
     names = ("recipe", "out", "source", "resume", *(f.name for f in fields(TableOptions)))
     of_search = {name: getattr(settings, name) for name in names}
     plain_steps = TrainCommand(steps=steps // 2, **of_search)
-    trained, past, summary, _ = train_on_stream(plain_steps, recipe, seed, run, device)
-    recipe = replace(recipe, model=cast(TrainTask, unshard_(trained)).model)
+    task, past, summary, _ = train_on_stream(plain_steps, recipe, seed, run, device)
+    recipe = replace(recipe, model=cast(TrainTask, unshard_(task)).model)
     checkpoint = cast(Address, folder.latest())
     size = settings.compression
     search = OnePassSearch(recipe, past, checkpoint, summary.counts, size, steps)
