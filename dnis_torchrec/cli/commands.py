@@ -26,8 +26,8 @@ from dnis_torchrec.artifact.narrow import digest_of
 from dnis_torchrec.artifact.package import write_package
 from dnis_torchrec.artifact.verify import Verification, verify
 from dnis_torchrec.artifact.write import shared_folder, write_artifact
-from dnis_torchrec.checks import check, versions
-from dnis_torchrec.cli.judge import Judge, Metrics
+from dnis_torchrec.checks import check, describe, versions
+from dnis_torchrec.cli.judge import Judge, Metrics, block_rows
 from dnis_torchrec.cli.narrow import begin_narrow_
 from dnis_torchrec.cli.progress import progress
 from dnis_torchrec.cli.run import (
@@ -55,9 +55,12 @@ from dnis_torchrec.cli.settings import (
 )
 from dnis_torchrec.cli.streams import (
     RECENT_NOTE,
+    SHORT_NOTE,
     STREAM_NOTE,
     check_pass,
     data_of_stream,
+    record_of_stream,
+    search_on_stream,
     train_on_stream,
 )
 from dnis_torchrec.data.batches import LookupBatches
@@ -227,17 +230,9 @@ def _train_on_stream(
     row = judge.row(UNCOMPRESSED, metrics, 4 * scheme.parameters, seconds=seconds)
     judge.notes.append(STREAM_NOTE.format(min(steps, WINDOW_REPORTS * loop.steps_per_epoch)))
     if steps < (settings.steps or 0):
-        judge.notes.append(f"The stream ended after {steps:,} of {settings.steps:,} steps.")
-    head = head | {
-        "best_epoch": 0,  # of one
-        "scheme": scheme.to_json(),
-        "metrics": record.metrics,
-        "stream": {
-            "steps": steps,
-            "samples": counts.num_samples,
-            "max_bag_lengths": counts.max_bag_lengths,
-        },
-    }
+        judge.notes.append(SHORT_NOTE.format(steps, settings.steps))
+    head = head | {"scheme": scheme.to_json(), "metrics": record.metrics}
+    head |= record_of_stream(steps, counts)
     history = tuple(record.line() for record in loop.history)
     results = judge.results([row], head, history=history, split="window")
     on_rank_zero(lambda: run.save_stream(summary))
@@ -425,7 +420,9 @@ def run_search(settings: SearchCommand) -> Results:
         with together():
             recipe, trained_epochs, head = _search_begin(settings)
         with _run_folder(settings, head) as run:
-            if on_rank_zero(run.status) != FINISHED:
+            if on_rank_zero(run.status) != FINISHED and recipe.is_stream:
+                _finish(run, *search_on_stream(settings, recipe, head, run, device), recipe)
+            elif on_rank_zero(run.status) != FINISHED:
                 _search(settings, recipe, trained_epochs, head, run, device)
             return on_rank_zero(lambda: read_results(run.path / RESULTS))
 
@@ -438,13 +435,22 @@ def _search_begin(settings: SearchCommand) -> tuple[Recipe, int | None, dict[str
         _check_apart(source, settings.out)
     check(not past.get("refit"), "--from", "a model that validation has not trained", "a refit")
     recipe, head = _recipe_and_head(settings, past)
-    remedy = "`dnis train --steps` trains on it, then `dnis compress`"
-    check(not recipe.is_stream, "Recipe.data", "splits to search on", "a stream", remedy)
-    configuration = asdict(SearchSettings(epochs=settings.epochs))
+    check_pass(recipe, settings)
+    if recipe.is_stream and world_size_of() > 1:
+        place, remedy = "dnis search --steps", "`dnis train --steps` on ranks, then compress"
+        text = describe(place, "supported is one process", f"{world_size_of()} ranks", remedy)
+        raise NotImplementedError(text)
+    configuration: dict[str, Any] = {"steps": settings.steps}
+    if not recipe.is_stream:
+        configuration = asdict(SearchSettings(epochs=settings.epochs or USUAL_TRAIN_EPOCHS))
     configuration |= {"compression": settings.compression, "embedding_l2": recipe.embedding_l2}
     epochs = None
-    if source is not None:
-        epochs = _begin_with_(recipe.model, source) or min(USUAL_EPOCHS, settings.epochs)
+    if source is not None and recipe.is_stream:
+        RunFolder.open(source).latest_checkpoint()
+        configuration["from"] = str(source)
+    elif source is not None:
+        most = min(USUAL_EPOCHS, configuration["epochs"])
+        epochs = _begin_with_(recipe.model, source) or most
         configuration |= {"from": str(source), "trained_epochs": epochs}
     head["configuration"] = configuration
     return recipe, epochs, head
@@ -540,7 +546,7 @@ def _search(
         begin = time.monotonic()
         outcome = search(
             *(recipe, settings.compression, run.checkpoints, device),
-            settings=SearchSettings(epochs=settings.epochs),
+            settings=SearchSettings(epochs=head["configuration"]["epochs"]),
             trained_epochs=trained_epochs,
             events=events,
             saving=Saving(resume=settings.resume),
@@ -568,7 +574,9 @@ def _search(
         model, num_bytes = recipe.model.to(device), 4 * dense_parameters(recipe.model)
         rows += plain.plain_rows(model, num_bytes)
     history = tuple(record.line() for record in outcome.history)
-    results = judge.results(rows, head, history=history, blocks=_block_rows(outcome))
+    results = judge.results(
+        rows, head, history=history, blocks=block_rows(scheme, outcome.blocks.occurrences)
+    )
     _finish(run, outcome.model, scheme, head, results, recipe)
 
 
@@ -692,19 +700,6 @@ def run_package(settings: PackageCommand) -> None:
     batch = next(iter(recipe.data if recipe.is_stream else recipe.data.test))
     notes = {"recipe": settings.recipe, "form": PACKED}
     write_package(model, batch, settings.out, notes=notes, overwrite=settings.overwrite)
-
-
-def _block_rows(outcome: SearchOutcome) -> tuple[dict[str, Any], ...]:
-    """One line a block that has rows: how many, how often they occur, and bits of a value."""
-    lines = []
-    for name, table in outcome.scheme.tables.items():
-        occurrences = outcome.blocks.occurrences[name].tolist()
-        bits = table.column_bits().double().mean(dim=1).tolist()
-        for block, rows in enumerate(table.routing.row_counts().tolist()):
-            if rows:
-                line = {"table": name, "block": block, "rows": rows, "bits": bits[block]}
-                lines.append(line | {"occurrences": occurrences[block] / rows})
-    return tuple(lines)
 
 
 def run_report(folders: Sequence[Path]) -> Results:

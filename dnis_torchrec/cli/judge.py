@@ -18,6 +18,7 @@ from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.ranks import world_size_of
 from dnis_torchrec.report.rows import COMPRESS, SEARCH, UNCOMPRESSED, ResultRow, Results
+from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.selection.shards import dense_parameters, table_configs
 from dnis_torchrec.training.evaluate import evaluate, primary_metric
 
@@ -128,3 +129,18 @@ class Judge:
             versions=head["versions"],
             **more,
         )
+
+
+def block_rows(
+    scheme: MixedDimensionScheme, of_blocks: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], ...]:
+    """One line a block that has rows: how many, how often they occur, and bits of a value."""
+    lines = []
+    for name, table in scheme.tables.items():
+        occurrences = of_blocks[name].tolist()
+        bits = table.column_bits().double().mean(dim=1).tolist()
+        for block, rows in enumerate(table.routing.row_counts().tolist()):
+            if rows:
+                line = {"table": name, "block": block, "rows": rows, "bits": bits[block]}
+                lines.append(line | {"occurrences": occurrences[block] / rows})
+    return tuple(lines)

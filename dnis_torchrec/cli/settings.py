@@ -285,8 +285,15 @@ class SearchCommand(TableOptions):
     out: OutOption
     source: FromOption = None
     compression: Annotated[float, typer.Option(help=f"{COMPRESSION_HELP}.")] = 20.0
-    epochs: Annotated[int, typer.Option(min=1, help="Epochs at most of plain training.")] = 60
-    seed: SeedOption = None
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Epochs at most of plain training, 60 by default.")
+    ] = None
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=5, help="Steps of one pass over a stream: half train, a fifth drops columns."
+        ),
+    ] = None
     resume: ResumeOption = False
     overwrite: OverwriteOption = False
 
@@ -294,6 +301,13 @@ class SearchCommand(TableOptions):
         self.check_table(self.recipe, is_new=self.source is None)
         check_compression(self.compression, "--compression")
         check(not (self.resume and self.overwrite), "--resume", "no --overwrite", "both")
+        is_clear, remedy = self.steps is None or self.epochs is None, "a stream has no epochs"
+        check(is_clear, "--epochs", "none beside --steps", self.epochs, remedy)
+
+    @property
+    def is_pass(self) -> bool:
+        """Whether it is one pass over a stream."""
+        return self.steps is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, cast
 
 import torch
+from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from dnis_torchrec.allocation.axes import has_axes, with_axes_
 from dnis_torchrec.checks import check
+from dnis_torchrec.cli.judge import Judge, block_rows
 from dnis_torchrec.cli.narrow import NarrowTraining, begin_narrow_
 from dnis_torchrec.cli.progress import progress_of_pass
-from dnis_torchrec.cli.run import RunFolder
-from dnis_torchrec.cli.settings import TrainCommand
+from dnis_torchrec.cli.run import TRAINING, RunFolder
+from dnis_torchrec.cli.settings import SearchCommand, TableOptions, TrainCommand
 from dnis_torchrec.data.batches import BatchParts
-from dnis_torchrec.data.over_ranks import split_over_ranks
+from dnis_torchrec.data.over_ranks import samples_to_measure, split_over_ranks
 from dnis_torchrec.data.recipe import SPLITS, DataSplits, Recipe
 from dnis_torchrec.data.stream import FrequencyCounts, Stream, StreamSummary, join_batches
 from dnis_torchrec.data.task import LossTask, TrainTask, check_task
+from dnis_torchrec.data.urls import Address
 from dnis_torchrec.ranks import Ranks, on_rank_zero, together
-from dnis_torchrec.selection.shards import table_configs
-from dnis_torchrec.training.checkpoint import CheckpointFolder, Manifest
+from dnis_torchrec.report.rows import SEARCH, Results
+from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
+from dnis_torchrec.search.one_pass import OnePassSearch
+from dnis_torchrec.search.search import SEARCHED, with_tables_apart
+from dnis_torchrec.selection.shards import dense_parameters, name_tables_back_, table_configs
+from dnis_torchrec.selection.swap import unshard_
+from dnis_torchrec.training.checkpoint import CheckpointFolder, Manifest, write_checkpoint
 from dnis_torchrec.training.loop import (
     PLAIN,
     STREAM_CHECKPOINT_STEPS,
     Phase,
     Plan,
+    SearchEvents,
+    SearchInterrupted,
     StreamPipeline,
     TrainLoop,
 )
@@ -40,9 +52,11 @@ STREAM_NOTE = (
 RECENT_NOTE = (
     "Metrics are those of the newest {:,} samples of the stream, which training has read once."
 )
+SHORT_NOTE = "The stream ended after {:,} of {:,} steps."
+SEARCH_NOTE = "No gains: weights have learnt from every sample once."
 
 
-def check_pass(recipe: Recipe, settings: TrainCommand) -> None:
+def check_pass(recipe: Recipe, settings: TrainCommand | SearchCommand) -> None:
     """Refuses a pass over splits, and epochs of a stream."""
     remedy = "make Recipe.data an iterable of batches; of a table, name --time, too"
     is_fit = recipe.is_stream or not settings.is_pass
@@ -98,6 +112,72 @@ def train_on_stream(
         counts = None if past is None else past.counts()
     on_rank_zero(CheckpointFolder(run.checkpoints).keep_latest)
     return model, loop, stream.summary(counts), narrow
+
+
+def record_of_stream(steps: int, counts: FrequencyCounts) -> dict[str, Any]:
+    """What run.json says of the stream, and that its one epoch is the best."""
+    lengths = counts.max_bag_lengths
+    stream = {"steps": steps, "samples": counts.num_samples, "max_bag_lengths": lengths}
+    return {"best_epoch": 0, "stream": stream}
+
+
+def search_on_stream(
+    settings: SearchCommand,
+    recipe: Recipe,
+    head: Mapping[str, Any],
+    run: RunFolder,
+    device: torch.device,
+) -> tuple[nn.Module, MixedDimensionScheme, dict[str, Any], Results]:
+    """Half of the steps as `dnis train` takes them, then those of a search, then bits.
+
+    A search that was stopped in its second half begins that again.
+    """
+    begin, seed, steps = time.monotonic(), head["seed"], cast(int, settings.steps)
+    recipe, folder = with_tables_apart(recipe), CheckpointFolder(run.checkpoints, keep_last=1)
+    names = ("recipe", "out", "source", "resume", *(f.name for f in fields(TableOptions)))
+    of_search = {name: getattr(settings, name) for name in names}
+    plain_steps = TrainCommand(steps=steps // 2, **of_search)
+    task, past, summary, _ = train_on_stream(plain_steps, recipe, seed, run, device)
+    recipe = replace(recipe, model=cast(TrainTask, unshard_(task)).model)
+    checkpoint = cast(Address, folder.latest())
+    size = settings.compression
+    search = OnePassSearch(recipe, past, checkpoint, summary.counts, size, steps)
+    with progress_of_pass() as events:
+        loop, state, model = search.run(_stopping(events))
+    counts = None if settings.source is None else RunFolder.open(settings.source).counts()
+    summary = cast(Progressive, past.progressive).stream.summary(counts)
+    seconds, steps = loop.seconds_before + time.monotonic() - begin, loop.history[-1].step
+    of_run = {**head, **record_of_stream(steps, summary.counts)}
+    run.save_stream(summary)
+    run.write_head(TRAINING, of_run)
+    data, total, number = data_of_stream(run, Ranks.everyone())
+    notes = [RECENT_NOTE.format(number), SEARCH_NOTE]
+    if steps < cast(int, settings.steps):
+        notes.append(SHORT_NOTE.format(steps, settings.steps))
+    judge = Judge(recipe, data, device, seed, total.counts, (), notes, is_left=True)
+    plain_rows = judge.plain_rows(model, 4 * dense_parameters(model))
+    scheme, of_blocks = search.serve_(model, total, samples_to_measure(data.train))
+    metrics = judge.evaluate(model)
+    num_bytes, compression = scheme.served_bytes(PACKED), scheme.compression(PACKED)
+    rows = [judge.row(SEARCH, metrics, num_bytes, compression, seconds), *plain_rows]
+    more: dict[str, Any] = {"history": tuple(record.line() for record in loop.history)}
+    more |= {"blocks": block_rows(scheme, of_blocks), "split": "recent"}
+    results = judge.results(rows, of_run, **more)
+    of_run |= {"origin": SEARCHED, "scheme": scheme.to_json(), "metrics": metrics["test"]}
+    write_checkpoint(folder, steps, state, None)
+    return name_tables_back_(model), scheme, of_run, results
+
+
+def _stopping(events: SearchEvents) -> SearchEvents:
+    """Stops a loop that saves nothing."""
+
+    def on_step(loss: float, density: float) -> None:
+        events.on_step(loss, density)
+        if events.should_stop():
+            text = "stopped on request; the plain steps are saved, --resume goes on behind them"
+            raise SearchInterrupted(f"search in one pass: {text}")
+
+    return replace(events, on_step=on_step)
 
 
 def data_of_stream(run: RunFolder, ranks: Ranks) -> tuple[DataSplits, FrequencyCounts, int]:

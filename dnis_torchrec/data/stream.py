@@ -123,6 +123,10 @@ class Stream(Iterator[Batch]):
         entry = self._ahead[0] if self._ahead else self._next()
         return None if entry is None else entry.part
 
+    def go_on(self, steps: int) -> None:
+        """Gives batches up to another number of steps, once those asked for are over."""
+        self._steps, self._is_at_end = steps, False
+
     def first_train_batch(self) -> Batch:
         """A batch to try things on; the stream gives it all the same."""
         batch = self.peek()

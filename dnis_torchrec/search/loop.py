@@ -15,7 +15,7 @@ from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.data.urls import Address
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline, DenseOptimizer
 from dnis_torchrec.search.ramp import Ramp, check_reachable
-from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
+from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule, OnePass
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.checkpoint import TrainingState
 
@@ -26,6 +26,9 @@ class SearchLoop:
     The first lower steps train the model plainly. Then columns die, those first that are worth
     least for their bytes; behind them what is left adapts in peace. Once the plain steps are over,
     an upper step goes before every lower one. Both streams start again when they end.
+
+    Without validation batches `train` is a stream in the order of time, read once: an upper step
+    takes the next batch, the lower step behind it trains on the same. The loop ends with it.
 
     `merge_` of what `detach` returns gives your model back, with zeros where columns died, and
     `compress` then spends bits on the rest. `dnis_torchrec.search` does more: it stops at the best
@@ -39,8 +42,9 @@ class SearchLoop:
             DistributedModelParallel or `shard_model`.
         optimizer: optimizer of everything that is not fused into the tables' backward, with
             `zero_grad` and `step`, as TorchRec's pipelines take it.
-        train: training batches, which can be iterated again and again.
-        validation: validation batches likewise, for alpha and for what columns are worth.
+        train: training batches, which can be iterated again and again; or a stream.
+        validation: validation batches likewise, for alpha and for what columns are worth; None
+            for a stream, as long on every rank.
         compression: bytes of the float32 tables over bytes to be served, above 1.
         steps: lower steps, at least 1.
         plain_steps: those before the first upper step; None for half of all. A model that is
@@ -97,7 +101,7 @@ class SearchLoop:
         model: nn.Module,
         optimizer: DenseOptimizer,
         train: Iterable[Batch],
-        validation: Iterable[Batch],
+        validation: Iterable[Batch] | None = None,
         *,
         compression: float = 20.0,
         steps: int,
@@ -122,7 +126,11 @@ class SearchLoop:
         self._plain_steps = max(1, steps // 2) if plain_steps is None else plain_steps
         self._ramp_steps = max(1, steps // 5) if ramp_steps is None else ramp_steps
         schedule = LevelSchedule(warm_up_steps=self._plain_steps)
-        self.stream: BilevelStream[Batch] = BilevelStream(train, validation, schedule)
+        self.stream: BilevelStream[Batch] = (
+            OnePass(train, schedule)
+            if validation is None
+            else BilevelStream(train, validation, schedule)
+        )
         self._ramp = Ramp(self.pipeline, self.stream, blocks, task.task, compression)
         model.train()
 
@@ -144,7 +152,10 @@ class SearchLoop:
         if steps >= self._steps:
             return False
         while self.lower_steps == steps:
-            self.loss = self.pipeline.progress(self.stream)[0]
+            try:
+                self.loss = self.pipeline.progress(self.stream)[0]
+            except StopIteration:  # a stream is over
+                return False
         self._ramp.follow(self.lower_steps - self._plain_steps, self._ramp_steps)
         return True
 

@@ -275,6 +275,14 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         set_rng_(state.tensors, self._device)
         return values
 
+    def begin_with(self, path: Address, batch: Any) -> None:
+        """Takes weights and the state of their optimizers from a checkpoint of the plain model;
+        `batch` is one to try things on."""
+        warm_up_(self._model, self._dense_optimizer, batch.to(self._device), 2)
+        tensors = model_tensors(self._model) | optimizer_tensors(self._model, self._dense_optimizer)
+        kinds, group = ("table", "model", "fused", "optimizer"), self.process_group
+        read_checkpoint(path, self._model, tensors, group, kinds=kinds, is_plain=True)
+
     def go_back(self, path: Address) -> None:
         """Takes weights, buffers, alpha and the state of the weights' optimizers from a checkpoint
         of this run; batches read, random numbers and steps taken stay. The collectives of

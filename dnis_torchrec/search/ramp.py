@@ -14,7 +14,7 @@ from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.ranks import rank_of
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.prune import SizeOutOfReachError
-from dnis_torchrec.search.schedule import BilevelStream
+from dnis_torchrec.search.schedule import BilevelStream, OnePass
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,9 @@ class Ramp:
             for dim, alpha in self._pipeline.alphas().items()
         }
         for table, of_table in by_table.items():
+            rows = int(self._blocks.routings[table].row_counts()[-1])
+            if isinstance(self._stream, OnePass) and self._blocks.seen_rows[table][-1] < rows:
+                of_table[-1] = True  # there rows learn that the stream has not had so far
             first = self._blocks.first_alpha_row(table)
             columns[of_table.shape[1]][first : first + len(of_table)] = of_table
         self._pipeline.alpha_optimizer.retain_(columns)

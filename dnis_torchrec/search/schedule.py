@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, NotRequired, TypedDict, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ MAX_AHEAD = 32
 """Batches that a pipeline may have taken from a BilevelStream and not stepped on yet."""
 QUEUE = 4
 """Batches behind which upper steps begin once they are asked for: more than a pipeline holds."""
+SAMPLE_BATCHES = 16
+"""Batches of a stream, its newest, that something is measured on."""
 EPOCH_OF_SAMPLES = 1 << 20
 """Number of the epoch, in data that counts them, that samples begin with: one that no search comes
 to."""
@@ -37,7 +40,8 @@ class Level(enum.Enum):
 @dataclass(frozen=True, kw_only=True)
 class LevelSchedule:
     """Says when the upper level steps: after every lower step, once a warm-up of at least one step
-    is over; with None for its length once `BilevelStream.alternate` says so.
+    is over; with None for its length once `BilevelStream.alternate` says so. It takes `upper_steps`
+    at most.
 
     Example:
         >>> schedule = LevelSchedule(warm_up_steps=2)
@@ -48,6 +52,7 @@ class LevelSchedule:
     # DistributedDataParallel learns its buckets in the first backward pass, which has to be that of
     # a whole training step.
     warm_up_steps: int | None = 1
+    upper_steps: int | None = None
 
     def __post_init__(self) -> None:
         steps = self.warm_up_steps
@@ -55,8 +60,10 @@ class LevelSchedule:
 
     def level(self, step: int) -> Level:
         """Level of the step with this number, both levels counted, from 0."""
-        steps = self.warm_up_steps
+        steps, most = self.warm_up_steps, self.upper_steps
         is_upper = steps is not None and step > steps and (step - steps) % 2 == 1
+        if is_upper and steps is not None and most is not None:
+            is_upper = step - steps < 2 * most
         return Level.UPPER if is_upper else Level.LOWER
 
 
@@ -75,6 +82,7 @@ class _State(TypedDict):
     seed: int
     step: int
     warm_up_steps: int | None
+    upper_steps: NotRequired[int | None]
     lower: StreamPosition
     upper: StreamPosition
 
@@ -164,7 +172,8 @@ class BilevelStream(Generic[_T]):
         for value in (state["seed"], *(position.epoch for position in positions.values())):
             check(value >= 0, place, requirement, value)
         self._seed, self._step = state["seed"], state["step"]
-        self.schedule = LevelSchedule(warm_up_steps=state["warm_up_steps"])
+        lengths = {name: state.get(name) for name in ("warm_up_steps", "upper_steps")}
+        self.schedule = LevelSchedule(**lengths)
         for level, position in positions.items():
             self._iterators.pop(level, None)
             if position.epoch:
@@ -230,6 +239,59 @@ class BilevelStream(Generic[_T]):
         position = replace(position, batches=position.batches + 1)
         self._positions = {**self._positions, level: position}
         return batch
+
+
+class OnePass(BilevelStream[_T]):
+    """Batches of one stream for both levels, each read once: the upper level takes the next batch
+    and leaves it to the lower one. The end of the stream is the end.
+
+    A batch of an upper step is thus one that no weight has learnt from.
+
+    Example:
+        >>> stream = OnePass(["b0", "b1", "b2", "b3"], LevelSchedule(warm_up_steps=1))
+        >>> list(stream)
+        ['b0', 'b1', 'b2', 'b2', 'b3', 'b3']
+    """
+
+    def __init__(self, source: Iterable[_T], schedule: LevelSchedule = LevelSchedule()) -> None:
+        super().__init__((), (), schedule)
+        self._source = iter(source)
+        self._ahead: list[_T] = []  # the next one to train on, if it is read
+        self._newest = deque[_T](maxlen=SAMPLE_BATCHES)
+        self._positions = dict.fromkeys(Level, StreamPosition(epoch=1))
+
+    def sample(self, number: int) -> Iterator[_T]:
+        """The newest batches: there are no others to measure on."""
+        return iter([*self._newest])
+
+    def first_train_batch(self) -> _T:
+        """The next batch to train on, which stays the next."""
+        batch = self._look()
+        check(batch is not None, _name(Level.LOWER), "at least one batch", "none")
+        return cast(_T, batch)
+
+    def _skip(self, level: Level, target: StreamPosition) -> None:
+        # A batch that upper steps alone have had is the next one to train on.
+        self._positions = {**self._positions, level: target}
+        number, remedy = target.batches if level is Level.LOWER else 0, "resume with the run's data"
+        for index in range(number):
+            requirement = f"at least {number} batches, as before the interruption"
+            check(self._look() is not None, _name(level), requirement, index, remedy)
+            self._ahead.pop()
+
+    def _next_of(self, level: Level) -> _T:
+        batch = self._look()
+        if batch is None:
+            raise StopIteration
+        if level is Level.LOWER:
+            self._ahead.pop()
+        return self._count(level, batch)
+
+    def _look(self) -> _T | None:
+        if not self._ahead:
+            self._ahead.extend(itertools.islice(self._source, 1))
+            self._newest.extend(self._ahead)
+        return self._ahead[0] if self._ahead else None
 
 
 def _name(level: Level) -> str:

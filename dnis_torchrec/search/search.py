@@ -190,7 +190,7 @@ def search(
         with_axes_(recipe.model)
         groups = rotation_groups(recipe.model, recipe.leave_alone)
     to_turn = [table for group in groups for table in group.tables]
-    blocks_of = partial(_blocks, recipe, compression, settings.num_blocks)
+    blocks_of = partial(blocks_to_search, recipe, compression, settings.num_blocks)
     setup = Setup(recipe, blocks_of, device, events, whole_rows=to_turn)
     plan = _Plan(setup, compression, settings, trained_epochs, is_turned=bool(to_turn))
     loop = setup.loop(plan, checkpoints, events, saving or Saving())
@@ -215,7 +215,7 @@ def search(
     )
 
 
-def _blocks(
+def blocks_to_search(
     recipe: Recipe,
     compression: float,
     num_blocks: int,

@@ -651,15 +651,21 @@ def read_checkpoint(
     process_group: dist.ProcessGroup | None,
     *,
     kinds: tuple[str, ...] = (),
+    is_plain: bool = False,
 ) -> Mapping[str, Any]:
-    """Copies a checkpoint, of any sharding, into live tensors of a model and what trains it."""
+    """Copies a checkpoint, of any sharding, into live tensors of a model and what trains it. One
+    that `is_plain` has no blocks and no alpha: those of the model stay."""
     with together(process_group):
         manifest = Manifest.read(path)
     entries = {k: v for k, v in manifest.tensors.items() if not kinds or k.split("/")[0] in kinds}
     manifest = replace(manifest, tensors=entries)
     sizes = union_over_ranks({key: value.size for key, value in tensors.items()}, process_group)
+    tables = describe_tables(model)
+    if is_plain:
+        tables = {name: replace(table, blocks="") for name, table in tables.items()}
+        sizes = {key: size for key, size in sizes.items() if key in entries}
     # From the same facts on all ranks.
-    _check_fits(manifest, describe_tables(model), sizes, f"checkpoint {path}")
+    _check_fits(manifest, tables, sizes, f"checkpoint {path}")
     with together(process_group):
         parts = manifest.stored(path, cache(lambda name: fetch(path_in(path, name))))
         for key, value in tensors.items():

@@ -208,7 +208,7 @@ class TrainLoop:
         self.finished: list[FinishedPhase] = []
         self._best = Best()
         self._epoch, self._is_over = 0, False
-        self._progressive, self._late = progressive, LateValues()
+        self.progressive, self._late = progressive, LateValues()
         # This rank's share of the sum and the number of the epoch's losses.
         self._losses = torch.zeros(2, dtype=torch.float64, device=pipeline.device)
         self._best_state: TrainingState | None = None
@@ -239,6 +239,11 @@ class TrainLoop:
         self._pipeline.detach()
         if self._folder is not None:
             cast(Any, self._stream).leave()
+
+    def go_on_behind(self, past: TrainLoop) -> None:
+        """Takes over the phases and the history of a loop that is over."""
+        self.history, self.finished, self._epoch = past.history, past.finished, past._epoch
+        self._pipeline.lower_steps, self.seconds_before = past._first_step, past.seconds_before
 
     def announce(self, phase: Phase, done: int = 0) -> None:
         """Tells who listens that a phase begins, in the plan or behind it."""
@@ -275,17 +280,17 @@ class TrainLoop:
         while pipeline.lower_steps < until:
             previous = pipeline.lower_steps
             try:
-                if self._progressive is not None:
-                    self._progressive.predict(pipeline)
+                if self.progressive is not None:
+                    self.progressive.predict(pipeline)
                 output = pipeline.progress(stream)
                 loss = output[0]
             except StopIteration:  # the end of an epoch of unknown length
                 has_batch, remedy = pipeline.lower_steps > last_step, "check the data splits"
                 check(has_batch, "training stream", "at least one batch", "none", remedy)
                 break
-            if self._progressive is not None:
-                self._progressive.note(output)
             is_lower = pipeline.lower_steps > previous
+            if self.progressive is not None:
+                self.progressive.note(output, is_lower=is_lower)
             if is_lower:
                 # Over the ranks, so that a step counts as much on another number of them.
                 share = torch.stack(
@@ -299,7 +304,7 @@ class TrainLoop:
                 self._late.read(of_step, lambda values: self._events.on_step(*values.tolist()))
             if self._saver is not None:
                 self._save_if_due(is_lower and pipeline.lower_steps < until)
-            if self._progressive is not None and self._progressive.stream.is_over:
+            if self.progressive is not None and self.progressive.stream.is_over:
                 break
 
     def _save_if_due(self, is_inside: bool) -> None:
@@ -340,23 +345,23 @@ class TrainLoop:
         self._is_over = is_last or (
             phase.patience is not None and epoch - self._best.epoch >= phase.patience
         )
-        is_due = True
-        if self._progressive is not None:
-            self._is_over |= self._progressive.stream.is_over
-            is_due = self._is_over or record.step % self._settings.checkpoint_every == 0
+        is_due, every = True, self._settings.checkpoint_every
+        if self.progressive is not None:
+            self._is_over |= self.progressive.stream.is_over
+            is_due = self._is_over or (every > 0 and record.step % every == 0)
             if len(self.history) > MOST_RECORDS:
                 self.history = self.history[::-2][::-1]
         if self._saver is not None:
             if is_due:
                 self._save()
-        elif is_better:
+        elif is_better and phase.patience is not None:
             self._best_state = pipeline.snapshot()
         self._events.on_save(record, self._is_over)
 
     def _judge(self) -> tuple[float, dict[str, float]]:
         """What choices make small, and all metrics of a stream."""
-        if self._progressive is not None:
-            metrics = self._progressive.metrics()
+        if self.progressive is not None:
+            metrics = self.progressive.metrics()
             return metrics[LOSS], metrics
         with self._pipeline.detached() as model:
             return selection_loss(model, self._recipe, self._pipeline.device), {}
@@ -409,7 +414,7 @@ class TrainLoop:
             "history": [cast(EpochRecord, asdict(record)) for record in self.history],
         }
         of_rank = {f"rank{rank_of()}/losses": self._losses}
-        of_rank |= {} if self._progressive is None else self._progressive.tensors()
+        of_rank |= {} if self.progressive is None else self.progressive.tensors()
         whole = TrainingState(
             tensors={**state.tensors, **{k: PlacedTensor.of(t) for k, t in of_rank.items()}},
             tables=state.tables,
@@ -427,8 +432,8 @@ class TrainLoop:
         tensors = {name: PlacedTensor.of(of_rank) for name, of_rank in losses.items()}
         entries = self._pipeline.restore(path, self._stream, tensors)["search"]
         self._losses += sum(losses.values())
-        if self._progressive is not None:
-            self._progressive.restore(path, self._pipeline.lower_steps)
+        if self.progressive is not None:
+            self.progressive.restore(path, self._pipeline.lower_steps)
         self._epoch, self._is_over = entries["epoch"], entries["is_over"]
         self.seconds_before = entries["seconds"]
         self._best = Best(**entries["best"] or {})

@@ -43,7 +43,7 @@ class Progressive:
     def __init__(
         self, stream: Stream, model: nn.Module, task: Task, device: torch.device, steps: int
     ) -> None:
-        self.stream, self._task, self._device = stream, task, device
+        self.stream, self._task, self.device = stream, task, device
         kinds = (_DropoutNd, _NormBase)
         self._differs = any(isinstance(module, kinds) for module in model.modules())
         self._early: tuple[Tensor, Any] | None = None
@@ -53,22 +53,26 @@ class Progressive:
 
     def predict(self, pipeline: Any) -> None:
         """Called before a step: predicts its batch where the step itself would do it otherwise."""
-        batch = self.stream.peek() if self._differs else None
+        batch = self.stream.peek() if self._differs and self._early is None else None
         if batch is not None:
             with pipeline.detached() as model, torch.no_grad():
-                for _, _, loss, outputs in predict(model, [batch], self._device):
+                for _, _, loss, outputs in predict(model, [batch], self.device):
                     self._early = loss, outputs
 
-    def note(self, output: tuple[Tensor, Any]) -> None:
-        """Called after a step with what its forward pass gave: loss of the data and outputs."""
-        loss, outputs = output if self._early is None else self._early
-        batch = self.stream.settle().to(self._device)
+    def note(self, output: tuple[Tensor, Any], *, is_lower: bool = True) -> None:
+        """Called after a step with what its forward pass gave: loss of the data and outputs. Those
+        of an upper step count: the lower one on the same batch comes when alpha has learnt it."""
+        self._early = self._early or output
+        if not is_lower:
+            return
+        (loss, outputs), self._early = self._early, None
+        batch = self.stream.settle().to(self.device)
         number = len(batch.labels)
         columns = [loss.detach().expand(number)]
         by_name = self._task.predictions(batch, outputs)
         for name in self._task.kinds:
             of_name = by_name[name]
-            ones = torch.ones(number, device=self._device)
+            ones = torch.ones(number, device=self.device)
             weights = ones if of_name.weights is None else of_name.weights
             queries = ones if of_name.queries is None else of_name.queries
             columns += [of_name.values, of_name.labels, weights, queries]
@@ -87,8 +91,8 @@ class Progressive:
         """Metric -> value over the window, on all ranks."""
         self._late.settle()
         kinds = self._task.kinds
-        metrics = SampleMetrics(kinds, self._device, _PLACE)
-        rows = torch.cat([*self._window]).to(self._device)
+        metrics = SampleMetrics(kinds, self.device, _PLACE)
+        rows = torch.cat([*self._window]).to(self.device)
         predictions = {}
         for index, (name, kind) in enumerate(kinds.items()):
             first = 1 + _COLUMNS * index

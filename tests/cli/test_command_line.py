@@ -49,7 +49,6 @@ REFUSALS = [
     ("search", "--compression", "inf"),
     ("search", "--compression", "nan"),
     ("search", "--epochs", "0"),
-    ("search", "--seed", "-1"),
     ("search", "--resume", "--overwrite"),
     ("search", "--data", "no/such"),
     ("search", "--patience", "1"),
