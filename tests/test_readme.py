@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+import dnis_torchrec
+from dnis_torchrec.artifact.delta import read_state, write_delta
 from tests.programs import ROOT, blocks, dnis, run_blocks, shell_commands
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -101,9 +104,27 @@ def test_code_of_how_to_pages_runs_behind_its_own(run: dict[str, Any], page: str
     assert any(names[name] is not run.get(name) for name in names)
 
 
+def test_code_of_the_page_of_every_day_runs(run: dict[str, Any], tmp_path: Path, monkeypatch) -> None:
+    """Behind an artifact and a delta, as its commands leave them."""
+
+    def build_model() -> torch.nn.Module:
+        return run["DLRM"](run["EmbeddingBagCollection"](tables=run["tables"]), 4, [32, 16], [32, 1])
+
+    monkeypatch.chdir(tmp_path)
+    model = build_model()
+    result = dnis_torchrec.compress(model, run["train"], loss=run["loss"], compression=4)
+    base = read_state(dnis_torchrec.export(model, result.scheme, "artifact1"))
+    write_delta("artifact1", replace(base, dense={name: part + 1 for name, part in base.dense.items()}), "delta1")
+    names = run_blocks("docs/concepts/every-day.md", dict(run) | {"build_model": build_model, "model": build_model()})
+    assert names["recipe"].is_stream
+    for name, part in names["model"].state_dict().items():
+        assert name not in base.dense or part.equal(base.dense[name] + 1)
+
+
 def test_code_of_all_other_pages_is_run_elsewhere() -> None:
     pages = [path for path in (ROOT / "docs").rglob("*.md") if blocks(str(path.relative_to(ROOT)), "python")]
     elsewhere = (
+        "every-day.md",
         "own-data.md",
         "checkpoints.md",
         "models.md",
