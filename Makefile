@@ -25,7 +25,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 DOCS := $(VENV)/docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check docs fuzz bench dist clean
+.PHONY: help setup demo test check docs fuzz dist clean
 .DELETE_ON_ERROR:
 
 help:
@@ -35,7 +35,6 @@ help:
 	@echo 'make check   lint, format, types, doc examples, documentation site'
 	@echo 'make docs    the documentation site in $(SITE)/, strictly: no page without a place, no link without a target'
 	@echo 'make fuzz    hostile arguments for all compiled operators, under the sanitizers; skipped where the compiler has none'
-	@echo 'make bench   quick benchmarks: which ratios moved from the committed ones, benchmarks/ratios.json (minutes)'
 	@echo 'make dist    wheel and sdist in dist/, tried in a clean environment; downloads nothing'
 	@echo 'make clean   remove caches, $(SITE)/ and $(DEMO_OUT)/ ($(VENV) stays)'
 	@echo 'Variables:   FLAVOUR=cpu|cuda|auto  TORCH_INDEX=<address of PyTorch wheels>  PYTHON=python3.12  DEMO_OUT=dir  SITE=dir'
@@ -93,9 +92,6 @@ docs: $(DOCS)/.stamp
 
 fuzz: $(STAMP)
 	@OMP_WAIT_POLICY=passive $(BIN)/python -W ignore -m tests.fuzz_operators
-
-bench: $(STAMP)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=passive $(BIN)/python -W ignore -m benchmarks.compare_ratios
 
 dist: $(STAMP)
 	@rm -rf dist

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import against_naive, compare_ratios, compress_scale, plain_grid, serving, step_time
+from benchmarks import against_naive, compress_scale, plain_grid, serving, step_time
 from benchmarks.compress_scale import PARTS
 from benchmarks.gpu.figures import FIGURES, RESULTS, Line, read_lines
 from benchmarks.gpu.schedule import Step, run_steps
@@ -104,27 +104,6 @@ def test_against_naive_writes_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert (row["not_reached"], row["is_bound"]) == ([], False)
         assert row["dnis"]["pairs"] == row["naive"]["pairs"] == 2
         assert row["dnis"]["best_loss"] < 2
-
-
-def ratio(value: float, *quartiles: float) -> compare_ratios.Ratio:
-    """A ratio with or without its quartiles."""
-    return compare_ratios.Ratio(value=value, quartiles=list(quartiles) or None)
-
-
-def test_update_writes_what_the_next_run_is_compared_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(compare_ratios, "COMMITTED", tmp_path / "ratios.json")
-    monkeypatch.setattr(compare_ratios, "measure", lambda: {"a_ratio": ratio(2.0, 1.9, 2.1)})
-    compare_ratios.main(["--update", "--note", "a toaster"])
-    assert "no committed ratios yet" in capsys.readouterr().out
-    monkeypatch.setattr(compare_ratios, "measure", lambda: {"a_ratio": ratio(3.0, 2.9, 3.1)})
-    compare_ratios.main([])
-    text = capsys.readouterr().out
-    assert "a toaster" in text
-    assert "2.000 [1.900, 2.100]" in text
-    assert "moved +50%" in text
-    assert compare_ratios.read(tmp_path / "ratios.json") == ("a toaster", {"a_ratio": ratio(2.0, 1.9, 2.1)})
 
 
 def test_step_time_writes_a_row_per_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
