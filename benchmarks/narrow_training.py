@@ -4,8 +4,8 @@
 
 A plain model trains N epochs on the first half of a recipe's training data and is compressed. It then trains on plainly
 through the second half, and its narrow twin takes the same steps in turns with it, from the same weights and states.
-Bytes are those of tables and of the states of their optimizer. Times are medians of the CPU time of steps; metrics are
-those of both models on the test split, compressed anew at the end. Prints a line of JSON for each recipe.
+Bytes are those of tables and of the states of their optimizer. A time is the median CPU time of a step. Both models are
+compressed at the end and evaluated on the test split. Prints a line of JSON for each recipe.
 """
 
 from __future__ import annotations

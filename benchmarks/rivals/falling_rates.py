@@ -25,7 +25,7 @@ def _train(task: Task) -> tuple[nn.Module, PlainTraining]:
 
 
 def falling_rates(task: Task) -> Served:
-    """Trains on at falling rates; the tables are served in float32."""
+    """Trains on at falling rates and serves float32 tables."""
     return Served(model=keep(task, "+falling", lambda: _train(task))[0], num_bytes=task.dense_bytes)
 
 

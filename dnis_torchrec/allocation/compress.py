@@ -3,7 +3,6 @@ r"""Compress: a trained model -> the same model on tables of bit fields, without
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from dnis_torchrec.allocation.axes import (
     with_axes_,
     without_axes_,
 )
-from dnis_torchrec.allocation.bits import Allocation, Prediction, allocate
+from dnis_torchrec.allocation.bits import Allocation, allocate
 from dnis_torchrec.allocation.curvature import (
     Curvature,
     Loss,
@@ -132,7 +131,7 @@ class Measured:
     sample: LossSample
     axes_change: AxesChange
 
-    def shifted(self, result: Allocation | Prediction) -> AbstractContextManager[None]:
+    def shifted(self, result: Allocation) -> AbstractContextManager[None]:
         """The model with its output bias as tables of that size want it, within a block; afterwards
         it is as it was."""
         bias = self.sample.bias
@@ -287,14 +286,13 @@ def measure_(
     bits: Sequence[int] = BITS,
     leave_alone: Collection[str] = (),
     turns: Mapping[str, Tensor] | None = None,
-    blocks: RowBlocks | None = None,
 ) -> Measured:
     """Turns a model's tables into their axes and measures what every column of every block is
     worth.
 
     `counts` are those of all training data, and of the batches if None; `num_samples` of the
     batches, or all if None, are measured on; `bits` are the widths to measure. `turns` are those of
-    an earlier day, taken where they still serve, or in any case where its `blocks` are given too.
+    an earlier day, taken where they still serve.
 
     Distributed: every rank of a sharded model calls it on its slices of the batches; see `rotate_`,
     `curvature`, `rounding_energies`, `LossSample` and `count_over_ranks` for the collectives. What
@@ -327,16 +325,12 @@ def measure_(
         if counts is None:
             read = (features(batch) for batch in batches)
             counts = count_over_ranks(read, tables, process_group=ranks.group)
-        tolerance = AXES_TOLERANCE if blocks is None else math.inf
-        if blocks is None:
-            blocks = blocks_from_counts(
-                counts, tables, num_blocks=num_blocks, leave_alone=leave_alone
-            )
+        blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, leave_alone=leave_alone)
         had_axes = has_axes(get_unwrapped_module(model).state_dict())
         with_axes_(model)
         axes_change = AxesChange(model, counts, leave_alone, had_axes, [], {})
         with axes_change.undo_on_failure():
-            num_outputs = axes_change.turn_(batch, loss, turns, tolerance).shape[1]
+            num_outputs = axes_change.turn_(batch, loss, turns).shape[1]
             worth = curvature_of_read_tables(
                 model, batches, blocks, loss=loss, num_samples=num_samples, num_outputs=num_outputs
             )

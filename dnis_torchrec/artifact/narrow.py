@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
 
@@ -29,7 +28,6 @@ from dnis_torchrec.allocation.axes import (
 from dnis_torchrec.allocation.compress import widened_
 from dnis_torchrec.artifact.export import check_features
 from dnis_torchrec.artifact.load import exact_rows, load_dense_state, read_scheme
-from dnis_torchrec.artifact.manifest import read_manifest
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.selection.shards import collections, frozen_tables_of, whole_module_of
@@ -41,7 +39,7 @@ from dnis_torchrec.serving.trainable import (
     widened_table,
 )
 
-__all__ = ["digest_of", "narrow_for_training_", "widened_", "widened_state"]
+__all__ = ["narrow_for_training_", "widened_", "widened_state"]
 
 BAGS, BLOCKS = ".embedding_bags.", ".blocks.embedding_bags."
 """Where an EmbeddingBagCollection has its tables, and one of narrow tables."""
@@ -95,11 +93,7 @@ def narrow_for_training_(
     Example:
         >>> model, state = narrow_for_training_(model, "artifact")  # doctest: +SKIP
     """
-    scheme, modules, of_artifact = (
-        read_scheme(artifact),
-        collections(model),
-        load_dense_state(artifact),
-    )
+    scheme, modules = read_scheme(artifact), collections(model)
     fqns = sorted({table.collection for table in scheme.tables.values()})
     for fqn in fqns:
         _check_supported(model, fqn, scheme, artifact)
@@ -133,18 +127,11 @@ def narrow_for_training_(
     return model, states
 
 
-def digest_of(artifact: Path | str) -> str:
-    """SHA-256 of what an artifact holds, by which a run knows the axes that it stands in."""
-    files = read_manifest(artifact)["files"].items()
-    lines = sorted(f"{name} {entry['sha256']}" for name, entry in files)
-    return sha256("\n".join(lines).encode()).hexdigest()
-
-
 def widened_state(
     scheme: MixedDimensionScheme, state: Mapping[str, Stored], *, prefix: str = ""
 ) -> dict[str, Tensor]:
-    """Tensors of a checkpoint of narrow tables by the keys of the plain model: weights and states
-    of tables with zeros where a block has no column. Local.
+    """Turns a checkpoint of narrow tables into one of the plain model: its keys, and zeros where a
+    block has no column. Local.
 
     Args:
         scheme: of the narrow tables: ``read_scheme(artifact).for_training()``.

@@ -286,7 +286,7 @@ def _ungained(values: Tensor, blocks: Tensor, gain: Tensor | None) -> Tensor:
 
 
 class _Served:
-    """The rows of a table as they are served."""
+    """Looks rows of a table up, to get the values that are served."""
 
     def __init__(self, table: TableScheme, rows: Tensor) -> None:
         packed = PackedTable.from_rows(table, rows, table.codes.scale, table.codes.shift)

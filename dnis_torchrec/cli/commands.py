@@ -20,9 +20,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_un
 from dnis_torchrec.allocation.axes import rotation_groups
 from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.artifact.export import export, load_model
-from dnis_torchrec.artifact.load import read_scheme
+from dnis_torchrec.artifact.load import ArtifactFolder, read_scheme
 from dnis_torchrec.artifact.manifest import ENCODER, MANIFEST, read_manifest, write_manifest
-from dnis_torchrec.artifact.narrow import digest_of
 from dnis_torchrec.artifact.package import write_package
 from dnis_torchrec.artifact.verify import Verification, verify
 from dnis_torchrec.artifact.write import shared_folder, write_artifact
@@ -148,8 +147,8 @@ def run_train(settings: TrainCommand) -> Results:
             else:
                 configuration["epochs"] = settings.epochs or USUAL_TRAIN_EPOCHS
             if settings.scheme is not None:
-                digest = digest_of(settings.scheme)
-                configuration |= {"scheme": str(settings.scheme), "scheme_sha256": digest}
+                scheme_id = ArtifactFolder(settings.scheme).content_id
+                configuration |= {"scheme": str(settings.scheme), "scheme_id": scheme_id}
             head |= {"kind": TRAIN_RUN, "configuration": configuration}
         with _run_folder(settings, head) as run:
             if on_rank_zero(run.status) != FINISHED:
@@ -681,7 +680,7 @@ def served_metrics(
 def _test_metrics(
     recipe: Recipe, model: nn.Module, ranks: Ranks, device: torch.device
 ) -> dict[str, float]:
-    """Metrics on the test split, or on all of a stream; each rank has its samples."""
+    """Evaluates a model on the test split, or on a whole stream. Each rank takes its samples."""
     if recipe.is_stream:
         batches = check_batches(recipe.data, recipe.task, "test")
         if ranks.world_size > 1 and not getattr(recipe.data, "is_split_over_ranks", False):

@@ -11,8 +11,8 @@ from typing import cast
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
-from dnis_torchrec.artifact.load import read_scheme
-from dnis_torchrec.artifact.narrow import digest_of, narrow_for_training_, widened_, widened_state
+from dnis_torchrec.artifact.load import ArtifactFolder, read_scheme
+from dnis_torchrec.artifact.narrow import narrow_for_training_, widened_, widened_state
 from dnis_torchrec.cli.run import RunFolder
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.task import TrainTask
@@ -72,7 +72,7 @@ def begin_narrow_(recipe: Recipe, artifact: Path, past: RunFolder | None) -> Nar
     if past is not None:
         state = _stored(past.latest_checkpoint())
         configuration = past.read_head()["configuration"]
-        is_turned = configuration.get("scheme_sha256") == digest_of(artifact)
+        is_turned = configuration.get("scheme_id") == ArtifactFolder(artifact).content_id
     _, states = narrow_for_training_(
         recipe.model, artifact, state, is_turned=is_turned, prefix=PREFIX
     )

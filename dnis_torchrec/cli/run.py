@@ -221,7 +221,7 @@ class RunFolder:
     def save_stream(self, summary: StreamSummary) -> None:
         """Writes what a stream leaves beside its model."""
         recent, form = batches_to_tensors(summary.recent)
-        files = {"counts": summary.counts.counts, "changed": summary.changed, "recent": recent}
+        files = {"counts": summary.counts.counts, "recent": recent}
         for name, tensors in files.items():
             metadata = {"form": form} if name == "recent" else None
             write = partial(save_file, unshare(tensors), metadata=metadata)
@@ -231,11 +231,6 @@ class RunFolder:
         """How often each row occurred in the stream, on all days."""
         record = self._of_stream()
         return FrequencyCounts(self._load("counts"), record["max_bag_lengths"], record["samples"])
-
-    def changed(self) -> dict[str, Tensor]:
-        """Table -> ids of the rows that this run has read, rising."""
-        self._of_stream()
-        return self._load("changed")
 
     def recent(self) -> list[Batch]:
         """The newest samples of the stream; a batch of another class needs its recipe loaded."""

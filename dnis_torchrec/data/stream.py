@@ -56,7 +56,6 @@ class StreamSummary:
     """What a run of a stream leaves beside its model."""
 
     counts: FrequencyCounts
-    changed: Mapping[str, Tensor]
     recent: Sequence[Batch]
 
 
@@ -89,9 +88,6 @@ class Stream(Iterator[Batch]):
         self._latest: _Entry | None = None
         self._is_at_end = False
         self._counts = {t.name: torch.zeros(t.num_embeddings, dtype=torch.int64) for t in tables}
-        self._has_changed = {
-            name: torch.zeros(len(c), dtype=torch.bool) for name, c in self._counts.items()
-        }
         self._longest, self._num_samples = Counter[str](), 0
         self._recent, self._num_recent = deque[Batch](), 0
 
@@ -210,7 +206,6 @@ class Stream(Iterator[Batch]):
         for table, features in self._ids_of(batch, _PLACE).items():
             for feature, (ids, longest) in features.items():
                 self._counts[table].scatter_add_(0, ids, torch.ones_like(ids))
-                self._has_changed[table][ids] = True
                 self._longest[feature] = max(self._longest[feature], longest)
         size = len(batch.labels)
         self._num_samples += size
@@ -227,14 +222,13 @@ class Stream(Iterator[Batch]):
     def summary(self, past: FrequencyCounts | None = None) -> StreamSummary:
         """What was read, the same on all ranks, with the counts of earlier days in front."""
         features = [feature for table in self._tables for feature in table.feature_names]
-        counts, has_changed, recent = dict(self._counts), dict(self._has_changed), [*self._recent]
+        counts, recent = dict(self._counts), [*self._recent]
         number = torch.tensor([self._num_samples])
         lengths = torch.tensor([self._longest[feature] for feature in features])
         if self._is_split:
             ranks = self._ranks
             counts = {name: ranks.sum_(of_rows.clone()) for name, of_rows in counts.items()}
-            ids = {name: ranks.max_(of_rows.long()).bool() for name, of_rows in has_changed.items()}
-            has_changed, number, lengths = ids, ranks.sum_(number), ranks.max_(lengths)
+            number, lengths = ranks.sum_(number), ranks.max_(lengths)
             parts = ranks.gather(batches_to_tensors(recent))
             recent = [batch for part in parts for batch in batches_of_tensors(*part)]
         if past is not None:
@@ -242,11 +236,7 @@ class Stream(Iterator[Batch]):
             past_lengths = torch.tensor([past.max_bag_lengths[feature] for feature in features])
             number, lengths = number + past.num_samples, torch.maximum(lengths, past_lengths)
         max_bag_lengths = dict(zip(features, lengths.tolist(), strict=True))
-        return StreamSummary(
-            FrequencyCounts(counts, max_bag_lengths, int(number)),
-            {name: of_rows.nonzero().flatten() for name, of_rows in has_changed.items()},
-            recent,
-        )
+        return StreamSummary(FrequencyCounts(counts, max_bag_lengths, int(number)), recent)
 
     # What a checkpoint holds: all that was trained on, and where to read on.
 
@@ -264,7 +254,6 @@ class Stream(Iterator[Batch]):
     def tensors(self) -> dict[str, Tensor]:
         """Tensors of the position, by name."""
         parts = {f"counts/{name}": of_rows for name, of_rows in self._counts.items()}
-        parts |= {f"changed/{name}": of_rows for name, of_rows in self._has_changed.items()}
         if self._recent:
             tensors, _ = batches_to_tensors(self._recent)
             parts |= {f"recent/{name}": tensor for name, tensor in tensors.items()}
@@ -285,7 +274,6 @@ class Stream(Iterator[Batch]):
         state = self._state
         for name in self._counts:
             self._counts[name].copy_(tensors[f"counts/{name}"])
-            self._has_changed[name].copy_(tensors[f"changed/{name}"])
         self._longest, self._num_samples = Counter(state["longest"]), state["samples"]
         if state["recent"] is not None:
             parts = {

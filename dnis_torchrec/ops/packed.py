@@ -34,7 +34,7 @@ ENCODE_SCHEMA = (
     "encode_rows(Tensor values, Tensor blocks, Tensor bits, Tensor scale, Tensor shift, "
     "Tensor? gain, Tensor? feedback, Tensor(a!) out) -> bool"
 )
-"""The same as in the C++ source, which defines them where the library is loaded without Python."""
+"""The C++ source has the same schemas, for processes that load the library without Python."""
 
 COLUMNS_PER_GROUP = 16
 COLUMNS_PER_QUAD = 4

@@ -1,4 +1,4 @@
-"""Search in one pass over a stream: what follows its plain steps."""
+"""Search in one pass over a stream: the ramp and the steps after it."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ FIRST_LOWER_STEPS = 2
 
 
 class OnePassSearch(Plan):
-    """What follows plain steps on a stream: a ramp in which columns die, then plain steps again.
+    """The second half of a search on a stream: columns die in a ramp, then plain steps follow.
 
-    In the ramp each batch teaches alpha first and the weights behind it; afterwards alpha stands.
+    In the ramp, each batch teaches alpha first and then the weights. After it alpha stays fixed.
     """
 
     def __init__(

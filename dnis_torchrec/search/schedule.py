@@ -242,10 +242,8 @@ class BilevelStream(Generic[_T]):
 
 
 class OnePass(BilevelStream[_T]):
-    """Batches of one stream for both levels, each read once: the upper level takes the next batch
-    and leaves it to the lower one. The end of the stream is the end.
-
-    A batch of an upper step is thus one that no weight has learnt from.
+    """Batches of one stream, read once, for both levels: an upper step sees a batch first, and the
+    next lower step trains on it. So alpha learns from batches that no weight has learnt from.
 
     Example:
         >>> stream = OnePass(["b0", "b1", "b2", "b3"], LevelSchedule(warm_up_steps=1))

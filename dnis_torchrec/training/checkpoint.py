@@ -676,7 +676,7 @@ def read_checkpoint(
 
 
 def tensors_under(path: Address, prefix: str) -> dict[str, Tensor]:
-    """The tensors of a checkpoint whose keys begin so, whole, by the rest of their keys. Local."""
+    """Reads the tensors whose keys begin with a prefix, which their names then lack. Local."""
     parts = Manifest.read(path).stored(path, cache(lambda name: fetch(path_in(path, name))))
     keys = (key for key in parts if key.startswith(prefix))
     # A copy: they outlive the file that they are mapped from.

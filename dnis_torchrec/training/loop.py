@@ -521,7 +521,7 @@ class StreamPipeline(DetachableTrainPipeline):
         return values
 
     def begin_with(self, path: Address, stream: Any) -> None:
-        """Takes weights and optimizer state of another run's checkpoint, and nothing else."""
+        """Loads weights and optimizer state from another run's checkpoint."""
         warm_up_(self._model, self._optimizer, stream.first_train_batch().to(self.device), 2)
         tensors = model_tensors(self._model) | optimizer_tensors(self._model, self._optimizer)
         kinds = ("table", "model", "optimizer", "fused")

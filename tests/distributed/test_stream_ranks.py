@@ -111,7 +111,7 @@ def test_a_pass_leaves_what_that_of_one_process_leaves(
     two[name]
     run_train(TrainCommand(recipe=recipe, out=tmp_path / "run", steps=STEPS + (name == "day")))
     files, alone = files_of(two.folder / name), files_of(tmp_path / "run")
-    for file in ("counts", "changed"):
+    for file in ("counts",):
         assert files[f"{file}.safetensors"] == alone[f"{file}.safetensors"]
     recent, expected = (load_file(path / "recent.safetensors") for path in (two.folder / name, tmp_path / "run"))
     assert recent["of/labels"].sort().values.equal(expected["of/labels"].sort().values)
@@ -128,7 +128,7 @@ def metrics_of(folder: Path) -> dict[str, float]:
 def test_a_pass_that_was_stopped_goes_on_to_the_same_result(two: RankResults) -> None:
     two["again"]
     one, other = files_of(two.folder / "day"), files_of(two.folder / "again")
-    for name in ("counts", "changed", "recent"):
+    for name in ("counts", "recent"):
         assert one[f"{name}.safetensors"] == other[f"{name}.safetensors"]
     assert metrics_of(two.folder / "day") == metrics_of(two.folder / "again")
 
