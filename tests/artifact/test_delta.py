@@ -30,6 +30,7 @@ import dnis_torchrec as dnis
 from dnis_torchrec.artifact import load as loading
 from dnis_torchrec.artifact.delta import (
     ServedState,
+    _table_of,
     apply_delta,
     gaps_of,
     places_of,
@@ -703,6 +704,21 @@ def test_forged_deltas_are_refused_in_a_line_or_leave_sound_tables(original: Pat
     assert all("\n" not in line and len(line) < 500 for line in lines)
     same_files = files_of(folder / "base") == before
     assert same_files or load(folder / "base").content_id == read_delta(folder / "delta").result
+
+
+def test_a_row_that_has_bytes_is_not_born_again(original: Path) -> None:
+    table = next(iter(read_state(original / "base").scheme.tables.values()))
+    has_bytes = torch.cat([(table.bits > 0).any(1), torch.zeros(1, dtype=torch.bool)])[table.routing.all_blocks()]
+    dim, blocks = table.embedding_dim, torch.tensor([table.num_blocks], dtype=torch.int32)
+    parts = {"bits": torch.full((dim,), 4, dtype=torch.uint8), "moved": blocks}
+    parts |= {"scale": torch.ones(1, dim, dtype=torch.bfloat16), "shift": torch.zeros(1, dim, dtype=torch.int16)}
+    for is_stored in (True, False):
+        row = (has_bytes == is_stored).nonzero()[0]
+        if is_stored:
+            with pytest.raises(ValueError, match="rows without bytes"):
+                _table_of(table, parts | {"newborn": gaps_of(row)}, "a delta")
+        else:
+            assert _table_of(table, parts | {"newborn": gaps_of(row)}, "a delta").num_blocks == table.num_blocks + 1
 
 
 def test_a_forged_manifest_is_refused(original: Path, tmp_path: Path) -> None:

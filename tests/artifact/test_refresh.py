@@ -19,7 +19,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.allocation.axes import RotationGroup, WeightedProduct
 from dnis_torchrec.allocation.compress import measure_, packed_collections
-from dnis_torchrec.artifact.refresh import Refresh, changed_rows, delta_, drift, whole_
+from dnis_torchrec.allocation.energies import UNSEEN_WEIGHT
+from dnis_torchrec.artifact.refresh import Refresh, _some_rows, changed_rows, delta_, drift, whole_
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
 from dnis_torchrec.data.batches import for_lookup
 from dnis_torchrec.data.task import TrainTask
@@ -270,6 +271,29 @@ def test_scales_that_no_longer_fit_move_and_no_others() -> None:
     assert moved.tolist() == [s == 1 for s in range(table.num_blocks)]
     assert result.num_changed["item"] == 0
     assert 0 < result.num_changed["user"] <= int(in_block.sum())
+
+
+def test_scales_of_a_small_block_are_held_against_all_of_its_rows() -> None:
+    """Every second row is small: what one half of the rows teaches would clip the other."""
+    of, model = base(), copy.deepcopy(base().model)
+    table = of.scheme.tables["user"]
+    in_block = (table.routing.all_blocks() == 1).nonzero().flatten()
+    weight = model.tables.embedding_bags["user"].weight.data
+    weight[in_block[::2]] *= 0.05
+    weight[in_block[1::2]] *= 4
+    nothing = {name: torch.zeros(0, dtype=torch.int64) for name in ROWS}
+    result = refreshed(of, model, YESTERDAY, rows_read=nothing)
+    assert bool((result.scheme.tables["user"].scale[1] != table.scale[1]).any())
+
+
+@pytest.mark.parametrize("rows_per_block", [10, 4000])
+def test_rows_of_a_sample_stand_for_those_between_them(rows_per_block: int) -> None:
+    table, counts = base().scheme.tables["user"], counted(YESTERDAY).counts["user"]
+    sample, blocks = _some_rows(counts, table.routing, rows_per_block), table.routing.all_blocks()
+    for row, block, weight in zip(*(part.tolist() for part in vars(sample).values()), strict=True):
+        step = max(1, int((blocks == block).sum()) // rows_per_block)
+        assert block == blocks[row]
+        assert weight == max(float(counts[row]), UNSEEN_WEIGHT) * step
 
 
 def test_gains_move_scales_and_no_code() -> None:

@@ -125,10 +125,10 @@ class Stateful:
             yield make_batch(8, self.place)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place, "tensor": torch.tensor([self.place])}
+        return {"place": self.place, "tensor": torch.tensor([self.place], dtype=torch.uint8)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert state["tensor"].item() == state["place"]
+        assert (state["tensor"].tolist(), state["tensor"].dtype) == ([state["place"]], torch.uint8)
         self.place = state["place"]
 
 
