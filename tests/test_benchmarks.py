@@ -63,29 +63,6 @@ def test_step_time_measures_every_shape_and_writes_json(tmp_path: Path, capsys: 
     assert all(f"\n{row['shape']}: batch_size=32" in text for row in rows)
 
 
-def test_both_sides_train_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same weights and alpha at 1 the two models predict the same; both learn alpha and stay in [0, 1]."""
-    monkeypatch.setattr(against_naive, "BATCH_SIZE", 64)
-    naive = against_naive.NaiveFactorisation(100)
-    tables = against_naive.build_tables({"user": 50, "item": 50}, against_naive.EMBEDDING_DIM)
-    for name, table in zip(("user", "item"), naive.tables, strict=True):
-        tables.embedding_bags[name].weight.data.copy_(table.weight.data)
-    batch = against_naive.make_batches(100, 1, seed=0)[0]
-    dnis = against_naive.Factorisation(tables)(batch.dense_features, batch.sparse_features)
-    torch.testing.assert_close(naive(batch.sparse_features.values().view(2, -1)), dnis)
-    batches = against_naive.make_batches(100, 2, seed=1)
-    data = against_naive.DataSplits(train=batches, validation=batches, selection=batches, test=())
-    monkeypatch.setattr(against_naive, "NaiveFactorisation", lambda rows: naive)
-    for pair, selection_loss in against_naive.naive_side(100, 0.01, data):
-        before = selection_loss()
-        for _ in range(30):
-            pair()
-        assert selection_loss() < before
-    assert naive.alpha.min() >= 0
-    assert naive.alpha.max() <= 1
-    assert not naive.alpha.equal(torch.ones_like(naive.alpha))
-
-
 def test_against_naive_writes_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TARGET_LOSS": 2.0, "BATCH_SIZE": 64, "TRAIN_BATCHES": 3}.items():
         monkeypatch.setattr(against_naive, name, value)
@@ -104,21 +81,6 @@ def test_against_naive_writes_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert (row["not_reached"], row["is_bound"]) == ([], False)
         assert row["dnis"]["pairs"] == row["naive"]["pairs"] == 2
         assert row["dnis"]["best_loss"] < 2
-
-
-def test_step_time_writes_a_row_per_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_time, "peak_memory", lambda shape, which: 100)
-    monkeypatch.setattr(step_time, "QUICK_ROUNDS", 2)
-    monkeypatch.setattr(step_time, "START_METHOD", "forkserver")  # the tests' server has imported everything
-    path, options = tmp_path / "scaling.json", []
-    for name, value in (SMALL | {"batch_size": 16}).items():
-        options += [f"--{name.replace('_', '-')}", str(value)]
-    step_time.main(["--quick", "--shape", "movielens", "--ranks", "1,2", *options, "--json", str(path)])
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["ranks"] for row in rows] == [1, 2]
-    for row in rows:
-        assert row["batch_size"] == 16
-        assert row["pair_ratio"] > max(row["lower_ratio"], row["upper_ratio"]) > 0
 
 
 def test_lookups_are_timed_beside_every_rival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

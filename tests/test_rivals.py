@@ -14,32 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchrec.inference.modules import quantize_embeddings
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.rivals import __main__ as runner
-from benchmarks.rivals import (
-    cce,
-    cells,
-    gains,
-    mde,
-    mpe,
-    nis,
-    pep,
-    random_search,
-    rows,
-    shared_rows,
-    single_values,
-    streams,
-    task,
-)
+from benchmarks.rivals import cce, cells, gains, mde, mpe, pep, rows, shared_rows, single_values, task
 from benchmarks.rivals import product_quantisation as pq
 from benchmarks.rivals.methods import METHODS, Method
-from benchmarks.rivals.mixed import Blocks, mixed_scheme, put_in_place, uncompressed_scheme, zero_dropped_
-from benchmarks.rivals.task import Recipes, Served, Task, UnmetError, best_of, shards_of
-from dnis_torchrec.blocks.counts import count_frequencies
-from dnis_torchrec.blocks.routing import RecordLayout, RowRouting
+from benchmarks.rivals.mixed import Blocks, zero_dropped_
+from benchmarks.rivals.task import Recipes, Served, Task, UnmetError, shards_of
 from dnis_torchrec.selection.shards import collections
 from tests.tiny import EMBEDDING_DIM, ROWS, make_recipe
 
@@ -158,27 +142,6 @@ def test_a_smaller_d_is_the_largest_of_the_size_and_its_tail_is_zero(gloo) -> No
     assert served.num_bytes == DENSE_BYTES * 5 // 8
 
 
-def test_the_first_axes_hold_most_and_training_on_is_taken_where_it_helps(gloo) -> None:
-    cell = make_task(2.0, max_epochs=3)
-    cut, trained = rows.cut_axes(cell), rows.low_rank(cell)
-    losses = [task.loss_on_selection(cell, served.model) for served in (cut, trained)]
-    assert losses[1] <= losses[0]
-    whole = rows.dense(cell)
-    spread = {n: float(w.square().sum()) for n, w in tables_of(whole.model).items()}
-    for name, weight in tables_of(cut.model).items():
-        assert float(weight.square().sum()) > 0.5 * spread[name]
-
-
-def test_a_model_that_may_not_be_turned_has_no_axes_to_cut(gloo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "rotation_groups", lambda model: [])
-    for method in (rows.cut_axes, rows.low_rank):
-        with pytest.raises(UnmetError, match="may not be turned"):
-            method(make_task(2.0))
-
-
-# --- several ids of one row -------------------------------------------------------------------------
-
-
 def naive_pooled(collection: EmbeddingBagCollection, features: KeyedJaggedTensor, row) -> Tensor:
     """Bags added up id by id; `row`: (table, id) -> vector."""
     parts = []
@@ -211,17 +174,6 @@ def naive_short(module: shared_rows.ShortTables, combine) -> Callable[[str, int]
     return row
 
 
-def test_hash_reads_the_row_of_the_remainder(gloo) -> None:
-    recipe = make_recipe()
-    plain = collection_of(recipe.model)
-    weights = tables_of(recipe.model)
-    parts = {name: shared_rows.partition(weights[name], rows, 0) for name, rows in {"user": 7, "genre": 12}.items()}
-    module = shared_rows.ShortTables(plain, parts, torch.mul)
-    features = next(iter(recipe.data.train)).sparse_features
-    expected = naive_pooled(plain, features, lambda t, i: weights[t][i % {"user": 7, "genre": 12}[t]])
-    torch.testing.assert_close(module(features).values(), expected)
-
-
 def test_qr_multiplies_pooled_remainders_by_pooled_quotients_and_begins_as_hash(gloo) -> None:
     recipe = make_recipe()
     weights = tables_of(recipe.model)
@@ -235,34 +187,6 @@ def test_qr_multiplies_pooled_remainders_by_pooled_quotients_and_begins_as_hash(
     ids = features["user"].values()
     expected = weights["user"][ids % 8] * quotients[ids // 8]
     torch.testing.assert_close(module(features)["user"], expected)
-
-
-def test_tables_of_few_distinct_sub_vectors_are_quantised_without_an_error(gloo) -> None:
-    generator, width = torch.Generator().manual_seed(0), 2
-    model = make_recipe().model
-    for weight in tables_of(model).values():
-        codewords = torch.randn(EMBEDDING_DIM // width, 8, width, generator=generator)
-        picks = [(torch.arange(len(weight)) * (2 * part + 1)) % 8 for part in range(len(codewords))]
-        weight.copy_(torch.cat([rows[pick] for rows, pick in zip(codewords, picks, strict=True)], dim=1))
-    features = next(iter(make_recipe().data.test)).sparse_features
-    expected = collection_of(model)(features).values()
-    parts = {n: pq.quantise(w, torch.ones(len(w)), width, 3, generator) for n, w in tables_of(model).items()}
-    shared_rows.shorten_(model, parts)
-    (module,) = (m for m in model.modules() if isinstance(m, shared_rows.ShortTables))
-    torch.testing.assert_close(module(features).values(), expected)
-    pointers = sum(-(-rows * 3 // 8) for rows in ROWS.values()) * EMBEDDING_DIM // width
-    assert shared_rows.short_bytes(parts, "fp32") == pointers + 2 * 8 * EMBEDDING_DIM * 4
-
-
-def test_centres_stand_where_rows_are_read() -> None:
-    generator = torch.Generator().manual_seed(0)
-    points = torch.cat([torch.randn(50, 3, generator=generator) + 9, torch.randn(50, 3, generator=generator) - 9])
-    weights = torch.cat([torch.ones(50), torch.full((50,), 10.0)])
-    centres, nearest = pq.k_means(points, weights, 2, generator)
-    assert torch.equal(nearest, torch.cdist(points, centres).argmin(1))
-    assert len(nearest[:50].unique()) == len(nearest[50:].unique()) == 1
-    for group in (slice(50), slice(50, None)):
-        torch.testing.assert_close(centres[nearest[group][0]], points[group].mean(0))
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -290,90 +214,6 @@ def test_cce_adds_up_clusters_and_helpers_and_keeps_what_few_vectors_say(gloo, p
     )
 
 
-def test_mpe_rounds_to_levels_around_an_offset_and_learns_by_lsq() -> None:
-    values = torch.tensor([-2.0, -0.3, 0.2, 0.9, 5.0], requires_grad=True)
-    step, offset = torch.tensor(1.0, requires_grad=True), torch.tensor(0.0, requires_grad=True)
-    rounded = mpe.quantise(values, step, offset, 2)
-    assert rounded.tolist() == [-1.5, -0.5, 0.5, 0.5, 1.5]
-    rounded.sum().backward()
-    assert values.grad.tolist() == [0.5, 1, 1, 1, 0] or values.grad.tolist() == [1, 1, 1, 1, 0]
-    assert float(step.grad) == pytest.approx(sum([0.5, -0.2, 0.3, -0.4, 1.5]), abs=0.51 * 2)
-
-
-@pytest.mark.parametrize("is_sorted", [True, False])
-def test_mpe_serves_what_it_says_in_the_bytes_that_it_says(is_sorted: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    widths = torch.randint(7, (300,), generator=generator)
-    widths = widths.sort(descending=True).values if is_sorted else widths
-    steps, offset = torch.rand(6, generator=generator) + 0.1, torch.randn(5, generator=generator)
-    values = torch.randn(300, 5, generator=generator)
-    expected = torch.zeros(300, 5)
-    for width in range(1, 7):
-        expected[widths == width] = mpe.quantise(values, steps[width - 1], offset, width)[widths == width]
-    parts = mpe.encode(expected, widths, steps, offset)
-    torch.testing.assert_close(mpe.decode(parts, widths), expected)
-    codes = sum(int((widths == width).sum()) * -(-width * 5 // 8) for width in range(1, 7))
-    found = mpe.directory(widths)
-    assert sum(part.nbytes for part in parts.values()) == codes + found.nbytes + 4 * 6 + 4 * 5
-    assert found.nbytes == (12 * 7 if is_sorted else RecordLayout(7).num_bytes(300))
-
-
-def test_mpe_takes_the_likeliest_widths_and_uses_the_bytes_up() -> None:
-    generator = torch.Generator().manual_seed(0)
-    log_p = torch.randn(128, 7, generator=generator, dtype=torch.float64).log_softmax(1)
-    costs = torch.arange(7) * torch.randint(5, 20, (128, 1), generator=generator)
-    likeliest = int(costs.gather(1, log_p.argmax(1, keepdim=True)).sum())
-    assert torch.equal(mpe.widths_within(log_p, costs, likeliest), log_p.argmax(1))
-    for spare in (likeliest // 3, 3 * likeliest // 2):
-        num_bytes = int(costs.gather(1, mpe.widths_within(log_p, costs, spare)[:, None]).sum())
-        assert 0.97 * spare <= num_bytes <= spare
-
-
-# --- gains ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["dlrm", "shared"])
-def test_gains_multiply_what_the_ids_of_a_block_stand_for(gloo, kind: str) -> None:
-    torch.manual_seed(0)
-    tables = [
-        EmbeddingBagConfig(name=name, num_embeddings=30, embedding_dim=4, feature_names=features, pooling=pooling)
-        for name, features, pooling in (
-            ("s", ["f", "g"], PoolingType.SUM),
-            ("t", ["g"] if kind == "shared" else ["h"], PoolingType.MEAN),
-        )
-    ]
-    plain = EmbeddingBagCollection(tables)
-    routings = {name: RowRouting.from_map(torch.randint(3, (30,)), 3) for name in "st"}
-    module = gains.BlockGains(plain, plain, routings)
-    lengths = torch.randint(1, 3, (60,))
-    features = KeyedJaggedTensor(["f", "g", "h"], torch.randint(30, (int(lengths.sum()),)), lengths=lengths)
-    torch.testing.assert_close(module(features).values(), plain(features).values())
-    assert module(features).keys() == plain(features).keys()
-    for factor in module.factors.values():
-        torch.nn.init.normal_(factor)
-    bags = plain.embedding_bags
-
-    def row(table: str, index: int) -> Tensor:
-        return (module.factors[table][routings[table].all_blocks()[index]] * bags[table].weight[index]).detach()
-
-    torch.testing.assert_close(module(features).values(), naive_pooled(plain, features, row))
-    torch.testing.assert_close(module.whole_tables()(features).values(), plain(features).values())
-
-
-def test_gains_of_a_rival_are_solved_on_samples_that_it_was_not_trained_on(gloo) -> None:
-    """Rows of a hundred times their values: held-out samples take some of that back."""
-    cell = make_task(1.5)
-    served = METHODS["hash"].run(cell)
-    for collection in collections(cell.build(None).model):
-        tables = served.model.get_submodule(collection)
-        with torch.no_grad():
-            for parameter in tables.parameters():
-                parameter.mul_(100)
-    other = gains.with_gains(cell, served)
-    factors = torch.cat([torch.tensor(part) for part in other.settings["gains"].values()])
-    assert float(factors.mean()) < 0.9
-
-
 @pytest.mark.parametrize("method", ["hash", "compress", "pq", "uniform"])
 def test_a_served_model_takes_gains(gloo, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     def solve(cell: Task, model: nn.Module, wrappers) -> None:
@@ -392,128 +232,6 @@ def test_a_served_model_takes_gains(gloo, monkeypatch: pytest.MonkeyPatch, metho
     torch.testing.assert_close(other.model.get_submodule(fqn)(features).values(), 0.5 * old)
     assert other.num_bytes == served.num_bytes
     assert set(other.settings["gains"]) == set(ROWS)
-
-
-def test_gains_scale_rows_of_sequences() -> None:
-    table = EmbeddingConfig(name="t", num_embeddings=9, embedding_dim=4, feature_names=["f"])
-    plain, routing = EmbeddingCollection([table]), RowRouting.from_map(torch.arange(9) % 3, 3)
-    module = gains.BlockGains(plain, plain, {"t": routing})
-    torch.nn.init.normal_(module.factors["t"])
-    features = KeyedJaggedTensor(["f"], torch.tensor([0, 4, 8, 2]), lengths=torch.tensor([3, 1]))
-    expected = plain(features)["f"].values() * module.factors["t"][torch.tensor([0, 1, 2, 2])].unsqueeze(1)
-    torch.testing.assert_close(module(features)["f"].values(), expected)
-
-
-# --- streams, and rates that fall -------------------------------------------------------------------
-
-
-def test_shuffled_ids_are_the_same_samples_in_another_order_of_rows(gloo) -> None:
-    recipe, shuffled = make_recipe(), streams.shuffle_ids(make_recipe(), 3)
-    counts = [
-        count_frequencies([b.sparse_features for b in of.data.train], task.table_configs(of.model)).counts
-        for of in (recipe, shuffled)
-    ]
-    for name in ROWS:
-        assert not torch.equal(counts[0][name], counts[1][name])
-        assert torch.equal(counts[0][name].sort().values, counts[1][name].sort().values)
-    for split in ("train", "validation", "selection", "test"):
-        parts = zip(getattr(recipe.data, split), getattr(shuffled.data, split), strict=True)
-        for batch, other in parts:
-            for name in ROWS:
-                new = shuffled.data.train.rows[name][batch.sparse_features[name].values()]
-                assert torch.equal(other.sparse_features[name].values(), new)
-            assert torch.equal(batch.labels, other.labels)
-    both = streams.train_on_validation(shuffled).data.train
-    assert len(list(both)) == len(list(recipe.data.train)) + len(list(recipe.data.validation))
-
-
-def test_training_on_validation_takes_the_best_number_of_epochs_without_a_stop(
-    gloo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls, real = [], task.train_plainly
-
-    def spy(model, stepper, recipe, device, **rules):
-        calls.append((sum(len(b.labels) for b in recipe.data.train), rules["max_epochs"], rules["patience"]))
-        return real(model, stepper, recipe, device, **rules)
-
-    monkeypatch.setattr(task, "train_plainly", spy)
-    cell = make_task(with_validation=True, max_epochs=3)
-    _, training = task.train(cell, cell.build(None))
-    data = cell.build(None).data
-    sizes = [sum(len(b.labels) for b in split) for split in (data.train, data.validation)]
-    assert calls == [(sizes[0], 3, 1), (sum(sizes), training.best_epoch + 1, None)]
-    assert len(training.history) == training.best_epoch + 1
-
-
-def test_rates_fall_and_never_lose_by_selection(gloo, tmp_path: Path) -> None:
-    cell = make_task(2.0, max_epochs=3, cache=tmp_path / "seed0.safetensors")
-    whole, falling = rows.dense(cell), METHODS["falling-rates"].run(cell)
-    losses = [task.loss_on_selection(cell, served.model) for served in (whole, falling)]
-    assert losses[1] <= losses[0]
-    assert falling.num_bytes == DENSE_BYTES
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["seed0+falling.safetensors", "seed0.safetensors"]
-
-
-# --- mixed dimensions -------------------------------------------------------------------------------
-
-
-def test_blocks_leave_out_rows_that_training_never_reads(gloo) -> None:
-    blocks = Blocks.of(make_task())
-    read = {name: set() for name in ROWS}
-    for batch in make_recipe().data.train:
-        for name in ROWS:
-            read[name] |= set(batch.sparse_features[name].values().tolist())
-    for name, routing in blocks.routings.items():
-        inside = (routing.all_blocks() < routing.num_blocks).nonzero()[:, 0].tolist()
-        assert set(inside) == read[name]
-        assert int(blocks.rows[name].sum()) == len(read[name])
-
-
-@pytest.mark.parametrize("bits", [32, 8, 4])
-def test_packed_tables_hold_what_is_kept_and_nothing_else(gloo, bits: int) -> None:
-    torch.manual_seed(0)
-    cell = make_task(precision={32: "fp32", 8: "int8", 4: "int4"}[bits])
-    blocks, model = Blocks.of(cell), cell.build(None).model
-    masks = {n: torch.rand(r.num_blocks, EMBEDDING_DIM) < 0.5 for n, r in blocks.routings.items()}
-    zero_dropped_(model, blocks.routings, masks)
-    weights = {name: weight.clone() for name, weight in tables_of(model).items()}
-    for name, weight in weights.items():
-        or_none = torch.cat([masks[name], torch.zeros(1, EMBEDDING_DIM, dtype=torch.bool)])
-        assert torch.equal(weight != 0, or_none[blocks.routings[name].all_blocks()])
-    scheme = mixed_scheme(uncompressed_scheme(model), blocks.routings, masks, bits, weights)
-    features = next(iter(cell.build(None).data.test)).sparse_features
-    before = collection_of(model)(features).values()
-    (module,) = packed_of(put_in_place(model, scheme))
-    atol = {32: 1e-6, 8: 2e-2, 4: 3e-1}[bits]
-    torch.testing.assert_close(module(features).values(), before, atol=atol, rtol=0)
-    assert module.table_bytes() == scheme.served_bytes("packed") == blocks.num_bytes(masks)
-
-
-def test_random_dims_fall_and_use_the_bytes_up(gloo) -> None:
-    cell = make_task(2.0)
-    blocks, generator = Blocks.of(cell), torch.Generator().manual_seed(0)
-    first, second = (random_search.random_dims(blocks, generator) for _ in range(2))
-    assert any(not torch.equal(first[name], second[name]) for name in first)
-    for dims in (first, second):
-        assert all(bool((dim.diff() <= 0).all()) for dim in dims.values())
-        num_bytes = blocks.num_bytes(blocks.masks(dims, dict.fromkeys(ROWS, EMBEDDING_DIM)))
-        assert 0.85 * cell.num_bytes < num_bytes <= cell.num_bytes
-
-
-def test_mde_follows_the_power_of_popularity_and_counts_its_projections(gloo) -> None:
-    cell = make_task(1.5)
-    blocks = Blocks.of(cell)
-    shares = mde.popularity(blocks)
-    assert max(float(share.max()) for share in shares.values()) == 1
-    dims = mde.largest_dims(blocks, 0.3, is_integer=True)
-    for dim in dims.dims.values():
-        assert bool((dim.diff() <= 0).all())
-        assert int(dim.min()) >= 1
-    projections = sum(4 * d * width for d, width in dims.shapes(blocks.rows).values())
-    table_bytes = blocks.num_bytes(blocks.masks(dims.dims, dims.widths))
-    assert 0.8 * cell.num_bytes < table_bytes + projections <= cell.num_bytes
-    assert mde.round_dims(torch.tensor([0.2, 2.4, 2.6, 6.0]), True).tolist() == [1, 2, 3, 6]
-    assert mde.round_dims(torch.tensor([0.2, 2.4, 3.0, 6.0]), False).tolist() == [1, 2, 4, 8]
 
 
 def test_projected_tables_multiply_each_row_by_the_projection_of_its_block(gloo) -> None:
@@ -540,53 +258,6 @@ def test_projected_tables_multiply_each_row_by_the_projection_of_its_block(gloo)
     torch.testing.assert_close(module(features).values(), naive_pooled(module, features, row), atol=1e-5, rtol=1e-5)
 
 
-# --- NIS --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_single", [True, False])
-def test_the_grid_costs_what_it_keeps_and_choices_never_overlap(gloo, is_single: bool) -> None:
-    blocks = Blocks.of(make_task(2.0))
-    grid = nis.make_grid(blocks, is_single=is_single)
-    tables = [choice.table for choice in grid.choices]
-    assert len(tables) == len(ROWS) * (1 if is_single else nis.WIDTHS)
-    for choice in grid.choices:
-        assert not choice.options[0].any()
-        for option, cost in zip(choice.options, choice.costs, strict=True):
-            assert float(cost) == 4 * int(blocks.rows[choice.table] @ option.sum(1))
-    full = grid.masks([len(choice.options) - 1 for choice in grid.choices])
-    assert all(bool((mask.any(1) == (blocks.rows[table] > 0)).all()) for table, mask in full.items())
-    assert sum(int(c.options[-1].sum()) for c in grid.choices) == sum(int(mask.sum()) for mask in full.values())
-
-
-@given(
-    costs=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=3),
-    amount=st.integers(9, 20),
-    seed=st.integers(0, 99),
-)
-def test_the_most_probable_choice_within_an_amount_is_that_of_all_combinations(costs, amount, seed) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [torch.tensor([0.0, *map(float, row)], dtype=torch.float64) for row in costs]
-    log_p = [torch.randn(len(row), generator=generator).log_softmax(0) for row in tensors]
-    pick = nis.most_probable_within(log_p, tensors, amount)
-
-    def of(choice: list[int]) -> tuple[float, float]:
-        cost = sum(float(row[option]) for row, option in zip(tensors, choice, strict=True))
-        return cost, sum(float(row[option]) for row, option in zip(log_p, choice, strict=True))
-
-    combinations = [
-        list(c) for c in torch.cartesian_prod(*[torch.arange(len(r)) for r in tensors]).view(-1, len(tensors)).tolist()
-    ]
-    within = [of(choice) for choice in combinations if 0 < of(choice)[0] <= amount]
-    assert 0 < of(pick)[0] <= amount
-    empty = of([0] * len(tensors))[1]
-    best = max(value for _, value in within)
-    if best >= empty:
-        assert of(pick)[1] == pytest.approx(best)
-
-
-# --- single values ----------------------------------------------------------------------------------
-
-
 @given(
     num_rows=st.integers(1, 150),
     dim=st.sampled_from([1, 7, 300]),
@@ -610,15 +281,6 @@ def test_sparse_rows_hold_every_value_and_nothing_else(num_rows, dim, share, pre
     assert parts["starts"].tolist() == starts[:: single_values.ROWS_PER_START].tolist()
 
 
-def test_the_largest_values_of_all_tables_stay(gloo) -> None:
-    model = make_recipe().model
-    whole = torch.cat([weight.flatten().abs() for weight in tables_of(model).values()])
-    single_values.keep_largest_(model, 37)
-    left = torch.cat([weight.flatten().abs() for weight in tables_of(model).values()])
-    assert int(left.count_nonzero()) == 37
-    assert float(left[left > 0].min()) >= float(whole[left == 0].max())
-
-
 def test_pep_moves_values_and_thresholds_by_the_gradients_of_what_the_model_reads() -> None:
     values = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     thresholds = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
@@ -628,27 +290,6 @@ def test_pep_moves_values_and_thresholds_by_the_gradients_of_what_the_model_read
     # PEP passes dead values no gradient either; sign has none
     torch.testing.assert_close(value, values.grad)
     torch.testing.assert_close(threshold, thresholds.grad)
-
-
-def test_int4_qat_trains_through_the_rounding_and_serves_what_it_trained(gloo) -> None:
-    cell = make_task(3.0)
-    served = METHODS["int4-qat"].run(cell)
-    for weight in tables_of(served.model).values():
-        torch.testing.assert_close(rows.in_precision(weight, "int4"), weight, atol=2e-3, rtol=0)
-        assert all(len(row.unique()) <= 16 for row in weight)
-
-
-def test_the_best_trial_within_the_bytes_counts(gloo) -> None:
-    cell = make_task(2.0)
-    model = cell.build(None).model
-    trials = [Served(model=model, num_bytes=10), Served(model=model, num_bytes=10**9)]
-    served = best_of(cell, [lambda t=trial: t for trial in trials])
-    assert (served.num_bytes, served.trials) == (10, 2)
-    with pytest.raises(UnmetError, match="none of 1 trials"):
-        best_of(cell, [lambda: trials[1]])
-
-
-# --- what is refused, and the runner ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.has_size])
