@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
-from torchrec.distributed import DistributedModelParallel
-from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -76,29 +74,15 @@ def compressed(model: nn.Module, factor: float = 1.0, compression: float = 6) ->
     return model
 
 
-def through_torch_save(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
-
-
-WAYS: dict[str, Callable[[nn.Module, nn.Module], Any]] = {
-    "state_dict": lambda one, other: other.load_state_dict(one.state_dict()),
-    "torch.save": lambda one, other: other.load_state_dict(through_torch_save(one.state_dict())),
-    "assign": lambda one, other: other.load_state_dict(one.state_dict(), assign=True),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("make", [dlrm, Sequence])
 def test_a_state_dict_gives_a_twin_of_other_scales_the_same_predictions(
-    make: Callable[[], nn.Module], way: str
+    make: Callable[[], nn.Module], assign: bool
 ) -> None:
+    """Through files, too: tests/test_matrix.py."""
     one, other = compressed(make()), compressed(make(), factor=3.0)
     assert not torch.allclose(predict(one), predict(other))
-    WAYS[way](one, other)
+    other.load_state_dict(one.state_dict(), assign=assign)
     assert predict(other).equal(predict(one))
 
 
@@ -163,21 +147,6 @@ def test_an_artifact_alone_says_that_ids_are_passed_on(tmp_path: Path) -> None:
     assert dnis.load(dnis.export(model, scheme, tmp_path / "artifact")).need_indices()
 
 
-def test_large_packed_tables_are_cut_into_files(tmp_path: Path) -> None:
-    from dnis_torchrec.allocation.compress import served_collections
-    from dnis_torchrec.artifact.write import write_artifact
-
-    model = dlrm()
-    result = dnis.compress(model, BATCHES, loss=BCE, compression=4)
-    (module,) = served_collections(model).values()
-    rows = module.bit_fields()
-    write_artifact(rows, result.scheme, tmp_path / "cut", forms=["packed"], max_file_bytes=1700)
-    assert len(list((tmp_path / "cut" / "packed").iterdir())) > 1
-    served = dnis.load(tmp_path / "cut", verify=True)
-    features = BATCHES[0].sparse_features
-    assert served(features).values().equal(module(features).values())
-
-
 def test_another_scheme_and_another_form_are_refused(tmp_path: Path) -> None:
     model = dlrm()
     other = dnis.compress(dlrm(), BATCHES, loss=BCE, compression=10).scheme
@@ -201,48 +170,12 @@ def test_a_model_of_other_weights_is_left_as_it_was(tmp_path: Path) -> None:
     assert predict(other).equal(prediction)
 
 
-def test_a_model_in_distributed_model_parallel_on_one_rank_is_compressed_inside_it(
-    gloo: object, tmp_path: Path
-) -> None:
-    model = DistributedModelParallel(DLRMTrain(dlrm()), device=torch.device("cpu"))
-    inner = model.module.model
-    expected = predict(inner)
-    result = dnis.compress(model, BATCHES, loss=BCE, compression=4)
-    moved = float((predict(model.module.model) - expected).abs().max())
-    assert 0 < moved < 0.2 * float(expected.abs().max())
-    dnis.export(model, result.scheme, tmp_path / "artifact")
-    fresh = dnis.load_model(DLRMTrain(dlrm(1)), tmp_path / "artifact")
-    assert predict(fresh.model).equal(predict(model.module.model))
-
-
 class Around(nn.Module):
     """A model around DLRM."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = dlrm()
-
-
-class NamedOutput(Around):
-    """A model that returns its one output by name."""
-
-    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> dict[str, Tensor]:
-        return {"logits": self.inner(dense_features, sparse_features).squeeze(1)}
-
-
-class NamedLoss(dnis.Task):
-    """Its loss."""
-
-    def loss(self, batch: Batch, outputs: dict[str, Tensor]) -> Tensor:
-        return BCE(outputs["logits"], batch.labels.to(outputs["logits"].dtype))
-
-
-def test_one_output_by_name_is_compressed_as_one_without() -> None:
-    named, plain = NamedOutput(), dlrm()
-    of_named = dnis.compress(named, BATCHES, loss=NamedLoss(), compression=6, held_out=HELD_OUT)
-    of_plain = dnis.compress(plain, BATCHES, loss=BCE, compression=6, held_out=HELD_OUT)
-    assert of_named.num_bytes == of_plain.num_bytes
-    torch.testing.assert_close(predict(named.inner), predict(plain), rtol=0, atol=1e-3)
 
 
 class BesideLookups(Around):
