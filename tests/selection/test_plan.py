@@ -33,7 +33,7 @@ from dnis_torchrec.selection.plan import (
     make_sharding_plan,
     shard_model,
 )
-from dnis_torchrec.selection.shards import collections, local_shards, table_configs
+from dnis_torchrec.selection.shards import collections, table_configs
 from dnis_torchrec.selection.swap import merge_, prepare_, unshard_
 from dnis_torchrec.selection.torchrec_inputs import remap
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection, SoftSelectionEmbeddingCollection
@@ -154,21 +154,6 @@ def test_the_planner_leaves_mean_tables_whole(gloo: dist.ProcessGroup) -> None:
     assert not {plan.plan["ebc"][name].sharding_type for name in "ac"} & set(ROW_WISE)
 
 
-def test_tables_on_meta_are_initialised_by_torchrec(gloo: dist.ProcessGroup) -> None:
-    table = EmbeddingBagConfig(name="t", num_embeddings=9, embedding_dim=8, feature_names=["f"])
-    model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table], device=torch.device("meta"))})
-    sharded = shard_model(model, CPU)
-    (part,) = [part for module in collections(sharded).values() for part in local_shards(module)]
-    assert part.weight.shape == (9, 8)
-    assert 0 < float(part.weight.abs().max()) <= 1 / 3
-
-
-def test_without_a_process_group_both_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    with pytest.raises(RuntimeError, match="sharding: expected a process group, got none"):
-        make_sharding_plan(make_model(), CPU, SHARDERS)
-
-
 @pytest.mark.parametrize(
     ("rows", "kind", "world_size", "fits"),
     [
@@ -215,21 +200,54 @@ def test_a_plan_for_another_world_size_is_refused(
         check_sharding_plan(plan, model, CPU, *used_on)
 
 
-def test_a_plan_for_another_model_is_refused(gloo: dist.ProcessGroup) -> None:
-    model, plan = plan_for(41, "row_wise", 2, 2)
-    other, _ = plan_for(40, "row_wise", 2, 2)
-    with pytest.raises(ValueError, match=r"table 't': expected shards of a table of shape \(40, 8\), got one of \(41"):
-        check_sharding_plan(plan, other, CPU, 2, 2)
-    with pytest.raises(ValueError, match=r"sharding plan, FQN 'ebc': expected a module of the model, got none; .*'ec'"):
-        check_sharding_plan(plan, nn.ModuleDict({"ec": model["ebc"]}), CPU, 2, 2)
-    with pytest.raises(ValueError, match="table 'user': expected an entry under FQN 'ebc', got none"):
-        check_sharding_plan(plan, make_model(), CPU, 2, 2)
+def of_other_rows() -> None:
+    plan = plan_for(41, "row_wise", 2, 2)[1]
+    check_sharding_plan(plan, plan_for(40, "row_wise", 2, 2)[0], CPU, 2, 2)
 
 
-def test_a_uvm_cached_table_is_refused_on_a_cpu(gloo: dist.ProcessGroup) -> None:
-    constraints = {"user": ParameterConstraints(compute_kernels=["fused_uvm_caching"])}
-    with pytest.raises(ValueError, match=r"table 'user': expected a compute kernel for .*: dense, fused, got"):
-        make_sharding_plan(make_model(), CPU, SHARDERS, constraints=constraints)
+def with_a_feature_of_two_tables() -> None:
+    model = trained()
+    model.other = EmbeddingBagCollection(
+        tables=[type(USERS)(**vars(USERS) | {"name": "raw", "feature_names": ["item"]})]
+    )
+    remap(model, BATCHES[0].sparse_features)
+
+
+def without_a_process_group() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "is_initialized", lambda: False)
+        make_sharding_plan(make_model(), CPU, SHARDERS)
+
+
+CACHED = {"user": ParameterConstraints(compute_kernels=["fused_uvm_caching"])}
+MANAGED = r"FQN 'tables\._embedding_module'"
+REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (of_other_rows, ValueError, "sharding plan, table 't'"),
+    (
+        lambda: check_sharding_plan(plan_for(41, "row_wise", 2, 2)[1], nn.ModuleDict({"ec": make_model()}), CPU, 2, 2),
+        ValueError,
+        "sharding plan, FQN 'ebc'",
+    ),
+    (
+        lambda: check_sharding_plan(plan_for(41, "row_wise", 2, 2)[1], make_model(), CPU, 2, 2),
+        ValueError,
+        "sharding plan, table 'user'",
+    ),
+    (without_a_process_group, RuntimeError, "sharding"),
+    (lambda: make_sharding_plan(make_model(), CPU, SHARDERS, constraints=CACHED), ValueError, ".*table 'user'"),
+    # managed collisions: jobs that count raw ids, and sharding before they are prepared
+    (with_a_feature_of_two_tables, NotImplementedError, "FQN 'tables', table 'item'"),
+    (lambda: table_configs(trained()), NotImplementedError, MANAGED),
+    (lambda: make_sharding_plan(trained(), CPU, SHARDERS), NotImplementedError, MANAGED),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "place"), REFUSED)
+def test_what_cannot_be_sharded_is_refused(
+    gloo: dist.ProcessGroup, call: Callable[[], object], kind: type[Exception], place: str
+) -> None:
+    with pytest.raises(kind, match=f"^{place}"):
+        call()
 
 
 class TwoDimensional(DMPCollection):
@@ -465,24 +483,6 @@ def test_a_remapping_without_ids_is_refused() -> None:
     with pytest.raises(ValueError, match="expected ids that have rows"):
         prepare_(model, blocks)
     assert type(model.tables._embedding_module) is EmbeddingBagCollection
-
-
-def test_a_feature_of_two_tables_is_refused() -> None:
-    model = trained()
-    model.other = EmbeddingBagCollection(
-        tables=[type(USERS)(**vars(USERS) | {"name": "raw", "feature_names": ["item"]})]
-    )
-    with pytest.raises(NotImplementedError, match=r"table 'item': supported are features of one table.*\['raw'\]"):
-        remap(model, BATCHES[0].sparse_features)
-
-
-def test_sharding_and_jobs_that_count_raw_ids_refuse_it_by_name(gloo: dist.ProcessGroup) -> None:
-    model = trained()
-    place = "FQN 'tables._embedding_module': supported in "
-    with pytest.raises(NotImplementedError, match=place + "jobs that count.*call prepare_, compress or prune"):
-        table_configs(model)
-    with pytest.raises(NotImplementedError, match=place + "sharding .*call prepare_ first"):
-        make_sharding_plan(model, CPU, [CpuEmbeddingBagCollectionSharder()])
 
 
 def test_a_model_that_is_the_module_itself() -> None:

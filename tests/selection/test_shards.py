@@ -38,9 +38,7 @@ from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.ops.select import are_compiled
-from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.prune import Size, prune
-from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.selection import shards as shards_module
 from dnis_torchrec.selection.alpha import SelectPooled
 from dnis_torchrec.selection.on_shards import ShardSelection, select_on_shards_
@@ -255,25 +253,6 @@ def test_small_tables_are_multiplied(
     if not isinstance(kernels_of(model)[0].forward, ShardSelection):
         select_on_shards_(model)
     assert multiply_tables(model) == [expected] * len(kernels_of(model))
-
-
-@compiled
-def test_training_finds_the_same_either_way(gloo: dist.ProcessGroup) -> None:
-    """Tables beside batches in which they are large, and in which they are small."""
-    losses, alphas = [], []
-    for batch_size in (1, 10_000):
-        recipe = make_recipe()
-        task = TrainTask(prepare_(recipe.model, blocks_of(recipe.model, recipe.data.train)), recipe.loss)
-        model, optimizer = shard_for_training(task, recipe, CPU, batch_size=batch_size)
-        pipeline = BilevelTrainPipeline(model.train(), optimizer, CPU, alpha_averaging=0.9)
-        pipeline.alpha_optimizer.learning_rate = 0.05
-        pipeline.alpha_optimizer.retain_({8: torch.arange(8).expand_as(pipeline.alpha.of(8)) < 5})
-        stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=5))
-        losses.append(torch.stack([pipeline.progress(stream)[0].detach() for _ in range(40)]))
-        alphas.append(pipeline.alpha.of(8).clone())
-    assert bool((alphas[0] == 0).any())
-    torch.testing.assert_close(alphas[1], alphas[0], atol=1e-4, rtol=0)
-    torch.testing.assert_close(losses[1], losses[0], atol=1e-4, rtol=0)
 
 
 # Collections that do not look up what they are given are refused by name

@@ -107,16 +107,6 @@ def test_any_order_and_other_keys_give_what_the_unsharded_collection_does(
             torch.testing.assert_close(pooled[name], value, atol=1e-6, rtol=0, msg=f"{name} of {order}")
 
 
-def test_a_missing_feature_is_named(gloo: dist.ProcessGroup) -> None:
-    ebc = get_unwrapped_module(shard_by(collection(), "table_wise"))["ebc"]
-    for order in (("a", "c"), KEYS, ("a", "c")):
-        if order == KEYS:
-            ebc(bags(order))
-            continue
-        with pytest.raises(ValueError, match="feature 'b': expected a known feature"):
-            ebc(bags(order))
-
-
 def test_a_tensor_dict_is_read_by_name(gloo: dist.ProcessGroup) -> None:
     model = collection()
     expected = model["ebc"](bags()).to_dict()
@@ -161,20 +151,24 @@ def test_an_unweighted_collection_ignores_weights_in_a_search_and_in_training(
     assert features.weights_or_none() is not None
 
 
-def test_an_unweighted_collection_that_is_not_prepared_refuses_weights_after_shard_model(
-    gloo: dist.ProcessGroup,
+@pytest.mark.parametrize(
+    ("weighted", "searched", "features", "place"),
+    [
+        (False, False, bags(("a", "c")), "feature 'b'"),
+        (False, False, bags(weighted=True), r".*\['one', 'two', 'three'\]"),  # of one that is not prepared
+        (True, False, bags(), ".*per-sample weights"),
+        (True, True, bags(), ".*per-sample weights"),
+    ],
+)
+def test_bags_that_do_not_fit_are_refused_whatever_came_before(
+    gloo: dist.ProcessGroup, weighted: bool, searched: bool, features: KeyedJaggedTensor, place: str
 ) -> None:
-    ebc = get_unwrapped_module(shard_by(collection(), "table_wise"))["ebc"]
-    with pytest.raises(ValueError, match=r"\['one', 'two', 'three'\]: expected bags without per-sample weights"):
-        ebc(bags(weighted=True))
-
-
-@pytest.mark.parametrize("searched", [False, True])
-def test_a_weighted_collection_refuses_bags_without_weights(gloo: dist.ProcessGroup, searched: bool) -> None:
-    model = collection(weighted=True)
+    model = collection(weighted=weighted)
     ebc = get_unwrapped_module(shard_by(prepared_by_name(model, 1) if searched else model, "table_wise"))["ebc"]
-    with pytest.raises(ValueError, match="expected per-sample weights, got none"):
-        ebc(bags())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"^{place}"):
+            ebc(features)
+        ebc(bags(weighted=weighted))
 
 
 @pytest.mark.parametrize(("kind", "order"), [("row_wise", KEYS), ("table_wise", KEYS), ("data_parallel", "cab")])
@@ -210,20 +204,6 @@ def test_a_collection_that_was_called_before_reads_by_name_from_then_on(
     if not decided:  # its kernels may have learnt by weights
         with pytest.raises(ValueError, match="expected bags without per-sample weights"):
             ebc(bags(weighted=True))
-
-
-def test_a_wrapper_reads_by_name_also_where_a_pipeline_calls_its_child(gloo: dist.ProcessGroup) -> None:
-    """DistributedModelParallel puts the sharded child into the wrapper."""
-    model = prepared_by_name(collection(), 1)
-    plan = plan_by(model, "table_wise")
-    child = get_unwrapped_module(DistributedModelParallel(model, device=CPU, plan=plan, sharders=SHARDERS))["ebc"]
-    child = child.embedding_bag_collection
-    pooled = []
-    for order in (KEYS, ("x", "c", "b", "a")):
-        context = child.create_context()
-        features = child.input_dist(context, bags(order)).wait().wait()
-        pooled.append(child.compute_and_output_dist(context, features).to_dict())
-    torch.testing.assert_close(pooled[1], pooled[0], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("order", [KEYS, ("x", "c", "a", "b")])
