@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,12 +55,6 @@ def test_both_levels_step_unless_a_warm_up_is_asked_for() -> None:
     assert [next(stream) for stream in [BilevelStream(["t"], ["v"], LevelSchedule())] for _ in range(5)] == expected
 
 
-@pytest.mark.parametrize("value", [0, -1])
-def test_a_warm_up_has_a_step(value: int) -> None:
-    with pytest.raises(ValueError, match=rf"^warm_up_steps: expected at least 1, got {value}$"):
-        LevelSchedule(warm_up_steps=value)
-
-
 @given(schedules, st.integers(1, 6), st.integers(1, 6))
 def test_stream_cycles_both_levels_in_the_order_of_the_schedule(
     schedule: LevelSchedule, num_train: int, num_validation: int
@@ -73,23 +67,6 @@ def test_stream_cycles_both_levels_in_the_order_of_the_schedule(
     for level in levels_of(schedule, 40):
         assert next(stream) == next(endless[level])
         assert stream.last_level is level
-
-
-def test_empty_streams_are_refused() -> None:
-    remedy = "expected at least one batch, got none; check the data splits"
-    with pytest.raises(ValueError, match=f"^training stream: {remedy}$"):
-        next(BilevelStream([], ["v"], LevelSchedule(warm_up_steps=1)))
-    stream = BilevelStream(["t"], [], LevelSchedule(warm_up_steps=1))
-    assert [next(stream), next(stream)] == ["t", "t"]
-    with pytest.raises(ValueError, match=f"^validation stream: {remedy}$"):
-        next(stream)
-
-
-def test_a_stream_that_cannot_start_again_is_refused_when_it_ends() -> None:
-    stream = BilevelStream(iter(["t0", "t1"]), ["v"], LevelSchedule(warm_up_steps=5))
-    assert [next(stream), next(stream)] == ["t0", "t1"]
-    with pytest.raises(ValueError, match="training stream: expected at least one batch"):
-        next(stream)
 
 
 class Counting:
@@ -204,31 +181,32 @@ def test_samples_have_orders_of_their_own_and_leave_everything_as_it_is(kind: ty
     assert [batch[-1] for batch in measured.sample(3)] == samples[0]
 
 
-def test_a_stream_does_not_touch_random_numbers() -> None:
-    stream = BilevelStream(Drawing("t", 3), Drawing("v", 2), LevelSchedule(warm_up_steps=1))
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    first = [next(stream) for _ in range(12)]
-    assert torch.equal(torch.get_rng_state(), before)
-    assert first[:4] != first[4:8] or first[4:8] != first[8:]  # every epoch has an order of its own
-
-
-def test_a_stream_that_became_shorter_is_refused() -> None:
-    stream = BilevelStream(Counting("t", 5), Counting("v", 2), LevelSchedule(warm_up_steps=9))
-    for _ in range(4):
+def steps_of(num_train: int, *, steps: int, warm_up: int = 9) -> BilevelStream[str]:
+    """A stream of so many training batches and two of validation, so many of which were taken."""
+    stream = BilevelStream(Counting("t", num_train), Counting("v", 2), LevelSchedule(warm_up_steps=warm_up))
+    for _ in range(steps):
         next(stream)
-    shorter = BilevelStream(Counting("t", 3), Counting("v", 2), LevelSchedule(warm_up_steps=9))
-    message = "training stream: expected at least 4 batches, as before the interruption, got 3; resume with the data of"
-    with pytest.raises(ValueError, match=message):
-        shorter.load_state_dict(stream.state_dict(4))
+    return stream
 
 
-def test_a_stream_knows_the_latest_steps_alone() -> None:
-    stream = BilevelStream(Counting("t", 5), Counting("v", 2), LevelSchedule(warm_up_steps=1))
-    for _ in range(MAX_AHEAD + 5):
-        next(stream)
-    with pytest.raises(RuntimeError, match=rf"expected a step from 5 to {MAX_AHEAD + 5}, got 4"):
-        stream.state_dict(4)
+REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
+    *((lambda steps=steps: LevelSchedule(warm_up_steps=steps), ValueError, "warm_up_steps") for steps in (0, -1)),
+    (lambda: steps_of(0, steps=1), ValueError, "training stream"),
+    (lambda: list(BilevelStream(["t"], [], LevelSchedule(warm_up_steps=1))), ValueError, "validation stream"),
+    # it cannot start again
+    (lambda: list(BilevelStream(iter("ab"), ["v"], LevelSchedule(warm_up_steps=5))), ValueError, "training stream"),
+    (lambda: steps_of(3, steps=0).load_state_dict(steps_of(5, steps=4).state_dict(4)), ValueError, "training stream"),
+    # only the latest steps are known
+    (lambda: steps_of(5, steps=MAX_AHEAD + 5, warm_up=1).state_dict(4), RuntimeError, r"BilevelStream|.*step"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "place"), REFUSED)
+def test_what_is_no_stream_or_schedule_is_refused(
+    call: Callable[[], object], kind: type[Exception], place: str
+) -> None:
+    with pytest.raises(kind, match=f"^{place}"):
+        call()
 
 
 SIZES = {"wide": (120, 16), "narrow": (90, 16), "first_order": (120, 1)}

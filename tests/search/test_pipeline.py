@@ -51,13 +51,13 @@ from tests.models import (
     make_batch,
     operators,
     plan_caches_,
+    tables_of,
     two_outputs,
 )
 from tests.reference import ReferenceTable, embedding_l2_reference, normalised_reference
 from tests.tiny import Repeatable, make_recipe, read_late
 
 DIM = 4
-HIT = torch.tensor([True, True, True])
 
 
 def make_blocks(counts: Sequence[int] = tuple(range(60, 0, -1))) -> RowBlocks:
@@ -137,47 +137,6 @@ def test_steps_are_those_of_the_oracle(
         fresh = normalised_reference(gradient, hits)
         step_reference(expected, average, fresh, hits, died, rate=rate, averaging=averaging, floor=floor)
         torch.testing.assert_close(alpha, torch.tensor(expected), atol=1e-5, rtol=0)
-
-
-@given(st.lists(columns, min_size=1, max_size=4), st.sampled_from([-1.0, 1.0]))
-def test_columns_die_once_and_for_all(retained: list[list[list[bool]]], pushes: float) -> None:
-    """Whatever is retained later, and however much validation wants them; the others never go below their floor."""
-    alpha, optimizer = make_optimizer(rate=0.9, floor=0.05)
-    living = torch.ones(3, DIM, dtype=torch.bool)
-    for columns_of_stage in retained:
-        living &= torch.tensor(columns_of_stage)
-        optimizer.retain_({DIM: torch.tensor(columns_of_stage)})
-        for _ in range(3):
-            optimizer.step({DIM: pushes * torch.ones(3, DIM)}, {DIM: HIT})
-            assert torch.equal(alpha > 0, living)
-            assert bool((alpha[living] >= 0.05).all())
-            assert bool((alpha[living] <= 1).all())
-
-
-def test_rows_without_a_hit_do_not_move() -> None:
-    alpha, optimizer = make_optimizer(momentum=0.5)
-    optimizer.step({DIM: torch.ones(3, DIM)}, {DIM: HIT})
-    before = alpha.clone()
-    optimizer.step({DIM: torch.ones(3, DIM)}, {DIM: torch.tensor([True, False, True])})
-    assert torch.equal(alpha == before, torch.tensor([[False], [True], [False]]).expand(3, DIM))
-
-
-def test_a_restored_state_goes_on_the_same_way() -> None:
-    torch.manual_seed(1)
-    settings = {"rate": 0.2, "momentum": 0.9, "floor": 0.01}
-    alpha, optimizer = make_optimizer(**settings)
-    gradients = [torch.randn(3, DIM) for _ in range(40)]
-    for gradient in gradients[:15]:
-        optimizer.step({DIM: gradient}, {DIM: HIT})
-    optimizer.retain_({DIM: torch.tensor([True, False, True, True]).expand(3, DIM)})
-    other, restored = make_optimizer(**settings)
-    other.copy_(alpha)
-    restored.load_state_dict({name: value.clone() for name, value in optimizer.state_dict().items()})
-    assert restored.last_density == optimizer.last_density == 0.75
-    for gradient in gradients[15:]:
-        for each in (optimizer, restored):
-            each.step({DIM: gradient}, {DIM: HIT})
-        assert torch.equal(alpha, other)
 
 
 CPU = torch.device("cpu")
@@ -546,10 +505,6 @@ def prepared(*, cached: bool):
     return recipe, model, optimizer, caches_of(model)
 
 
-def tables_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {part.table: part.weight for module in collections(model).values() for part in local_shards(module)}
-
-
 def run(pipeline: BilevelTrainPipeline, recipe: Recipe) -> list[torch.Tensor]:
     """Losses of the steps, and of an evaluation between them."""
     stream, losses = stream_of(recipe, 2), []
@@ -671,23 +626,6 @@ def recipe(optimizer: str = "adam") -> Recipe:
         dense_learning_rate=1e-2,
         embedding_l2=0.01,
     )
-
-
-def test_a_search_ends_in_what_is_served(tmp_path: Path, gloo: object) -> None:
-    own = recipe("rowwise_adagrad")
-    settings = SearchSettings(num_blocks=2, epochs=1, patience=1)
-    outcome = search(own, 3.0, tmp_path / "run", CPU, settings=settings)
-    assert {name: table.pooling for name, table in outcome.scheme.tables.items()} == {
-        "item": "none",
-        "shop": "none",
-        "user": "sum",
-    }
-    assert outcome.scheme.compression() >= 3.0
-    path = export(outcome.model, outcome.scheme, tmp_path / "artifact")
-    served = load_model(interest(), path).eval()
-    batch = make_batch(50)
-    wanted = outcome.model.eval()(batch.dense_features, batch.sparse_features)
-    torch.testing.assert_close(served(batch.dense_features, batch.sparse_features), wanted)
 
 
 def test_two_tasks_and_a_table_left_alone(tmp_path: Path, gloo: object) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -218,15 +219,31 @@ def test_empty_rows_in_the_middle_are_dropped_where_that_is_smaller() -> None:
     assert table.num_retained == table.block_area == 24
 
 
-# Refusals
+Call = Callable[[EmbeddingBagCollection, RowBlocks, FrequencyCounts], object]
+HALF = Size(compression=2)
+REFUSED: list[tuple[Call, type[Exception], str]] = [
+    (lambda m, b, c: drop_zeros_(prepare_(nn.ModuleDict({"ebc": m}), b), b, c), RuntimeError, "FQN 'ebc'"),
+    (lambda m, b, c: prune(nn.Linear(1, 1), b, c, size=HALF), ValueError, "prune"),
+    (lambda m, b, c: prune(renamed(m), b, c, size=HALF), ValueError, "table 'b'"),
+    (lambda m, b, c: prune(m, b, FrequencyCounts({"b": c.counts["a"]}, {}, 1), size=HALF), ValueError, "table 'a'"),
+    *(
+        (lambda m, b, c, size=size: prune(m, b, c, size=size), ValueError, size.given[0])
+        for size in (Size(embedding_bytes=16), Size(embedding_bytes=33), Size(compression=1.9))
+    ),
+]
 
 
-def test_unmerged_models_are_refused() -> None:
+def renamed(model: EmbeddingBagCollection) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(tables=[replace(model.embedding_bag_configs()[0], name="b")])
+
+
+@pytest.mark.parametrize(("call", "kind", "place"), REFUSED)
+def test_what_does_not_fit_is_refused_before_a_table_changes(call: Call, kind: type[Exception], place: str) -> None:
     model, blocks, counts = simple()
-    prepared = prepare_(nn.ModuleDict({"ebc": model}), blocks)
-    message = "FQN 'ebc': expected a merged, unsharded collection, got SoftSelectionEmbeddingBagCollection; call merge_"
-    with pytest.raises(RuntimeError, match=message):
-        drop_zeros_(prepared, blocks, counts)
+    weight = model.embedding_bags["a"].weight
+    with pytest.raises(kind, match=f"^{place}"):
+        call(model, blocks, counts)
+    assert (weight == 1).all()
 
 
 @pytest.mark.parametrize("sharding_type", SHARDING_TYPES)
@@ -238,39 +255,6 @@ def test_sharded_collections_are_refused_only_with_tables_of_the_blocks(sharding
     assert list(drop_zeros_(both, blocks, counts).tables) == ["a"]
     with pytest.raises(RuntimeError, match="FQN 'other': expected a merged, unsharded collection"):
         drop_zeros_(both, models.blocks(), models.counts())
-
-
-def test_models_without_collections_are_refused() -> None:
-    _, blocks, counts = simple()
-    with pytest.raises(ValueError, match="prune: expected a model with an embedding collection, got Linear"):
-        prune(nn.Linear(1, 1), blocks, counts, size=Size(compression=2))
-
-
-def test_other_tables_are_refused() -> None:
-    model, blocks, counts = simple()
-    other = copy.deepcopy(model.embedding_bag_configs()[0])
-    other.name = "b"
-    message = "table 'b': expected a known table, got 'b'; known names: 'a'"
-    with pytest.raises(ValueError, match=message):
-        prune(EmbeddingBagCollection(tables=[other]), blocks, counts, size=Size(compression=2))
-    with pytest.raises(ValueError, match="table 'a': expected a known table, got 'a'; known names: 'b'"):
-        prune(model, blocks, FrequencyCounts({"b": counts.counts["a"]}, {}, 1), size=Size(compression=2))
-
-
-def test_tables_of_zeros_are_refused() -> None:
-    model, blocks, counts = simple()
-    nn.init.zeros_(model.embedding_bags["a"].weight)
-    with pytest.raises(SizeOutOfReachError):
-        prune(model, blocks, counts, size=Size(embedding_bytes=31))
-    assert drop_zeros_(model, blocks, counts).parameters == 0
-
-
-@pytest.mark.parametrize("size", [Size(embedding_bytes=16), Size(embedding_bytes=33), Size(compression=1.9)])
-def test_sizes_that_do_not_fit_are_refused_before_a_table_changes(size: Size) -> None:
-    model, blocks, counts = simple()
-    with pytest.raises(ValueError, match=size.given[0]):
-        prune(model, blocks, counts, size=size)
-    assert (model.embedding_bags["a"].weight == 1).all()
 
 
 @given(cases(dims=(4, 30)), st.sampled_from(["compression", "embedding_bytes"]))

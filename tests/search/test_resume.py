@@ -24,6 +24,7 @@ from dnis_torchrec.training import loop as search_loop
 from dnis_torchrec.training.checkpoint import CheckpointFolder
 from dnis_torchrec.training.loop import EpochRecord, FinishedPhase, Phase, SearchEvents, SearchInterrupted, TrainLoop
 from dnis_torchrec.training.settings import Saving
+from tests.distributed.model import assert_same
 from tests.models import state_tensors
 from tests.tiny import make_recipe
 
@@ -89,11 +90,6 @@ class Run:
         return {name: value.clone() for name, value in state_tensors(self.started.model).items()}
 
 
-def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
-    assert first.keys() == second.keys()
-    assert [name for name in first if not torch.equal(first[name], second[name])] == []
-
-
 def scripted(monkeypatch: pytest.MonkeyPatch, losses: Sequence[float]) -> None:
     """Selection losses as written, epoch by epoch."""
     left = iter(losses)
@@ -134,19 +130,6 @@ def test_phases_follow_each_other_and_go_back_to_their_best_epoch(
     assert_same(run.now(), run.weights[5])
     assert [record.alpha_density for record in history] == [1.0] * 4 + [0.75, 0.625, 0.625]
     assert history[4].alpha_mean < 1
-
-
-def test_best_epochs_stay_and_others_go(gloo, tmp_path: Path, monkeypatch) -> None:
-    scripted(monkeypatch, [0.5, 0.6, 0.9, 0.8, 0.75, 0.74])
-    phases = (replace(FIRST, steps=20), SECOND, replace(THIRD, steps=12))
-    run = Run(tmp_path, saving=Saving(checkpoint_every=4), phases=phases)
-    kept: list[int] = []
-    run.events.on_save = lambda *_: kept.append(len(CheckpointFolder(tmp_path).steps()))
-    run.loop.run()
-    steps = CheckpointFolder(tmp_path).steps()
-    assert {own.best.step for own in run.loop.finished} <= set(steps)
-    assert max(kept) <= 7  # the last two, the one that is being written, two best ones, those of two finished phases
-    assert len(steps) <= 6
 
 
 class Killed(BaseException):

@@ -196,14 +196,6 @@ def test_settings_out_of_range_are_refused(field: str, value: float) -> None:
         SearchSettings(**{field: value})
 
 
-def test_a_request_to_stop_saves_the_state(gloo, tmp_path: Path) -> None:
-    steps = []
-    events = SearchEvents(on_step=lambda loss, density: steps.append(loss), should_stop=lambda: len(steps) == 13)
-    with pytest.raises(SearchInterrupted, match=r"epoch 1, lower step 13: stopped on request; .* saved in .*step-"):
-        found_by(make_recipe(), tmp_path, events)
-    assert CheckpointFolder(tmp_path).latest() == tmp_path / "step-00000013"
-
-
 @pytest.mark.parametrize("reading", [nullcontext, read_late])
 def test_divergence_keeps_the_last_good_checkpoint(
     gloo, tmp_path: Path, reading: Callable[[], AbstractContextManager[None]]
