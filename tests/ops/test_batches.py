@@ -222,22 +222,6 @@ def test_plain_tensors_are_checked_alike(name: str) -> None:
             module.lookup(torch.tensor([1, 2, 3]), torch.tensor(offsets))
 
 
-def test_offsets_have_to_say_what_lengths_say() -> None:
-    ids, lengths = torch.tensor([1, 2]), torch.tensor([1, 1])
-    check_bags(KeyedJaggedTensor(["f"], ids, lengths=lengths, offsets=torch.tensor([0, 1, 2])))
-    with pytest.raises(ValueError, match="feature 'f': expected offsets that rise from 0 by the lengths, got others"):
-        check_bags(KeyedJaggedTensor(["f"], ids, lengths=lengths, offsets=torch.tensor([0, 2, 2])))
-
-
-@pytest.mark.parametrize(
-    ("offsets", "message"),
-    [(torch.tensor([0.0, 1.0]), "expected int32 or int64 offsets"), (torch.tensor([], dtype=torch.int32), "got None")],
-)
-def test_offsets_that_are_none(offsets: Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        readable_bags(["f"], torch.tensor([1]), offsets, None)
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("keys", ["fg", "gxf"])
 def test_numbers_need_not_lie_side_by_side(form: tuple[str, nn.Module], keys: str, dtype: torch.dtype) -> None:
@@ -264,13 +248,6 @@ def test_what_is_missing_is_named(form: tuple[str, nn.Module]) -> None:
         object.__setattr__(table, "pooling", "sum")  # torch knows no weighted means
     with pytest.raises(ValueError, match="expected per-sample weights, got none"):
         FORMS[form[0]](sums)(batch("fg", [1, 2], lengths=[1, 0, 1, 0]))
-
-
-def test_bags_of_keys_that_differ_in_stride_are_named_too() -> None:
-    strides = [[2], [1], [2]]
-    features = batch("fgh", [1, 2, 3], lengths=[1, 0, 1, 1, 7], stride_per_key_per_rank=strides)
-    with pytest.raises(ValueError, match=r"feature 'h': expected no more ids .* a bag of 7 in sample 1"):
-        check_bags(features)
 
 
 def test_rows_are_known_in_one_pass() -> None:
@@ -419,18 +396,6 @@ def test_more_keys_than_a_small_integer_holds() -> None:
     assert out.lengths().nonzero().squeeze(1).tolist() == [0, 32_768, 39_999]
 
 
-def test_equal_output_keys_are_refused() -> None:
-    split = FeatureSplit(feature="f", keys=("a", "b"), routing=HALVES)
-    with pytest.raises(ValueError, match="distinct output keys"):
-        BagSplitter([split, split])
-
-
-@pytest.mark.parametrize(("keys", "routing"), [(("a",), HALVES), (("a", "b", "c"), HALVES), (("a", "b"), None)])
-def test_keys_have_to_match_the_blocks(keys: tuple[str, ...], routing: RowRouting | None) -> None:
-    with pytest.raises(ValueError, match=r"feature 'f': expected [12] keys"):
-        FeatureSplit(feature="f", keys=keys, routing=routing)
-
-
 def test_select_features() -> None:
     features = keyed_jagged_tensor({"a": [[(1, 0.5)], []], "b": [[(2, 1.5)], [(3, 2.5)]]}, weighted=True)
     assert select_features(features, ["a", "b"]) is features
@@ -443,15 +408,39 @@ def test_select_features() -> None:
         select_features(features, ["a", "c"])
 
 
-def test_variable_batch_size_is_refused() -> None:
-    features = KeyedJaggedTensor(
-        keys=["a", "b"],
-        values=torch.tensor([1, 2, 3]),
-        lengths=torch.tensor([1, 1, 1]),
-        stride_per_key_per_rank=[[2], [1]],
-    )
-    with pytest.raises(NotImplementedError, match="one batch size for all features"):
-        select_features(features, ["a", "b"])
+def with_strides(keys: str, lengths: list[int], strides: list[int]) -> KeyedJaggedTensor:
+    """Three ids in bags of keys that differ in their number of samples."""
+    parts = {"lengths": torch.tensor(lengths), "stride_per_key_per_rank": [[stride] for stride in strides]}
+    return KeyedJaggedTensor(list(keys), torch.tensor([1, 2, 3]), **parts)
+
+
+def other_offsets() -> KeyedJaggedTensor:
+    ids, lengths = torch.tensor([1, 2]), torch.tensor([1, 1])
+    check_bags(KeyedJaggedTensor(["f"], ids, lengths=lengths, offsets=torch.tensor([0, 1, 2])))
+    return KeyedJaggedTensor(["f"], ids, lengths=lengths, offsets=torch.tensor([0, 2, 2]))
+
+
+def split_of(*keys: str, routing: RowRouting | None = HALVES) -> FeatureSplit:
+    return FeatureSplit(feature="f", keys=keys, routing=routing)
+
+
+REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: BagSplitter([split_of("a", "b")] * 2), ValueError, ".*output keys"),
+    (lambda: split_of("a"), ValueError, "feature 'f'"),
+    (lambda: split_of("a", "b", "c"), ValueError, "feature 'f'"),
+    (lambda: split_of("a", "b", routing=None), ValueError, "feature 'f'"),
+    (lambda: select_features(with_strides("ab", [1, 1, 1], [2, 1]), ["a"]), NotImplementedError, ".*batch size"),
+    (lambda: readable_bags(["f"], torch.tensor([1]), torch.tensor([0.0, 1.0]), None), ValueError, ".*offsets"),
+    (lambda: readable_bags(["f"], torch.tensor([1]), torch.zeros(0).int(), None), ValueError, ""),
+    (lambda: check_bags(other_offsets()), ValueError, "feature 'f'"),
+    (lambda: check_bags(with_strides("fgh", [1, 0, 1, 1, 7], [2, 1, 2])), ValueError, "feature 'h'"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "place"), REFUSED)
+def test_what_does_not_fit_is_refused(call: Callable[[], object], kind: type[Exception], place: str) -> None:
+    with pytest.raises(kind, match=f"^{place}"):
+        call()
 
 
 META = torch.device("meta")
