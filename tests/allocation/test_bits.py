@@ -34,7 +34,6 @@ from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.codes import is_coded, row_strides
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.scheme import PACKED, packed_index_bytes
-from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
 from tests import models
 from tests.reference import least_loss_reference
 
@@ -160,17 +159,6 @@ def test_bytes_are_spent_as_well_as_brute_force_would(data: st.DataObject, num_b
     totals = path.cost.cumsum(0).tolist()
     if budget in totals:
         assert found == pytest.approx(least_loss_reference(options, [0] * num_blocks, [0], budget), abs=1e-12)
-
-
-def test_what_is_left_buys_the_next_steps_that_fit() -> None:
-    """Steps of 50, 30 and 7 bytes, in the order of their slopes."""
-    num_bytes = torch.tensor([[0, 50], [0, 30], [0, 7]])
-    loss = torch.tensor([[100.0, 0.0], [30.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
-    none = torch.zeros(3, dtype=torch.int64)
-    purse = Purse(Path.of(row_options_of(num_bytes, loss)), none, none[:1])
-    bought = {budget: purse.spend(budget).num_bytes for budget in (6, 7, 29, 30, 37, 49, 50, 56, 57, 79, 80, 87)}
-    assert bought == {6: 0, 7: 7, 29: 7, 30: 30, 37: 37, 49: 37, 50: 50, 56: 50, 57: 57, 79: 57, 80: 80, 87: 87}
-    assert purse.spend(0).smallest == 7
 
 
 def row_options_of(num_bytes: torch.Tensor, loss: torch.Tensor) -> RowOptions:
@@ -399,24 +387,6 @@ def test_columns_that_stay_in_a_search_are_none_in_cold_blocks() -> None:
     found = retained_columns(tables, model.blocks, model.curvature.curvature, bits=4, compression=12)["new"]
     assert found[0].any()
     assert not found[-1].any()
-
-
-def test_a_row_born_after_the_search_learns_in_the_columns_of_the_rarest() -> None:
-    model = ModelOfColdBlocks(32, seen=ROWS // 2)
-    scheme = model.allocate(compression=35).scheme
-    weights = {name: bag.weight.detach() for name, bag in model.collection.embedding_bags.items()}
-    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, weights)
-    new = torch.tensor([ROWS - 1])
-    columns = scheme.tables["new"].retained[scheme.tables["new"].retained.any(1)][-1]
-    assert 0 < int(columns.sum()) < 32
-    bags = KeyedJaggedTensor(keys=["f", "g"], values=new, lengths=torch.tensor([1, 0]))
-    torch.testing.assert_close(module(bags)["f"][0], weights["new"][-1] * columns)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.2)
-    for _ in range(60):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(module(bags)["f"], torch.ones(1, 32), reduction="sum").backward()
-        optimizer.step()
-    torch.testing.assert_close(module(bags)["f"][0], columns.float(), rtol=0, atol=1e-4)
 
 
 MODELS_OF_RETAINED_COLUMNS = st.builds(

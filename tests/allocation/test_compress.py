@@ -196,25 +196,6 @@ def test_what_no_batch_reads_is_dropped_and_what_the_sample_missed_is_not() -> N
     assert bool(scheme.tables["genre"].bits.any())
 
 
-def test_a_frozen_table_keeps_its_axes_and_is_compressed() -> None:
-    model = trained()
-    model.pairs.embedding_bags["user"].weight.requires_grad_(False)
-    before = {name: bag.weight.clone() for name, bag in model.pairs.embedding_bags.items()}
-    found = measure_(model, BATCHES, loss=nn.MSELoss()).allocate(compression=4)
-    assert all(bag.weight.equal(before[name]) for name, bag in model.pairs.embedding_bags.items())
-    assert int(found.scheme.tables["user"].bits.max()) in range(1, 9)
-
-
-def test_a_size_that_cannot_be_met_is_refused_with_the_one_that_can() -> None:
-    measured = measured_on_training_samples()
-    with pytest.raises(
-        ValueError, match=r"^compression: expected at most [\d.]+ for these tables and blocks"
-    ) as refused:
-        measured.allocate(compression=10_000)
-    most = float(str(refused.value).split("at most ")[1].split(" ")[0])
-    assert measured.allocate(compression=most).compression >= most
-
-
 def with_nan(model: Model) -> None:
     model.pairs.embedding_bags["genre"].weight.data[7, 2] = float("nan")
 
@@ -332,14 +313,6 @@ def test_energies_are_those_of_the_blocks_rows_by_their_look_ups() -> None:
             assert float(found.energy[block, column, 1]) == pytest.approx(expected, rel=1e-6)
     assert found.energy[..., 0].unique().tolist() == [1.0]
     assert found.energy[..., 2].unique().tolist() == [0.0]
-
-
-def test_a_table_with_nan_is_refused_by_name_and_block() -> None:
-    collection, counts, blocks = _table(60, 3)
-    block = int(blocks.routings["t"].block_of(torch.tensor([11])))
-    collection.embedding_bags["t"].weight.data[11, 2] = torch.nan
-    with pytest.raises(ValueError, match=rf"table 't': expected finite values, got nan in block {block}, column 2"):
-        rounding_energies(collection, blocks, counts)
 
 
 @st.composite

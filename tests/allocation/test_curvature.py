@@ -326,15 +326,6 @@ def test_the_error_is_that_of_the_batches() -> None:
     assert repr(found) == f"Curvature(3 tables, {int(sizes.sum())} samples, relative error {found.relative_error:.2g})"
 
 
-def test_a_table_that_nobody_reads_is_worth_nothing() -> None:
-    case = Case(lengths=(1, 0, 0, 3))
-    found = curvature(make_model(case), make_batches(case), make_blocks(case), loss=BCE)
-    assert not found.curvature["b"].any()
-    assert not found.gradient["b"].any()
-    assert found.curvature["a"].any()
-    assert found.unread == {"b"}
-
-
 @pytest.mark.parametrize(("first", "measured"), [(0, 6), (3, 24), (4, 60), (None, 60)])
 def test_a_sample_grows_until_it_reads_what_training_reads(first: int | None, measured: int) -> None:
     """Four times as large each time; a table that is worth nothing, and read, makes no sample larger."""
