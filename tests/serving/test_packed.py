@@ -18,12 +18,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torchrec.fx import symbolic_trace
-from torchrec.inference.modules import quantize_embeddings
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
-from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.artifact.load import load, serve
 from dnis_torchrec.artifact.write import write_artifact
@@ -31,7 +28,7 @@ from dnis_torchrec.blocks.codes import WIDTHS, pack_fields
 from dnis_torchrec.blocks.routing import RowRouting, directory_bytes
 from dnis_torchrec.ops.build import INSTRUCTION_SETS, LOOKUPS
 from dnis_torchrec.ops.packed import torch_packed_embedding_bag
-from dnis_torchrec.scheme import FORMS, MixedDimensionScheme, TableScheme
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import MeanForUnknownIds, PackedEmbeddingBagCollection, PackedTable, load_operator
 from dnis_torchrec.serving import tables as unknown_ids
 from dnis_torchrec.serving.packed import HeldBuffers
@@ -50,7 +47,6 @@ from tests.reference import (
     table_scheme,
     two_tables,
 )
-from tests.tiny import make_batch, make_recipe
 
 needs_compiler = pytest.mark.skipif(not load_operator(), reason="no C++ compiler")
 
@@ -92,21 +88,6 @@ def test_rows_are_packed_as_by_hand(bits: list[int], seed: int) -> None:
     fields = draw_fields(Random(seed), 3, bits)
     expected = [packed_by_hand(of_row, bits) for of_row in fields]
     assert pack_fields(torch.tensor(fields), torch.tensor(bits)).tolist() == expected
-
-
-@needs_compiler
-@pytest.mark.parametrize("dim", [1, 7, 16, 17, 40, 64, 100])
-def test_a_bag_of_one_id_gives_the_bits_of_its_row_on_every_instruction_set(dim: int) -> None:
-    torch.manual_seed(dim)
-    module, dense = large(dim)
-    ids = torch.randperm(3_000)
-    widest = LOOKUPS.instruction_set()
-    try:
-        for limit in INSTRUCTION_SETS:
-            LOOKUPS.instruction_set(limit=limit)
-            assert module.lookup(ids, torch.arange(3_001)).equal(dense[ids])
-    finally:
-        LOOKUPS.instruction_set(limit=widest)
 
 
 @needs_compiler
@@ -202,15 +183,6 @@ def test_bytes_are_those_of_the_form() -> None:
     assert module.table_bytes() == expected
     tensors = {name for name in module.state_dict() if name.startswith("tables.")}
     assert tensors == {"tables.t/rows", "tables.t/directory"}
-
-
-def test_a_table_in_which_nothing_is_retained() -> None:
-    routing = RowRouting.from_map(torch.tensor([0, 1, 0]), 2)
-    scheme = table_scheme("t", routing, torch.zeros(2, 3).bool())
-    stored = PackedTable.from_rows(scheme, NOTHING, torch.ones(2, 3), torch.zeros(2, 3))
-    module = PackedEmbeddingBagCollection(MixedDimensionScheme({"t": scheme}), {"t": stored})
-    assert stored.num_bytes == module.table_bytes() == 0
-    assert module.lookup(torch.tensor([0, 2, 1]), torch.tensor([0, 1, 3])).equal(torch.zeros(2, 3))
 
 
 def test_a_copy_and_what_came_from_another_process_serve() -> None:
@@ -331,42 +303,6 @@ def test_ways_that_there_are_not_are_refused(tmp_path: Path) -> None:
         load(path, unknown_ids="hash")
     with pytest.raises(ValueError, match="collection: expected one in which unknown ids contribute zero, got an error"):
         MeanForUnknownIds(scheme, load(path))
-
-
-@pytest.fixture(scope="module")
-def compressed(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path, MixedDimensionScheme]:
-    """A model, and its tables in every form that holds them."""
-    recipe, artifact = make_recipe(), tmp_path_factory.mktemp("traced") / "artifact"
-    measured = measure_(recipe.model, recipe.data.train, loss=recipe.loss)
-    scheme = measured.allocate(compression=3.5).scheme
-    dnis.export(recipe.model, scheme, artifact)
-    return recipe.model.eval(), artifact, scheme
-
-
-def traced_like(model: nn.Module) -> None:
-    graph = symbolic_trace(model)
-    for seed, size in ((1, 5), (2, 9)):
-        batch = make_batch(size, seed)
-        inputs = {"dense_features": batch.dense_features, "sparse_features": batch.sparse_features}
-        torch.testing.assert_close(graph(**inputs), model(**inputs), atol=0, rtol=0)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_model_is_traced_with_any_form(compressed: tuple[nn.Module, Path, MixedDimensionScheme], form: str) -> None:
-    plain, artifact, _ = compressed
-    traced_like(plain)
-    served = copy.deepcopy(plain)
-    served.sparse_arch.embedding_bag_collection = dnis.load(artifact, form=form)
-    traced_like(served)
-
-
-@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
-def test_quantisation_leaves_served_tables_alone(compressed: tuple[nn.Module, Path, MixedDimensionScheme]) -> None:
-    plain, artifact, _ = compressed
-    served = copy.deepcopy(plain)
-    served.sparse_arch.embedding_bag_collection = dnis.load(artifact, form="packed")
-    for model in (plain, served):
-        traced_like(quantize_embeddings(copy.deepcopy(model), dtype=torch.qint8, inplace=True).eval())
 
 
 def is_held(module: HeldBuffers) -> bool:

@@ -14,8 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.models.deepfm import SimpleDeepFMNN
-from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRM_Projection
+from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -24,7 +23,7 @@ from dnis_torchrec.artifact.load import serve
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import count_frequencies
 from dnis_torchrec.blocks.routing import RowRouting
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.prune import Size, prune
 from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection, block_tables
 from dnis_torchrec.serving.configs import NarrowEmbeddingBagCollection, NarrowTable, NarrowTables, embedding_configs
@@ -180,16 +179,6 @@ def test_tables_count_where_they_are_sharded(gloo: dist.ProcessGroup) -> None:
     assert holder["tables"].table_bytes() == expected
 
 
-@pytest.mark.parametrize("routing", [SORTED, MAPPED], ids=["boundaries", "map"])
-def test_block_tables_hold_rows_in_order(routing: RowRouting) -> None:
-    scheme, tables = one_table(routing)
-    blocks = block_tables(scheme.tables["t"], tables["t"].split(3))
-    assert sorted(blocks) == [0, 1]
-    for block, stored in blocks.items():
-        rows = (routing.all_blocks() == block).nonzero().squeeze(1)
-        assert stored.equal(tables["t"][rows][:, scheme.tables["t"].columns(block)])
-
-
 def test_shows_logical_and_physical_configs() -> None:
     module, _ = trainable(pooling="mean", feature_names=("f", "g"))
     (logical,) = module.embedding_bag_configs()
@@ -199,37 +188,6 @@ def test_shows_logical_and_physical_configs() -> None:
     assert physical == [("t/b0", 2, 5), ("t/b1", 4, 2)]
     assert not module.is_weighted()
     assert trainable(is_weighted=True)[0].is_weighted()
-
-
-@pytest.mark.parametrize("pooling", ["sum", "mean"])
-def test_nothing_retained_gives_zeros(pooling: str) -> None:
-    nothing = torch.zeros(3, 5, dtype=torch.bool)
-    scheme = MixedDimensionScheme({"t": table_scheme("t", SORTED, nothing, pooling=pooling)})
-    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, {"t": torch.zeros(10, 5)}, new_rows=False)
-    assert module.physical_embedding_bag_configs() == []
-    out = module(keyed_jagged_tensor({"f": [[(1, 1.0)], [], [(9, 1.0), (0, 1.0)]]}))
-    assert out.values().equal(torch.zeros(3, 5))
-
-
-@pytest.mark.parametrize("routing", [SORTED, MAPPED], ids=["boundaries", "map"])
-@pytest.mark.parametrize(("bad", "dtype"), [(-1, torch.int64), (10, torch.int32), (2**31 - 1, torch.int32)])
-def test_id_out_of_range_is_named(routing: RowRouting, bad: int, dtype: torch.dtype) -> None:
-    module, _ = trainable(routing)
-    kjt = keyed_jagged_tensor({"f": [[(3, 1.0)], [(bad, 1.0)]]}, id_dtype=dtype)
-    with pytest.raises(ValueError, match=rf"table 't', feature 'f'.*num_embeddings=10.*id {bad}"):
-        module(kjt)
-
-
-def test_ids_of_unread_keys_are_not_checked() -> None:
-    module, tables = trainable()
-    out = module(keyed_jagged_tensor({"other": [[(999, 1.0)]], "f": [[(3, 1.0)]]}))
-    torch.testing.assert_close(out.values(), tables["t"][[3]])
-
-
-def test_weights_are_ignored_where_unweighted() -> None:
-    module, tables = trainable(MAPPED)
-    out = module(keyed_jagged_tensor({"f": [[(3, 7.0)]]}, weighted=True))
-    torch.testing.assert_close(out.values(), tables["t"][[3]])
 
 
 def of_two_collections() -> MixedDimensionScheme:
@@ -302,63 +260,6 @@ def test_state_dict_round_trip() -> None:
     assert other(kjt).values().equal(module(kjt).values())
     tables = ["blocks.embedding_bags.t/b0.weight", "blocks.embedding_bags.t/b1.weight"]
     assert sorted(module.state_dict()) == [*tables, "scheme_sha256"]
-
-
-def pruned_collection() -> tuple[EmbeddingBagCollection, MixedDimensionScheme]:
-    """Three tables of D = 8, the first with two features, pruned in place."""
-    torch.manual_seed(1)
-    configs = [
-        EmbeddingBagConfig(name="user", num_embeddings=10, embedding_dim=8, feature_names=["user", "friend"]),
-        EmbeddingBagConfig(
-            name="movie", num_embeddings=10, embedding_dim=8, feature_names=["movie"], pooling=PoolingType.MEAN
-        ),
-        EmbeddingBagConfig(name="zip", num_embeddings=10, embedding_dim=8, feature_names=["zip"]),
-    ]
-    collection = EmbeddingBagCollection(tables=configs)
-    schemes: dict[str, TableScheme] = {}
-    for config, routing in zip(configs, (SORTED, MAPPED, SORTED), strict=True):
-        retained = torch.rand(3, 8) < 0.5
-        weight = collection.embedding_bags[config.name].weight
-        with torch.no_grad():
-            weight.copy_(pruned(weight, routing, retained))
-        schemes[config.name] = table_scheme(
-            config.name,
-            routing,
-            retained,
-            feature_names=tuple(config.feature_names),
-            pooling="mean" if config.pooling == PoolingType.MEAN else "sum",
-        )
-    return collection, MixedDimensionScheme(schemes)
-
-
-TORCHREC: dict[str, Callable[[EmbeddingBagCollection], nn.Module]] = {
-    "dlrm": lambda tables: DLRM(tables, 4, [16, 8], [16, 1]),
-    "dlrm_dcn": lambda tables: DLRM_DCN(tables, 4, [16, 8], [16, 1], dcn_num_layers=2, dcn_low_rank_dim=4),
-    "dlrm_projection": lambda tables: DLRM_Projection(tables, 4, [16, 8], [16, 1], [16, 16], [16, 16]),
-    "deepfm": lambda tables: SimpleDeepFMNN(4, tables, hidden_layer_size=16, deep_fm_dimension=5),
-}
-
-
-@pytest.mark.parametrize("name", TORCHREC)
-@pytest.mark.parametrize("batch_size", [1, 6])
-def test_drops_into_torchrec_models(name: str, batch_size: int) -> None:
-    (collection, scheme), build = pruned_collection(), TORCHREC[name]
-    model = build(collection).eval()
-    served = copy.deepcopy(model)
-    tables = {name: bag.weight for name, bag in collection.embedding_bags.items()}
-    served.sparse_arch.embedding_bag_collection = MixedDimensionEmbeddingBagCollection.from_tables(
-        scheme, tables, new_rows=False
-    )
-    lengths = torch.randint(0, 4, (4 * batch_size,))
-    kjt = KeyedJaggedTensor(
-        keys=["zip", "movie", "user", "friend"], values=torch.randint(0, 10, (int(lengths.sum()),)), lengths=lengths
-    )
-    dense = torch.rand(batch_size, 4)
-    torch.testing.assert_close(served(dense, kjt), model(dense, kjt), rtol=1e-6, atol=1e-6)
-    # and a model built around the module from the start reads the same logical tables
-    rebuilt = build(served.sparse_arch.embedding_bag_collection).eval()
-    rebuilt.load_state_dict(served.state_dict())
-    torch.testing.assert_close(rebuilt(dense, kjt), model(dense, kjt), rtol=1e-6, atol=1e-6)
 
 
 @settings(max_examples=15, deadline=None)
